@@ -1,0 +1,121 @@
+# `make demo` and `make test` do the whole set-up on a fresh clone; a second run starts at once.
+#
+#   make test TORCH=torch==2.11.0 THUNDER=lightning-thunder==0.2.6 VENV=.venv-old
+#   make test PYTEST_ARGS='-k buckets -x'
+#   make demo DEMO_ARGS='--help'
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+THUNDER ?= lightning-thunder==0.2.7.dev20260201
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check -qq
+
+# A stamp carries the versions in its name: with other versions the packages are installed anew.
+VERSIONS := $(subst =,,$(TORCH)-$(THUNDER))
+BASE := $(VENV)/.ready-$(VERSIONS)
+DEV := $(BASE)-dev
+NOTEBOOK := $(BASE)-notebook
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+
+.PHONY: help setup demo test lint format types wheel notebooks clean distclean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo       train a small GPT on 2 ranks and show the traces"
+	@echo "make test       run the tests"
+	@echo "make lint       ruff: rules and format      make format   let ruff mend what it can"
+	@echo "make types      mypy"
+	@echo "make wheel      build wheel and sdist, install the wheel elsewhere, import it"
+	@echo "make notebooks  run the notebooks"
+	@echo "make setup      only install (into $(VENV))   make clean, make distclean (removes $(VENV) too)"
+
+demo: $(BASE)
+	$(PY) -m thunder_fsdp_sched demo $(DEMO_ARGS)
+
+test: $(DEV)
+	$(PY) -m pytest -q $(PYTEST_ARGS)
+
+lint: $(DEV)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: $(DEV)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+types: $(DEV)
+	$(PY) -m mypy
+
+# The wheel is built from the sdist and installed into an empty venv that sees this one's torch and thunder through a
+# .pth file (which does not make it see the editable install), then imported from an empty folder.
+wheel: $(DEV)
+	rm -rf build dist
+	$(PY) -m build --no-isolation --outdir dist . >/dev/null
+	@ls -1 dist
+	@set -e; tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
+	$(PY) -m venv --without-pip "$$tmp/venv"; \
+	site=$$("$$tmp/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$$site/dependencies.pth"; \
+	$(PIP) --python "$$tmp/venv/bin/python" install --no-deps --no-index dist/*.whl; \
+	cd "$$tmp"; "$$tmp/venv/bin/python" -I -c "$$IMPORT_CHECK"
+
+define IMPORT_CHECK
+import importlib.util
+import pathlib
+import sys
+
+import thunder_fsdp_sched
+import thunder_fsdp_sched.transforms
+import thunder_fsdp_sched.transports
+import thunder
+
+home = pathlib.Path(sys.prefix).resolve()
+for module in (thunder_fsdp_sched, thunder_fsdp_sched.transforms, thunder_fsdp_sched.transports):
+    where = pathlib.Path(module.__file__).resolve()
+    assert home in where.parents, f"{module.__name__} was imported from {where}, not from the wheel"
+assert (pathlib.Path(thunder_fsdp_sched.__file__).parent / "py.typed").is_file(), "py.typed is not in the wheel"
+for name in ("transforms", "transports"):
+    assert importlib.util.find_spec(name) is None, f"the wheel installs a global package {name}"
+print("the wheel imports from an empty folder, with transforms inside the package and no global transforms")
+endef
+export IMPORT_CHECK
+
+ifeq ($(NOTEBOOKS),)
+notebooks:
+	@echo "no notebooks yet"
+else
+notebooks: $(NOTEBOOK)
+	$(PY) -m pytest -q --nbmake --nbmake-timeout=600 $(NOTEBOOKS)
+endif
+
+setup: $(DEV)
+
+$(BASE): pyproject.toml
+	@echo "installing $(TORCH) and $(THUNDER) into $(VENV) ..."
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	rm -f $(VENV)/.ready-*
+	$(PIP) install '$(TORCH)'
+	$(PIP) install '$(TORCH)' '$(THUNDER)' -e .
+	@touch $@
+
+$(DEV): $(BASE)
+	@echo "installing what the tests and checks need ..."
+	$(PIP) install '$(TORCH)' '$(THUNDER)' -e '.[dev,plot]'
+	@touch $@
+
+$(NOTEBOOK): $(BASE)
+	@echo "installing what the notebooks need ..."
+	$(PIP) install '$(TORCH)' '$(THUNDER)' -e '.[notebook]'
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

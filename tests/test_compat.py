@@ -1,0 +1,356 @@
+"""``thunder_fsdp_sched.compat``: the version check, and what it adds to torch so that Thunder imports.
+
+What changes torch or imports Thunder runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Loads compat alone, so that nothing has prepared torch or imported thunder before the test does.
+LOAD_COMPAT = """
+import importlib.util, sys
+_package = importlib.util.find_spec("thunder_fsdp_sched")
+_spec = importlib.util.spec_from_file_location("compat", _package.submodule_search_locations[0] + "/compat.py")
+compat = importlib.util.module_from_spec(_spec)
+sys.modules["compat"] = compat
+_spec.loader.exec_module(compat)
+"""
+
+# torch 2.14 and later: Function.apply is the C classmethod of its base class, which has no __func__. Older releases
+# have the same classmethod on the base class, so this is what the newer ones do.
+LIKE_TORCH_2_14 = """
+import torch
+Function = torch.autograd.function.Function
+Function.apply = torch._C._FunctionBase.__dict__["apply"]
+assert not hasattr(Function.apply, "__func__")
+"""
+
+# A custom autograd function whose gradient is not the one that autograd would find.
+SCALE = """
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * ctx.factor * 10 + 0 * x, None
+"""
+
+
+def run(code: str) -> str:
+    """Run code in a fresh interpreter that finds the package of this work tree; return what it printed."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def compat() -> ModuleType:
+    namespace: dict = {}
+    exec(LOAD_COMPAT, namespace)
+    return namespace["compat"]
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
+    """Pretend that these versions of ``torch`` and ``thunder`` are installed; None: not installed."""
+    found = {"torch": versions.get("torch", "2.13.0"), "lightning-thunder": versions.get("thunder", "0.2.6")}
+
+    def version(name: str) -> str | None:
+        if found[name] is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+# ---- versions
+
+
+@pytest.mark.parametrize("torch", ["2.10", "2.10.0", "2.11.0", "2.12.1", "2.13.0+cpu", "2.14.1", "2.15.0", "2.15.7"])
+@pytest.mark.parametrize("thunder", ["0.2.6", "0.2.7.dev20260201", "0.2.7", "0.2.99"])
+def test_supported_versions_pass(compat, monkeypatch, torch, thunder):
+    installed(monkeypatch, torch=torch, thunder=thunder)
+    compat.check_versions()
+
+
+@pytest.mark.parametrize("torch", ["2.10.0a0+b4e4ee8", "2.13.0.dev20260401+cu128", "2.13.0a0+gitabcdef", "2.15.0rc2"])
+def test_prereleases_and_local_builds_count_as_their_release(compat, monkeypatch, torch):
+    installed(monkeypatch, torch=torch)
+    compat.check_versions()
+
+
+@pytest.mark.parametrize(
+    ("versions", "says"),
+    [
+        ({"torch": "2.9.1"}, "torch 2.9.1 is too old (needs 2.10 or later)"),
+        ({"torch": "1.13.1+cpu"}, "torch 1.13.1+cpu is too old"),
+        ({"torch": "2.16.0"}, "torch 2.16.0 is too new (needs a release before 2.16)"),
+        ({"torch": "2.16.0.dev20261201"}, "torch 2.16.0.dev20261201 is too new"),
+        ({"torch": "3.0"}, "torch 3.0 is too new"),
+        ({"torch": None}, "torch is not installed"),
+        ({"torch": "unknown"}, "torch has no version that can be read ('unknown')"),
+        ({"thunder": "0.2.5"}, "lightning-thunder 0.2.5 is too old (needs 0.2.6 or later)"),
+        ({"thunder": "0.3.0"}, "lightning-thunder 0.3.0 is too new (needs a release before 0.3)"),
+        ({"thunder": "1.0"}, "lightning-thunder 1.0 is too new"),
+        ({"thunder": None}, "lightning-thunder is not installed"),
+        ({"thunder": ""}, "lightning-thunder has no version that can be read"),
+    ],
+)
+def test_an_unsupported_version_is_named_with_the_working_ones(compat, monkeypatch, versions, says):
+    installed(monkeypatch, **versions)
+    with pytest.raises(ImportError) as raised:
+        compat.prepare()
+    message = str(raised.value)
+    assert says in message
+    assert '"torch>=2.10,<2.16" "lightning-thunder>=0.2.6,<0.3"' in message
+
+
+def test_all_problems_are_named_at_once(compat, monkeypatch):
+    installed(monkeypatch, torch="2.16.1", thunder="0.2.2")
+    with pytest.raises(ImportError, match=r"torch 2\.16\.1 is too new .*lightning-thunder 0\.2\.2 is too old"):
+        compat.check_versions()
+
+
+def test_an_installation_without_a_version_is_reported(compat, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: None)
+    with pytest.raises(ImportError, match="no version that can be read"):
+        compat.check_versions()
+
+
+@given(
+    release=st.lists(st.integers(0, 30), min_size=1, max_size=4),
+    suffix=st.sampled_from(["", "+cpu", "a0+git1", ".dev20260101", "rc1", ".post1"]),
+)
+def test_the_verdict_is_that_of_release_numbers(compat, release, suffix):
+    found = ".".join(map(str, release)) + suffix
+    number = Version(Version(found).base_version)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        installed(monkeypatch, torch=found)
+        if Version("2.10") <= number < Version("2.16"):
+            compat.check_versions()
+        else:
+            with pytest.raises(ImportError, match="too old" if number < Version("2.10") else "too new"):
+                compat.check_versions()
+
+
+def test_a_wrong_version_stops_the_import_of_the_package_before_thunder():
+    printed = run(
+        """
+        import importlib.metadata, sys
+        real = importlib.metadata.version
+        importlib.metadata.version = lambda name: "2.9.1" if name == "torch" else real(name)
+        try:
+            import thunder_fsdp_sched
+        except ImportError as error:
+            print(error)
+        print("thunder imported:", "thunder" in sys.modules)
+        """
+    )
+    assert "torch 2.9.1 is too old" in printed
+    assert "thunder imported: False" in printed
+
+
+# ---- the named-tensor methods
+
+
+def test_what_torch_lacks_is_added_once_and_raises_when_called():
+    printed = run(
+        LOAD_COMPAT
+        + """
+import torch
+compat.NAMED_TENSOR_METHODS += ("a_method_that_no_torch_has",)
+missing = [name for name in compat.NAMED_TENSOR_METHODS if not hasattr(torch.Tensor, name)]
+present = {name: getattr(torch.Tensor, name) for name in compat.NAMED_TENSOR_METHODS if name not in missing}
+assert "a_method_that_no_torch_has" in missing
+
+added = compat.prepare()
+methods = [name for name in added if name.startswith("torch.Tensor.")]
+assert methods == [f"torch.Tensor.{name}" for name in missing], added
+assert all(getattr(torch.Tensor, name) is method for name, method in present.items())
+
+stand_ins = {name: getattr(torch.Tensor, name) for name in missing}
+assert compat.prepare() == ()
+assert all(getattr(torch.Tensor, name) is stand_in for name, stand_in in stand_ins.items())
+
+for name, stand_in in stand_ins.items():
+    assert stand_in.__name__ == name
+    for call in (lambda: getattr(torch.ones(2), name)("N"), lambda: stand_in(torch.ones(2), names=None)):
+        try:
+            call()
+        except AttributeError as error:
+            assert f"torch.Tensor.{name} does not exist in torch {torch.__version__}" in str(error)
+            assert "thunder_fsdp_sched" in str(error)
+        else:
+            raise AssertionError(name)
+assert "thunder" not in sys.modules
+print(*missing)
+"""
+    )
+    torch = Version(Version(importlib.metadata.version("torch")).base_version)
+    named = {"align_as", "align_to", "has_names", "refine_names", "rename"} if torch >= Version("2.13") else set()
+    assert set(printed.split()) == named | {"a_method_that_no_torch_has"}
+
+
+def test_what_torch_has_is_left_alone():
+    run(
+        LOAD_COMPAT
+        + """
+import torch
+def rename(self): return "mine"
+torch.Tensor.rename = rename
+apply = torch.autograd.Function.__dict__["apply"]
+had_func = hasattr(torch.autograd.Function.apply, "__func__")
+added = compat.prepare()
+assert "torch.Tensor.rename" not in added
+assert torch.Tensor.rename is rename and torch.ones(1).rename() == "mine"
+assert (torch.autograd.Function.__dict__["apply"] is apply) == had_func
+assert ("torch.autograd.Function.apply.__func__" in added) == (not had_func)
+"""
+    )
+
+
+# ---- Function.apply
+
+
+def test_function_apply_gets_a_func_and_still_works():
+    run(
+        LIKE_TORCH_2_14
+        + SCALE
+        + LOAD_COMPAT
+        + """
+assert not hasattr(Scale.apply, "__func__")
+assert "torch.autograd.Function.apply.__func__" in compat.prepare()
+assert Scale.apply.__func__ is Function.apply.__func__ is torch.autograd.Function.apply.__func__
+assert Scale.apply.__self__ is Scale and Scale.apply.__name__ == "apply"
+standing = Function.__dict__["apply"]
+assert compat.prepare() == () and Function.__dict__["apply"] is standing
+
+class Twice(Scale):                         # inherited
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * Scale.backward(ctx, grad)[0], None
+
+class Shifted(Scale):                       # calls up, as torch._dynamo does
+    @classmethod
+    def apply(cls, x, factor):
+        return super().apply(x, factor) + 1
+
+for function, value, slope in ((Scale, 6.0, 30.0), (Twice, 6.0, 60.0), (Shifted, 7.0, 30.0)):
+    x = torch.tensor([2.0], requires_grad=True)
+    y = function.apply(x, 3.0)
+    y.backward()
+    assert (y.item(), x.grad.item()) == (value, slope), (function, y, x.grad)
+
+torch.func.vmap(torch.sin)(torch.ones(2))   # functions that torch itself makes
+checkpointed = torch.utils.checkpoint.checkpoint(torch.sin, torch.ones(2, requires_grad=True), use_reentrant=True)
+checkpointed.sum().backward()
+"""
+    )
+
+
+def test_function_apply_hands_on_the_class_and_every_argument():
+    run(
+        """
+import torch
+class CClassMethod:                         # binds, and what it binds has no __func__
+    def __get__(self, instance, owner):
+        return type("bound", (), {"__slots__": (), "__call__": lambda _, *a, **k: (owner, a, k)})()
+Function = torch.autograd.function.Function
+Function.apply = CClassMethod()
+"""
+        + LOAD_COMPAT
+        + """
+assert "torch.autograd.Function.apply.__func__" in compat.prepare()
+class Mine(Function): pass
+assert Mine.apply(1, 2, scale=3) == (Mine, (1, 2), {"scale": 3})
+assert Function.apply() == (Function, (), {})
+"""
+    )
+
+
+# ---- with thunder
+
+
+def test_thunder_imports_and_trains_after_the_package():
+    run(
+        """
+        import thunder_fsdp_sched
+        import thunder, torch
+        model = torch.nn.Linear(3, 2)
+        x = torch.ones(1, 3)
+        jitted = thunder.jit(model)
+        jitted(x).sum().backward()
+        torch.testing.assert_close(jitted(x), model(x))
+        torch.testing.assert_close(model.weight.grad, torch.ones(2, 3))
+        """
+    )
+
+
+def test_thunder_traces_custom_autograd_functions_through_the_replaced_apply():
+    run(
+        LIKE_TORCH_2_14
+        + LOAD_COMPAT
+        + """
+compat.prepare()
+import thunder
+assert compat.prepare() == ()               # thunder is imported already
+"""
+        + SCALE
+        + """
+jitted = thunder.jit(lambda x: Scale.apply(x.sin(), 3.0))
+x, reference = (torch.tensor([0.5, 2.0], requires_grad=True) for _ in range(2))
+y, expected = jitted(x), Scale.apply(reference.sin(), 3.0)
+torch.testing.assert_close(y, expected)
+y.sum().backward()
+expected.sum().backward()
+torch.testing.assert_close(x.grad, reference.grad)
+assert "Scale" in str(thunder.last_traces(jitted)[0])
+"""
+    )
+
+
+def test_a_half_imported_thunder_is_explained():
+    printed = run(
+        LOAD_COMPAT
+        + """
+import importlib.util, types
+try:
+    import thunder                          # fails on torch 2.13 and later
+    for name in [name for name in sys.modules if name == "thunder"]:
+        del sys.modules[name]               # as if it had failed elsewhere
+except AttributeError:
+    pass
+try:
+    compat.prepare()
+except ImportError as error:
+    print(error)
+"""
+    )
+    assert "an earlier `import thunder` failed" in printed
+    assert "import thunder_fsdp_sched before thunder" in printed

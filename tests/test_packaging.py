@@ -1,0 +1,207 @@
+"""What gets installed: built here from a copy of the work tree, without a network, and imported from elsewhere."""
+
+from __future__ import annotations
+
+import email.message
+import email.parser
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[1]
+
+setuptools = pytest.importorskip("setuptools", minversion="77")
+
+
+def build(kind: str, tree: Path, out: Path) -> Path:
+    """Build ``sdist``, ``wheel`` or ``editable`` of a tree with the backend that pip calls."""
+    out.mkdir(parents=True)
+    result = subprocess.run(
+        [sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    (made,) = out.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the work tree without what earlier builds and runs left there."""
+    copy = tmp_path_factory.mktemp("packaging") / "tree"
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def sdist(tree: Path) -> Path:
+    return build("sdist", tree, tree.parent / "sdist")
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path) -> Path:
+    return build("wheel", tree, tree.parent / "wheel")
+
+
+def metadata(wheel: Path) -> email.message.Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.parser.BytesParser().parsebytes(archive.read(name))
+
+
+def modules_of_the_tree() -> set[str]:
+    """The path in a wheel of every module in the work tree."""
+    wings = {"thunder_fsdp_sched": ROOT / "thunder_fsdp_sched", "thunder_fsdp_sched/transforms": ROOT / "transforms"}
+    return {
+        f"{prefix}/{path.relative_to(folder).as_posix()}"
+        for prefix, folder in wings.items()
+        for path in folder.rglob("*.py")
+        # Through the symlink, some versions of Python list the passes twice.
+        if path.relative_to(folder).parts[0] != "transforms"
+    }
+
+
+def import_elsewhere(tmp_path: Path, set_up: str) -> str:
+    """Import the package in a fresh interpreter in an empty folder, after set_up; return where it was found."""
+    # What the tests themselves see, but for the work tree.
+    dependencies = [entry for entry in sys.path if entry and ROOT not in (Path(entry), Path(entry).parent)]
+    code = f"""
+import importlib.util, os, site, sys
+{set_up}
+sys.path += {dependencies!r}
+import thunder_fsdp_sched, thunder_fsdp_sched.transforms, thunder_fsdp_sched.transports
+for name in ("transforms", "transports", "tests"):
+    spec = importlib.util.find_spec(name)
+    assert spec is None, f"global package {{name}}: {{spec}}"
+print(os.path.realpath(thunder_fsdp_sched.__file__))
+print(os.path.realpath(thunder_fsdp_sched.transforms.__file__))
+"""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    # -I: neither the current folder nor PYTHONPATH is on the path. -S: no .pth file of the environment is read, such as
+    # that of an editable install of the work tree.
+    command = [sys.executable, "-I", "-S", "-c", code]
+    result = subprocess.run(command, cwd=empty, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+def test_the_wheel_holds_every_module_and_nothing_global(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {name for name in names if name.endswith(".py")} == modules_of_the_tree()
+    assert "thunder_fsdp_sched/py.typed" in names
+    assert {name.split("/")[0] for name in names} == {"thunder_fsdp_sched", "thunder_fsdp_sched-0.1.0.dist-info"}
+    assert "thunder_fsdp_sched-0.1.0.dist-info/licenses/LICENSE" in names
+
+
+def test_the_sdist_is_enough_to_build_the_same_wheel(sdist, wheel, tmp_path):
+    with tarfile.open(sdist) as archive:
+        # filter="data" is not in every 3.10.
+        archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    again = build("wheel", tmp_path / "thunder_fsdp_sched-0.1.0", tmp_path / "wheel")
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+        assert sorted(one.namelist()) == sorted(other.namelist())
+        for name in one.namelist():
+            assert name.endswith("/RECORD") or one.read(name) == other.read(name), name
+    unpacked = tmp_path / "thunder_fsdp_sched-0.1.0"
+    assert (unpacked / "LICENSE").is_file()
+    assert (unpacked / "transforms" / "__init__.py").is_file()
+
+
+def test_the_wheel_imports_from_an_empty_folder(wheel, tmp_path):
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    found = import_elsewhere(tmp_path, f"sys.path.insert(0, {str(site)!r})").split()
+    home = Path(os.path.realpath(site)) / "thunder_fsdp_sched"
+    assert found == [str(home / "__init__.py"), str(home / "transforms" / "__init__.py")]
+
+
+@pytest.mark.parametrize("symlink", [True, False], ids=["symlink", "checkout without symlinks"])
+def test_an_editable_install_imports_from_an_empty_folder(tree, tmp_path, symlink):
+    copy = tmp_path / "tree"
+    shutil.copytree(tree, copy, symlinks=True)
+    if not symlink:
+        (copy / "thunder_fsdp_sched" / "transforms").unlink()
+    site = tmp_path / "site"
+    with zipfile.ZipFile(build("editable", copy, tmp_path / "out")) as archive:
+        archive.extractall(site)
+    found = import_elsewhere(tmp_path, f"site.addsitedir({str(site)!r})").split()
+    home = Path(os.path.realpath(copy))
+    assert found == [str(home / "thunder_fsdp_sched" / "__init__.py"), str(home / "transforms" / "__init__.py")]
+
+
+def test_the_work_tree_has_the_symlink():
+    link = ROOT / "thunder_fsdp_sched" / "transforms"
+    assert os.readlink(link) == os.path.join("..", "transforms")
+    assert link.resolve() == ROOT / "transforms"
+
+
+def test_the_metadata_says_what_it_needs(wheel):
+    about = metadata(wheel)
+    assert (about["Name"], about["Version"]) == ("thunder_fsdp_sched", "0.1.0")
+    assert about["License-Expression"] == "Apache-2.0"
+    assert set(about["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
+    assert set(about.get_all("Provides-Extra")) == {"dev", "notebook", "nvfuser", "plot"}
+
+    requirements = [Requirement(line) for line in about.get_all("Requires-Dist")]
+    always = {requirement.name for requirement in requirements if requirement.marker is None}
+    assert always == {"lightning-thunder", "torch", "rich", "typer"}
+
+
+def test_the_requirements_are_the_versions_that_compat_accepts(wheel):
+    spec = importlib.util.spec_from_file_location("compat_for_packaging", ROOT / "thunder_fsdp_sched" / "compat.py")
+    compat = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = compat
+    spec.loader.exec_module(compat)
+    required = {
+        requirement.name: requirement.specifier
+        for requirement in map(Requirement, metadata(wheel).get_all("Requires-Dist"))
+        if requirement.marker is None
+    }
+    assert compat.SUPPORTED
+    for supported in compat.SUPPORTED:
+        assert required[supported.distribution] == Requirement(supported.requirement).specifier
+
+
+@pytest.mark.parametrize(
+    ("python", "system", "machine", "wanted"),
+    [
+        ("3.10", "linux", "x86_64", True),
+        ("3.12", "linux", "x86_64", True),
+        ("3.11", "linux", "x86_64", False),
+        ("3.13", "linux", "x86_64", False),
+        ("3.12", "linux", "aarch64", False),
+        ("3.12", "darwin", "x86_64", False),
+    ],
+)
+def test_nvfuser_comes_with_the_torch_it_fits(wheel, python, system, machine, wanted):
+    here = {"python_version": python, "sys_platform": system, "platform_machine": machine}
+    wanted_by_extra = {
+        requirement.name: requirement.specifier
+        for requirement in map(Requirement, metadata(wheel).get_all("Requires-Dist"))
+        if requirement.marker is not None
+        and requirement.marker.evaluate({**here, "extra": "nvfuser"})
+        and not requirement.marker.evaluate({**here, "extra": ""})
+    }
+    if not wanted:
+        assert not wanted_by_extra
+        return
+    # The wheels are pre-releases, so the range has to admit pre-releases by itself.
+    assert wanted_by_extra["nvfuser-cu128-torch210"].prereleases
+    assert wanted_by_extra["torch"].contains("2.10.0") and not wanted_by_extra["torch"].contains("2.11.0")
+    assert not wanted_by_extra["lightning-thunder"].contains(Version("0.2.6"))

@@ -1,0 +1,73 @@
+"""The one function a user calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from thunder.distributed import FSDPBucketingStrategy, FSDPType
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from .options import check_options
+from .transform import FSDPTransform
+
+__all__ = ["fsdp"]
+
+
+def fsdp(
+    *,
+    sharding_strategy: str | FSDPType = "zero3",
+    bucketing_strategy: str | FSDPBucketingStrategy | int | Callable[[str, torch.nn.Parameter], str] = "block",
+    prefetch: int = 1,
+    device: torch.device | str | None = None,
+    mesh: DeviceMesh | None = None,
+    process_group: ProcessGroup | None = None,
+    broadcast_from: int | None = None,
+    ignored_params: Iterable[torch.nn.Parameter | str] | None = None,
+    move_state_dict_to_cpu: bool = False,
+) -> FSDPTransform:
+    """Fully sharded data parallel training for ``thunder.jit(model, transforms=[fsdp(...)])``.
+
+    ``thunder.jit`` shards the module at once: each rank keeps its rows of every parameter, as views of one flat buffer
+    a bucket, and the module's own parameters move to the meta device. Give ``jitted.parameters()`` to the optimizer.
+
+    Args:
+        sharding_strategy: ``"zero3"`` frees unsharded parameters after their last use in forward and gathers them again
+            in backward: least memory, half as much communication again. ``"zero2"`` keeps them until backward.
+        bucketing_strategy: which parameters travel in one collective. ``"block"``: those of one block of the module
+            tree (a child of a ModuleList or Sequential), and of each module outside any block. ``"layer"``: those that
+            one module owns. ``"none"``: each parameter alone. An int: consecutive parameters, until the bucket holds
+            that many bytes. A callable ``(parameter name, parameter) -> bucket name``. No bucket spans dtypes, devices,
+            or trainable and frozen parameters.
+        prefetch: how many buckets ahead of its own wait an all-gather is issued. ZeRO-3 needs memory for about
+            ``prefetch + 1`` unsharded buckets. 0 overlaps nothing.
+        device: where shards and unsharded parameters live; default is where each parameter is.
+        mesh: a 1-D device mesh to shard over, instead of ``process_group``.
+        process_group: the ranks to shard over; default is the default process group.
+        broadcast_from: global rank whose parameters and buffers all ranks take over; default is that every rank has
+            initialized them alike.
+        ignored_params: parameters, or their names, that stay whole on every rank; their gradients are not reduced.
+        move_state_dict_to_cpu: ``original_state_dict`` moves each parameter to the CPU as soon as it is gathered.
+
+    Returns:
+        A transform for one module. ``.plan`` shows the buckets after ``thunder.jit``, ``.compiled`` and ``.schedules``
+        the traces and their communication after a call.
+
+    Raises:
+        TypeError, ValueError: an option is wrong; the message names it. Sharding itself, inside ``thunder.jit``, raises
+            RuntimeError without a process group, TypeError or ValueError for a parameter that cannot be sharded.
+    """
+    return FSDPTransform(
+        check_options(
+            sharding_strategy=sharding_strategy,
+            bucketing_strategy=bucketing_strategy,
+            prefetch=prefetch,
+            device=device,
+            mesh=mesh,
+            process_group=process_group,
+            broadcast_from=broadcast_from,
+            ignored_params=ignored_params,
+            move_state_dict_to_cpu=move_state_dict_to_cpu,
+        )
+    )

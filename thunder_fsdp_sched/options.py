@@ -1,0 +1,133 @@
+"""What a user may ask of :func:`thunder_fsdp_sched.fsdp`, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from thunder.distributed import FSDPBucketingStrategy, FSDPType
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from .buckets import BucketingStrategy
+
+__all__ = ["Options", "check_options"]
+
+_STRATEGIES = {"zero2": False, "zero3": True, FSDPType.ZERO2: False, FSDPType.ZERO3: True}
+_BUCKETINGS = {
+    **{s.value: s for s in BucketingStrategy},
+    FSDPBucketingStrategy.NONE: BucketingStrategy.NONE,
+    FSDPBucketingStrategy.LAYER: BucketingStrategy.LAYER,
+    FSDPBucketingStrategy.BLOCK: BucketingStrategy.BLOCK,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of one transform; :func:`thunder_fsdp_sched.fsdp` says what they mean."""
+
+    reshard_after_forward: bool
+    bucketing: BucketingStrategy | int | Callable[[str, torch.nn.Parameter], str]
+    prefetch: int
+    device: torch.device | None
+    mesh: DeviceMesh | None
+    process_group: ProcessGroup | None
+    broadcast_from: int | None
+    ignored_params: tuple[torch.nn.Parameter | str, ...]
+    move_state_dict_to_cpu: bool
+
+    def __str__(self) -> str:
+        strategy = "zero3" if self.reshard_after_forward else "zero2"
+        bucketing = self.bucketing.value if isinstance(self.bucketing, BucketingStrategy) else self.bucketing
+        return f"sharding_strategy={strategy!r}, bucketing_strategy={bucketing!r}, prefetch={self.prefetch}"
+
+
+def check_options(
+    *,
+    sharding_strategy: Any,
+    bucketing_strategy: Any,
+    prefetch: Any,
+    device: Any,
+    mesh: Any,
+    process_group: Any,
+    broadcast_from: Any,
+    ignored_params: Any,
+    move_state_dict_to_cpu: Any,
+) -> Options:
+    """Turns a user's arguments into options.
+
+    Raises:
+        TypeError: an argument has a type that makes no sense for it.
+        ValueError: an argument's value is not one of those that work.
+    """
+    key = sharding_strategy.lower() if isinstance(sharding_strategy, str) else sharding_strategy
+    if not isinstance(key, (str, FSDPType)) or key not in _STRATEGIES:
+        raise ValueError(
+            f"sharding_strategy: expected 'zero2', 'zero3' or a thunder.distributed.FSDPType, got {sharding_strategy!r}"
+        )
+    if isinstance(device, (str, int)):
+        device = torch.device(device)
+    _check_type("device", device, (torch.device, type(None)), "a torch.device, its name or None")
+    _check_type("mesh", mesh, (DeviceMesh, type(None)), "a 1-D torch.distributed.device_mesh.DeviceMesh or None")
+    _check_type("process_group", process_group, (ProcessGroup, type(None)), "a torch.distributed.ProcessGroup or None")
+    if mesh is not None and process_group is not None:
+        raise ValueError("mesh and process_group: pass one of them, not both")
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}; pass the one to shard over, mesh['name']")
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int):
+        raise TypeError(f"prefetch: expected a number of buckets (int), got {prefetch!r}")
+    if prefetch < 0:
+        raise ValueError(f"prefetch: expected 0 or more buckets, got {prefetch}")
+    if isinstance(broadcast_from, bool) or not isinstance(broadcast_from, (int, type(None))):
+        raise TypeError(f"broadcast_from: expected a global rank (int) or None, got {broadcast_from!r}")
+    _check_type("move_state_dict_to_cpu", move_state_dict_to_cpu, bool, "a bool")
+    return Options(
+        reshard_after_forward=_STRATEGIES[key],
+        bucketing=_bucketing(bucketing_strategy),
+        prefetch=prefetch,
+        device=device,
+        mesh=mesh,
+        process_group=process_group,
+        broadcast_from=broadcast_from,
+        ignored_params=_ignored(ignored_params),
+        move_state_dict_to_cpu=move_state_dict_to_cpu,
+    )
+
+
+def _bucketing(strategy: Any) -> BucketingStrategy | int | Callable[[str, torch.nn.Parameter], str]:
+    if isinstance(strategy, bool):
+        raise TypeError(f"bucketing_strategy: got {strategy!r}")
+    if isinstance(strategy, int):
+        if strategy <= 0:
+            raise ValueError(f"bucketing_strategy: a size in bytes must be positive, got {strategy}")
+        return strategy
+    if isinstance(strategy, BucketingStrategy):
+        return strategy
+    key = strategy.lower() if isinstance(strategy, str) else strategy
+    if isinstance(key, (str, FSDPBucketingStrategy)):
+        if key in _BUCKETINGS:
+            return _BUCKETINGS[key]
+    elif callable(strategy):
+        return strategy
+    raise ValueError(
+        f"bucketing_strategy: expected 'none', 'layer', 'block', a thunder.distributed.FSDPBucketingStrategy, a size in "
+        f"bytes or a callable (name, parameter) -> bucket name, got {strategy!r}"
+    )
+
+
+def _ignored(params: Any) -> tuple[torch.nn.Parameter | str, ...]:
+    if params is None:
+        return ()
+    if isinstance(params, str) or not isinstance(params, Iterable):
+        raise TypeError(f"ignored_params: expected parameters or their names, got {type(params).__name__}")
+    params = tuple(params)
+    for param in params:
+        _check_type("ignored_params", param, (torch.nn.Parameter, str), "parameters or their names")
+    return params
+
+
+def _check_type(name: str, value: Any, types: Any, expected: str) -> None:
+    if not isinstance(value, types):
+        raise TypeError(f"{name}: expected {expected}, got {value!r} of type {type(value).__name__}")

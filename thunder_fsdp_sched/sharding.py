@@ -1,0 +1,217 @@
+"""The module's side: builds shard buffers from a module and makes its parameters views of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import thunder
+import torch
+import torch.distributed as dist
+from thunder.core.module import ThunderModule
+from torch.distributed import ProcessGroup
+
+from .buckets import ParamSpec, Plan, make_plan
+from .buffers import Arena, Bucket, handle_name
+from .options import Options
+from .transports import AllGatherTransport
+
+__all__ = ["ShardedModule"]
+
+
+class ShardedModule:
+    """The shards of one module on this rank.
+
+    Attributes:
+        module: the user's module; its sharded parameters are on the meta device from now on, for tracing.
+        plan: the buckets as planned.
+        buckets: the buckets with their memory, in the order of the plan.
+        places: bucket and index in it of each sharded parameter, by each of its names.
+        shards: this rank's rows of each sharded parameter, a view of its bucket's shard buffer, by each of its names.
+    """
+
+    def __init__(self, module: torch.nn.Module, plan: Plan, buckets: list[Bucket], group: ProcessGroup) -> None:
+        self.module = module
+        self.plan = plan
+        self.buckets = buckets
+        self.group = group
+        self.places: dict[str, tuple[Bucket, int]] = {}
+        self.shards: dict[str, torch.nn.Parameter] = {}
+        self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
+        for bucket in buckets:
+            for index, param in enumerate(bucket.spec.params):
+                shard = torch.nn.Parameter(bucket.shard_views[index], requires_grad=param.requires_grad)
+                for name in param.names:
+                    self.places[name] = (bucket, index)
+                    self.shards[name] = shard
+
+    @classmethod
+    def shard(cls, model: ThunderModule, options: Options) -> ShardedModule:
+        """Plans, allocates the shard buffers, fills them, and moves the module's own parameters to the meta device.
+
+        The peak is one unsharded parameter above module and shards, and the module's memory is freed as far as nobody
+        else holds its parameters.
+
+        Raises:
+            TypeError: the jitted function is not a module, or a parameter is no plain strided tensor.
+            ValueError: parameters that share memory without being tied, unknown ``ignored_params``, a
+                ``broadcast_from`` outside the process group.
+            RuntimeError: no process group.
+        """
+        group = _process_group(options)
+        module = model._model
+        named = dict(model.named_parameters(remove_duplicate=False))
+        ignored = _ignored_names(named, options)
+        moved = _move(model, ignored, options)
+        specs = _specs({n: p for n, p in named.items() if n not in ignored}, options)
+        if options.broadcast_from is not None:
+            _broadcast((*(p for _, p in specs), *moved.values()), options.broadcast_from, group)
+        plan = make_plan(
+            module,
+            specs,
+            strategy=options.bucketing,
+            world_size=group.size(),
+            group=group.group_name or "default",
+            reshard_after_forward=options.reshard_after_forward,
+        )
+        sharded = cls(module, plan, _allocate(plan, group), group)
+        sharded.replaced = moved
+        for spec, param in specs:
+            bucket, index = sharded.places[spec.name]
+            if not param.is_meta:
+                with torch.no_grad():
+                    bucket.copy_in(index, param)
+            _release(module, spec)
+        return sharded
+
+    def attach(self, model: ThunderModule) -> None:
+        """Makes ``model`` use the shards: what its prologue unpacks, what ``parameters()`` gives to the optimizer."""
+        model._overrides_parameters.update(self.shards)
+        for name, tensor in self.replaced.items():
+            overrides = (
+                model._overrides_parameters if isinstance(tensor, torch.nn.Parameter) else model._overrides_buffers
+            )
+            overrides[name] = tensor
+        # Not `use_fsdp`: with it Thunder drops every gradient of a no_sync trace. no_sync() itself wants the group.
+        thunder.compile_data(model).process_group_for_ddp = self.group
+
+    def shard_entry(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of an unsharded state dict entry; entries that are not sharded pass through.
+
+        Raises:
+            ValueError: the entry has another shape than the parameter.
+        """
+        if name not in self.places:
+            return value
+        bucket, index = self.places[name]
+        expected = bucket.spec.params[index].shape
+        if tuple(value.shape) != expected:
+            raise ValueError(f"state dict entry {name!r}: expected shape {expected}, got {tuple(value.shape)}")
+        return bucket.own_rows(index, value).to(device=bucket.spec.device, dtype=bucket.spec.dtype)
+
+
+def _process_group(options: Options) -> ProcessGroup:
+    if options.mesh is not None:
+        return options.mesh.get_group()
+    if options.process_group is not None:
+        return options.process_group
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "fsdp: there is no process group to shard over; call torch.distributed.init_process_group() before "
+            "thunder.jit(), and start the script with torchrun"
+        )
+    return dist.group.WORLD
+
+
+def _ignored_names(named: dict[str, torch.nn.Parameter], options: Options) -> set[str]:
+    ignored = set()
+    for wanted in options.ignored_params:
+        matches = {n for n, p in named.items() if (n == wanted if isinstance(wanted, str) else p is wanted)}
+        if not matches:
+            what = repr(wanted) if isinstance(wanted, str) else f"a parameter of shape {tuple(wanted.shape)}"
+            raise ValueError(f"ignored_params: {what} is not a parameter of the module")
+        ignored |= {n for n, p in named.items() if any(p is named[m] for m in matches)}
+    return ignored
+
+
+def _specs(
+    named: dict[str, torch.nn.Parameter], options: Options
+) -> list[tuple[ParamSpec, torch.nn.Parameter]]:
+    """One spec for each different parameter, its tied names together, in the order of the module tree."""
+    tied: dict[int, list[str]] = {}
+    for name, param in named.items():
+        if type(param) is not torch.nn.Parameter or param.layout is not torch.strided:
+            raise TypeError(
+                f"parameter {name!r} is a {type(param).__name__} with layout {param.layout}; only plain strided "
+                f"parameters can be sharded. Convert it, or list it in ignored_params"
+            )
+        tied.setdefault(id(param), []).append(name)
+    specs = []
+    owners: dict[tuple[torch.device, int], str] = {}
+    for names in tied.values():
+        param = named[names[0]]
+        if param.numel() and not param.is_meta:
+            storage = (param.device, param.untyped_storage().data_ptr())
+            other = owners.setdefault(storage, names[0])
+            if other != names[0]:
+                raise ValueError(
+                    f"parameters {other!r} ({named[other].dtype}) and {names[0]!r} ({param.dtype}) share memory, but are "
+                    f"two Parameter objects: their shards would drift apart. Tie them (assign the same Parameter to "
+                    f"both names), or clone one"
+                )
+        device = options.device or getattr(param, "_thunder_device", param.device)
+        specs.append(
+            (ParamSpec(tuple(names), tuple(param.shape), param.dtype, device, param.requires_grad), param)
+        )
+    return specs
+
+
+def _move(model: ThunderModule, ignored: set[str], options: Options) -> dict[str, torch.Tensor]:
+    """Ignored parameters and buffers, on the device that was asked for."""
+    moved: dict[str, torch.Tensor] = {}
+    device = options.device
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if name in ignored:
+            on_device = device is None or param.device == device
+            moved[name] = param if on_device else torch.nn.Parameter(param.detach().to(device), param.requires_grad)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        moved[name] = buffer if device is None else buffer.to(device)
+    return moved
+
+
+def _broadcast(tensors: Iterable[torch.Tensor], source: int, group: ProcessGroup) -> None:
+    if source not in dist.get_process_group_ranks(group):
+        raise ValueError(f"broadcast_from: rank {source} is not in the process group to shard over")
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.is_meta:
+                raise ValueError("broadcast_from: the module is on the meta device; there is nothing to broadcast")
+            dist.broadcast(tensor.detach(), src=source, group=group)
+
+
+def _allocate(plan: Plan, group: ProcessGroup) -> list[Bucket]:
+    transport = AllGatherTransport()
+    arenas: dict[torch.device, Arena] = {}
+    handles: set[str] = set()
+    buckets = []
+    for spec in plan:
+        handle = handle_name(spec.name)
+        while handle in handles:
+            handle += "_"
+        handles.add(handle)
+        arena = arenas.setdefault(spec.device, Arena(spec.device))
+        buckets.append(Bucket(spec, group.rank(), group, transport, arena, handle))
+    return buckets
+
+
+def _release(module: torch.nn.Module, spec: ParamSpec) -> None:
+    """Replaces the module's own parameter by one on the meta device: tracing reads its shape, nobody its values."""
+    meta = torch.nn.Parameter(torch.empty(spec.shape, dtype=spec.dtype, device="meta"), spec.requires_grad)
+    meta._thunder_device = spec.device  # what Thunder takes for the device of a parameter on the meta device
+    for name in spec.names:
+        path, _, leaf = name.rpartition(".")
+        try:
+            owner = module.get_submodule(path)
+        except AttributeError:  # a transform before this one made the parameter
+            continue
+        if leaf in owner._parameters:
+            owner.register_parameter(leaf, meta)

@@ -1,0 +1,239 @@
+"""The vocabulary in the trace: its symbols, how they print, their grad rule, and what they do when they run.
+
+A forward and a backward trace hold, per bucket::
+
+    ft0 = fsdp_all_gather(bucket_h_0, slot_0, t_w, t_b)      # issue
+    (w, b) = fsdp_wait_params(bucket_h_0, ft0)               # views of slot_0
+    ft1 = fsdp_reduce_scatter(bucket_h_0, slot_1, dw, db)    # issue; slot_1 holds the unsharded gradients
+    (g_w, g_b) = fsdp_wait_grads(bucket_h_0, ft1)            # views of one fresh flat buffer
+
+Shards and gradients stand in the order of the bucket's parameters, ``None`` for one that the trace does not use.
+``fsdp_unshard`` and ``fsdp_reduce`` exist only until the ``bucket_communication`` pass: one parameter each, so that
+autograd decides for each parameter alone whether it has a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from thunder.core import codeutils, devices, dtypes, prims
+from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.transforms import get_grad, put_grad
+from thunder.distributed import get_skip_data_parallel_grad_sync
+from thunder.extend import OperatorExecutor, register_executor
+
+from .buffers import Bucket, InFlight, Slot, shard_views
+
+__all__ = [
+    "ISSUES",
+    "WAITS",
+    "executor",
+    "fsdp_accumulate_grads",
+    "fsdp_all_gather",
+    "fsdp_check_no_sync",
+    "fsdp_params_unchanged",
+    "fsdp_reduce",
+    "fsdp_reduce_scatter",
+    "fsdp_unshard",
+    "fsdp_wait_grads",
+    "fsdp_wait_params",
+]
+
+executor = OperatorExecutor("fsdp_sched", version="0.1")
+register_executor(executor)
+
+
+#
+# What they do when they run
+#
+
+
+def _check_shards(bucket: Bucket, shards: Sequence[torch.Tensor | None]) -> None:
+    for index, (shard, pointer) in enumerate(zip(shards, bucket.shard_pointers, strict=True)):
+        if shard is not None and shard.data_ptr() != pointer:
+            raise RuntimeError(
+                f"parameter {bucket.spec.params[index].name!r} no longer lies in the shard buffer of bucket "
+                f"{bucket.spec.name!r}: it was replaced by another tensor (load_state_dict(assign=True), `p.data = ...`, "
+                f"or a change of dtype or device). Copy into the parameter instead: `with torch.no_grad(): p.copy_(new)`."
+            )
+
+
+def _all_gather(bucket: Bucket, slot: Slot, *shards: torch.Tensor | None) -> InFlight:
+    _check_shards(bucket, shards)
+    arena = slot.arena
+    arena.finish_leftovers(slot)
+    unsharded, _ = arena.views(bucket, slot)
+    with torch.profiler.record_function(bucket.all_gather_label):
+        works = bucket.transport.all_gather(bucket, unsharded)
+    return arena.issue(InFlight(bucket, slot, works, None))
+
+
+def _wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    arena = flight.slot.arena
+    arena.finish(flight)
+    return arena.views(bucket, flight.slot)[1]
+
+
+def _reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> InFlight:
+    arena = slot.arena
+    arena.finish_leftovers(slot)
+    unsharded, views = arena.views(bucket, slot)
+    unreduced, bucket.unreduced = bucket.unreduced, None
+    for view, grad in zip(views, grads, strict=True):
+        if grad is not None:
+            view.copy_(grad)
+        elif unreduced is not None:
+            view.zero_()
+    if unreduced is not None:
+        unsharded.add_(unreduced)
+    # Autograd keeps the sharded gradients as `.grad` without a copy and adds to them, so they are fresh each time.
+    shard = torch.empty_like(bucket.shard)
+    with torch.profiler.record_function(bucket.reduce_scatter_label):
+        works = bucket.transport.reduce_scatter(bucket, unsharded, shard)
+    return arena.issue(InFlight(bucket, slot, works, shard))
+
+
+def _wait_grads(bucket: Bucket, flight: InFlight) -> tuple[torch.Tensor, ...]:
+    flight.slot.arena.finish(flight)
+    assert flight.output is not None
+    return shard_views(bucket.spec, bucket.rank, flight.output)
+
+
+def _accumulate_grads(bucket: Bucket, *grads: torch.Tensor | None) -> None:
+    bucket.accumulate(grads)
+
+
+def _check_no_sync(module: Any, no_sync: bool) -> None:
+    if get_skip_data_parallel_grad_sync() is not no_sync:
+        raise RuntimeError(f"these traces were compiled for no_sync={no_sync}")
+
+
+def _params_unchanged(bucket: Bucket, *shards: torch.Tensor | None) -> None:
+    # Backward receives the shards as saved tensors, and autograd itself compares their versions when it hands them out.
+    _check_shards(bucket, shards)
+
+
+#
+# How they look in a trace
+#
+
+
+def _params_meta(bucket: Bucket, requires_grad: bool) -> tuple[TensorProxy, ...]:
+    device, dtype = devices.to_device(bucket.spec.device), dtypes.to_dtype(bucket.spec.dtype)
+    return tuple(
+        TensorProxy(shape=p.shape, device=device, dtype=dtype, requires_grad=requires_grad) for p in bucket.spec.params
+    )
+
+
+def _future(bucket: Bucket, numel: int) -> FutureTensorProxy:
+    return FutureTensorProxy(
+        shape=(numel,), device=devices.to_device(bucket.spec.device), dtype=dtypes.to_dtype(bucket.spec.dtype)
+    )
+
+
+def _all_gather_meta(bucket: Bucket, slot: Slot | None, *shards: TensorProxy | None) -> FutureTensorProxy:
+    return _future(bucket, bucket.spec.layout.unsharded_numel)
+
+
+def _wait_params_meta(
+    bucket: Bucket, future: FutureTensorProxy, token: TensorProxy | None = None
+) -> tuple[TensorProxy, ...]:
+    return _params_meta(bucket, bucket.spec.requires_grad)
+
+
+def _reduce_scatter_meta(bucket: Bucket, slot: Slot | None, *grads: TensorProxy | None) -> FutureTensorProxy:
+    return _future(bucket, bucket.spec.layout.shard_numel)
+
+
+def _wait_grads_meta(bucket: Bucket, future: FutureTensorProxy) -> tuple[TensorProxy, ...]:
+    return tuple(
+        TensorProxy(shape=p.shard_shape(bucket.rank), device=future.device, dtype=future.dtype, requires_grad=False)
+        for p in bucket.spec.layout.placements
+    )
+
+
+def _check_no_sync_meta(module: Any, no_sync: bool) -> None:
+    return None
+
+
+def _none_meta(bucket: Bucket, *tensors: TensorProxy | None) -> None:
+    return None
+
+
+def _unshard_meta(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy:
+    return TensorProxy(shape=bucket.spec.params[index].shape, like=shard, requires_grad=shard.requires_grad)
+
+
+def _reduce_meta(bucket: Bucket, index: int, grad: TensorProxy) -> TensorProxy:
+    return TensorProxy(shape=bucket.spec.layout.placements[index].shard_shape(bucket.rank), like=grad)
+
+
+def _print(
+    bsym: BoundSymbol, out_printables: Any, arg_printables: Sequence[Any], kwarg_printables: dict[str, Any]
+) -> str:
+    """Prints ``out = symbol(bucket, slot, tensors)  # bytes``, the bucket and the slot under their own names."""
+
+    def show(arg: Any) -> str:
+        if isinstance(arg, (Bucket, Slot)):
+            return str(arg)
+        return codeutils.prettyprint(arg)
+
+    args = list(bsym.args)
+    while args and args[-1] is None and bsym.sym is fsdp_wait_params:
+        args.pop()  # no token
+    call = f"{bsym.sym.name}({', '.join(map(show, args))})"
+    if isinstance(bsym.output, Proxy):
+        call = f"{bsym.output.name} = {call}"
+    elif bsym.output:
+        call = f"({', '.join(o.name for o in bsym.output)},) = {call}"
+    if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter):
+        spec = bsym.args[0].spec
+        call += f"  # {spec.unsharded_bytes:,} bytes {str(spec.dtype).removeprefix('torch.')}"
+    return call
+
+
+def _bind_handles(bsym: BoundSymbol) -> None:
+    bsym._call_ctx = {**(bsym._call_ctx or {}), **{str(a): a for a in bsym.args if isinstance(a, (Bucket, Slot))}}
+
+
+def _register(name: str, meta: Callable, fn: Callable, *, keep: bool = False) -> Symbol:
+    symbol = executor.register_operator(
+        name,
+        meta=meta,
+        fn=fn,
+        tags=[prims.OpTags.DONT_DCE] if keep else None,
+        bind_postprocess=_bind_handles,
+        python_printer=_print,
+    )
+    executor.register_implementation(symbol, symbol)
+    return symbol
+
+
+def _only_in_between(*args: Any) -> None:
+    raise AssertionError("fsdp_unshard and fsdp_reduce are replaced by the bucket_communication pass")
+
+
+fsdp_all_gather = _register("fsdp_all_gather", _all_gather_meta, _all_gather)
+fsdp_wait_params = _register("fsdp_wait_params", _wait_params_meta, _wait_params)
+fsdp_reduce_scatter = _register("fsdp_reduce_scatter", _reduce_scatter_meta, _reduce_scatter)
+fsdp_wait_grads = _register("fsdp_wait_grads", _wait_grads_meta, _wait_grads)
+fsdp_accumulate_grads = _register("fsdp_accumulate_grads", _none_meta, _accumulate_grads, keep=True)
+fsdp_check_no_sync = _register("fsdp_check_no_sync", _check_no_sync_meta, _check_no_sync, keep=True)
+fsdp_params_unchanged = _register("fsdp_params_unchanged", _none_meta, _params_unchanged, keep=True)
+fsdp_unshard = _register("fsdp_unshard", _unshard_meta, _only_in_between)
+fsdp_reduce = _register("fsdp_reduce", _reduce_meta, _only_in_between)
+
+ISSUES = frozenset({fsdp_all_gather.name, fsdp_reduce_scatter.name})
+WAITS = frozenset({fsdp_wait_params.name, fsdp_wait_grads.name})
+
+
+def _unshard_grad(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy:
+    unsharded = fsdp_unshard(bucket, index, shard)
+    put_grad(shard, fsdp_reduce(bucket, index, get_grad(unsharded)))
+    return unsharded
+
+
+executor.register_implementation(fsdp_unshard, fsdp_unshard, grad_transform=_unshard_grad)

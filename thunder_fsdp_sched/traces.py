@@ -1,0 +1,208 @@
+"""Reading traces: which bound symbols belong to forward, which values alias which, what derives from parameters alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import thunder.torch as ltorch
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.proxies import Proxy, TensorProxy, variableify
+from thunder.core.pytree import tree_iter
+from thunder.core.symbol import BoundSymbol, has_tags
+from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace
+
+__all__ = [
+    "Aliases",
+    "aliased_inputs",
+    "args_of",
+    "communicates",
+    "derivation",
+    "forward_part",
+    "is_backward_trace",
+    "is_pure",
+    "names",
+    "outs_of",
+    "return_of",
+    "swap_args",
+    "with_bound_symbols",
+]
+
+_VIEW_PRIMS = frozenset(
+    {
+        PrimIDs.BROADCAST_IN_DIM,
+        PrimIDs.RESHAPE,
+        PrimIDs.SLICE,
+        PrimIDs.SQUEEZE,
+        PrimIDs.TRANSPOSE,
+        PrimIDs.UNFOLD,
+        PrimIDs.VIEW,
+        PrimIDs.SHALLOW_COPY,
+        PrimIDs.STRIDE_ORDER,  # may return its input
+        PrimIDs.REAL,
+        PrimIDs.IMAG,
+        PrimIDs.BITCAST,
+        PrimIDs.UPDATE_ALIASES,
+        PrimIDs.CONVERT_ELEMENT_TYPE,  # returns its input where nothing is to convert
+        PrimIDs.DEVICE_PUT,
+        PrimIDs.COPY_,
+    }
+)
+
+_NOT_VALUES = frozenset({PrimIDs.DEL, PrimIDs.COMMENT})
+
+
+def names(proxies: Iterable[Any]) -> Iterator[str]:
+    """The names of those that are proxies."""
+    return (p.name for p in proxies if isinstance(p, Proxy))
+
+
+def args_of(bsym: BoundSymbol) -> tuple[str, ...]:
+    """Names of all proxies that ``bsym`` reads."""
+    return tuple(p.name for p in bsym.flat_proxy_args)
+
+
+def outs_of(bsym: BoundSymbol) -> tuple[str, ...]:
+    """Names of all proxies that ``bsym`` defines; an output that is one of its inputs is not defined by it."""
+    args = set(args_of(bsym))
+    return tuple(p.name for p in bsym.flat_proxy_outs if p.name not in args)
+
+
+def is_backward_trace(trace: TraceCtx) -> bool:
+    """Whether ``trace`` is the backward half of a split joint trace."""
+    return TraceTag.BACKWARD in trace.tags
+
+
+def return_of(trace: TraceCtx) -> BoundSymbol:
+    """The trace's return statement, its last bound symbol."""
+    bsym = trace.bound_symbols[-1]
+    assert bsym.sym.id is PrimIDs.RETURN, f"the trace ends in {bsym.sym.name}, not in its return"
+    return bsym
+
+
+def with_bound_symbols(trace: TraceCtx, bsyms: Sequence[BoundSymbol], pass_name: str, started: float) -> TraceCtx:
+    """A copy of ``trace`` with other bound symbols and the provenance of the pass that made them.
+
+    Args:
+        started: ``time.perf_counter()`` at the start of the pass.
+    """
+    new = from_trace(trace)
+    new.bound_symbols = list(bsyms)
+    new._any_future_tensors = trace._any_future_tensors
+    new.set_provenance(TraceProvenance(f"{pass_name} (took {(time.perf_counter() - started) * 1e3:.1f} milliseconds)"))
+    return new
+
+
+def communicates(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` (or what it is made of) communicates without being one of this project's symbols."""
+    from thunder.distributed.prims import PrimIDs as DistPrimIDs
+
+    sym_id = bsym.sym.id
+    if isinstance(sym_id, DistPrimIDs):
+        return True
+    # Executors claim Thunder's communication prims under names of their own; their arguments give them away.
+    if any(type(arg).__name__.endswith("ProcessGroup") or hasattr(arg, "_get_backend") for arg in bsym.args):
+        return True
+    return any(communicates(sub) for sub in bsym.subsymbols)
+
+
+def forward_part(trace: TraceCtx) -> list[bool]:
+    """For each bound symbol of a joint trace whether Thunder's split will put it into the forward trace.
+
+    A trace without a backward part (evaluation) is all forward. The rule is that of
+    ``thunder.transforms.autodiff.split_into_forward_and_backward``: what the forward's outputs need is forward.
+    """
+    returned = return_of(trace).args[0]
+    if not isinstance(returned, dict) or "fw_flat_out" not in returned:
+        return [True] * len(trace.bound_symbols)
+    needed = set(names(tree_iter(returned["fw_flat_out"])))
+    needed.update(names(returned["flat_args"]))
+    forward = [False] * len(trace.bound_symbols)
+    for i in range(len(trace.bound_symbols) - 2, -1, -1):
+        bsym = trace.bound_symbols[i]
+        if bsym.sym.id is PrimIDs.GET_GRAD:
+            continue
+        in_place_on_forward = bsym.sym.name == "copy_" and bsym.args[1].name in needed
+        if (
+            bsym.sym.id is PrimIDs.UNPACK_TRIVIAL
+            or in_place_on_forward
+            or any(o.name in needed for o in bsym.flat_proxy_outs)
+        ):
+            forward[i] = True
+            needed.update(args_of(bsym))
+            needed.update(outs_of(bsym))
+    return forward
+
+
+def aliased_inputs(bsym: BoundSymbol) -> dict[str, tuple[str, ...]]:
+    """For each output of ``bsym`` that may share memory with inputs, the names of these inputs.
+
+    Composite symbols and fusions are looked through. A symbol without subsymbols that is not one of Thunder's prims is
+    taken to return a view if it has a single tensor input, or if Thunder lists it among those that may.
+    """
+    if bsym.sym.id in _NOT_VALUES:
+        return {}
+    outs = outs_of(bsym)
+    if bsym.subsymbols:
+        inner = Aliases(frozenset(args_of(bsym)))
+        for sub in bsym.subsymbols:
+            inner.add(sub)
+        return {out: tuple(roots) for out in outs if (roots := inner.roots(out) - {out})}
+    tensors = tuple(p.name for p in bsym.flat_proxy_args if isinstance(p, TensorProxy))
+    if not tensors:
+        return {}
+    if isinstance(bsym.sym.id, PrimIDs):
+        viewed = tensors if bsym.sym.id in _VIEW_PRIMS else ()
+    elif bsym.sym in ltorch._syms_returning_views or bsym.sym in ltorch._syms_that_may_return_views:
+        viewed = tensors[:1]
+    else:
+        viewed = tensors if len(tensors) == 1 else ()
+    return dict.fromkeys(outs, viewed) if viewed else {}
+
+
+class Aliases:
+    """Follows chains of views: from any value back to the values whose memory it may share.
+
+    Args:
+        roots: names at which a chain ends. Values that are not views are roots of themselves.
+    """
+
+    def __init__(self, roots: frozenset[str] = frozenset()) -> None:
+        self._roots: dict[str, frozenset[str]] = {name: frozenset({name}) for name in roots}
+
+    def add(self, bsym: BoundSymbol) -> None:
+        """Takes in the next bound symbol in trace order."""
+        for out, inputs in aliased_inputs(bsym).items():
+            self._roots[out] = frozenset().union(*(self.roots(name) for name in inputs))
+
+    def roots(self, name: str) -> frozenset[str]:
+        """Values whose memory ``name`` may share, itself if it is no view."""
+        return self._roots.get(name, frozenset({name}))
+
+
+def derivation(bsym: BoundSymbol, out: str) -> list[BoundSymbol]:
+    """The bound symbols that compute ``out``: ``bsym`` itself, or of a fusion just the part that ``out`` needs."""
+    if not bsym.sym.is_fusion:
+        return [bsym]
+    needed = {out}
+    part = []
+    for sub in reversed(bsym.subsymbols):
+        if any(o in needed for o in outs_of(sub)):
+            part.append(sub)
+            needed.update(args_of(sub))
+    return part[::-1]
+
+
+def is_pure(bsym: BoundSymbol) -> bool:
+    """Whether running ``bsym`` again gives the same values and changes nothing."""
+    return not has_tags(bsym, {OpTags.RANDOM_OP, OpTags.IN_PLACE, OpTags.DONT_DCE}) and bsym.sym.id not in (
+        PrimIDs.COPY_,
+        PrimIDs.RETURN,
+    )
+
+
+def swap_args(bsym: BoundSymbol, swaps: dict[str, Proxy]) -> BoundSymbol:
+    """``bsym`` with the inputs named in ``swaps`` replaced, in its subsymbols too; its outputs stay."""
+    swap_map = {variableify(p): swaps[p.name] for p in bsym.flat_proxy_args if p.name in swaps}
+    return bsym.from_bsym_swap_proxies(swap_map, skip_output=True) if swap_map else bsym

@@ -1,0 +1,237 @@
+"""The transform: where each pass runs in Thunder's pipeline, and the module whose parameters it shards.
+
+[Note: The pipeline]
+``thunder.jit`` calls, in this order:
+
+once, with the module
+    ``transform_module``                      plan, shard buffers, parameters become views of them
+for each new set of shapes and flags
+    ``transform_traces_pre_prologue``         shard_prologue, insert_unshard
+    (Thunder: autograd makes one joint forward/backward trace; executors claim operators)
+    ``_JointPasses`` before the fusions       bucket_communication, regather_for_backward, keep_fusions_apart
+    (Thunder: fusion executors)
+    ``_JointPasses`` behind the fusions       regather_for_backward
+    (Thunder: the joint trace is split)
+    ``transform_trace_post_optimization``     sort_communication, plan_slots, verify, del_last_used
+                                              for the forward and then for the backward trace
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import thunder
+import torch
+from thunder.core.module import ThunderModule
+from thunder.core.trace import TraceCtx
+from thunder.core.transform_common import Transform
+from thunder.distributed import get_skip_data_parallel_grad_sync
+from thunder.executors.passes import del_last_used
+from thunder.extend import Executor, FusionExecutor
+
+from . import symbols
+from .buckets import Plan
+from .checkpoint import gather_param
+from .options import Options
+from .schedule import Schedule, read_schedule
+from .sharding import ShardedModule
+from .traces import is_backward_trace
+from .transforms import (
+    bucket_communication,
+    insert_unshard,
+    keep_fusions_apart,
+    plan_slots,
+    regather_for_backward,
+    shard_prologue,
+    sort_communication,
+    unpacked_parameters,
+    verify,
+)
+
+__all__ = ["CompiledTraces", "FSDPTransform"]
+
+Pass = Callable[[TraceCtx], TraceCtx]
+
+
+@dataclass
+class CompiledTraces:
+    """What the transform made of one set of input shapes and flags.
+
+    Attributes:
+        no_sync: whether it was compiled for ``no_sync``.
+        joint: the joint trace with bucketed communication, before fusion (forward alone without gradients).
+        forward_before, backward_before: execution traces as Thunder hands them over, communication unsorted.
+        forward, backward: the traces that run. Backward is ``None`` without gradients.
+        forward_schedule, backward_schedule: their communication, as a value.
+    """
+
+    no_sync: bool
+    joint: TraceCtx | None = None
+    forward_before: TraceCtx | None = None
+    forward: TraceCtx | None = None
+    forward_schedule: Schedule | None = None
+    backward_before: TraceCtx | None = None
+    backward: TraceCtx | None = None
+    backward_schedule: Schedule | None = None
+
+
+class FSDPTransform(Transform):
+    """Shards a module's parameters and schedules their communication; made by :func:`thunder_fsdp_sched.fsdp`.
+
+    One transform belongs to one module. Attributes of interest to users: ``plan`` after ``thunder.jit``, ``compiled``
+    (one :class:`CompiledTraces` for each set of input shapes and flags, oldest first) after a call.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.compiled: list[CompiledTraces] = []
+        self._sharded: ShardedModule | None = None
+        self._executors = (
+            _JointPasses(f"fsdp_sched_before_fusion_{id(self)}", self._before_fusion),
+            _JointPasses(f"fsdp_sched_behind_fusion_{id(self)}", self._behind_fusion),
+        )
+        self._has_fusions = False
+
+    def __repr__(self) -> str:
+        return f"fsdp({self.options})"
+
+    @property
+    def plan(self) -> Plan:
+        """The buckets.
+
+        Raises:
+            RuntimeError: the transform has not been given to ``thunder.jit`` yet.
+        """
+        return self.sharded.plan
+
+    @property
+    def sharded(self) -> ShardedModule:
+        """The module's shards.
+
+        Raises:
+            RuntimeError: the transform has not been given to ``thunder.jit`` yet.
+        """
+        if self._sharded is None:
+            raise RuntimeError("fsdp(...) has no plan yet: pass it to thunder.jit(model, transforms=[fsdp(...)]) first")
+        return self._sharded
+
+    @property
+    def schedules(self) -> list[tuple[Schedule | None, Schedule | None]]:
+        """(forward, backward) schedules of each compiled set of shapes and flags, oldest first."""
+        return [(c.forward_schedule, c.backward_schedule) for c in self.compiled]
+
+    def transform_module(self, model: ThunderModule) -> None:
+        if self._sharded is None:
+            self._sharded = ShardedModule.shard(model, self.options)
+        elif self._sharded.module is not model._model:
+            raise ValueError(
+                "this fsdp(...) already shards another module: make one transform for each module, "
+                "thunder.jit(model, transforms=[fsdp(...)])"
+            )
+        # Adding a transform to a jitted module makes a new ThunderModule: it gets the same shards.
+        self._sharded.attach(model)
+        compile_data = thunder.compile_data(model)
+        before, behind = self._executors
+        others = _without(compile_data.executors_list, (symbols.executor, before, behind))
+        self._has_fusions = any(isinstance(e, FusionExecutor) and not isinstance(e, _JointPasses) for e in others)
+        compile_data.executors_list = (symbols.executor, before, *others, behind)
+
+    def transform_traces_pre_prologue(
+        self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
+    ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
+        no_sync = get_skip_data_parallel_grad_sync()
+        self.compiled.append(CompiledTraces(no_sync))
+        places, shards = self.sharded.places, self.sharded.shards
+        unpacked = unpacked_parameters(prologue_trace)
+        inputs = {
+            argument.name: unpacked[value.name]
+            for value, argument in zip(prologue_trace.output[0], computation_trace.args, strict=True)
+            if getattr(value, "name", None) in unpacked
+        }
+        prologue_trace = shard_prologue(prologue_trace, shards=shards, no_sync=no_sync)
+        computation_trace = insert_unshard(computation_trace, inputs=inputs, buckets=places, shards=shards)
+        return prologue_trace, computation_trace, epilogue_trace
+
+    def _before_fusion(self, trace: TraceCtx) -> TraceCtx:
+        passes: list[Pass] = [
+            partial(bucket_communication, no_sync=self.compiled[-1].no_sync),
+            regather_for_backward,
+        ]
+        if self._has_fusions:
+            passes.append(keep_fusions_apart)
+        self.compiled[-1].joint = trace = _run(passes, trace)
+        return trace
+
+    def _behind_fusion(self, trace: TraceCtx) -> TraceCtx:
+        return _run([regather_for_backward] if self._has_fusions else [], trace)
+
+    def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
+        backward = is_backward_trace(computation_trace)
+        sorted_trace = _run(
+            [partial(sort_communication, prefetch=self.options.prefetch), plan_slots, verify], computation_trace
+        )
+        schedule = read_schedule(sorted_trace)
+        trace = del_last_used(sorted_trace, clear_mutable_collections=backward)
+        compiled = self.compiled[-1]
+        if backward:
+            compiled.backward_before, compiled.backward = computation_trace, trace
+            compiled.backward_schedule = schedule
+        else:
+            compiled.forward_before, compiled.forward = computation_trace, trace
+            compiled.forward_schedule = schedule
+        return trace
+
+    def transform_state_dict_for_submodule(
+        self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Takes this rank's rows of each unsharded entry (for ``load_original_state_dict``)."""
+        return {k: self.sharded.shard_entry(_join(submodule_name, k), v) for k, v in state_dict.items()}
+
+    def reverse_transform_state_dict_for_submodule(
+        self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Gathers each sharded entry (for ``original_state_dict``); a collective, on all ranks together."""
+        unsharded = {}
+        for key, value in state_dict.items():
+            name = _join(submodule_name, key)
+            if name in self.sharded.places:
+                bucket, index = self.sharded.places[name]
+                value = gather_param(bucket, index, value)
+                if self.options.move_state_dict_to_cpu:
+                    value = value.cpu()
+            unsharded[key] = value
+        return unsharded
+
+
+class _JointPasses(FusionExecutor):
+    """Runs passes at a fusion executor's turn: the one public hook that sees the joint trace after operators are claimed.
+
+    It claims no operator.
+    """
+
+    def __init__(self, name: str, run: Pass) -> None:
+        super().__init__(name)
+        self.fusion_pass = run
+
+    def can_execute(self, bsym: Any) -> bool:
+        return False
+
+    def can_fuse(self, bsym: Any) -> bool:
+        return False
+
+
+def _run(passes: Sequence[Pass], trace: TraceCtx) -> TraceCtx:
+    for pass_ in passes:
+        trace = pass_(trace)
+    return trace
+
+
+def _without(executors: Sequence[Executor], ours: Sequence[Executor]) -> list[Executor]:
+    return [e for e in executors if e not in ours]
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,26 @@
+"""The trace passes, one a file, one signature for all: ``pass_(trace, ...) -> trace``, with provenance.
+
+Where each runs in Thunder's pipeline is written down in ``thunder_fsdp_sched.transform``.
+"""
+
+from .bucket_communication import bucket_communication
+from .insert_unshard import insert_unshard
+from .keep_fusions_apart import keep_fusions_apart
+from .plan_slots import plan_slots
+from .regather_for_backward import regather_for_backward
+from .shard_prologue import shard_prologue, unpacked_parameters
+from .sort_communication import sort_communication
+from .verify import VerificationError, verify
+
+__all__ = [
+    "VerificationError",
+    "bucket_communication",
+    "insert_unshard",
+    "keep_fusions_apart",
+    "plan_slots",
+    "regather_for_backward",
+    "shard_prologue",
+    "sort_communication",
+    "unpacked_parameters",
+    "verify",
+]

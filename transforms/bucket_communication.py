@@ -1,0 +1,130 @@
+"""One collective a bucket: merges what the parameters of a bucket do one by one, in the joint trace after autograd."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+from thunder.core.pytree import tree_map
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.trace import TraceCtx, tracectx
+
+from ..buffers import Bucket
+from ..symbols import (
+    fsdp_accumulate_grads,
+    fsdp_all_gather,
+    fsdp_params_unchanged,
+    fsdp_reduce,
+    fsdp_reduce_scatter,
+    fsdp_unshard,
+    fsdp_wait_grads,
+    fsdp_wait_params,
+)
+from ..traces import return_of, with_bound_symbols
+
+__all__ = ["bucket_communication"]
+
+
+def bucket_communication(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
+    """Replaces ``fsdp_unshard`` and ``fsdp_reduce`` by one gather and one reduction for each bucket.
+
+    A gather and its wait stand where the bucket's first parameter is used; a reduction and its wait where its last
+    gradient is there. Under ``no_sync`` unsharded gradients are summed up locally and backward returns none.
+
+    Args:
+        no_sync: whether the trace is compiled for ``no_sync``.
+    """
+    started = time.perf_counter()
+    unshards: dict[Bucket, dict[int, BoundSymbol]] = defaultdict(dict)
+    reduces: dict[Bucket, dict[int, BoundSymbol]] = defaultdict(dict)
+    for bsym in trace.bound_symbols:
+        if bsym.sym is fsdp_unshard:
+            unshards[bsym.args[0]][bsym.args[1]] = bsym
+        elif bsym.sym is fsdp_reduce:
+            reduces[bsym.args[0]][bsym.args[1]] = bsym
+
+    new = with_bound_symbols(trace, (), "fsdp: bucket communication", started)
+    seen: dict[Bucket, int] = defaultdict(int)
+    with tracectx(new):
+        for bsym in trace.bound_symbols[:-1]:
+            if bsym.sym is fsdp_unshard:
+                bucket = bsym.args[0]
+                if bucket in unshards:
+                    new.bound_symbols += _gather(bucket, unshards.pop(bucket), bsym)
+            elif bsym.sym is fsdp_reduce:
+                bucket = bsym.args[0]
+                seen[bucket] += 1
+                if seen[bucket] == len(reduces[bucket]):
+                    emit = _accumulate if no_sync else _reduce
+                    new.bound_symbols += emit(bucket, reduces[bucket], bsym)
+            else:
+                new.bound_symbols.append(bsym)
+        last = return_of(trace)
+        if no_sync:
+            unsynced = {b.output.name for bsyms in reduces.values() for b in bsyms.values()}
+            last = _return_none_for(last, unsynced)
+        _keep_unchanged_until_backward(new, bool(reduces))
+        new.bound_symbols.append(last)
+    return new
+
+
+def _gather(bucket: Bucket, unshards: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
+    shards = _in_order(bucket, {i: b.args[2] for i, b in unshards.items()})
+    params = list(fsdp_wait_params.meta(bucket, None))
+    for index, bsym in unshards.items():
+        params[index] = bsym.output
+    future = fsdp_all_gather.meta(bucket, None, *shards)
+    return [
+        _like(at, fsdp_all_gather.bind(bucket, None, *shards, output=future)),
+        _like(at, fsdp_wait_params.bind(bucket, future, output=tuple(params))),
+    ]
+
+
+def _reduce(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
+    grads = _in_order(bucket, {i: b.args[2] for i, b in reduces.items()})
+    future = fsdp_reduce_scatter.meta(bucket, None, *grads)
+    sharded = list(fsdp_wait_grads.meta(bucket, future))
+    for index, bsym in reduces.items():
+        sharded[index] = bsym.output
+    return [
+        _like(at, fsdp_reduce_scatter.bind(bucket, None, *grads, output=future)),
+        _like(at, fsdp_wait_grads.bind(bucket, future, output=tuple(sharded))),
+    ]
+
+
+def _accumulate(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
+    grads = _in_order(bucket, {i: b.args[2] for i, b in reduces.items()})
+    return [_like(at, fsdp_accumulate_grads.bind(bucket, *grads, output=None))]
+
+
+def _keep_unchanged_until_backward(trace: TraceCtx, has_backward: bool) -> None:
+    """ZeRO-2 keeps what forward gathered: makes backward hold the shards too, so that autograd sees them change."""
+    if not has_backward:
+        return
+    for bsym in list(trace.bound_symbols):
+        if bsym.sym is fsdp_all_gather and not bsym.args[0].spec.reshard_after_forward:
+            check = fsdp_params_unchanged.bind(bsym.args[0], *bsym.args[2:], output=None)
+            check.tags.add(BoundSymbolTag.BACKWARD)
+            trace.bound_symbols.append(check)
+
+
+def _return_none_for(last: BoundSymbol, unsynced: set[str]) -> BoundSymbol:
+    def drop(grad: object) -> object:
+        return None if isinstance(grad, Proxy) and grad.name in unsynced else grad
+
+    returned = last.args[0]
+    return last.from_bsym(args=({**returned, "output": tree_map(drop, returned["output"])},))
+
+
+def _in_order(bucket: Bucket, tensors: dict[int, TensorProxy]) -> list[TensorProxy | None]:
+    return [tensors.get(i) for i in range(len(bucket.spec.params))]
+
+
+def _like(original: BoundSymbol, bsym: BoundSymbol) -> BoundSymbol:
+    """Passes on where in the user's source the bucket is used, and whether in backward."""
+    return bsym.from_bsym(
+        tags=original.tags.copy(),
+        source_filename=original.source_filename,
+        source_positions=original.source_positions,
+    )

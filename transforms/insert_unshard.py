@@ -1,0 +1,102 @@
+"""Unshards each parameter at its first use, before autograd; what the model returns never aliases a slot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import thunder.torch as ltorch
+import torch
+from thunder.core.proxies import Proxy, TensorProxy, variableify
+from thunder.core.pytree import tree_map
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, tracectx
+
+from ..buffers import Bucket
+from ..symbols import fsdp_unshard
+from ..traces import Aliases, args_of, return_of, with_bound_symbols
+from .shard_prologue import become_shard
+
+__all__ = ["insert_unshard"]
+
+
+def insert_unshard(
+    trace: TraceCtx,
+    *,
+    inputs: Mapping[str, str],
+    buckets: Mapping[str, tuple[Bucket, int]],
+    shards: Mapping[str, torch.nn.Parameter],
+) -> TraceCtx:
+    """Replaces each parameter that ``trace`` takes by a shard and an ``fsdp_unshard`` before its first use.
+
+    The names of a tied parameter share one unshard. An output that is an unsharded parameter or a view of one is
+    cloned: the slot in which it lies is used again.
+
+    Args:
+        inputs: parameter name of each argument of the trace that is one, by the argument's name.
+        buckets: bucket and index in it of each parameter, by each of its names.
+        shards: this rank's shard of each parameter, by each of its names.
+
+    Raises:
+        NotImplementedError: the model changes a sharded parameter in place.
+    """
+    started = time.perf_counter()
+    arguments: dict[str, TensorProxy] = {}
+    leading: dict[tuple[Bucket, int], TensorProxy] = {}
+    for arg in trace.args:
+        name = inputs.get(arg.name) if isinstance(arg, Proxy) else None
+        if name in buckets:
+            become_shard(arg, shards[name])
+            arguments[arg.name] = arg
+            leading.setdefault(buckets[name], arg)
+
+    unsharded: dict[str, TensorProxy] = {}  # by the name of any argument that is this parameter
+    swaps: dict[Any, TensorProxy] = {}
+    aliases = Aliases()
+    new = with_bound_symbols(trace, (), "fsdp: insert unshard", started)
+    with tracectx(new):
+        for bsym in trace.bound_symbols[:-1]:
+            if bsym.sym.name == "unpack_trivial":
+                new.bound_symbols.append(bsym)
+                continue
+            for name in args_of(bsym):
+                if name in arguments and name not in unsharded:
+                    place = buckets[inputs[name]]
+                    full = fsdp_unshard(*place, leading[place])
+                    for other, arg in arguments.items():
+                        if buckets[inputs[other]] == place:
+                            unsharded[other] = full
+                            swaps[variableify(arg)] = full
+            bsym = bsym.from_bsym_swap_proxies(swaps) if swaps else bsym
+            aliases.add(bsym)
+            _refuse_in_place(bsym, aliases, {u.name: inputs[name] for name, u in unsharded.items()})
+            new.bound_symbols.append(bsym)
+
+        slots = {u.name for u in unsharded.values()}
+
+        def give_away(output: Any) -> Any:
+            if not isinstance(output, TensorProxy):
+                return output
+            if output.name in arguments and output.name not in unsharded:  # returned, but not used otherwise
+                place = buckets[inputs[output.name]]
+                unsharded[output.name] = fsdp_unshard(*place, leading[place])
+                slots.add(unsharded[output.name].name)
+            output = unsharded.get(output.name, output)
+            return ltorch.clone(output) if aliases.roots(output.name) & slots else output
+
+        last = return_of(trace)
+        returned = {**last.args[0], "output": tree_map(give_away, last.args[0]["output"])}
+        new.bound_symbols.append(last.from_bsym(args=(returned,)))
+    return new
+
+
+def _refuse_in_place(bsym: BoundSymbol, aliases: Aliases, parameters: Mapping[str, str]) -> None:
+    for sub in (bsym, *bsym.subsymbols):
+        if sub.sym.name == "copy_":
+            for root in aliases.roots(sub.args[1].name):
+                if root in parameters:
+                    raise NotImplementedError(
+                        f"fsdp: the model changes parameter {parameters[root]!r} in place during forward, which would be "
+                        f"lost with the unsharded copy. Make it a buffer, or list it in ignored_params."
+                    )

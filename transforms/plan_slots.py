@@ -1,0 +1,111 @@
+"""Gives every gather and reduction of a sorted trace its memory: as little as prefetch and liveness allow.
+
+[Note: Interval allocation]
+A gather holds its slot from its issue to the last consumer of its parameters, views included; a reduction from its issue
+to its wait. Ranges of the arena are handed out largest first, each at the lowest offset that is free during its whole
+life (greedy by size, Pisarchyk and Lee 2020, arXiv:2001.03288). Buckets of one size get exactly as many slots as are live
+at once; with several sizes the result is compared with the lower bound in ``peak_live_bytes``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from thunder.core.trace import TraceCtx
+
+from ..buffers import SLOT_ALIGNMENT, Bucket
+from ..symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from ..traces import Aliases, args_of, outs_of, with_bound_symbols
+
+__all__ = ["live_ranges", "peak_live_bytes", "plan_slots"]
+
+
+@dataclass(eq=False)
+class LiveRange:
+    """The positions in a trace from which to which (both included) a collective's unsharded buffer is in use."""
+
+    bucket: Bucket
+    start: int
+    end: int
+    nbytes: int
+    offset: int = -1
+    neighbours: list[LiveRange] = field(default_factory=list)
+
+
+def plan_slots(trace: TraceCtx) -> TraceCtx:
+    """Writes a slot into each ``fsdp_all_gather`` and ``fsdp_reduce_scatter``.
+
+    Buckets that stay unsharded (ZeRO-2) keep their private slot. The others, and all gradients, share the arena.
+    """
+    started = time.perf_counter()
+    ranges = live_ranges(trace)
+    shared = [r for i, r in ranges.items() if _private(trace, i) is None]
+    _allocate(shared)
+    bsyms = list(trace.bound_symbols)
+    for position, live in ranges.items():
+        bsym = bsyms[position]
+        slot = _private(trace, position) or live.bucket.arena.slot(live.offset, live.nbytes)
+        bsyms[position] = bsym.from_bsym(args=(live.bucket, slot, *bsym.args[2:]))
+    return with_bound_symbols(trace, bsyms, "fsdp: plan slots", started)
+
+
+def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
+    """The live range of each gather and reduction, by the position of its issue in the trace."""
+    ranges: dict[int, LiveRange] = {}
+    issued: dict[str, LiveRange] = {}
+    owner: dict[str, LiveRange] = {}
+    aliases = Aliases()
+    for position, bsym in enumerate(trace.bound_symbols):
+        if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter):
+            bucket = bsym.args[0]
+            nbytes = -(-bucket.spec.unsharded_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+            ranges[position] = issued[bsym.output.name] = LiveRange(bucket, position, position, nbytes)
+        elif bsym.sym in (fsdp_wait_params, fsdp_wait_grads):
+            live = issued[bsym.args[1].name]
+            live.end = position
+            if bsym.sym is fsdp_wait_params:
+                owner.update(dict.fromkeys(outs_of(bsym), live))
+        else:
+            aliases.add(bsym)
+        for arg in args_of(bsym):
+            for root in aliases.roots(arg):
+                if root in owner:
+                    owner[root].end = position
+    return ranges
+
+
+def peak_live_bytes(trace: TraceCtx) -> int:
+    """Most bytes of unsharded parameters and gradients in slots at one position: a lower bound for any arena."""
+    changes: dict[int, int] = {}
+    for live in live_ranges(trace).values():
+        changes[live.start] = changes.get(live.start, 0) + live.nbytes
+        changes[live.end + 1] = changes.get(live.end + 1, 0) - live.nbytes
+    peak = current = 0
+    for position in sorted(changes):
+        current += changes[position]
+        peak = max(peak, current)
+    return peak
+
+
+def _private(trace: TraceCtx, position: int) -> object:
+    bsym = trace.bound_symbols[position]
+    return bsym.args[0].private_slot if bsym.sym is fsdp_all_gather else None
+
+
+def _allocate(ranges: list[LiveRange]) -> None:
+    active: list[LiveRange] = []
+    for live in sorted(ranges, key=lambda r: r.start):
+        active = [other for other in active if other.end >= live.start and other.bucket.arena is live.bucket.arena]
+        for other in active:
+            other.neighbours.append(live)
+            live.neighbours.append(other)
+        active.append(live)
+    for live in sorted(ranges, key=lambda r: (-r.nbytes, r.start)):
+        taken = sorted((n.offset, n.offset + n.nbytes) for n in live.neighbours if n.offset >= 0)
+        offset = 0
+        for begin, end in taken:
+            if begin - offset >= live.nbytes:
+                break
+            offset = max(offset, end)
+        live.offset = offset

@@ -1,0 +1,153 @@
+"""ZeRO-3: nothing that derives from gathered parameters alone is saved for backward, which gathers again.
+
+[Note: Twice, before and after fusion]
+The pass runs on the joint trace before the fusion executors, so that their regions already read what backward gathers,
+and once more behind them: fusion executors rematerialize, that is, they compute a saved value again from its inputs, and
+may so bring a parameter that forward gathered back into backward; and a region may return a transposed or cast parameter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.trace import TraceCtx, tracectx
+
+from ..buffers import Bucket
+from ..symbols import fsdp_all_gather, fsdp_wait_params
+from ..traces import args_of, derivation, forward_part, is_pure, outs_of, swap_args, with_bound_symbols
+
+__all__ = ["regather_for_backward"]
+
+
+def regather_for_backward(trace: TraceCtx) -> TraceCtx:
+    """Gives backward its own gather of every bucket with ``reshard_after_forward`` from which it reads anything.
+
+    A value that derives from parameters (and constants) alone is computed again in backward from what it gathers there,
+    under the same name with ``bw_`` in front. A trace without a backward part, or without such buckets, stays as it is.
+    """
+    started = time.perf_counter()
+    forward = forward_part(trace)
+    if all(forward[:-1]) or not any(
+        b.sym is fsdp_all_gather and b.args[0].spec.reshard_after_forward for b in trace.bound_symbols
+    ):
+        return trace
+    new = with_bound_symbols(trace, (), "fsdp: regather for backward", started)
+    with tracectx(new):
+        _Regather(new, trace, forward).run()
+    return new
+
+
+class _Regather:
+    def __init__(self, new: TraceCtx, trace: TraceCtx, forward: list[bool]) -> None:
+        self.new = new
+        self.trace = trace
+        self.forward = forward
+        self.producers: dict[str, BoundSymbol] = {}
+        self.gathers: dict[Bucket, BoundSymbol] = {}
+        self.waits: dict[Bucket, BoundSymbol] = {}
+        self.from_params: set[str] = set()
+        self.constants: set[str] = set()
+        # Buckets that an earlier run of the pass already gathers in backward: their bound symbols, moved up if needed.
+        self.again: dict[Bucket, list[BoundSymbol]] = defaultdict(list)
+        self.read_again: dict[str, Bucket] = {}
+        self.gathered_again: set[Bucket] = set()
+        self.replacements: dict[str, Proxy] = {}
+
+    def run(self) -> None:
+        for bsym, is_forward in zip(self.trace.bound_symbols, self.forward, strict=True):
+            if is_forward:
+                self._classify(bsym)
+            elif bsym.sym in (fsdp_all_gather, fsdp_wait_params):
+                self.again[bsym.args[0]].append(bsym)
+                self.read_again.update(dict.fromkeys(outs_of(bsym), bsym.args[0]))
+        returned = self.trace.bound_symbols[-1]
+        out = self.new.bound_symbols
+        for bsym, is_forward in zip(self.trace.bound_symbols, self.forward, strict=True):
+            if is_forward or bsym is returned:
+                out.append(bsym)
+                continue
+            if bsym.sym in (fsdp_all_gather, fsdp_wait_params):
+                self._gather(bsym.args[0])
+                continue
+            for name in args_of(bsym):
+                self._regenerate(name)
+                if name in self.read_again:
+                    self._gather(self.read_again[name])
+            out.append(swap_args(bsym, self.replacements))
+
+    def _classify(self, bsym: BoundSymbol) -> None:
+        for out in outs_of(bsym):
+            self.producers[out] = bsym
+        if bsym.sym is fsdp_all_gather:
+            self.gathers[bsym.args[0]] = bsym
+        elif bsym.sym is fsdp_wait_params:
+            self.waits[bsym.args[0]] = bsym
+            if bsym.args[0].spec.reshard_after_forward:
+                self.from_params.update(outs_of(bsym))
+        elif is_pure(bsym) and bsym.sym.name != "unpack_trivial":
+            for out in outs_of(bsym):
+                part = derivation(bsym, out)
+                inside = {o for sub in part for o in outs_of(sub)}
+                inputs = {a for sub in part for a in args_of(sub)} - inside
+                if inputs <= self.constants:
+                    self.constants.add(out)
+                elif inputs <= self.from_params | self.constants:
+                    self.from_params.add(out)
+
+    def _regenerate(self, name: str) -> None:
+        """Emits what computes ``name`` in backward, if it is a value of forward that derives from parameters alone."""
+        if name in self.replacements or name not in self.from_params:
+            return
+        producer = self.producers[name]
+        if producer.sym is fsdp_wait_params:
+            self._gather(producer.args[0])
+            return
+        for bsym in derivation(producer, name):
+            for arg in args_of(bsym):
+                self._regenerate(arg)
+            if all(out in self.replacements for out in outs_of(bsym)):
+                continue  # another value needed the same part of a fusion
+            for proxy in bsym.flat_proxy_outs:
+                self._rename(proxy)
+            again = swap_args(bsym, self.replacements).from_bsym(output=self._renamed_output(bsym))
+            again.tags.add(BoundSymbolTag.BACKWARD)
+            self.new.bound_symbols.append(again)
+
+    def _gather(self, bucket: Bucket) -> None:
+        """Emits backward's gather and wait of ``bucket``, once, before the first bound symbol that needs it."""
+        if bucket in self.gathered_again:
+            return
+        self.gathered_again.add(bucket)
+        forward_gather, forward_wait = self.gathers[bucket], self.waits[bucket]
+        if bucket in self.again:
+            self.new.bound_symbols += self.again[bucket]
+            params = self.again[bucket][-1].output
+        else:
+            future = fsdp_all_gather.meta(*forward_gather.args)
+            params = tuple(self._rename(p) for p in forward_wait.output)
+            for bsym in (
+                fsdp_all_gather.bind(*forward_gather.args, output=future),
+                fsdp_wait_params.bind(bucket, future, output=params),
+            ):
+                bsym.tags.add(BoundSymbolTag.BACKWARD)
+                self.new.bound_symbols.append(bsym)
+        for old, param in zip(forward_wait.output, params, strict=True):
+            self.replacements[old.name] = param
+
+    def _rename(self, proxy: Proxy) -> Proxy:
+        if proxy.name not in self.replacements:
+            name = f"bw_{proxy.name}"
+            while self.new.has_name(name):
+                name += "_"
+            self.replacements[proxy.name] = proxy.replace_name(name)
+        return self.replacements[proxy.name]
+
+    def _renamed_output(self, bsym: BoundSymbol) -> object:
+        if isinstance(bsym.output, TensorProxy):
+            return self.replacements[bsym.output.name]
+        return type(bsym.output)(
+            self.replacements[o.name] if isinstance(o, Proxy) else o for o in bsym.output
+        )

@@ -1,0 +1,191 @@
+"""Proves the promises on the trace that is about to run; says which bound symbol breaks which."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from thunder.core.prims import PrimIDs
+from thunder.core.pytree import tree_iter
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from ..buffers import Bucket, Slot
+from ..symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from ..traces import Aliases, args_of, communicates, names, outs_of, return_of, with_bound_symbols
+
+__all__ = ["VerificationError", "verify"]
+
+_WAIT_OF = {fsdp_all_gather: fsdp_wait_params, fsdp_reduce_scatter: fsdp_wait_grads}
+
+
+class VerificationError(AssertionError):
+    """A trace breaks a promise: a defect of this plugin (or of a pass that ran behind it), caught before it runs."""
+
+
+@dataclass
+class _Occupied:
+    bucket: Bucket
+    slot: Slot
+    issue: int
+    last_use: int
+
+
+def verify(trace: TraceCtx) -> TraceCtx:
+    """Checks a sorted trace with slots and returns it.
+
+    * Every value is defined before it is read.
+    * Every issue has exactly one wait, of its kind and bucket.
+    * No collective writes a slot while an earlier value in overlapping memory, views included, is still to be read.
+    * Gathers are issued in the order of their first consumers.
+    * Between a gather's issue and its first consumer, and between a reduction's last gradient and its issue, nothing
+      communicates that is not ours.
+    * What forward returns aliases no slot, and what it saves for backward no slot that others share.
+
+    Raises:
+        VerificationError: naming the bound symbol and the bucket.
+    """
+    started = time.perf_counter()
+    _Verifier(trace).run()
+    return with_bound_symbols(trace, trace.bound_symbols, "fsdp: verified", started)
+
+
+class _Verifier:
+    def __init__(self, trace: TraceCtx) -> None:
+        self.trace = trace
+        self.defined: set[str] = set(names(tree_iter((trace.args, trace.kwargs))))
+        self.open: dict[str, BoundSymbol] = {}
+        self.closed: dict[str, BoundSymbol] = {}
+        self.occupied: list[_Occupied] = []
+        self.of_param: dict[str, _Occupied] = {}
+        self.gathers: list[tuple[Bucket, int, int]] = []
+        self.aliases = Aliases()
+
+    def fail(self, position: int, what: str) -> None:
+        bsym = self.trace.bound_symbols[position]
+        line = str(bsym).strip().splitlines()[0] if bsym.sym.id is not PrimIDs.RETURN else "the return statement"
+        raise VerificationError(f"bound symbol {position}: {what}\n    {line}")
+
+    def run(self) -> None:
+        for position, bsym in enumerate(self.trace.bound_symbols):
+            if bsym.sym.id in (PrimIDs.UNPACK_TRIVIAL, PrimIDs.DEL):
+                self.defined.update(outs_of(bsym))
+                continue
+            for arg in args_of(bsym):
+                if arg not in self.defined:
+                    self.fail(position, f"reads {arg!r}, which nothing before it defines")
+            self._use_slots(position, bsym)
+            if bsym.sym in _WAIT_OF:
+                self._issue(position, bsym)
+            elif bsym.sym in (fsdp_wait_params, fsdp_wait_grads):
+                self._wait(position, bsym)
+            else:
+                self.aliases.add(bsym)
+            self.defined.update(outs_of(bsym))
+        for issue in self.open.values():
+            raise VerificationError(f"{issue.sym.name} of bucket {issue.args[0].spec.name!r} is never waited for")
+        self._check_memory()
+        self._check_order()
+        self._check_barriers()
+        self._check_return()
+
+    def _issue(self, position: int, bsym: BoundSymbol) -> None:
+        bucket, slot = bsym.args[:2]
+        if not isinstance(slot, Slot):
+            self.fail(position, f"bucket {bucket.spec.name!r} has no slot")
+        self.open[bsym.output.name] = bsym
+        self.occupied.append(_Occupied(bucket, slot, position, position))
+        self.of_param[bsym.output.name] = self.occupied[-1]
+
+    def _wait(self, position: int, bsym: BoundSymbol) -> None:
+        bucket, future = bsym.args[0], bsym.args[1].name
+        if future in self.closed:
+            self.fail(position, f"waits a second time for {future!r} of bucket {bucket.spec.name!r}")
+        issue = self.open.pop(future, None)
+        if issue is None or _WAIT_OF[issue.sym] is not bsym.sym or issue.args[0] is not bucket:
+            self.fail(position, f"waits for {future!r}, which is not what bucket {bucket.spec.name!r} issued")
+        self.closed[future] = bsym
+        occupied = self.of_param[future]
+        if bsym.sym is fsdp_wait_params:
+            self.of_param.update(dict.fromkeys(outs_of(bsym), occupied))
+
+    def _use_slots(self, position: int, bsym: BoundSymbol) -> None:
+        for arg in args_of(bsym):
+            for root in self.aliases.roots(arg):
+                if root in self.of_param:
+                    self.of_param[root].last_use = position
+
+    def _check_memory(self) -> None:
+        live: list[_Occupied] = []
+        for new in self.occupied:
+            live = [old for old in live if old.last_use >= new.issue]
+            for old in live:
+                if old.slot.overlaps(new.slot):
+                    self.fail(
+                        new.issue,
+                        f"writes {new.slot} for bucket {new.bucket.spec.name!r} while bucket {old.bucket.spec.name!r} "
+                        f"in {old.slot} is read until bound symbol {old.last_use}",
+                    )
+            live.append(new)
+
+    def _first_consumers(self) -> list[tuple[int, int, Bucket]]:
+        """(position of the issue, position of the first consumer, bucket) of each gather, in trace order."""
+        issues: dict[str, list] = {}
+        of_param: dict[str, str] = {}
+        for position, bsym in enumerate(self.trace.bound_symbols):
+            if bsym.sym is fsdp_all_gather:
+                issues[bsym.output.name] = [position, len(self.trace.bound_symbols), bsym.args[0]]
+            elif bsym.sym is fsdp_wait_params:
+                of_param.update(dict.fromkeys(outs_of(bsym), bsym.args[1].name))
+            elif bsym.sym.id is not PrimIDs.DEL:
+                for arg in args_of(bsym):
+                    if arg in of_param:
+                        entry = issues[of_param[arg]]
+                        entry[1] = min(entry[1], position)
+        return [tuple(entry) for entry in issues.values()]
+
+    def _check_order(self) -> None:
+        before = -1
+        for issue, consumer, bucket in self._first_consumers():
+            if consumer < before:
+                self.fail(
+                    issue, f"gathers bucket {bucket.spec.name!r} behind a bucket that is first read later than it"
+                )
+            before = consumer
+
+    def _check_barriers(self) -> None:
+        foreign = [i for i, b in enumerate(self.trace.bound_symbols) if communicates(b)]
+        if not foreign:
+            return
+        produced = {o: i for i, b in enumerate(self.trace.bound_symbols) for o in outs_of(b)}
+        spans = [(issue, consumer, bucket) for issue, consumer, bucket in self._first_consumers()]
+        for position, bsym in enumerate(self.trace.bound_symbols):
+            if bsym.sym is fsdp_reduce_scatter:
+                last_grad = max((produced.get(a, -1) for a in args_of(bsym)), default=-1)
+                spans.append((last_grad, position, bsym.args[0]))
+        for begin, end, bucket in spans:
+            for position in foreign:
+                if begin < position < end:
+                    self.fail(position, f"communicates, but a collective of bucket {bucket.spec.name!r} was moved across")
+
+    def _check_return(self) -> None:
+        last = return_of(self.trace)
+        position = len(self.trace.bound_symbols) - 1
+        forward = last.args[0] if last.args and isinstance(last.args[0], dict) else None
+        if forward is None:  # backward: its gradients are fresh memory
+            returned, saved = last.args, ()
+        else:
+            returned, saved = forward["output"], last.args[1:]
+        for name in names(tree_iter(returned)):
+            for root in self.aliases.roots(name):
+                if root in self.of_param:
+                    self.fail(position, f"returns {name!r}, which lies in {self.of_param[root].slot}")
+        for name in names(tree_iter(saved)):
+            for root in self.aliases.roots(name):
+                occupied = self.of_param.get(root)
+                if occupied is not None and occupied.slot is not occupied.bucket.private_slot:
+                    self.fail(
+                        position,
+                        f"saves {name!r} for backward, which lies in {occupied.slot} of bucket "
+                        f"{occupied.bucket.spec.name!r}; others use that slot again",
+                    )
