@@ -7,17 +7,19 @@ from . import compat
 
 compat.prepare()
 
-from .api import fsdp  # noqa: E402
-from .buckets import BucketSpec, ParamSpec, Plan  # noqa: E402
-from .checkpoint import full_state_dict  # noqa: E402
-from .schedule import CommOp, Schedule  # noqa: E402
-from .transform import CompiledTraces, FSDPTransform  # noqa: E402
-from .transforms import VerificationError  # noqa: E402
+from .api import fsdp
+from .buckets import BucketSpec, ParamSpec, Plan
+from .checkpoint import full_state_dict
+from .plugin import FSDPSched
+from .schedule import CommOp, Schedule
+from .transform import CompiledTraces, FSDPTransform
+from .transforms import VerificationError
 
 __all__ = [
     "BucketSpec",
     "CommOp",
     "CompiledTraces",
+    "FSDPSched",
     "FSDPTransform",
     "ParamSpec",
     "Plan",

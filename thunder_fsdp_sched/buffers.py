@@ -57,13 +57,15 @@ class InFlight(NamedTuple):
     """A collective that was issued and not yet waited for.
 
     ``slot`` is the memory it writes (parameters) or reads (gradients); nobody else may touch it until the wait.
-    ``output`` is the flat sharded gradient of a reduction, ``None`` for a gather. ``works`` finish in any order.
+    ``output`` is the flat sharded gradient of a reduction, ``None`` for a gather. ``only_unreduced`` are the parameters
+    that this backward has no gradient of, but an earlier one under ``no_sync`` had. ``works`` finish in any order.
     """
 
     bucket: Bucket
     slot: Slot
     works: list[torch.distributed.Work]
-    output: torch.Tensor | None
+    output: torch.Tensor | None = None
+    only_unreduced: tuple[int, ...] = ()
 
     def wait(self) -> None:
         for work in self.works:
@@ -135,8 +137,7 @@ class Arena:
 class Bucket:
     """A bucket at run time, and the opaque handle by which traces name it.
 
-    It is compared and hashed by identity: two models, or two plans of one model, share nothing. ``handle`` is the name
-    under which it prints.
+    It is compared and hashed by identity: two models, or two plans of one model, share nothing.
 
     Args:
         spec: the planned bucket.
@@ -144,6 +145,10 @@ class Bucket:
         group: the process group that shards the bucket.
         transport: moves the bucket.
         arena: memory for the slots that the bucket shares with others.
+        handle: the name under which it prints.
+
+    Attributes:
+        shard: the flat shard buffer; ``params`` are this rank's rows of each parameter, views of it.
     """
 
     def __init__(
@@ -162,8 +167,13 @@ class Bucket:
             self.private_slot = Arena(spec.device, name=f"own_{handle}").slot(0, spec.unsharded_bytes)
         self.shard_views = shard_views(spec, rank, self.shard)
         self.shard_pointers = tuple(view.data_ptr() for view in self.shard_views)
+        self.params = tuple(
+            torch.nn.Parameter(view, param.requires_grad)
+            for view, param in zip(self.shard_views, spec.params, strict=True)
+        )
         self.unreduced: torch.Tensor | None = None
         """Flat unsharded gradients that ``no_sync`` backwards have summed up and no reduction has taken yet."""
+        self.unreduced_params: set[int] = set()
         self.all_gather_label = f"fsdp_all_gather({spec.name})"
         self.reduce_scatter_label = f"fsdp_reduce_scatter({spec.name})"
 
@@ -179,10 +189,25 @@ class Bucket:
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Adds unsharded gradients, one per parameter or ``None``, to :attr:`unreduced`."""
         if self.unreduced is None:
-            self.unreduced = torch.zeros(self.spec.layout.unsharded_numel, dtype=self.spec.dtype, device=self.shard.device)
-        for view, grad in zip(unsharded_views(self.spec, self.unreduced), grads, strict=True):
+            self.unreduced = torch.zeros(
+                self.spec.layout.unsharded_numel, dtype=self.spec.dtype, device=self.shard.device
+            )
+        for index, view in enumerate(unsharded_views(self.spec, self.unreduced)):
+            grad = grads[index]
             if grad is not None:
                 view.add_(grad)
+                self.unreduced_params.add(index)
+
+    def take_unreduced(self) -> tuple[torch.Tensor | None, set[int]]:
+        """Hands over :attr:`unreduced` and the parameters it holds gradients of."""
+        taken = self.unreduced, self.unreduced_params
+        self.unreduced, self.unreduced_params = None, set()
+        return taken
+
+    def add_to_grad(self, index: int, grad: torch.Tensor) -> None:
+        """Adds a sharded gradient to ``.grad`` as autograd does."""
+        param = self.params[index]
+        param.grad = grad if param.grad is None else param.grad.add_(grad)
 
     def copy_in(self, index: int, unsharded: torch.Tensor) -> None:
         """Fills this rank's shard of parameter ``index`` from the unsharded parameter."""

@@ -25,7 +25,7 @@ __all__ = ["ALIGNMENT", "Layout", "Placement", "Segment", "plan_layout"]
 ALIGNMENT = 16
 """Bytes to which the start of each parameter is aligned in the unsharded buffer (vector loads, inductor's guard)."""
 
-_MAX_PADDING = 1 / 16
+_MAX_PADDING = 1 / 8
 """Largest share of padding in one segment before its parameters are spread over several segments."""
 
 
@@ -108,7 +108,10 @@ def plan_layout(
     else:
         everything = list(range(len(shapes)))
         groups = [everything]
-        if _padding(_fill_segment(shapes, everything, world_size, align), shapes, everything, world_size) > _MAX_PADDING:
+        if (
+            _padding(_fill_segment(shapes, everything, world_size, align), shapes, everything, world_size)
+            > _MAX_PADDING
+        ):
             # Rows of unrelated widths have no small common multiple: give each width its own segment.
             by_width: dict[int, list[int]] = {}
             for i in everything:
@@ -148,7 +151,8 @@ def _place(shape: tuple[int, ...], offset: int, segment: Segment, world_size: in
     if not row_numel:  # rows without elements: the last rank may as well own them all
         starts[-1] = rows
     shard_offsets = tuple(
-        segment.shard_offset + min(max(offset + starts[r] * row_numel - r * segment.shard_numel, 0), segment.shard_numel)
+        segment.shard_offset
+        + min(max(offset + starts[r] * row_numel - r * segment.shard_numel, 0), segment.shard_numel)
         for r in range(world_size)
     )
     return Placement(shape, segment.unsharded_offset + offset, tuple(starts), shard_offsets)

@@ -86,8 +86,6 @@ def read_schedule(trace: TraceCtx) -> Schedule:
             consumer = min((first_read[o] for o in outs_of(bsym) if o in first_read), default=None)
         spec = bucket.spec
         ops.append(
-            CommOp(
-                position, kind, spec.name, spec.unsharded_bytes, spec.dtype, bucket.group.group_name, slot, consumer
-            )
+            CommOp(position, kind, spec.name, spec.unsharded_bytes, spec.dtype, bucket.group.group_name, slot, consumer)
         )
     return Schedule(tuple(ops))

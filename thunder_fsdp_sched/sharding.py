@@ -39,10 +39,9 @@ class ShardedModule:
         self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
         for bucket in buckets:
             for index, param in enumerate(bucket.spec.params):
-                shard = torch.nn.Parameter(bucket.shard_views[index], requires_grad=param.requires_grad)
                 for name in param.names:
                     self.places[name] = (bucket, index)
-                    self.shards[name] = shard
+                    self.shards[name] = bucket.params[index]
 
     @classmethod
     def shard(cls, model: ThunderModule, options: Options) -> ShardedModule:
@@ -119,7 +118,7 @@ def _process_group(options: Options) -> ProcessGroup:
             "fsdp: there is no process group to shard over; call torch.distributed.init_process_group() before "
             "thunder.jit(), and start the script with torchrun"
         )
-    return dist.group.WORLD
+    return dist.distributed_c10d._get_default_group()
 
 
 def _ignored_names(named: dict[str, torch.nn.Parameter], options: Options) -> set[str]:
@@ -133,9 +132,7 @@ def _ignored_names(named: dict[str, torch.nn.Parameter], options: Options) -> se
     return ignored
 
 
-def _specs(
-    named: dict[str, torch.nn.Parameter], options: Options
-) -> list[tuple[ParamSpec, torch.nn.Parameter]]:
+def _specs(named: dict[str, torch.nn.Parameter], options: Options) -> list[tuple[ParamSpec, torch.nn.Parameter]]:
     """One spec for each different parameter, its tied names together, in the order of the module tree."""
     tied: dict[int, list[str]] = {}
     for name, param in named.items():
@@ -158,10 +155,8 @@ def _specs(
                     f"two Parameter objects: their shards would drift apart. Tie them (assign the same Parameter to "
                     f"both names), or clone one"
                 )
-        device = options.device or getattr(param, "_thunder_device", param.device)
-        specs.append(
-            (ParamSpec(tuple(names), tuple(param.shape), param.dtype, device, param.requires_grad), param)
-        )
+        device: torch.device = options.device or getattr(param, "_thunder_device", param.device)
+        specs.append((ParamSpec(tuple(names), tuple(param.shape), param.dtype, device, param.requires_grad), param))
     return specs
 
 
@@ -206,7 +201,7 @@ def _allocate(plan: Plan, group: ProcessGroup) -> list[Bucket]:
 def _release(module: torch.nn.Module, spec: ParamSpec) -> None:
     """Replaces the module's own parameter by one on the meta device: tracing reads its shape, nobody its values."""
     meta = torch.nn.Parameter(torch.empty(spec.shape, dtype=spec.dtype, device="meta"), spec.requires_grad)
-    meta._thunder_device = spec.device  # what Thunder takes for the device of a parameter on the meta device
+    meta._thunder_device = spec.device  # type: ignore[attr-defined]  # what Thunder takes for the device of a parameter on the meta device
     for name in spec.names:
         path, _, leaf = name.rpartition(".")
         try:

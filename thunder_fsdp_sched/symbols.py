@@ -37,6 +37,7 @@ __all__ = [
     "fsdp_params_unchanged",
     "fsdp_reduce",
     "fsdp_reduce_scatter",
+    "fsdp_reduce_unreduced",
     "fsdp_unshard",
     "fsdp_wait_grads",
     "fsdp_wait_params",
@@ -68,7 +69,7 @@ def _all_gather(bucket: Bucket, slot: Slot, *shards: torch.Tensor | None) -> InF
     unsharded, _ = arena.views(bucket, slot)
     with torch.profiler.record_function(bucket.all_gather_label):
         works = bucket.transport.all_gather(bucket, unsharded)
-    return arena.issue(InFlight(bucket, slot, works, None))
+    return arena.issue(InFlight(bucket, slot, works))
 
 
 def _wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -81,7 +82,7 @@ def _reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> 
     arena = slot.arena
     arena.finish_leftovers(slot)
     unsharded, views = arena.views(bucket, slot)
-    unreduced, bucket.unreduced = bucket.unreduced, None
+    unreduced, unreduced_params = bucket.take_unreduced()
     for view, grad in zip(views, grads, strict=True):
         if grad is not None:
             view.copy_(grad)
@@ -93,13 +94,17 @@ def _reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> 
     shard = torch.empty_like(bucket.shard)
     with torch.profiler.record_function(bucket.reduce_scatter_label):
         works = bucket.transport.reduce_scatter(bucket, unsharded, shard)
-    return arena.issue(InFlight(bucket, slot, works, shard))
+    only_unreduced = tuple(i for i in unreduced_params if grads[i] is None)
+    return arena.issue(InFlight(bucket, slot, works, shard, only_unreduced))
 
 
 def _wait_grads(bucket: Bucket, flight: InFlight) -> tuple[torch.Tensor, ...]:
     flight.slot.arena.finish(flight)
     assert flight.output is not None
-    return shard_views(bucket.spec, bucket.rank, flight.output)
+    grads = shard_views(bucket.spec, bucket.rank, flight.output)
+    for index in flight.only_unreduced:
+        bucket.add_to_grad(index, grads[index])
+    return grads
 
 
 def _accumulate_grads(bucket: Bucket, *grads: torch.Tensor | None) -> None:
@@ -109,6 +114,18 @@ def _accumulate_grads(bucket: Bucket, *grads: torch.Tensor | None) -> None:
 def _check_no_sync(module: Any, no_sync: bool) -> None:
     if get_skip_data_parallel_grad_sync() is not no_sync:
         raise RuntimeError(f"these traces were compiled for no_sync={no_sync}")
+
+
+def _reduce_unreduced(bucket: Bucket) -> None:
+    unreduced, unreduced_params = bucket.take_unreduced()
+    if unreduced is None:
+        return
+    shard = torch.empty_like(bucket.shard)
+    for work in bucket.transport.reduce_scatter(bucket, unreduced, shard):
+        work.wait()
+    grads = shard_views(bucket.spec, bucket.rank, shard)
+    for index in unreduced_params:
+        bucket.add_to_grad(index, grads[index])
 
 
 def _params_unchanged(bucket: Bucket, *shards: torch.Tensor | None) -> None:
@@ -223,6 +240,7 @@ fsdp_wait_grads = _register("fsdp_wait_grads", _wait_grads_meta, _wait_grads)
 fsdp_accumulate_grads = _register("fsdp_accumulate_grads", _none_meta, _accumulate_grads, keep=True)
 fsdp_check_no_sync = _register("fsdp_check_no_sync", _check_no_sync_meta, _check_no_sync, keep=True)
 fsdp_params_unchanged = _register("fsdp_params_unchanged", _none_meta, _params_unchanged, keep=True)
+fsdp_reduce_unreduced = _register("fsdp_reduce_unreduced", _none_meta, _reduce_unreduced, keep=True)
 fsdp_unshard = _register("fsdp_unshard", _unshard_meta, _only_in_between)
 fsdp_reduce = _register("fsdp_reduce", _reduce_meta, _only_in_between)
 

@@ -18,13 +18,14 @@ for each new set of shapes and flags
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import thunder
-import torch
 from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
@@ -66,6 +67,7 @@ class CompiledTraces:
         forward_before, backward_before: execution traces as Thunder hands them over, communication unsorted.
         forward, backward: the traces that run. Backward is ``None`` without gradients.
         forward_schedule, backward_schedule: their communication, as a value.
+        pass_seconds: time that each pass took, by its name.
     """
 
     no_sync: bool
@@ -76,6 +78,15 @@ class CompiledTraces:
     backward_before: TraceCtx | None = None
     backward: TraceCtx | None = None
     backward_schedule: Schedule | None = None
+    pass_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def run(self, passes: Sequence[Pass], trace: TraceCtx) -> TraceCtx:
+        """Runs passes one after the other and adds up the time that each takes."""
+        for pass_ in passes:
+            started = time.perf_counter()
+            trace = pass_(trace)
+            self.pass_seconds[_name(pass_)] += time.perf_counter() - started
+        return trace
 
 
 class FSDPTransform(Transform):
@@ -142,6 +153,11 @@ class FSDPTransform(Transform):
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
+        if self._sharded is None:  # Thunder shows transforms the module only if the module itself is jitted
+            raise TypeError(
+                "fsdp: thunder.jit was given a function; give it the torch.nn.Module whose parameters are to be sharded, "
+                "thunder.jit(module, transforms=[fsdp(...)]), and call the result in your function"
+            )
         no_sync = get_skip_data_parallel_grad_sync()
         self.compiled.append(CompiledTraces(no_sync))
         places, shards = self.sharded.places, self.sharded.shards
@@ -151,31 +167,35 @@ class FSDPTransform(Transform):
             for value, argument in zip(prologue_trace.output[0], computation_trace.args, strict=True)
             if getattr(value, "name", None) in unpacked
         }
-        prologue_trace = shard_prologue(prologue_trace, shards=shards, no_sync=no_sync)
-        computation_trace = insert_unshard(computation_trace, inputs=inputs, buckets=places, shards=shards)
+        run = self.compiled[-1].run
+        prologue_trace = run([partial(shard_prologue, shards=shards, no_sync=no_sync)], prologue_trace)
+        computation_trace = run(
+            [partial(insert_unshard, inputs=inputs, buckets=places, shards=shards)], computation_trace
+        )
         return prologue_trace, computation_trace, epilogue_trace
 
     def _before_fusion(self, trace: TraceCtx) -> TraceCtx:
         passes: list[Pass] = [
-            partial(bucket_communication, no_sync=self.compiled[-1].no_sync),
+            partial(bucket_communication, buckets=self.sharded.buckets, no_sync=self.compiled[-1].no_sync),
             regather_for_backward,
         ]
         if self._has_fusions:
             passes.append(keep_fusions_apart)
-        self.compiled[-1].joint = trace = _run(passes, trace)
-        return trace
+        compiled = self.compiled[-1]
+        compiled.joint = compiled.run(passes, trace)
+        return compiled.joint
 
     def _behind_fusion(self, trace: TraceCtx) -> TraceCtx:
-        return _run([regather_for_backward] if self._has_fusions else [], trace)
+        passes: list[Pass] = [regather_for_backward] if self._has_fusions else []
+        return self.compiled[-1].run(passes, trace)
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         backward = is_backward_trace(computation_trace)
-        sorted_trace = _run(
-            [partial(sort_communication, prefetch=self.options.prefetch), plan_slots, verify], computation_trace
-        )
-        schedule = read_schedule(sorted_trace)
-        trace = del_last_used(sorted_trace, clear_mutable_collections=backward)
         compiled = self.compiled[-1]
+        passes = [partial(sort_communication, prefetch=self.options.prefetch), plan_slots, verify]
+        sorted_trace = compiled.run(passes, computation_trace)
+        schedule = read_schedule(sorted_trace)
+        trace = compiled.run([partial(del_last_used, clear_mutable_collections=backward)], sorted_trace)
         if backward:
             compiled.backward_before, compiled.backward = computation_trace, trace
             compiled.backward_schedule = schedule
@@ -223,10 +243,8 @@ class _JointPasses(FusionExecutor):
         return False
 
 
-def _run(passes: Sequence[Pass], trace: TraceCtx) -> TraceCtx:
-    for pass_ in passes:
-        trace = pass_(trace)
-    return trace
+def _name(pass_: Pass) -> str:
+    return pass_.func.__name__ if isinstance(pass_, partial) else pass_.__name__
 
 
 def _without(executors: Sequence[Executor], ours: Sequence[Executor]) -> list[Executor]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 
-from thunder.core.pytree import tree_map
+import thunder.torch as ltorch
 from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
@@ -17,6 +19,7 @@ from ..symbols import (
     fsdp_params_unchanged,
     fsdp_reduce,
     fsdp_reduce_scatter,
+    fsdp_reduce_unreduced,
     fsdp_unshard,
     fsdp_wait_grads,
     fsdp_wait_params,
@@ -26,13 +29,15 @@ from ..traces import return_of, with_bound_symbols
 __all__ = ["bucket_communication"]
 
 
-def bucket_communication(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
+def bucket_communication(trace: TraceCtx, *, buckets: Sequence[Bucket], no_sync: bool) -> TraceCtx:
     """Replaces ``fsdp_unshard`` and ``fsdp_reduce`` by one gather and one reduction for each bucket.
 
     A gather and its wait stand where the bucket's first parameter is used; a reduction and its wait where its last
     gradient is there. Under ``no_sync`` unsharded gradients are summed up locally and backward returns none.
 
     Args:
+        buckets: all buckets of the module. One of them that the trace does not reduce may still hold gradients of other
+            traces that ran under ``no_sync``.
         no_sync: whether the trace is compiled for ``no_sync``.
     """
     started = time.perf_counter()
@@ -53,7 +58,10 @@ def bucket_communication(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
                 if bucket in unshards:
                     new.bound_symbols += _gather(bucket, unshards.pop(bucket), bsym)
             elif bsym.sym is fsdp_reduce:
-                bucket = bsym.args[0]
+                bucket, index, grad = bsym.args
+                reduces[bucket][index] = bsym.from_bsym(
+                    args=(bucket, index, _sum_to_shape_of_param(grad, bucket, index))
+                )
                 seen[bucket] += 1
                 if seen[bucket] == len(reduces[bucket]):
                     emit = _accumulate if no_sync else _reduce
@@ -64,9 +72,23 @@ def bucket_communication(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
         if no_sync:
             unsynced = {b.output.name for bsyms in reduces.values() for b in bsyms.values()}
             last = _return_none_for(last, unsynced)
-        _keep_unchanged_until_backward(new, bool(reduces))
+        if reduces:
+            _keep_unchanged_until_backward(new)
+            if not no_sync:
+                idle = [b for b in buckets if b.spec.requires_grad and b not in reduces]
+                new.bound_symbols += [_in_backward(fsdp_reduce_unreduced.bind(b, output=None)) for b in idle]
         new.bound_symbols.append(last)
     return new
+
+
+def _sum_to_shape_of_param(grad: TensorProxy, bucket: Bucket, index: int) -> TensorProxy:
+    """Thunder leaves a 0-dim parameter's gradient in the shape it was broadcast to; autograd's engine would sum it up."""
+    shape = bucket.spec.params[index].shape
+    if tuple(grad.shape) == shape:
+        return grad
+    leading = grad.ndim - len(shape)
+    dims = [d for d in range(grad.ndim) if d < leading or (shape[d - leading] == 1 and grad.shape[d] != 1)]
+    return ltorch.reshape(ltorch.sum(grad, dims), shape)
 
 
 def _gather(bucket: Bucket, unshards: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
@@ -98,15 +120,13 @@ def _accumulate(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol
     return [_like(at, fsdp_accumulate_grads.bind(bucket, *grads, output=None))]
 
 
-def _keep_unchanged_until_backward(trace: TraceCtx, has_backward: bool) -> None:
+def _keep_unchanged_until_backward(trace: TraceCtx) -> None:
     """ZeRO-2 keeps what forward gathered: makes backward hold the shards too, so that autograd sees them change."""
-    if not has_backward:
-        return
     for bsym in list(trace.bound_symbols):
         if bsym.sym is fsdp_all_gather and not bsym.args[0].spec.reshard_after_forward:
-            check = fsdp_params_unchanged.bind(bsym.args[0], *bsym.args[2:], output=None)
-            check.tags.add(BoundSymbolTag.BACKWARD)
-            trace.bound_symbols.append(check)
+            trace.bound_symbols.append(
+                _in_backward(fsdp_params_unchanged.bind(bsym.args[0], *bsym.args[2:], output=None))
+            )
 
 
 def _return_none_for(last: BoundSymbol, unsynced: set[str]) -> BoundSymbol:
@@ -119,6 +139,11 @@ def _return_none_for(last: BoundSymbol, unsynced: set[str]) -> BoundSymbol:
 
 def _in_order(bucket: Bucket, tensors: dict[int, TensorProxy]) -> list[TensorProxy | None]:
     return [tensors.get(i) for i in range(len(bucket.spec.params))]
+
+
+def _in_backward(bsym: BoundSymbol) -> BoundSymbol:
+    bsym.tags.add(BoundSymbolTag.BACKWARD)
+    return bsym
 
 
 def _like(original: BoundSymbol, bsym: BoundSymbol) -> BoundSymbol:

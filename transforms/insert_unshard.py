@@ -46,7 +46,7 @@ def insert_unshard(
     leading: dict[tuple[Bucket, int], TensorProxy] = {}
     for arg in trace.args:
         name = inputs.get(arg.name) if isinstance(arg, Proxy) else None
-        if name in buckets:
+        if name is not None and name in buckets:
             become_shard(arg, shards[name])
             arguments[arg.name] = arg
             leading.setdefault(buckets[name], arg)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 
+from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
@@ -66,7 +67,8 @@ class _Regather:
         returned = self.trace.bound_symbols[-1]
         out = self.new.bound_symbols
         for bsym, is_forward in zip(self.trace.bound_symbols, self.forward, strict=True):
-            if is_forward or bsym is returned:
+            # `get_grad` names a forward output, it does not read it.
+            if is_forward or bsym is returned or bsym.sym.id is PrimIDs.GET_GRAD:
                 out.append(bsym)
                 continue
             if bsym.sym in (fsdp_all_gather, fsdp_wait_params):

@@ -18,9 +18,7 @@ __all__ = ["shard_prologue", "unpacked_parameters"]
 
 def unpacked_parameters(prologue: TraceCtx) -> dict[str, str]:
     """Parameter name of each proxy that the prologue unpacks from the module, by the proxy's name."""
-    return {
-        bsym.output.name: bsym.args[1] for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_parameter
-    }
+    return {bsym.output.name: bsym.args[1] for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_parameter}
 
 
 def shard_prologue(prologue: TraceCtx, *, shards: Mapping[str, torch.nn.Parameter], no_sync: bool) -> TraceCtx:
@@ -46,7 +44,12 @@ def shard_prologue(prologue: TraceCtx, *, shards: Mapping[str, torch.nn.Paramete
             become_shard(bsym.output, shards[bsym.args[1]])
         elif bsym.sym is prims.check_tensor_shape_and_metadata and unpacked.get(bsym.args[0].name) in shards:
             shard = shards[unpacked[bsym.args[0].name]]
-            checks = (tuple(shard.shape), devices.to_device(shard.device).device_str(), shard.dtype, shard.requires_grad)
+            checks = (
+                tuple(shard.shape),
+                devices.to_device(shard.device).device_str(),
+                shard.dtype,
+                shard.requires_grad,
+            )
             bsym = bsym.from_bsym(args=(bsym.args[0], *checks))
         bsyms.append(bsym)
         if bsym.sym is prims.unpack_thunder_module:

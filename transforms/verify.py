@@ -166,7 +166,9 @@ class _Verifier:
         for begin, end, bucket in spans:
             for position in foreign:
                 if begin < position < end:
-                    self.fail(position, f"communicates, but a collective of bucket {bucket.spec.name!r} was moved across")
+                    self.fail(
+                        position, f"communicates, but a collective of bucket {bucket.spec.name!r} was moved across"
+                    )
 
     def _check_return(self) -> None:
         last = return_of(self.trace)

@@ -1,0 +1,281 @@
+"""Small models: what is peculiar about each is in its docstring. ``inputs`` makes a batch for it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+__all__ = ["CASES", "GPT", "Block", "Model", "Stack"]
+
+WIDTH = 4
+
+
+class Model(nn.Module):
+    """A model that knows its own inputs."""
+
+    width = WIDTH
+
+    def inputs(self, generator: torch.Generator, batch: int = 3) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(batch, self.width, generator=generator, dtype=torch.float64),)
+
+
+class Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width: int, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln_1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.ln_2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        heads = [t.view(batch, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.ln_1(x)).split(width, 2)]
+        y = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.ln_2(x))))
+
+
+class GPT(nn.Module):
+    """A language model that gives its loss. With ``tied``, the embedding is the head's weight."""
+
+    def __init__(self, *, width: int = 16, blocks: int = 2, vocab: int = 23, length: int = 8, tied: bool = False) -> None:
+        super().__init__()
+        self.vocab, self.length = vocab, length
+        self.wte = nn.Embedding(vocab, width)
+        self.wpe = nn.Embedding(length, width)
+        self.h = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.ln_f = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        if tied:
+            self.head.weight = self.wte.weight
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        for block in self.h:
+            x = block(x)
+        logits = self.head(self.ln_f(x))
+        return F.cross_entropy(logits.view(-1, self.vocab), targets.view(-1))
+
+    def inputs(self, generator: torch.Generator, batch: int = 2) -> tuple[torch.Tensor, ...]:
+        tokens = torch.randint(self.vocab, (batch, self.length + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(Model):
+    """Blocks between two linear layers: the cheapest model with several buckets."""
+
+    def __init__(self, blocks: int = 3, width: int = WIDTH) -> None:
+        super().__init__()
+        self.width = width
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Layer(width) for _ in range(blocks))
+        self.last = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class UnevenRows(Model):
+    """First dimensions that the number of ranks does not divide, in parameters of 1 to 4 dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        self.conv = nn.Conv2d(1, 3, 2)
+        self.cube = nn.Parameter(torch.randn(3, 2, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks(x)
+        y = self.conv(x.reshape(-1, 1, 3, 1).expand(-1, 1, 3, 3))
+        return y.sum((1, 2)) @ self.cube[1] + (self.cube * x.unsqueeze(-1).unsqueeze(-1)).sum((1, 2))
+
+
+class TinyParameters(Model):
+    """0-dim parameters, one with a single row, one with a single element, and an empty one, alone and among others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.randn(1, 4))
+        self.gain = nn.Parameter(torch.randn(1))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.block = nn.Linear(4, 4)
+        self.block.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.block(torch.cat((x * self.scale + self.shift, self.empty)))
+        return torch.tanh(x * self.block.temperature) * self.gain + x / self.scale
+
+
+class TiedWeights(Model):
+    """An embedding that is the head's weight too, and two blocks that share a norm's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+        self.blocks = nn.ModuleList(Layer(4) for _ in range(2))
+        self.blocks[1].down.weight = self.blocks[0].down.weight
+        self.head = nn.Linear(4, 9)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def inputs(self, generator: torch.Generator, batch: int = 3) -> tuple[torch.Tensor, ...]:
+        return (torch.randint(9, (batch, 5), generator=generator),)
+
+
+class LoRALinear(nn.Linear):
+    """A frozen layer and a trainable correction of low rank."""
+
+    def __init__(self, width: int, rank: int = 1) -> None:
+        super().__init__(width, width)
+        self.a = nn.Parameter(torch.randn(rank, width))
+        self.b = nn.Parameter(torch.randn(width, rank))
+        self.weight.requires_grad_(False)
+        self.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + F.linear(F.linear(x, self.a), self.b)
+
+
+class FrozenParameters(Model):
+    """A block all frozen, behind which gradients flow on, between blocks in LoRA style and trainable ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([LoRALinear(4), nn.Linear(4, 4).requires_grad_(False), LoRALinear(4)])
+        self.last = nn.Linear(4, 4)
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.last(x)
+
+
+class UnusedParameters(Model):
+    """A block that forward never calls, and an unused parameter among used ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.blocks[0].unused = nn.Parameter(torch.randn(3, 4))
+        self.unused = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[2](torch.tanh(self.blocks[0](x)))
+
+
+class Buffers(Model):
+    """A buffer that forward reads, one that is not saved, and batch norms whose statistics forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([1.0, 0.0, 1.0, 1.0]))
+        self.register_buffer("offset", torch.randn(4), persistent=False)
+        self.blocks = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 4), nn.BatchNorm1d(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x * self.mask + self.offset)
+
+
+class SharedBlocks(Model):
+    """A parameter used several times in one block, and by several blocks; a block that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common = nn.Parameter(torch.randn(4, 4))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
+            x = torch.tanh(block(x) + x @ self.common + F.linear(x, self.common))
+        return x * self.common[0] + self.common.sum()
+
+
+class ViewsOfParameters(Model):
+    """Slices, transposes, reshapes and chunks of parameters, some used only late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(6, 4))
+        self.packed = nn.Parameter(torch.randn(8, 4).t())
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.packed.chunk(2, dim=1)
+        rows = self.table[1:5:2]
+        x = torch.tanh(self.blocks[0](x) @ first) + self.blocks[0].weight[2]
+        x = self.blocks[1](x) @ self.blocks[0].weight.t()[:, 1:] @ self.blocks[1].weight[1:].view(3, 2, 2).flatten(1)
+        return x @ second.contiguous() + x @ rows.transpose(0, 1).repeat(1, 2) + self.table.view(2, 12)[1, 4:8].unsqueeze(0)
+
+
+class MixedDtypes(Model):
+    """Parameters of two dtypes in one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Layer(4)
+        self.last = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def double(self) -> MixedDtypes:
+        super().double()
+        for param in (self.block.down.weight, self.scale):
+            param.data = param.data.float()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.tanh(self.block.up(x)) @ self.block.down.weight.double().t()
+        return self.last(x) * self.scale
+
+
+class ScalarLoss(Model):
+    """Gives its loss, which reads parameters of the first block again (weight decay in the model)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stack(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        decay = sum((p * p).sum() for p in self.stack.blocks[0].parameters())
+        return self.stack(x).square().mean() + 0.1 * decay
+
+
+CASES: dict[str, type[Model]] = {
+    "uneven_rows": UnevenRows,
+    "tiny_parameters": TinyParameters,
+    "tied_weights": TiedWeights,
+    "frozen_parameters": FrozenParameters,
+    "unused_parameters": UnusedParameters,
+    "buffers": Buffers,
+    "shared_blocks": SharedBlocks,
+    "views_of_parameters": ViewsOfParameters,
+    "mixed_dtypes": MixedDtypes,
+    "scalar_loss": ScalarLoss,
+}

@@ -1,0 +1,156 @@
+"""Worker processes that stand for ranks: spawned once, then given one function after the other.
+
+``ranks.run(fn, *args)`` calls ``fn(rank, world_size, *args)`` in each of them, in a gloo process group, and returns what
+each gave back. ``fn`` must be a function at the top level of a module. What goes wrong in a rank goes wrong in the test,
+with that rank's traceback; then all workers are replaced, so that one test's damage does not reach the next.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import itertools
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+__all__ = ["RankError", "Ranks"]
+
+_GRACE = 5.0  # seconds that the other ranks have for a report of their own after one has failed
+
+
+class RankError(AssertionError):
+    """A function failed, or did not come back, on some rank."""
+
+
+class Ranks:
+    """A process group of ``world_size`` workers, started at the first :meth:`run`."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._starts = itertools.count()
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+        """Calls ``fn(rank, world_size, *args, **kwargs)`` on every rank and returns the results, in the order of ranks.
+
+        Args:
+            timeout: seconds after which ranks that have not come back count as hanging.
+
+        Raises:
+            RankError: with the traceback of every rank that failed, and the stacks of those that hang.
+        """
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send_bytes(pickle.dumps((fn, args, kwargs)))
+        results, failures = self._collect(timeout)
+        pending = set(range(self.world_size)) - results.keys() - failures.keys()
+        if pending or failures:
+            reports = [f"--- rank {rank} failed\n{failure}" for rank, failure in failures.items()]
+            reports += [f"--- rank {rank} had not come back\n{self._stacks(rank)}" for rank in sorted(pending)]
+            self._kill()
+            title = f"{fn.__name__} failed" if failures else f"{fn.__name__} hung: no answer within {timeout:g} s"
+            raise RankError("\n".join([f"{title} on {self.world_size} ranks", *reports]))
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        store = self._folder / f"store-{next(self._starts)}"
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_work, args=(rank, self.world_size, store, self._stack_file(rank), theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def _collect(self, timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}  # in the order in which they came: the first is most likely the cause
+        pending = dict(zip(self._connections, range(self.world_size), strict=True))
+        deadline = time.monotonic() + timeout
+        while pending and (ready := wait(list(pending), timeout=max(deadline - time.monotonic(), 0))):
+            for connection in ready:
+                rank = pending.pop(connection)
+                try:
+                    succeeded, value = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    self._processes[rank].join(_GRACE)
+                    succeeded, value = False, f"the process died, exit code {self._processes[rank].exitcode}"
+                (results if succeeded else failures)[rank] = value
+                if not succeeded:
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        return results, failures
+
+    def _stack_file(self, rank: int) -> Path:
+        return self._folder / f"stacks-{rank}"
+
+    def _stacks(self, rank: int) -> str:
+        self._processes[rank].join(0)
+        if self._processes[rank].exitcode is None:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+            time.sleep(0.5)
+        file = self._stack_file(rank)
+        return file.read_text() if file.exists() else "(not even started)"
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+
+
+def _work(rank: int, world_size: int, store: Path, stacks: Path, connection: Connection) -> None:
+    with stacks.open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=5),
+        )
+        while True:
+            try:
+                job = connection.recv_bytes()
+            except EOFError:  # the test process is gone
+                return
+            try:
+                fn, args, kwargs = pickle.loads(job)
+                torch.manual_seed(0)
+                report = pickle.dumps((True, fn(rank, world_size, *args, **kwargs)))
+                dist.barrier()  # nobody goes on while another rank is still in this function
+                torch.set_default_dtype(torch.float32)
+                torch.set_grad_enabled(True)
+                gc.collect()
+            except BaseException:
+                connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
+                return  # which also ends the waiting of ranks that are in a collective with this one
+            connection.send_bytes(report)

@@ -1,0 +1,153 @@
+"""The unsharded model beside the sharded one: the same batches, and gradients averaged over ranks by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from thunder_fsdp_sched import fsdp, full_state_dict
+from thunder_fsdp_sched.checkpoint import gather_param
+
+import thunder
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Twins", "loss_of", "saved_for_backward"]
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The model's own loss, or one in which each element of each output has another weight."""
+    terms = []
+    for leaf in tree_leaves(output):
+        weights = torch.linspace(0.5, 1.5, leaf.numel(), dtype=leaf.dtype).view(leaf.shape)
+        terms.append(leaf if leaf.ndim == 0 else (leaf.square() * weights).mean())
+    return sum(terms)
+
+
+class Twins:
+    """A model sharded by ``fsdp(**options)`` and its unsharded copy, both in float64.
+
+    Attributes:
+        sharded: the jitted, sharded module.
+        reference: the copy. It gets the batches of this rank alone; :meth:`mean_grads` averages over ranks.
+        transform: the ``fsdp(...)`` in use.
+        tolerance: for :func:`torch.testing.assert_close`. Thunder's decompositions round differently than eager torch,
+            in float64 by about 1e-15; three steps amplify that a little. 0 asks for equal bits.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        model: torch.nn.Module,
+        *,
+        tolerance: float = 1e-11,
+        jit_reference: bool = False,
+        before: Sequence[Any] = (),
+        behind: Sequence[Any] = (),
+        **options: Any,
+    ) -> None:
+        self.rank, self.world_size, self.tolerance = rank, world_size, tolerance
+        self.make_inputs = model.inputs
+        self.reference = copy.deepcopy(model)
+        if jit_reference:
+            self.reference = thunder.jit(self.reference, transforms=[*before, *behind])
+        self.transform = fsdp(**options)
+        self.sharded = thunder.jit(model, transforms=[*before, self.transform, *behind])
+        self.use(lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9))
+
+    def use(self, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+        """Makes an optimizer for each model, of the parameters that train."""
+        self.optimizers = [
+            optimizer([p for p in model.parameters() if p.requires_grad]) for model in (self.sharded, self.reference)
+        ]
+
+    def inputs(self, step: int = 0, **size: int) -> tuple[torch.Tensor, ...]:
+        """This rank's batch."""
+        return self.make_inputs(torch.Generator().manual_seed(1000 * step + self.rank), **size)
+
+    def forward(self, step: int = 0, **size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The losses of both, after comparing what the models returned."""
+        inputs = self.inputs(step, **size)
+        ours, theirs = self.sharded(*inputs), self.reference(*inputs)
+        self.close(ours, theirs, "output")
+        return loss_of(ours), loss_of(theirs)
+
+    def backward(self, step: int = 0, **size: int) -> None:
+        """Forward and backward of both, without looking at gradients."""
+        for loss in self.forward(step, **size):
+            loss.backward()
+
+    def update(self, *, set_to_none: bool = True) -> None:
+        """Compares gradients, lets both optimizers make a step, compares parameters and zeroes gradients."""
+        self.check_grads()
+        for name, grad in self.mean_grads().items():
+            self.reference.get_parameter(name).grad = grad
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        self.check_parameters()
+
+    def train(self, steps: int = 3, **size: int) -> None:
+        for step in range(steps):
+            self.backward(step, **size)
+            self.update()
+
+    def mean_grads(self) -> dict[str, torch.Tensor | None]:
+        """The reference's gradients, averaged over ranks."""
+        grads = {}
+        for name, param in self.reference.named_parameters(remove_duplicate=False):
+            grads[name] = grad = None if param.grad is None else param.grad.clone()
+            if grad is not None:
+                dist.all_reduce(grad)
+                grad /= self.world_size
+        return grads
+
+    def whole_grads(self) -> dict[str, torch.Tensor | None]:
+        """The sharded module's gradients, gathered."""
+        grads = {}
+        for name, (bucket, index) in self.transform.sharded.places.items():
+            grad = self.sharded.get_parameter(name).grad
+            grads[name] = None if grad is None else gather_param(bucket, index, grad)
+        return grads
+
+    def check_grads(self) -> None:
+        ours, theirs = self.whole_grads(), self.mean_grads()
+        for name, grad in ours.items():
+            expected = theirs[name]
+            assert (grad is None) == (expected is None), f"gradient of {name}: {grad}, expected {expected}"
+            if grad is not None:
+                self.close(grad, expected, f"gradient of {name}")
+
+    def check_parameters(self) -> None:
+        """Compares parameters and buffers."""
+        ours, theirs = full_state_dict(self.sharded), self.reference.state_dict()
+        for name in ours:
+            self.close(ours[name], theirs[name], name)
+
+    def close(self, ours: Any, theirs: Any, what: str) -> None:
+        torch.testing.assert_close(
+            ours, theirs, rtol=self.tolerance, atol=self.tolerance, msg=lambda text: f"{what} on rank {self.rank}: {text}"
+        )
+
+    def reduced(self, index: int = -1) -> list[str]:
+        """Names of the buckets that a compiled backward reduces, in the order of their reductions."""
+        return [op.bucket for op in self.transform.compiled[index].backward_schedule.of("fsdp_reduce_scatter")]
+
+
+@contextlib.contextmanager
+def saved_for_backward() -> Iterator[list[torch.Tensor]]:
+    """Collects the tensors that compiled forwards save for backward."""
+    saved: list[torch.Tensor] = []
+    connect = thunder.connect_to_autograd
+
+    def spy(*args: Any, saved_tensors: Sequence[torch.Tensor], **kwargs: Any) -> Any:
+        saved.extend(saved_tensors)
+        return connect(*args, saved_tensors=saved_tensors, **kwargs)
+
+    with mock.patch.object(thunder, "connect_to_autograd", spy):
+        yield saved

@@ -1,0 +1,185 @@
+"""Blocks are found from the module tree, and buckets never mix what cannot travel together."""
+
+from thunder_fsdp_sched.buckets import BucketingStrategy, ParamSpec, make_plan, named_blocks
+
+import pytest
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, d: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(d)
+        self.mlp = nn.Sequential(nn.Linear(d, d), nn.GELU(), nn.Linear(d, d))
+
+
+class Decoder(nn.Module):
+    """GPT with names that hold no digits in the block's own names."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict(
+            {
+                "tokens": nn.Embedding(9, 8),
+                "positions": nn.Embedding(9, 8),
+                "layers": nn.ModuleList([Block() for _ in range(blocks)]),
+                "norm": nn.LayerNorm(8),
+            }
+        )
+        self.head = nn.Linear(8, 9, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.down = nn.Linear(8, 8)
+
+
+class Staged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 8, 1)
+        self.stages = nn.ModuleList([Stage(), Stage()])
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 2)
+        self.experts = nn.ModuleList([Block(), Block()])
+
+
+class MoEBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.moe = Experts()
+
+
+class Owner(nn.Module):
+    """A module that owns a parameter beside a list of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Staged()
+        self.inner.token = nn.Parameter(torch.ones(8))
+
+
+def plan(module: nn.Module, strategy=BucketingStrategy.BLOCK, world_size: int = 2):
+    tied: dict[int, list[str]] = {}
+    params = dict(module.named_parameters(remove_duplicate=False))
+    for name, param in params.items():
+        tied.setdefault(id(param), []).append(name)
+    specs = [
+        (
+            ParamSpec(
+                tuple(n), tuple(params[n[0]].shape), params[n[0]].dtype, params[n[0]].device, params[n[0]].requires_grad
+            ),
+            params[n[0]],
+        )
+        for n in tied.values()
+    ]
+    return make_plan(module, specs, strategy=strategy, world_size=world_size, group="g", reshard_after_forward=True)
+
+
+def members(module: nn.Module, strategy=BucketingStrategy.BLOCK) -> dict[str, list[str]]:
+    return {b.name: [p.name for p in b.params] for b in plan(module, strategy)}
+
+
+def test_children_of_a_module_list_are_blocks_and_the_rest_makes_buckets_of_its_own():
+    assert named_blocks(Decoder()) == (
+        "body.tokens", "body.positions", "body.layers.0", "body.layers.1", "body.layers.2", "body.norm", "head",
+    )  # fmt: skip
+    assert members(Decoder())["root"] == ["scale"]
+
+
+def test_blocks_are_found_inside_the_stages_of_a_vision_model():
+    assert named_blocks(Staged()) == (
+        "patch", "stages.0.blocks.0", "stages.0.blocks.1", "stages.0.down", "stages.1.blocks.0", "stages.1.blocks.1",
+        "stages.1.down",
+    )  # fmt: skip
+
+
+def test_blocks_are_found_in_sequentials_of_any_name():
+    model = nn.Module()
+    model.stem = nn.Linear(2, 2)
+    model.group_a = nn.Sequential(Block(), Block())
+    model.group_b = nn.Sequential(Block(), Block())
+    assert named_blocks(model) == ("stem", "group_a.0", "group_a.1", "group_b.0", "group_b.1")
+
+
+def test_experts_stay_in_the_bucket_of_their_block():
+    model = nn.Module()
+    model.layers = nn.ModuleList([MoEBlock(), MoEBlock()])
+    assert named_blocks(model) == ("layers.0", "layers.1")
+
+
+def test_a_parameter_beside_a_list_of_blocks_is_in_the_bucket_of_its_module():
+    assert members(Owner())["inner"] == ["inner.token"]
+
+
+def test_a_module_without_children_is_one_bucket():
+    assert members(nn.Linear(3, 3)) == {"root": ["weight", "bias"]}
+
+
+def test_every_parameter_is_in_exactly_one_bucket_under_every_strategy():
+    for module in (Decoder(), Staged(), Owner()):
+        names = [n for n, _ in module.named_parameters()]
+        for strategy in (*BucketingStrategy, 1, 300, 10**9, lambda name, param: name[0]):
+            assert sorted(n for b in plan(module, strategy) for n in (p.name for p in b.params)) == sorted(names)
+
+
+def test_layer_groups_what_one_module_owns():
+    assert members(Block(), BucketingStrategy.LAYER) == {
+        "norm": ["norm.weight", "norm.bias"],
+        "mlp.0": ["mlp.0.weight", "mlp.0.bias"],
+        "mlp.2": ["mlp.2.weight", "mlp.2.bias"],
+    }
+
+
+def test_none_gives_each_parameter_a_bucket():
+    assert members(nn.Linear(3, 3), BucketingStrategy.NONE) == {"weight": ["weight"], "bias": ["bias"]}
+
+
+def test_a_size_fills_buckets_in_order():
+    buckets = members(Block(), 8 * 8 * 4)
+    assert buckets == {
+        "norm.weight": ["norm.weight", "norm.bias", "mlp.0.weight"],
+        "mlp.0.bias": ["mlp.0.bias", "mlp.2.weight"],
+        "mlp.2.bias": ["mlp.2.bias"],
+    }
+
+
+def test_tied_parameters_are_one():
+    model = Decoder()
+    model.head.weight = model.body["tokens"].weight
+    [bucket] = [b for b in plan(model) if b.name == "body.tokens"]
+    assert bucket.params[0].names == ("body.tokens.weight", "head.weight")
+    assert "head" not in members(model)
+
+
+def test_buckets_split_by_dtype_and_by_trainability():
+    model = nn.ModuleDict({"blocks": nn.ModuleList([Block(), Block()])})
+    model.blocks[0].norm.bfloat16()
+    model.blocks[0].mlp[2].requires_grad_(False)
+    for bucket in plan(model):
+        assert len({(p.dtype, p.requires_grad) for p in bucket.params}) == 1
+    assert len({b.name for b in plan(model)}) == len(plan(model)) == 4
+
+
+def test_a_rule_that_gives_no_name_is_refused():
+    with pytest.raises(TypeError, match="'weight'"):
+        plan(nn.Linear(2, 2), lambda name, param: None)
+
+
+def test_the_plan_tells_bytes():
+    bucket = plan(nn.Linear(3, 5)).buckets[0]
+    assert bucket.param_bytes == (15 + 5) * 4
+    assert bucket.unsharded_bytes >= bucket.param_bytes
+    assert bucket.shard_bytes * 2 == bucket.unsharded_bytes
+    assert plan(nn.Linear(3, 5))["root"].name == "root"
+    with pytest.raises(KeyError, match="root"):
+        plan(nn.Linear(3, 5))["nope"]

@@ -1,0 +1,215 @@
+"""Assertions about the order of communication in a trace, for pytest. They read the trace alone: no GPU, no ranks.
+
+Each takes an execution trace with bucketed communication (``transform.compiled[-1].forward`` or ``.backward``, or the last
+of ``thunder.last_traces(jitted)``), made by real ranks or by a fake process group of any world size. A failure shows the
+lines of the trace around the fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from thunder.core.prims import PrimIDs
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from .symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from .traces import Aliases, args_of, outs_of
+
+__all__ = [
+    "assert_gathered_buckets_at_most",
+    "assert_gathers_in_consumer_order",
+    "assert_prefetch_distance",
+    "assert_reductions_right_after_last_gradient",
+    "assert_unsharded_bytes_at_most",
+    "assert_waits_right_before_first_consumer",
+    "gathers",
+    "reductions",
+    "statements",
+]
+
+_COMMUNICATION = (fsdp_all_gather, fsdp_wait_params, fsdp_reduce_scatter, fsdp_wait_grads)
+
+
+def statements(trace: TraceCtx) -> list[BoundSymbol]:
+    """The trace's bound symbols without those that run nothing of interest (``del``, unpacking)."""
+    skip = {PrimIDs.DEL, PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT}
+    return [b for b in trace.bound_symbols if b.sym.id not in skip and b.sym.name != "clear_mutable_collection"]
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Positions (in :func:`statements`) of one gather; the consumers are ``None`` if nothing reads it."""
+
+    bucket: str
+    nbytes: int
+    issue: int
+    wait: int
+    first_consumer: int | None
+    last_consumer: int | None
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Positions (in :func:`statements`) of one reduction; ``last_gradient`` is -1 if its gradients are inputs."""
+
+    bucket: str
+    last_gradient: int
+    issue: int
+    wait: int
+
+
+def gathers(trace: TraceCtx) -> list[Gather]:
+    """Every gather of the trace, in the order of issue. Reading a view of a parameter counts as reading it."""
+    bsyms = statements(trace)
+    aliases = Aliases()
+    issues: dict[str, int] = {}
+    waits: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
+    owner: dict[str, str] = {}
+    for position, bsym in enumerate(bsyms):
+        for root in {root for arg in args_of(bsym) for root in aliases.roots(arg)} & owner.keys():
+            readers[owner[root]].append(position)
+        if bsym.sym is fsdp_all_gather:
+            issues[bsym.output.name] = position
+            readers[bsym.output.name] = []
+        elif bsym.sym is fsdp_wait_params:
+            waits[bsym.args[1].name] = position
+            owner.update(dict.fromkeys(outs_of(bsym), bsym.args[1].name))
+        else:
+            aliases.add(bsym)
+    return [
+        Gather(
+            bsyms[issue].args[0].spec.name,
+            bsyms[issue].args[0].spec.unsharded_bytes,
+            issue,
+            waits[future],
+            min(readers[future], default=None),
+            max(readers[future], default=None),
+        )
+        for future, issue in issues.items()
+    ]
+
+
+def reductions(trace: TraceCtx) -> list[Reduction]:
+    """Every reduction of the trace, in the order of issue."""
+    bsyms = statements(trace)
+    produced = {out: position for position, bsym in enumerate(bsyms) for out in outs_of(bsym)}
+    waits = {b.args[1].name: position for position, b in enumerate(bsyms) if b.sym is fsdp_wait_grads}
+    return [
+        Reduction(
+            bsym.args[0].spec.name,
+            max((produced.get(arg, -1) for arg in args_of(bsym)), default=-1),
+            position,
+            waits[bsym.output.name],
+        )
+        for position, bsym in enumerate(bsyms)
+        if bsym.sym is fsdp_reduce_scatter
+    ]
+
+
+def assert_waits_right_before_first_consumer(trace: TraceCtx) -> None:
+    """Between a gather's wait and the first bound symbol that reads it stand at most waits that this one reads too."""
+    bsyms = statements(trace)
+    for gather in gathers(trace):
+        if gather.first_consumer is None:
+            continue
+        for position in range(gather.wait + 1, gather.first_consumer):
+            if bsyms[position].sym is not fsdp_wait_params or not _reads(bsyms, gather.first_consumer, position):
+                _fail(
+                    trace,
+                    f"the wait for bucket {gather.bucket!r} at {gather.wait} does not stand right before its first "
+                    f"consumer at {gather.first_consumer}",
+                    gather.wait,
+                    gather.first_consumer,
+                )
+
+
+def assert_gathers_in_consumer_order(trace: TraceCtx) -> None:
+    """All-gathers are issued in the order in which their buckets are first read."""
+    before: Gather | None = None
+    for gather in gathers(trace):
+        if before is not None and _first(gather) < _first(before):
+            _fail(
+                trace,
+                f"bucket {gather.bucket!r} is first read at {gather.first_consumer}, before bucket {before.bucket!r} "
+                f"({before.first_consumer}), but gathered after it",
+                before.issue,
+                gather.issue,
+            )
+        before = gather
+
+
+def assert_prefetch_distance(trace: TraceCtx, prefetch: int) -> None:
+    """Between a gather's issue and its own wait stand ``prefetch`` other waits for parameters, fewer only at the start."""
+    found = gathers(trace)
+    waits = sorted(g.wait for g in found)
+    for number, gather in enumerate(found):
+        between = sum(gather.issue < wait < gather.wait for wait in waits)
+        expected = min(prefetch, number)
+        if between != expected:
+            _fail(
+                trace,
+                f"bucket {gather.bucket!r} is gathered {between} buckets ahead of its wait, expected {expected}",
+                gather.issue,
+                gather.wait,
+            )
+
+
+def assert_gathered_buckets_at_most(trace: TraceCtx, buckets: int) -> None:
+    """At no position are more than ``buckets`` buckets in flight or unsharded and still to be read."""
+    for position, live in _live(trace):
+        if len(live) > buckets:
+            _fail(trace, f"{len(live)} buckets are unsharded: {[g.bucket for g in live]}, allowed {buckets}", position)
+
+
+def assert_unsharded_bytes_at_most(trace: TraceCtx, nbytes: int) -> None:
+    """At no position are more than ``nbytes`` bytes of buckets in flight or unsharded and still to be read."""
+    for position, live in _live(trace):
+        total = sum(g.nbytes for g in live)
+        if total > nbytes:
+            _fail(trace, f"{total:,} bytes are unsharded: {[g.bucket for g in live]}, allowed {nbytes:,}", position)
+
+
+def assert_reductions_right_after_last_gradient(trace: TraceCtx) -> None:
+    """Between the last gradient of a bucket and its reduce-scatter stands communication alone."""
+    bsyms = statements(trace)
+    for reduction in reductions(trace):
+        for position in range(reduction.last_gradient + 1, reduction.issue):
+            if bsyms[position].sym not in _COMMUNICATION:
+                _fail(
+                    trace,
+                    f"bucket {reduction.bucket!r} has its last gradient at {reduction.last_gradient}, but is reduced only "
+                    f"at {reduction.issue}",
+                    reduction.last_gradient,
+                    reduction.issue,
+                )
+
+
+def _live(trace: TraceCtx) -> Iterator[tuple[int, list[Gather]]]:
+    found = gathers(trace)
+    for gather in found:
+        yield gather.issue, [g for g in found if g.issue <= gather.issue <= (g.last_consumer or g.wait)]
+
+
+def _first(gather: Gather) -> float:
+    return float("inf") if gather.first_consumer is None else gather.first_consumer
+
+
+def _reads(bsyms: list[BoundSymbol], reader: int, writer: int) -> bool:
+    return not set(args_of(bsyms[reader])).isdisjoint(outs_of(bsyms[writer]))
+
+
+def _fail(trace: TraceCtx, message: str, *positions: int) -> None:
+    __tracebackhide__ = True
+    bsyms = statements(trace)
+    lines = []
+    shown = {p + d for p in positions for d in (-2, -1, 0, 1, 2)}
+    for position, bsym in enumerate(bsyms):
+        if position in shown:
+            mark = ">" if position in positions else " "
+            lines.append(f"  {mark} {position:5d}  {str(bsym).strip().splitlines()[0]}")
+        elif lines and lines[-1] != "    ...":
+            lines.append("    ...")
+    raise AssertionError("\n".join([message, *lines]))
