@@ -29,7 +29,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 class Twins:
-    """A model sharded by ``fsdp(**options)`` and its unsharded copy, both in float64.
+    """A model sharded by ``fsdp(**options)`` and its unsharded copy.
 
     Attributes:
         sharded: the jitted, sharded module.
@@ -47,11 +47,12 @@ class Twins:
         *,
         tolerance: float = 1e-11,
         jit_reference: bool = False,
+        group: dist.ProcessGroup | None = None,
         before: Sequence[Any] = (),
         behind: Sequence[Any] = (),
         **options: Any,
     ) -> None:
-        self.rank, self.world_size, self.tolerance = rank, world_size, tolerance
+        self.rank, self.world_size, self.tolerance, self.group = rank, world_size, tolerance, group
         self.make_inputs = model.inputs
         self.reference = copy.deepcopy(model)
         if jit_reference:
@@ -103,7 +104,7 @@ class Twins:
         for name, param in self.reference.named_parameters(remove_duplicate=False):
             grads[name] = grad = None if param.grad is None else param.grad.clone()
             if grad is not None:
-                dist.all_reduce(grad)
+                dist.all_reduce(grad, group=self.group)
                 grad /= self.world_size
         return grads
 

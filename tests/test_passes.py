@@ -61,7 +61,8 @@ def traces(draw):
     with tracectx(trace):
         shards = {b: [tensor() for _ in b.spec.params] for b in buckets}
         x = tensor()
-        trace.args = (x, *(s for b in buckets for s in shards[b]))
+        condition = TensorProxy(shape=SHAPE, device=devices.cpu, dtype=dtypes.bool8)
+        trace.args = (x, condition, *(s for b in buckets for s in shards[b]))
         for arg in trace.args:
             prims.unpack_trivial(arg, name=arg.name)
         params: dict[Bucket, tuple] = {}
@@ -69,11 +70,15 @@ def traces(draw):
         values = [x]
         for number, param in uses:
             bucket = buckets[number]
-            if bucket not in params:
-                params[bucket] = fsdp_wait_params(bucket, fsdp_all_gather(bucket, None, *shards[bucket]))
+            both = [bucket, buckets[number - 1]] if draw(st.integers(0, 3)) == 0 else [bucket]
+            for read in both:
+                if read not in params:
+                    params[read] = fsdp_wait_params(read, fsdp_all_gather(read, None, *shards[read]))
             weight = params[bucket][param % len(bucket.spec.params)]
             if draw(st.booleans()):
                 weight = prims.transpose(weight, (1, 0))
+            if len(both) == 2:  # as a fusion does
+                weight = prims.where(condition, weight, params[both[1]][0])
             values.append(prims.matmul(values[draw(st.integers(max(0, len(values) - 2), len(values) - 1))], weight))
             last[bucket] = values[-1]
         for bucket in (buckets[r] for r in reduced):

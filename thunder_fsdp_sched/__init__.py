@@ -13,7 +13,7 @@ from .checkpoint import full_state_dict
 from .plugin import FSDPSched
 from .schedule import CommOp, Schedule
 from .transform import CompiledTraces, FSDPTransform
-from .transforms import VerificationError
+from .transforms import ScheduleMismatch, VerificationError
 
 __all__ = [
     "BucketSpec",
@@ -24,6 +24,9 @@ __all__ = [
     "ParamSpec",
     "Plan",
     "Schedule",
+    "ScheduleDisagreement",
+    "ScheduleMismatch",
+    "StepSchedule",
     "VerificationError",
     "fsdp",
     "full_state_dict",

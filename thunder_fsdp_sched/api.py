@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
@@ -10,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from .options import check_options
+from .schedule import StepSchedule
 from .transform import FSDPTransform
 
 __all__ = ["fsdp"]
@@ -26,6 +28,7 @@ def fsdp(
     broadcast_from: int | None = None,
     ignored_params: Iterable[torch.nn.Parameter | str] | None = None,
     move_state_dict_to_cpu: bool = False,
+    schedule: str | Path | StepSchedule | None = None,
 ) -> FSDPTransform:
     """Fully sharded data parallel training for ``thunder.jit(model, transforms=[fsdp(...)])``.
 
@@ -50,6 +53,9 @@ def fsdp(
         ignored_params: parameters, or their names, that stay whole on every rank; their gradients are not reduced.
         move_state_dict_to_cpu: ``original_state_dict`` moves each parameter to the CPU as soon as it is gathered.
 
+        schedule: a schedule to replay instead of sorting: a file that ``transform.save_schedules(path)`` wrote, or a
+            :class:`StepSchedule`. One that does not fit is refused, naming the line.
+
     Returns:
         A transform for one module. ``.plan`` shows the buckets after ``thunder.jit``, ``.compiled`` and ``.schedules``
         the traces and their communication after a call.
@@ -69,5 +75,6 @@ def fsdp(
             broadcast_from=broadcast_from,
             ignored_params=ignored_params,
             move_state_dict_to_cpu=move_state_dict_to_cpu,
+            schedule=schedule,
         )
     )

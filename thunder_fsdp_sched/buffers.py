@@ -12,7 +12,7 @@ gives a range to another collective only after the last reader of the old one; `
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -68,8 +68,21 @@ class InFlight(NamedTuple):
     only_unreduced: tuple[int, ...] = ()
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        """Waits for all works.
+
+        Raises:
+            RuntimeError: one of them failed; the message names this rank, the collective and the bucket, and why if that
+                is known.
+        """
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            what = "all-gather" if self.output is None else "reduce-scatter"
+            raise RuntimeError(
+                f"rank {self.bucket.rank}: the {what} of bucket {self.bucket.spec.name!r} failed: {error}"
+                + (f"\n{why}" if (why := self.bucket.explain_failure()) else "")
+            ) from error
 
 
 class Arena:
@@ -171,6 +184,8 @@ class Bucket:
             torch.nn.Parameter(view, param.requires_grad)
             for view, param in zip(self.shard_views, spec.params, strict=True)
         )
+        self.explain_failure: Callable[[], str] = str
+        """Gives what is known about why a collective failed, or nothing."""
         self.unreduced: torch.Tensor | None = None
         """Flat unsharded gradients that ``no_sync`` backwards have summed up and no reduction has taken yet."""
         self.unreduced_params: set[int] = set()

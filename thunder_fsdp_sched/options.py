@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from .buckets import BucketingStrategy
+from .schedule import StepSchedule, load_schedules
 
 __all__ = ["Options", "check_options"]
 
@@ -37,6 +39,7 @@ class Options:
     broadcast_from: int | None
     ignored_params: tuple[torch.nn.Parameter | str, ...]
     move_state_dict_to_cpu: bool
+    schedule: tuple[StepSchedule, ...] | None
 
     def __str__(self) -> str:
         strategy = "zero3" if self.reshard_after_forward else "zero2"
@@ -55,6 +58,7 @@ def check_options(
     broadcast_from: Any,
     ignored_params: Any,
     move_state_dict_to_cpu: Any,
+    schedule: Any,
 ) -> Options:
     """Turns a user's arguments into options.
 
@@ -93,6 +97,7 @@ def check_options(
         broadcast_from=broadcast_from,
         ignored_params=_ignored(ignored_params),
         move_state_dict_to_cpu=move_state_dict_to_cpu,
+        schedule=_schedule(schedule),
     )
 
 
@@ -115,6 +120,17 @@ def _bucketing(strategy: Any) -> BucketingStrategy | int | Callable[[str, torch.
         f"bucketing_strategy: expected 'none', 'layer', 'block', a thunder.distributed.FSDPBucketingStrategy, a size in "
         f"bytes or a callable (name, parameter) -> bucket name, got {strategy!r}"
     )
+
+
+def _schedule(schedule: Any) -> tuple[StepSchedule, ...] | None:
+    if schedule is None:
+        return None
+    if isinstance(schedule, StepSchedule):
+        return (schedule,)
+    _check_type("schedule", schedule, (str, Path), "a path to a saved schedule, a StepSchedule or None")
+    if not Path(schedule).is_file():
+        raise ValueError(f"schedule: there is no file {str(schedule)!r}; save_schedules() of the transform writes one")
+    return tuple(load_schedules(schedule))
 
 
 def _ignored(params: Any) -> tuple[torch.nn.Parameter | str, ...]:

@@ -1,18 +1,26 @@
-"""The schedule of a compiled trace, as a value."""
+"""The schedule of a compiled trace as a value: printed, compared, saved, loaded, replayed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import torch
 from thunder.core.prims import PrimIDs
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from .symbols import ISSUES, WAITS, fsdp_accumulate_grads
 from .traces import args_of, outs_of
 
-__all__ = ["CommOp", "Schedule", "read_schedule"]
+__all__ = ["CommOp", "Schedule", "StepSchedule", "load_schedules", "read_schedule", "save_schedules"]
+
+_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -28,23 +36,39 @@ class CommOp:
         group: name of the process group.
         slot: the memory of the unsharded bucket, for the issue and its wait.
         first_consumer: of a wait: position of the first bound symbol that reads what it gives, ``None`` if none does.
+        reason: why it stands where it stands: first consumer, prefetch, producer, in-flight limit, ...
     """
 
     position: int
     kind: str
     bucket: str
     nbytes: int
-    dtype: torch.dtype
+    dtype: str
     group: str
     slot: str
     first_consumer: int | None
+    reason: str
+
+    def __str__(self) -> str:
+        read = f"first read at {self.first_consumer}" if self.first_consumer is not None else ""
+        return (
+            f"{self.position:5d}  {self.kind:19s}  {self.bucket:20s} {self.nbytes:>13,} B {self.dtype:8s} "
+            f"{self.slot:12s} {read:20s} {self.reason}"
+        ).rstrip()
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The communication of one trace, in order."""
+    """The communication of one trace, in order.
+
+    Attributes:
+        statements: bound symbols of the trace, ``del`` statements not counted.
+        compute: digest of the names of what computes, in order: a schedule fits a trace that has the same.
+    """
 
     ops: tuple[CommOp, ...]
+    statements: int
+    compute: str
 
     def __iter__(self) -> Iterator[CommOp]:
         return iter(self.ops)
@@ -52,30 +76,53 @@ class Schedule:
     def __len__(self) -> int:
         return len(self.ops)
 
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.ops))
+
     def of(self, kind: str) -> tuple[CommOp, ...]:
         """The ops of one kind, in order."""
         return tuple(op for op in self.ops if op.kind == kind)
 
+    def diff(self, other: Schedule) -> str:
+        """What is different in ``other``, as a unified diff of the printed schedules; empty if they print alike."""
+        return "\n".join(difflib.unified_diff(str(self).splitlines(), str(other).splitlines(), lineterm="", n=2))
+
+    def collectives(self) -> list[str]:
+        """What all ranks of a group must have alike, a line for each collective in the order of issue."""
+        return [f"{op.kind} {op.bucket} {op.nbytes} bytes {op.dtype}" for op in self.ops if op.kind in ISSUES]
+
+
+@dataclass(frozen=True)
+class StepSchedule:
+    """The schedules of one compiled set of input shapes and flags."""
+
+    forward: Schedule
+    backward: Schedule | None
+    no_sync: bool = False
+
     def __str__(self) -> str:
-        lines = []
-        for op in self.ops:
-            consumer = f" first read at {op.first_consumer}" if op.first_consumer is not None else ""
-            lines.append(f"{op.position:5d} {op.kind:21s} {op.bucket:24s} {op.nbytes:>13,} B  {op.slot}{consumer}")
-        return "\n".join(lines)
+        parts = ["forward", str(self.forward)]
+        if self.backward is not None:
+            parts += ["backward", str(self.backward)]
+        return "\n".join(parts)
+
+    def diff(self, other: StepSchedule) -> str:
+        """Unified diff of the printed schedules; empty if they print alike."""
+        return "\n".join(difflib.unified_diff(str(self).splitlines(), str(other).splitlines(), lineterm="", n=2))
 
 
 def read_schedule(trace: TraceCtx) -> Schedule:
     """Reads the schedule off a trace with slots."""
+    bsyms = [b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL]
     first_read: dict[str, int] = {}
-    for position, bsym in enumerate(trace.bound_symbols):
-        if bsym.sym.id is not PrimIDs.DEL:
-            for arg in args_of(bsym):
-                first_read.setdefault(arg, position)
+    for position, bsym in enumerate(bsyms):
+        for arg in args_of(bsym):
+            first_read.setdefault(arg, position)
     ops = []
     slots: dict[str, str] = {}
-    for position, bsym in enumerate(trace.bound_symbols):
+    for position, bsym in enumerate(bsyms):
         kind = bsym.sym.name
-        if kind not in ISSUES and kind not in WAITS and bsym.sym is not fsdp_accumulate_grads:
+        if not is_communication(bsym):
             continue
         bucket = bsym.args[0]
         slot, consumer = "", None
@@ -85,7 +132,48 @@ def read_schedule(trace: TraceCtx) -> Schedule:
             slot = slots[bsym.args[1].name]
             consumer = min((first_read[o] for o in outs_of(bsym) if o in first_read), default=None)
         spec = bucket.spec
-        ops.append(
-            CommOp(position, kind, spec.name, spec.unsharded_bytes, spec.dtype, bucket.group.group_name, slot, consumer)
-        )
-    return Schedule(tuple(ops))
+        dtype = str(spec.dtype).removeprefix("torch.")
+        group = bucket.group.group_name
+        reason = str(bsym.header)
+        ops.append(CommOp(position, kind, spec.name, spec.unsharded_bytes, dtype, group, slot, consumer, reason))
+    return Schedule(tuple(ops), len(bsyms), compute_digest(bsyms))
+
+
+def is_communication(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` appears in a schedule."""
+    return bsym.sym.name in ISSUES or bsym.sym.name in WAITS or bsym.sym is fsdp_accumulate_grads
+
+
+def compute_digest(bsyms: Iterable[BoundSymbol]) -> str:
+    """Digest of the names of all bound symbols that are not communication, in order."""
+    names = [b.sym.name for b in bsyms if not is_communication(b) and b.sym.name != "clear_mutable_collection"]
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+
+
+def save_schedules(schedules: Iterable[StepSchedule], path: str | Path) -> None:
+    """Writes schedules, oldest first, as JSON that ``fsdp(schedule=path)`` replays."""
+    content = {"format": _FORMAT, "steps": [dataclasses.asdict(s) for s in schedules]}
+    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def load_schedules(path: str | Path) -> list[StepSchedule]:
+    """Reads what :func:`save_schedules` wrote.
+
+    Raises:
+        ValueError: the file is not such a file; the message names it and what is wrong.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+        if content["format"] != _FORMAT:
+            raise ValueError(f"format {content['format']}, this version reads {_FORMAT}")
+        return [
+            StepSchedule(_schedule(s["forward"]), s["backward"] and _schedule(s["backward"]), s["no_sync"])
+            for s in content["steps"]
+        ]
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"schedule: {path} holds no schedule: {type(error).__name__}: {error}") from error
+
+
+def _schedule(content: dict[str, Any]) -> Schedule:
+    ops = tuple(CommOp(**op) for op in content["ops"])
+    return Schedule(ops, content["statements"], content["compute"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
+from datetime import timedelta
 
 import thunder
 import torch
@@ -12,10 +14,16 @@ from torch.distributed import ProcessGroup
 
 from .buckets import ParamSpec, Plan, make_plan
 from .buffers import Arena, Bucket, handle_name
+from .consistency import Agreement
 from .options import Options
 from .transports import AllGatherTransport
 
 __all__ = ["ShardedModule"]
+
+_AGREEMENT_TIMEOUT = timedelta(seconds=300)
+"""How long a rank that compiles waits for the others to compile the same: tracing may be slower on some."""
+
+_numbers = itertools.count()  # every rank shards its modules in the same order
 
 
 class ShardedModule:
@@ -34,10 +42,12 @@ class ShardedModule:
         self.plan = plan
         self.buckets = buckets
         self.group = group
+        self.agreement = Agreement(group, f"module {next(_numbers)}", _AGREEMENT_TIMEOUT)
         self.places: dict[str, tuple[Bucket, int]] = {}
         self.shards: dict[str, torch.nn.Parameter] = {}
         self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
         for bucket in buckets:
+            bucket.explain_failure = self.agreement.explain
             for index, param in enumerate(bucket.spec.params):
                 for name in param.names:
                     self.places[name] = (bucket, index)
@@ -155,7 +165,7 @@ def _specs(named: dict[str, torch.nn.Parameter], options: Options) -> list[tuple
                     f"two Parameter objects: their shards would drift apart. Tie them (assign the same Parameter to "
                     f"both names), or clone one"
                 )
-        device: torch.device = options.device or getattr(param, "_thunder_device", param.device)
+        device = options.device or torch.device(getattr(param, "_thunder_device", param.device))
         specs.append((ParamSpec(tuple(names), tuple(param.shape), param.dtype, device, param.requires_grad), param))
     return specs
 

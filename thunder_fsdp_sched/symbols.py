@@ -9,7 +9,8 @@ A forward and a backward trace hold, per bucket::
 
 Shards and gradients stand in the order of the bucket's parameters, ``None`` for one that the trace does not use.
 ``fsdp_unshard`` and ``fsdp_reduce`` exist only until the ``bucket_communication`` pass: one parameter each, so that
-autograd decides for each parameter alone whether it has a gradient.
+autograd decides for each parameter alone whether it has a gradient. ``fsdp_cut`` and a wait's third argument, a token,
+exist only around the fusion executors: see [Note: Cuts] in ``transforms.keep_fusions_apart``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ __all__ = [
     "fsdp_accumulate_grads",
     "fsdp_all_gather",
     "fsdp_check_no_sync",
+    "fsdp_cut",
     "fsdp_params_unchanged",
     "fsdp_reduce",
     "fsdp_reduce_scatter",
@@ -180,6 +182,10 @@ def _none_meta(bucket: Bucket, *tensors: TensorProxy | None) -> None:
     return None
 
 
+def _cut_meta(*tensors: TensorProxy) -> tuple[TensorProxy, ...]:
+    return tuple(TensorProxy(like=t) for t in tensors)
+
+
 def _unshard_meta(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy:
     return TensorProxy(shape=bucket.spec.params[index].shape, like=shard, requires_grad=shard.requires_grad)
 
@@ -230,7 +236,7 @@ def _register(name: str, meta: Callable, fn: Callable, *, keep: bool = False) ->
 
 
 def _only_in_between(*args: Any) -> None:
-    raise AssertionError("fsdp_unshard and fsdp_reduce are replaced by the bucket_communication pass")
+    raise AssertionError("fsdp_unshard, fsdp_reduce and fsdp_cut are gone before a trace runs")
 
 
 fsdp_all_gather = _register("fsdp_all_gather", _all_gather_meta, _all_gather)
@@ -241,6 +247,7 @@ fsdp_accumulate_grads = _register("fsdp_accumulate_grads", _none_meta, _accumula
 fsdp_check_no_sync = _register("fsdp_check_no_sync", _check_no_sync_meta, _check_no_sync, keep=True)
 fsdp_params_unchanged = _register("fsdp_params_unchanged", _none_meta, _params_unchanged, keep=True)
 fsdp_reduce_unreduced = _register("fsdp_reduce_unreduced", _none_meta, _reduce_unreduced, keep=True)
+fsdp_cut = _register("fsdp_cut", _cut_meta, _only_in_between)
 fsdp_unshard = _register("fsdp_unshard", _unshard_meta, _only_in_between)
 fsdp_reduce = _register("fsdp_reduce", _reduce_meta, _only_in_between)
 

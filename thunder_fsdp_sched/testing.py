@@ -15,7 +15,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from .symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
-from .traces import Aliases, args_of, outs_of
+from .traces import Aliases, args_of, outs_of, statement
 
 __all__ = [
     "assert_gathered_buckets_at_most",
@@ -142,16 +142,21 @@ def assert_gathers_in_consumer_order(trace: TraceCtx) -> None:
 
 
 def assert_prefetch_distance(trace: TraceCtx, prefetch: int) -> None:
-    """Between a gather's issue and its own wait stand ``prefetch`` other waits for parameters, fewer only at the start."""
-    found = gathers(trace)
-    waits = sorted(g.wait for g in found)
-    for number, gather in enumerate(found):
-        between = sum(gather.issue < wait < gather.wait for wait in waits)
-        expected = min(prefetch, number)
-        if between != expected:
+    """Every gather is issued ``prefetch`` steps ahead of its own wait, fewer only at the start of the trace.
+
+    Buckets that the same bound symbol reads first make one step.
+    """
+    found = [g for g in gathers(trace) if g.first_consumer is not None]
+    steps = sorted({_first(g) for g in found})
+    number = {consumer: i for i, consumer in enumerate(steps)}
+    first_wait = {s: min(g.wait for g in found if number[_first(g)] == s) for s in range(len(steps))}
+    for gather in found:
+        own = number[_first(gather)]
+        ahead = sum(gather.issue < first_wait[s] for s in range(own))
+        if ahead != min(prefetch, own):
             _fail(
                 trace,
-                f"bucket {gather.bucket!r} is gathered {between} buckets ahead of its wait, expected {expected}",
+                f"bucket {gather.bucket!r} is gathered {ahead} steps ahead of its wait, expected {min(prefetch, own)}",
                 gather.issue,
                 gather.wait,
             )
@@ -209,7 +214,8 @@ def _fail(trace: TraceCtx, message: str, *positions: int) -> None:
     for position, bsym in enumerate(bsyms):
         if position in shown:
             mark = ">" if position in positions else " "
-            lines.append(f"  {mark} {position:5d}  {str(bsym).strip().splitlines()[0]}")
+            reason = f"    ({bsym.header})" if bsym.header else ""
+            lines.append(f"  {mark} {position:5d}  {statement(bsym)}{reason}")
         elif lines and lines[-1] != "    ...":
             lines.append("    ...")
     raise AssertionError("\n".join([message, *lines]))

@@ -25,6 +25,7 @@ __all__ = [
     "names",
     "outs_of",
     "return_of",
+    "statement",
     "swap_args",
     "with_bound_symbols",
 ]
@@ -79,6 +80,13 @@ def return_of(trace: TraceCtx) -> BoundSymbol:
     bsym = trace.bound_symbols[-1]
     assert bsym.sym.id is PrimIDs.RETURN, f"the trace ends in {bsym.sym.name}, not in its return"
     return bsym
+
+
+def statement(bsym: BoundSymbol) -> str:
+    """The line of Python that ``bsym`` prints, without its header and what it is made of."""
+    if bsym.sym.id is PrimIDs.RETURN:
+        return "return"
+    return next(line for line in str(bsym).splitlines() if not line.lstrip().startswith("#")).strip()
 
 
 def with_bound_symbols(trace: TraceCtx, bsyms: Sequence[BoundSymbol], pass_name: str, started: float) -> TraceCtx:

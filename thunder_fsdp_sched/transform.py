@@ -10,7 +10,7 @@ for each new set of shapes and flags
     (Thunder: autograd makes one joint forward/backward trace; executors claim operators)
     ``_JointPasses`` before the fusions       bucket_communication, regather_for_backward, keep_fusions_apart
     (Thunder: fusion executors)
-    ``_JointPasses`` behind the fusions       regather_for_backward
+    ``_JointPasses`` behind the fusions       remove_cuts, regather_for_backward
     (Thunder: the joint trace is split)
     ``transform_trace_post_optimization``     sort_communication, plan_slots, verify, del_last_used
                                               for the forward and then for the backward trace
@@ -23,10 +23,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import thunder
 from thunder.core.module import ThunderModule
+from thunder.core.prims import PrimIDs
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
 from thunder.distributed import get_skip_data_parallel_grad_sync
@@ -37,15 +40,18 @@ from . import symbols
 from .buckets import Plan
 from .checkpoint import gather_param
 from .options import Options
-from .schedule import Schedule, read_schedule
+from .schedule import Schedule, StepSchedule, compute_digest, read_schedule, save_schedules
 from .sharding import ShardedModule
 from .traces import is_backward_trace
 from .transforms import (
+    ScheduleMismatch,
     bucket_communication,
     insert_unshard,
     keep_fusions_apart,
     plan_slots,
     regather_for_backward,
+    remove_cuts,
+    replay_schedule,
     shard_prologue,
     sort_communication,
     unpacked_parameters,
@@ -66,7 +72,7 @@ class CompiledTraces:
         joint: the joint trace with bucketed communication, before fusion (forward alone without gradients).
         forward_before, backward_before: execution traces as Thunder hands them over, communication unsorted.
         forward, backward: the traces that run. Backward is ``None`` without gradients.
-        forward_schedule, backward_schedule: their communication, as a value.
+        forward_schedule, backward_schedule: their communication, as values.
         pass_seconds: time that each pass took, by its name.
     """
 
@@ -79,6 +85,12 @@ class CompiledTraces:
     backward: TraceCtx | None = None
     backward_schedule: Schedule | None = None
     pass_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def schedule(self) -> StepSchedule:
+        """Forward and backward schedule together."""
+        assert self.forward_schedule is not None
+        return StepSchedule(self.forward_schedule, self.backward_schedule, self.no_sync)
 
     def run(self, passes: Sequence[Pass], trace: TraceCtx) -> TraceCtx:
         """Runs passes one after the other and adds up the time that each takes."""
@@ -104,7 +116,7 @@ class FSDPTransform(Transform):
             _JointPasses(f"fsdp_sched_before_fusion_{id(self)}", self._before_fusion),
             _JointPasses(f"fsdp_sched_behind_fusion_{id(self)}", self._behind_fusion),
         )
-        self._has_fusions = False
+        self._fusions: list[FusionExecutor] = []
 
     def __repr__(self) -> str:
         return f"fsdp({self.options})"
@@ -130,9 +142,13 @@ class FSDPTransform(Transform):
         return self._sharded
 
     @property
-    def schedules(self) -> list[tuple[Schedule | None, Schedule | None]]:
-        """(forward, backward) schedules of each compiled set of shapes and flags, oldest first."""
-        return [(c.forward_schedule, c.backward_schedule) for c in self.compiled]
+    def schedules(self) -> list[StepSchedule]:
+        """The schedule of each compiled set of shapes and flags, oldest first."""
+        return [c.schedule for c in self.compiled if c.forward_schedule is not None]
+
+    def save_schedules(self, path: str | Path) -> None:
+        """Writes :attr:`schedules` to a file that ``fsdp(schedule=path)`` replays."""
+        save_schedules(self.schedules, path)
 
     def transform_module(self, model: ThunderModule) -> None:
         if self._sharded is None:
@@ -147,7 +163,7 @@ class FSDPTransform(Transform):
         compile_data = thunder.compile_data(model)
         before, behind = self._executors
         others = _without(compile_data.executors_list, (symbols.executor, before, behind))
-        self._has_fusions = any(isinstance(e, FusionExecutor) and not isinstance(e, _JointPasses) for e in others)
+        self._fusions = [e for e in others if isinstance(e, FusionExecutor) and not isinstance(e, _JointPasses)]
         compile_data.executors_list = (symbols.executor, before, *others, behind)
 
     def transform_traces_pre_prologue(
@@ -179,22 +195,28 @@ class FSDPTransform(Transform):
             partial(bucket_communication, buckets=self.sharded.buckets, no_sync=self.compiled[-1].no_sync),
             regather_for_backward,
         ]
-        if self._has_fusions:
-            passes.append(keep_fusions_apart)
+        if self._fusions:
+            can_fuse = partial(_can_fuse, self._fusions)
+            passes.append(partial(keep_fusions_apart, can_fuse=can_fuse))
         compiled = self.compiled[-1]
         compiled.joint = compiled.run(passes, trace)
         return compiled.joint
 
     def _behind_fusion(self, trace: TraceCtx) -> TraceCtx:
-        passes: list[Pass] = [regather_for_backward] if self._has_fusions else []
+        passes: list[Pass] = [remove_cuts, regather_for_backward] if self._fusions else []
         return self.compiled[-1].run(passes, trace)
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         backward = is_backward_trace(computation_trace)
         compiled = self.compiled[-1]
-        passes = [partial(sort_communication, prefetch=self.options.prefetch), plan_slots, verify]
+        passes = [self._order(computation_trace, backward), plan_slots, verify]
         sorted_trace = compiled.run(passes, computation_trace)
         schedule = read_schedule(sorted_trace)
+        self.sharded.agreement.check(
+            f"{'backward' if backward else 'forward'} of {'no_sync ' if compiled.no_sync else ''}trace "
+            f"{len(self.compiled)}",
+            schedule.collectives(),
+        )
         trace = compiled.run([partial(del_last_used, clear_mutable_collections=backward)], sorted_trace)
         if backward:
             compiled.backward_before, compiled.backward = computation_trace, trace
@@ -203,6 +225,23 @@ class FSDPTransform(Transform):
             compiled.forward_before, compiled.forward = computation_trace, trace
             compiled.forward_schedule = schedule
         return trace
+
+    def _order(self, trace: TraceCtx, backward: bool) -> Pass:
+        """The pass that orders communication: the sorting pass, or the replay of a pinned schedule."""
+        if self.options.schedule is None:
+            return partial(sort_communication, prefetch=self.options.prefetch)
+        compiled = self.compiled[-1]
+        if not backward:
+            digest = compute_digest(b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL)
+            pinned = [s for s in self.options.schedule if s.no_sync is compiled.no_sync]
+            fitting = [s for s in pinned if s.forward.compute == digest] or pinned
+            if not fitting:
+                raise ScheduleMismatch(f"schedule: it holds none for no_sync={compiled.no_sync}")
+            self._pinned = fitting[0]
+        schedule = self._pinned.backward if backward else self._pinned.forward
+        if schedule is None:
+            raise ScheduleMismatch("schedule: it has no backward, but this trace has one")
+        return partial(replay_schedule, schedule=schedule)
 
     def transform_state_dict_for_submodule(
         self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
@@ -245,6 +284,10 @@ class _JointPasses(FusionExecutor):
 
 def _name(pass_: Pass) -> str:
     return pass_.func.__name__ if isinstance(pass_, partial) else pass_.__name__
+
+
+def _can_fuse(fusions: Sequence[FusionExecutor], bsym: BoundSymbol) -> bool:
+    return any(executor.can_fuse(bsym) for executor in fusions)
 
 
 def _without(executors: Sequence[Executor], ours: Sequence[Executor]) -> list[Executor]:

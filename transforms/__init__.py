@@ -5,20 +5,24 @@ Where each runs in Thunder's pipeline is written down in ``thunder_fsdp_sched.tr
 
 from .bucket_communication import bucket_communication
 from .insert_unshard import insert_unshard
-from .keep_fusions_apart import keep_fusions_apart
+from .keep_fusions_apart import keep_fusions_apart, remove_cuts
 from .plan_slots import plan_slots
 from .regather_for_backward import regather_for_backward
+from .replay_schedule import ScheduleMismatch, replay_schedule
 from .shard_prologue import shard_prologue, unpacked_parameters
 from .sort_communication import sort_communication
 from .verify import VerificationError, verify
 
 __all__ = [
+    "ScheduleMismatch",
     "VerificationError",
     "bucket_communication",
     "insert_unshard",
     "keep_fusions_apart",
     "plan_slots",
     "regather_for_backward",
+    "remove_cuts",
+    "replay_schedule",
     "shard_prologue",
     "sort_communication",
     "unpacked_parameters",

@@ -1,2 +1,321 @@
-"""placeholder"""
-def keep_fusions_apart(trace): return trace
+"""Puts communication where a fusion region may end, so that regions are large and none needs two buckets.
+
+[Note: Cuts]
+A fusion executor joins what lies between two bound symbols that it cannot fuse (fusion type "consecutive"), or what
+data flow connects ("dataflow"). The first would cut a region wherever a bucket is first used, in the middle of a layer
+norm; the second would put all blocks into one region that waits for every bucket. So communication moves to *cuts*:
+a gather up from its first consumer, as far as no other bucket is used, a reduction down from its last gradient, as far
+as no other bucket is used. Of these places a cut is one where a region ends anyway, or else the one with the fewest
+live tensors, which between two blocks is the residual stream alone. What crosses a cut goes through an ``fsdp_cut``,
+which no executor fuses: so data flow knows of the cut, too. A wait's ``token`` holds back what derives from parameters
+alone (a cast, a transpose), or else the casts of all blocks would be fused.
+
+``remove_cuts`` takes both out again behind the fusion executors. Places are final only in ``sort_communication``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag, has_tags
+from thunder.core.trace import TraceCtx, tracectx
+
+from ..buffers import Bucket
+from ..symbols import (
+    executor,
+    fsdp_accumulate_grads,
+    fsdp_all_gather,
+    fsdp_cut,
+    fsdp_reduce_scatter,
+    fsdp_wait_grads,
+    fsdp_wait_params,
+)
+from ..traces import Aliases, args_of, communicates, forward_part, outs_of, swap_args, with_bound_symbols
+
+__all__ = ["keep_fusions_apart", "remove_cuts"]
+
+_ISSUES = (fsdp_all_gather, fsdp_reduce_scatter, fsdp_accumulate_grads)
+_EXPENSIVE = {OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD}  # Thunder's tag of matmuls and attention
+_NOT_COMPUTE = frozenset({PrimIDs.UNPACK_TRIVIAL, PrimIDs.GET_GRAD, PrimIDs.RETURN, PrimIDs.COMMENT})
+
+
+# Runs on the joint trace, behind regather_for_backward and before the fusion executors. Moves our symbols, adds fsdp_cut
+# and tokens, renames what crosses a cut for the consumers behind it; compute keeps its order. Whatever runs between this
+# pass and remove_cuts must keep fsdp_cut where data flow puts it, and may do anything else.
+def keep_fusions_apart(trace: TraceCtx, *, can_fuse: Callable[[BoundSymbol], bool]) -> TraceCtx:
+    """Moves gathers and reductions, with their waits, to where fusion regions may end.
+
+    The cost is linear in the number of bound symbols.
+
+    Args:
+        can_fuse: whether any of the fusion executors would take a bound symbol into a region.
+    """
+    started = time.perf_counter()
+    forward = forward_part(trace)
+    params = _Params()
+    halves = {True: _Half(params, is_backward=False), False: _Half(params, is_backward=True)}
+    for bsym, is_forward in zip(trace.bound_symbols, forward, strict=True):
+        params.add(bsym)
+        halves[is_forward].add(bsym)
+    for half in halves.values():
+        half.place(can_fuse)
+
+    new = with_bound_symbols(trace, (), "fsdp: keep fusions apart", started)
+    out = new.bound_symbols
+    with tracectx(new):
+        for bsym, is_forward in zip(trace.bound_symbols[:-1], forward, strict=False):
+            half = halves[is_forward]
+            if _is_compute(bsym):
+                out += half.emit()
+                out.append(swap_args(bsym, half.names))
+            elif not half.moves(bsym):
+                out.append(bsym)
+        out += halves[False].emit()
+        out.append(trace.bound_symbols[-1])
+    return new
+
+
+def remove_cuts(trace: TraceCtx) -> TraceCtx:
+    """Removes what ``keep_fusions_apart`` added: each value has one name again, and waits have no token."""
+    started = time.perf_counter()
+    original: dict[str, Proxy] = {}
+    bsyms = []
+    for bsym in trace.bound_symbols:
+        if bsym.sym is fsdp_cut:
+            for before, behind in zip(bsym.args, bsym.output, strict=True):
+                original[behind.name] = original.get(before.name, before)
+            continue
+        if bsym.sym is fsdp_wait_params:
+            bsym = bsym.from_bsym(args=bsym.args[:2])
+        bsyms.append(swap_args(bsym, original))
+    return with_bound_symbols(trace, bsyms, "fsdp: remove cuts", started)
+
+
+def _is_ours(bsym: BoundSymbol) -> bool:
+    return bsym.sym.executor is executor
+
+
+def _is_compute(bsym: BoundSymbol) -> bool:
+    return not _is_ours(bsym) and bsym.sym.id not in _NOT_COMPUTE
+
+
+class _Params:
+    """The gathered parameters of a trace: whose they are, and what is a view of them."""
+
+    def __init__(self) -> None:
+        self.bucket_of: dict[str, Bucket] = {}
+        self.aliases = Aliases()
+
+    def add(self, bsym: BoundSymbol) -> None:
+        """Takes in the next bound symbol."""
+        if bsym.sym is fsdp_wait_params:
+            self.bucket_of.update(dict.fromkeys(outs_of(bsym), bsym.args[0]))
+        elif not _is_ours(bsym):
+            self.aliases.add(bsym)
+
+    def read_by(self, bsym: BoundSymbol) -> set[Bucket]:
+        """Buckets of which ``bsym`` reads parameters or views of them."""
+        roots = {root for arg in args_of(bsym) for root in self.aliases.roots(arg)}
+        return {self.bucket_of[root] for root in roots if root in self.bucket_of}
+
+
+@dataclass(eq=False)
+class _Comm:
+    """A collective and its wait, and where they are to stand: before compute number ``place`` of their half.
+
+    Those that are not ``moved`` stay where they are.
+    """
+
+    bsyms: list[BoundSymbol]
+    place: int
+    moved: bool = False
+
+    @property
+    def is_gather(self) -> bool:
+        return self.bsyms[0].sym is fsdp_all_gather
+
+
+class _Half:
+    """Forward or backward: its compute, numbered in order, and its communication."""
+
+    def __init__(self, params: _Params, is_backward: bool) -> None:
+        self.params = params
+        self.is_backward = is_backward
+        self.compute: list[BoundSymbol] = []
+        self.comms: list[_Comm] = []
+        self.comm_of: dict[str, _Comm] = {}  # by the name of the future
+        self.emitted = 0
+        self.names: dict[str, Proxy] = {}  # of what has crossed a cut
+
+    def add(self, bsym: BoundSymbol) -> None:
+        """Takes in the next bound symbol of this half."""
+        if _is_compute(bsym):
+            self.compute.append(bsym)
+        elif bsym.sym in (fsdp_wait_params, fsdp_wait_grads):
+            self.comm_of[bsym.args[1].name].bsyms.append(bsym)
+        elif bsym.sym in _ISSUES:
+            self.comms.append(_Comm([bsym], len(self.compute)))
+            self.comm_of.update(dict.fromkeys(outs_of(bsym), self.comms[-1]))
+
+    def place(self, can_fuse: Callable[[BoundSymbol], bool]) -> None:
+        """Finds the place of every gather and reduction."""
+        self.uses = _Uses(self.compute, self.params)
+        fusible = [can_fuse(bsym) for bsym in self.compute]
+        cost = self.uses.width()
+        for place in range(1, len(fusible)):
+            if not (fusible[place - 1] and fusible[place]):
+                cost[place] = 0
+        self._place_gathers(cost)
+        self._place_reductions(cost)
+        moved = [c for c in self.comms if c.moved]
+        self.at: dict[int, list[_Comm]] = defaultdict(list)
+        for comm in moved:
+            self.at[comm.place].append(comm)
+        self.moved = {id(bsym) for comm in moved for bsym in comm.bsyms}
+        self.crossing = self.uses.crossing(self.at.keys())
+
+    def _place_gathers(self, cost: list[int]) -> None:
+        uses = self.uses
+        first = {comm: uses.first_read(comm.bsyms[-1]) for comm in self.comms if comm.is_gather}
+        before = None
+        for comm, consumer in sorted(first.items(), key=lambda item: item[1]):
+            if consumer == len(self.compute):
+                continue  # no compute reads it, but a reduction
+            shards_there = max((uses.produced.get(a, -1) for a in args_of(comm.bsyms[0])), default=-1)
+            limits = (before or 0, uses.closed_before[consumer], uses.barrier_before[consumer], shards_there)
+            places = range(min(max(limits) + 1, consumer), consumer + 1)
+            # The later the better: what stands before the cut hides the gather. But in forward, what uses a block's first
+            # weights is the end of a norm; to keep the norm whole, only expensive compute stays before the cut there.
+            comm.place = _last_cheapest(cost, places)
+            if cost[comm.place] and not self.is_backward and before is not None:
+                places = range(max(places[0], uses.expensive_before[consumer] + 1), consumer + 1)
+                comm.place = min(places, key=cost.__getitem__)
+            comm.moved = True
+            before = consumer
+        for comm in first:
+            if comm.moved:
+                cost[comm.place] = 0
+
+    def _place_reductions(self, cost: list[int]) -> None:
+        uses = self.uses
+        ready: dict[_Comm, int] = {}
+        for comm in self.comms:
+            grads = args_of(comm.bsyms[0])
+            # A gradient may be a gathered parameter itself: then there is no compute to stand behind, only a wait.
+            if not comm.is_gather and not any(g in self.params.bucket_of for g in grads):
+                ready[comm] = max((uses.produced.get(g, comm.place - 1) + 1 for g in grads), default=comm.place)
+        order = sorted(ready, key=ready.__getitem__)
+        for number, comm in enumerate(order):
+            start, bucket = ready[comm], comm.bsyms[0].args[0]
+            end = min((uses.first_read(wait) for wait in comm.bsyms[1:]), default=len(self.compute))
+            if number + 1 < len(order):
+                end = min(end, max(start, ready[order[number + 1]] - 1))
+            latest = start
+            while latest < end and uses.buckets[latest] <= {bucket} and latest not in uses.barriers:
+                latest += 1
+            comm.place, comm.moved = _last_cheapest(cost, range(start, latest + 1)), True
+            cost[comm.place] = 0
+
+    def moves(self, bsym: BoundSymbol) -> bool:
+        """Whether ``bsym`` is communication that ``emit`` gives out at another place."""
+        return id(bsym) in self.moved
+
+    def emit(self) -> list[BoundSymbol]:
+        """What is to stand before the next compute: reductions, the cut, gathers."""
+        place, self.emitted = self.emitted, self.emitted + 1
+        comms = self.at.get(place, ())
+        bsyms = [bsym for comm in comms if not comm.is_gather for bsym in comm.bsyms]
+        token = None
+        if crossing := self.crossing.get(place):
+            behind = tuple(proxy.replace_name(f"cut_{proxy.name}", disambiguate=True) for proxy in crossing)
+            cut = fsdp_cut.bind(*(self.names.get(p.name, p) for p in crossing), output=behind)
+            if self.is_backward:
+                cut.tags.add(BoundSymbolTag.BACKWARD)
+            bsyms.append(cut)
+            self.names.update(zip((p.name for p in crossing), behind, strict=True))
+            token = behind[-1]
+        for comm in comms:
+            if comm.is_gather:
+                gather, wait = comm.bsyms
+                bsyms += [gather, wait.from_bsym(args=(*wait.args[:2], token))]
+        return bsyms
+
+
+def _last_cheapest(cost: Sequence[int], places: range) -> int:
+    return min(reversed(places), key=cost.__getitem__)
+
+
+class _Uses:
+    """What the compute of one half produces and reads, by numbers of compute."""
+
+    def __init__(self, compute: Sequence[BoundSymbol], params: _Params) -> None:
+        self.count = len(compute)
+        self.produced: dict[str, int] = {}
+        self.tensors: list[list[TensorProxy]] = []
+        self.read_first: dict[str, int] = {}
+        self.read_last: dict[str, int] = {}
+        self.buckets = [params.read_by(bsym) for bsym in compute]
+        self.barriers = {i for i, bsym in enumerate(compute) if communicates(bsym)}
+        for i, bsym in enumerate(compute):
+            for arg in args_of(bsym):
+                self.read_first.setdefault(arg, i)
+                self.read_last[arg] = i
+            outs = outs_of(bsym)
+            self.produced.update(dict.fromkeys(outs, i))
+            self.tensors.append([p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy) and p.name in outs])
+        last_use: dict[Bucket, int] = {}
+        for i, buckets in enumerate(self.buckets):
+            last_use.update(dict.fromkeys(buckets, i))
+        self.closed_before = _latest_before(set(last_use.values()), self.count)
+        self.barrier_before = _latest_before(self.barriers, self.count)
+        expensive = {i for i, bsym in enumerate(compute) if has_tags(bsym, _EXPENSIVE)}
+        self.expensive_before = _latest_before(expensive, self.count)
+
+    def first_read(self, bsym: BoundSymbol) -> int:
+        """The first compute that reads an output of ``bsym``; the number of computes if none does."""
+        return min((self.read_first[o] for o in outs_of(bsym) if o in self.read_first), default=self.count)
+
+    def width(self) -> list[int]:
+        """For each place the number of live tensors: produced before it and read behind it."""
+        steps = [0] * (self.count + 2)
+        for i, tensors in enumerate(self.tensors):
+            for proxy in tensors:
+                if proxy.name in self.read_last:
+                    steps[i + 1] += 1
+                    steps[self.read_last[proxy.name] + 1] -= 1
+        width, live = [], 0
+        for step in steps[:-1]:
+            live += step
+            width.append(live)
+        return width
+
+    def crossing(self, places: Collection[int]) -> dict[int, tuple[TensorProxy, ...]]:
+        """The live tensors at each of these places, in the order in which they are produced."""
+        crossing: dict[int, tuple[TensorProxy, ...]] = {}
+        live: dict[str, TensorProxy] = {}
+        ends: dict[int, list[str]] = defaultdict(list)
+        for i, tensors in enumerate(self.tensors):
+            if i in places and live:
+                crossing[i] = tuple(live.values())
+            for name in ends.pop(i, ()):
+                del live[name]
+            for proxy in tensors:
+                if self.read_last.get(proxy.name, i) > i:
+                    live[proxy.name] = proxy
+                    ends[self.read_last[proxy.name]].append(proxy.name)
+        return crossing
+
+
+def _latest_before(positions: Collection[int], count: int) -> list[int]:
+    """For each of ``count`` numbers the largest of ``positions`` below it, -1 if there is none."""
+    latest, result = -1, []
+    for i in range(count):
+        result.append(latest)
+        if i in positions:
+            latest = i
+    return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 
 from thunder.core.prims import PrimIDs
@@ -24,11 +24,26 @@ _CLEAR_COLLECTION = "clear_mutable_collection"
 
 @dataclass(eq=False)
 class _Gather:
+    """A gather with the positions, among compute, of its first and last consumer.
+
+    Gathers that the same bound symbol reads first (a fusion may read two buckets) make one *step*: they are issued one
+    behind the other and then waited for, so that a wait never has another gather behind it.
+    """
+
     issue: BoundSymbol
     wait: BoundSymbol
     first_consumer: int = -1
     last_consumer: int = -1
     section: int = -1
+    step: int = -1
+
+    @property
+    def name(self) -> str:
+        return self.issue.args[0].spec.name
+
+    @property
+    def nbytes(self) -> int:
+        return self.issue.args[0].spec.unsharded_bytes
 
 
 @dataclass(eq=False)
@@ -38,26 +53,38 @@ class _Reduction:
     ready_after: int = -1
     consumers: list[int] = field(default_factory=list)
 
+    @property
+    def name(self) -> str:
+        return self.issue.args[0].spec.name
 
-def sort_communication(trace: TraceCtx, *, prefetch: int) -> TraceCtx:
+
+def sort_communication(trace: TraceCtx, *, prefetch: int, max_unsharded_bytes: int | None = None) -> TraceCtx:
     """Reorders the communication of a forward or backward execution trace.
 
     * Gathers are issued in the order of their first consumers; a wait stands right before its first consumer.
-    * A gather is issued ``prefetch`` waits ahead of its own, just before that wait (0: right before its own wait), or
-      already before a reduction that is ready there: on one communicator it would queue behind it.
+    * A gather is issued ``prefetch`` steps ahead of its own wait, just before the wait of that step (0: right before its
+      own wait), or already before a reduction that is ready there: on one communicator it would queue behind it.
     * A reduction is issued right after the last of its gradients. At most ``MAX_REDUCTIONS_IN_FLIGHT`` are in flight,
       then the oldest is waited for; the others are waited for where their results are read, at the end usually.
     * No collective crosses a bound symbol that communicates and is not one of ours.
 
+    Why each of them stands where it stands is its header: the trace prints it, and the schedule holds it.
     The cost is linear in the number of bound symbols. ``del`` statements are dropped.
+
+    Args:
+        prefetch: steps.
+        max_unsharded_bytes: a gather is issued ahead of its step only as far as the gathered buckets that are live then
+            fit into that many bytes.
     """
     started = time.perf_counter()
-    return with_bound_symbols(trace, _Sorter(trace, prefetch).run(), "fsdp: sort communication", started)
+    bsyms = _Sorter(trace, prefetch, max_unsharded_bytes).run()
+    return with_bound_symbols(trace, bsyms, "fsdp: sort communication", started)
 
 
 class _Sorter:
-    def __init__(self, trace: TraceCtx, prefetch: int) -> None:
+    def __init__(self, trace: TraceCtx, prefetch: int, max_unsharded_bytes: int | None) -> None:
         self.prefetch = prefetch
+        self.budget = max_unsharded_bytes
         self.out: list[BoundSymbol] = []
         self.compute: list[BoundSymbol] = []
         issues: dict[str, BoundSymbol] = {}
@@ -77,10 +104,16 @@ class _Sorter:
                 self.compute.append(bsym)
         self._find_consumers(gathers)
         self.gathers = sorted((g for g in gathers if g.first_consumer >= 0), key=lambda g: g.first_consumer)
+        self.steps: list[list[_Gather]] = []
+        for gather in self.gathers:
+            if not self.steps or self.steps[-1][0].first_consumer != gather.first_consumer:
+                self.steps.append([])
+            self.steps[-1].append(gather)
+            gather.step = len(self.steps) - 1
 
-        self.next_issue = 0
-        self.next_wait = 0
-        self.resharded = 0  # gathers whose last consumer stands in `out`
+        self.next_issue = 0  # number of the gather to be issued next
+        self.next_step = 0  # step to be waited for next
+        self.live: list[_Gather] = []  # issued, last consumer not yet in `out`
         self.in_flight: deque[_Reduction] = deque()
 
     def _find_consumers(self, gathers: list[_Gather]) -> None:
@@ -119,53 +152,75 @@ class _Sorter:
 
     def run(self) -> list[BoundSymbol]:
         ready: dict[int, list[_Reduction]] = {}
-        for reduction in self.reductions:
-            ready.setdefault(reduction.ready_after, []).append(reduction)
         waits_at: dict[int, list[_Reduction]] = {}
         for reduction in self.reductions:
+            ready.setdefault(reduction.ready_after, []).append(reduction)
             waits_at.setdefault(min(reduction.consumers, default=len(self.compute) - 1), []).append(reduction)
-        resharded_after = Counter(g.last_consumer for g in self.gathers)
 
         for i, bsym in enumerate(self.compute):
-            while self.next_wait < len(self.gathers) and self.gathers[self.next_wait].first_consumer <= i:
-                self._wait_for_params(i)
+            if self.next_step < len(self.steps) and self.steps[self.next_step][0].first_consumer == i:
+                self._wait_for_params(bsym, i)
             for reduction in waits_at.get(i, ()):
-                self._wait_for_grads(until=reduction)
+                self._wait_for_grads(reduction, f"consumer: {_show(bsym)}")
             self.out.append(bsym)
-            self.resharded += resharded_after[i]
             for reduction in ready.get(i, ()):
                 self._reduce(reduction, i)
         return self.out
 
-    def _wait_for_params(self, position: int) -> None:
-        """Emits the next wait, which is due before compute ``position``, and the gathers to be issued before it."""
-        self._issue_gathers(up_to=self.next_wait + self.prefetch, position=position - 1)
-        gather = self.gathers[self.next_wait]
-        if self.next_issue <= self.next_wait:  # a barrier or a late producer kept it back until now
-            self.out.append(gather.issue)
-            self.next_issue = self.next_wait + 1
-        self.out.append(gather.wait)
-        self.next_wait += 1
+    def _wait_for_params(self, consumer: BoundSymbol, position: int) -> None:
+        """Emits the waits of the next step, due before compute ``position``, and the gathers to be issued before them."""
+        step = self.steps[self.next_step]
+        ahead = f", before the wait for {step[0].name}" if self.prefetch else ""
+        self._issue_gathers(position - 1, f"prefetch: {self.prefetch} ahead of its wait{ahead}")
+        while self.next_issue < len(self.gathers) and self.gathers[self.next_issue].step <= self.next_step:
+            self._issue("first consumer: nothing allowed it to be issued earlier")
+        for gather in step:
+            self._emit(gather.wait, f"first consumer: {_show(consumer)}")
+        self.next_step += 1
 
-    def _issue_gathers(self, up_to: int, position: int) -> None:
-        """Issues gathers up to number ``up_to``, when compute up to ``position`` stands in the trace."""
-        while self.next_issue <= min(up_to, len(self.gathers) - 1):
+    def _issue_gathers(self, position: int, reason: str) -> None:
+        """Issues what prefetch allows, with compute up to ``position`` in the trace and the next step not yet waited for."""
+        self.live = [g for g in self.live if g.last_consumer > position]
+        while self.next_issue < len(self.gathers):
             gather = self.gathers[self.next_issue]
+            if gather.step > self.next_step + self.prefetch:
+                return
             if gather.section != self.section_of[min(position + 1, len(self.section_of) - 1)]:
                 return
             if any(self.produced.get(a, -1) > position for a in args_of(gather.issue)):
                 return
-            self.out.append(gather.issue)
-            self.next_issue += 1
+            early = gather.step > self.next_step
+            if early and self.budget is not None and sum(g.nbytes for g in self.live) + gather.nbytes > self.budget:
+                return
+            self._issue(reason if early or not self.prefetch else "first consumer: its step comes next")
+
+    def _issue(self, reason: str) -> None:
+        gather = self.gathers[self.next_issue]
+        self._emit(gather.issue, reason)
+        self.live.append(gather)
+        self.next_issue += 1
 
     def _reduce(self, reduction: _Reduction, position: int) -> None:
         while len(self.in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
-            self._wait_for_grads(until=self.in_flight[0])
-        if self.prefetch and self.next_issue - self.resharded <= self.prefetch:
-            self._issue_gathers(up_to=self.next_wait + self.prefetch, position=position)
-        self.out.append(reduction.issue)
+            self._wait_for_grads(self.in_flight[0], f"in-flight limit: {MAX_REDUCTIONS_IN_FLIGHT} reductions")
+        if self.prefetch and self.next_step < len(self.steps):
+            # A bucket that is still read before the next step has the memory that an earlier gather would need.
+            until = self.steps[self.next_step][0].first_consumer
+            if not any(position < g.last_consumer < until for g in self.live if g.step < self.next_step):
+                self._issue_gathers(position, f"prefetch: due, and would queue behind the reduction of {reduction.name}")
+        last = self.compute[reduction.ready_after] if reduction.ready_after >= 0 else None
+        self._emit(reduction.issue, f"producer: last gradient by {_show(last)}" if last else "producer: none")
         self.in_flight.append(reduction)
 
-    def _wait_for_grads(self, until: _Reduction) -> None:
+    def _wait_for_grads(self, until: _Reduction, reason: str) -> None:
         while until in self.in_flight:
-            self.out.append(self.in_flight.popleft().wait)
+            self._emit(self.in_flight.popleft().wait, reason)
+
+    def _emit(self, bsym: BoundSymbol, reason: str) -> None:
+        self.out.append(bsym.from_bsym(header=reason))
+
+
+def _show(bsym: BoundSymbol) -> str:
+    if bsym.sym.id is PrimIDs.RETURN:
+        return "return"
+    return " = ".join([", ".join(outs_of(bsym)[:1]), bsym.sym.name]).removeprefix(" = ")

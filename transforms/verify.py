@@ -12,7 +12,7 @@ from thunder.core.trace import TraceCtx
 
 from ..buffers import Bucket, Slot
 from ..symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
-from ..traces import Aliases, args_of, communicates, names, outs_of, return_of, with_bound_symbols
+from ..traces import Aliases, args_of, communicates, names, outs_of, return_of, statement, with_bound_symbols
 
 __all__ = ["VerificationError", "verify"]
 
@@ -62,9 +62,7 @@ class _Verifier:
         self.aliases = Aliases()
 
     def fail(self, position: int, what: str) -> None:
-        bsym = self.trace.bound_symbols[position]
-        line = str(bsym).strip().splitlines()[0] if bsym.sym.id is not PrimIDs.RETURN else "the return statement"
-        raise VerificationError(f"bound symbol {position}: {what}\n    {line}")
+        raise VerificationError(f"bound symbol {position}: {what}\n    {statement(self.trace.bound_symbols[position])}")
 
     def run(self) -> None:
         for position, bsym in enumerate(self.trace.bound_symbols):

@@ -1,0 +1,175 @@
+"""Ranks on one machine behind links of a given rate, which take time but next to no CPU: Linux network namespaces.
+
+``with Links(2, bits_per_second=1e9) as links: links.run([sys.executable, "script.py"])`` starts one process a rank, each in
+a namespace of its own, pinned to a core. A token bucket (``tc ... tbf``) limits what a rank sends. Two ranks are joined by
+one veth pair, more by a bridge in a namespace of its own, so that removing the namespaces removes everything.
+
+Needs root, ``ip`` and ``tc`` (Debian: ``apt-get install iproute2``).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+__all__ = ["Links", "why_not"]
+
+_MTU = 65000  # large packets: few interrupts, so that a transfer takes little CPU
+_BUFFERS = "4096 4194304 33554432"  # least, default and most bytes of a TCP socket's buffer
+
+
+def why_not() -> str | None:
+    """Why this machine cannot make the links, ``None`` if it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found: apt-get install iproute2"
+    return None
+
+
+class Links:
+    """Network namespaces for ``world_size`` ranks, each with one interface ``eth0``.
+
+    Args:
+        world_size: ranks.
+        bits_per_second: what one rank can send.
+        burst: bytes that may leave at once after a pause.
+        cores: the core of each rank; default is one after the other, again from the first if there are fewer cores.
+
+    Raises:
+        RuntimeError: no root, or tools are missing, or the kernel refuses.
+    """
+
+    def __init__(
+        self, world_size: int, *, bits_per_second: float, burst: int = 256 * 1024, cores: Sequence[int] | None = None
+    ) -> None:
+        reason = why_not()
+        if reason is not None:
+            raise RuntimeError(f"cannot make network namespaces: {reason}")
+        available = sorted(os.sched_getaffinity(0))
+        self.world_size = world_size
+        self.bits_per_second = bits_per_second
+        self.burst = burst
+        self.cores = list(cores) if cores is not None else [available[r % len(available)] for r in range(world_size)]
+        self._tag = f"fsdp{os.getpid()}"
+        self._namespaces: list[str] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="links-"))
+        self._runs = 0
+
+    def __enter__(self) -> Links:
+        try:
+            for rank in range(self.world_size):
+                self._add_namespace(self._name(rank))
+            if self.world_size == 2:
+                ends = [f"{end} netns {self._name(rank)}" for rank, end in enumerate(("eth0", "eth0"))]
+                _ip(f"link add {ends[0]} type veth peer name {ends[1]}")
+            else:
+                hub = f"{self._tag}hub"
+                self._add_namespace(hub)
+                _ip(f"-n {hub} link add bridge mtu {_MTU} type bridge")
+                _ip(f"-n {hub} link set bridge up")
+                for rank in range(self.world_size):
+                    _ip(f"link add eth0 netns {self._name(rank)} type veth peer name port{rank} netns {hub}")
+                    _ip(f"-n {hub} link set port{rank} mtu {_MTU} master bridge up")
+            for rank in range(self.world_size):
+                self._set_up(rank)
+        except BaseException:
+            self._clean_up()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._clean_up()
+
+    def run(self, command: Sequence[str], *, timeout: float = 900.0) -> list[str]:
+        """Runs ``command`` once for each rank and returns what each wrote to stdout.
+
+        The environment tells ``RANK``, ``WORLD_SIZE`` and ``INIT_METHOD`` (for ``init_process_group``), and gloo which
+        interface to use.
+
+        Raises:
+            RuntimeError: a rank failed or did not end within ``timeout`` seconds, with what it wrote to stderr.
+        """
+        store = self._folder / f"store-{self._runs}"
+        self._runs += 1
+        processes = []
+        logs = [(self._folder / f"out-{r}", self._folder / f"err-{r}") for r in range(self.world_size)]
+        for rank, (out, err) in enumerate(logs):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self.world_size),
+                "INIT_METHOD": f"file://{store}",
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "OMP_NUM_THREADS": "1",
+            }
+            prefix = ["ip", "netns", "exec", self._name(rank), "taskset", "-c", str(self.cores[rank])]
+            with out.open("w") as stdout, err.open("w") as stderr:
+                processes.append(
+                    subprocess.Popen([*prefix, *command], env=environment, stdout=stdout, stderr=stderr, text=True)
+                )
+        deadline = time.monotonic() + timeout
+        try:
+            while any(p.poll() is None for p in processes):
+                failed = [r for r, p in enumerate(processes) if p.poll() not in (None, 0)]
+                if failed:
+                    deadline = min(deadline, time.monotonic() + 5.0)  # the others may have more to say
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        for rank, process in enumerate(processes):
+            if process.returncode != 0:
+                raise RuntimeError(
+                    f"rank {rank} ended with {process.returncode} (or was stopped after {timeout:g} s):\n"
+                    f"{logs[rank][1].read_text()[-4000:]}"
+                )
+        return [out.read_text() for out, _ in logs]
+
+    def _name(self, rank: int) -> str:
+        return f"{self._tag}r{rank}"
+
+    def _add_namespace(self, name: str) -> None:
+        _ip(f"netns add {name}")
+        self._namespaces.append(name)
+
+    def _set_up(self, rank: int) -> None:
+        name = self._name(rank)
+        _ip(f"-n {name} addr add 10.99.0.{rank + 1}/24 dev eth0")
+        _ip(f"-n {name} link set lo up")
+        _ip(f"-n {name} link set eth0 mtu {_MTU} up")
+        for knob in ("tcp_wmem", "tcp_rmem"):
+            _call(["ip", "netns", "exec", name, "sysctl", "-q", "-w", f"net.ipv4.{knob}={_BUFFERS}"])
+        rate, burst = round(self.bits_per_second), self.burst
+        _call(
+            f"tc -n {name} qdisc add dev eth0 root tbf rate {rate}bit burst {burst} limit {16 * 1024 * 1024}".split(),
+        )
+
+    def _clean_up(self) -> None:
+        for name in self._namespaces:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        self._namespaces.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _ip(arguments: str) -> None:
+    _call(["ip", *arguments.split()])
+
+
+def _call(command: Sequence[str]) -> None:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")

@@ -1,0 +1,164 @@
+"""A schedule is a value: it explains itself, survives a file, is compared, replayed, and refused where it does not fit."""
+
+import dataclasses
+import threading
+from datetime import timedelta
+
+import pytest
+import thunder_fsdp_sched  # before thunder  # noqa: F401, I001
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from test_passes import chain, traces
+from thunder_fsdp_sched.consistency import Agreement, ScheduleDisagreement
+from thunder_fsdp_sched.schedule import StepSchedule, load_schedules, read_schedule, save_schedules
+from thunder_fsdp_sched.symbols import fsdp_all_gather
+from thunder_fsdp_sched.transforms import ScheduleMismatch, plan_slots, replay_schedule, sort_communication, verify
+
+
+def done(trace, prefetch: int = 1):
+    return verify(plan_slots(sort_communication(trace, prefetch=prefetch)))
+
+
+def test_every_op_says_why_it_stands_where_it_stands():
+    schedule = read_schedule(done(chain(3)))
+    assert [op.kind for op in schedule] == ["fsdp_all_gather", "fsdp_all_gather", "fsdp_wait_params"] + [
+        "fsdp_all_gather", "fsdp_wait_params", "fsdp_wait_params",
+    ]  # fmt: skip
+    assert all(op.reason for op in schedule)
+    assert schedule.ops[1].reason == "prefetch: 1 ahead of its wait, before the wait for b0"
+    assert schedule.ops[2].reason == "first consumer: t6 = matmul"
+    assert schedule.ops[2].first_consumer == schedule.ops[2].position + 1
+    assert "b2" in str(schedule) and "slot_0" in str(schedule)
+
+
+def test_a_schedule_survives_a_file(tmp_path):
+    schedule = read_schedule(done(chain(3)))
+    steps = [StepSchedule(schedule, None), StepSchedule(schedule, schedule, no_sync=True)]
+    save_schedules(steps, tmp_path / "schedule.json")
+    assert load_schedules(tmp_path / "schedule.json") == steps
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 99, "steps": []}', '{"format": 1, "steps": [{}]}'])
+def test_a_file_that_holds_no_schedule_is_refused_by_name(tmp_path, content):
+    path = tmp_path / "broken.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"broken\.json holds no schedule"):
+        load_schedules(path)
+
+
+def test_a_diff_shows_what_moved():
+    near, far = (read_schedule(done(chain(3), prefetch)) for prefetch in (1, 2))
+    assert near.diff(near) == ""
+    assert "b2" in near.diff(far)
+
+
+@settings(max_examples=100, deadline=None)
+@given(traces(), st.integers(0, 3))
+def test_a_replayed_schedule_gives_the_same_trace(trace, prefetch):
+    pinned = done(trace, prefetch)
+    again = verify(plan_slots(replay_schedule(trace, schedule=read_schedule(pinned))))
+    assert [str(b) for b in again.bound_symbols] == [str(b) for b in pinned.bound_symbols]
+
+
+def test_a_schedule_of_another_model_is_refused_naming_the_line():
+    with pytest.raises(ScheduleMismatch, match=r"line 8 does not fit.*\n.*fsdp_all_gather +b4"):
+        replay_schedule(chain(4), schedule=read_schedule(done(chain(5))))
+    with pytest.raises(ScheduleMismatch, match="it lacks fsdp_all_gather of bucket 'b3'"):
+        replay_schedule(chain(4), schedule=read_schedule(done(chain(3))))
+
+
+def test_a_schedule_with_a_bucket_of_another_size_is_refused():
+    schedule = read_schedule(done(chain(2)))
+    op = dataclasses.replace(schedule.ops[0], nbytes=1)
+    with pytest.raises(ScheduleMismatch, match="line 1 does not fit, the bucket has 64 bytes here"):
+        replay_schedule(chain(2), schedule=dataclasses.replace(schedule, ops=(op, *schedule.ops[1:])))
+
+
+def test_a_wrong_schedule_is_caught_by_verify():
+    trace = chain(3)
+    schedule = read_schedule(done(trace))
+    # The first wait and the compute behind it change places.
+    ops = [dataclasses.replace(op, position=op.position + (i == 2)) for i, op in enumerate(schedule)]
+    moved = replay_schedule(trace, schedule=dataclasses.replace(schedule, ops=tuple(ops)))
+    with pytest.raises(AssertionError, match="which nothing before it defines"):
+        verify(plan_slots(moved))
+
+
+#
+# All ranks agree
+#
+
+
+class Group:
+    """A process group as far as an agreement needs one: ranks are threads, the store is in memory."""
+
+    group_name = "test"
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+def agree(per_rank: list[list[list[str]]], monkeypatch, seconds: float = 5) -> list[str]:
+    """Each rank compiles its traces (lists of lines); gives what each was told, empty if nothing was wrong."""
+    monkeypatch.setattr(dist, "get_backend", lambda group: "threads")
+    store = dist.HashStore()
+    told = [""] * len(per_rank)
+
+    def run(rank: int) -> None:
+        group = Group(store, rank, len(per_rank))
+        agreement = Agreement(group, "module 0", timedelta(seconds=seconds))
+        try:
+            for number, lines in enumerate(per_rank[rank]):
+                agreement.check(f"forward of trace {number + 1}", lines)
+        except ScheduleDisagreement as error:
+            told[rank] = str(error)
+        told[rank] = told[rank] or agreement.explain()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(per_rank))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return told
+
+
+def test_ranks_with_equal_schedules_go_on(monkeypatch):
+    assert agree([[["gather a", "gather b"], ["gather a"]]] * 3, monkeypatch) == ["", "", ""]
+
+
+def test_every_rank_is_told_the_first_line_that_differs(monkeypatch):
+    told = agree([[["gather a", "gather b"]], [["gather a", "gather b"]], [["gather a", "gather c"]]], monkeypatch)
+    for message in told:
+        assert "forward of trace 1, line 2:\n    rank 0: gather b\n    rank 2: gather c" in message
+
+
+def test_a_rank_that_lacks_a_line_differs(monkeypatch):
+    assert all("rank 1: (nothing)" in message for message in agree([[["a", "b"]], [["a"]]], monkeypatch))
+
+
+@pytest.mark.parametrize("idle", [0, 1])
+def test_a_rank_that_compiles_nothing_is_named_on_all_ranks(monkeypatch, idle):
+    compiled = [[["a"], ["a"]], [["a"], ["a"]], [["a"], ["a"]]]
+    compiled[idle] = [["a"]]
+    told = agree(compiled, monkeypatch, seconds=0.5)
+    for rank, message in enumerate(told):
+        if rank != idle:
+            assert f"rank {idle} has compiled nothing" in message
+
+
+def test_the_collectives_of_a_schedule_hold_nothing_that_differs_between_ranks():
+    trace = done(chain(2))
+    lines = read_schedule(trace).collectives()
+    assert lines == ["fsdp_all_gather b0 64 bytes float32", "fsdp_all_gather b1 64 bytes float32"]
+    assert fsdp_all_gather.name in lines[0]

@@ -1,0 +1,109 @@
+"""All ranks compile the same schedule, or all of them say where they differ; none hangs.
+
+[Note: Agreement through the store]
+Collectives on one process group have to be issued in the same order by every rank. Ranks that compile differently (other
+shapes, another parameter order, a cache hit here and a miss there) would wait for each other inside a collective without
+a word. So whenever a rank compiles, it puts the lines of its schedule into the group's *store*, which needs no
+collective and has timeouts. Rank 0 of the group compares them and puts its verdict beside them. A rank that does not
+compile does not look: it learns of a verdict when its own collective fails (``explain``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+__all__ = ["Agreement", "ScheduleDisagreement"]
+
+
+class ScheduleDisagreement(RuntimeError):
+    """The ranks of a process group have compiled different schedules, or some have compiled and others have not."""
+
+
+class Agreement:
+    """Compares what the ranks of one process group have compiled for one module.
+
+    Args:
+        group: the process group; with the backend "fake" there is nobody to compare with.
+        name: what is compared, the same on all ranks and different for each module.
+        timeout: how long to wait for the other ranks.
+    """
+
+    def __init__(self, group: ProcessGroup, name: str, timeout: timedelta) -> None:
+        self.group = group
+        self.name = name
+        self.timeout = timeout
+        self.number = 0
+        self.alone = group.size() == 1 or dist.get_backend(group) == "fake"
+
+    def check(self, what: str, lines: Sequence[str]) -> None:
+        """Compares ``lines`` with those of all other ranks; returns when all are equal.
+
+        Args:
+            what: which trace the lines are of, for the message.
+
+        Raises:
+            ScheduleDisagreement: on every rank that compares, naming the first line that differs and the ranks, or the
+                ranks that compiled nothing within the timeout.
+        """
+        if self.alone:
+            return
+        prefix = f"thunder_fsdp_sched/{self.name}/{self.number}"
+        self.number += 1
+        store = self.group.get_group_store()
+        rank = self.group.rank()
+        digest = hashlib.sha256("\n".join([what, *lines]).encode()).hexdigest()
+        store.set(f"{prefix}/lines/{rank}", json.dumps([digest, what, list(lines)]))
+        if rank == 0:
+            store.set(f"{prefix}/verdict", self._judge(prefix, digest, what, lines))
+        try:
+            # Rank 0 itself may wait that long for the others.
+            store.wait([f"{prefix}/verdict"], self.timeout * 2)
+            verdict = store.get(f"{prefix}/verdict").decode()
+        except Exception as error:
+            verdict = f"rank 0 has compiled nothing within {self.timeout} while rank {rank} compiled {what} ({error})"
+        if verdict:
+            store.set(f"thunder_fsdp_sched/{self.name}/disagreement", verdict)
+            raise ScheduleDisagreement(
+                f"fsdp: the ranks of process group {self.group.group_name!r} disagree: {verdict}"
+            )
+
+    def _judge(self, prefix: str, digest: str, what: str, lines: Sequence[str]) -> str:
+        """What is wrong, for all ranks to read; empty if nothing is."""
+        store = self.group.get_group_store()
+        for rank in range(1, self.group.size()):
+            try:
+                store.wait([f"{prefix}/lines/{rank}"], self.timeout)
+            except Exception:
+                return (
+                    f"rank {rank} has compiled nothing within {self.timeout.total_seconds():g} s while rank 0 compiled "
+                    f"{what}: it found its inputs in the cache or is somewhere else in the program. Do all ranks get "
+                    f"inputs of the same shapes and flags?"
+                )
+            other_digest, other_what, other = json.loads(store.get(f"{prefix}/lines/{rank}"))
+            if other_digest == digest:
+                continue
+            if other_what != what:
+                return f"rank 0 compiled {what}, rank {rank} compiled {other_what}"
+            for number in range(max(len(lines), len(other))):
+                ours = lines[number] if number < len(lines) else "(nothing)"
+                theirs = other[number] if number < len(other) else "(nothing)"
+                if ours != theirs:
+                    return f"{what}, line {number + 1}:\n    rank 0: {ours}\n    rank {rank}: {theirs}"
+        return ""
+
+    def explain(self) -> str:
+        """The verdict of ranks that compared and disagreed, if there is one: why a collective here may have failed."""
+        if self.alone:
+            return ""
+        try:
+            store = self.group.get_group_store()
+            key = f"thunder_fsdp_sched/{self.name}/disagreement"
+            return store.get(key).decode() if store.check([key]) else ""
+        except Exception:  # the store may be gone with the rank that held it
+            return ""

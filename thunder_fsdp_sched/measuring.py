@@ -1,0 +1,335 @@
+"""Counts on a real training step: collectives, bytes of copies, and bytes of unsharded parameters that are live.
+
+[Note: What is whose]
+The counter follows *memory ranges* (a storage and the bytes in it), because a slot holds parameters now and gradients
+later. A range is a parameter's where shards lie, where an all-gather writes, and where either is copied to. It is a
+gradient's where a reduce-scatter writes; and a copy into a range, or a multiplication or division by a number that makes
+a new tensor, is a gradient's if a reduce-scatter reads that range afterwards. Every other copy is the model's own.
+Operators that make views move no bytes and read none.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+__all__ = ["Collective", "StepCounter", "StepCounts"]
+
+_COPIES = frozenset(
+    {
+        "_chunk_cat",
+        "_foreach_copy_",
+        "_to_copy",
+        "cat",
+        "chunk_cat",
+        "clone",
+        "constant_pad_nd",
+        "contiguous",
+        "copy",
+        "copy_",
+        "split_copy",
+        "split_with_sizes_copy",
+        "stack",
+        "all_gather_copy_in",  # FSDP2's own
+    }
+)
+_SCALINGS = frozenset({"div", "mul"})
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the step.
+
+    Attributes:
+        phase: the phase in which it was issued.
+        kind: ``"all_gather"``, ``"reduce_scatter"``, or the operator's name.
+        nbytes: bytes of the unsharded side.
+    """
+
+    phase: str
+    kind: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What one step did on this rank.
+
+    Attributes:
+        collectives: in the order of issue.
+        parameter_bytes_copied: bytes of shards or unsharded parameters that an operator wrote elsewhere.
+        gradient_bytes_copied: bytes of unsharded or sharded gradients that an operator wrote elsewhere, or scaled in a
+            pass of their own.
+        backend_bytes_copied: bytes that the communication backend itself copied on waiting (gloo: reduced gradients).
+        unsharded_bytes_allocated: bytes of unsharded parameters gathered into memory that was new in this step.
+        peak_unsharded_bytes: most bytes of unsharded parameters live at once, by phase. A range in memory that outlives
+            the step is live from the gather to its last read, one in memory of the step until that is freed.
+    """
+
+    collectives: tuple[Collective, ...]
+    parameter_bytes_copied: int
+    gradient_bytes_copied: int
+    backend_bytes_copied: int
+    unsharded_bytes_allocated: int
+    peak_unsharded_bytes: dict[str, int]
+
+
+@dataclass(eq=False)
+class _Region:
+    kind: str  # "shard", "unsharded" or "gradient"
+    start: int
+    end: int
+    since: int
+    last_read: int
+    until: int | None = None
+
+
+@dataclass(eq=False)
+class _Write:
+    start: int
+    end: int
+    nbytes: int
+
+
+@dataclass(eq=False)
+class _Memory:
+    ref: StorageWeakRef
+    new: bool
+    regions: list[_Region] = field(default_factory=list)
+    writes: list[_Write] = field(default_factory=list)
+
+
+class StepCounter(TorchDispatchMode):
+    """Counts one step: ``with StepCounter(parameters) as counter: with counter.phase("forward"): ...``.
+
+    Args:
+        parameters: what the optimizer updates: this rank's shards, or whole parameters.
+        sharded: whether they are shards; whole parameters count as unsharded all the time.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], *, sharded: bool = True) -> None:
+        super().__init__()
+        self._now = 0
+        self._phase = ""
+        self._phases: list[tuple[str, int, int]] = []
+        self._memory: dict[int, _Memory] = {}
+        self._unsharded: list[tuple[_Memory, _Region]] = []
+        self._collectives: list[Collective] = []
+        self._bytes: dict[str, int] = defaultdict(int)
+        self._always = 0
+        for parameter in parameters:
+            memory, extent = self._find(parameter), _extent(parameter)
+            if extent is not None:
+                memory.regions.append(_Region("shard", *extent, 0, 0))
+                self._always += 0 if sharded else parameter.nbytes
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Names what is counted inside, ``"forward"`` for instance."""
+        outer, self._phase, start = self._phase, name, self._now + 1
+        try:
+            yield
+        finally:
+            self._phases.append((name, start, self._now))
+            self._phase = outer
+
+    def counts(self) -> StepCounts:
+        """What was counted, once the step is over."""
+        return StepCounts(
+            tuple(self._collectives),
+            self._bytes["parameter"],
+            self._bytes["gradient"],
+            self._bytes["backend"],
+            self._bytes["allocated"],
+            {name: self._peak(start, end) for name, start, end in self._phases},
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._now += 1
+        self._expire()
+        inputs = _tensors((args, kwargs))
+        for tensor in inputs:
+            self._find(tensor)  # before the call: what is known then is not new
+        result = func(*args, **kwargs)
+        if func.namespace in ("c10d", "_c10d_functional", "symm_mem"):
+            self._communicate(func, args, result)
+        elif not func.is_view:
+            self._compute(func, args, kwargs, inputs, result)
+        return result
+
+    def _communicate(self, func: Any, args: Sequence[Any], result: Any) -> None:
+        name = func.overloadpacket.__name__
+        if name == "wait_tensor":
+            return
+        in_place = func.namespace == "c10d"  # outputs come first, then inputs
+        outputs = _tensors(args[0] if in_place else result)
+        inputs = _tensors(args[1]) if in_place and len(args) > 1 else _tensors(args)
+        if "reduce_scatter" in name:
+            self._collectives.append(Collective(self._phase, "reduce_scatter", sum(t.nbytes for t in inputs)))
+            for tensor in inputs:
+                self._bytes["gradient"] += self._take_writes(tensor)
+                self._read(tensor)
+            for tensor in outputs:
+                self._label(tensor, "gradient")
+        elif "gather" in name:
+            self._collectives.append(Collective(self._phase, "all_gather", sum(t.nbytes for t in outputs)))
+            for tensor in outputs:
+                self._label(tensor, "unsharded")
+                if self._find(tensor).new:
+                    self._bytes["allocated"] += tensor.nbytes
+        else:
+            self._collectives.append(Collective(self._phase, name, sum(t.nbytes for t in outputs)))
+
+    def _compute(self, func: Any, args: Sequence[Any], kwargs: Any, inputs: list[torch.Tensor], result: Any) -> None:
+        name = func.overloadpacket.__name__
+        written = _written(func, args, kwargs)
+        is_copy = name in _COPIES
+        sources = [t for t in inputs if not any(t is w for w in written)]
+        for tensor in sources if is_copy else inputs:
+            self._read(tensor)
+        targets = written or _tensors(result)
+        for tensor in targets:
+            self._find(tensor, new=True)
+        if not targets:
+            return
+        if is_copy:
+            self._copy(sources, targets)
+            return
+        for tensor in targets:
+            self._label(tensor, None)
+        if name in _SCALINGS and not written:
+            scaled = [t for t in sources if t.numel() == targets[0].numel()]
+            if len(scaled) == 1 and all(t.numel() == 1 for t in sources if t is not scaled[0]):
+                self._note_write(targets[0], targets[0].nbytes + self._take_writes(scaled[0]))
+
+    def _copy(self, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+        itemsize = targets[0].element_size()
+        kinds = [self._kind(t) for t in sources]
+        unknown = 0
+        for source, kind in zip(sources, kinds, strict=True):
+            if kind in ("shard", "unsharded"):
+                self._bytes["parameter"] += source.numel() * itemsize
+            elif kind == "gradient":
+                self._bytes["gradient"] += source.numel() * itemsize
+            elif self._find(source).new is False and self._kind(targets[0]) in ("gradient", "unsharded"):
+                self._bytes["backend"] += source.numel() * itemsize
+                return
+            else:
+                unknown += source.numel() * itemsize + self._take_writes(source)
+        inherited = next((k for k in ("unsharded", "shard", "gradient") if k in kinds), None)
+        for target in targets:
+            self._label(target, inherited)
+        if unknown and inherited is None:
+            for target in targets:
+                self._note_write(target, unknown // len(targets))
+
+    def _find(self, tensor: torch.Tensor, *, new: bool = False) -> _Memory:
+        storage = tensor.untyped_storage()
+        memory = self._memory.get(storage._cdata)
+        if memory is None:  # the weak reference keeps the address from being used again
+            memory = self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), new)
+        return memory
+
+    def _overlapping(self, tensor: torch.Tensor) -> list[_Region]:
+        extent = _extent(tensor)
+        if extent is None:
+            return []
+        return [r for r in self._find(tensor).regions if r.start < extent[1] and extent[0] < r.end]
+
+    def _kind(self, tensor: torch.Tensor) -> str | None:
+        return next((region.kind for region in self._overlapping(tensor)), None)
+
+    def _read(self, tensor: torch.Tensor) -> None:
+        for region in self._overlapping(tensor):
+            region.last_read = self._now
+
+    def _label(self, tensor: torch.Tensor, kind: str | None) -> None:
+        """Makes the range of ``tensor`` hold something else from now on; shards stay shards, whoever updates them."""
+        extent = _extent(tensor)
+        if extent is None:
+            return
+        memory = self._find(tensor)
+        for old in self._overlapping(tensor):
+            if old.kind == "shard" and not memory.new:
+                return
+            memory.regions.remove(old)
+            old.until = self._now
+            for start, end in ((old.start, extent[0]), (extent[1], old.end)):
+                if start < end:  # what the new contents do not cover goes on
+                    self._add(memory, _Region(old.kind, start, end, old.since, old.last_read))
+        memory.writes = [w for w in memory.writes if w.end <= extent[0] or extent[1] <= w.start]
+        if kind is not None:
+            self._add(memory, _Region(kind, *extent, self._now, self._now))
+
+    def _add(self, memory: _Memory, region: _Region) -> None:
+        memory.regions.append(region)
+        if region.kind == "unsharded":
+            self._unsharded.append((memory, region))
+
+    def _note_write(self, tensor: torch.Tensor, nbytes: int) -> None:
+        extent = _extent(tensor)
+        if extent is not None:
+            self._find(tensor).writes.append(_Write(*extent, nbytes))
+
+    def _take_writes(self, tensor: torch.Tensor) -> int:
+        """Bytes that copies wrote into the range of ``tensor``, each counted for one reader."""
+        extent = _extent(tensor)
+        if extent is None:
+            return 0
+        memory = self._find(tensor)
+        taken = [w for w in memory.writes if w.start < extent[1] and extent[0] < w.end]
+        memory.writes = [w for w in memory.writes if w not in taken]
+        return sum(w.nbytes for w in taken)
+
+    def _expire(self) -> None:
+        for memory, region in self._unsharded:
+            if region.until is None and memory.new and memory.ref.expired():
+                region.until = self._now - 1
+
+    def _peak(self, start: int, end: int) -> int:
+        changes: dict[int, int] = defaultdict(int)
+        for memory, region in self._unsharded:
+            until = region.last_read
+            if memory.new:
+                until = self._now if region.until is None else region.until
+            first, last = max(region.since, start), min(until, end)
+            if first <= last:
+                changes[first] += region.end - region.start
+                changes[last + 1] -= region.end - region.start
+        peak = live = 0
+        for moment in sorted(changes):
+            live += changes[moment]
+            peak = max(peak, live)
+        return peak + self._always
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Any) -> list[torch.Tensor]:
+    """The arguments that ``func`` writes, by its schema."""
+    written = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            written += _tensors(value)
+    return written
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """First and last byte (excluded) of the storage that ``tensor`` spans, ``None`` without elements."""
+    if not tensor.numel():
+        return None
+    start = tensor.storage_offset()
+    last = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * tensor.element_size(), (last + 1) * tensor.element_size()

@@ -1,0 +1,237 @@
+"""What a person reads: the communication lines of a trace, before and after sorting; tables of a schedule and a plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from thunder.core.prims import PrimIDs
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from .buckets import Plan
+from .schedule import Schedule
+from .symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_reduce_unreduced
+from .traces import statement
+
+__all__ = [
+    "before_and_after",
+    "communication_lines",
+    "human_bytes",
+    "plan_table",
+    "schedule_table",
+    "summarize_thunder",
+]
+
+_SIDE_BY_SIDE = 116
+"""Columns of a terminal from which on two traces fit next to each other."""
+
+_SHOWN = ISSUES | WAITS | {fsdp_accumulate_grads.name, fsdp_reduce_unreduced.name}
+_COLORS = {
+    "fsdp_all_gather": "green",
+    "fsdp_wait_params": "cyan",
+    "fsdp_reduce_scatter": "yellow",
+    "fsdp_wait_grads": "magenta",
+}
+_LINE = re.compile(r"(?P<out>.*? = )?(?P<symbol>\w+)\((?P<args>[^)]*)\)(?P<comment>\s*#.*)?$")
+
+
+@dataclass(frozen=True)
+class _Line:
+    position: int
+    symbol: str
+    text: str
+    compute: int  # bound symbols between the line before and this one
+
+
+def communication_lines(trace: TraceCtx, *, width: int | None = None) -> list[str]:
+    """The communication of a trace, each line as the trace prints it behind its position.
+
+    Args:
+        trace: an execution trace, sorted or not. A position is the number of bound symbols before it, ``del`` statements
+            not counted, as in a :class:`~thunder_fsdp_sched.Schedule`.
+        width: columns; longer lines leave out the names in the middle of a list first. Default is to leave out nothing.
+    """
+    return [_numbered(line, width) for line in _lines(trace)]
+
+
+def before_and_after(
+    before: TraceCtx, after: TraceCtx, *, title: str, width: int, compute: bool = True
+) -> RenderableType:
+    """The communication lines of a trace before and after sorting, next to each other if ``width`` columns allow it.
+
+    Args:
+        title: what the traces are, ``"ZeRO-3, forward"`` for instance.
+        width: columns of the terminal.
+        compute: also say how many bound symbols that are no communication stand between two lines.
+    """
+    if width < _SIDE_BY_SIDE:
+        parts: list[RenderableType] = []
+        for name, trace in (("before sorting", before), ("after sorting", after)):
+            parts += [Text(f"{title}, {name}", style="bold"), *_rendered(trace, width, compute), Text()]
+        return Group(*parts)
+    half = (width - 3) // 2
+    table = Table(title=title, title_style="bold", title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("before sorting", no_wrap=True, width=half)
+    table.add_column("after sorting", no_wrap=True, width=half)
+    for left, right in zip_longest(
+        _rendered(before, half, compute), _rendered(after, half, compute), fillvalue=Text()
+    ):
+        table.add_row(left, right)
+    return table
+
+
+def schedule_table(schedule: Schedule, *, title: str) -> Table:
+    """Every communication op of a schedule, with its slot and its first consumer."""
+    table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("at", justify="right")
+    table.add_column("symbol")
+    table.add_column("bucket")
+    table.add_column("bytes", justify="right")
+    table.add_column("slot")
+    table.add_column("read at", justify="right")
+    table.add_column("why there", overflow="fold")
+    for op in schedule:
+        table.add_row(
+            str(op.position),
+            Text(op.kind, style=_COLORS.get(op.kind, "")),
+            op.bucket,
+            f"{op.nbytes:,}",
+            op.slot,
+            "" if op.first_consumer is None else str(op.first_consumer),
+            Text(op.reason),
+        )
+    return table
+
+
+def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
+    """Every bucket of a plan: how many parameters travel in it, and their bytes."""
+    table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("bucket")
+    table.add_column("parameters", justify="right")
+    table.add_column("dtype")
+    table.add_column("unsharded bytes", justify="right")
+    table.add_column("bytes a rank", justify="right")
+    table.add_column("padding", justify="right")
+    table.add_column("group")
+    for bucket in plan:
+        padding = bucket.unsharded_bytes - bucket.param_bytes
+        table.add_row(
+            bucket.name if bucket.requires_grad else f"{bucket.name} (frozen)",
+            str(len(bucket.params)),
+            str(bucket.dtype).removeprefix("torch."),
+            f"{bucket.unsharded_bytes:,}",
+            f"{bucket.shard_bytes:,}",
+            f"{padding:,}",
+            f"{plan.group} ({plan.world_size} ranks)",
+        )
+    table.add_section()
+    table.add_row(
+        f"{len(plan)} buckets",
+        str(sum(len(b.params) for b in plan)),
+        "",
+        f"{sum(b.unsharded_bytes for b in plan):,}",
+        f"{sum(b.shard_bytes for b in plan):,}",
+        f"{sum(b.unsharded_bytes - b.param_bytes for b in plan):,}",
+        "",
+    )
+    return table
+
+
+def summarize_thunder(trace: TraceCtx) -> list[str]:
+    """The communication of a trace that Thunder's own ``fsdp`` made, a line for each run of the same operation.
+
+    A line says at which positions the run stands and how many bound symbols compute within it.
+    """
+    found = []
+    for position, bsym in enumerate(_printed(trace)):
+        match = re.search(r"all_gather|reduce_scatter|wait", bsym.sym.name)
+        if match is not None:
+            found.append((match.group(), position))
+    lines = []
+    for operation, run in groupby(found, key=lambda entry: entry[0]):
+        positions = [position for _, position in run]
+        compute = positions[-1] - positions[0] + 1 - len(positions)
+        lines.append(
+            f"{positions[0]:5d} to {positions[-1]:5d}  {len(positions):4d} x {operation}"
+            + (f", {compute} others in between" if compute else "")
+        )
+    return lines
+
+
+def human_bytes(nbytes: int) -> str:
+    """``4927488`` -> ``"4.93 MB"`` (powers of ten)."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            break
+        size /= 1000
+    else:
+        unit = "TB"
+    return f"{nbytes} B" if unit == "B" else f"{size:.3g} {unit}"
+
+
+def _printed(trace: TraceCtx) -> Iterator[BoundSymbol]:
+    return (bsym for bsym in trace.bound_symbols if bsym.sym.id is not PrimIDs.DEL)
+
+
+def _lines(trace: TraceCtx) -> list[_Line]:
+    lines: list[_Line] = []
+    last = -1
+    for position, bsym in enumerate(_printed(trace)):
+        if bsym.sym.name in _SHOWN:
+            lines.append(_Line(position, bsym.sym.name, statement(bsym), position - last - 1 if lines else 0))
+            last = position
+    return lines
+
+
+def _rendered(trace: TraceCtx, width: int, compute: bool) -> list[Text]:
+    rendered = []
+    for line in _lines(trace):
+        if compute and line.compute:
+            rendered.append(Text(f"       : {line.compute} others", style="dim"))
+        rendered.append(Text(_numbered(line, width), style=_COLORS.get(line.symbol, ""), no_wrap=True))
+    return rendered
+
+
+def _numbered(line: _Line, width: int | None) -> str:
+    text = f"{line.position:5d}  {line.text}"
+    if width is None or len(text) <= width:
+        return text
+    for shortened in _shorter(line.text):
+        text = f"{line.position:5d}  {shortened}"
+        if len(text) <= width:
+            return text
+    return text[: max(width - 1, 0)] + "…"
+
+
+def _shorter(text: str) -> Iterator[str]:
+    """Shorter and shorter versions of a line of a trace: names from the middle of a list go first, then the bytes."""
+    match = _LINE.match(text)
+    if match is None:
+        return
+    out, symbol, args, comment = (match.group(g) or "" for g in ("out", "symbol", "args", "comment"))
+    bare = out.removesuffix(" = ").strip("()")
+    outs = [name.strip() for name in bare.split(",") if name.strip()]
+    names = [name.strip() for name in args.split(",")]
+    nbytes = re.search(r"([\d,]+) bytes", comment)
+    brief = f"  # {human_bytes(int(nbytes.group(1).replace(',', '')))}" if nbytes else comment
+    for keep, note in ((2, comment), (1, comment), (1, brief), (0, brief), (0, "")):
+        left = out
+        if out.startswith("("):
+            left = f"({_abbreviate(outs, keep)},) = " if len(outs) <= keep + 1 else f"({_abbreviate(outs, keep)}) = "
+        fixed = 1 if symbol in WAITS else 2
+        right = ", ".join([*names[:fixed], _abbreviate(names[fixed:], keep)]).removesuffix(", ")
+        yield f"{left}{symbol}({right}){note}"
+
+
+def _abbreviate(names: list[str], keep: int) -> str:
+    if len(names) <= keep + 1:
+        return ", ".join(names)
+    return ", ".join([*names[:keep], f"… {len(names) - keep}"])

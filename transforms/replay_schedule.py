@@ -1,0 +1,77 @@
+"""Puts communication where a pinned schedule has it, instead of sorting; refuses a schedule that does not fit."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from thunder.core.prims import PrimIDs
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from ..schedule import Schedule, compute_digest, is_communication
+from ..symbols import fsdp_wait_params
+from ..traces import with_bound_symbols
+
+__all__ = ["ScheduleMismatch", "replay_schedule"]
+
+
+class ScheduleMismatch(ValueError):
+    """A pinned schedule does not fit the trace."""
+
+
+def replay_schedule(trace: TraceCtx, *, schedule: Schedule) -> TraceCtx:
+    """Reorders the communication of ``trace`` as ``schedule`` has it.
+
+    Whether the result is right is left to ``verify``, which runs behind it as behind the sorting pass.
+
+    Raises:
+        ScheduleMismatch: naming the first line of the schedule that the trace has no place for.
+    """
+    started = time.perf_counter()
+    compute: list[BoundSymbol] = []
+    ours: dict[tuple[str, str], deque[BoundSymbol]] = defaultdict(deque)
+    for bsym in trace.bound_symbols:
+        if bsym.sym.id is PrimIDs.DEL or bsym.sym.name == "clear_mutable_collection":
+            continue
+        if is_communication(bsym):
+            if bsym.sym is fsdp_wait_params:
+                bsym = bsym.from_bsym(args=bsym.args[:2])
+            ours[bsym.sym.name, bsym.args[0].spec.name].append(bsym)
+        else:
+            compute.append(bsym)
+    out = _interleave(compute, ours, schedule)
+    if compute_digest(compute) != schedule.compute:
+        raise ScheduleMismatch(
+            f"schedule: it was made for another computation: {schedule.statements - len(schedule)} bound symbols with "
+            f"digest {schedule.compute}, this trace has {len(compute)} with digest {compute_digest(compute)}; "
+            f"make it again from this model and these options"
+        )
+    return with_bound_symbols(trace, out, "fsdp: replay schedule", started)
+
+
+def _interleave(
+    compute: Sequence[BoundSymbol], ours: dict[tuple[str, str], deque[BoundSymbol]], schedule: Schedule
+) -> list[BoundSymbol]:
+    out: list[BoundSymbol] = []
+    rest = iter(compute)
+    for number, op in enumerate(schedule, start=1):
+        while len(out) < op.position and (bsym := next(rest, None)) is not None:
+            out.append(bsym)
+        known = ours[op.kind, op.bucket]
+        if not known or len(out) != op.position:
+            why = "the trace has no such op" if not known else f"the trace ends at {len(out)}"
+            raise ScheduleMismatch(f"schedule: line {number} does not fit, {why}:\n    {op}")
+        bsym = known.popleft()
+        if bsym.args[0].spec.unsharded_bytes != op.nbytes:
+            raise ScheduleMismatch(
+                f"schedule: line {number} does not fit, the bucket has {bsym.args[0].spec.unsharded_bytes:,} bytes here:"
+                f"\n    {op}"
+            )
+        out.append(bsym.from_bsym(header=op.reason))
+    left = [bsym for known in ours.values() for bsym in known]
+    if left:
+        raise ScheduleMismatch(f"schedule: it lacks {left[0].sym.name} of bucket {left[0].args[0].spec.name!r}")
+    out.extend(rest)
+    return out
