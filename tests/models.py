@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["CASES", "GPT", "Block", "Model", "Stack"]
+__all__ = ["CASES", "GPT", "Block", "Layer", "Model", "Stack"]
 
 WIDTH = 4
 
@@ -65,27 +67,35 @@ class GPT(nn.Module):
 
     def inputs(self, generator: torch.Generator, batch: int = 2) -> tuple[torch.Tensor, ...]:
         tokens = torch.randint(self.vocab, (batch, self.length + 1), generator=generator)
-        return tokens[:, :-1], tokens[:, 1:]
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
+    """A residual block of two linear layers."""
+
+    def __init__(self, width: int, activation: Callable[[torch.Tensor], torch.Tensor] = torch.tanh) -> None:
         super().__init__()
+        self.activation = activation
         self.up = nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        return x + self.down(self.activation(self.up(x)))
 
 
 class Stack(Model):
     """Blocks between two linear layers: the cheapest model with several buckets."""
 
-    def __init__(self, blocks: int = 3, width: int = WIDTH) -> None:
+    def __init__(
+        self,
+        blocks: int = 3,
+        width: int = WIDTH,
+        activation: Callable[[torch.Tensor], torch.Tensor] = torch.tanh,
+    ) -> None:
         super().__init__()
         self.width = width
         self.first = nn.Linear(width, width)
-        self.blocks = nn.ModuleList(Layer(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Layer(width, activation) for _ in range(blocks))
         self.last = nn.Linear(width, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -50,15 +50,16 @@ class Twins:
         group: dist.ProcessGroup | None = None,
         before: Sequence[Any] = (),
         behind: Sequence[Any] = (),
+        jit_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         self.rank, self.world_size, self.tolerance, self.group = rank, world_size, tolerance, group
         self.make_inputs = model.inputs
         self.reference = copy.deepcopy(model)
         if jit_reference:
-            self.reference = thunder.jit(self.reference, transforms=[*before, *behind])
+            self.reference = thunder.jit(self.reference, transforms=[*before, *behind], **(jit_options or {}))
         self.transform = fsdp(**options)
-        self.sharded = thunder.jit(model, transforms=[*before, self.transform, *behind])
+        self.sharded = thunder.jit(model, transforms=[*before, self.transform, *behind], **(jit_options or {}))
         self.use(lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9))
 
     def use(self, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:

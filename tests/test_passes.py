@@ -43,6 +43,8 @@ def make_buckets(sizes: list[int], *, zero3: bool = True) -> list[Bucket]:
         )
         spec = BucketSpec(f"b{number}", params, plan_layout([SHAPE] * size, 2, 4), zero3)
         buckets.append(Bucket(spec, 0, NoGroup(), AllGatherTransport(), arena, f"bucket_b{number}"))
+        if not zero3:
+            buckets[-1].keep_unsharded()
     return buckets
 
 

@@ -194,8 +194,8 @@ def test_every_prefetch_and_bucketing_gives_the_same_bits(ranks: Ranks, strategy
 
 
 def _train_beside_fsdp2(rank: int, world_size: int, strategy: str) -> None:
-    torch.manual_seed(3)
-    model = Stack(3, width=8)
+    # ReLU, because Thunder decomposes what tanh and GELU do in backward, which rounds differently than eager torch.
+    model = Stack(3, width=8, activation=torch.relu)
     peer = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (world_size,))
     for block in peer.blocks:
@@ -396,15 +396,27 @@ def test_a_second_backward_needs_retain_graph(ranks: Ranks, strategy: str) -> No
 
 def _change_under_a_live_graph(rank: int, world_size: int, strategy: str) -> None:
     twins = Twins(rank, world_size, Stack(2).double(), sharding_strategy=strategy)
-    for name, param in twins.sharded.named_parameters():
-        loss, _ = twins.forward()
-        with torch.no_grad():
-            param.mul_(1.5)
-            twins.reference.get_parameter(name).mul_(1.5)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-    for param in (*twins.sharded.parameters(), *twins.reference.parameters()):
-        param.grad = None
+    twins.train(steps=1)
+    schedule = twins.transform.compiled[-1].backward_schedule
+    again = {op.bucket for op in schedule.of("fsdp_all_gather")}
+    assert strategy == "zero2" or again == {"blocks.0", "blocks.1", "last"}
+    for bucket in twins.transform.plan:
+        for name in (param.name for param in bucket.params):
+            loss, expected_loss = twins.forward()
+            # Backward does not read the bucket whose gradients alone are asked for: ZeRO-3 may go on, with right ones.
+            harmless = strategy == "zero3" and bucket.name not in again
+            if harmless:
+                expected_loss.backward()
+            with torch.no_grad():
+                twins.sharded.get_parameter(name).mul_(1.5)
+                twins.reference.get_parameter(name).mul_(1.5)
+            if harmless:
+                loss.backward()
+                twins.update()
+            else:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss.backward()
+                assert all(p.grad is None for p in twins.sharded.parameters())
     twins.train(steps=2)
 
 
@@ -709,7 +721,7 @@ def _unsharded_bytes(rank: int, world_size: int, blocks: int) -> int:
 
 
 def test_zero3_needs_no_more_unsharded_memory_for_more_blocks(ranks: Ranks) -> None:
-    assert ranks.run(_unsharded_bytes, 3) == ranks.run(_unsharded_bytes, 6)
+    assert ranks.run(_unsharded_bytes, 4) == ranks.run(_unsharded_bytes, 7)
 
 
 #

@@ -175,9 +175,6 @@ class Bucket:
         self.handle = handle
         self.shard = torch.zeros(spec.layout.shard_numel, dtype=spec.dtype, device=spec.device)
         self.private_slot: Slot | None = None
-        if not spec.reshard_after_forward:
-            # An arena of its own: nobody else can be given a part of it.
-            self.private_slot = Arena(spec.device, name=f"own_{handle}").slot(0, spec.unsharded_bytes)
         self.shard_views = shard_views(spec, rank, self.shard)
         self.shard_pointers = tuple(view.data_ptr() for view in self.shard_views)
         self.params = tuple(
@@ -195,11 +192,11 @@ class Bucket:
     def __repr__(self) -> str:
         return self.handle
 
-    def param_index(self, name: str) -> int:
-        for index, param in enumerate(self.spec.params):
-            if name in param.names:
-                return index
-        raise KeyError(f"bucket {self.spec.name!r} has no parameter {name!r}")
+    def keep_unsharded(self) -> None:
+        """Gives the bucket a slot of its own, where it stays from forward to backward (ZeRO-2)."""
+        if self.private_slot is None:  # an arena of its own: nobody else can be given a part of it
+            arena = Arena(self.spec.device, name=f"own_{self.handle}")
+            self.private_slot = arena.slot(0, self.spec.unsharded_bytes)
 
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Adds unsharded gradients, one per parameter or ``None``, to :attr:`unreduced`."""

@@ -160,7 +160,7 @@ def summarize_thunder(trace: TraceCtx) -> list[str]:
         compute = positions[-1] - positions[0] + 1 - len(positions)
         lines.append(
             f"{positions[0]:5d} to {positions[-1]:5d}  {len(positions):4d} x {operation}"
-            + (f", {compute} others in between" if compute else "")
+            + (f", {compute} other operations in between" if compute else "")
         )
     return lines
 
@@ -195,7 +195,7 @@ def _rendered(trace: TraceCtx, width: int, compute: bool) -> list[Text]:
     rendered = []
     for line in _lines(trace):
         if compute and line.compute:
-            rendered.append(Text(f"       : {line.compute} others", style="dim"))
+            rendered.append(Text(f"       : {line.compute} operations", style="dim"))
         rendered.append(Text(_numbered(line, width), style=_COLORS.get(line.symbol, ""), no_wrap=True))
     return rendered
 

@@ -33,6 +33,7 @@ class ShardedModule:
         module: the user's module; its sharded parameters are on the meta device from now on, for tracing.
         plan: the buckets as planned.
         buckets: the buckets with their memory, in the order of the plan.
+        kept: those of them that stay unsharded between forward and backward.
         places: bucket and index in it of each sharded parameter, by each of its names.
         shards: this rank's rows of each sharded parameter, a view of its bucket's shard buffer, by each of its names.
     """
@@ -46,6 +47,9 @@ class ShardedModule:
         self.places: dict[str, tuple[Bucket, int]] = {}
         self.shards: dict[str, torch.nn.Parameter] = {}
         self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
+        self.kept = {bucket for bucket in buckets if not bucket.spec.reshard_after_forward}
+        for bucket in self.kept:
+            bucket.keep_unsharded()
         for bucket in buckets:
             bucket.explain_failure = self.agreement.explain
             for index, param in enumerate(bucket.spec.params):

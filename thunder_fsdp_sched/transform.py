@@ -8,7 +8,8 @@ once, with the module
 for each new set of shapes and flags
     ``transform_traces_pre_prologue``         shard_prologue, insert_unshard
     (Thunder: autograd makes one joint forward/backward trace; executors claim operators)
-    ``_JointPasses`` before the fusions       bucket_communication, regather_for_backward, keep_fusions_apart
+    ``_JointPasses`` before the fusions       bucket_communication, regather_for_backward, guard_kept,
+                                              keep_fusions_apart
     (Thunder: fusion executors)
     ``_JointPasses`` behind the fusions       remove_cuts, regather_for_backward
     (Thunder: the joint trace is split)
@@ -46,6 +47,7 @@ from .traces import is_backward_trace
 from .transforms import (
     ScheduleMismatch,
     bucket_communication,
+    guard_kept,
     insert_unshard,
     keep_fusions_apart,
     plan_slots,
@@ -191,9 +193,11 @@ class FSDPTransform(Transform):
         return prologue_trace, computation_trace, epilogue_trace
 
     def _before_fusion(self, trace: TraceCtx) -> TraceCtx:
+        kept = self.sharded.kept
         passes: list[Pass] = [
             partial(bucket_communication, buckets=self.sharded.buckets, no_sync=self.compiled[-1].no_sync),
-            regather_for_backward,
+            partial(regather_for_backward, kept=kept),
+            partial(guard_kept, kept=kept),
         ]
         if self._fusions:
             can_fuse = partial(_can_fuse, self._fusions)
@@ -203,7 +207,9 @@ class FSDPTransform(Transform):
         return compiled.joint
 
     def _behind_fusion(self, trace: TraceCtx) -> TraceCtx:
-        passes: list[Pass] = [remove_cuts, regather_for_backward] if self._fusions else []
+        if not self._fusions:
+            return trace
+        passes: list[Pass] = [remove_cuts, partial(regather_for_backward, kept=self.sharded.kept)]
         return self.compiled[-1].run(passes, trace)
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:

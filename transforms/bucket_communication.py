@@ -16,7 +16,6 @@ from ..buffers import Bucket
 from ..symbols import (
     fsdp_accumulate_grads,
     fsdp_all_gather,
-    fsdp_params_unchanged,
     fsdp_reduce,
     fsdp_reduce_scatter,
     fsdp_reduce_unreduced,
@@ -72,11 +71,12 @@ def bucket_communication(trace: TraceCtx, *, buckets: Sequence[Bucket], no_sync:
         if no_sync:
             unsynced = {b.output.name for bsyms in reduces.values() for b in bsyms.values()}
             last = _return_none_for(last, unsynced)
-        if reduces:
-            _keep_unchanged_until_backward(new)
-            if not no_sync:
-                idle = [b for b in buckets if b.spec.requires_grad and b not in reduces]
-                new.bound_symbols += [_in_backward(fsdp_reduce_unreduced.bind(b, output=None)) for b in idle]
+        if reduces and not no_sync:
+            for bucket in buckets:
+                if bucket.spec.requires_grad and bucket not in reduces:
+                    idle = fsdp_reduce_unreduced.bind(bucket, output=None)
+                    idle.tags.add(BoundSymbolTag.BACKWARD)
+                    new.bound_symbols.append(idle)
         new.bound_symbols.append(last)
     return new
 
@@ -120,15 +120,6 @@ def _accumulate(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol
     return [_like(at, fsdp_accumulate_grads.bind(bucket, *grads, output=None))]
 
 
-def _keep_unchanged_until_backward(trace: TraceCtx) -> None:
-    """ZeRO-2 keeps what forward gathered: makes backward hold the shards too, so that autograd sees them change."""
-    for bsym in list(trace.bound_symbols):
-        if bsym.sym is fsdp_all_gather and not bsym.args[0].spec.reshard_after_forward:
-            trace.bound_symbols.append(
-                _in_backward(fsdp_params_unchanged.bind(bsym.args[0], *bsym.args[2:], output=None))
-            )
-
-
 def _return_none_for(last: BoundSymbol, unsynced: set[str]) -> BoundSymbol:
     def drop(grad: object) -> object:
         return None if isinstance(grad, Proxy) and grad.name in unsynced else grad
@@ -139,11 +130,6 @@ def _return_none_for(last: BoundSymbol, unsynced: set[str]) -> BoundSymbol:
 
 def _in_order(bucket: Bucket, tensors: dict[int, TensorProxy]) -> list[TensorProxy | None]:
     return [tensors.get(i) for i in range(len(bucket.spec.params))]
-
-
-def _in_backward(bsym: BoundSymbol) -> BoundSymbol:
-    bsym.tags.add(BoundSymbolTag.BACKWARD)
-    return bsym
 
 
 def _like(original: BoundSymbol, bsym: BoundSymbol) -> BoundSymbol:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Collection
 
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy
@@ -23,26 +24,28 @@ from ..traces import args_of, derivation, forward_part, is_pure, outs_of, swap_a
 __all__ = ["regather_for_backward"]
 
 
-def regather_for_backward(trace: TraceCtx) -> TraceCtx:
-    """Gives backward its own gather of every bucket with ``reshard_after_forward`` from which it reads anything.
+def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket]) -> TraceCtx:
+    """Gives backward its own gather of every bucket, except those that are ``kept``, from which it reads anything.
 
     A value that derives from parameters (and constants) alone is computed again in backward from what it gathers there,
     under the same name with ``bw_`` in front. A trace without a backward part, or without such buckets, stays as it is.
+
+    Args:
+        kept: buckets that stay unsharded from forward to backward.
     """
     started = time.perf_counter()
     forward = forward_part(trace)
-    if all(forward[:-1]) or not any(
-        b.sym is fsdp_all_gather and b.args[0].spec.reshard_after_forward for b in trace.bound_symbols
-    ):
+    if all(forward[:-1]) or not any(b.sym is fsdp_all_gather and b.args[0] not in kept for b in trace.bound_symbols):
         return trace
     new = with_bound_symbols(trace, (), "fsdp: regather for backward", started)
     with tracectx(new):
-        _Regather(new, trace, forward).run()
+        _Regather(new, trace, forward, kept).run()
     return new
 
 
 class _Regather:
-    def __init__(self, new: TraceCtx, trace: TraceCtx, forward: list[bool]) -> None:
+    def __init__(self, new: TraceCtx, trace: TraceCtx, forward: list[bool], kept: Collection[Bucket]) -> None:
+        self.kept = kept
         self.new = new
         self.trace = trace
         self.forward = forward
@@ -87,7 +90,7 @@ class _Regather:
             self.gathers[bsym.args[0]] = bsym
         elif bsym.sym is fsdp_wait_params:
             self.waits[bsym.args[0]] = bsym
-            if bsym.args[0].spec.reshard_after_forward:
+            if bsym.args[0] not in self.kept:
                 self.from_params.update(outs_of(bsym))
         elif is_pure(bsym) and bsym.sym.name != "unpack_trivial":
             for out in outs_of(bsym):
@@ -150,6 +153,4 @@ class _Regather:
     def _renamed_output(self, bsym: BoundSymbol) -> object:
         if isinstance(bsym.output, TensorProxy):
             return self.replacements[bsym.output.name]
-        return type(bsym.output)(
-            self.replacements[o.name] if isinstance(o, Proxy) else o for o in bsym.output
-        )
+        return type(bsym.output)(self.replacements[o.name] if isinstance(o, Proxy) else o for o in bsym.output)

@@ -1,0 +1,153 @@
+"""The command line: ``python -m thunder_fsdp_sched``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import thunder
+import torch
+import torch.distributed as dist
+import typer
+
+from .api import fsdp
+from .demo import DemoOptions, run_demo
+from .demo.show import make_console
+from .report import before_and_after, plan_table
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="ZeRO-2 and ZeRO-3 for Lightning Thunder, scheduled in the trace.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+class Sharding(str, Enum):
+    """What to shard."""
+
+    zero2 = "zero2"
+    zero3 = "zero3"
+    both = "both"
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        return ("zero2", "zero3") if self is Sharding.both else (self.value,)
+
+
+class DType(str, Enum):
+    """A dtype of parameters."""
+
+    float32 = "float32"
+    float64 = "float64"
+
+
+Prefetch = Annotated[int, typer.Option(min=0, help="Buckets ahead of its wait that an all-gather is issued.")]
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=3, help="AdamW steps of each run.")] = DemoOptions.steps,
+    blocks: Annotated[int, typer.Option(min=1, help="Transformer blocks.")] = DemoOptions.blocks,
+    width: Annotated[int, typer.Option(min=8, help="Width of the model.")] = DemoOptions.width,
+    length: Annotated[int, typer.Option(min=2, help="Bytes of a sequence.")] = DemoOptions.length,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a rank and step.")] = DemoOptions.batch,
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks: processes on this machine.")] = DemoOptions.world_size,
+    sharding: Annotated[Sharding, typer.Option(help="What to run.")] = Sharding.both,
+    prefetch: Prefetch = DemoOptions.prefetch,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights and of the batches.")] = DemoOptions.seed,
+    dtype: Annotated[DType, typer.Option(help="Of the parameters.")] = DType.float32,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Largest difference from the unsharded run, in loss and in parameters.")
+    ] = None,
+) -> None:
+    """Train a byte-level GPT on real text with 2 ranks, show its traces before and after sorting, and check it.
+
+    Ends with 1 if any check fails.
+    """
+    options = DemoOptions(
+        steps=steps,
+        blocks=blocks,
+        width=width,
+        length=length,
+        batch=batch,
+        world_size=world_size,
+        strategies=sharding.strategies,
+        prefetch=prefetch,
+        seed=seed,
+        dtype=getattr(torch, dtype.value),
+        tolerance=tolerance,
+    )
+    raise typer.Exit(1 if run_demo(options) else 0)
+
+
+@app.command()
+def trace(
+    factory: Annotated[
+        str, typer.Argument(metavar="MODULE:FACTORY", help="A function that returns (module, args) or (module, args, kwargs).")
+    ],
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks to make the traces for; none is started.")] = 8,
+    sharding: Annotated[Sharding, typer.Option(help="What to show.")] = Sharding.zero3,
+    bucketing: Annotated[str, typer.Option(help="block, layer, none, or bytes of a bucket.")] = "block",
+    prefetch: Prefetch = 1,
+) -> None:
+    """Show the communication of a model's forward and backward traces, before and after sorting.
+
+    One process does it: a fake process group moves no data.
+    """
+    make = _load(factory)
+    console = make_console()
+    _fake_process_group(world_size)
+    try:
+        for strategy in sharding.strategies:
+            module, args, kwargs = _made(make(), factory)
+            transform = fsdp(
+                sharding_strategy=strategy,
+                bucketing_strategy=int(bucketing) if bucketing.isdigit() else bucketing,
+                prefetch=prefetch,
+            )
+            with console.status(f"tracing {factory} for {world_size} ranks"):
+                thunder.jit(module, transforms=[transform])(*args, **kwargs)
+            console.print(plan_table(transform.plan), highlight=False)
+            traces = transform.compiled[-1]
+            for name, before, after in (
+                ("forward", traces.forward_before, traces.forward),
+                ("backward", traces.backward_before, traces.backward),
+            ):
+                if before is not None and after is not None:
+                    title = f"{strategy.replace('zero', 'ZeRO-')}, {name}, {world_size} ranks"
+                    console.print(before_and_after(before, after, title=title, width=console.width), "")
+    finally:
+        dist.destroy_process_group()
+
+
+def _load(factory: str) -> Any:
+    module, _, name = factory.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise typer.BadParameter(f"{factory!r} cannot be imported: {error}") from error
+
+
+def _made(made: Any, factory: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+    parts = made if isinstance(made, tuple) else ()
+    module, args, kwargs = (*parts, {})[:3] if len(parts) in (2, 3) else (None, (), {})
+    if not isinstance(module, torch.nn.Module) or not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
+        raise typer.BadParameter(f"{factory!r} must return (module, args) or (module, args, kwargs)")
+    return module, tuple(args), kwargs
+
+
+def _fake_process_group(world_size: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m thunder_fsdp_sched")

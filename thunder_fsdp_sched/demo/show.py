@@ -1,0 +1,195 @@
+"""What the demo shows: progress, the traces before and after sorting, the comparison, the checks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from ..measuring import StepCounts
+from ..report import before_and_after, human_bytes, plan_table, summarize_thunder
+from .checks import Check, check_run
+from .model import GPT
+from .options import DemoOptions
+from .training import Run, Tick, largest_difference, largest_loss_difference
+
+__all__ = ["Screen", "make_console"]
+
+
+def make_console() -> Console:
+    """The console to print on: as wide as the terminal, 120 columns if the output goes somewhere else."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=120)
+    return console
+
+
+class Screen:
+    """Shows the demo on one rank; on the others it is silent.
+
+    Args:
+        shown: whether this is the rank that shows.
+    """
+
+    def __init__(self, options: DemoOptions, *, shown: bool) -> None:
+        self.options = options
+        self.shown = shown
+        self.console = make_console()
+        self.progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            TimeElapsedColumn(),
+            console=self.console,
+            disable=not shown,
+            transient=True,
+        )
+        self.task = self.progress.add_task("starting", total=(2 + len(options.strategies)) * options.steps)
+
+    def __enter__(self) -> Screen:
+        self.progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.progress.stop()
+
+    def introduce(self, text: torch.Tensor) -> None:
+        """Says what is going to be trained on what."""
+        o = self.options
+        with torch.device("meta"):
+            model = GPT(blocks=o.blocks, width=o.width, heads=o.heads, length=o.length)
+        parameters = sum(p.numel() for p in model.parameters())
+        self._print(
+            f"byte-level GPT, {o.blocks} blocks of width {o.width}, {parameters / 1e6:.2f} M parameters in "
+            f"{str(o.dtype).removeprefix('torch.')}; text: {human_bytes(len(text))} of this Python's standard library; "
+            f"{o.steps} AdamW steps on {o.world_size} x {o.batch} sequences of {o.length} bytes; "
+            f"{o.world_size} gloo ranks, one thread each"
+        )
+
+    def run(self, train: Callable[[Tick], Run]) -> Run:
+        """Runs one training run with progress."""
+
+        def tick(what: str) -> None:
+            self.progress.update(self.task, description=what)
+            if tick.calls:  # type: ignore[attr-defined]
+                self.progress.advance(self.task)
+            tick.calls += 1  # type: ignore[attr-defined]
+
+        tick.calls = 0  # type: ignore[attr-defined]
+        run = train(tick)
+        self.progress.advance(self.task)
+        losses = " ".join(f"{loss:.4f}" for loss in run.losses)
+        self._print(f"  {run.name:15s} compiled in {run.compile_seconds:5.1f} s   loss {losses}")
+        return run
+
+    def compare(self, unsharded: Run, stock: Run, ours: dict[str, Run]) -> int:
+        """Shows traces, table and checks, and returns how many checks failed."""
+        o = self.options
+        for run in ours.values():
+            self._show_traces(run)
+        assert stock.thunder_traces is not None
+        for name, trace in zip(("forward", "backward"), stock.thunder_traces, strict=True):
+            self._print(Text(f"Thunder's own fsdp (asked for ZeRO-3 and block buckets), {name}", style="bold"))
+            self._print("\n".join(summarize_thunder(trace)) + "\n")
+        self._print(comparison([unsharded, stock, *ours.values()], o))
+        checks = [c for strategy, run in ours.items() for c in check_run(run, strategy, unsharded, stock, o)]
+        self._print(checks_table(checks))
+        failed = sum(not c.passed for c in checks)
+        if failed:
+            self._print(Text(f"{failed} of {len(checks)} checks FAILED", style="bold red"))
+        else:
+            self._print(Text(f"all {len(checks)} checks passed", style="bold green"))
+        return failed
+
+    def _show_traces(self, run: Run) -> None:
+        traces, plan = run.traces, run.plan
+        assert traces is not None and plan is not None
+        self._print()
+        if not self._plan_shown:
+            self._print(plan_table(plan, title="buckets (ZeRO-2 and ZeRO-3 have the same)"))
+            self._plan_shown = True
+        for name, before, after in (
+            ("forward", traces.forward_before, traces.forward),
+            ("backward", traces.backward_before, traces.backward),
+        ):
+            assert before is not None and after is not None
+            self._print(before_and_after(before, after, title=f"{run.name}, {name}", width=self.console.width))
+            self._print()
+
+    _plan_shown = False
+
+    def _print(self, *what: object) -> None:
+        if self.shown:
+            self.console.print(*what, highlight=False, soft_wrap=False)
+
+
+def comparison(runs: list[Run], options: DemoOptions) -> Table:
+    """The table of all runs; the first is the unsharded one."""
+    table = Table(
+        title="one step, and the difference after all steps",
+        title_style="bold",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        caption=(
+            "Counted on rank 0 in the last step. Gradient bytes: copied, or scaled in a pass of their own; gloo itself "
+            "copies as much as stands behind the +. Peak: unsharded parameters, live from the all-gather to the last "
+            "read. Times are for information: gloo on a CPU, and the first run is plain PyTorch on all batches."
+        ),
+        caption_justify="left",
+    )
+    for column in (
+        "",
+        "collec-\ntives",
+        "parameter\nbytes copied",
+        "gradient\nbytes copied",
+        "peak in\nforward",
+        "peak in\nbackward",
+        "step\nseconds",
+        "loss differs\nat most by",
+        "parameters differ\nat most by",
+    ):
+        table.add_column(column, justify="right" if column else "left")
+    for run in runs:
+        counts = run.counts
+        alone = run is runs[0]
+        table.add_row(
+            run.name,
+            str(len(counts.collectives)),
+            human_bytes(counts.parameter_bytes_copied),
+            _gradient_bytes(counts),
+            human_bytes(counts.peak_unsharded_bytes["forward"]),
+            human_bytes(counts.peak_unsharded_bytes["backward"]),
+            f"{run.step_seconds:.2f}",
+            "" if alone else f"{largest_loss_difference(run.losses, runs[0].losses):.2g}",
+            "" if alone else f"{largest_difference(run.parameters, runs[0].parameters):.2g}",
+        )
+    return table
+
+
+def checks_table(checks: list[Check]) -> Table:
+    """Every check with what was found."""
+    table = Table(title="checks", title_style="bold", title_justify="left", box=None, pad_edge=False, show_header=False)
+    for check in checks:
+        table.add_row(
+            Text("pass" if check.passed else "FAIL", style="green" if check.passed else "bold red"),
+            check.run,
+            check.promise,
+            Text(check.found),
+        )
+    return table
+
+
+def _gradient_bytes(counts: StepCounts) -> str:
+    own = human_bytes(counts.gradient_bytes_copied)
+    return f"{own} + {human_bytes(counts.backend_bytes_copied)}" if counts.backend_bytes_copied else own
