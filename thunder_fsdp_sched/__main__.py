@@ -89,7 +89,10 @@ def demo(
 @app.command()
 def trace(
     factory: Annotated[
-        str, typer.Argument(metavar="MODULE:FACTORY", help="A function that returns (module, args) or (module, args, kwargs).")
+        str,
+        typer.Argument(
+            metavar="MODULE:FACTORY", help="A function that returns (module, args) or (module, args, kwargs)."
+        ),
     ],
     world_size: Annotated[int, typer.Option(min=1, help="Ranks to make the traces for; none is started.")] = 8,
     sharding: Annotated[Sharding, typer.Option(help="What to show.")] = Sharding.zero3,

@@ -115,7 +115,8 @@ class Arena:
     def allocate(self) -> None:
         """Allocates the memory now instead of at the first gather."""
         if self._memory is None:
-            self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+            with torch.inference_mode(False):  # training may come after a first call for inference
+                self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
 
     def views(self, bucket: Bucket, slot: Slot) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The slot as ``bucket`` lies in it: its flat unsharded buffer, and the parameters as views of that buffer."""
@@ -127,10 +128,11 @@ class Arena:
             spec = bucket.spec
             nbytes = spec.unsharded_bytes
             assert nbytes <= slot.nbytes, (bucket, slot)
-            flat = self._memory[slot.offset : slot.offset + nbytes].view(spec.dtype)
-            # gloo bumps the version of its output from a thread of its own: through `.data` that version is not the one
-            # that autograd compares for saved views of this buffer.
-            views = self._views[key] = (flat.data, unsharded_views(spec, flat.data))
+            with torch.inference_mode(False):
+                flat = self._memory[slot.offset : slot.offset + nbytes].view(spec.dtype)
+                # gloo bumps the version of its output from a thread of its own: through `.data` that version is not the
+                # one that autograd compares for saved views of this buffer.
+                views = self._views[key] = (flat.data, unsharded_views(spec, flat.data))
         return views
 
     def issue(self, flight: InFlight) -> InFlight:
@@ -257,6 +259,12 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def describe_group(group: ProcessGroup) -> str:
+    """A process group's description (``default_pg``, ``mesh_fsdp``), which is the same in every run; else its name."""
+    description = getattr(group, "group_desc", "")
+    return description if description and description != "undefined" else group.group_name
 
 
 def handle_name(bucket_name: str) -> str:

@@ -265,7 +265,8 @@ class StepCounter(TorchDispatchMode):
             old.until = self._now
             for start, end in ((old.start, extent[0]), (extent[1], old.end)):
                 if start < end:  # what the new contents do not cover goes on
-                    self._add(memory, _Region(old.kind, start, end, old.since, old.last_read))
+                    # Counted with the old region until now, and from now on only if it is read again.
+                    self._add(memory, _Region(old.kind, start, end, self._now + 1, self._now))
         memory.writes = [w for w in memory.writes if w.end <= extent[0] or extent[1] <= w.start]
         if kind is not None:
             self._add(memory, _Region(kind, *extent, self._now, self._now))

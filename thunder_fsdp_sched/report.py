@@ -29,7 +29,7 @@ __all__ = [
     "summarize_thunder",
 ]
 
-_SIDE_BY_SIDE = 116
+_SIDE_BY_SIDE = 128
 """Columns of a terminal from which on two traces fit next to each other."""
 
 _SHOWN = ISSUES | WAITS | {fsdp_accumulate_grads.name, fsdp_reduce_unreduced.name}
@@ -80,9 +80,7 @@ def before_and_after(
     table = Table(title=title, title_style="bold", title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("before sorting", no_wrap=True, width=half)
     table.add_column("after sorting", no_wrap=True, width=half)
-    for left, right in zip_longest(
-        _rendered(before, half, compute), _rendered(after, half, compute), fillvalue=Text()
-    ):
+    for left, right in zip_longest(_rendered(before, half, compute), _rendered(after, half, compute), fillvalue=Text()):
         table.add_row(left, right)
     return table
 
@@ -160,21 +158,22 @@ def summarize_thunder(trace: TraceCtx) -> list[str]:
         compute = positions[-1] - positions[0] + 1 - len(positions)
         lines.append(
             f"{positions[0]:5d} to {positions[-1]:5d}  {len(positions):4d} x {operation}"
-            + (f", {compute} other operations in between" if compute else "")
+            + (f", {_count(compute, 'other operation')} in between" if compute else "")
         )
     return lines
 
 
 def human_bytes(nbytes: int) -> str:
     """``4927488`` -> ``"4.93 MB"`` (powers of ten)."""
-    size = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            break
+    size, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
         size /= 1000
-    else:
-        unit = "TB"
-    return f"{nbytes} B" if unit == "B" else f"{size:.3g} {unit}"
+        units.pop(0)
+    return f"{nbytes} B" if units[0] == "B" else f"{size:.3g} {units[0]}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _printed(trace: TraceCtx) -> Iterator[BoundSymbol]:
@@ -195,43 +194,51 @@ def _rendered(trace: TraceCtx, width: int, compute: bool) -> list[Text]:
     rendered = []
     for line in _lines(trace):
         if compute and line.compute:
-            rendered.append(Text(f"       : {line.compute} operations", style="dim"))
+            rendered.append(Text(f"      : {_count(line.compute, 'operation')}", style="dim"))
         rendered.append(Text(_numbered(line, width), style=_COLORS.get(line.symbol, ""), no_wrap=True))
     return rendered
 
 
 def _numbered(line: _Line, width: int | None) -> str:
-    text = f"{line.position:5d}  {line.text}"
+    text = f"{line.position:5d} {line.text}"
     if width is None or len(text) <= width:
         return text
     for shortened in _shorter(line.text):
-        text = f"{line.position:5d}  {shortened}"
+        text = f"{line.position:5d} {shortened}"
         if len(text) <= width:
             return text
     return text[: max(width - 1, 0)] + "…"
 
 
 def _shorter(text: str) -> Iterator[str]:
-    """Shorter and shorter versions of a line of a trace: names from the middle of a list go first, then the bytes."""
+    """Shorter and shorter versions of a line of a trace: the middle of lists goes first, then bytes, then slot names."""
     match = _LINE.match(text)
     if match is None:
         return
     out, symbol, args, comment = (match.group(g) or "" for g in ("out", "symbol", "args", "comment"))
-    bare = out.removesuffix(" = ").strip("()")
-    outs = [name.strip() for name in bare.split(",") if name.strip()]
+    outs = [name.strip() for name in out.removesuffix(" = ").strip("()").split(",") if name.strip()]
     names = [name.strip() for name in args.split(",")]
+    fixed = 1 if symbol in WAITS else 2  # the bucket; of what issues, also the slot
     nbytes = re.search(r"([\d,]+) bytes", comment)
     brief = f"  # {human_bytes(int(nbytes.group(1).replace(',', '')))}" if nbytes else comment
-    for keep, note in ((2, comment), (1, comment), (1, brief), (0, brief), (0, "")):
+    for keep, note, slot_width in (
+        (2, comment, 99),
+        (1, comment, 99),
+        (1, brief, 99),
+        (0, brief, 99),
+        (0, "", 99),
+        (0, "", 4),
+    ):
         left = out
-        if out.startswith("("):
-            left = f"({_abbreviate(outs, keep)},) = " if len(outs) <= keep + 1 else f"({_abbreviate(outs, keep)}) = "
-        fixed = 1 if symbol in WAITS else 2
-        right = ", ".join([*names[:fixed], _abbreviate(names[fixed:], keep)]).removesuffix(", ")
+        if out.startswith("(") and len(outs) > 1:
+            left = f"({_abbreviate(outs, keep)}) = "
+        head = [n if len(n) <= slot_width + 4 or i == 0 else f"{n[:slot_width]}…" for i, n in enumerate(names[:fixed])]
+        right = ", ".join([*head, _abbreviate(names[fixed:], keep if symbol not in WAITS else 1)]).removesuffix(", ")
         yield f"{left}{symbol}({right}){note}"
 
 
 def _abbreviate(names: list[str], keep: int) -> str:
-    if len(names) <= keep + 1:
+    """``a, b, … 9`` for eleven names of which two are kept; ``… 11`` for none."""
+    if len(names) <= keep:
         return ", ".join(names)
     return ", ".join([*names[:keep], f"… {len(names) - keep}"])

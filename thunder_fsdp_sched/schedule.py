@@ -15,6 +15,7 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from .buffers import describe_group
 from .symbols import ISSUES, WAITS, fsdp_accumulate_grads
 from .traces import args_of, outs_of
 
@@ -33,7 +34,7 @@ class CommOp:
         bucket: name of its bucket.
         nbytes: bytes of the unsharded bucket, padding included.
         dtype: in which it travels.
-        group: name of the process group.
+        group: what the process group is for (its description), or its name.
         slot: the memory of the unsharded bucket, for the issue and its wait.
         first_consumer: of a wait: position of the first bound symbol that reads what it gives, ``None`` if none does.
         reason: why it stands where it stands: first consumer, prefetch, producer, in-flight limit, ...
@@ -133,7 +134,7 @@ def read_schedule(trace: TraceCtx) -> Schedule:
             consumer = min((first_read[o] for o in outs_of(bsym) if o in first_read), default=None)
         spec = bucket.spec
         dtype = str(spec.dtype).removeprefix("torch.")
-        group = bucket.group.group_name
+        group = describe_group(bucket.group)
         reason = str(bsym.header)
         ops.append(CommOp(position, kind, spec.name, spec.unsharded_bytes, dtype, group, slot, consumer, reason))
     return Schedule(tuple(ops), len(bsyms), compute_digest(bsyms))

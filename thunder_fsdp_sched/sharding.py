@@ -13,7 +13,7 @@ from thunder.core.module import ThunderModule
 from torch.distributed import ProcessGroup
 
 from .buckets import ParamSpec, Plan, make_plan
-from .buffers import Arena, Bucket, handle_name
+from .buffers import Arena, Bucket, describe_group, handle_name
 from .consistency import Agreement
 from .options import Options
 from .transports import AllGatherTransport
@@ -83,7 +83,7 @@ class ShardedModule:
             specs,
             strategy=options.bucketing,
             world_size=group.size(),
-            group=group.group_name or "default",
+            group=describe_group(group),
             reshard_after_forward=options.reshard_after_forward,
         )
         sharded = cls(module, plan, _allocate(plan, group), group)

@@ -1,35 +1,87 @@
-"""Assertions about the order of communication in a trace, for pytest. They read the trace alone: no GPU, no ranks.
+"""Assertions about the order of communication, for pytest. They read traces alone: no GPU, no ranks are needed.
 
-Each takes an execution trace with bucketed communication (``transform.compiled[-1].forward`` or ``.backward``, or the last
-of ``thunder.last_traces(jitted)``), made by real ranks or by a fake process group of any world size. A failure shows the
-lines of the trace around the fault.
+Each takes what ``thunder.jit`` gave (after a call: the last compiled forward and backward), an ``fsdp`` transform, a
+:class:`CompiledTraces`, or one trace; made by real ranks, or in one process by :func:`compile_on_fake_ranks` for any world
+size. A failure shows the lines of the trace around the fault. ``schedule_snapshot`` pins a whole schedule in a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import thunder
+import torch
+import torch.distributed as dist
 from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from .api import fsdp
+from .schedule import StepSchedule, read_schedule
 from .symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from .traces import Aliases, args_of, outs_of, statement
+from .transform import CompiledTraces, FSDPTransform
+
+Subject = Any
+"""A jitted module, an fsdp transform, compiled traces, or one trace."""
 
 __all__ = [
+    "assert_buckets_in_flight_at_most",
+    "assert_bytes_in_flight_at_most",
     "assert_gathered_buckets_at_most",
     "assert_gathers_in_consumer_order",
     "assert_prefetch_distance",
     "assert_reductions_right_after_last_gradient",
     "assert_unsharded_bytes_at_most",
     "assert_waits_right_before_first_consumer",
+    "assert_same_schedule_on_all_ranks",
+    "compile_on_fake_ranks",
     "gathers",
     "reductions",
     "statements",
+    "step_schedule",
 ]
 
 _COMMUNICATION = (fsdp_all_gather, fsdp_wait_params, fsdp_reduce_scatter, fsdp_wait_grads)
+
+
+def _traces(subject: Subject) -> list[TraceCtx]:
+    if isinstance(subject, TraceCtx):
+        return [subject]
+    if isinstance(subject, CompiledTraces):
+        compiled = subject
+    else:
+        transforms = [subject] if isinstance(subject, FSDPTransform) else getattr(subject, "_lc_transforms", [])
+        found = [t for t in transforms if isinstance(t, FSDPTransform)]
+        if not found:
+            raise TypeError(f"expected a module jitted with fsdp(...), its transform or a trace, got {subject!r:.80}")
+        if not found[0].compiled:
+            raise ValueError("nothing is compiled yet: call the jitted module first")
+        compiled = found[0].compiled[-1]
+    return [trace for trace in (compiled.forward, compiled.backward) if trace is not None]
+
+
+def step_schedule(subject: Subject) -> StepSchedule:
+    """The forward and backward schedule of a subject (not of a single trace)."""
+    forward, *backward = _traces(subject)
+    return StepSchedule(read_schedule(forward), read_schedule(backward[0]) if backward else None)
+
+
+def _on_every_trace(check: Callable[..., None]) -> Callable[..., None]:
+    """Lets a check of one trace take any subject, and checks forward and backward of it."""
+
+    @functools.wraps(check)
+    def checked(subject: Subject, *args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True
+        for trace in _traces(subject):
+            check(trace, *args, **kwargs)
+
+    return checked
 
 
 def statements(trace: TraceCtx) -> list[BoundSymbol]:
@@ -109,6 +161,7 @@ def reductions(trace: TraceCtx) -> list[Reduction]:
     ]
 
 
+@_on_every_trace
 def assert_waits_right_before_first_consumer(trace: TraceCtx) -> None:
     """Between a gather's wait and the first bound symbol that reads it stand at most waits that this one reads too."""
     bsyms = statements(trace)
@@ -126,6 +179,7 @@ def assert_waits_right_before_first_consumer(trace: TraceCtx) -> None:
                 )
 
 
+@_on_every_trace
 def assert_gathers_in_consumer_order(trace: TraceCtx) -> None:
     """All-gathers are issued in the order in which their buckets are first read."""
     before: Gather | None = None
@@ -141,6 +195,7 @@ def assert_gathers_in_consumer_order(trace: TraceCtx) -> None:
         before = gather
 
 
+@_on_every_trace
 def assert_prefetch_distance(trace: TraceCtx, prefetch: int) -> None:
     """Every gather is issued ``prefetch`` steps ahead of its own wait, fewer only at the start of the trace.
 
@@ -162,6 +217,7 @@ def assert_prefetch_distance(trace: TraceCtx, prefetch: int) -> None:
             )
 
 
+@_on_every_trace
 def assert_gathered_buckets_at_most(trace: TraceCtx, buckets: int) -> None:
     """At no position are more than ``buckets`` buckets in flight or unsharded and still to be read."""
     for position, live in _live(trace):
@@ -169,6 +225,7 @@ def assert_gathered_buckets_at_most(trace: TraceCtx, buckets: int) -> None:
             _fail(trace, f"{len(live)} buckets are unsharded: {[g.bucket for g in live]}, allowed {buckets}", position)
 
 
+@_on_every_trace
 def assert_unsharded_bytes_at_most(trace: TraceCtx, nbytes: int) -> None:
     """At no position are more than ``nbytes`` bytes of buckets in flight or unsharded and still to be read."""
     for position, live in _live(trace):
@@ -177,6 +234,26 @@ def assert_unsharded_bytes_at_most(trace: TraceCtx, nbytes: int) -> None:
             _fail(trace, f"{total:,} bytes are unsharded: {[g.bucket for g in live]}, allowed {nbytes:,}", position)
 
 
+@_on_every_trace
+def assert_buckets_in_flight_at_most(trace: TraceCtx, buckets: int) -> None:
+    """At no position are more than ``buckets`` gathers issued and not yet waited for."""
+    for position, flying in _in_flight(trace):
+        if len(flying) > buckets:
+            _fail(
+                trace, f"{len(flying)} gathers are in flight: {[g.bucket for g in flying]}, allowed {buckets}", position
+            )
+
+
+@_on_every_trace
+def assert_bytes_in_flight_at_most(trace: TraceCtx, nbytes: int) -> None:
+    """At no position do the gathers that are issued and not yet waited for bring more than ``nbytes`` bytes."""
+    for position, flying in _in_flight(trace):
+        total = sum(g.nbytes for g in flying)
+        if total > nbytes:
+            _fail(trace, f"{total:,} bytes are in flight: {[g.bucket for g in flying]}, allowed {nbytes:,}", position)
+
+
+@_on_every_trace
 def assert_reductions_right_after_last_gradient(trace: TraceCtx) -> None:
     """Between the last gradient of a bucket and its reduce-scatter stands communication alone."""
     bsyms = statements(trace)
@@ -196,6 +273,67 @@ def _live(trace: TraceCtx) -> Iterator[tuple[int, list[Gather]]]:
     found = gathers(trace)
     for gather in found:
         yield gather.issue, [g for g in found if g.issue <= gather.issue <= (g.last_consumer or g.wait)]
+
+
+def _in_flight(trace: TraceCtx) -> Iterator[tuple[int, list[Gather]]]:
+    found = gathers(trace)
+    for gather in found:
+        yield gather.issue, [g for g in found if g.issue <= gather.issue < g.wait]
+
+
+def compile_on_fake_ranks(
+    make: Callable[[], tuple[torch.nn.Module, tuple]],
+    world_size: int,
+    *,
+    ranks: Iterable[int] = (0,),
+    **options: Any,
+) -> list[CompiledTraces]:
+    """Compiles a model as some ranks of a world of any size would, in this process; nothing is sent.
+
+    Args:
+        make: gives a fresh module and its inputs, the same for every rank.
+        world_size: ranks of the world.
+        ranks: those of them to compile as, one after the other.
+        **options: of :func:`thunder_fsdp_sched.fsdp`.
+
+    Returns:
+        What each of ``ranks`` compiled for these inputs.
+
+    Raises:
+        RuntimeError: this process already has a default process group.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("compile_on_fake_ranks needs a process of its own: a process group is already initialized")
+    compiled = []
+    for rank in ranks:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        try:
+            module, inputs = make()
+            transform = fsdp(**options)
+            thunder.jit(module, transforms=[transform])(*inputs)
+            compiled.append(transform.compiled[-1])
+        finally:
+            dist.destroy_process_group()
+    return compiled
+
+
+def assert_same_schedule_on_all_ranks(subject: Subject | Sequence[CompiledTraces]) -> None:
+    """All ranks issue the same collectives in the same order.
+
+    Args:
+        subject: a jitted module, on real ranks that all call this together (a collective); or the list that
+            :func:`compile_on_fake_ranks` gives.
+    """
+    if isinstance(subject, (list, tuple)):
+        per_rank = [[line for t in _traces(c) for line in read_schedule(t).collectives()] for c in subject]
+    else:
+        own = [line for t in _traces(subject) for line in read_schedule(t).collectives()]
+        gathered: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        per_rank = gathered
+    for rank, lines in enumerate(per_rank):
+        for number, (expected, line) in enumerate(itertools.zip_longest(per_rank[0], lines), start=1):
+            assert line == expected, f"collective {number}: rank 0 issues {expected}, rank {rank} issues {line}"
 
 
 def _first(gather: Gather) -> float:

@@ -46,7 +46,11 @@ def check_run(run: Run, strategy: str, unsharded: Run, stock: Run, options: Demo
         checks.append(Check(run.name, promise, passed, found))
 
     loss = largest_loss_difference(run.losses, unsharded.losses)
-    check(f"losses equal the unsharded run's within {options.loss_tolerance:g}", loss <= options.loss_tolerance, f"{loss:.2g}")
+    check(
+        f"losses equal the unsharded run's within {options.loss_tolerance:g}",
+        loss <= options.loss_tolerance,
+        f"{loss:.2g}",
+    )
     difference = largest_difference(run.parameters, unsharded.parameters)
     check(
         f"parameters equal the unsharded run's within {options.parameter_tolerance:g} after {options.steps} AdamW steps",
@@ -59,7 +63,9 @@ def check_run(run: Run, strategy: str, unsharded: Run, stock: Run, options: Demo
     check("the model learns: the last loss is below the first", run.losses[-1] < run.losses[0], _arrow(run.losses))
 
     counts = run.counts
-    check("no parameter bytes are copied", counts.parameter_bytes_copied == 0, human_bytes(counts.parameter_bytes_copied))
+    check(
+        "no parameter bytes are copied", counts.parameter_bytes_copied == 0, human_bytes(counts.parameter_bytes_copied)
+    )
     check(
         "a step allocates no memory for unsharded parameters",
         counts.unsharded_bytes_allocated == 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import torch
 from rich import box
@@ -13,7 +14,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from ..measuring import StepCounts
 from ..report import before_and_after, human_bytes, plan_table, summarize_thunder
 from .checks import Check, check_run
 from .model import GPT
@@ -24,10 +24,10 @@ __all__ = ["Screen", "make_console"]
 
 
 def make_console() -> Console:
-    """The console to print on: as wide as the terminal, 120 columns if the output goes somewhere else."""
+    """The console to print on: as wide as the terminal, 132 columns if the output goes somewhere else."""
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=120)
+        console = Console(width=132)
     return console
 
 
@@ -102,7 +102,7 @@ class Screen:
         for name, trace in zip(("forward", "backward"), stock.thunder_traces, strict=True):
             self._print(Text(f"Thunder's own fsdp (asked for ZeRO-3 and block buckets), {name}", style="bold"))
             self._print("\n".join(summarize_thunder(trace)) + "\n")
-        self._print(comparison([unsharded, stock, *ours.values()], o))
+        self._print(comparison([unsharded, stock, *ours.values()], width=self.console.width))
         checks = [c for strategy, run in ours.items() for c in check_run(run, strategy, unsharded, stock, o)]
         self._print(checks_table(checks))
         failed = sum(not c.passed for c in checks)
@@ -134,47 +134,51 @@ class Screen:
             self.console.print(*what, highlight=False, soft_wrap=False)
 
 
-def comparison(runs: list[Run], options: DemoOptions) -> Table:
-    """The table of all runs; the first is the unsharded one."""
+def comparison(runs: list[Run], *, width: int) -> Table:
+    """The table of all runs; the first is the unsharded one. In less than 120 columns each run is a column."""
+    unsharded = runs[0]
+    measures: dict[str, Callable[[Run], str]] = {
+        "collec-\ntives": lambda run: str(len(run.counts.collectives)),
+        "parameter\nbytes\ncopied": lambda run: human_bytes(run.counts.parameter_bytes_copied),
+        "gradient\nbytes\ncopied": lambda run: human_bytes(run.counts.gradient_bytes_copied),
+        "copied\nby gloo": lambda run: human_bytes(run.counts.backend_bytes_copied),
+        "peak un-\nsharded,\nforward": lambda run: human_bytes(run.counts.peak_unsharded_bytes["forward"]),
+        "peak un-\nsharded,\nbackward": lambda run: human_bytes(run.counts.peak_unsharded_bytes["backward"]),
+        "allocated\nin the\nstep": lambda run: human_bytes(run.counts.unsharded_bytes_allocated),
+        "kept\nbetween\nsteps": lambda run: human_bytes(run.kept_bytes),
+        "step\nseconds": lambda run: f"{run.step_seconds:.2f}",
+        "loss\ndiffers\nby": lambda run: _against(largest_loss_difference, run.losses, unsharded.losses),
+        "param-\neters\ndiffer by": lambda run: _against(largest_difference, run.parameters, unsharded.parameters),
+    }
     table = Table(
-        title="one step, and the difference after all steps",
+        title=f"one step, and the largest difference from the unsharded run after {len(unsharded.losses)} AdamW steps",
         title_style="bold",
         title_justify="left",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1),
         caption=(
-            "Counted on rank 0 in the last step. Gradient bytes: copied, or scaled in a pass of their own; gloo itself "
-            "copies as much as stands behind the +. Peak: unsharded parameters, live from the all-gather to the last "
-            "read. Times are for information: gloo on a CPU, and the first run is plain PyTorch on all batches."
+            "Counted on rank 0 in the last step, optimizer included. Gradient bytes: copied, or scaled in a pass of "
+            "their own. Peak: live from the all-gather to the last read, or until the memory is freed that the step "
+            "allocated. Allocated: memory for unsharded parameters. Kept: all slots, for parameters and gradients. "
+            "Seconds are for information: the unsharded run is plain PyTorch, in one process, on all batches."
         ),
         caption_justify="left",
     )
-    for column in (
-        "",
-        "collec-\ntives",
-        "parameter\nbytes copied",
-        "gradient\nbytes copied",
-        "peak in\nforward",
-        "peak in\nbackward",
-        "step\nseconds",
-        "loss differs\nat most by",
-        "parameters differ\nat most by",
-    ):
-        table.add_column(column, justify="right" if column else "left")
-    for run in runs:
-        counts = run.counts
-        alone = run is runs[0]
-        table.add_row(
-            run.name,
-            str(len(counts.collectives)),
-            human_bytes(counts.parameter_bytes_copied),
-            _gradient_bytes(counts),
-            human_bytes(counts.peak_unsharded_bytes["forward"]),
-            human_bytes(counts.peak_unsharded_bytes["backward"]),
-            f"{run.step_seconds:.2f}",
-            "" if alone else f"{largest_loss_difference(run.losses, runs[0].losses):.2g}",
-            "" if alone else f"{largest_difference(run.parameters, runs[0].parameters):.2g}",
-        )
+    if width >= 120:
+        for column in ("", *measures):
+            table.add_column(column, justify="right" if column else "left")
+        for run in runs:
+            table.add_row(run.name, *(measure(run) for measure in measures.values()))
+    else:
+        for column in ("", *(run.name for run in runs)):
+            table.add_column(column, justify="right" if column else "left")
+        for name, measure in measures.items():
+            table.add_row(name.replace("-\n", "").replace("\n", " "), *map(measure, runs))
     return table
+
+
+def _against(difference: Callable[[Any, Any], float], ours: Any, unsharded: Any) -> str:
+    return "" if ours is unsharded else f"{difference(ours, unsharded):.2g}"
 
 
 def checks_table(checks: list[Check]) -> Table:
@@ -188,8 +192,3 @@ def checks_table(checks: list[Check]) -> Table:
             Text(check.found),
         )
     return table
-
-
-def _gradient_bytes(counts: StepCounts) -> str:
-    own = human_bytes(counts.gradient_bytes_copied)
-    return f"{own} + {human_bytes(counts.backend_bytes_copied)}" if counts.backend_bytes_copied else own

@@ -41,6 +41,7 @@ class Run:
         alike: whether all ranks issued the same collectives in the same order.
         compile_seconds: the first call minus a later one.
         step_seconds: median of the steps that are neither first nor counted.
+        kept_bytes: memory for unsharded parameters and gradients that is there between steps too.
         plan, traces: of this project's runs.
         thunder_traces: forward and backward of Thunder's own.
     """
@@ -52,6 +53,7 @@ class Run:
     alike: bool
     compile_seconds: float
     step_seconds: float
+    kept_bytes: int = 0
     plan: Plan | None = None
     traces: CompiledTraces | None = None
     thunder_traces: tuple[TraceCtx, TraceCtx] | None = None
@@ -83,6 +85,9 @@ def run_fsdp(strategy: str, options: DemoOptions, text: torch.Tensor, tick: Tick
     name = strategy.replace("zero", "ZeRO-")
     run = _train(name, jitted, lambda: full_state_dict(jitted), options, text, tick, rank=dist.get_rank())
     run.plan, run.traces = transform.plan, transform.compiled[-1]
+    buckets = transform.sharded.buckets
+    arenas = {b.arena for b in buckets} | {b.private_slot.arena for b in buckets if b.private_slot is not None}
+    run.kept_bytes = sum(arena.nbytes for arena in arenas)
     return run
 
 

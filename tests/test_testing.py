@@ -1,0 +1,105 @@
+"""The assertions and the snapshot fixture as a user's test meets them: a real model, any world size, no ranks."""
+
+import textwrap
+
+from thunder_fsdp_sched import testing
+
+import pytest
+import torch
+from torch import nn
+
+pytest_plugins = ["pytester"]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 4, width: int = 16) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width) for _ in range(blocks)])
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).sum()
+
+
+def make(blocks: int = 4):
+    torch.manual_seed(0)
+    return Model(blocks), (torch.randn(2, 16),)
+
+
+@pytest.mark.parametrize(("strategy", "prefetch"), [("zero3", 1), ("zero3", 2), ("zero2", 1)])
+def test_a_real_model_keeps_the_rules_on_64_ranks(strategy, prefetch):
+    [compiled] = testing.compile_on_fake_ranks(make, 64, sharding_strategy=strategy, prefetch=prefetch)
+    testing.assert_waits_right_before_first_consumer(compiled)
+    testing.assert_gathers_in_consumer_order(compiled)
+    testing.assert_prefetch_distance(compiled, prefetch)
+    testing.assert_reductions_right_after_last_gradient(compiled)
+    testing.assert_buckets_in_flight_at_most(compiled, prefetch + 1)
+    if strategy == "zero3":
+        testing.assert_gathered_buckets_at_most(compiled, prefetch + 1)
+        largest = max(g.nbytes for g in testing.gathers(compiled.forward))
+        testing.assert_unsharded_bytes_at_most(compiled, (prefetch + 1) * largest)
+        testing.assert_bytes_in_flight_at_most(compiled, (prefetch + 1) * largest)
+        with pytest.raises(AssertionError, match="buckets are unsharded"):
+            testing.assert_gathered_buckets_at_most(compiled, prefetch)
+        with pytest.raises(AssertionError, match="bytes are unsharded"):
+            testing.assert_unsharded_bytes_at_most(compiled, largest)
+        with pytest.raises(AssertionError, match="gathers are in flight"):
+            testing.assert_buckets_in_flight_at_most(compiled, prefetch)
+        with pytest.raises(AssertionError, match="bytes are in flight"):
+            testing.assert_bytes_in_flight_at_most(compiled, largest)
+
+
+def test_all_ranks_have_the_same_schedule_although_their_shards_differ():
+    compiled = testing.compile_on_fake_ranks(lambda: make(1), 3, ranks=range(3))
+    testing.assert_same_schedule_on_all_ranks(compiled)
+
+
+def test_ranks_with_different_models_do_not_have_the_same_schedule():
+    sizes = iter([1, 2])
+    compiled = testing.compile_on_fake_ranks(lambda: make(next(sizes)), 2, ranks=range(2))
+    with pytest.raises(AssertionError, match=r"rank 1 issues fsdp_all_gather blocks\.1"):
+        testing.assert_same_schedule_on_all_ranks(compiled)
+
+
+def test_what_is_no_jitted_module_is_refused():
+    with pytest.raises(TypeError, match="jitted with fsdp"):
+        testing.assert_gathers_in_consumer_order(nn.Linear(2, 2))
+
+
+SNAPSHOT_TEST = """
+    import sys
+    sys.path.insert(0, {here!r})
+    from test_testing import make
+    from thunder_fsdp_sched import testing
+
+    def test_schedule(schedule_snapshot):
+        [compiled] = testing.compile_on_fake_ranks(lambda: make(1), 8, prefetch={prefetch})
+        schedule_snapshot(compiled)
+"""
+
+
+def test_a_snapshot_pins_a_schedule_until_it_is_updated(pytester, request):
+    def run(prefetch: int, *options: str):
+        code = textwrap.dedent(SNAPSHOT_TEST).format(here=str(request.path.parent), prefetch=prefetch)
+        pytester.makepyfile(test_pinned=code)
+        return pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider", *options)
+
+    run(1).stdout.fnmatch_lines(["*no schedule is pinned in*--update-schedules*"])
+    run(1, "--update-schedules").assert_outcomes(passed=1)
+    run(1).assert_outcomes(passed=1)
+    changed = run(0)
+    changed.assert_outcomes(failed=1)
+    changed.stdout.fnmatch_lines(["*is not the one pinned in*", "*fsdp_all_gather*head*"])
