@@ -90,7 +90,7 @@ class Links:
     ) -> None:
         self._clean_up()
 
-    def run(self, command: Sequence[str], *, timeout: float = 900.0) -> list[str]:
+    def run(self, command: Sequence[str], *, timeout: float = 3600.0) -> list[str]:
         """Runs ``command`` once for each rank and returns what each wrote to stdout.
 
         The environment tells ``RANK``, ``WORLD_SIZE`` and ``INIT_METHOD`` (for ``init_process_group``), and gloo which

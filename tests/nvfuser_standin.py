@@ -50,7 +50,10 @@ def install() -> FusionExecutor:
         impl.is_supported_tensor = _is_supported_tensor
         impl.nvFuserExecutor.has_cuda_input_or_output = _has_tensors
         impl.create_fusion_definition_wrapper = _as_plain_torch
-        for symbol in (ltorch.cross_entropy, ltorch.scaled_dot_product_attention):  # they become operators of nvFuser's own
+        for symbol in (
+            ltorch.cross_entropy,
+            ltorch.scaled_dot_product_attention,
+        ):  # they become operators of nvFuser's own
             del impl.ex.implmap[symbol.id]
     return sys.modules["thunder.executors.nvfuserex_impl"].ex
 

@@ -178,7 +178,7 @@ class Bucket:
         self.shard = torch.zeros(spec.layout.shard_numel, dtype=spec.dtype, device=spec.device)
         self.private_slot: Slot | None = None
         self.shard_views = shard_views(spec, rank, self.shard)
-        self.shard_pointers = tuple(view.data_ptr() for view in self.shard_views)
+        self.shard_pointers = tuple(map(address, self.shard_views))
         self.params = tuple(
             torch.nn.Parameter(view, param.requires_grad)
             for view, param in zip(self.shard_views, spec.params, strict=True)
@@ -250,6 +250,11 @@ def unsharded_views(spec: BucketSpec, flat: torch.Tensor) -> tuple[torch.Tensor,
         flat.as_strided(p.shape, _contiguous_strides(p.shape), flat.storage_offset() + p.unsharded_offset)
         for p in spec.layout.placements
     )
+
+
+def address(shard: torch.Tensor) -> int:
+    """Where ``shard`` lies, or its storage if it has no rows: every rank is to see that a parameter was replaced."""
+    return shard.data_ptr() or shard.untyped_storage().data_ptr()
 
 
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -18,6 +18,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from .buffers import describe_group
+
 __all__ = ["Agreement", "ScheduleDisagreement"]
 
 
@@ -39,13 +41,17 @@ class Agreement:
         self.name = name
         self.timeout = timeout
         self.number = 0
+        self.agreed: set[str] = set()
         self.alone = group.size() == 1 or dist.get_backend(group) == "fake"
 
     def check(self, what: str, lines: Sequence[str]) -> None:
         """Compares ``lines`` with those of all other ranks; returns when all are equal.
 
+        What the ranks have agreed on before is not compared again: a rank whose batch has another shape compiles alone,
+        and its traces fit those that the others have in their caches.
+
         Args:
-            what: which trace the lines are of, for the message.
+            what: which trace the lines are of.
 
         Raises:
             ScheduleDisagreement: on every rank that compares, naming the first line that differs and the ranks, or the
@@ -53,11 +59,13 @@ class Agreement:
         """
         if self.alone:
             return
+        digest = hashlib.sha256("\n".join([what, *lines]).encode()).hexdigest()
+        if digest in self.agreed:
+            return
         prefix = f"thunder_fsdp_sched/{self.name}/{self.number}"
         self.number += 1
         store = self.group.get_group_store()
         rank = self.group.rank()
-        digest = hashlib.sha256("\n".join([what, *lines]).encode()).hexdigest()
         store.set(f"{prefix}/lines/{rank}", json.dumps([digest, what, list(lines)]))
         if rank == 0:
             store.set(f"{prefix}/verdict", self._judge(prefix, digest, what, lines))
@@ -70,8 +78,9 @@ class Agreement:
         if verdict:
             store.set(f"thunder_fsdp_sched/{self.name}/disagreement", verdict)
             raise ScheduleDisagreement(
-                f"fsdp: the ranks of process group {self.group.group_name!r} disagree: {verdict}"
+                f"fsdp: the ranks of process group {describe_group(self.group)!r} disagree: {verdict}"
             )
+        self.agreed.add(digest)
 
     def _judge(self, prefix: str, digest: str, what: str, lines: Sequence[str]) -> str:
         """What is wrong, for all ranks to read; empty if nothing is."""

@@ -76,8 +76,8 @@ def before_and_after(
         for name, trace in (("before sorting", before), ("after sorting", after)):
             parts += [Text(f"{title}, {name}", style="bold"), *_rendered(trace, width, compute), Text()]
         return Group(*parts)
-    half = (width - 3) // 2
-    table = Table(title=title, title_style="bold", title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    half = (width - 2) // 2
+    table = Table(title=title, title_style="bold", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("before sorting", no_wrap=True, width=half)
     table.add_column("after sorting", no_wrap=True, width=half)
     for left, right in zip_longest(_rendered(before, half, compute), _rendered(after, half, compute), fillvalue=Text()):
@@ -235,6 +235,7 @@ def _shorter(text: str) -> Iterator[str]:
         head = [n if len(n) <= slot_width + 4 or i == 0 else f"{n[:slot_width]}…" for i, n in enumerate(names[:fixed])]
         right = ", ".join([*head, _abbreviate(names[fixed:], keep if symbol not in WAITS else 1)]).removesuffix(", ")
         yield f"{left}{symbol}({right}){note}"
+    yield f"{left}{symbol}({', '.join([*head, '…' if symbol not in WAITS else names[-1]])})"
 
 
 def _abbreviate(names: list[str], keep: int) -> str:

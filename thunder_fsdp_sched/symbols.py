@@ -26,7 +26,7 @@ from thunder.core.transforms import get_grad, put_grad
 from thunder.distributed import get_skip_data_parallel_grad_sync
 from thunder.extend import OperatorExecutor, register_executor
 
-from .buffers import Bucket, InFlight, Slot, shard_views
+from .buffers import Bucket, InFlight, Slot, address, shard_views
 
 __all__ = [
     "ISSUES",
@@ -56,7 +56,7 @@ register_executor(executor)
 
 def _check_shards(bucket: Bucket, shards: Sequence[torch.Tensor | None]) -> None:
     for index, (shard, pointer) in enumerate(zip(shards, bucket.shard_pointers, strict=True)):
-        if shard is not None and shard.data_ptr() != pointer:
+        if shard is not None and address(shard) != pointer:
             raise RuntimeError(
                 f"parameter {bucket.spec.params[index].name!r} no longer lies in the shard buffer of bucket "
                 f"{bucket.spec.name!r}: it was replaced by another tensor (load_state_dict(assign=True), `p.data = ...`, "

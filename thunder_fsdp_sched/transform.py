@@ -153,6 +153,8 @@ class FSDPTransform(Transform):
         save_schedules(self.schedules, path)
 
     def transform_module(self, model: ThunderModule) -> None:
+        if any(isinstance(transform, FSDPTransform) for transform in model._lc_transforms):
+            raise ValueError("fsdp: the module is sharded already; pass one fsdp(...) in transforms=[...]")
         if self._sharded is None:
             self._sharded = ShardedModule.shard(model, self.options)
         elif self._sharded.module is not model._model:
@@ -219,8 +221,7 @@ class FSDPTransform(Transform):
         sorted_trace = compiled.run(passes, computation_trace)
         schedule = read_schedule(sorted_trace)
         self.sharded.agreement.check(
-            f"{'backward' if backward else 'forward'} of {'no_sync ' if compiled.no_sync else ''}trace "
-            f"{len(self.compiled)}",
+            f"{'backward' if backward else 'forward'} of a {'no_sync ' if compiled.no_sync else ''}trace",
             schedule.collectives(),
         )
         trace = compiled.run([partial(del_last_used, clear_mutable_collections=backward)], sorted_trace)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.proxies import Proxy, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
@@ -92,15 +92,14 @@ class _Regather:
             self.waits[bsym.args[0]] = bsym
             if bsym.args[0] not in self.kept:
                 self.from_params.update(outs_of(bsym))
-        elif is_pure(bsym) and bsym.sym.name != "unpack_trivial":
-            for out in outs_of(bsym):
-                part = derivation(bsym, out)
-                inside = {o for sub in part for o in outs_of(sub)}
-                inputs = {a for sub in part for a in args_of(sub)} - inside
-                if inputs <= self.constants:
-                    self.constants.add(out)
-                elif inputs <= self.from_params | self.constants:
-                    self.from_params.add(out)
+        elif bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
+            for part in bsym.subsymbols if bsym.sym.is_fusion else (bsym,):
+                if is_pure(part):
+                    inputs = args_of(part)
+                    if all(a in self.constants for a in inputs):
+                        self.constants.update(outs_of(part))
+                    elif all(a in self.constants or a in self.from_params for a in inputs):
+                        self.from_params.update(outs_of(part))
 
     def _regenerate(self, name: str) -> None:
         """Emits what computes ``name`` in backward, if it is a value of forward that derives from parameters alone."""
@@ -115,9 +114,12 @@ class _Regather:
                 self._regenerate(arg)
             if all(out in self.replacements for out in outs_of(bsym)):
                 continue  # another value needed the same part of a fusion
-            for proxy in bsym.flat_proxy_outs:
+            for proxy in _defined_in(bsym):
                 self._rename(proxy)
-            again = swap_args(bsym, self.replacements).from_bsym(output=self._renamed_output(bsym))
+            renamed = {
+                variableify(p): self.replacements[p.name] for p in _proxies_in(bsym) if p.name in self.replacements
+            }
+            again = bsym.from_bsym_swap_proxies(renamed)
             again.tags.add(BoundSymbolTag.BACKWARD)
             self.new.bound_symbols.append(again)
 
@@ -126,6 +128,9 @@ class _Regather:
         if bucket in self.gathered_again:
             return
         self.gathered_again.add(bucket)
+        if bucket not in self.gathers:  # forward does not need it at all
+            self.new.bound_symbols += self.again[bucket]
+            return
         forward_gather, forward_wait = self.gathers[bucket], self.waits[bucket]
         if bucket in self.again:
             self.new.bound_symbols += self.again[bucket]
@@ -150,7 +155,16 @@ class _Regather:
             self.replacements[proxy.name] = proxy.replace_name(name)
         return self.replacements[proxy.name]
 
-    def _renamed_output(self, bsym: BoundSymbol) -> object:
-        if isinstance(bsym.output, TensorProxy):
-            return self.replacements[bsym.output.name]
-        return type(bsym.output)(self.replacements[o.name] if isinstance(o, Proxy) else o for o in bsym.output)
+
+def _defined_in(bsym: BoundSymbol) -> Iterator[Proxy]:
+    """What ``bsym`` or a symbol within it defines."""
+    outs = set(outs_of(bsym))
+    yield from (p for p in bsym.flat_proxy_outs if p.name in outs)
+    for sub in bsym.subsymbols:
+        yield from _defined_in(sub)
+
+
+def _proxies_in(bsym: BoundSymbol) -> Iterator[Proxy]:
+    yield from (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
+    for sub in bsym.subsymbols:
+        yield from _proxies_in(sub)

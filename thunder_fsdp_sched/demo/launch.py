@@ -30,7 +30,8 @@ def run_demo(options: DemoOptions) -> int:
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.update(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"))
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:transformer_engine module not found:UserWarning")
+    os.environ["OMP_NUM_THREADS"] = "1"
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -115,7 +115,6 @@ class Screen:
     def _show_traces(self, run: Run) -> None:
         traces, plan = run.traces, run.plan
         assert traces is not None and plan is not None
-        self._print()
         if not self._plan_shown:
             self._print(plan_table(plan, title="buckets (ZeRO-2 and ZeRO-3 have the same)"))
             self._plan_shown = True
@@ -166,7 +165,7 @@ def comparison(runs: list[Run], *, width: int) -> Table:
     )
     if width >= 120:
         for column in ("", *measures):
-            table.add_column(column, justify="right" if column else "left")
+            table.add_column(column, justify="right" if column else "left", no_wrap=True)
         for run in runs:
             table.add_row(run.name, *(measure(run) for measure in measures.values()))
     else:

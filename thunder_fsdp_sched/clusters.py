@@ -1,0 +1,317 @@
+"""Machines as data: what one device computes, moves and sends in a second, and where these figures come from.
+
+``CLUSTERS`` holds presets by name. Another machine is another :class:`ClusterSpec`; ``dataclasses.replace`` changes one.
+``python -m thunder_fsdp_sched.clusters`` lists the presets, ``... measure`` measures this machine.
+
+[Note: What a preset's figures mean]
+Peaks are the vendor's, for dense matrices and one direction of a link. What a program reaches of them stands apart in
+:class:`Efficiency`, so that a reader sees which figures are facts and which are assumptions. Latencies and link
+efficiencies of the NVIDIA presets are the constants by which NCCL itself chooses its algorithms (``src/graph/tuning.cc``:
+ring, simple protocol, 8.4 us + 3.4 us a hop over NVLink or 14 us over the network; ``src/graph/topo.h``: 20.0, 20.6 and
+40.1 GB/s a link of NVLink 3, 4 and 5, of 25, 25 and 50 in the datasheets).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["CLUSTERS", "ClusterSpec", "Efficiency", "cluster", "measure_this_machine"]
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of the peaks, between 0 and 1, that a training step is assumed to reach. Assumptions, not datasheet values.
+
+    Attributes:
+        flops: of the peak FLOP/s in a large matrix multiplication.
+        memory: of the memory bandwidth in an elementwise kernel.
+        intra_node: of a device's link inside the node, in a ring.
+        inter_node: of a device's link between nodes, in a ring.
+    """
+
+    flops: float = 1.0
+    memory: float = 1.0
+    intra_node: float = 1.0
+    inter_node: float = 1.0
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """A cluster of equal nodes. Units are seconds, bytes, FLOP (an addition or a multiplication), and their ratios.
+
+    Attributes:
+        source: where the figures come from, in words.
+        devices_per_node: ranks of one node; consecutive ranks share a node.
+        memory: bytes of one device.
+        flops: peak FLOP/s of one device by dtype, dense matrices.
+        memory_bandwidth: bytes/s of one device's memory, reads and writes together.
+        intra_node_bandwidth: bytes/s that one device can send to others in its node, one direction.
+        inter_node_bandwidth: bytes/s that one device can send to other nodes, one direction.
+        intra_node_latency: seconds for one hop of a ring inside the node.
+        inter_node_latency: seconds for one hop of a ring between nodes.
+        collective_latency: seconds that a collective takes in addition, however small.
+        launch_overhead: seconds of the host for one bound symbol.
+        kernel_overhead: seconds of the device between two kernels, in addition to their work.
+        synchronous: whether the host computes itself (CPU) instead of running ahead of a device.
+        contention: share of compute speed that is lost while a collective runs, because it takes processors.
+        reduce_scatter_factor: bytes that a reduce-scatter sends, in units of what a ring needs. 2 for gloo, which
+            reduces everything on all ranks and drops what is not asked for.
+        efficiency: shares of the peaks that are assumed.
+    """
+
+    name: str
+    source: str
+    devices_per_node: int
+    memory: int
+    flops: Mapping[torch.dtype, float] = field(hash=False)
+    memory_bandwidth: float
+    intra_node_bandwidth: float
+    inter_node_bandwidth: float
+    intra_node_latency: float
+    inter_node_latency: float
+    collective_latency: float
+    launch_overhead: float
+    kernel_overhead: float = 0.0
+    synchronous: bool = False
+    contention: float = 0.0
+    reduce_scatter_factor: float = 1.0
+    efficiency: Efficiency = Efficiency()
+
+    def __post_init__(self) -> None:
+        positive = ("devices_per_node", "memory", "memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth")
+        for name in positive:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"cluster {self.name!r}: {name} must be positive, got {getattr(self, name)}")
+        if not self.flops or min(self.flops.values()) <= 0:
+            raise ValueError(f"cluster {self.name!r}: flops must give a positive peak for some dtype, got {self.flops}")
+        if not 0 <= self.contention < 1:
+            raise ValueError(f"cluster {self.name!r}: contention must be in [0, 1), got {self.contention}")
+
+    def flops_per_second(self, dtype: torch.dtype) -> float:
+        """FLOP/s that one device reaches in ``dtype``; the slowest known dtype's if this one has no peak here."""
+        return self.flops.get(dtype, min(self.flops.values())) * self.efficiency.flops
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bytes/s that one device reads and writes."""
+        return self.memory_bandwidth * self.efficiency.memory
+
+
+_NCCL = {"intra_node_latency": 3.4e-6, "inter_node_latency": 14e-6, "collective_latency": 8.4e-6}
+_HOST = {
+    # An eager PyTorch call keeps the host busy for 5 us and more; a kernel starts about 2 us after the one before it ends.
+    "launch_overhead": 6e-6,
+    "kernel_overhead": 2e-6,
+}
+_HOPPER = {
+    torch.float64: 67e12,  # tensor cores
+    torch.float32: 67e12,  # without TF32, as PyTorch's default
+    torch.bfloat16: 989.4e12,
+    torch.float16: 989.4e12,
+    torch.float8_e4m3fn: 1978.9e12,
+    torch.float8_e5m2: 1978.9e12,
+}
+_ASSUMED = (
+    "Latencies and NVLink's share: NCCL's tuning constants. Assumed: 75 % of peak FLOP/s in large matrix "
+    "multiplications, 85 % of memory bandwidth, 90 % of the network, 6 us of host time a bound symbol, and the "
+    "share of SMs that NCCL's 16 channels take while it communicates"
+)
+
+_PRESETS = (
+    ClusterSpec(
+        name="h100-sxm",
+        source=f"NVIDIA H100 Tensor Core GPU datasheet (SXM5, dense) and DGX H100 datasheet (400 Gb/s a GPU). {_ASSUMED}",
+        devices_per_node=8,
+        memory=80 * 10**9,
+        flops=_HOPPER,
+        memory_bandwidth=3.35e12,
+        intra_node_bandwidth=450e9,
+        inter_node_bandwidth=50e9,
+        contention=16 / 132,
+        efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=20.6 / 25, inter_node=0.9),
+        **_NCCL,
+        **_HOST,
+    ),
+    ClusterSpec(
+        name="h200-sxm",
+        source=f"NVIDIA H200 Tensor Core GPU datasheet (SXM, dense) and DGX H200 datasheet (400 Gb/s a GPU). {_ASSUMED}",
+        devices_per_node=8,
+        memory=141 * 10**9,
+        flops=_HOPPER,
+        memory_bandwidth=4.8e12,
+        intra_node_bandwidth=450e9,
+        inter_node_bandwidth=50e9,
+        contention=16 / 132,
+        efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=20.6 / 25, inter_node=0.9),
+        **_NCCL,
+        **_HOST,
+    ),
+    ClusterSpec(
+        name="a100-sxm",
+        source=f"NVIDIA A100 80GB datasheet (SXM4, dense) and DGX A100 datasheet (200 Gb/s a GPU). {_ASSUMED}",
+        devices_per_node=8,
+        memory=80 * 10**9,
+        flops={torch.float64: 19.5e12, torch.float32: 19.5e12, torch.bfloat16: 312e12, torch.float16: 312e12},
+        memory_bandwidth=2.039e12,
+        intra_node_bandwidth=300e9,
+        inter_node_bandwidth=25e9,
+        contention=16 / 108,
+        efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=20.0 / 25, inter_node=0.9),
+        **_NCCL,
+        **_HOST,
+    ),
+    ClusterSpec(
+        name="b200",
+        source=f"NVIDIA DGX B200 and HGX B200 datasheets (a GPU's share, dense; 400 Gb/s a GPU). {_ASSUMED}",
+        devices_per_node=8,
+        memory=180 * 10**9,
+        flops={
+            torch.float64: 40e12,
+            torch.float32: 80e12,
+            torch.bfloat16: 2250e12,
+            torch.float16: 2250e12,
+            torch.float8_e4m3fn: 4500e12,
+            torch.float8_e5m2: 4500e12,
+        },
+        memory_bandwidth=8e12,
+        intra_node_bandwidth=900e9,
+        inter_node_bandwidth=50e9,
+        contention=16 / 148,
+        efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=40.1 / 50, inter_node=0.9),
+        **_NCCL,
+        **_HOST,
+    ),
+)
+
+CLUSTERS: Mapping[str, ClusterSpec] = {spec.name: spec for spec in _PRESETS}
+"""Presets by name."""
+
+
+def cluster(name: str | ClusterSpec) -> ClusterSpec:
+    """The preset of that name; a spec passes through.
+
+    Raises:
+        ValueError: no preset has that name; the message lists those there are.
+    """
+    if isinstance(name, ClusterSpec):
+        return name
+    try:
+        return CLUSTERS[name]
+    except KeyError:
+        raise ValueError(f"cluster: unknown {name!r}; known are {', '.join(sorted(CLUSTERS))}") from None
+
+
+#
+# Measuring this machine
+#
+
+
+def measure_this_machine(world_size: int | None = None) -> ClusterSpec:
+    """Measures a node of CPU ranks on this machine: one thread each, one core each, gloo between them. Takes a minute.
+
+    Args:
+        world_size: ranks; default is one for each core that this process may use.
+    """
+    from torch.multiprocessing import get_context  # starts processes: only when asked
+
+    cores = sorted(os.sched_getaffinity(0))
+    world_size = world_size or len(cores)
+    context = get_context("spawn")
+    results = context.SimpleQueue()
+    port = 20000 + os.getpid() % 20000
+    processes = [
+        context.Process(target=_measure_rank, args=(rank, world_size, cores[rank % len(cores)], port, results))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise RuntimeError("a rank failed; its traceback is above")
+    figures = [results.get() for _ in processes]
+    mean = {key: sum(f[key] for f in figures) / world_size for key in figures[0]}
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return ClusterSpec(
+        name=f"cpu-{world_size}core",
+        source=f"measured on this machine: {world_size} ranks, a thread and a core each, gloo over the loopback device",
+        devices_per_node=world_size,
+        memory=pages // world_size,
+        flops={dtype: mean[str(dtype)] for dtype in _MEASURED_DTYPES},
+        memory_bandwidth=mean["memory"],
+        intra_node_bandwidth=mean["link"],
+        inter_node_bandwidth=mean["link"],
+        intra_node_latency=mean["latency"] / 2,
+        inter_node_latency=mean["latency"] / 2,
+        collective_latency=mean["latency"] / 2,
+        launch_overhead=mean["launch"],
+        synchronous=True,
+        reduce_scatter_factor=2.0,
+    )
+
+
+_MEASURED_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def _measure_rank(rank: int, world_size: int, core: int, port: int, results: object) -> None:
+    import torch.distributed as dist
+
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    figures: dict[str, float] = {}
+    for dtype in _MEASURED_DTYPES:
+        a, b = torch.randn(512, 512).to(dtype), torch.randn(512, 2048).to(dtype)
+        figures[str(dtype)] = 2 * 512 * 512 * 2048 / _seconds(lambda a=a, b=b: torch.mm(a, b))  # type: ignore[misc]
+    big = torch.ones(1 << 25)
+    other = torch.empty_like(big)
+    figures["memory"] = 2 * big.nbytes / _seconds(lambda: other.copy_(big))
+    small = torch.ones(1)
+    figures["launch"] = _seconds(lambda: torch.neg(small), calls=1000)
+    shards = torch.ones(big.numel() // world_size)
+    gather = dist.all_gather_into_tensor
+    tiny = torch.empty(world_size)
+    figures["latency"] = _seconds(lambda: gather(tiny, small), calls=20)
+    sent = big.nbytes * (world_size - 1) / world_size
+    figures["link"] = sent / max(_seconds(lambda: gather(big, shards)) - figures["latency"], 1e-9)
+    dist.barrier()
+    dist.destroy_process_group()
+    results.put(figures)  # type: ignore[attr-defined]
+
+
+def _seconds(call: object, *, calls: int = 3, repeats: int = 7) -> float:
+    """Least mean time of one call among ``repeats`` runs of ``calls`` calls: what disturbs can only add time."""
+    assert callable(call)
+    call()
+    best = float("inf")
+    for _ in range(repeats):
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.perf_counter() - started) / calls)
+    return best
+
+
+def _describe(spec: ClusterSpec) -> str:
+    lines = [spec.name]
+    for entry in dataclasses.fields(spec):
+        if entry.name != "name":
+            value = getattr(spec, entry.name)
+            if entry.name == "flops":
+                value = {str(dtype): f"{peak:.4g}" for dtype, peak in value.items()}
+            lines.append(f"    {entry.name}: {f'{value:.4g}' if isinstance(value, float) else value}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["measure"]:
+        print(_describe(measure_this_machine()))
+    else:
+        print("\n".join(_describe(spec) for spec in CLUSTERS.values()))
