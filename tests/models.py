@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 __all__ = ["CASES", "GPT", "Block", "Layer", "Model", "Stack"]
 
@@ -47,7 +48,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A language model that gives its loss. With ``tied``, the embedding is the head's weight."""
 
-    def __init__(self, *, width: int = 16, blocks: int = 2, vocab: int = 23, length: int = 8, tied: bool = False) -> None:
+    def __init__(
+        self, *, width: int = 16, blocks: int = 2, vocab: int = 23, length: int = 8, tied: bool = False
+    ) -> None:
         super().__init__()
         self.vocab, self.length = vocab, length
         self.wte = nn.Embedding(vocab, width)
@@ -243,7 +246,11 @@ class ViewsOfParameters(Model):
         rows = self.table[1:5:2]
         x = torch.tanh(self.blocks[0](x) @ first) + self.blocks[0].weight[2]
         x = self.blocks[1](x) @ self.blocks[0].weight.t()[:, 1:] @ self.blocks[1].weight[1:].view(3, 2, 2).flatten(1)
-        return x @ second.contiguous() + x @ rows.transpose(0, 1).repeat(1, 2) + self.table.view(2, 12)[1, 4:8].unsqueeze(0)
+        return (
+            x @ second.contiguous()
+            + x @ rows.transpose(0, 1).repeat(1, 2)
+            + self.table.view(2, 12)[1, 4:8].unsqueeze(0)
+        )
 
 
 class MixedDtypes(Model):
@@ -280,6 +287,37 @@ class ScalarLoss(Model):
         return self.stack(x).square().mean() + 0.1 * decay
 
 
+class Checkpointed(Model):
+    """Activation checkpointing: backward computes each block's forward again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer(4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class ExpandedParameters(Model):
+    """A class token and positions as in a vision transformer, experts in one parameter, stacked parameters, in place ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 4))
+        self.positions = nn.Parameter(torch.randn(1, 3, 4))
+        self.experts = nn.Parameter(torch.randn(2, 4, 4))
+        self.gate = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x.unsqueeze(1).expand(-1, 2, -1)], 1) + self.positions
+        x.mul_(2.0)
+        outputs = torch.einsum("bti,eij->btej", x, self.experts)
+        x = (outputs * torch.softmax(self.gate(x), -1).unsqueeze(-1)).sum(2)
+        return torch.where(x > 0, x, x * torch.stack([self.gate.weight[0], self.experts[1, 0]]).sum(0))
+
+
 CASES: dict[str, type[Model]] = {
     "uneven_rows": UnevenRows,
     "tiny_parameters": TinyParameters,
@@ -291,4 +329,6 @@ CASES: dict[str, type[Model]] = {
     "views_of_parameters": ViewsOfParameters,
     "mixed_dtypes": MixedDtypes,
     "scalar_loss": ScalarLoss,
+    "checkpointed": Checkpointed,
+    "expanded_parameters": ExpandedParameters,
 }

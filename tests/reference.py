@@ -133,7 +133,11 @@ class Twins:
 
     def close(self, ours: Any, theirs: Any, what: str) -> None:
         torch.testing.assert_close(
-            ours, theirs, rtol=self.tolerance, atol=self.tolerance, msg=lambda text: f"{what} on rank {self.rank}: {text}"
+            ours,
+            theirs,
+            rtol=self.tolerance,
+            atol=self.tolerance,
+            msg=lambda text: f"{what} on rank {self.rank}: {text}",
         )
 
     def reduced(self, index: int = -1) -> list[str]:

@@ -43,8 +43,6 @@ def make_buckets(sizes: list[int], *, zero3: bool = True) -> list[Bucket]:
         )
         spec = BucketSpec(f"b{number}", params, plan_layout([SHAPE] * size, 2, 4), zero3)
         buckets.append(Bucket(spec, 0, NoGroup(), AllGatherTransport(), arena, f"bucket_b{number}"))
-        if not zero3:
-            buckets[-1].keep_unsharded()
     return buckets
 
 
@@ -159,7 +157,9 @@ def test_equal_blocks_need_one_slot_more_than_prefetch(prefetch):
 
 
 def test_zero2_buckets_keep_their_private_slots():
-    done = verify(plan_slots(sort_communication(chain(4, zero3=False), prefetch=1)))
+    trace = chain(4, zero3=False)
+    kept = {b.args[0] for b in trace.bound_symbols if b.sym is fsdp_all_gather}
+    done = verify(plan_slots(sort_communication(trace, prefetch=1), kept=kept))
     for bsym in done.bound_symbols:
         if bsym.sym is fsdp_all_gather:
             assert bsym.args[1] is bsym.args[0].private_slot

@@ -124,7 +124,8 @@ def trace(
             ):
                 if before is not None and after is not None:
                     title = f"{strategy.replace('zero', 'ZeRO-')}, {name}, {world_size} ranks"
-                    console.print(before_and_after(before, after, title=title, width=console.width), "")
+                    console.print(before_and_after(before, after, title=title, width=console.width))
+                    console.print()
     finally:
         dist.destroy_process_group()
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Literal
 
 import torch
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from .clusters import ClusterSpec
 from .options import check_options
 from .schedule import StepSchedule
 from .transform import FSDPTransform
@@ -21,7 +23,7 @@ def fsdp(
     *,
     sharding_strategy: str | FSDPType = "zero3",
     bucketing_strategy: str | FSDPBucketingStrategy | int | Callable[[str, torch.nn.Parameter], str] = "block",
-    prefetch: int = 1,
+    prefetch: int | Literal["auto"] = 1,
     device: torch.device | str | None = None,
     mesh: DeviceMesh | None = None,
     process_group: ProcessGroup | None = None,
@@ -29,6 +31,8 @@ def fsdp(
     ignored_params: Iterable[torch.nn.Parameter | str] | None = None,
     move_state_dict_to_cpu: bool = False,
     schedule: str | Path | StepSchedule | None = None,
+    max_unsharded_bytes: int | str | None = None,
+    cluster: ClusterSpec | str | None = None,
 ) -> FSDPTransform:
     """Fully sharded data parallel training for ``thunder.jit(model, transforms=[fsdp(...)])``.
 
@@ -44,7 +48,8 @@ def fsdp(
             that many bytes. A callable ``(parameter name, parameter) -> bucket name``. No bucket spans dtypes, devices,
             or trainable and frozen parameters.
         prefetch: how many buckets ahead of its own wait an all-gather is issued. ZeRO-3 needs memory for about
-            ``prefetch + 1`` unsharded buckets. 0 overlaps nothing.
+            ``prefetch + 1`` unsharded buckets. 0 overlaps nothing. ``"auto"`` takes the distance with the least
+            simulated step time.
         device: where shards and unsharded parameters live; default is where each parameter is.
         mesh: a 1-D device mesh to shard over, instead of ``process_group``.
         process_group: the ranks to shard over; default is the default process group.
@@ -55,6 +60,13 @@ def fsdp(
 
         schedule: a schedule to replay instead of sorting: a file that ``transform.save_schedules(path)`` wrote, or a
             :class:`StepSchedule`. One that does not fit is refused, naming the line.
+
+        max_unsharded_bytes: bytes (or ``"40GiB"``) that all unsharded memory may take: gathered buckets and unsharded
+            gradients. With ``sharding_strategy="zero3"`` as many buckets stay unsharded until backward as fit, and with
+            ``prefetch="auto"`` both are chosen together for the least simulated step time. ``.compiled[-1].choice``
+            shows what was considered.
+        cluster: what the simulator takes for granted, a :class:`ClusterSpec` or the name of a preset; default is the
+            preset nearest to the device at hand.
 
     Returns:
         A transform for one module. ``.plan`` shows the buckets after ``thunder.jit``, ``.compiled`` and ``.schedules``
@@ -76,5 +88,7 @@ def fsdp(
             ignored_params=ignored_params,
             move_state_dict_to_cpu=move_state_dict_to_cpu,
             schedule=schedule,
+            max_unsharded_bytes=max_unsharded_bytes,
+            cluster=cluster,
         )
     )

@@ -194,11 +194,12 @@ class Bucket:
     def __repr__(self) -> str:
         return self.handle
 
-    def keep_unsharded(self) -> None:
-        """Gives the bucket a slot of its own, where it stays from forward to backward (ZeRO-2)."""
+    def keep_unsharded(self) -> Slot:
+        """The bucket's own slot, where it stays from forward to backward (ZeRO-2); allocated when it is first used."""
         if self.private_slot is None:  # an arena of its own: nobody else can be given a part of it
             arena = Arena(self.spec.device, name=f"own_{self.handle}")
             self.private_slot = arena.slot(0, self.spec.unsharded_bytes)
+        return self.private_slot
 
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Adds unsharded gradients, one per parameter or ``None``, to :attr:`unreduced`."""

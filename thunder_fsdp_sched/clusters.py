@@ -5,10 +5,11 @@
 
 [Note: What a preset's figures mean]
 Peaks are the vendor's, for dense matrices and one direction of a link. What a program reaches of them stands apart in
-:class:`Efficiency`, so that a reader sees which figures are facts and which are assumptions. Latencies and link
-efficiencies of the NVIDIA presets are the constants by which NCCL itself chooses its algorithms (``src/graph/tuning.cc``:
-ring, simple protocol, 8.4 us + 3.4 us a hop over NVLink or 14 us over the network; ``src/graph/topo.h``: 20.0, 20.6 and
-40.1 GB/s a link of NVLink 3, 4 and 5, of 25, 25 and 50 in the datasheets).
+:class:`Efficiency`, so that a reader sees which figures are facts and which are assumptions. Protocols and the share of
+NVLink in the NVIDIA presets are the constants by which NCCL itself chooses how to communicate: ``src/graph/tuning.cc``
+(rings, microseconds of start, of a hop over NVLink, of a hop over the network: 8.4, 3.4, 14.0 for Simple; 14.0, 1.9, 4.0
+for LL128 at 92 % of the bandwidth) and ``src/graph/topo.h`` (20.0, 20.6 and 40.1 GB/s a link of NVLink 3, 4 and 5, of the
+datasheets' 25, 25 and 50).
 """
 
 from __future__ import annotations
@@ -22,7 +23,24 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["CLUSTERS", "ClusterSpec", "Efficiency", "cluster", "measure_this_machine"]
+__all__ = ["CLUSTERS", "ClusterSpec", "Efficiency", "Protocol", "cluster", "measure_this_machine"]
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """One way in which the communication library passes data around a ring; it takes the fastest for each size.
+
+    Attributes:
+        start: seconds that a collective takes in addition, however small.
+        intra_node_hop: seconds of one hop inside a node, without the data.
+        inter_node_hop: seconds of one hop between nodes, without the data.
+        bandwidth_share: share of the links' bandwidth that carries data.
+    """
+
+    start: float
+    intra_node_hop: float
+    inter_node_hop: float
+    bandwidth_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -54,9 +72,7 @@ class ClusterSpec:
         memory_bandwidth: bytes/s of one device's memory, reads and writes together.
         intra_node_bandwidth: bytes/s that one device can send to others in its node, one direction.
         inter_node_bandwidth: bytes/s that one device can send to other nodes, one direction.
-        intra_node_latency: seconds for one hop of a ring inside the node.
-        inter_node_latency: seconds for one hop of a ring between nodes.
-        collective_latency: seconds that a collective takes in addition, however small.
+        protocols: latencies of the communication library.
         launch_overhead: seconds of the host for one bound symbol.
         kernel_overhead: seconds of the device between two kernels, in addition to their work.
         synchronous: whether the host computes itself (CPU) instead of running ahead of a device.
@@ -74,9 +90,7 @@ class ClusterSpec:
     memory_bandwidth: float
     intra_node_bandwidth: float
     inter_node_bandwidth: float
-    intra_node_latency: float
-    inter_node_latency: float
-    collective_latency: float
+    protocols: tuple[Protocol, ...]
     launch_overhead: float
     kernel_overhead: float = 0.0
     synchronous: bool = False
@@ -89,6 +103,8 @@ class ClusterSpec:
         for name in positive:
             if getattr(self, name) <= 0:
                 raise ValueError(f"cluster {self.name!r}: {name} must be positive, got {getattr(self, name)}")
+        if not self.protocols:
+            raise ValueError(f"cluster {self.name!r}: protocols must hold at least one")
         if not self.flops or min(self.flops.values()) <= 0:
             raise ValueError(f"cluster {self.name!r}: flops must give a positive peak for some dtype, got {self.flops}")
         if not 0 <= self.contention < 1:
@@ -104,7 +120,7 @@ class ClusterSpec:
         return self.memory_bandwidth * self.efficiency.memory
 
 
-_NCCL = {"intra_node_latency": 3.4e-6, "inter_node_latency": 14e-6, "collective_latency": 8.4e-6}
+_NCCL = (Protocol(8.4e-6, 3.4e-6, 14e-6), Protocol(14e-6, 1.9e-6, 4e-6, bandwidth_share=0.92))
 _HOST = {
     # An eager PyTorch call keeps the host busy for 5 us and more; a kernel starts about 2 us after the one before it ends.
     "launch_overhead": 6e-6,
@@ -119,7 +135,7 @@ _HOPPER = {
     torch.float8_e5m2: 1978.9e12,
 }
 _ASSUMED = (
-    "Latencies and NVLink's share: NCCL's tuning constants. Assumed: 75 % of peak FLOP/s in large matrix "
+    "Protocols and NVLink's share: NCCL's tuning constants. Assumed: 75 % of peak FLOP/s in large matrix "
     "multiplications, 85 % of memory bandwidth, 90 % of the network, 6 us of host time a bound symbol, and the "
     "share of SMs that NCCL's 16 channels take while it communicates"
 )
@@ -136,7 +152,7 @@ _PRESETS = (
         inter_node_bandwidth=50e9,
         contention=16 / 132,
         efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=20.6 / 25, inter_node=0.9),
-        **_NCCL,
+        protocols=_NCCL,
         **_HOST,
     ),
     ClusterSpec(
@@ -150,7 +166,7 @@ _PRESETS = (
         inter_node_bandwidth=50e9,
         contention=16 / 132,
         efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=20.6 / 25, inter_node=0.9),
-        **_NCCL,
+        protocols=_NCCL,
         **_HOST,
     ),
     ClusterSpec(
@@ -164,7 +180,7 @@ _PRESETS = (
         inter_node_bandwidth=25e9,
         contention=16 / 108,
         efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=20.0 / 25, inter_node=0.9),
-        **_NCCL,
+        protocols=_NCCL,
         **_HOST,
     ),
     ClusterSpec(
@@ -185,7 +201,7 @@ _PRESETS = (
         inter_node_bandwidth=50e9,
         contention=16 / 148,
         efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=40.1 / 50, inter_node=0.9),
-        **_NCCL,
+        protocols=_NCCL,
         **_HOST,
     ),
 )
@@ -248,9 +264,7 @@ def measure_this_machine(world_size: int | None = None) -> ClusterSpec:
         memory_bandwidth=mean["memory"],
         intra_node_bandwidth=mean["link"],
         inter_node_bandwidth=mean["link"],
-        intra_node_latency=mean["latency"] / 2,
-        inter_node_latency=mean["latency"] / 2,
-        collective_latency=mean["latency"] / 2,
+        protocols=(Protocol(0.0, mean["hop"], mean["hop"]),),
         launch_overhead=mean["launch"],
         synchronous=True,
         reduce_scatter_factor=2.0,
@@ -278,9 +292,9 @@ def _measure_rank(rank: int, world_size: int, core: int, port: int, results: obj
     shards = torch.ones(big.numel() // world_size)
     gather = dist.all_gather_into_tensor
     tiny = torch.empty(world_size)
-    figures["latency"] = _seconds(lambda: gather(tiny, small), calls=20)
-    sent = big.nbytes * (world_size - 1) / world_size
-    figures["link"] = sent / max(_seconds(lambda: gather(big, shards)) - figures["latency"], 1e-9)
+    hops = max(world_size - 1, 1)
+    figures["hop"] = _seconds(lambda: gather(tiny, small), calls=20) / hops
+    figures["link"] = big.nbytes * hops / world_size / _seconds(lambda: gather(big, shards))
     dist.barrier()
     dist.destroy_process_group()
     results.put(figures)  # type: ignore[attr-defined]

@@ -331,6 +331,6 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int] | None:
     """First and last byte (excluded) of the storage that ``tensor`` spans, ``None`` without elements."""
     if not tensor.numel():
         return None
-    start = tensor.storage_offset()
+    start = int(tensor.storage_offset())
     last = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start * tensor.element_size(), (last + 1) * tensor.element_size()

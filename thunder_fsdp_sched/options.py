@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
@@ -13,6 +14,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from .buckets import BucketingStrategy
+from .clusters import ClusterSpec
+from .clusters import cluster as cluster_by_name
+from .cost import AnalyticCost, CostModel
 from .schedule import StepSchedule, load_schedules
 
 __all__ = ["Options", "check_options"]
@@ -32,7 +36,7 @@ class Options:
 
     reshard_after_forward: bool
     bucketing: BucketingStrategy | int | Callable[[str, torch.nn.Parameter], str]
-    prefetch: int
+    prefetch: int | Literal["auto"]
     device: torch.device | None
     mesh: DeviceMesh | None
     process_group: ProcessGroup | None
@@ -40,6 +44,12 @@ class Options:
     ignored_params: tuple[torch.nn.Parameter | str, ...]
     move_state_dict_to_cpu: bool
     schedule: tuple[StepSchedule, ...] | None
+    max_unsharded_bytes: int | None
+    cluster: ClusterSpec | None
+
+    def cost_model(self, world_size: int) -> CostModel:
+        """What the simulator charges: for the cluster that was named, else for what this process runs on."""
+        return AnalyticCost(self.cluster or _this_cluster(), world_size)
 
     def __str__(self) -> str:
         strategy = "zero3" if self.reshard_after_forward else "zero2"
@@ -59,6 +69,8 @@ def check_options(
     ignored_params: Any,
     move_state_dict_to_cpu: Any,
     schedule: Any,
+    max_unsharded_bytes: Any,
+    cluster: Any,
 ) -> Options:
     """Turns a user's arguments into options.
 
@@ -80,9 +92,9 @@ def check_options(
         raise ValueError("mesh and process_group: pass one of them, not both")
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}; pass the one to shard over, mesh['name']")
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int):
-        raise TypeError(f"prefetch: expected a number of buckets (int), got {prefetch!r}")
-    if prefetch < 0:
+    if prefetch != "auto" and (isinstance(prefetch, bool) or not isinstance(prefetch, int)):
+        raise TypeError(f"prefetch: expected a number of buckets (int) or 'auto', got {prefetch!r}")
+    if prefetch != "auto" and prefetch < 0:
         raise ValueError(f"prefetch: expected 0 or more buckets, got {prefetch}")
     if isinstance(broadcast_from, bool) or not isinstance(broadcast_from, (int, type(None))):
         raise TypeError(f"broadcast_from: expected a global rank (int) or None, got {broadcast_from!r}")
@@ -98,6 +110,8 @@ def check_options(
         ignored_params=_ignored(ignored_params),
         move_state_dict_to_cpu=move_state_dict_to_cpu,
         schedule=_schedule(schedule),
+        max_unsharded_bytes=_budget(max_unsharded_bytes, zero3=_STRATEGIES[key]),
+        cluster=cluster if cluster is None or isinstance(cluster, ClusterSpec) else cluster_by_name(cluster),
     )
 
 
@@ -120,6 +134,49 @@ def _bucketing(strategy: Any) -> BucketingStrategy | int | Callable[[str, torch.
         f"bucketing_strategy: expected 'none', 'layer', 'block', a thunder.distributed.FSDPBucketingStrategy, a size in "
         f"bytes or a callable (name, parameter) -> bucket name, got {strategy!r}"
     )
+
+
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
+_UNITS = {"": 1} | {p + i: b**e for e, p in enumerate("kmgt", 1) for i, b in (("", 1000), ("i", 1024))}
+
+
+def parse_bytes(name: str, value: Any) -> int:
+    """``40 * 2**30`` and ``"40GiB"`` alike, as a number of bytes.
+
+    Raises:
+        TypeError, ValueError: naming the option ``name``.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(f"{name}: expected bytes as an int or a text such as '40GiB', got {value!r}")
+    if isinstance(value, str):
+        match = _BYTES.fullmatch(value)
+        if match is None:
+            raise ValueError(f"{name}: expected bytes such as '40GiB' or '512MB', got {value!r}")
+        value = int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+    if value <= 0:
+        raise ValueError(f"{name}: expected more than 0 bytes, got {value}")
+    return value
+
+
+def _this_cluster() -> ClusterSpec:
+    if not torch.cuda.is_available():
+        return cluster_by_name("cpu-2core")
+    device = torch.cuda.get_device_name()
+    for model, preset in (("H100", "h100-sxm"), ("H200", "h200-sxm"), ("A100", "a100-sxm"), ("B200", "b200")):
+        if model in device:
+            return cluster_by_name(preset)
+    raise ValueError(f"cluster: no preset is known for {device}; describe it with a ClusterSpec: fsdp(cluster=...)")
+
+
+def _budget(value: Any, *, zero3: bool) -> int | None:
+    if value is None:
+        return None
+    if not zero3:
+        raise ValueError(
+            "max_unsharded_bytes: sharding_strategy='zero2' keeps every bucket unsharded, there is nothing to choose; use "
+            "'zero3', which keeps as many as fit"
+        )
+    return parse_bytes("max_unsharded_bytes", value)
 
 
 def _schedule(schedule: Any) -> tuple[StepSchedule, ...] | None:

@@ -75,7 +75,7 @@ def before_and_after(
         parts: list[RenderableType] = []
         for name, trace in (("before sorting", before), ("after sorting", after)):
             parts += [Text(f"{title}, {name}", style="bold"), *_rendered(trace, width, compute), Text()]
-        return Group(*parts)
+        return Group(*parts[:-1])
     half = (width - 2) // 2
     table = Table(title=title, title_style="bold", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("before sorting", no_wrap=True, width=half)
@@ -109,25 +109,24 @@ def schedule_table(schedule: Schedule, *, title: str) -> Table:
 
 
 def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
-    """Every bucket of a plan: how many parameters travel in it, and their bytes."""
-    table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
+    """Every bucket of a plan: how many parameters travel in it, and their bytes; the title ends in the process group."""
+    table = Table(
+        title=f"{title}, {plan.world_size} ranks of process group {plan.group!r}",
+        title_style="bold",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
     table.add_column("bucket")
-    table.add_column("parameters", justify="right")
-    table.add_column("dtype")
-    table.add_column("unsharded bytes", justify="right")
-    table.add_column("bytes a rank", justify="right")
-    table.add_column("padding", justify="right")
-    table.add_column("group")
+    for column in ("parameters", "dtype", "unsharded bytes", "bytes a rank", "padding"):
+        table.add_column(column, justify="left" if column == "dtype" else "right", no_wrap=True)
     for bucket in plan:
-        padding = bucket.unsharded_bytes - bucket.param_bytes
         table.add_row(
             bucket.name if bucket.requires_grad else f"{bucket.name} (frozen)",
             str(len(bucket.params)),
             str(bucket.dtype).removeprefix("torch."),
             f"{bucket.unsharded_bytes:,}",
             f"{bucket.shard_bytes:,}",
-            f"{padding:,}",
-            f"{plan.group} ({plan.world_size} ranks)",
+            f"{bucket.unsharded_bytes - bucket.param_bytes:,}",
         )
     table.add_section()
     table.add_row(
@@ -137,7 +136,6 @@ def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
         f"{sum(b.unsharded_bytes for b in plan):,}",
         f"{sum(b.shard_bytes for b in plan):,}",
         f"{sum(b.unsharded_bytes - b.param_bytes for b in plan):,}",
-        "",
     )
     return table
 
@@ -177,7 +175,9 @@ def _count(number: int, what: str) -> str:
 
 
 def _printed(trace: TraceCtx) -> Iterator[BoundSymbol]:
-    return (bsym for bsym in trace.bound_symbols if bsym.sym.id is not PrimIDs.DEL)
+    """What a schedule counts: neither ``del`` statements nor the clearing of lists that comes with them."""
+    skipped = "clear_mutable_collection"
+    return (b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL and b.sym.name != skipped)
 
 
 def _lines(trace: TraceCtx) -> list[_Line]:

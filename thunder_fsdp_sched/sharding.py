@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 
 import thunder
@@ -23,7 +25,9 @@ __all__ = ["ShardedModule"]
 _AGREEMENT_TIMEOUT = timedelta(seconds=300)
 """How long a rank that compiles waits for the others to compile the same: tracing may be slower on some."""
 
-_numbers = itertools.count()  # every rank shards its modules in the same order
+_numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+"""Numbers the modules of each process group: the ranks of a group shard the same ones in the same order, but some of
+them may shard others over another group in between."""
 
 
 class ShardedModule:
@@ -43,13 +47,11 @@ class ShardedModule:
         self.plan = plan
         self.buckets = buckets
         self.group = group
-        self.agreement = Agreement(group, f"module {next(_numbers)}", _AGREEMENT_TIMEOUT)
+        self.agreement = Agreement(group, f"module {next(_numbers[group.group_name])}", _AGREEMENT_TIMEOUT)
         self.places: dict[str, tuple[Bucket, int]] = {}
         self.shards: dict[str, torch.nn.Parameter] = {}
         self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
         self.kept = {bucket for bucket in buckets if not bucket.spec.reshard_after_forward}
-        for bucket in self.kept:
-            bucket.keep_unsharded()
         for bucket in buckets:
             bucket.explain_failure = self.agreement.explain
             for index, param in enumerate(bucket.spec.params):
@@ -95,6 +97,15 @@ class ShardedModule:
                     bucket.copy_in(index, param)
             _release(module, spec)
         return sharded
+
+    def keep(self, names: Collection[str]) -> None:
+        """Lets the named buckets stay unsharded between forward and backward from now on, and no others."""
+        self.plan = replace(
+            self.plan, buckets=tuple(replace(b, reshard_after_forward=b.name not in names) for b in self.plan)
+        )
+        for bucket, spec in zip(self.buckets, self.plan, strict=True):
+            bucket.spec = spec
+        self.kept = {bucket for bucket in self.buckets if bucket.spec.name in names}
 
     def attach(self, model: ThunderModule) -> None:
         """Makes ``model`` use the shards: what its prologue unpacks, what ``parameters()`` gives to the optimizer."""

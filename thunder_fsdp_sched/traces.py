@@ -25,6 +25,7 @@ __all__ = [
     "names",
     "outs_of",
     "return_of",
+    "split_joint",
     "statement",
     "swap_args",
     "with_bound_symbols",
@@ -66,8 +67,7 @@ def args_of(bsym: BoundSymbol) -> tuple[str, ...]:
 
 def outs_of(bsym: BoundSymbol) -> tuple[str, ...]:
     """Names of all proxies that ``bsym`` defines; an output that is one of its inputs is not defined by it."""
-    args = set(args_of(bsym))
-    return tuple(p.name for p in bsym.flat_proxy_outs if p.name not in args)
+    return tuple(p.name for p in _defined(bsym))
 
 
 def is_backward_trace(trace: TraceCtx) -> bool:
@@ -141,6 +141,37 @@ def forward_part(trace: TraceCtx) -> list[bool]:
             needed.update(args_of(bsym))
             needed.update(outs_of(bsym))
     return forward
+
+
+def split_joint(trace: TraceCtx) -> list[TraceCtx]:
+    """The forward and backward halves of a joint trace, to be looked at, not run; forward alone if there is no more.
+
+    Forward returns its outputs and what backward reads of it, backward the gradients: liveness is that of Thunder's split.
+    """
+    forward = forward_part(trace)
+    last = return_of(trace)
+    first = [b for b, is_forward in zip(trace.bound_symbols[:-1], forward[:-1], strict=True) if is_forward]
+    second = [
+        b
+        for b, is_forward in zip(trace.bound_symbols[:-1], forward[:-1], strict=True)
+        if not is_forward and b.sym.id is not PrimIDs.GET_GRAD
+    ]
+    if not second:
+        return [trace]
+    defined = {o: p for b in first for o, p in zip(outs_of(b), _defined(b), strict=True)}
+    saved = {a: defined[a] for b in second for a in args_of(b) if a in defined}
+    returned = {**last.args[0], "output": last.args[0]["fw_flat_out"]}
+    halves = []
+    for bsyms, args in ((first, (returned, (tuple(saved.values()), ()))), (second, last.args[0]["output"])):
+        half = from_trace(trace)
+        half.bound_symbols = [*bsyms, last.from_bsym(args=args)]
+        halves.append(half)
+    return halves
+
+
+def _defined(bsym: BoundSymbol) -> tuple[Proxy, ...]:
+    args = set(args_of(bsym))
+    return tuple(p for p in bsym.flat_proxy_outs if p.name not in args)
 
 
 def aliased_inputs(bsym: BoundSymbol) -> dict[str, tuple[str, ...]]:

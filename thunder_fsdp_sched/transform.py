@@ -8,8 +8,8 @@ once, with the module
 for each new set of shapes and flags
     ``transform_traces_pre_prologue``         shard_prologue, insert_unshard
     (Thunder: autograd makes one joint forward/backward trace; executors claim operators)
-    ``_JointPasses`` before the fusions       bucket_communication, regather_for_backward, guard_kept,
-                                              keep_fusions_apart
+    ``_JointPasses`` before the fusions       bucket_communication, [choose], regather_for_backward,
+                                              guard_kept, keep_fusions_apart
     (Thunder: fusion executors)
     ``_JointPasses`` behind the fusions       remove_cuts, regather_for_backward
     (Thunder: the joint trace is split)
@@ -40,10 +40,11 @@ from thunder.extend import Executor, FusionExecutor
 from . import symbols
 from .buckets import Plan
 from .checkpoint import gather_param
+from .choose import Choice, choose
 from .options import Options
 from .schedule import Schedule, StepSchedule, compute_digest, read_schedule, save_schedules
 from .sharding import ShardedModule
-from .traces import is_backward_trace
+from .traces import is_backward_trace, split_joint
 from .transforms import (
     ScheduleMismatch,
     bucket_communication,
@@ -71,6 +72,9 @@ class CompiledTraces:
 
     Attributes:
         no_sync: whether it was compiled for ``no_sync``.
+        prefetch: steps that gathers are issued ahead.
+        room: bytes that gathered buckets may take beside those that are kept, ``None`` for no limit.
+        choice: how ``prefetch="auto"`` or ``max_unsharded_bytes`` was settled, ``None`` without them.
         joint: the joint trace with bucketed communication, before fusion (forward alone without gradients).
         forward_before, backward_before: execution traces as Thunder hands them over, communication unsorted.
         forward, backward: the traces that run. Backward is ``None`` without gradients.
@@ -79,6 +83,9 @@ class CompiledTraces:
     """
 
     no_sync: bool
+    prefetch: int = 0
+    room: int | None = None
+    choice: Choice | None = None
     joint: TraceCtx | None = None
     forward_before: TraceCtx | None = None
     forward: TraceCtx | None = None
@@ -119,6 +126,7 @@ class FSDPTransform(Transform):
             _JointPasses(f"fsdp_sched_behind_fusion_{id(self)}", self._behind_fusion),
         )
         self._fusions: list[FusionExecutor] = []
+        self._settled = False  # whether it is decided which buckets stay unsharded
 
     def __repr__(self) -> str:
         return f"fsdp({self.options})"
@@ -195,18 +203,43 @@ class FSDPTransform(Transform):
         return prologue_trace, computation_trace, epilogue_trace
 
     def _before_fusion(self, trace: TraceCtx) -> TraceCtx:
+        compiled = self.compiled[-1]
+        bucketed = compiled.run(
+            [partial(bucket_communication, buckets=self.sharded.buckets, no_sync=compiled.no_sync)], trace
+        )
+        self._choose(bucketed)
         kept = self.sharded.kept
-        passes: list[Pass] = [
-            partial(bucket_communication, buckets=self.sharded.buckets, no_sync=self.compiled[-1].no_sync),
-            partial(regather_for_backward, kept=kept),
-            partial(guard_kept, kept=kept),
-        ]
+        passes: list[Pass] = [partial(regather_for_backward, kept=kept), partial(guard_kept, kept=kept)]
         if self._fusions:
             can_fuse = partial(_can_fuse, self._fusions)
             passes.append(partial(keep_fusions_apart, can_fuse=can_fuse))
-        compiled = self.compiled[-1]
-        compiled.joint = compiled.run(passes, trace)
+        compiled.joint = compiled.run(passes, bucketed)
         return compiled.joint
+
+    def _choose(self, joint: TraceCtx) -> None:
+        """Settles how far ahead to gather, and once for the module which buckets stay unsharded until backward."""
+        options, compiled, budget = self.options, self.compiled[-1], self.options.max_unsharded_bytes
+        if isinstance(options.prefetch, int):
+            compiled.prefetch = options.prefetch
+            if budget is None:
+                return
+        has_backward = len(split_joint(joint)) == 2
+        started = time.perf_counter()
+        compiled.choice = choose(
+            joint,
+            cost=options.cost_model(self.sharded.group.size()),
+            prefetch=None if options.prefetch == "auto" else options.prefetch,
+            kept=self.sharded.kept,
+            may_keep=budget is not None and has_backward and not self._settled,
+            max_unsharded_bytes=budget,
+        )
+        compiled.pass_seconds["choose"] = time.perf_counter() - started
+        compiled.prefetch = compiled.choice.chosen.prefetch
+        if budget is not None and has_backward and not self._settled:
+            self.sharded.keep(compiled.choice.chosen.kept)
+            self._settled = True
+        if budget is not None:
+            compiled.room = budget - sum(b.spec.unsharded_bytes for b in self.sharded.kept)
 
     def _behind_fusion(self, trace: TraceCtx) -> TraceCtx:
         if not self._fusions:
@@ -217,7 +250,7 @@ class FSDPTransform(Transform):
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         backward = is_backward_trace(computation_trace)
         compiled = self.compiled[-1]
-        passes = [self._order(computation_trace, backward), plan_slots, verify]
+        passes: list[Pass] = [self._order(computation_trace, backward), partial(plan_slots, kept=self.sharded.kept), verify]
         sorted_trace = compiled.run(passes, computation_trace)
         schedule = read_schedule(sorted_trace)
         self.sharded.agreement.check(
@@ -236,7 +269,8 @@ class FSDPTransform(Transform):
     def _order(self, trace: TraceCtx, backward: bool) -> Pass:
         """The pass that orders communication: the sorting pass, or the replay of a pinned schedule."""
         if self.options.schedule is None:
-            return partial(sort_communication, prefetch=self.options.prefetch)
+            compiled = self.compiled[-1]
+            return partial(sort_communication, prefetch=compiled.prefetch, max_unsharded_bytes=compiled.room)
         compiled = self.compiled[-1]
         if not backward:
             digest = compute_digest(b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL)

@@ -1,4 +1,4 @@
-"""ZeRO-2 keeps what forward gathered, so nothing would notice that a parameter changed before backward: makes it an error."""
+"""ZeRO-2 keeps what forward gathered, so nothing would notice that a parameter changes before backward: an error."""
 
 from __future__ import annotations
 

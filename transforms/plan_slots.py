@@ -10,11 +10,12 @@ at once; with several sizes the result is compared with the lower bound in ``pea
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from thunder.core.trace import TraceCtx
 
-from ..buffers import SLOT_ALIGNMENT, Bucket
+from ..buffers import SLOT_ALIGNMENT, Arena, Bucket
 from ..symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from ..traces import Aliases, args_of, outs_of, with_bound_symbols
 
@@ -33,19 +34,30 @@ class LiveRange:
     neighbours: list[LiveRange] = field(default_factory=list)
 
 
-def plan_slots(trace: TraceCtx) -> TraceCtx:
+def plan_slots(
+    trace: TraceCtx,
+    *,
+    kept: Collection[Bucket] = (),
+    arena_of: Callable[[Bucket], Arena] = lambda bucket: bucket.arena,
+) -> TraceCtx:
     """Writes a slot into each ``fsdp_all_gather`` and ``fsdp_reduce_scatter``.
 
-    Buckets that stay unsharded (ZeRO-2) keep their private slot. The others, and all gradients, share the arena.
+    Args:
+        kept: buckets that stay unsharded (ZeRO-2): they are gathered into a private slot. The others, and all gradients,
+            share an arena.
+        arena_of: gives a bucket's arena; trying out plans on another one leaves the real one as it is.
     """
     started = time.perf_counter()
     ranges = live_ranges(trace)
-    shared = [r for i, r in ranges.items() if _private(trace, i) is None]
-    _allocate(shared)
+    private = {i for i, r in ranges.items() if r.bucket in kept and trace.bound_symbols[i].sym is fsdp_all_gather}
+    _allocate([r for i, r in ranges.items() if i not in private])
     bsyms = list(trace.bound_symbols)
     for position, live in ranges.items():
         bsym = bsyms[position]
-        slot = _private(trace, position) or live.bucket.arena.slot(live.offset, live.nbytes)
+        if position in private:
+            slot = live.bucket.keep_unsharded()
+        else:
+            slot = arena_of(live.bucket).slot(live.offset, live.nbytes)
         bsyms[position] = bsym.from_bsym(args=(live.bucket, slot, *bsym.args[2:]))
     return with_bound_symbols(trace, bsyms, "fsdp: plan slots", started)
 
@@ -86,11 +98,6 @@ def peak_live_bytes(trace: TraceCtx) -> int:
         current += changes[position]
         peak = max(peak, current)
     return peak
-
-
-def _private(trace: TraceCtx, position: int) -> object:
-    bsym = trace.bound_symbols[position]
-    return bsym.args[0].private_slot if bsym.sym is fsdp_all_gather else None
 
 
 def _allocate(ranges: list[LiveRange]) -> None:

@@ -6,6 +6,7 @@ import os
 import uuid
 import warnings
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from .options import DemoOptions
 from .show import Screen
 from .text import read_text
-from .training import Run, run_fsdp, run_thunder, run_unsharded
+from .training import run_fsdp, run_thunder, run_unsharded
 
 __all__ = ["run_demo"]
 
@@ -57,12 +58,9 @@ def _rank(options: DemoOptions) -> int:
             screen.introduce(text)
             unsharded = None
             if dist.get_rank() == 0:  # the others wait in the first collective of the next run
-                unsharded = screen.run(lambda tick: run_unsharded(options, text, tick))
-            stock = screen.run(lambda tick: run_thunder(options, text, tick))
-            ours: dict[str, Run] = {
-                strategy: screen.run(lambda tick, s=strategy: run_fsdp(s, options, text, tick))
-                for strategy in options.strategies
-            }
+                unsharded = screen.run(partial(run_unsharded, options, text))
+            stock = screen.run(partial(run_thunder, options, text))
+            ours = {s: screen.run(partial(run_fsdp, s, options, text)) for s in options.strategies}
         return 0 if unsharded is None else screen.compare(unsharded, stock, ours)
     finally:
         dist.destroy_process_group()

@@ -18,7 +18,7 @@ from ..report import before_and_after, human_bytes, plan_table, summarize_thunde
 from .checks import Check, check_run
 from .model import GPT
 from .options import DemoOptions
-from .training import Run, Tick, largest_difference, largest_loss_difference
+from .training import UNSHARDED, Run, Tick, largest_difference, largest_loss_difference
 
 __all__ = ["Screen", "make_console"]
 
@@ -42,6 +42,7 @@ class Screen:
         self.options = options
         self.shown = shown
         self.console = make_console()
+        self._plan_shown = False
         self.progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -71,7 +72,7 @@ class Screen:
             model = GPT(blocks=o.blocks, width=o.width, heads=o.heads, length=o.length)
         parameters = sum(p.numel() for p in model.parameters())
         self._print(
-            f"byte-level GPT, {o.blocks} blocks of width {o.width}, {parameters / 1e6:.2f} M parameters in "
+            f"byte-level GPT, depth {o.blocks}, width {o.width}, {parameters / 1e6:.2f} M parameters in "
             f"{str(o.dtype).removeprefix('torch.')}; text: {human_bytes(len(text))} of this Python's standard library; "
             f"{o.steps} AdamW steps on {o.world_size} x {o.batch} sequences of {o.length} bytes; "
             f"{o.world_size} gloo ranks, one thread each"
@@ -80,17 +81,18 @@ class Screen:
     def run(self, train: Callable[[Tick], Run]) -> Run:
         """Runs one training run with progress."""
 
-        def tick(what: str) -> None:
-            self.progress.update(self.task, description=what)
-            if tick.calls:  # type: ignore[attr-defined]
-                self.progress.advance(self.task)
-            tick.calls += 1  # type: ignore[attr-defined]
+        done = 0
 
-        tick.calls = 0  # type: ignore[attr-defined]
+        def tick(what: str) -> None:
+            nonlocal done
+            self.progress.update(self.task, description=what, advance=1 if done else 0)
+            done += 1
+
         run = train(tick)
         self.progress.advance(self.task)
         losses = " ".join(f"{loss:.4f}" for loss in run.losses)
-        self._print(f"  {run.name:15s} compiled in {run.compile_seconds:5.1f} s   loss {losses}")
+        compiled = "" if run.name == UNSHARDED else f"compiled in {run.compile_seconds:.1f} s"
+        self._print(f"  {run.name:15s} {compiled:19s} loss {losses}")
         return run
 
     def compare(self, unsharded: Run, stock: Run, ours: dict[str, Run]) -> int:
@@ -116,7 +118,7 @@ class Screen:
         traces, plan = run.traces, run.plan
         assert traces is not None and plan is not None
         if not self._plan_shown:
-            self._print(plan_table(plan, title="buckets (ZeRO-2 and ZeRO-3 have the same)"))
+            self._print(plan_table(plan, title="buckets, the same for ZeRO-2 and ZeRO-3"))
             self._plan_shown = True
         for name, before, after in (
             ("forward", traces.forward_before, traces.forward),
@@ -125,8 +127,6 @@ class Screen:
             assert before is not None and after is not None
             self._print(before_and_after(before, after, title=f"{run.name}, {name}", width=self.console.width))
             self._print()
-
-    _plan_shown = False
 
     def _print(self, *what: object) -> None:
         if self.shown:
@@ -150,11 +150,12 @@ def comparison(runs: list[Run], *, width: int) -> Table:
         "param-\neters\ndiffer by": lambda run: _against(largest_difference, run.parameters, unsharded.parameters),
     }
     table = Table(
-        title=f"one step, and the largest difference from the unsharded run after {len(unsharded.losses)} AdamW steps",
+        title=f"one step; largest differences from the unsharded run in {len(unsharded.losses)} AdamW steps",
         title_style="bold",
         title_justify="left",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1),
+        collapse_padding=True,
+        pad_edge=False,
         caption=(
             "Counted on rank 0 in the last step, optimizer included. Gradient bytes: copied, or scaled in a pass of "
             "their own. Peak: live from the all-gather to the last read, or until the memory is freed that the step "

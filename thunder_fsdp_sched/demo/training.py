@@ -24,7 +24,19 @@ from .model import GPT
 from .options import DemoOptions
 from .text import sample
 
-__all__ = ["Run", "run_fsdp", "run_thunder", "run_unsharded"]
+__all__ = [
+    "UNSHARDED",
+    "Run",
+    "Tick",
+    "largest_difference",
+    "largest_loss_difference",
+    "run_fsdp",
+    "run_thunder",
+    "run_unsharded",
+]
+
+UNSHARDED = "unsharded"
+"""Name of the run that the others are compared with."""
 
 Tick = Callable[[str], None]
 """Called with what happens next, before each step."""
@@ -62,7 +74,7 @@ class Run:
 def run_unsharded(options: DemoOptions, text: torch.Tensor, tick: Tick) -> Run:
     """Plain PyTorch without a compiler, in one process, on the batches of all ranks together."""
     model = _model(options)
-    return _train("unsharded", model, model.state_dict, options, text, tick, rank=None)
+    return _train(UNSHARDED, model, model.state_dict, options, text, tick, rank=None)
 
 
 def run_thunder(options: DemoOptions, text: torch.Tensor, tick: Tick) -> Run:

@@ -1,0 +1,373 @@
+"""The demo from its command line, what it counts, what it checks, and what is printed for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import thunder_fsdp_sched
+from thunder_fsdp_sched.demo import DemoOptions
+from thunder_fsdp_sched.demo.checks import check_run
+from thunder_fsdp_sched.demo.model import GPT
+from thunder_fsdp_sched.demo.show import comparison
+from thunder_fsdp_sched.demo.text import read_text, sample
+from thunder_fsdp_sched.demo.training import Run
+from thunder_fsdp_sched.measuring import StepCounter, StepCounts
+from thunder_fsdp_sched.report import (
+    before_and_after,
+    communication_lines,
+    human_bytes,
+    plan_table,
+    schedule_table,
+    summarize_thunder,
+)
+
+import pytest
+import thunder
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+TINY = ["--steps", "3", "--blocks", "2", "--width", "32", "--length", "16", "--batch", "2"]
+
+
+def command(*arguments: str, cwd: Path, columns: int = 132) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "thunder_fsdp_sched", *arguments],
+        cwd=cwd,
+        env={**_environment(), "COLUMNS": str(columns)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
+def _environment() -> dict[str, str]:
+    root = str(Path(thunder_fsdp_sched.__file__).resolve().parents[1])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]), "NO_COLOR": "1"}
+
+
+@pytest.fixture
+def fake_ranks() -> Iterator[None]:
+    """Two ranks of which this process is the first; nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+#
+# The command line
+#
+
+
+@pytest.mark.slow
+def test_demo_shows_traces_and_table_and_all_checks_pass(tmp_path: Path) -> None:
+    done = command("demo", *TINY, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"all \d+ checks passed", done.stdout)
+    assert "FAIL" not in done.stdout
+    for title in ("ZeRO-2, forward", "ZeRO-2, backward", "ZeRO-3, forward", "ZeRO-3, backward"):
+        assert title in done.stdout
+    assert "before sorting" in done.stdout and "after sorting" in done.stdout
+    assert "fsdp_all_gather(bucket_blocks_1, slot_" in done.stdout
+    for run in ("unsharded", "Thunder's fsdp", "ZeRO-2", "ZeRO-3"):
+        assert re.search(rf"^ +{run} +\d+ +\d", done.stdout, re.MULTILINE), f"no row for {run} in\n{done.stdout}"
+
+
+@pytest.mark.slow
+def test_demo_ends_non_zero_when_a_check_fails(tmp_path: Path) -> None:
+    # No difference is small enough for this tolerance.
+    sabotaged = ["--blocks", "1", "--sharding", "zero2", "--tolerance", "-1"]
+    done = command("demo", *TINY, *sabotaged, cwd=tmp_path, columns=90)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "2 of 13 checks FAILED" in done.stdout
+    assert done.stdout.count("FAIL ") == 2
+
+
+@pytest.mark.slow
+def test_trace_command_shows_a_factorys_model(tmp_path: Path) -> None:
+    (tmp_path / "factory.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))\n"
+        "    return model, (torch.randn(2, 8),)\n"
+        "def wrong():\n"
+        "    return 1\n"
+    )
+    done = command("trace", "factory:make", "--world-size", "16", "--sharding", "zero3", cwd=tmp_path, columns=80)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ZeRO-3, forward, 16 ranks, before sorting" in done.stdout
+    assert "ZeRO-3, backward, 16 ranks, after sorting" in done.stdout
+    done = command("trace", "factory:wrong", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "must return (module, args)" in done.stderr
+
+
+@pytest.mark.slow
+def test_script_in_the_readme_trains(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    script = next(
+        block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "init_process_group" in block
+    )
+    (tmp_path / "train.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"],
+        cwd=tmp_path,
+        env={**_environment(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", done.stdout, re.MULTILINE)]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    assert "fsdp_all_gather" in done.stdout
+    assert torch.load(tmp_path / "weights.pt")["0.weight"].shape == (256, 64)
+
+
+#
+# What the demo trains
+#
+
+
+def test_text_is_the_standard_library_and_batches_repeat() -> None:
+    text = read_text(1 << 15)
+    assert len(text) == 1 << 15
+    assert b"import" in bytes(text.tolist())
+    tokens, targets = sample(text, step=3, seed=1, batch=4, length=10)
+    assert tokens.shape == targets.shape == (4, 10)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    again, _ = sample(text, step=3, seed=1, batch=4, length=10)
+    other, _ = sample(text, step=4, seed=1, batch=4, length=10)
+    assert torch.equal(tokens, again) and not torch.equal(tokens, other)
+
+
+def test_default_model_has_ten_million_parameters() -> None:
+    options = DemoOptions()
+    with torch.device("meta"):
+        model = GPT(blocks=options.blocks, width=options.width, heads=options.heads, length=options.length)
+    assert sum(p.numel() for p in model.parameters()) >= 10_000_000
+
+
+#
+# What is counted
+#
+
+
+def test_counter_tells_parameters_from_gradients_by_what_collectives_read(fake_ranks: None) -> None:
+    shard = torch.ones(4, 8)
+    unsharded = torch.empty(8, 8)
+    gradients = torch.empty(8, 8)
+    with StepCounter([shard]) as counter:
+        with counter.phase("forward"):
+            dist.all_gather_into_tensor(unsharded, shard)
+            activation = torch.ones(2, 8) @ unsharded.t()
+            activation.clone()  # neither
+            packed = shard.clone()
+            unpacked = unsharded[:2].clone()
+        with counter.phase("backward"):
+            gradient = torch.ones(8, 8) @ torch.ones(8, 8)
+            gradients.copy_(gradient / 2)
+            reduced = torch.empty(4, 8)
+            dist.reduce_scatter_tensor(reduced, gradients)
+    counts = counter.counts()
+    assert [(c.phase, c.kind, c.nbytes) for c in counts.collectives] == [
+        ("forward", "all_gather", 256),
+        ("backward", "reduce_scatter", 256),
+    ]
+    assert counts.parameter_bytes_copied == packed.nbytes + unpacked.nbytes
+    assert counts.gradient_bytes_copied == 2 * 256  # scaled into new memory, then copied
+    assert counts.unsharded_bytes_allocated == 0
+
+
+def test_counter_follows_lives_of_unsharded_parameters(fake_ranks: None) -> None:
+    shards = [torch.ones(4, 8) for _ in range(3)]
+    slot = torch.empty(2, 8, 8)
+    x = torch.ones(2, 8)
+    with StepCounter(shards) as counter:
+        with counter.phase("shared slots"):
+            dist.all_gather_into_tensor(slot[0], shards[0])
+            dist.all_gather_into_tensor(slot[1], shards[1])
+            x @ slot[0]
+            dist.all_gather_into_tensor(slot[0], shards[2])
+            x @ slot[1]
+            x @ slot[0]
+        with counter.phase("no parameters"):
+            slot[0].copy_(torch.ones(8, 2) @ x)
+        with counter.phase("new memory"):
+            fresh = [torch.empty(8, 8) for _ in shards]
+            for whole, shard in zip(fresh, shards, strict=True):
+                dist.all_gather_into_tensor(whole, shard)
+            x @ fresh[0]
+        with counter.phase("memory held"):
+            x + 1
+        del whole, fresh
+        with counter.phase("memory freed"):
+            x + 1
+    counts = counter.counts()
+    assert counts.peak_unsharded_bytes == {
+        "shared slots": 2 * 256,
+        "no parameters": 0,
+        "new memory": 3 * 256,
+        "memory held": 3 * 256,
+        "memory freed": 0,
+    }
+    assert counts.unsharded_bytes_allocated == 3 * 256
+
+
+def test_whole_parameters_are_always_unsharded() -> None:
+    parameter = torch.ones(4, 4)
+    with StepCounter([parameter], sharded=False) as counter:
+        with counter.phase("forward"):
+            parameter @ parameter
+    assert counter.counts().peak_unsharded_bytes == {"forward": 64}
+
+
+#
+# What is checked, on the traces of a tiny model
+#
+
+
+@pytest.fixture(scope="module")
+def traced() -> Run:
+    """A ZeRO-3 run of a tiny model with the counts that it ought to have."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = GPT(blocks=2, width=16, heads=2, length=8)
+        transform = thunder_fsdp_sched.fsdp()
+        tokens = torch.zeros(1, 8, dtype=torch.long)
+        thunder.jit(model, transforms=[transform])(tokens, tokens)
+    finally:
+        dist.destroy_process_group()
+    traces = transform.compiled[-1]
+    assert traces.forward_schedule is not None and traces.backward_schedule is not None
+    with StepCounter([]) as counter:
+        pass
+    counts = dataclasses.replace(
+        counter.counts(),
+        collectives=tuple(op for s in (traces.forward_schedule, traces.backward_schedule) for op in issues(s)),
+        peak_unsharded_bytes={"forward": 100, "backward": 100},
+    )
+    return Run("ZeRO-3", [5.0, 4.0, 3.0], {"w": torch.ones(2)}, counts, True, 1.0, 0.1, 0, transform.plan, traces)
+
+
+def issues(schedule: thunder_fsdp_sched.Schedule) -> Iterator[object]:
+    return (op for op in schedule if op.kind in ("fsdp_all_gather", "fsdp_reduce_scatter"))
+
+
+def failed(run: Run, reference: Run) -> list[str]:
+    checks = check_run(run, "zero3", reference, reference, DemoOptions(steps=3))
+    return [c.promise for c in checks if not c.passed]
+
+
+def changed(run: Run, **counts: object) -> Run:
+    new: StepCounts = dataclasses.replace(run.counts, **counts)  # type: ignore[arg-type]
+    return dataclasses.replace(run, counts=new)
+
+
+def test_checks_pass_on_what_was_promised(traced: Run) -> None:
+    assert failed(traced, traced) == []
+
+
+def test_each_check_catches_its_own_fault(traced: Run) -> None:
+    assert traced.traces is not None
+    before = dataclasses.replace(
+        traced.traces, forward=traced.traces.forward_before, backward=traced.traces.backward_before
+    )
+    peaks = {"forward": 100, "backward": 1 << 30}
+    faults = {
+        "losses equal": dataclasses.replace(traced, losses=[5.0, 4.0, 3.1]),
+        "parameters equal the unsharded": dataclasses.replace(traced, parameters={"w": torch.tensor([1.0, 1.1])}),
+        "bit for bit": dataclasses.replace(traced, parameters={"w": torch.tensor([1.0, 1.000001])}),
+        "the model learns": dataclasses.replace(traced, losses=[5.0, 4.0, 5.0]),
+        "no parameter bytes are copied": changed(traced, parameter_bytes_copied=4),
+        "allocates no memory": changed(traced, unsharded_bytes_allocated=4),
+        "same collectives in the same order": dataclasses.replace(traced, alike=False),
+        "as many collectives as its traces": changed(traced, collectives=traced.counts.collectives[1:]),
+        "ahead of its own wait": dataclasses.replace(traced, traces=before),
+        "backward holds at most 2 blocks": changed(traced, peak_unsharded_bytes=peaks),
+    }
+    for promise, run in faults.items():
+        assert any(promise in f for f in failed(run, traced)), f"{promise!r} did not fail"
+
+
+def test_comparison_fits_narrow_and_wide_terminals(traced: Run) -> None:
+    for width in (80, 132):
+        text = rendered(comparison([traced, dataclasses.replace(traced, name="other")], width=width), width)
+        assert "ZeRO-3" in text and "other" in text
+        assert "…" not in text
+
+
+#
+# What people read
+#
+
+
+def rendered(what: object, width: int) -> str:
+    console = Console(width=width, no_color=True)
+    with console.capture() as capture:
+        console.print(what)
+    return capture.get()
+
+
+def test_communication_lines_are_the_traces_own_with_the_schedules_positions(traced: Run) -> None:
+    assert traced.traces is not None and traced.traces.backward is not None
+    schedule = traced.traces.backward_schedule
+    assert schedule is not None
+    lines = communication_lines(traced.traces.backward)
+    assert [int(line.split()[0]) for line in lines] == [op.position for op in schedule]
+    printed = str(traced.traces.backward)
+    for line in lines:
+        assert re.sub(r"^ *\d+ ", "", line) in printed
+
+
+@pytest.mark.parametrize("width", [40, 64, 80, 120])
+def test_communication_lines_keep_symbol_and_bucket_in_few_columns(traced: Run, width: int) -> None:
+    assert traced.traces is not None and traced.traces.forward is not None
+    for whole, line in zip(
+        communication_lines(traced.traces.forward),
+        communication_lines(traced.traces.forward, width=width),
+        strict=True,
+    ):
+        assert len(line) <= width
+        symbol = re.search(r"fsdp_\w+", whole)
+        bucket = re.search(r"bucket_\w+", whole)
+        assert symbol is not None and bucket is not None
+        assert symbol.group() in line
+        assert width < 64 or bucket.group() in line
+
+
+@pytest.mark.parametrize("width", [80, 132])
+def test_before_and_after_show_every_line(traced: Run, width: int) -> None:
+    traces = traced.traces
+    assert traces is not None and traces.forward_before is not None and traces.forward is not None
+    text = rendered(before_and_after(traces.forward_before, traces.forward, title="here", width=width), width)
+    assert text.count("fsdp_all_gather(bucket_blocks_0") == 2
+    assert "here" in text and "before sorting" in text and "after sorting" in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_tables_show_every_bucket_and_op(traced: Run) -> None:
+    assert traced.plan is not None and traced.traces is not None and traced.traces.forward_schedule is not None
+    text = rendered(plan_table(traced.plan), 80)
+    for bucket in traced.plan:
+        assert re.search(rf"^ +{re.escape(bucket.name)} .*{bucket.unsharded_bytes:,}", text, re.MULTILINE)
+    text = rendered(schedule_table(traced.traces.forward_schedule, title="forward"), 200)
+    assert text.count("fsdp_wait_params") == len(traced.plan)
+
+
+def test_thunders_own_communication_in_runs(fake_ranks: None) -> None:
+    jitted = thunder.distributed.fsdp(thunder.jit(torch.nn.Linear(4, 4)), device=torch.device("cpu"))
+    jitted(torch.randn(2, 4))
+    assert [line.split(" x ")[1] for line in summarize_thunder(thunder.last_traces(jitted)[-1])][-1].startswith("wait")
+    assert "2 x reduce_scatter" in "\n".join(summarize_thunder(thunder.last_backward_traces(jitted)[-1]))
+
+
+def test_human_bytes() -> None:
+    assert [human_bytes(n) for n in (0, 999, 1000, 4_927_488, 10**10)] == ["0 B", "999 B", "1 kB", "4.93 MB", "10 GB"]

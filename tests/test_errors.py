@@ -1,0 +1,256 @@
+"""What a user does wrong, and the message that names it and says what to do instead."""
+
+from __future__ import annotations
+
+
+from collections.abc import Callable
+from typing import Any
+
+from thunder_fsdp_sched import fsdp
+
+import pytest
+import thunder
+import torch
+import torch.distributed as dist
+from models import Model, Stack
+from ranks import Ranks
+from thunder.distributed import FSDPBucketingStrategy, FSDPType
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+#
+# Options: checked at once, before there is a module or a process group
+#
+
+WRONG_OPTIONS = [
+    ({"sharding_strategy": "zero4"}, ValueError, "sharding_strategy: expected 'zero2', 'zero3'.*got 'zero4'"),
+    ({"sharding_strategy": 3}, ValueError, "sharding_strategy: expected .*got 3"),
+    ({"sharding_strategy": ["zero3"]}, ValueError, r"sharding_strategy: expected .*got \['zero3'\]"),
+    ({"sharding_strategy": None}, ValueError, "sharding_strategy: expected .*got None"),
+    (
+        {"bucketing_strategy": "blocks"},
+        ValueError,
+        "bucketing_strategy: expected 'none', 'layer', 'block'.*got 'blocks'",
+    ),
+    ({"bucketing_strategy": 0}, ValueError, "bucketing_strategy: a size in bytes must be positive, got 0"),
+    ({"bucketing_strategy": -5}, ValueError, "bucketing_strategy: a size in bytes must be positive, got -5"),
+    ({"bucketing_strategy": 1.5}, ValueError, "bucketing_strategy: expected .*got 1.5"),
+    ({"bucketing_strategy": None}, ValueError, "bucketing_strategy: expected .*got None"),
+    ({"bucketing_strategy": True}, TypeError, "bucketing_strategy: .*got True"),
+    ({"prefetch": -1}, ValueError, "prefetch: expected 0 or more buckets, got -1"),
+    ({"prefetch": "1"}, TypeError, "prefetch: expected a number of buckets.*got '1'"),
+    ({"prefetch": 1.0}, TypeError, "prefetch: expected a number of buckets.*got 1.0"),
+    ({"prefetch": True}, TypeError, "prefetch: expected a number of buckets.*got True"),
+    ({"device": 1.5}, TypeError, "device: expected a torch.device.*got 1.5 of type float"),
+    ({"mesh": 2}, TypeError, "mesh: expected a 1-D .*DeviceMesh.*got 2 of type int"),
+    ({"process_group": "world"}, TypeError, "process_group: expected a .*ProcessGroup.*got 'world' of type str"),
+    ({"broadcast_from": "0"}, TypeError, "broadcast_from: expected a global rank.*got '0'"),
+    ({"broadcast_from": False}, TypeError, "broadcast_from: expected a global rank.*got False"),
+    ({"ignored_params": "wte.weight"}, TypeError, "ignored_params: expected parameters or their names, got str"),
+    ({"ignored_params": 3}, TypeError, "ignored_params: expected parameters or their names, got int"),
+    ({"ignored_params": [torch.zeros(1)]}, TypeError, "ignored_params: expected parameters or their names, got tensor"),
+    ({"move_state_dict_to_cpu": "yes"}, TypeError, "move_state_dict_to_cpu: expected a bool, got 'yes' of type str"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"), WRONG_OPTIONS, ids=[f"{k}={v!r}" for o, *_ in WRONG_OPTIONS for k, v in o.items()]
+)
+def test_a_wrong_option_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fsdp(**options)
+
+
+def test_an_unknown_device_is_named() -> None:
+    with pytest.raises((RuntimeError, ValueError), match="nonsense"):
+        fsdp(device="nonsense")
+
+
+def test_options_are_keywords() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        fsdp("zero3")  # type: ignore[misc]
+    with pytest.raises(TypeError, match="bucket_strategy"):
+        fsdp(bucket_strategy="block")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({"sharding_strategy": "ZeRO2"}, "'zero2'"),
+        ({"sharding_strategy": FSDPType.ZERO2}, "'zero2'"),
+        ({"sharding_strategy": FSDPType.ZERO3}, "'zero3'"),
+        ({"bucketing_strategy": "Layer"}, "'layer'"),
+        ({"bucketing_strategy": FSDPBucketingStrategy.NONE}, "'none'"),
+        ({"bucketing_strategy": FSDPBucketingStrategy.BLOCK}, "'block'"),
+        ({"bucketing_strategy": 1024}, "1024"),
+        ({"prefetch": 0}, "prefetch=0"),
+    ],
+    ids=str,
+)
+def test_options_in_every_spelling_are_understood_and_shown(options: dict[str, Any], shown: str) -> None:
+    assert shown in repr(fsdp(**options))
+
+
+#
+# Without a process group
+#
+
+
+def test_sharding_without_a_process_group_says_what_to_call() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match=r"no process group.*init_process_group\(\) before thunder\.jit.*torchrun"):
+        thunder.jit(Stack(1), transforms=[fsdp()])
+
+
+@pytest.mark.parametrize("function", [lambda x: x * 2, Stack(1).forward], ids=["function", "method"])
+def test_a_function_is_no_module(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    jitted = thunder.jit(function, transforms=[fsdp()])
+    with pytest.raises(TypeError, match=r"given a function; give it the torch\.nn\.Module.*thunder\.jit\(module,"):
+        jitted(torch.ones(2, 4))
+
+
+def test_before_jit_there_is_no_plan() -> None:
+    with pytest.raises(RuntimeError, match=r"no plan yet: pass it to thunder\.jit"):
+        _ = fsdp().plan
+
+
+#
+# On every rank, without a hang
+#
+
+
+class _Subclassed(nn.Parameter):
+    pass
+
+
+def _shard_wrongly(rank: int, world_size: int, case: str) -> None:
+    model: nn.Module = Stack(2)
+    options: dict[str, Any] = {}
+    if case == "shared memory":
+        model.last.weight = nn.Parameter(model.first.weight.data[:3])
+        expected = ValueError, r"'first\.weight'.*'last\.weight'.*share memory.*Tie them.*or clone"
+    elif case == "two dtypes":
+        model.last.bias = nn.Parameter(model.first.bias.data.view(torch.bfloat16)[:3])
+        expected = ValueError, r"'first\.bias' \(torch\.float32\) and 'last\.bias' \(torch\.bfloat16\) share memory"
+    elif case == "subclass":
+        model.last.weight = _Subclassed(torch.zeros(3, 4))
+        expected = TypeError, r"'last\.weight' is a _Subclassed.*only plain strided.*Convert it, or.*ignored_params"
+    elif case == "sparse":
+        model.last.weight = nn.Parameter(torch.zeros(3, 4).to_sparse())
+        expected = TypeError, r"'last\.weight'.*torch\.sparse_coo.*ignored_params"
+    elif case == "unknown ignored name":
+        options = {"ignored_params": ["first.weight", "blocks.7.up.weight"]}
+        expected = ValueError, r"ignored_params: 'blocks\.7\.up\.weight' is not a parameter of the module"
+    elif case == "foreign ignored parameter":
+        options = {"ignored_params": [nn.Parameter(torch.zeros(4, 9))]}
+        expected = ValueError, r"ignored_params: a parameter of shape \(4, 9\) is not a parameter of the module"
+    elif case == "rule gives no name":
+        options = {"bucketing_strategy": lambda name, param: None if name == "last.bias" else "all"}
+        expected = TypeError, r"bucketing_strategy: the callable must return a bucket's name.*None for 'last\.bias'"
+    elif case == "broadcast from outside":
+        options = {"broadcast_from": world_size}
+        expected = ValueError, f"broadcast_from: rank {world_size} is not in the process group"
+    elif case == "broadcast of meta":
+        model, options = model.to("meta"), {"broadcast_from": 0}
+        expected = ValueError, "broadcast_from: the module is on the meta device"
+    elif case == "two-dimensional mesh":
+        options = {"mesh": init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))}
+        expected = ValueError, r"mesh: expected one dimension, got 2; pass the one to shard over, mesh\['name'\]"
+    elif case == "mesh and process group":
+        options = {"mesh": init_device_mesh("cpu", (world_size,)), "process_group": dist.group.WORLD}
+        expected = ValueError, "mesh and process_group: pass one of them, not both"
+    elif case == "sharded twice":
+        expected = ValueError, r"sharded already; pass one fsdp"
+        with pytest.raises(expected[0], match=expected[1]):
+            thunder.jit(model, transforms=[fsdp(), fsdp()])
+        return
+    elif case == "used for another module":
+        transform = fsdp()
+        thunder.jit(Stack(1), transforms=[transform])
+        expected = ValueError, "already shards another module: make one transform for each module"
+        with pytest.raises(expected[0], match=expected[1]):
+            thunder.jit(model, transforms=[transform])
+        return
+    else:
+        raise AssertionError(case)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with pytest.raises(expected[0], match=expected[1]):
+        thunder.jit(model, transforms=[fsdp(**options)])
+    # The user's module is as it was, so that it can be mended and sharded.
+    for name, param in model.named_parameters():
+        assert param.device == before[name].device and param.shape == before[name].shape, name
+        if not param.is_meta and not param.is_sparse:
+            torch.testing.assert_close(param.detach(), before[name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "shared memory",
+        "two dtypes",
+        "subclass",
+        "sparse",
+        "unknown ignored name",
+        "foreign ignored parameter",
+        "rule gives no name",
+        "broadcast from outside",
+        "broadcast of meta",
+        "two-dimensional mesh",
+        "mesh and process group",
+        "sharded twice",
+        "used for another module",
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_on_every_rank(ranks: Ranks, case: str) -> None:
+    ranks.run(_shard_wrongly, case)
+
+
+class _WritesParameter(Model):
+    """Changes a parameter in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.steps = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps.add_(1.0)
+        return self.first(x) + self.steps
+
+
+def _change_a_parameter_in_forward(rank: int, world_size: int) -> None:
+    sharded = thunder.jit(_WritesParameter(), transforms=[fsdp()])
+    with pytest.raises(NotImplementedError, match=r"parameter 'steps' in place during forward.*buffer.*ignored_params"):
+        sharded(torch.ones(2, 4))
+    mended = thunder.jit(_WritesParameter(), transforms=[fsdp(ignored_params=["steps"])])
+    for expected in (1, 2):
+        mended(torch.ones(2, 4))
+        assert mended.get_parameter("steps").tolist() == [expected] * 4
+
+
+def test_a_parameter_that_forward_changes_is_named(ranks: Ranks) -> None:
+    ranks.run(_change_a_parameter_in_forward)
+
+
+def _shard_outside_of_the_group(rank: int, world_size: int) -> None:
+    group = dist.new_group([0])
+    if rank == 0:
+        thunder.jit(Stack(1), transforms=[fsdp(process_group=group)])
+    else:
+        with pytest.raises((TypeError, ValueError), match="process_group: "):
+            thunder.jit(Stack(1), transforms=[fsdp(process_group=group)])
+
+
+def test_a_rank_outside_of_the_process_group_is_told(ranks: Ranks) -> None:
+    ranks.run(_shard_outside_of_the_group)
+
+
+def _shard_different_modules(rank: int, world_size: int) -> None:
+    width = 4 + 4 * rank
+    sharded = thunder.jit(Stack(1, width=width), transforms=[fsdp()])
+    with pytest.raises(RuntimeError, match=r"(?s)disagree: forward.*rank 0: .* 80 bytes.*rank 1: .* bytes"):
+        sharded(torch.ones(2, width))
+
+
+def test_ranks_with_different_modules_are_told_the_difference(ranks: Ranks) -> None:
+    ranks.run(_shard_different_modules)

@@ -1,0 +1,361 @@
+"""Time and bytes of one bound symbol and of one collective, computed for a described cluster.
+
+[Note: How long a bound symbol takes]
+A kernel takes the longer of two times, that of its FLOPs at the device's peak for their dtype and that of its bytes at the
+memory's bandwidth. FLOPs are counted by the formulas of ``torch.utils.flop_counter``, for the bound symbol itself if it has
+one, else for what it is made of; its bytes are those of its own inputs and outputs, so a fusion pays for what enters and
+leaves it. A view is no kernel: it costs the host's time alone. Whether ``reshape`` is a view depends on the strides of its
+input, which a trace does not tell; :class:`_Values` follows them as far as a few rules go. The same rules keep an expanded
+value from being charged for bytes that it does not have.
+
+[Note: How long a collective takes]
+A ring passes W-1 of W pieces through every link, after one another: W-1 hops of latency, and the time of those bytes on the
+slowest link. Inside a node that is a device's link. Between nodes every node sends the whole ring's traffic to the next one,
+but through the network interfaces of all its members of the group at once, as NCCL's parallel rings do: so the slowest link
+is the smaller of a device's link inside the node and of ``members of the group in a node x inter-node bandwidth``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from thunder.core.dtypes import to_torch_dtype
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+from torch.utils.flop_counter import flop_registry
+
+from .buffers import Bucket
+from .clusters import ClusterSpec, cluster
+from .symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_all_gather, fsdp_reduce_scatter
+from .traces import outs_of
+
+__all__ = ["AnalyticCost", "CostModel", "Seconds", "bytes_of", "flops_of", "ring_seconds", "runs_nothing"]
+
+
+class Seconds(NamedTuple):
+    """What one bound symbol costs: seconds of the host that issues it, and of the device that computes it."""
+
+    host: float
+    device: float
+
+
+class CostModel(Protocol):
+    """What :func:`thunder_fsdp_sched.simulate.simulate` asks. All times are in seconds.
+
+    Attributes:
+        synchronous: whether the host itself computes (CPU), so that issuing and computing are one.
+    """
+
+    synchronous: bool
+
+    def seconds(self, trace: TraceCtx) -> Sequence[Seconds]:
+        """What each bound symbol of the trace costs; for a collective or its wait what it does besides communicating.
+
+        A whole trace at once, because what a bound symbol costs can depend on those before it (strides, expanded
+        values), and because a measured profile is looked up by place.
+        """
+
+    def collective_seconds(self, kind: str, bucket: Bucket) -> float:
+        """Time on the wire of one collective alone: ``"fsdp_all_gather"`` or ``"fsdp_reduce_scatter"`` of a bucket."""
+
+    def contention(self, kind: str) -> float:
+        """Share of compute speed that is lost while a collective of that kind runs."""
+
+
+class AnalyticCost:
+    """Costs computed from a cluster's description.
+
+    Args:
+        spec: the cluster, or the name of a preset.
+        world_size: ranks that share a bucket; default is what the bucket was planned for.
+
+    Raises:
+        ValueError: no preset has that name.
+    """
+
+    def __init__(self, spec: ClusterSpec | str, world_size: int | None = None) -> None:
+        self.spec = cluster(spec)
+        self.world_size = world_size
+        self.synchronous = self.spec.synchronous
+
+    def __repr__(self) -> str:
+        return f"AnalyticCost({self.spec.name})"
+
+    def seconds(self, trace: TraceCtx) -> Sequence[Seconds]:
+        values = _Values()
+        return [self._bound_symbol(bsym, values) for bsym in trace.bound_symbols]
+
+    def collective_seconds(self, kind: str, bucket: Bucket) -> float:
+        factor = self.spec.reduce_scatter_factor if kind == fsdp_reduce_scatter.name else 1.0
+        ranks = ranks_of(bucket) if self.world_size is None else range(self.world_size)
+        segments = [s.shard_numel for s in bucket.spec.layout.segments if s.shard_numel]
+        itemsize, world_size = bucket.spec.dtype.itemsize, bucket.spec.layout.world_size
+        return sum(ring_seconds(self.spec, n * world_size * itemsize, ranks, passes=factor) for n in segments)
+
+    def contention(self, kind: str) -> float:
+        return self.spec.contention
+
+    def _bound_symbol(self, bsym: BoundSymbol, values: _Values) -> Seconds:
+        spec = self.spec
+        if runs_nothing(bsym):
+            return Seconds(0.0, 0.0)
+        name = bsym.sym.name
+        if name in ISSUES or name in WAITS or bsym.sym is fsdp_accumulate_grads:
+            # Gradients are copied to where the collective reads them; accumulating reads what is there already too.
+            grads = [g for g in bsym.args[1:] if type(g) is TensorProxy] if name != fsdp_all_gather.name else []
+            grads = [] if name in WAITS else grads
+            touched = (3 if bsym.sym is fsdp_accumulate_grads else 2) * sum(map(_nbytes, grads))
+            device = touched / spec.bytes_per_second + len(grads) * spec.kernel_overhead
+            return Seconds((1 + len(grads)) * spec.launch_overhead, device)
+        if values.is_view(bsym):
+            return Seconds(spec.launch_overhead, 0.0)
+        computing = sum(flops / spec.flops_per_second(dtype) for dtype, flops in flops_of(bsym).items())
+        moving = bytes_of(bsym, values) / spec.bytes_per_second
+        return Seconds(spec.launch_overhead, spec.kernel_overhead + max(computing, moving))
+
+
+def runs_nothing(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` is bookkeeping of the trace: unpacking, ``del``, return, comments."""
+    return bsym.sym.id in _BOOKKEEPING or bsym.sym.name == "clear_mutable_collection"
+
+
+def ranks_of(bucket: Bucket) -> Sequence[int]:
+    """The global ranks that share a bucket; consecutive ones if its process group does not tell."""
+    try:
+        return dist.get_process_group_ranks(bucket.group)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        return range(bucket.spec.layout.world_size)
+
+
+def ring_seconds(spec: ClusterSpec, nbytes: float, ranks: Sequence[int], *, passes: float = 1.0) -> float:
+    """Time of a ring collective over ``ranks`` of a cluster whose nodes hold consecutive ranks.
+
+    See [Note: How long a collective takes].
+
+    Args:
+        nbytes: bytes of the unsharded tensor.
+        passes: how often the pieces go around: 1 for an all-gather or a reduce-scatter, 2 for an all-reduce.
+    """
+    world_size = len(ranks)
+    if world_size == 1 or not nbytes:
+        return 0.0
+    members = Counter(rank // spec.devices_per_node for rank in ranks).values()
+    between = spec.inter_node_bandwidth * spec.efficiency.inter_node * min(members)
+    within = spec.intra_node_bandwidth * spec.efficiency.intra_node
+    slowest = min([within] * (max(members) > 1) + [between] * (len(members) > 1))
+    crossings = len(members) - 1
+    inside = world_size - 1 - crossings
+    sent = nbytes * (world_size - 1) / world_size
+    return min(
+        p.start
+        + passes * (inside * p.intra_node_hop + crossings * p.inter_node_hop + sent / slowest / p.bandwidth_share)
+        for p in spec.protocols
+    )
+
+
+#
+# FLOPs
+#
+
+
+def flops_of(bsym: BoundSymbol) -> dict[torch.dtype, int]:
+    """FLOPs of a bound symbol by the dtype they are done in; empty if no formula of ``torch.utils.flop_counter`` fits."""
+    counted: dict[torch.dtype, int] = {}
+    for part in _with_formula(bsym):
+        flops = _FORMULAS[_key(part)](part) if _key(part) in _FORMULAS else _aten(part)
+        if flops:
+            dtype = to_torch_dtype(next(_tensors(part.flat_proxy_args)).dtype)
+            counted[dtype] = counted.get(dtype, 0) + flops
+    return counted
+
+
+def _with_formula(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+    if _key(bsym) in _FORMULAS or bsym.sym.name.startswith(_ATEN):
+        yield bsym
+    else:
+        for sub in bsym.subsymbols:
+            yield from _with_formula(sub)
+
+
+_ATEN = "torch.ops.aten."
+
+
+def _key(bsym: BoundSymbol) -> Any:
+    return bsym.sym.id if isinstance(bsym.sym.id, PrimIDs) else bsym.sym.name
+
+
+@lru_cache(maxsize=4096)
+def _formula(name: str, *shapes: Any, out: Any = None) -> int:
+    return int(flop_registry[getattr(torch.ops.aten, name)](*shapes, out_val=out))
+
+
+def _shape(proxy: Any) -> Any:
+    return tuple(int(size) for size in proxy.shape) if isinstance(proxy, TensorProxy) else proxy
+
+
+def _linear(bsym: BoundSymbol) -> int:
+    a, weight = map(_shape, bsym.args[:2])
+    return _formula("mm", (math.prod(a[:-1]), a[-1]), weight[::-1])
+
+
+def _matmul(bsym: BoundSymbol) -> int:
+    a, b = map(_shape, bsym.args[:2])
+    if len(a) == 1:
+        a = (1, *a)
+    if len(b) == 1:
+        b = (*b, 1)
+    if len(b) == 2:
+        return _formula("mm", (math.prod(a[:-1]), a[-1]), b)
+    batch = math.prod(torch.broadcast_shapes(a[:-2], b[:-2]))
+    return _formula("bmm", (batch, *a[-2:]), (batch, *b[-2:]))
+
+
+def _grouped_mm(bsym: BoundSymbol) -> int:
+    a, b = map(_shape, bsym.args[:2])
+    # Each row (or column) of the ragged side meets one group of the other: as many FLOPs as one group alone.
+    return _formula("mm", a[-2:], b[-2:]) * (a[0] if len(a) == len(b) == 3 else 1)
+
+
+def _convolution(bsym: BoundSymbol) -> int:
+    a, weight = map(_shape, bsym.args[:2])
+    return _formula("convolution", a, weight, None, None, None, None, bool(bsym.args[6]), out=_shape(bsym.output))
+
+
+def _attention(first: int, heads: int = 1) -> Callable[[BoundSymbol], int]:
+    """A formula for attention whose query is argument ``first``; with ``first`` 1 it is backward, of the gradient 0.
+
+    The formulas of ``flop_counter`` ignore causality. The fused kernels skip what lies above the diagonal, which is half
+    of the work if there are as many queries as keys, and so does this one.
+    """
+
+    def flops(bsym: BoundSymbol) -> int:
+        shapes = [_shape(arg) for arg in bsym.args[: first + 3]]
+        if heads == 2:  # (batch, sequence, heads, size)
+            shapes = [(s[0], s[2], s[1], s[3]) for s in shapes]
+        name = "_scaled_dot_product_flash_attention" + ("_backward" if first else "")
+        counted = _formula(name, *shapes)
+        causal = any(arg is True for arg in bsym.args[first + 3 :]) or bsym.kwargs.get("is_causal", False)
+        return counted // 2 if causal and shapes[first][2] == shapes[first + 1][2] else counted
+
+    return flops
+
+
+_FORMULAS: dict[Any, Callable[[BoundSymbol], int]] = {
+    PrimIDs.LINEAR: _linear,
+    PrimIDs.MATMUL: _matmul,
+    PrimIDs.CONVOLUTION: _convolution,
+    "sdpaex_grad_forward_scaled_dot_product_efficient_attention": _attention(0),
+    "sdpafx_grad_forward_scaled_dot_product_efficient_attention": _attention(0),
+    "sdpaex_scaled_dot_product_efficient_attention_backward": _attention(1),
+    "sdpafx_scaled_dot_product_efficient_attention_backward": _attention(1),
+    "cudnn_sdpa_fwd": _attention(0),
+    "cudnn_sdpa_bwd": _attention(1),
+    "fa3_fwd": _attention(0, heads=2),
+    "fa3_bwd": _attention(1, heads=2),
+    "scaled_dot_product_attention": _attention(0),
+}
+if hasattr(PrimIDs, "_GROUPED_MM"):
+    _FORMULAS[PrimIDs._GROUPED_MM] = _grouped_mm
+
+
+def _aten(bsym: BoundSymbol) -> int:
+    packet = getattr(torch.ops.aten, bsym.sym.name.removeprefix(_ATEN), None)
+    if packet not in flop_registry:
+        return 0
+    outs = tuple(_shape(o) for o in bsym.flat_outs)
+    return int(flop_registry[packet](*map(_shape, bsym.args), out_val=outs if len(outs) != 1 else outs[0]))
+
+
+#
+# Bytes
+#
+
+
+def bytes_of(bsym: BoundSymbol, values: _Values | None = None) -> int:
+    """Bytes that a bound symbol reads and writes: its different inputs and its outputs.
+
+    An operation that picks rows (an embedding) reads no more than it writes.
+    """
+    sizes = values.sizes if values is not None else {}
+    inputs = {p.name: sizes.get(p.name) or _nbytes(p) for p in _tensors(bsym.flat_proxy_args)}
+    written = sum(_nbytes(p) for p in _tensors(bsym.flat_proxy_outs) if p.name not in inputs)
+    if _picks_rows(bsym):
+        return sum(min(size, written) for size in inputs.values()) + written
+    return sum(inputs.values()) + written
+
+
+def _tensors(proxies: Sequence[Any]) -> Iterator[TensorProxy]:
+    return (p for p in proxies if isinstance(p, TensorProxy))
+
+
+def _nbytes(proxy: TensorProxy) -> int:
+    return math.prod(map(int, proxy.shape)) * proxy.dtype.bytes
+
+
+def _picks_rows(bsym: BoundSymbol) -> bool:
+    return _key(bsym) in _PICKING or (len(bsym.subsymbols) == 1 and _picks_rows(bsym.subsymbols[0]))
+
+
+_PICKING = frozenset({PrimIDs.EMBEDDING, PrimIDs.GATHER, PrimIDs.TAKE, PrimIDs.TAKE_ALONG_AXIS})
+
+_BOOKKEEPING = frozenset(
+    {PrimIDs.DEL, PrimIDs.RETURN, PrimIDs.COMMENT, PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE}
+)
+
+_RESHAPES = frozenset({PrimIDs.RESHAPE, "torch_prims_reshape_impl", "reshape"})
+_EXPANDS = frozenset({PrimIDs.BROADCAST_IN_DIM, "expand"})
+_TRANSPOSES = frozenset({PrimIDs.TRANSPOSE, "permute", "transpose"})
+_SLICES = frozenset({PrimIDs.SLICE, "torch_slice_prim_impl", "split", "chunk", "getitem", "narrow"})
+_OTHER_VIEWS = frozenset(
+    {PrimIDs.SQUEEZE, PrimIDs.SHALLOW_COPY, PrimIDs.VIEW, PrimIDs.UPDATE_ALIASES}
+    | {"shallow_copy", "update_aliases", "unsqueeze", "squeeze", "view"}
+)
+_VIEWS = _RESHAPES | _EXPANDS | _TRANSPOSES | _SLICES | _OTHER_VIEWS
+
+
+class _Values:
+    """What is known of the values of a trace, followed in its order: which are strided, which have fewer bytes than their
+    shape says."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+        self.strided: set[str] = set()
+
+    def is_view(self, bsym: BoundSymbol) -> bool:
+        """Whether ``bsym``, the next in the trace, moves no data."""
+        kinds: set[Any] = set()
+        if bsym.sym.is_fusion or not _view_kinds(bsym, kinds):
+            return False
+        source = next(_tensors(bsym.flat_proxy_args), None)
+        if source is None:
+            return True
+        strided = source.name in self.strided
+        if strided and kinds & _RESHAPES:
+            return False
+        for out in _tensors(bsym.flat_proxy_outs):
+            if out.name == source.name:
+                continue
+            if kinds & _EXPANDS or source.name in self.sizes:
+                self.sizes[out.name] = min(_nbytes(out), self.sizes.get(source.name) or _nbytes(source))
+            cut = kinds & _SLICES and tuple(out.shape[1:]) != tuple(source.shape[1:])
+            if strided or kinds & _TRANSPOSES or cut or (kinds & _EXPANDS and _nbytes(out) != _nbytes(source)):
+                self.strided.add(out.name)
+        return True
+
+
+def _view_kinds(bsym: BoundSymbol, kinds: set[Any]) -> bool:
+    """Collects what ``bsym`` is made of, as long as these are views."""
+    if bsym.subsymbols:
+        return all(_view_kinds(sub, kinds) for sub in bsym.subsymbols)
+    key = _key(bsym)
+    kinds.add(key)
+    # A composite symbol that does nothing for these arguments has nothing inside and gives its input back.
+    return key in _VIEWS or not outs_of(bsym)

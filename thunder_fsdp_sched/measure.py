@@ -1,0 +1,535 @@
+"""Measures a real step on the ranks, bound symbol by bound symbol, for :func:`thunder_fsdp_sched.simulate.simulate`.
+
+[Note: What is measured, and when]
+The compiled traces of the given inputs run as they are, with a clock read before every bound symbol, but one thing is
+different: every collective is finished right after it was issued, behind a barrier. So bound symbols are timed without
+communication beside them, and collectives are timed alone, with data in the right slots and all ranks at the same place.
+What a collective costs the host (copying gradients, what gloo does in ``wait``) is timed apart from its time on the wire.
+Then the forward trace runs with collectives of each kind going on behind it: by what share of that time its bound symbols
+take longer is the contention (threads of gloo and of the kernel that share the core; on a GPU the SMs of NCCL).
+Each figure is the median over repetitions, then the mean over ranks, so all ranks hold the same profile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import thunder
+import torch
+import torch.distributed as dist
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx
+from torch.distributed import ProcessGroup
+
+from .buffers import Bucket, InFlight
+from .cost import Seconds, runs_nothing
+from .symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter
+from .traces import is_backward_trace, with_bound_symbols
+from .transform import FSDPTransform
+
+__all__ = ["CollectiveTime", "MeasuredCost", "OpTime", "Profile", "measure"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """What one bound symbol that computes took.
+
+    Attributes:
+        symbol: its name.
+        shapes: dtypes and shapes of its tensors, inputs before outputs.
+        host: seconds that the host was busy with it (0 on a CPU, where that is computing).
+        device: seconds that computing it took.
+    """
+
+    symbol: str
+    shapes: str
+    host: float
+    device: float
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """What one collective took.
+
+    Attributes:
+        kind: its symbol.
+        bucket: name of its bucket.
+        nbytes: bytes of the unsharded bucket.
+        wire: seconds from its issue to its end, alone.
+        issue: seconds of the issue itself, copying gradients included.
+        wait: seconds of the wait behind its end.
+    """
+
+    kind: str
+    bucket: str
+    nbytes: int
+    wire: float
+    issue: float
+    wait: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A measured step; :class:`MeasuredCost` makes a cost model of it.
+
+    Attributes:
+        world_size: ranks of the process group.
+        device: what it ran on.
+        synchronous: whether the host computes itself (CPU).
+        forward, backward: bound symbols that compute, in the order of the trace; no backward without gradients.
+        collectives: of both traces, in the order of issue.
+        contention: share of compute speed that is lost while a collective runs, by its kind.
+        step_seconds: median time of the step as it is, communication in the background; the slowest rank's.
+    """
+
+    world_size: int
+    device: str
+    synchronous: bool
+    forward: tuple[OpTime, ...]
+    backward: tuple[OpTime, ...]
+    collectives: tuple[CollectiveTime, ...]
+    contention: dict[str, float]
+    step_seconds: float
+
+    @property
+    def compute_seconds(self) -> float:
+        """Compute of forward and backward, what collectives cost the host included."""
+        ops = sum(op.host + op.device if self.synchronous else op.device for op in (*self.forward, *self.backward))
+        return ops + sum(c.issue + c.wait for c in self.collectives)
+
+    @property
+    def communication_seconds(self) -> float:
+        """All collectives, one after the other."""
+        return sum(c.wire for c in self.collectives)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the profile as JSON."""
+        Path(path).write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+            ValueError: the file is no such file; the message names it and what is wrong.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+            if content.pop("format") != _FORMAT:
+                raise ValueError(f"this version reads format {_FORMAT}")
+            for trace in ("forward", "backward"):
+                content[trace] = tuple(OpTime(**op) for op in content[trace])
+            content["collectives"] = tuple(CollectiveTime(**c) for c in content["collectives"])
+            return cls(**content)
+        except (json.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"profile: {path} holds no profile: {type(error).__name__}: {error}") from error
+
+
+class MeasuredCost:
+    """Costs looked up in a profile, for any schedule of the same model, shapes and dtypes.
+
+    A trace whose computing bound symbols are those of the profile is looked up by place: sorting keeps their order.
+    Another one (ZeRO-2 for a profile of ZeRO-3) by symbol and shapes, with the mean of all places that agree.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.synchronous = profile.synchronous
+        found: dict[tuple[str, str], list[CollectiveTime]] = {}
+        for collective in profile.collectives:
+            found.setdefault((collective.kind, collective.bucket), []).append(collective)
+        self._collectives = {key: _mean_collective(times) for key, times in found.items()}
+
+    def __repr__(self) -> str:
+        return f"MeasuredCost({self.profile.device}, {self.profile.world_size} ranks)"
+
+    def seconds(self, trace: TraceCtx) -> Sequence[Seconds]:
+        samples = self.profile.backward if is_backward_trace(trace) else self.profile.forward
+        computing = [b for b in trace.bound_symbols if _computes(b)]
+        if [b.sym.name for b in computing] == [s.symbol for s in samples]:
+            ops = iter([Seconds(s.host, s.device) for s in samples])
+        else:
+            ops = iter([self._alike(b) for b in computing])
+        return [next(ops) if _computes(b) else self._communication(b) for b in trace.bound_symbols]
+
+    def collective_seconds(self, kind: str, bucket: Bucket) -> float:
+        return self._collective(kind, bucket).wire
+
+    def contention(self, kind: str) -> float:
+        return self.profile.contention.get(kind, 0.0)
+
+    def _communication(self, bsym: BoundSymbol) -> Seconds:
+        if bsym.sym.name in ISSUES:
+            return Seconds(0.0, self._collective(bsym.sym.name, bsym.args[0]).issue)
+        if bsym.sym.name in WAITS:
+            return Seconds(0.0, self._collective(_ISSUE_OF[bsym.sym.name], bsym.args[0]).wait)
+        return Seconds(0.0, 0.0)
+
+    def _collective(self, kind: str, bucket: Bucket) -> CollectiveTime:
+        try:
+            return self._collectives[kind, bucket.spec.name]
+        except KeyError:
+            known = sorted({name for _, name in self._collectives})
+            raise ValueError(f"profile: no {kind} of bucket {bucket.spec.name!r}; it has the buckets {known}") from None
+
+    def _alike(self, bsym: BoundSymbol) -> Seconds:
+        key = (bsym.sym.name, _shapes(bsym))
+        if key not in self._means:
+            raise ValueError(f"profile: it holds no {key[0]} of {key[1]}; measure a step of the same model and shapes")
+        return self._means[key]
+
+    @cached_property
+    def _means(self) -> dict[tuple[str, str], Seconds]:
+        found: dict[tuple[str, str], list[OpTime]] = {}
+        for op in (*self.profile.forward, *self.profile.backward):
+            found.setdefault((op.symbol, op.shapes), []).append(op)
+        return {
+            key: Seconds(statistics.fmean(o.host for o in ops), statistics.fmean(o.device for o in ops))
+            for key, ops in found.items()
+        }
+
+
+def _mean_collective(times: Sequence[CollectiveTime]) -> CollectiveTime:
+    means = {name: statistics.fmean(getattr(t, name) for t in times) for name in ("wire", "issue", "wait")}
+    return dataclasses.replace(times[0], **means)
+
+
+_ISSUE_OF = {"fsdp_wait_params": fsdp_all_gather.name, "fsdp_wait_grads": fsdp_reduce_scatter.name}
+
+
+def _computes(bsym: BoundSymbol) -> bool:
+    return not runs_nothing(bsym) and bsym.sym.name not in ISSUES and bsym.sym.name not in WAITS
+
+
+def _shapes(bsym: BoundSymbol) -> str:
+    tensors = (p for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs) if isinstance(p, TensorProxy))
+    return " ".join(f"{t.dtype.shortname()}{list(t.shape)}" for t in tensors)
+
+
+#
+# Measuring
+#
+
+
+def measure(jitted: Any, *inputs: Any, repeats: int = 5, **kwargs: Any) -> Profile:
+    """Measures one forward and backward of a jitted module; call it on all ranks with inputs of the same shapes.
+
+    No gradient reaches ``.grad`` and no parameter changes. It runs the step about ``5 * repeats`` times.
+
+    Args:
+        jitted: the result of ``thunder.jit(model, transforms=[fsdp(...)])``.
+        *inputs, **kwargs: what ``jitted`` is called with.
+        repeats: measured runs of each kind; one more of each warms up.
+
+    Returns:
+        The same profile on every rank.
+
+    Raises:
+        TypeError: ``jitted`` was not made with :func:`thunder_fsdp_sched.fsdp`.
+        RuntimeError: gradients of ``no_sync`` are still to be reduced, which measuring would consume.
+    """
+    transform = next((t for t in getattr(jitted, "_lc_transforms", ()) if isinstance(t, FSDPTransform)), None)
+    if transform is None:
+        raise TypeError("measure: expected the result of thunder.jit(module, transforms=[fsdp(...)])")
+    buckets = transform.sharded.buckets
+    for bucket in buckets:
+        if bucket.unreduced is not None:
+            raise RuntimeError(
+                f"measure: bucket {bucket.spec.name!r} holds gradients of no_sync; run a step that reduces them first"
+            )
+    entry, arguments, _ = thunder.compile_data(jitted).get_computation_and_inputs(*inputs, **kwargs)
+    traces = [entry.computation_traces[-1], *(entry.backward_traces[-1:] if entry.backward_fn else ())]
+    device = buckets[0].spec.device if buckets else torch.device("cpu")
+    return _Measurement(traces, arguments, transform.sharded.group, device, repeats).run(
+        entry.computation_fn, entry.backward_fn
+    )
+
+
+class _Measurement:
+    def __init__(
+        self, traces: Sequence[TraceCtx], arguments: Any, group: ProcessGroup, device: torch.device, repeats: int
+    ) -> None:
+        self.traces = traces
+        self.arguments = arguments
+        self.group = group
+        self.device = device
+        self.repeats = repeats
+        self.clock = _CudaClock(device) if device.type == "cuda" else _Clock()
+
+    def run(self, forward: Callable[..., Any], backward: Callable[..., Any] | None) -> Profile:
+        step = [forward, *([backward] if backward else [])]
+        whole = self._repeat(lambda: self._timed_step(step))
+        probes = [self._probe(t, finish=True) for t in self.traces]
+        alone = self._repeat(lambda: self._run_probes(probes))
+        medians = _medians(alone)
+        per_trace = []
+        for probe in probes:
+            per_trace.append(dict(zip(probe.labels, medians[: len(probe.labels)], strict=True)))
+            medians = medians[len(probe.labels) :]
+        names = ("forward", "backward")
+        ops = {name: self._ops(t, m) for name, t, m in zip(names, self.traces, per_trace, strict=False)}
+        collectives = [c for t, m in zip(self.traces, per_trace, strict=True) for c in self._collectives(t, m)]
+        return Profile(
+            world_size=self.group.size(),
+            device=str(self.device),
+            synchronous=self.device.type != "cuda",
+            forward=ops["forward"],
+            backward=ops.get("backward", ()),
+            collectives=tuple(collectives),
+            contention=self._contention(collectives),
+            step_seconds=self._over_ranks([statistics.median(whole)], dist.ReduceOp.MAX)[0],
+        )
+
+    def _repeat(self, run: Callable[[], Any]) -> list[Any]:
+        results = []
+        for _ in range(self.repeats + 1):
+            self._align()
+            results.append(run())
+        return results[1:]
+
+    def _align(self) -> None:
+        dist.barrier(self.group)
+        self.clock.settle()
+
+    def _timed_step(self, step: Sequence[Callable[..., Any]]) -> float:
+        started = time.perf_counter()
+        self._call(step)
+        self.clock.settle()
+        return time.perf_counter() - started
+
+    def _call(self, step: Sequence[Callable[..., Any]]) -> None:
+        """Runs forward and, if there is one, backward, with gradients of ones."""
+        result = step[0](*self.arguments)
+        if len(step) == 1:
+            return
+        outputs, (saved_tensors, saved_other) = result
+        gradients = [torch.ones_like(o) if isinstance(o, torch.Tensor) else None for o in outputs["flat_output"]]
+        saved = [list(saved_tensors), saved_other]
+        del result, outputs, saved_tensors
+        step[1](saved, gradients)
+
+    def _run_probes(self, probes: Sequence[_Probe]) -> list[tuple[float, float]]:
+        self.clock.reads.clear()
+        self._call([p.callable for p in probes])
+        return self._durations(sum(len(p.labels) for p in probes))
+
+    def _durations(self, count: int) -> list[tuple[float, float]]:
+        durations = self.clock.durations()
+        assert len(durations) == count, (len(durations), count)
+        return durations
+
+    def _ops(self, trace: TraceCtx, medians: dict[Any, tuple[float, float]]) -> tuple[OpTime, ...]:
+        computing = [(i, b) for i, b in enumerate(trace.bound_symbols) if _computes(b)]
+        means = iter(self._over_ranks([x for i, _ in computing for x in medians[_OP, i]]))
+        return tuple(OpTime(b.sym.name, _shapes(b), next(means), next(means)) for _, b in computing)
+
+    def _collectives(self, trace: TraceCtx, medians: dict[Any, tuple[float, float]]) -> Iterator[CollectiveTime]:
+        issued = {b.output.name: (i, b) for i, b in enumerate(trace.bound_symbols) if b.sym.name in ISSUES}
+        waited = {b.args[1].name: i for i, b in enumerate(trace.bound_symbols) if b.sym.name in WAITS}
+        places = [(_OP, i) for i, _ in issued.values()], [(_OP, waited[f]) for f in issued]
+        issue, wait = ([sum(medians[place]) for place in kind] for kind in places)
+        # Finishing a collective of gloo includes what its wait does, which is done, and timed, a second time later.
+        wire = [max(sum(medians[_WIRE, i]) - w, 0.0) for (i, _), w in zip(issued.values(), wait, strict=True)]
+        means = self._over_ranks([*wire, *issue, *wait])
+        count = len(issued)
+        for n, (_, bsym) in enumerate(issued.values()):
+            spec = bsym.args[0].spec
+            yield CollectiveTime(
+                bsym.sym.name, spec.name, spec.unsharded_bytes, means[n], means[n + count], means[n + 2 * count]
+            )
+
+    def _contention(self, collectives: Sequence[CollectiveTime]) -> dict[str, float]:
+        """For each kind the share of time by which bound symbols of forward take longer while collectives run."""
+        probe = self._probe(self.traces[0], finish=False)
+        self._call([self._probe(self.traces[0], finish=True).callable])  # leaves parameters in all slots
+        alone = _medians(self._repeat(lambda: self._run_probe(probe, ())))
+        shares = {}
+        for kind, start in ((fsdp_all_gather, _start_all_gather), (fsdp_reduce_scatter, _start_reduce_scatter)):
+            times = {c.bucket: c for c in collectives if c.kind == kind.name}
+            if not times:
+                continue
+            largest = max(times.values(), key=lambda c: c.wire)
+            issue = next(
+                b
+                for t in self.traces
+                for b in t.bound_symbols
+                if b.sym is kind and b.args[0].spec.name == largest.bucket
+            )
+            busy = sum(map(sum, alone))
+            count = max(1, min(math.ceil(busy / max(largest.wire, 1e-6)), 2**30 // largest.nbytes, 32))
+            window = 0.9 * count * largest.wire
+            loads = [(start, issue.args[0], issue.args[1])] * count
+            runs = self._repeat(lambda loads=loads: self._run_probe(probe, loads))  # type: ignore[misc]
+            found = statistics.median(_slowdown(run, alone, window) for run in runs)
+            shares[kind.name] = min(max(self._over_ranks([found])[0], 0.0), 0.9)
+        return shares
+
+    def _run_probe(self, probe: _Probe, loads: Sequence[Any]) -> list[tuple[float, float]]:
+        works = [work for start, bucket, slot in loads for work in start(bucket, slot.arena.views(bucket, slot)[0])]
+        self.clock.reads.clear()
+        probe.callable(*self.arguments)
+        durations = self._durations(len(probe.labels))
+        for work in works:
+            work.wait()
+        return durations
+
+    def _probe(self, trace: TraceCtx, *, finish: bool) -> _Probe:
+        return _Probe(trace, self.clock, self._align, finish=finish)
+
+    def _over_ranks(self, values: Sequence[float], op: Any = dist.ReduceOp.SUM) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=op, group=self.group)
+        return (tensor / (self.group.size() if op == dist.ReduceOp.SUM else 1)).tolist()
+
+
+_OP, _WIRE, _BETWEEN = "op", "wire", "between"
+
+
+class _Probe:
+    """A trace that reads the clock before every bound symbol.
+
+    Attributes:
+        callable: runs it.
+        labels: what the time from each reading to the next is: of which bound symbol (its index in the trace) the host's
+            and device's own part, its time on the wire, or nothing of interest.
+    """
+
+    def __init__(self, trace: TraceCtx, clock: _Clock, align: Callable[[], None], *, finish: bool) -> None:
+        self.labels: list[tuple[str, int]] = []
+        bsyms: list[BoundSymbol] = []
+
+        def tick(label: tuple[str, int]) -> None:
+            reading = clock.tick_at_once if label[0] == _WIRE else clock.tick
+            bsyms.append(_hook(reading.__name__, reading).bind(output=None))
+            self.labels.append(label)
+
+        for index, bsym in enumerate(trace.bound_symbols):
+            if bsym.sym.id is PrimIDs.RETURN:
+                tick((_BETWEEN, index))
+            if runs_nothing(bsym):
+                bsyms.append(bsym)
+                continue
+            if bsym.sym.name not in ISSUES:
+                tick((_OP, index))
+                bsyms.append(bsym)
+            elif finish:
+                bsyms.append(_hook("fsdp_align", align).bind(output=None))
+                tick((_OP, index))
+                bsyms.append(bsym)
+                tick((_WIRE, index))
+                bsyms.append(_hook("fsdp_finish", clock.finish).bind(bsym.output, output=None))
+                tick((_BETWEEN, index))
+            else:
+                tick((_OP, index))
+                pretend = _hook("fsdp_pretend", _pretend)
+                bsyms.append(bsym.from_bsym(sym=pretend, _call_ctx={"fsdp_pretend": _pretend}))
+        self.callable = with_bound_symbols(trace, bsyms, "fsdp: measured", time.perf_counter()).python_callable()
+
+
+def _hook(name: str, call: Callable[..., Any]) -> Symbol:
+    def attach(bsym: BoundSymbol) -> None:
+        bsym._call_ctx = {name: call}
+
+    return Symbol(name, lambda *_: None, is_prim=True, tags=[OpTags.DONT_DCE], _bind_postprocess=attach)
+
+
+def _pretend(bucket: Bucket, slot: Any, *tensors: Any) -> InFlight:
+    """A collective that is done at once; its slot keeps what is there."""
+    return slot.arena.issue(InFlight(bucket, slot, [], torch.empty_like(bucket.shard)))
+
+
+def _start_all_gather(bucket: Bucket, unsharded: torch.Tensor) -> list[dist.Work]:
+    return bucket.transport.all_gather(bucket, unsharded)
+
+
+def _start_reduce_scatter(bucket: Bucket, unsharded: torch.Tensor) -> list[dist.Work]:
+    return bucket.transport.reduce_scatter(bucket, unsharded, torch.empty_like(bucket.shard))
+
+
+def _medians(runs: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    return [
+        (statistics.median(h for h, _ in place), statistics.median(d for _, d in place))
+        for place in zip(*runs, strict=True)
+    ]
+
+
+def _slowdown(run: Sequence[tuple[float, float]], alone: Sequence[tuple[float, float]], window: float) -> float:
+    """Share of the time lost in those of the first ``window`` seconds of a run."""
+    passed = full_speed = 0.0
+    for loaded, usual in zip(map(sum, run), map(sum, alone), strict=True):
+        if passed + loaded > window:
+            break
+        passed += loaded
+        full_speed += usual
+    return 1 - full_speed / passed if passed else 0.0
+
+
+class _Clock:
+    """Reads the host's clock, on a CPU where the host computes."""
+
+    def __init__(self) -> None:
+        self.reads: list[Any] = []
+
+    def tick(self) -> None:
+        """Reads the clock between two bound symbols."""
+        self.reads.append(time.perf_counter())
+
+    def tick_at_once(self) -> None:
+        """Reads the clock behind the issue of a collective that is running."""
+        self.tick()
+
+    def finish(self, flight: InFlight) -> None:
+        flight.wait()
+
+    def settle(self) -> None:
+        """Waits until the device has nothing to do."""
+
+    def durations(self) -> list[tuple[float, float]]:
+        """(host, device) seconds from each reading to the next; zero for the last."""
+        return [*((0.0, after - before) for before, after in pairwise(self.reads)), (0.0, 0.0)]
+
+
+class _CudaClock(_Clock):
+    """Reads the clocks of host and device. The device sleeps at each reading, so that the host is ahead of it and its time
+    for a bound symbol is that of the kernels alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def tick(self) -> None:
+        self._read(pause=True)
+
+    def tick_at_once(self) -> None:
+        self._read(pause=False)
+
+    def _read(self, *, pause: bool) -> None:
+        entered = time.perf_counter()
+        end, start = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        end.record()
+        if pause:
+            torch.cuda._sleep(100_000)  # cycles, about 60 us
+        start.record()
+        self.reads.append((entered, time.perf_counter(), end, start))
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def durations(self) -> list[tuple[float, float]]:
+        self.settle()
+        pairs = pairwise(self.reads)
+        return [*((b[0] - a[1], a[3].elapsed_time(b[2]) / 1e3) for a, b in pairs), (0.0, 0.0)]
