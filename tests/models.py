@@ -253,6 +253,21 @@ class ViewsOfParameters(Model):
         )
 
 
+class DerivedParameters(Model):
+    """Weights that are computed from parameters of several blocks alone, and used in several blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 4))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = (self.low @ self.high) * torch.sigmoid(self.blocks[0].weight)
+        for block in self.blocks:
+            x = torch.tanh(F.linear(block(x), weight))
+        return x
+
+
 class MixedDtypes(Model):
     """Parameters of two dtypes in one block."""
 
@@ -327,6 +342,7 @@ CASES: dict[str, type[Model]] = {
     "buffers": Buffers,
     "shared_blocks": SharedBlocks,
     "views_of_parameters": ViewsOfParameters,
+    "derived_parameters": DerivedParameters,
     "mixed_dtypes": MixedDtypes,
     "scalar_loss": ScalarLoss,
     "checkpointed": Checkpointed,

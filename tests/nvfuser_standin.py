@@ -34,7 +34,8 @@ VERSION = "0.2.36"
 
 # What Thunder's executor names of each enumeration.
 _DATA_TYPES = """
-    ComplexDouble ComplexFloat Double Float Half BFloat16 Int Int32 UInt64 Bool Float4_e2m1fn_x2 Float8_e5m2 Float8_e4m3fn Null
+    ComplexDouble ComplexFloat Double Float Half BFloat16 Int Int32 UInt64 Bool
+    Float4_e2m1fn_x2 Float8_e5m2 Float8_e4m3fn Null
 """
 
 

@@ -79,6 +79,9 @@ class ClusterSpec:
         contention: share of compute speed that is lost while a collective runs, because it takes processors.
         reduce_scatter_factor: bytes that a reduce-scatter sends, in units of what a ring needs. 2 for gloo, which
             reduces everything on all ranks and drops what is not asked for.
+        concurrent: collectives of one process group that run at once: 1 for NCCL, 2 for gloo.
+        gather_share: share of the link that an all-gather has beside reductions, if they run at once.
+        reduction_share: share of the link that all reductions have beside an all-gather; together at most 1.
         efficiency: shares of the peaks that are assumed.
     """
 
@@ -96,6 +99,9 @@ class ClusterSpec:
     synchronous: bool = False
     contention: float = 0.0
     reduce_scatter_factor: float = 1.0
+    concurrent: int = 1
+    gather_share: float = 1.0
+    reduction_share: float = 0.0
     efficiency: Efficiency = Efficiency()
 
     def __post_init__(self) -> None:
@@ -268,6 +274,10 @@ def measure_this_machine(world_size: int | None = None) -> ClusterSpec:
         launch_overhead=mean["launch"],
         synchronous=True,
         reduce_scatter_factor=2.0,
+        concurrent=2,
+        # Measured on 2 ranks behind a link of 1 Gbit/s; see [Note: Several collectives at once] in ``simulate``.
+        gather_share=0.71,
+        reduction_share=0.05,
     )
 
 

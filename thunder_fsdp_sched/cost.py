@@ -52,9 +52,15 @@ class CostModel(Protocol):
 
     Attributes:
         synchronous: whether the host itself computes (CPU), so that issuing and computing are one.
+        concurrent: collectives of one process group that run at once.
+        gather_share: share of the link that an all-gather has beside reductions, if they run at once.
+        reduction_share: share of the link that all reductions have beside an all-gather; together at most 1.
     """
 
     synchronous: bool
+    concurrent: int
+    gather_share: float
+    reduction_share: float
 
     def seconds(self, trace: TraceCtx) -> Sequence[Seconds]:
         """What each bound symbol of the trace costs; for a collective or its wait what it does besides communicating.
@@ -85,6 +91,9 @@ class AnalyticCost:
         self.spec = cluster(spec)
         self.world_size = world_size
         self.synchronous = self.spec.synchronous
+        self.concurrent = self.spec.concurrent
+        self.gather_share = self.spec.gather_share
+        self.reduction_share = self.spec.reduction_share
 
     def __repr__(self) -> str:
         return f"AnalyticCost({self.spec.name})"

@@ -35,7 +35,14 @@ from torch.distributed import ProcessGroup
 
 from .buffers import Bucket, InFlight
 from .cost import Seconds, runs_nothing
-from .symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter
+from .symbols import (
+    ISSUES,
+    WAITS,
+    fsdp_all_gather,
+    fsdp_params_unchanged,
+    fsdp_reduce_scatter,
+    fsdp_reduce_unreduced,
+)
 from .traces import is_backward_trace, with_bound_symbols
 from .transform import FSDPTransform
 
@@ -93,6 +100,9 @@ class Profile:
         forward, backward: bound symbols that compute, in the order of the trace; no backward without gradients.
         collectives: of both traces, in the order of issue.
         contention: share of compute speed that is lost while a collective runs, by its kind.
+        concurrent: collectives of the process group that run at once.
+        gather_share: share of the link that an all-gather has beside reductions, if they run at once.
+        reduction_share: share of the link that all reductions have beside an all-gather; together at most 1.
         step_seconds: median time of the step as it is, communication in the background; the slowest rank's.
     """
 
@@ -103,6 +113,9 @@ class Profile:
     backward: tuple[OpTime, ...]
     collectives: tuple[CollectiveTime, ...]
     contention: dict[str, float]
+    concurrent: int
+    gather_share: float
+    reduction_share: float
     step_seconds: float
 
     @property
@@ -149,6 +162,9 @@ class MeasuredCost:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.synchronous = profile.synchronous
+        self.concurrent = profile.concurrent
+        self.gather_share = profile.gather_share
+        self.reduction_share = profile.reduction_share
         found: dict[tuple[str, str], list[CollectiveTime]] = {}
         for collective in profile.collectives:
             found.setdefault((collective.kind, collective.bucket), []).append(collective)
@@ -211,8 +227,11 @@ def _mean_collective(times: Sequence[CollectiveTime]) -> CollectiveTime:
 _ISSUE_OF = {"fsdp_wait_params": fsdp_all_gather.name, "fsdp_wait_grads": fsdp_reduce_scatter.name}
 
 
+_DO_NOT_COMPUTE = ISSUES | WAITS | {fsdp_params_unchanged.name, fsdp_reduce_unreduced.name}
+
+
 def _computes(bsym: BoundSymbol) -> bool:
-    return not runs_nothing(bsym) and bsym.sym.name not in ISSUES and bsym.sym.name not in WAITS
+    return not runs_nothing(bsym) and bsym.sym.name not in _DO_NOT_COMPUTE
 
 
 def _shapes(bsym: BoundSymbol) -> str:
@@ -283,6 +302,7 @@ class _Measurement:
         names = ("forward", "backward")
         ops = {name: self._ops(t, m) for name, t, m in zip(names, self.traces, per_trace, strict=False)}
         collectives = [c for t, m in zip(self.traces, per_trace, strict=True) for c in self._collectives(t, m)]
+        concurrent, gather_share, reduction_share = self._sharing(collectives)
         return Profile(
             world_size=self.group.size(),
             device=str(self.device),
@@ -291,6 +311,9 @@ class _Measurement:
             backward=ops.get("backward", ()),
             collectives=tuple(collectives),
             contention=self._contention(collectives),
+            concurrent=concurrent,
+            gather_share=gather_share,
+            reduction_share=reduction_share,
             step_seconds=self._over_ranks([statistics.median(whole)], dist.ReduceOp.MAX)[0],
         )
 
@@ -363,20 +386,62 @@ class _Measurement:
             if not times:
                 continue
             largest = max(times.values(), key=lambda c: c.wire)
-            issue = next(
-                b
-                for t in self.traces
-                for b in t.bound_symbols
-                if b.sym is kind and b.args[0].spec.name == largest.bucket
-            )
             busy = sum(map(sum, alone))
             count = max(1, min(math.ceil(busy / max(largest.wire, 1e-6)), 2**30 // largest.nbytes, 32))
             window = 0.9 * count * largest.wire
-            loads = [(start, issue.args[0], issue.args[1])] * count
+            loads = [(start, *self._place(largest))] * count
             runs = self._repeat(lambda loads=loads: self._run_probe(probe, loads))  # type: ignore[misc]
             found = statistics.median(_slowdown(run, alone, window) for run in runs)
             shares[kind.name] = min(max(self._over_ranks([found])[0], 0.0), 0.9)
         return shares
+
+    def _sharing(self, collectives: Sequence[CollectiveTime]) -> tuple[int, float, float]:
+        """How many collectives run at once, and the shares of the link of an all-gather and a reduction side by side."""
+        by_kind = {}
+        for kind in (fsdp_all_gather.name, fsdp_reduce_scatter.name):
+            of_kind = [c for c in collectives if c.kind == kind]
+            if of_kind:
+                by_kind[kind] = max(of_kind, key=lambda c: c.wire)
+        if len(by_kind) < 2:
+            return 1, 1.0, 0.0
+        gather, reduction = by_kind[fsdp_all_gather.name], by_kind[fsdp_reduce_scatter.name]
+        reduce = (_start_reduce_scatter, *self._place(reduction))
+
+        def first_of_two() -> float:
+            return self._ends([reduce, reduce])[0]
+
+        def gather_behind_reduction() -> list[float]:
+            return self._ends([(_start_all_gather, *self._place(gather)), reduce], reverse=True)
+
+        first = self._over_ranks([statistics.median(self._repeat(first_of_two))])[0]
+        if first < 1.5 * reduction.wire:
+            return 1, 1.0, 0.0
+        ends = [statistics.median(of_one) for of_one in zip(*self._repeat(gather_behind_reduction), strict=True)]
+        gathered, reduced = self._over_ranks(ends)
+        gather_share = min(gather.wire / gathered, 1.0)
+        reduced_beside = reduction.wire - (reduced - gathered)
+        return 2, gather_share, min(max(reduced_beside / gathered, 0.0), 1 - gather_share)
+
+    def _ends(self, loads: Sequence[Any], *, reverse: bool = False) -> list[float]:
+        """Starts collectives, in reverse if asked, waits for them in order, and says when each wait was over."""
+        started = time.perf_counter()
+        order = list(reversed(loads)) if reverse else list(loads)
+        works = [start(bucket, slot.arena.views(bucket, slot)[0]) for start, bucket, slot in order]
+        ends = []
+        for of_one in reversed(works) if reverse else works:
+            for work in of_one:
+                work.wait()
+            self.clock.settle()
+            ends.append(time.perf_counter() - started)
+        return ends
+
+    def _place(self, collective: CollectiveTime) -> tuple[Bucket, Any]:
+        """Bucket and slot of a collective of the traces."""
+        for trace in self.traces:
+            for bsym in trace.bound_symbols:
+                if bsym.sym.name == collective.kind and bsym.args[0].spec.name == collective.bucket:
+                    return bsym.args[0], bsym.args[1]
+        raise AssertionError(collective)
 
     def _run_probe(self, probe: _Probe, loads: Sequence[Any]) -> list[tuple[float, float]]:
         works = [work for start, bucket, slot in loads for work in start(bucket, slot.arena.views(bucket, slot)[0])]

@@ -8,6 +8,13 @@ compute stream, not the host, until its collective has ended. On a CPU the host 
 run, compute can be slower (``CostModel.contention``): they take processors, of a GPU or of the host; collectives themselves
 are not slowed.
 
+[Note: Several collectives at once]
+NCCL runs the collectives of one group one after the other (``CostModel.concurrent`` is 1). gloo has two threads for each
+group, so two collectives are on the wire at once. Of two reductions each then gets half of it: both end late, the first no
+earlier than if it had been issued last. An all-gather sends its piece whole, a reduction one segment after the
+other and each only when the last one has come around: so of the two the all-gather gets the larger share
+(``gather_share``) and the reduction less than the rest (``reduction_share``). Of two all-gathers the first gets all.
+
 [Note: What is exposed]
 Exposed is the time in which a collective runs and compute does not, by union of intervals: two collectives at once count
 once. So a step is compute + contention + exposed communication + idle, the last being time in which the device has nothing
@@ -16,8 +23,8 @@ to do because the host has not issued it yet.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,6 +97,7 @@ class Timeline:
         step_seconds: from the first issue to the end of the last stream.
         compute_seconds: of the compute stream, at full speed.
         contention_seconds: by which collectives slow compute down.
+        communication_seconds: of all collectives of each process group, by its name, if each ran alone.
     """
 
     intervals: tuple[Interval, ...]
@@ -97,19 +105,12 @@ class Timeline:
     step_seconds: float
     compute_seconds: float
     contention_seconds: float
+    communication_seconds: dict[str, float]
 
     @cached_property
     def collectives(self) -> tuple[Interval, ...]:
         """The intervals of all collectives, in the order of issue."""
         return tuple(i for i in self.intervals if i.stream != COMPUTE)
-
-    @cached_property
-    def communication_seconds(self) -> dict[str, float]:
-        """Time in which each process group communicates, by its name."""
-        seconds: dict[str, float] = {}
-        for interval in self.collectives:
-            seconds[interval.stream] = seconds.get(interval.stream, 0.0) + interval.seconds
-        return seconds
 
     @cached_property
     def exposed_by_bucket(self) -> dict[str, float]:
@@ -209,9 +210,107 @@ def simulate(forward: TraceCtx | Sequence[TraceCtx], backward: TraceCtx | None, 
     return step.timeline(uses)
 
 
-class _Flight(NamedTuple):
+@dataclass(eq=False)
+class _Flight:
+    """A collective between its issue and its end; ``left`` are seconds of work, alone on the link."""
+
+    kind: str
     bucket: Bucket
-    end: float
+    arrival: float
+    left: float
+    trace: int
+    position: int
+    start: float = -1.0
+    end: float = -1.0
+
+
+class _Link:
+    """A process group: serves the collectives that are issued to it in their order, some at once if the backend does.
+
+    It runs behind the streams that issue to it and is brought forward as far as nothing new can arrive.
+    """
+
+    def __init__(self, group: str, cost: CostModel, intervals: list[Interval]) -> None:
+        self.group = group
+        self.cost = cost
+        self.intervals = intervals
+        self.now = 0.0
+        self.alone = 0.0
+        self.waiting: deque[_Flight] = deque()
+        self.active: list[_Flight] = []
+        self.load = 0.0
+        """Share of compute speed that the active collectives take."""
+        self.next_change = float("inf")
+        """When a collective starts or ends next."""
+
+    def issue(self, flight: _Flight) -> None:
+        self.alone += flight.left
+        self.advance(flight.arrival)
+        self.waiting.append(flight)
+        self._admit()
+
+    def advance(self, until: float) -> None:
+        while self.next_change <= until:
+            self._move(self.next_change)
+            for flight in [f for f in self.active if f.left <= 1e-12]:
+                self._end(flight)
+            self._admit()
+        if until > self.now:
+            self._move(until)
+
+    def finish(self, flight: _Flight) -> float:
+        """Brings the link forward to the end of ``flight`` and returns that."""
+        while flight.end < 0:
+            self.advance(self.next_change)
+        return flight.end
+
+    def _move(self, until: float) -> None:
+        for flight, share in zip(self.active, self._shares(), strict=True):
+            flight.left -= (until - self.now) * share
+        self.now = until
+
+    def _end(self, flight: _Flight) -> None:
+        flight.end = self.now
+        self.active.remove(flight)
+        self.intervals.append(
+            Interval(
+                self.group,
+                flight.kind,
+                flight.kind,
+                flight.bucket.spec.name,
+                flight.start,
+                flight.end,
+                flight.trace,
+                flight.position,
+            )
+        )
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.active) < self.cost.concurrent and self.waiting[0].arrival <= self.now:
+            flight = self.waiting.popleft()
+            flight.start = self.now
+            self.active.append(flight)
+        shares = self._shares()
+        ends = [self.now + max(f.left, 0.0) / share for f, share in zip(self.active, shares, strict=True) if share]
+        if self.waiting and len(self.active) < self.cost.concurrent:
+            ends.append(self.waiting[0].arrival)
+        self.next_change = min(ends, default=float("inf"))
+        self.load = sum(self.cost.contention(f.kind) * share for f, share in zip(self.active, shares, strict=True))
+
+    def _shares(self) -> list[float]:
+        """Which part of the link each active collective has: see [Note: Several collectives at once]."""
+        if len(self.active) == 1:
+            return [1.0]
+        gathers = [f.kind == fsdp_all_gather.name for f in self.active]
+        reductions = gathers.count(False)
+        if reductions == len(gathers):
+            return [1 / max(reductions, 1)] * reductions
+        for_gather, for_reductions = (self.cost.gather_share, self.cost.reduction_share) if reductions else (1.0, 0.0)
+        first = gathers.index(True)
+        return [
+            (for_gather if number == first else 0.0) if gather else for_reductions / reductions
+            for number, gather in enumerate(gathers)
+        ]
 
 
 class _Step:
@@ -222,10 +321,8 @@ class _Step:
         self.intervals: list[Interval] = []
         self.host = 0.0
         self.compute = 0.0
-        self.streams: dict[str, float] = {}  # when each group's last collective ends
-        self.flights: dict[str, _Flight] = {}
-        self.changes: list[tuple[float, float]] = []  # heap of (time, change of the contention)
-        self.load = 0.0
+        self.links: dict[str, _Link] = {}
+        self.flights: dict[str, tuple[_Link, _Flight]] = {}
         self.full_speed = 0.0
         self.lost = 0.0
 
@@ -239,7 +336,7 @@ class _Step:
             if name in ISSUES:
                 began = self.compute
                 self._work(bsym, seconds, number, position)
-                uses.issue(bsym, *self._communicate(bsym, number, position), began)
+                uses.issue(bsym, self._communicate(bsym, number, position), began)
             elif name in WAITS:
                 self._wait(bsym, seconds, number, position)
                 uses.wait(bsym, self.compute)
@@ -249,8 +346,13 @@ class _Step:
             position += 1
 
     def timeline(self, uses: _SlotUses) -> Timeline:
-        end = max([self.host, self.compute, *self.streams.values()])
-        return Timeline(tuple(self.intervals), uses.done(), end, self.full_speed, self.lost)
+        for link in self.links.values():
+            while link.active or link.waiting:
+                link.advance(link.next_change)
+        self.intervals.sort(key=lambda i: (i.trace, i.position, i.kind != "wait"))
+        end = max([self.host, *(i.end for i in self.intervals)])
+        communication = {group: link.alone for group, link in self.links.items()}
+        return Timeline(tuple(self.intervals), uses.done(), end, self.full_speed, self.lost, communication)
 
     def _work(self, bsym: BoundSymbol, seconds: Seconds, trace: int, position: int, bucket: str = "") -> None:
         self.host += seconds.host
@@ -266,43 +368,43 @@ class _Step:
         if self.cost.synchronous:
             self.host = self.compute
 
-    def _communicate(self, bsym: BoundSymbol, trace: int, position: int) -> tuple[float, float]:
+    def _communicate(self, bsym: BoundSymbol, trace: int, position: int) -> _Flight:
         bucket, kind = bsym.args[0], bsym.sym.name
         group = describe_group(bucket.group)
-        start = max(self.host, self.compute, self.streams.get(group, 0.0))
-        end = start + self.cost.collective_seconds(kind, bucket)
-        self.streams[group] = end
-        self.flights[bsym.output.name] = _Flight(bucket, end)
-        share = self.cost.contention(kind)
-        if share and end > start:
-            heapq.heappush(self.changes, (start, share))
-            heapq.heappush(self.changes, (end, -share))
-        self.intervals.append(Interval(group, kind, kind, bucket.spec.name, start, end, trace, position))
-        return start, end
+        link = self.links.get(group)
+        if link is None:
+            link = self.links[group] = _Link(group, self.cost, self.intervals)
+        seconds = self.cost.collective_seconds(kind, bucket)
+        flight = _Flight(kind, bucket, max(self.host, self.compute), seconds, trace, position)
+        link.issue(flight)
+        self.flights[bsym.output.name] = link, flight
+        return flight
 
     def _wait(self, bsym: BoundSymbol, seconds: Seconds, trace: int, position: int) -> None:
-        flight = self.flights[bsym.args[1].name]
-        name = flight.bucket.spec.name
+        link, flight = self.flights[bsym.args[1].name]
         start = max(self.compute, self.host)
-        if flight.end > start:
-            self.intervals.append(Interval(COMPUTE, "wait", bsym.sym.name, name, start, flight.end, trace, position))
-            self.compute = flight.end
-        self._work(bsym, seconds, trace, position, name)
+        link.advance(start)
+        end = link.finish(flight)
+        if end > start:
+            name = flight.bucket.spec.name
+            self.intervals.append(Interval(COMPUTE, "wait", bsym.sym.name, name, start, end, trace, position))
+            self.compute = end
+        self._work(bsym, seconds, trace, position, flight.bucket.spec.name)
 
     def _end_of(self, start: float, work: float) -> float:
         """When ``work`` seconds at full speed end that begin at ``start``, beside the collectives that run then."""
         now = start
+        for link in self.links.values():
+            link.advance(now)
         while True:
-            while self.changes and self.changes[0][0] <= now:
-                self.load = max(self.load + heapq.heappop(self.changes)[1], 0.0)
-            if not self.changes and self.load < 1e-12:
-                return now + work
-            speed = max(1.0 - self.load, 0.05)
-            until = self.changes[0][0] if self.changes else float("inf")
+            speed = max(1.0 - sum(link.load for link in self.links.values()), 0.05)
+            until = min((link.next_change for link in self.links.values()), default=float("inf"))
             if now + work / speed <= until:
                 return now + work / speed
             work -= (until - now) * speed
             now = until
+            for link in self.links.values():
+                link.advance(now)
 
 
 class _SlotUses:
@@ -312,13 +414,13 @@ class _SlotUses:
         self.uses: list[list[Any]] = []
         self.of_value: dict[str, tuple[int, ...]] = {}  # by the name of a future, a gathered parameter or a view of it
 
-    def issue(self, bsym: BoundSymbol, start: float, end: float, began: float) -> None:
+    def issue(self, bsym: BoundSymbol, flight: _Flight, began: float) -> None:
         bucket, slot = bsym.args[0], bsym.args[1]
-        if bsym.sym is not fsdp_all_gather:
-            start = began  # gradients are copied into the slot first
+        # Gradients are copied into the slot before they travel, parameters come in while they do.
+        start = flight.arrival if bsym.sym is fsdp_all_gather else began
         name = slot.name if isinstance(slot, Slot) else ""
         self.of_value[bsym.output.name] = (len(self.uses),)
-        self.uses.append([name, bucket.spec.name, bsym.sym.name, bucket.spec.unsharded_bytes, start, end])
+        self.uses.append([name, bucket.spec.name, bsym.sym.name, bucket.spec.unsharded_bytes, start, start])
 
     def wait(self, bsym: BoundSymbol, now: float) -> None:
         numbers = self.of_value[bsym.args[1].name]

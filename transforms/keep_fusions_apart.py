@@ -182,24 +182,29 @@ class _Half:
     def _place_gathers(self, cost: list[int]) -> None:
         uses = self.uses
         first = {comm: uses.first_read(comm.bsyms[-1]) for comm in self.comms if comm.is_gather}
-        before = None
+        before: tuple[int, int] | None = None  # consumer and place of the gather before
         for comm, consumer in sorted(first.items(), key=lambda item: item[1]):
             if consumer == len(self.compute):
                 continue  # no compute reads it, but a reduction
-            shards_there = max((uses.produced.get(a, -1) for a in args_of(comm.bsyms[0])), default=-1)
-            limits = (before or 0, uses.closed_before[consumer], uses.barrier_before[consumer], shards_there)
-            places = range(min(max(limits) + 1, consumer), consumer + 1)
-            # The later the better: what stands before the cut hides the gather. But in forward, what uses a block's first
-            # weights is the end of a norm; to keep the norm whole, only expensive compute stays before the cut there.
-            comm.place = _last_cheapest(cost, places)
-            if cost[comm.place] and not self.is_backward and before is not None:
-                places = range(max(places[0], uses.expensive_before[consumer] + 1), consumer + 1)
-                comm.place = min(places, key=cost.__getitem__)
-            comm.moved = True
-            before = consumer
+            if before is None or consumer > before[0]:
+                before = consumer, self._place_gather(comm, consumer, before[0] if before else None, cost)
+            comm.place, comm.moved = before[1], True
         for comm in first:
             if comm.moved:
                 cost[comm.place] = 0
+
+    def _place_gather(self, gather: _Comm, consumer: int, before: int | None, cost: Sequence[int]) -> int:
+        uses = self.uses
+        shards_there = max((uses.produced.get(a, -1) for a in args_of(gather.bsyms[0])), default=-1)
+        limits = (before or 0, uses.closed_before[consumer], uses.barrier_before[consumer], shards_there)
+        places = range(min(max(limits) + 1, consumer), consumer + 1)
+        # The later the better: what stands before the cut hides the gather. But in forward, what uses a block's first
+        # weights is the end of a norm; to keep the norm whole, only expensive compute stays before the cut there.
+        place = _last_cheapest(cost, places)
+        if cost[place] and not self.is_backward and before is not None:
+            places = range(max(places[0], uses.expensive_before[consumer] + 1), consumer + 1)
+            place = min(places, key=cost.__getitem__)
+        return place
 
     def _place_reductions(self, cost: list[int]) -> None:
         uses = self.uses

@@ -1,0 +1,422 @@
+"""Beside fusion executors: the torch.compile executor, and nvFuser's fusion pass through its stand-in.
+
+What a region may read and where it may stand is read off the traces that really train, on gloo ranks, equal to the
+unsharded model. The workers of this module install the stand-in, which no other test module must see.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+from thunder_fsdp_sched import fsdp, full_state_dict, testing, transforms
+from thunder_fsdp_sched.checkpoint import gather_param
+from thunder_fsdp_sched.symbols import fsdp_all_gather, fsdp_cut, fsdp_wait_params
+from thunder_fsdp_sched.traces import args_of, forward_part, outs_of
+
+import nvfuser_standin
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from models import CASES, GPT, Model, Stack
+from ranks import Ranks
+from reference import Twins, saved_for_backward
+from thunder.core.prims import PrimIDs
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+from thunder.executors.torch_compile import torch_compile_ex
+from torch import nn
+
+each_strategy = pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+
+
+def jit_options(fuser: str, fusion_type: str = "consecutive") -> dict[str, Any]:
+    """Options of ``thunder.jit``; installs what they need in this process.
+
+    "nvfuser_matmul" fuses matmuls, too. "aot_eager" is torch.compile without a C++ compiler, "inductor" with it.
+    """
+    options: dict[str, Any] = {"fusion_type": fusion_type, "executors": [torch_compile_ex]}
+    if fuser.startswith("nvfuser"):
+        options["executors"] = [nvfuser_standin.install()]
+        options["nv_enable_linear"] = options["nv_enable_matmul"] = fuser == "nvfuser_matmul"
+    else:
+        torch.compile = functools.partial(_torch_compile, backend=fuser)
+    return options
+
+
+_torch_compile = torch.compile
+
+
+#
+# What is a bucket's in a trace
+#
+
+
+class Reads:
+    """Whose parameters, or what derives from them alone, each statement of a trace reads."""
+
+    def __init__(self, trace: TraceCtx) -> None:
+        self.statements = testing.statements(trace)
+        self.bucket_of: dict[str, str] = {}
+        for bsym in self.statements:
+            if bsym.sym is fsdp_wait_params:
+                self.bucket_of.update(dict.fromkeys(outs_of(bsym), bsym.args[0].spec.name))
+            elif not bsym.sym.name.startswith("fsdp_"):
+                for part in bsym.subsymbols if bsym.sym.is_fusion else [bsym]:
+                    buckets = [self.bucket_of.get(arg) for arg in args_of(part)]
+                    if buckets and buckets[0] is not None and set(buckets) == {buckets[0]}:
+                        self.bucket_of.update(dict.fromkeys(outs_of(part), buckets[0]))
+
+    def of(self, bsym: BoundSymbol) -> set[str]:
+        return {self.bucket_of[arg] for arg in args_of(bsym) if arg in self.bucket_of}
+
+
+def kernels(bsym: BoundSymbol) -> set[str]:
+    """Names of the operations that ``bsym`` runs."""
+    return {bsym.sym.name}.union(*(kernels(sub) for sub in bsym.subsymbols))
+
+
+def check_regions(trace: TraceCtx, *, fused_blocks: bool) -> list[str]:
+    """Checks that no region needs two buckets, and that each bucket's consumers are together.
+
+    Returns:
+        The buckets in the order in which they are read.
+    """
+    reads = Reads(trace)
+    order: list[str] = []
+    regions: dict[str, int] = {}
+    for bsym in reads.statements:
+        buckets = reads.of(bsym)
+        if bsym.sym.name.startswith("fsdp_") or bsym.sym.id is PrimIDs.RETURN or not buckets:
+            continue
+        assert len(buckets) == 1, f"{bsym.sym.name} reads {buckets}"
+        (bucket,) = buckets
+        if order[-1:] != [bucket]:
+            order.append(bucket)
+        regions[bucket] = regions.get(bucket, 0) + bsym.sym.is_fusion
+        if bsym.sym.is_fusion and "var_mean" in kernels(bsym):
+            assert {"mul", "add", "sub"} <= kernels(bsym), f"{bsym.sym.name} is a part of a layer norm"
+    assert len(order) == len(set(order)), "consumers of another bucket stand between those of one"
+    if fused_blocks:
+        assert set(regions.values()) == {1}, regions
+    return order
+
+
+def check_overlap(trace: TraceCtx, prefetch: int) -> None:
+    """Gathers are ahead of their waits, and each wait stands behind all that reads the buckets before."""
+    testing.assert_prefetch_distance(trace, prefetch)
+    testing.assert_waits_right_before_first_consumer(trace)
+    testing.assert_reductions_right_after_last_gradient(trace)
+    for gather, following in itertools.pairwise(testing.gathers(trace)):
+        # Under ZeRO-2 the return statement reads what is saved for backward.
+        assert gather.last_consumer < following.wait or gather.last_consumer == len(testing.statements(trace)) - 1
+
+
+def check_saved(twins: Twins, saved: list[torch.Tensor]) -> None:
+    """ZeRO-3: no saved tensor lies in shared memory, and none derives from gathered parameters alone."""
+    arenas = {b.arena for b in twins.transform.sharded.buckets}
+    memory = {arena._memory.untyped_storage().data_ptr() for arena in arenas if arena._memory is not None}
+    leaked = [tuple(t.shape) for t in saved if t.untyped_storage().data_ptr() in memory]
+    assert saved and not leaked, f"saved tensors of shapes {leaked} lie in memory that other buckets overwrite"
+    if twins.transform.options.reshard_after_forward:
+        forward = twins.transform.compiled[-1].forward
+        derived = Reads(forward).bucket_of
+        kept = [p.name for p in forward.bound_symbols[-1].args[1][0] if p.name in derived]
+        assert not kept, f"{kept} derive from parameters alone, but are saved for backward"
+
+
+#
+# A transformer
+#
+
+
+def _train_gpt(rank: int, world_size: int, strategy: str, fuser: str, fusion_type: str) -> None:
+    model = GPT(blocks=2, width=8, length=4).double()
+    options = jit_options(fuser, fusion_type)
+    twins = Twins(rank, world_size, model, sharding_strategy=strategy, jit_options=options)
+    with saved_for_backward() as saved:
+        twins.train(steps=2)
+    check_saved(twins, saved)
+
+    compiled = twins.transform.compiled[-1]
+    whole_blocks = fuser != "nvfuser"
+    forward = ["wte", "wpe", "h.0", "h.1", "ln_f", "head"]
+    assert check_regions(compiled.forward, fused_blocks=whole_blocks) == forward
+    check_overlap(compiled.forward, prefetch=1)
+    backward = forward[:1:-1]
+    assert twins.reduced()[:4] == backward
+    check_overlap(compiled.backward, prefetch=1)
+    if strategy == "zero3":
+        assert check_regions(compiled.backward, fused_blocks=whole_blocks) == backward
+        assert [g.bucket for g in testing.gathers(compiled.backward)] == backward
+    elif whole_blocks:
+        regions = [b.sym.is_fusion for b in testing.statements(compiled.backward) if not b.sym.name.startswith("fsdp_")]
+        assert sum(regions) <= len(forward)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fuser", "fusion_type"),
+    [
+        ("zero3", "nvfuser", "consecutive"),
+        ("zero2", "nvfuser", "dataflow"),
+        ("zero2", "nvfuser_matmul", "consecutive"),
+        ("zero3", "nvfuser_matmul", "dataflow"),
+        ("zero3", "aot_eager", "consecutive"),
+        ("zero2", "aot_eager", "dataflow"),
+    ],
+)
+def test_gpt_has_its_own_regions_for_each_block(ranks: Ranks, strategy: str, fuser: str, fusion_type: str) -> None:
+    ranks.run(_train_gpt, strategy, fuser, fusion_type, timeout=300)
+
+
+def _train_with_inductor(rank: int, world_size: int) -> None:
+    options = {**jit_options("inductor"), "executors": ["torchcompile"]}
+    for strategy in ("zero2", "zero3"):
+        twins = Twins(rank, world_size, Stack(3).double(), sharding_strategy=strategy, jit_options=options)
+        with saved_for_backward() as saved:
+            twins.train(steps=2)
+        check_saved(twins, saved)
+        order = check_regions(twins.transform.compiled[-1].forward, fused_blocks=True)
+        assert order == ["first", "blocks.0", "blocks.1", "blocks.2", "last"]
+
+
+def test_inductor_compiles_the_regions(ranks: Ranks) -> None:
+    ranks.run(_train_with_inductor, timeout=600)
+
+
+#
+# What else the passes must get right behind a fusion executor
+#
+
+
+class Blocks(Model):
+    """Blocks that use what they make of their parameters."""
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.randn(4, 4))
+        self.w = nn.Parameter(torch.randn(4, 4))
+
+
+class Sines(Two):
+    """Their derivatives need them again: rematerialization brings the parameters themselves into backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sin(self.w[0]) + torch.cos(self.v[1] * self.w[2])
+
+
+class Transposes(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.w.t() + x @ self.v.t().contiguous())
+
+
+class Casts(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = x.to(torch.float32)
+        return torch.tanh(low @ self.w.to(torch.float32) + F.linear(low, self.v.to(torch.float32))).to(torch.float64)
+
+
+class Products(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.w @ self.v
+        weight = weight / ((weight * weight).sum(1, keepdim=True) + 1).sqrt()
+        return torch.tanh(F.linear(x, weight * torch.sigmoid(self.v)))
+
+
+class LateViews(Model):
+    """Views of the first block's parameters that the last lines use, behind others that need memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        transposed, rows = self.blocks[0].weight.t(), self.blocks[0].weight[1:3]
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x @ transposed + x @ torch.cat([rows, rows]), rows * 2, transposed
+
+
+DERIVED: dict[str, functools.partial] = {
+    **{block.__name__: functools.partial(Blocks, block) for block in (Sines, Transposes, Casts, Products)},
+    "LateViews": functools.partial(LateViews),
+}
+
+
+def _train_derived(rank: int, world_size: int, case: str, fuser: str) -> None:
+    for strategy in ("zero3", "zero2"):
+        for fusion_type in ("consecutive", "dataflow"):
+            torch.manual_seed(0)
+            twins = Twins(
+                rank,
+                world_size,
+                DERIVED[case]().double(),
+                tolerance=1e-5 if case == "Casts" else 1e-11,
+                sharding_strategy=strategy,
+                jit_options=jit_options(fuser, fusion_type),
+            )
+            with saved_for_backward() as saved:
+                twins.train(steps=2)
+            check_saved(twins, saved)
+            if case != "LateViews":
+                check_regions(twins.transform.compiled[-1].forward, fused_blocks=False)
+
+
+@pytest.mark.parametrize("fuser", ["nvfuser", "aot_eager"])
+@pytest.mark.parametrize("case", DERIVED)
+def test_what_derives_from_parameters_is_not_saved(ranks: Ranks, case: str, fuser: str) -> None:
+    ranks.run(_train_derived, case, fuser)
+
+
+def _train_cases(rank: int, world_size: int, strategy: str) -> dict[str, str]:
+    wrong = {}
+    for number, (name, case) in enumerate(CASES.items()):
+        torch.manual_seed(0)
+        model = case().double()
+        options = jit_options("nvfuser", ("consecutive", "dataflow")[number % 2])
+        twins = Twins(
+            rank, world_size, model, tolerance=model.tolerance, sharding_strategy=strategy, jit_options=options
+        )
+        try:
+            with saved_for_backward() as saved:
+                twins.train(steps=2)
+            check_saved(twins, saved)
+        except AssertionError as error:
+            wrong[name] = str(error)
+    return wrong
+
+
+@each_strategy
+def test_kinds_of_parameters(ranks: Ranks, strategy: str) -> None:
+    assert ranks.run(_train_cases, strategy, timeout=300) == [{}, {}]
+
+
+def _sweep_buckets(rank: int, world_size: int, strategy: str) -> None:
+    model = Stack(2).double()
+    state = model.state_dict()
+    for bucketing in ("none", "layer", 300):
+        for prefetch in (0, 2):
+            copy = Stack(2).double()
+            copy.load_state_dict(state)
+            options = {"sharding_strategy": strategy, "bucketing_strategy": bucketing, "prefetch": prefetch}
+            twins = Twins(rank, world_size, copy, jit_options=jit_options("nvfuser_matmul"), **options)
+            with saved_for_backward() as saved:
+                twins.train(steps=2)
+            check_saved(twins, saved)
+            testing.assert_prefetch_distance(twins.transform.compiled[-1].forward, prefetch)
+
+
+@each_strategy
+def test_any_bucketing_and_prefetch(ranks: Ranks, strategy: str) -> None:
+    ranks.run(_sweep_buckets, strategy)
+
+
+def _accumulate_and_evaluate(rank: int, world_size: int, strategy: str) -> None:
+    twins = Twins(
+        rank, world_size, Stack(2).double(), sharding_strategy=strategy, jit_options=jit_options("nvfuser_matmul")
+    )
+    with twins.sharded.no_sync():
+        twins.backward(step=0)
+    twins.backward(step=1)
+    twins.update()
+    with torch.no_grad():
+        inputs = twins.inputs(step=2, batch=5)
+        twins.close(twins.sharded(*inputs), twins.reference(*inputs), "evaluation")
+    evaluation = twins.transform.compiled[-1]
+    assert evaluation.backward is None
+    assert check_regions(evaluation.forward, fused_blocks=True) == ["first", "blocks.0", "blocks.1", "last"]
+
+
+@each_strategy
+def test_no_sync_and_evaluation(ranks: Ranks, strategy: str) -> None:
+    ranks.run(_accumulate_and_evaluate, strategy)
+
+
+class NoisyWeights(Model):
+    """A random mask on weights: a value of forward that must not be drawn again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 4))
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(torch.sin(self.w), 0.5) * x + self.bias
+
+
+def _train_noisy(rank: int, world_size: int, fuser: str | None) -> None:
+    options = jit_options(fuser) if fuser else {}
+    transform = fsdp()
+    sharded = thunder.jit(NoisyWeights().double(), transforms=[transform], **options)
+    for _ in range(2):
+        for owner in range(world_size):  # the others' gradients are zero, so the mean is this rank's alone
+            output = sharded(torch.full((8, 4), float(rank == owner), dtype=torch.float64))
+            output.sum().backward()
+            bucket, index = transform.sharded.places["w"]
+            grad = gather_param(bucket, index, sharded.get_parameter("w").grad)
+            bias = full_state_dict(sharded)["bias"]
+            if rank == owner:
+                dropped = output == bias
+                assert 0 < dropped.sum() < dropped.numel()
+                assert torch.equal(grad == 0, dropped)
+            sharded.zero_grad()
+
+
+@pytest.mark.parametrize("fuser", [None, "aot_eager"])
+def test_random_values_on_parameters_are_the_same_in_backward(ranks: Ranks, fuser: str | None) -> None:
+    ranks.run(_train_noisy, fuser)
+
+
+#
+# The passes alone
+#
+
+
+def _joint() -> TraceCtx:
+    def make() -> tuple[nn.Module, tuple]:
+        model = GPT(blocks=3, width=8, length=4)
+        return model, model.inputs(torch.Generator().manual_seed(0))
+
+    (compiled,) = testing.compile_on_fake_ranks(make, 2, sharding_strategy="zero3")
+    return compiled.joint
+
+
+def test_cuts_leave_no_trace() -> None:
+    joint = _joint()
+    cut = transforms.keep_fusions_apart(joint, can_fuse=lambda bsym: True)
+    defined: set[str] = set()
+    for bsym in cut.bound_symbols:
+        if bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
+            assert defined.issuperset(args_of(bsym)), f"{bsym} reads what is not there yet"
+        defined.update(outs_of(bsym))
+    restored = transforms.remove_cuts(cut)
+    ours = [b for b in joint.bound_symbols if not b.sym.name.startswith("fsdp_")]
+    theirs = [b for b in restored.bound_symbols if not b.sym.name.startswith("fsdp_")]
+    assert [str(b) for b in ours] == [str(b) for b in theirs]
+    assert len(restored.bound_symbols) == len(joint.bound_symbols)
+    assert not any(b.sym is fsdp_cut for b in restored.bound_symbols)
+
+
+def test_between_two_blocks_the_residual_stream_alone_crosses() -> None:
+    cut = transforms.keep_fusions_apart(_joint(), can_fuse=lambda bsym: True)
+    cuts = [i for i, b in enumerate(cut.bound_symbols) if b.sym is fsdp_cut]
+    forward = forward_part(cut)
+    assert [forward[i] for i in cuts] == sorted((forward[i] for i in cuts), reverse=True)
+    assert all(len(cut.bound_symbols[i].args) == 1 for i in cuts)
+    gathers = [i for i, b in enumerate(cut.bound_symbols) if b.sym is fsdp_all_gather]
+    for i in gathers[1:]:
+        boundary, wait = cut.bound_symbols[i - 1], cut.bound_symbols[i + 1]
+        assert boundary.sym is fsdp_cut and wait.args[2] is boundary.output[-1]

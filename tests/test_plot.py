@@ -1,0 +1,47 @@
+"""Pictures and Perfetto files of simulated steps."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import thunder_fsdp_sched  # before thunder  # noqa: F401, I001
+
+from test_passes import chain
+from thunder_fsdp_sched.clusters import cluster
+from thunder_fsdp_sched.cost import AnalyticCost
+from thunder_fsdp_sched.simulate import simulate
+from thunder_fsdp_sched.symbols import fsdp_all_gather
+from thunder_fsdp_sched.transforms import plan_slots, sort_communication
+
+
+@pytest.fixture(scope="module")
+def timeline():
+    cost = AnalyticCost(cluster("h100-sxm"), 8)
+    return simulate(plan_slots(sort_communication(chain(4), prefetch=1)), None, cost)
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_a_picture_is_drawn_for_each_timeline(timeline, tmp_path, ending):
+    pytest.importorskip("matplotlib")
+    from thunder_fsdp_sched.plot import plot_timelines
+
+    figure = plot_timelines([("before", timeline), ("after", timeline)], tmp_path / f"steps.{ending}")
+    assert (tmp_path / f"steps.{ending}").stat().st_size > 1000
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert [t.split(":")[0] for t in titles] == ["before", "after"]
+    lanes = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert lanes[0] == "compute"
+    assert {use.slot for use in timeline.slots} <= set(lanes)
+
+
+def test_a_perfetto_file_holds_every_collective_with_its_times(timeline, tmp_path):
+    from thunder_fsdp_sched.plot import save_perfetto
+
+    save_perfetto(timeline, tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    gathers = [e for e in events if e["ph"] == "X" and e["cat"] == fsdp_all_gather.name and "position" in e["args"]]
+    expected = [i for i in timeline.intervals if i.kind == fsdp_all_gather.name]
+    assert [(e["ts"], e["dur"]) for e in gathers] == [(i.start * 1e6, i.seconds * 1e6) for i in expected]
+    peak = max(e["args"]["bytes"] for e in events if e["ph"] == "C")
+    assert peak == timeline.peak_unsharded_bytes

@@ -1,0 +1,145 @@
+"""A training step planned for a cluster that one does not have: traced on the meta device, simulated, nothing downloaded."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import thunder
+import torch
+import torch.distributed as dist
+
+from .api import fsdp
+from .clusters import ClusterSpec, cluster
+from .cost import AnalyticCost
+from .simulate import Timeline, simulate
+from .transform import FSDPTransform
+
+__all__ = ["PlannedStep", "find_model", "plan_step"]
+
+Made = tuple[torch.nn.Module, tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A planned forward and backward step.
+
+    Attributes:
+        transform: holds the plan, the traces and the schedules.
+        before: the step with communication as Thunder would run it without the sorting pass.
+        after: the step as scheduled.
+    """
+
+    transform: FSDPTransform
+    cluster: ClusterSpec
+    before: Timeline
+    after: Timeline
+
+
+def plan_step(make: Callable[[], Made], *, world_size: int, on: ClusterSpec | str, **options: Any) -> PlannedStep:
+    """Traces and schedules a model as rank 0 of ``world_size`` ranks, in this process, and simulates its step.
+
+    Args:
+        make: gives the module and its inputs, on the meta device.
+        world_size: ranks to shard over.
+        on: the cluster, or the name of a preset.
+        **options: of :func:`thunder_fsdp_sched.fsdp`.
+
+    Raises:
+        RuntimeError: this process already has a default process group.
+        ValueError: the cluster is unknown, or options do not fit.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    spec = cluster(on)
+    if dist.is_initialized():
+        raise RuntimeError("planning needs a process without a process group: it makes a fake one")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        module, inputs = make()
+        transform = fsdp(cluster=spec, **options)
+        thunder.jit(module, transforms=[transform])(*inputs)
+    finally:
+        dist.destroy_process_group()
+    compiled = transform.compiled[-1]
+    assert compiled.forward is not None and compiled.forward_before is not None
+    cost = AnalyticCost(spec, world_size)
+    return PlannedStep(
+        transform,
+        spec,
+        simulate(compiled.forward_before, compiled.backward_before, cost),
+        simulate(compiled.forward, compiled.backward, cost),
+    )
+
+
+def find_model(name: str, *, batch: int, length: int, dtype: torch.dtype) -> Callable[[], Made]:
+    """What makes a model by name: ``module:factory``, a LitGPT configuration, or a Hugging Face model type.
+
+    Weights are random and on the meta device, nothing is downloaded. A factory takes no arguments and returns
+    ``(module, inputs)`` itself; the other two are language models on ``batch`` sequences of ``length`` tokens.
+
+    Raises:
+        ValueError: nothing has that name; the message says what was tried and which extra would be needed.
+    """
+    if ":" in name:
+        return _imported(name)
+    tried = []
+    for find in (_litgpt, _hugging_face):
+        try:
+            return find(name, batch, length, dtype)
+        except (ImportError, ValueError, KeyError) as error:
+            tried.append(f"{find.__name__.strip('_')}: {error}")
+    raise ValueError(f"model: {name!r} is neither module:factory nor a known configuration; " + "; ".join(tried))
+
+
+def _imported(name: str) -> Callable[[], Made]:
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model: {name!r} cannot be imported: {error}") from error
+
+
+def _litgpt(name: str, batch: int, length: int, dtype: torch.dtype) -> Callable[[], Made]:
+    from litgpt import GPT, Config
+
+    config = Config.from_name(name, block_size=length)
+
+    def make() -> Made:
+        with torch.device("meta"):
+            model = GPT(config).to(dtype)
+            return _Loss(model), (_tokens(batch, length), _tokens(batch, length))
+
+    return make
+
+
+def _hugging_face(name: str, batch: int, length: int, dtype: torch.dtype) -> Callable[[], Made]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(name, use_cache=False)
+
+    def make() -> Made:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+            return _Loss(model), (_tokens(batch, length), _tokens(batch, length))
+
+    return make
+
+
+def _tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.zeros((batch, length), dtype=torch.int64)
+
+
+class _Loss(torch.nn.Module):
+    """A language model with its loss."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        out = self.model(tokens)
+        logits = out if isinstance(out, torch.Tensor) else out.logits
+        return torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
