@@ -46,11 +46,12 @@ class Ranks:
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any) -> list[Any]:
         """Calls ``fn(rank, world_size, *args, **kwargs)`` on every rank and returns the results, in the order of ranks.
 
         Args:
-            timeout: seconds after which ranks that have not come back count as hanging.
+            timeout: seconds after which ranks that have not come back count as hanging. Generous, for machines that are
+                busy with other work: a test takes seconds on an idle one.
 
         Raises:
             RankError: with the traceback of every rank that failed, and the stacks of those that hang.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-import thunder_fsdp_sched  # before thunder  # noqa: F401, I001
+import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched import fsdp
+
 import pytest
 import thunder
 import torch
 from ranks import RankError, Ranks
 from torch import nn
-
-from thunder_fsdp_sched import fsdp
 
 
 class TwoWays(nn.Module):
@@ -68,7 +68,10 @@ def _shapes_differ_between_ranks(rank: int, world_size: int) -> list[float]:
     [
         (_other_way_on_rank_1, r"line 1:\n    rank 0: fsdp_all_gather left .*\n    rank 1: fsdp_all_gather right"),
         (_other_options_on_rank_1, r"rank 0: fsdp_all_gather left .*\n    rank 1: fsdp_all_gather left\.weight"),
-        (_other_size_on_rank_1, r"rank 0: fsdp_all_gather left 80 bytes .*\n    rank 1: fsdp_all_gather left 320 bytes"),
+        (
+            _other_size_on_rank_1,
+            r"rank 0: fsdp_all_gather left 80 bytes .*\n    rank 1: fsdp_all_gather left 320 bytes",
+        ),
     ],
 )
 def test_ranks_that_compile_differently_are_told_the_first_differing_line(ranks: Ranks, fn, message: str) -> None:

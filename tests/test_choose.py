@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
-import thunder_fsdp_sched  # before thunder  # noqa: F401, I001
-from test_testing import make
-
+import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import testing
 from thunder_fsdp_sched.clusters import cluster
 from thunder_fsdp_sched.options import parse_bytes
+
+import pytest
+from test_testing import make
 
 # A device that computes slowly enough for communication to be hidden, and launches at once.
 SLOW = dataclasses.replace(
@@ -56,7 +56,9 @@ def test_a_budget_keeps_the_buckets_that_fit_and_gathers_the_others_again():
 
 
 def test_a_budget_that_is_too_small_says_how_much_is_needed():
-    with pytest.raises(ValueError, match=r"max_unsharded_bytes: 1,000 bytes are too few: .* need ([\d,]+) bytes") as error:
+    with pytest.raises(
+        ValueError, match=r"max_unsharded_bytes: 1,000 bytes are too few: .* need ([\d,]+) bytes"
+    ) as error:
         compiled(max_unsharded_bytes=1000, prefetch=1)
     needed = int(str(error.value).split("need ")[1].split(" bytes")[0].replace(",", ""))
     made = compiled(max_unsharded_bytes=needed, prefetch=1)
@@ -73,7 +75,7 @@ def test_automatic_prefetch_takes_the_least_simulated_step_time():
 
 
 def test_zero2_has_nothing_to_choose():
-    with pytest.raises(ValueError, match="max_unsharded_bytes.*zero2"):
+    with pytest.raises(ValueError, match=r"max_unsharded_bytes.*zero2"):
         thunder_fsdp_sched.fsdp(sharding_strategy="zero2", max_unsharded_bytes="1GB")
 
 

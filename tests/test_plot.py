@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 
-import pytest
-import thunder_fsdp_sched  # before thunder  # noqa: F401, I001
-
-from test_passes import chain
+import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.clusters import cluster
 from thunder_fsdp_sched.cost import AnalyticCost
 from thunder_fsdp_sched.simulate import simulate
 from thunder_fsdp_sched.symbols import fsdp_all_gather
 from thunder_fsdp_sched.transforms import plan_slots, sort_communication
+
+import pytest
+from test_passes import chain
 
 
 @pytest.fixture(scope="module")

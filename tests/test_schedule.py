@@ -4,17 +4,17 @@ import dataclasses
 import threading
 from datetime import timedelta
 
-import pytest
-import thunder_fsdp_sched  # before thunder  # noqa: F401, I001
-import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from test_passes import chain, traces
+import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.consistency import Agreement, ScheduleDisagreement
 from thunder_fsdp_sched.schedule import StepSchedule, load_schedules, read_schedule, save_schedules
 from thunder_fsdp_sched.symbols import fsdp_all_gather
 from thunder_fsdp_sched.transforms import ScheduleMismatch, plan_slots, replay_schedule, sort_communication, verify
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_passes import chain, traces
 
 
 def done(trace, prefetch: int = 1):

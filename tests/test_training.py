@@ -224,7 +224,7 @@ def _sweep_options(rank: int, world_size: int, strategy: str) -> None:
 
 @each_strategy
 def test_every_prefetch_and_bucketing_gives_the_same_bits(ranks: Ranks, strategy: str) -> None:
-    ranks.run(_sweep_options, strategy, timeout=300)
+    ranks.run(_sweep_options, strategy, timeout=400)
 
 
 def _train_beside_fsdp2(rank: int, world_size: int, strategy: str) -> None:

@@ -16,7 +16,10 @@ import typer
 from .api import fsdp
 from .demo import DemoOptions, run_demo
 from .demo.show import make_console
-from .report import before_and_after, plan_table
+from .planner import find_model, plan_step
+from .plot import plot_timelines, save_perfetto
+from .report import before_and_after, plan_table, planned_step_table
+from .schedule import load_schedules
 
 __all__ = ["app"]
 
@@ -128,6 +131,88 @@ def trace(
                     console.print()
     finally:
         dist.destroy_process_group()
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="MODULE:FACTORY that returns (module, inputs) on the meta device, a LitGPT configuration (Llama-3-8B) or "
+            "a Hugging Face model type (llama). Random weights, nothing is downloaded."
+        ),
+    ],
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks to plan for; none is started.")] = 64,
+    cluster: Annotated[str, typer.Option(help="Preset of the machine, such as h100-sxm.")] = "h100-sxm",
+    sharding: Annotated[Sharding, typer.Option(help="zero2 or zero3.")] = Sharding.zero3,
+    bucketing: Annotated[str, typer.Option(help="block, layer, none, or bytes of a bucket.")] = "block",
+    prefetch: Annotated[str, typer.Option(help="Buckets ahead, or auto.")] = "1",
+    max_unsharded: Annotated[str | None, typer.Option(help="Budget for unsharded memory, such as 8GiB.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a rank.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 2048,
+    dtype: Annotated[str, typer.Option(help="Of the parameters.")] = "bfloat16",
+    picture: Annotated[Path | None, typer.Option(help="Where to draw the timeline (.png, .svg).")] = None,
+    perfetto: Annotated[Path | None, typer.Option(help="Where to write the timeline for Perfetto (.json).")] = None,
+    schedule: Annotated[Path | None, typer.Option(help="Where to save the schedule (.json).")] = None,
+) -> None:
+    """Plan a training step on a cluster that you do not have: memory, time, what stays exposed.
+
+    The model is traced on the meta device as one rank of many sees it, scheduled, and simulated. Deep models take minutes,
+    nearly all of it in Thunder's own tracing.
+    """
+    console = make_console()
+    if sharding is Sharding.both:
+        raise typer.BadParameter("plan takes zero2 or zero3, not both")
+    try:
+        make = find_model(model, batch=batch, length=length, dtype=getattr(torch, dtype))
+        with console.status(f"tracing {model} as rank 0 of {world_size}"):
+            step = plan_step(
+                make,
+                world_size=world_size,
+                on=cluster,
+                sharding_strategy=sharding.value,
+                bucketing_strategy=int(bucketing) if bucketing.isdigit() else bucketing,
+                prefetch=int(prefetch) if prefetch.isdigit() else prefetch,
+                max_unsharded_bytes=max_unsharded,
+            )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    console.print(plan_table(step.transform.plan), highlight=False)
+    console.print(planned_step_table(step), highlight=False)
+    if step.transform.compiled[-1].choice is not None:
+        console.print(str(step.transform.compiled[-1].choice), highlight=False)
+    if picture is not None:
+        plot_timelines([("as Thunder would issue it", step.before), ("scheduled", step.after)], picture)
+        console.print(f"picture: {picture}")
+    if perfetto is not None:
+        save_perfetto(step.after, perfetto)
+        console.print(f"Perfetto: {perfetto}")
+    if schedule is not None:
+        step.transform.save_schedules(schedule)
+        console.print(f"schedule: {schedule}")
+
+
+@app.command()
+def diff(
+    one: Annotated[Path, typer.Argument(help="A saved schedule (plan --schedule, transform.save_schedules).")],
+    other: Annotated[Path, typer.Argument(help="Another one.")],
+) -> None:
+    """Show what is different between two saved schedules. Ends with 1 if anything is."""
+    try:
+        first, second = load_schedules(one), load_schedules(other)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    console = make_console()
+    differs = len(first) != len(second)
+    if differs:
+        console.print(f"{one} holds {len(first)} schedules, {other} holds {len(second)}", highlight=False)
+    for number, (a, b) in enumerate(zip(first, second, strict=False), start=1):
+        difference = a.diff(b) or ("the computation around it is another" if a != b else "")
+        if difference:
+            differs = True
+            console.print(f"schedule {number}", highlight=False)
+            console.print(difference, highlight=False, markup=False)
+    raise typer.Exit(1 if differs else 0)
 
 
 def _load(factory: str) -> Any:

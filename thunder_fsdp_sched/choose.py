@@ -19,11 +19,13 @@ from thunder.core.trace import TraceCtx
 from .buffers import Arena, Bucket
 from .cost import CostModel
 from .simulate import simulate
-from .symbols import fsdp_all_gather
+from .symbols import fsdp_all_gather, fsdp_reduce_scatter
 from .traces import split_joint
 from .transforms import plan_slots, regather_for_backward, sort_communication
+from .transforms.plan_slots import slot_bytes
+from .transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 
-__all__ = ["Candidate", "Choice", "choose"]
+__all__ = ["Candidate", "Choice", "choose", "room_for_gathers"]
 
 _FARTHEST = 8
 """Steps of prefetch that are tried at most; what is not hidden by then does not fit into the step."""
@@ -116,6 +118,15 @@ def choose(
     return Choice(min(good, key=lambda c: (c.unsharded_bytes, c.prefetch)), tuple(considered))
 
 
+def room_for_gathers(trace: TraceCtx, *, budget: int | None, kept: Collection[Bucket]) -> int | None:
+    """Bytes that gathered buckets may take in one trace: the budget less kept buckets and gradients that are in flight."""
+    if budget is None:
+        return None
+    reduced = sorted((slot_bytes(b.args[0]) for b in trace.bound_symbols if b.sym is fsdp_reduce_scatter), reverse=True)
+    private = sum(b.spec.unsharded_bytes for b in kept)
+    return max(budget - private - sum(reduced[:MAX_REDUCTIONS_IN_FLIGHT]), 0)
+
+
 class _Search:
     def __init__(self, joint: TraceCtx, cost: CostModel, kept: frozenset[Bucket], budget: int | None) -> None:
         self.joint = joint
@@ -160,15 +171,18 @@ class _Search:
         def arena_of(bucket: Bucket) -> Arena:
             return scratch.setdefault(bucket.arena, Arena(bucket.arena.device))
 
-        private = sum(b.spec.unsharded_bytes for b in kept)
-        room = None if self.budget is None else self.budget - private
         joint = regather_for_backward(self.joint, kept=kept)
         halves = [
             plan_slots(
-                sort_communication(half, prefetch=prefetch, max_unsharded_bytes=room), kept=kept, arena_of=arena_of
+                sort_communication(
+                    half, prefetch=prefetch, max_unsharded_bytes=room_for_gathers(half, budget=self.budget, kept=kept)
+                ),
+                kept=kept,
+                arena_of=arena_of,
             )
             for half in split_joint(joint)
         ]
+        private = sum(b.spec.unsharded_bytes for b in kept)
         return halves, private + sum(arena.nbytes for arena in scratch.values())
 
     @cached_property

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -127,7 +128,7 @@ class ClusterSpec:
 
 
 _NCCL = (Protocol(8.4e-6, 3.4e-6, 14e-6), Protocol(14e-6, 1.9e-6, 4e-6, bandwidth_share=0.92))
-_HOST = {
+_HOST: dict[str, Any] = {
     # An eager PyTorch call keeps the host busy for 5 us and more; a kernel starts about 2 us after the one before it ends.
     "launch_overhead": 6e-6,
     "kernel_overhead": 2e-6,
@@ -293,7 +294,7 @@ def _measure_rank(rank: int, world_size: int, core: int, port: int, results: obj
     figures: dict[str, float] = {}
     for dtype in _MEASURED_DTYPES:
         a, b = torch.randn(512, 512).to(dtype), torch.randn(512, 2048).to(dtype)
-        figures[str(dtype)] = 2 * 512 * 512 * 2048 / _seconds(lambda a=a, b=b: torch.mm(a, b))  # type: ignore[misc]
+        figures[str(dtype)] = 2 * 512 * 512 * 2048 / _seconds(lambda a=a, b=b: torch.mm(a, b))
     big = torch.ones(1 << 25)
     other = torch.empty_like(big)
     figures["memory"] = 2 * big.nbytes / _seconds(lambda: other.copy_(big))

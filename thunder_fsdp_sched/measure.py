@@ -220,7 +220,9 @@ class MeasuredCost:
 
 
 def _mean_collective(times: Sequence[CollectiveTime]) -> CollectiveTime:
-    means = {name: statistics.fmean(getattr(t, name) for t in times) for name in ("wire", "issue", "wait")}
+    means: dict[str, Any] = {
+        name: statistics.fmean(getattr(t, name) for t in times) for name in ("wire", "issue", "wait")
+    }
     return dataclasses.replace(times[0], **means)
 
 

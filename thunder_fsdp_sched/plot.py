@@ -109,12 +109,18 @@ def _bars(axes: Axes, y: float, spans: Iterable[tuple[float, float]], color: str
 
 
 def _bar(
-    axes: Axes, y: float, start: float, end: float, color: str, label: str, full: float, scale: float, alpha: float = 1.0
+    axes: Axes,
+    y: float,
+    start: float,
+    end: float,
+    color: str,
+    label: str,
+    full: float,
+    scale: float,
+    alpha: float = 1.0,
 ) -> None:
     width = (end - start) * scale
-    axes.barh(
-        y, width, left=start * scale, height=_LANE, color=color, alpha=alpha, edgecolor="white", linewidth=0.5
-    )
+    axes.barh(y, width, left=start * scale, height=_LANE, color=color, alpha=alpha, edgecolor="white", linewidth=0.5)
     short = label if len(label) * _LABEL_SHARE * full <= width else label.rpartition(".")[2]
     if len(short) * _LABEL_SHARE * full <= width:  # a label that does not fit would cover its neighbours
         axes.text(start * scale + width / 2, y, short, ha="center", va="center", fontsize=7, clip_on=True)
@@ -145,9 +151,7 @@ def save_perfetto(timeline: Timeline, path: str | Path) -> None:
         arguments = {"bytes": use.nbytes}
         events.append(_event(tracks[use.slot], use.bucket, use.kind, use.start, use.end, arguments))
     for time, nbytes in timeline.memory:
-        events.append(
-            {"ph": "C", "pid": 0, "name": "unsharded bytes", "ts": time * 1e6, "args": {"bytes": nbytes}}
-        )
+        events.append({"ph": "C", "pid": 0, "name": "unsharded bytes", "ts": time * 1e6, "args": {"bytes": nbytes}})
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 

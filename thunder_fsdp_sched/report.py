@@ -16,6 +16,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from .buckets import Plan
+from .planner import PlannedStep
 from .schedule import Schedule
 from .symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_reduce_unreduced
 from .traces import statement
@@ -25,6 +26,7 @@ __all__ = [
     "communication_lines",
     "human_bytes",
     "plan_table",
+    "planned_step_table",
     "schedule_table",
     "summarize_thunder",
 ]
@@ -159,6 +161,25 @@ def summarize_thunder(trace: TraceCtx) -> list[str]:
             + (f", {_count(compute, 'other operation')} in between" if compute else "")
         )
     return lines
+
+
+def planned_step_table(step: PlannedStep) -> Table:
+    """A planned step, unsorted and scheduled, on its cluster."""
+    table = Table(title=f"one step on {step.cluster.name}, simulated", box=box.SIMPLE_HEAD, title_justify="left")
+    for column in ("", "step", "compute", "communication", "exposed", "over max", "over sum", "peak unsharded"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, timeline in (("unsorted", step.before), ("scheduled", step.after)):
+        table.add_row(
+            name,
+            f"{timeline.step_seconds * 1e3:,.2f} ms",
+            f"{timeline.compute_seconds * 1e3:,.2f} ms",
+            f"{sum(timeline.communication_seconds.values()) * 1e3:,.2f} ms",
+            f"{timeline.exposed_seconds * 1e3:,.2f} ms",
+            f"{timeline.over_max:.2f}",
+            f"{timeline.over_sum:.2f}",
+            human_bytes(timeline.peak_unsharded_bytes),
+        )
+    return table
 
 
 def human_bytes(nbytes: int) -> str:

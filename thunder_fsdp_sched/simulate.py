@@ -388,7 +388,7 @@ class _Step:
         if end > start:
             name = flight.bucket.spec.name
             self.intervals.append(Interval(COMPUTE, "wait", bsym.sym.name, name, start, end, trace, position))
-            self.compute = end
+        self.compute = max(self.compute, end)
         self._work(bsym, seconds, trace, position, flight.bucket.spec.name)
 
     def _end_of(self, start: float, work: float) -> float:

@@ -40,7 +40,7 @@ from thunder.extend import Executor, FusionExecutor
 from . import symbols
 from .buckets import Plan
 from .checkpoint import gather_param
-from .choose import Choice, choose
+from .choose import Choice, choose, room_for_gathers
 from .options import Options
 from .schedule import Schedule, StepSchedule, compute_digest, read_schedule, save_schedules
 from .sharding import ShardedModule
@@ -73,7 +73,6 @@ class CompiledTraces:
     Attributes:
         no_sync: whether it was compiled for ``no_sync``.
         prefetch: steps that gathers are issued ahead.
-        room: bytes that gathered buckets may take beside those that are kept, ``None`` for no limit.
         choice: how ``prefetch="auto"`` or ``max_unsharded_bytes`` was settled, ``None`` without them.
         joint: the joint trace with bucketed communication, before fusion (forward alone without gradients).
         forward_before, backward_before: execution traces as Thunder hands them over, communication unsorted.
@@ -84,7 +83,6 @@ class CompiledTraces:
 
     no_sync: bool
     prefetch: int = 0
-    room: int | None = None
     choice: Choice | None = None
     joint: TraceCtx | None = None
     forward_before: TraceCtx | None = None
@@ -238,8 +236,6 @@ class FSDPTransform(Transform):
         if budget is not None and has_backward and not self._settled:
             self.sharded.keep(compiled.choice.chosen.kept)
             self._settled = True
-        if budget is not None:
-            compiled.room = budget - sum(b.spec.unsharded_bytes for b in self.sharded.kept)
 
     def _behind_fusion(self, trace: TraceCtx) -> TraceCtx:
         if not self._fusions:
@@ -250,7 +246,11 @@ class FSDPTransform(Transform):
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         backward = is_backward_trace(computation_trace)
         compiled = self.compiled[-1]
-        passes: list[Pass] = [self._order(computation_trace, backward), partial(plan_slots, kept=self.sharded.kept), verify]
+        passes: list[Pass] = [
+            self._order(computation_trace, backward),
+            partial(plan_slots, kept=self.sharded.kept),
+            verify,
+        ]
         sorted_trace = compiled.run(passes, computation_trace)
         schedule = read_schedule(sorted_trace)
         self.sharded.agreement.check(
@@ -269,8 +269,8 @@ class FSDPTransform(Transform):
     def _order(self, trace: TraceCtx, backward: bool) -> Pass:
         """The pass that orders communication: the sorting pass, or the replay of a pinned schedule."""
         if self.options.schedule is None:
-            compiled = self.compiled[-1]
-            return partial(sort_communication, prefetch=compiled.prefetch, max_unsharded_bytes=compiled.room)
+            room = room_for_gathers(trace, budget=self.options.max_unsharded_bytes, kept=self.sharded.kept)
+            return partial(sort_communication, prefetch=self.compiled[-1].prefetch, max_unsharded_bytes=room)
         compiled = self.compiled[-1]
         if not backward:
             digest = compute_digest(b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL)

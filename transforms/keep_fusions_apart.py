@@ -50,12 +50,15 @@ _NOT_COMPUTE = frozenset({PrimIDs.UNPACK_TRIVIAL, PrimIDs.GET_GRAD, PrimIDs.RETU
 def keep_fusions_apart(trace: TraceCtx, *, can_fuse: Callable[[BoundSymbol], bool]) -> TraceCtx:
     """Moves gathers and reductions, with their waits, to where fusion regions may end.
 
-    The cost is linear in the number of bound symbols.
+    A trace of which nothing can be fused stays as it is. The cost is linear in the number of bound symbols.
 
     Args:
         can_fuse: whether any of the fusion executors would take a bound symbol into a region.
     """
     started = time.perf_counter()
+    fusible = {id(bsym) for bsym in trace.bound_symbols if _is_compute(bsym) and can_fuse(bsym)}
+    if not fusible:
+        return trace
     forward = forward_part(trace)
     params = _Params()
     halves = {True: _Half(params, is_backward=False), False: _Half(params, is_backward=True)}
@@ -63,7 +66,7 @@ def keep_fusions_apart(trace: TraceCtx, *, can_fuse: Callable[[BoundSymbol], boo
         params.add(bsym)
         halves[is_forward].add(bsym)
     for half in halves.values():
-        half.place(can_fuse)
+        half.place(fusible)
 
     new = with_bound_symbols(trace, (), "fsdp: keep fusions apart", started)
     out = new.bound_symbols
@@ -162,13 +165,12 @@ class _Half:
             self.comms.append(_Comm([bsym], len(self.compute)))
             self.comm_of.update(dict.fromkeys(outs_of(bsym), self.comms[-1]))
 
-    def place(self, can_fuse: Callable[[BoundSymbol], bool]) -> None:
-        """Finds the place of every gather and reduction."""
+    def place(self, fusible: Collection[int]) -> None:
+        """Finds the place of every gather and reduction, given the ``id`` of each bound symbol that may be fused."""
         self.uses = _Uses(self.compute, self.params)
-        fusible = [can_fuse(bsym) for bsym in self.compute]
         cost = self.uses.width()
-        for place in range(1, len(fusible)):
-            if not (fusible[place - 1] and fusible[place]):
+        for place in range(1, len(self.compute)):
+            if id(self.compute[place - 1]) not in fusible or id(self.compute[place]) not in fusible:
                 cost[place] = 0
         self._place_gathers(cost)
         self._place_reductions(cost)

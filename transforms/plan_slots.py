@@ -19,7 +19,7 @@ from ..buffers import SLOT_ALIGNMENT, Arena, Bucket
 from ..symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from ..traces import Aliases, args_of, outs_of, with_bound_symbols
 
-__all__ = ["live_ranges", "peak_live_bytes", "plan_slots"]
+__all__ = ["live_ranges", "peak_live_bytes", "plan_slots", "slot_bytes"]
 
 
 @dataclass(eq=False)
@@ -71,8 +71,7 @@ def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
     for position, bsym in enumerate(trace.bound_symbols):
         if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter):
             bucket = bsym.args[0]
-            nbytes = -(-bucket.spec.unsharded_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-            ranges[position] = issued[bsym.output.name] = LiveRange(bucket, position, position, nbytes)
+            ranges[position] = issued[bsym.output.name] = LiveRange(bucket, position, position, slot_bytes(bucket))
         elif bsym.sym in (fsdp_wait_params, fsdp_wait_grads):
             live = issued[bsym.args[1].name]
             live.end = position
@@ -85,6 +84,11 @@ def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
                 if root in owner:
                     owner[root].end = position
     return ranges
+
+
+def slot_bytes(bucket: Bucket) -> int:
+    """Bytes of a slot that holds ``bucket``, its alignment included."""
+    return -(-bucket.spec.unsharded_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 def peak_live_bytes(trace: TraceCtx) -> int:

@@ -12,6 +12,7 @@ from thunder.core.trace import TraceCtx
 
 from ..symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from ..traces import Aliases, args_of, communicates, outs_of, with_bound_symbols
+from .plan_slots import slot_bytes
 
 __all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "sort_communication"]
 
@@ -43,7 +44,7 @@ class _Gather:
 
     @property
     def nbytes(self) -> int:
-        return self.issue.args[0].spec.unsharded_bytes
+        return slot_bytes(self.issue.args[0])
 
 
 @dataclass(eq=False)
@@ -207,7 +208,9 @@ class _Sorter:
             # A bucket that is still read before the next step has the memory that an earlier gather would need.
             until = self.steps[self.next_step][0].first_consumer
             if not any(position < g.last_consumer < until for g in self.live if g.step < self.next_step):
-                self._issue_gathers(position, f"prefetch: due, and would queue behind the reduction of {reduction.name}")
+                self._issue_gathers(
+                    position, f"prefetch: due, and would queue behind the reduction of {reduction.name}"
+                )
         last = self.compute[reduction.ready_after] if reduction.ready_after >= 0 else None
         self._emit(reduction.issue, f"producer: last gradient by {_show(last)}" if last else "producer: none")
         self.in_flight.append(reduction)

@@ -1,0 +1,463 @@
+"""The simulator: times that can be worked out by hand, and what must hold for any schedule.
+
+Traces are built straight from symbols; a cost model made of plain numbers says what each symbol takes. Nothing here is
+timed, and nothing communicates.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched.buckets import BucketSpec, ParamSpec
+from thunder_fsdp_sched.buffers import Arena, Bucket
+from thunder_fsdp_sched.cost import Seconds, runs_nothing
+from thunder_fsdp_sched.layout import plan_layout
+from thunder_fsdp_sched.simulate import COMPUTE, Timeline, simulate
+from thunder_fsdp_sched.symbols import (
+    fsdp_all_gather,
+    fsdp_reduce_scatter,
+    fsdp_wait_grads,
+    fsdp_wait_params,
+)
+from thunder_fsdp_sched.transforms import plan_slots, sort_communication
+from thunder_fsdp_sched.transports import AllGatherTransport
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from thunder.core import devices, dtypes, prims
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+
+SHAPE = (4, 4)
+NBYTES = 64  # of an unsharded bucket
+
+
+class Group:
+    def __init__(self, name: str) -> None:
+        self.group_name = name
+
+
+@dataclass
+class Numbers:
+    """A cost model of plain numbers: seconds of each computing symbol by its name, of each collective by its kind."""
+
+    compute: dict[str, float] = field(default_factory=lambda: {"neg": 1.0})
+    host: float = 0.0
+    gather: float = 1.0
+    reduction: float = 1.0
+    slowdown: float = 0.0
+    synchronous: bool = True
+    concurrent: int = 1
+    gather_share: float = 1.0
+    reduction_share: float = 0.0
+
+    def seconds(self, trace: TraceCtx) -> Sequence[Seconds]:
+        return [
+            Seconds(0.0, 0.0) if runs_nothing(b) else Seconds(self.host, self.compute.get(b.sym.name, 0.0))
+            for b in trace.bound_symbols
+        ]
+
+    def collective_seconds(self, kind: str, bucket: Bucket) -> float:
+        return self.gather if kind == "fsdp_all_gather" else self.reduction
+
+    def contention(self, kind: str) -> float:
+        return self.slowdown
+
+
+class Writer:
+    """Writes a trace, symbol by symbol."""
+
+    def __init__(self, *, zero3: bool = True, behind: "Writer | None" = None) -> None:
+        self.trace = from_trace(behind.trace) if behind else TraceCtx()  # no name means two things
+        self.arena = Arena(torch.device("cpu"))
+        self.zero3 = zero3
+        self.buckets: list[Bucket] = []
+        self.futures: dict[int, object] = {}
+        self.params: dict[int, TensorProxy] = {}
+        with tracectx(self.trace):
+            self.value = tensor()
+            self.trace.args = (self.value,)
+
+    def bucket(self, number: int, group: str = "data") -> Bucket:
+        while len(self.buckets) <= number:
+            name = f"b{len(self.buckets)}"
+            params = (ParamSpec((f"{name}.p",), SHAPE, torch.float32, torch.device("cpu"), True),)
+            spec = BucketSpec(name, params, plan_layout([SHAPE], 2, 4), self.zero3)
+            self.buckets.append(Bucket(spec, 0, Group(group), AllGatherTransport(), self.arena, f"bucket_{name}"))
+        return self.buckets[number]
+
+    def write(self, what: Callable, *args: object) -> object:
+        with tracectx(self.trace):
+            return what(*args)
+
+    def gather(self, number: int, group: str = "data") -> None:
+        with tracectx(self.trace):
+            self.futures[number] = fsdp_all_gather(self.bucket(number, group), None, tensor())
+
+    def wait(self, number: int) -> None:
+        (self.params[number],) = self.write(fsdp_wait_params, self.buckets[number], self.futures[number])
+
+    def compute(self, number: int | None = None, symbol: Callable = prims.neg) -> None:
+        """``neg`` of the running value, or ``matmul`` of it with a bucket's parameter."""
+        if number is None:
+            self.value = self.write(symbol, self.value)
+        else:
+            self.value = self.write(prims.matmul, self.value, self.params[number])
+
+    def reduce(self, number: int, group: str = "data") -> None:
+        self.futures[number] = self.write(fsdp_reduce_scatter, self.bucket(number, group), None, self.value)
+
+    def wait_grads(self, number: int) -> None:
+        self.write(fsdp_wait_grads, self.buckets[number], self.futures[number])
+
+    def done(self) -> TraceCtx:
+        self.write(prims.python_return, {"output": self.value, "flat_args": []}, ())
+        return self.trace
+
+
+def tensor() -> TensorProxy:
+    return TensorProxy(shape=SHAPE, device=devices.cpu, dtype=dtypes.float32)
+
+
+def spans(timeline: Timeline, stream: str, kind: str | None = None) -> list[tuple[float, float]]:
+    return [(i.start, i.end) for i in timeline.intervals if i.stream == stream and kind in (None, i.kind)]
+
+
+def prefetched(**options: object) -> TraceCtx:
+    """Gathers b1 before it computes a second with b0."""
+    writer = Writer(**options)
+    writer.gather(0)
+    writer.gather(1)
+    writer.wait(0)
+    writer.compute(0)
+    writer.wait(1)
+    writer.compute(1)
+    return writer.done()
+
+
+def test_a_gather_runs_behind_compute_and_the_first_one_is_exposed():
+    timeline = simulate(prefetched(), None, Numbers({"matmul": 3.0}, gather=2.0))
+    assert spans(timeline, "data") == [(0.0, 2.0), (2.0, 4.0)]
+    assert spans(timeline, COMPUTE, "wait") == [(0.0, 2.0)]
+    assert spans(timeline, COMPUTE, "compute") == [(2.0, 5.0), (5.0, 8.0)]
+    assert timeline.step_seconds == 8.0
+    assert timeline.compute_seconds == 6.0
+    assert timeline.communication_seconds == {"data": 4.0}
+    assert timeline.exposed_seconds == 2.0
+    assert timeline.exposed_by_bucket == {"b0": 2.0, "b1": 0.0}
+    assert timeline.lower_bound == 6.0
+    assert timeline.over_max == 8 / 6
+    assert timeline.over_sum == 0.8
+    assert timeline.overlap == 0.5
+    assert timeline.idle_seconds == 0.0
+
+
+def test_compute_waits_for_a_gather_that_takes_longer():
+    timeline = simulate(prefetched(), None, Numbers({"matmul": 1.0}, gather=2.0))
+    assert spans(timeline, COMPUTE, "wait") == [(0.0, 2.0), (3.0, 4.0)]
+    assert timeline.step_seconds == 5.0
+    assert timeline.exposed_seconds == 3.0
+    assert timeline.exposed_by_bucket == {"b0": 2.0, "b1": 1.0}
+
+
+def test_a_collective_starts_behind_all_compute_that_was_issued_before_it():
+    writer = Writer()
+    writer.compute()
+    writer.gather(0)
+    writer.compute()
+    writer.wait(0)
+    writer.compute(0)
+    for synchronous in (True, False):
+        timeline = simulate(writer.done(), None, Numbers({"neg": 1.0}, gather=3.0, synchronous=synchronous))
+        assert spans(timeline, "data") == [(1.0, 4.0)]
+        assert timeline.exposed_seconds == 2.0
+
+
+def test_collectives_of_one_group_queue_and_those_of_two_do_not():
+    def trace(group: str) -> TraceCtx:
+        writer = Writer()
+        writer.bucket(0)
+        writer.bucket(1, group)
+        writer.reduce(0)
+        writer.gather(1)
+        writer.wait(1)
+        writer.compute(1)
+        writer.wait_grads(0)
+        return writer.done()
+
+    cost = Numbers({"matmul": 1.0}, gather=2.0, reduction=4.0)
+    together = simulate(trace("data"), None, cost)
+    assert spans(together, "data") == [(0.0, 4.0), (4.0, 6.0)]
+    assert together.step_seconds == 7.0
+    apart = simulate(trace("other"), None, cost)
+    assert spans(apart, "data") == [(0.0, 4.0)]
+    assert spans(apart, "other") == [(0.0, 2.0)]
+    assert apart.step_seconds == 4.0
+    assert apart.exposed_seconds == 3.0, "the union of [0, 4] and [0, 2] without [2, 3]"
+    assert apart.exposed_by_bucket == {"b0": 3.0, "b1": 2.0}
+    assert apart.lower_bound == 4.0
+
+
+def two_reductions(between: int = 0) -> TraceCtx:
+    writer = Writer()
+    writer.reduce(0)
+    for _ in range(between):
+        writer.compute()
+    writer.reduce(1)
+    writer.wait_grads(0)
+    writer.wait_grads(1)
+    return writer.done()
+
+
+def test_two_reductions_at_once_share_the_link_and_both_end_late():
+    cost = Numbers(reduction=4.0, concurrent=2)
+    timeline = simulate(two_reductions(), None, cost)
+    assert spans(timeline, "data") == [(0.0, 8.0), (0.0, 8.0)]
+    later = simulate(two_reductions(between=2), None, cost)  # 2 s alone, then 4 s in which it does the other 2
+    assert spans(later, "data") == [(0.0, 6.0), (2.0, 8.0)]
+    assert later.communication_seconds == {"data": 8.0}
+    one_by_one = simulate(two_reductions(between=2), None, Numbers(reduction=4.0))
+    assert spans(one_by_one, "data") == [(0.0, 4.0), (4.0, 8.0)]
+
+
+def test_a_third_collective_waits_for_a_place():
+    writer = Writer()
+    for number in range(3):
+        writer.reduce(number)
+    for number in range(3):
+        writer.wait_grads(number)
+    timeline = simulate(writer.done(), None, Numbers(reduction=1.0, concurrent=2))
+    assert spans(timeline, "data") == [(0.0, 2.0), (0.0, 2.0), (2.0, 3.0)]
+
+
+def test_an_all_gather_has_the_larger_share_beside_a_reduction():
+    writer = Writer()
+    writer.reduce(0)
+    writer.gather(1)
+    writer.wait(1)
+    writer.wait_grads(0)
+    cost = Numbers(gather=2.0, reduction=3.0, concurrent=2, gather_share=0.5, reduction_share=0.25)
+    timeline = simulate(writer.done(), None, cost)
+    # The gather takes 2 / 0.5 s, in which 1 of the reduction's 3 s is done.
+    assert spans(timeline, "data") == [(0.0, 6.0), (0.0, 4.0)]
+
+
+def test_of_two_all_gathers_at_once_the_first_has_the_link():
+    timeline = simulate(prefetched(), None, Numbers({"matmul": 1.0}, gather=2.0, concurrent=2, gather_share=0.5))
+    assert [end for _, end in spans(timeline, "data")] == [2.0, 4.0]
+
+
+def test_collectives_slow_compute_down_while_they_run():
+    writer = Writer()
+    writer.gather(0)
+    writer.compute()
+    writer.compute()
+    writer.wait(0)
+    writer.compute(0)
+    timeline = simulate(writer.done(), None, Numbers({"neg": 1.5}, gather=2.0, slowdown=0.25))
+    # In the first 2 s compute does 1.5 s of work, behind them it has its full speed.
+    assert spans(timeline, COMPUTE, "compute") == [(0.0, 2.0), (2.0, 3.5)]
+    assert timeline.compute_seconds == 3.0
+    assert timeline.contention_seconds == 0.5
+    assert timeline.exposed_seconds == 0.0
+
+
+def test_contention_ends_in_the_middle_of_an_operation():
+    writer = Writer()
+    writer.gather(0)
+    writer.compute()
+    writer.wait(0)
+    timeline = simulate(writer.done(), None, Numbers({"neg": 4.0}, gather=2.0, slowdown=0.5))
+    assert spans(timeline, COMPUTE, "compute") == [(0.0, 5.0)]
+    assert timeline.contention_seconds == 1.0
+
+
+def test_a_host_that_is_slower_than_the_device_leaves_it_idle():
+    writer = Writer()
+    for _ in range(3):
+        writer.compute()
+    timeline = simulate(writer.done(), None, Numbers({"neg": 1.0}, host=2.0, synchronous=False))
+    assert spans(timeline, COMPUTE) == [(2.0, 3.0), (4.0, 5.0), (6.0, 7.0)]
+    assert timeline.step_seconds == 7.0
+    assert timeline.idle_seconds == 4.0
+
+
+def test_a_host_that_runs_ahead_does_not_wait_where_the_device_does():
+    writer = Writer()
+    writer.gather(0)
+    writer.wait(0)
+    writer.compute(0)
+    writer.compute()
+    # The host is done after 4 s (it does not wait); the device waits from 2 s on for the gather's end at 6 s.
+    timeline = simulate(
+        writer.done(), None, Numbers({"neg": 1.0, "matmul": 1.0}, host=1.0, gather=5.0, synchronous=False)
+    )
+    assert spans(timeline, "data") == [(1.0, 6.0)]
+    assert spans(timeline, COMPUTE) == [(1.0, 6.0), (6.0, 7.0), (7.0, 8.0)]
+
+
+def test_what_a_collective_costs_besides_the_wire_is_compute():
+    writer = Writer()
+    writer.reduce(0)
+    writer.wait_grads(0)
+    cost = Numbers({"fsdp_reduce_scatter": 1.0, "fsdp_wait_grads": 0.5}, reduction=2.0)
+    timeline = simulate(writer.done(), None, cost)
+    assert spans(timeline, "data") == [(1.0, 3.0)]
+    assert timeline.compute_seconds == 1.5
+    assert timeline.step_seconds == 3.5
+
+
+def test_memory_is_held_from_the_issue_to_the_last_reader_through_views():
+    writer = Writer()
+    writer.gather(0)
+    writer.wait(0)
+    writer.params[0] = writer.write(prims.transpose, writer.params[0], (1, 0))
+    writer.compute(0)
+    writer.gather(1)
+    writer.compute(0)
+    writer.compute()
+    writer.wait(1)
+    writer.compute(1)
+    timeline = simulate(writer.done(), None, Numbers({"matmul": 2.0, "neg": 2.0}, gather=1.0))
+    # b0: until the second matmul with it ends; b1: from its issue behind the first one until the end.
+    assert [(u.bucket, u.start, u.end) for u in timeline.slots] == [("b0", 0.0, 5.0), ("b1", 3.0, 9.0)]
+    assert timeline.memory == ((0.0, NBYTES), (3.0, 2 * NBYTES), (5.0, NBYTES), (9.0, 0))
+    assert timeline.peak_unsharded_bytes == 2 * NBYTES
+
+
+def test_memory_that_stays_unsharded_is_held_until_backward_has_read_it():
+    forward = Writer(zero3=False)
+    forward.gather(0)
+    forward.wait(0)
+    forward.compute(0)
+    forward.compute()
+    backward = Writer(behind=forward)
+    backward.params[0] = forward.params[0]
+    backward.compute()
+    backward.compute(0)
+    backward.compute()
+    timeline = simulate(forward.done(), backward.done(), Numbers({"matmul": 1.0, "neg": 1.0}, gather=1.0))
+    assert [(u.start, u.end) for u in timeline.slots] == [(0.0, 5.0)]
+    assert timeline.step_seconds == 6.0
+    assert [i.trace for i in timeline.intervals if i.kind == "compute"] == [0, 0, 1, 1, 1]
+
+
+def test_gradients_hold_their_slot_until_they_are_reduced():
+    writer = Writer()
+    writer.compute()
+    writer.reduce(0)
+    writer.compute()
+    writer.wait_grads(0)
+    cost = Numbers({"neg": 1.0, "fsdp_reduce_scatter": 1.0}, reduction=5.0)
+    timeline = simulate(writer.done(), None, cost)
+    assert [(u.kind, u.start, u.end) for u in timeline.slots] == [("fsdp_reduce_scatter", 1.0, 7.0)]
+
+
+def test_a_sequence_of_traces_runs_one_after_the_other():
+    traces = [prefetched(), prefetched(), prefetched()]
+    cost = Numbers({"matmul": 3.0}, gather=2.0)
+    timeline = simulate(traces, None, cost)
+    assert timeline.step_seconds == 24.0
+    assert simulate(traces[:2], traces[2], cost) == timeline
+    positions = [i.position for i in timeline.intervals if i.trace == 2 and i.kind == "compute"]
+    assert positions == [3, 5], "the matmuls, in the trace of their own"
+
+
+def test_nothing_takes_no_time():
+    timeline = simulate(Writer().done(), None, Numbers())
+    assert (timeline.step_seconds, timeline.over_max, timeline.over_sum, timeline.overlap) == (0.0, 1.0, 1.0, 1.0)
+    assert timeline.memory == ()
+    assert "step 0 s" in str(timeline)
+
+
+#
+# What must hold for any schedule
+#
+
+
+@st.composite
+def steps(draw):
+    """A forward and a backward trace with buckets used in order, some reduced, as the passes sort them."""
+    count = draw(st.integers(1, 6))
+    prefetch = draw(st.integers(0, 3))
+    zero3 = draw(st.booleans())
+    traces = []
+    writer = None
+    for backward in (False, True):
+        writer = Writer(zero3=zero3, behind=writer)
+        for number in range(count):
+            for _ in range(draw(st.integers(0, 2))):
+                writer.compute()
+            writer.gather(number)
+            writer.wait(number)
+            writer.compute(number)
+        if backward:
+            for number in draw(st.lists(st.integers(0, count - 1), unique=True)):
+                writer.compute()
+                writer.reduce(number)
+                writer.wait_grads(number)
+        traces.append(plan_slots(sort_communication(writer.done(), prefetch=prefetch)))
+    return traces
+
+
+times = st.sampled_from([0.0, 0.25, 1.0, 3.0])
+
+
+def costs(**fixed: object) -> st.SearchStrategy[Numbers]:
+    return st.builds(
+        Numbers,
+        compute=st.fixed_dictionaries({"neg": times, "matmul": times, "fsdp_reduce_scatter": times}),
+        host=fixed.get("host", st.sampled_from([0.0, 0.5])),
+        gather=times,
+        reduction=times,
+        slowdown=fixed.get("slowdown", st.sampled_from([0.0, 0.25])),
+        synchronous=st.booleans(),
+        concurrent=fixed.get("concurrent", st.sampled_from([1, 2])),
+        gather_share=st.just(0.75),
+        reduction_share=fixed.get("reduction_share", st.sampled_from([0.0, 0.25])),
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps(), costs())
+def test_a_step_is_the_sum_of_its_parts_and_never_below_the_lower_bound(traces, cost):
+    timeline = simulate(*traces, cost)
+    parts = timeline.compute_seconds + timeline.contention_seconds + timeline.exposed_seconds + timeline.idle_seconds
+    assert timeline.step_seconds == pytest.approx(parts)
+    assert timeline.step_seconds >= timeline.lower_bound - 1e-9
+    assert 0.0 <= timeline.overlap <= 1.0
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps(), costs(host=st.just(0.0), slowdown=st.just(0.0), reduction_share=st.just(0.25)))
+def test_without_contention_a_step_never_takes_longer_than_everything_in_turn(traces, cost):
+    timeline = simulate(*traces, cost)
+    assert timeline.step_seconds <= timeline.serial_seconds + 1e-9
+    assert timeline.step_seconds == pytest.approx(timeline.compute_seconds + timeline.exposed_seconds)
+    if cost.concurrent == 1:
+        assert sum(timeline.exposed_by_bucket.values()) == pytest.approx(timeline.exposed_seconds)
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps(), costs(concurrent=st.just(1), slowdown=st.just(0.0)), st.sampled_from([0.0, 0.5, 0.9]))
+def test_a_faster_link_never_hurts(traces, cost, factor):
+    slower = simulate(*traces, cost).step_seconds
+    cost.gather *= factor
+    cost.reduction *= factor
+    assert simulate(*traces, cost).step_seconds <= slower + 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps(), costs())
+def test_streams_do_one_thing_at_a_time_and_slots_are_never_negative(traces, cost):
+    timeline = simulate(*traces, cost)
+    for stream in (COMPUTE, *timeline.communication_seconds):
+        if stream == COMPUTE or cost.concurrent == 1:
+            in_order = spans(timeline, stream)
+            assert all(a[1] <= b[0] + 1e-9 for a, b in zip(in_order, in_order[1:], strict=False))
+    assert all(nbytes >= 0 for _, nbytes in timeline.memory)
+    assert not timeline.memory or timeline.memory[-1][1] == 0
+    for use in timeline.slots:
+        assert 0.0 <= use.start <= use.end <= timeline.step_seconds + 1e-9
