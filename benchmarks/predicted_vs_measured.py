@@ -1,10 +1,12 @@
 """Predicted against measured step time, on a link of a given rate between real ranks.
 
-    python benchmarks/predicted_vs_measured.py [--ranks 2] [--rate 1e9] [--tokens 512]
+    python benchmarks/predicted_vs_measured.py                      # real compute
+    python benchmarks/predicted_vs_measured.py --emulate 0.9        # matrix multiplications sleep, 0.9 s altogether
 
-Trains a GPT under ZeRO-2 and ZeRO-3 with prefetch 0, 1 and 2, each rank in a network namespace of its own, pinned to a core,
-one thread. One profile is measured (ZeRO-3, prefetch 1); the simulator predicts all six steps from it. Measured steps of all
-six take turns. A step is forward and backward without the optimizer, of the slowest rank. Needs root (see ``netns.py``).
+Trains a GPT under ZeRO-2 and ZeRO-3 with prefetch 0, 1 and 2; each rank is in a network namespace of its own, pinned to a
+core, one thread. One profile is measured (ZeRO-3, prefetch 1), and the simulator predicts all six steps from it. Measured
+steps of all six take turns. A step is forward and backward without the optimizer, of the slowest rank. Needs root (see
+``netns.py``) and takes some minutes, most of them for compiling six times.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def main() -> None:
     if arguments.ahead_of_others:
         step_ahead()
     with Links(arguments.ranks, bits_per_second=arguments.rate) as links:
-        print(links.run([sys.executable, "-W", "ignore", __file__, *sys.argv[1:]])[0], end="")
+        command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:]]
+        print(links.run(command, timeout=arguments.timeout)[0], end="")
 
 
 def parse() -> argparse.Namespace:
@@ -44,9 +47,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--tokens", type=int, default=512, help="tokens a rank and step, in sequences of 256 at most")
+    parser.add_argument("--emulate", type=float, metavar="SECONDS", help="sleep instead of multiplying matrices")
     parser.add_argument("--rounds", type=int, default=7, help="measured steps of each configuration")
     parser.add_argument("--repeats", type=int, default=5, help="measured runs for the profile")
     parser.add_argument("--save", type=Path, help="folder for the profile (profile.json) and all times (times.json)")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds until a rank counts as hanging")
     parser.add_argument(
         "--ahead-of-others",
         action="store_true",
@@ -64,8 +69,7 @@ def step_ahead() -> None:
 def run_rank(arguments: argparse.Namespace) -> None:
     import thunder_fsdp_sched
     from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
-    from thunder_fsdp_sched.measure import MeasuredCost, measure
-    from thunder_fsdp_sched.simulate import simulate
+    from thunder_fsdp_sched.measure import measure
 
     import thunder
     import torch
@@ -74,68 +78,121 @@ def run_rank(arguments: argparse.Namespace) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], rank=rank, world_size=world_size)
-    length = min(arguments.tokens, 256)
-    tokens = torch.randint(0, VOCABULARY, (max(arguments.tokens // length, 1), length))
+    count = 16 if arguments.emulate else arguments.tokens
+    length = min(count, 256)
+    tokens = torch.randint(0, VOCABULARY, (max(count // length, 1), length))
 
     jitted: dict[tuple[str, int], Any] = {}
-    compiled = {}
     for strategy, prefetch in CONFIGURATIONS:
         torch.manual_seed(0)
         model = GPT(blocks=arguments.blocks, width=arguments.width, heads=6, length=length)
-        transform = thunder_fsdp_sched.fsdp(sharding_strategy=strategy, prefetch=prefetch)
-        jitted[strategy, prefetch] = thunder.jit(model, transforms=[transform])
+        parameters = sum(p.numel() for p in model.parameters())
+        transforms = [thunder_fsdp_sched.fsdp(sharding_strategy=strategy, prefetch=prefetch)]
+        if arguments.emulate:
+            transforms.append(sleeping(arguments.emulate / (6 * parameters * tokens.numel())))
+        jitted[strategy, prefetch] = thunder.jit(model, transforms=transforms)
         step(jitted[strategy, prefetch], tokens)
-        compiled[strategy, prefetch] = transform.compiled[-1]
 
-    times: dict[tuple[str, int], list[float]] = {c: [] for c in CONFIGURATIONS}
-    half = (arguments.rounds + 1) // 2
+    times: dict[tuple[str, int], list[tuple[float, float]]] = {c: [] for c in CONFIGURATIONS}
     for round_ in range(arguments.rounds):
-        if round_ == half:  # in the middle, so that a drift of the machine falls on both sides
+        if round_ == arguments.rounds // 2:  # in the middle, so that a drift of the machine falls on both sides
             profile = measure(jitted["zero3", 1], tokens, tokens, repeats=arguments.repeats)
         for configuration, module in jitted.items():
             slowest = torch.tensor(step(module, tokens), dtype=torch.float64)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            times[configuration].append(slowest.item())
+            forward, whole = slowest.tolist()
+            times[configuration].append((forward, whole))
 
     if rank == 0:
         if arguments.save:
             arguments.save.mkdir(parents=True, exist_ok=True)
             profile.save(arguments.save / "profile.json")
             (arguments.save / "times.json").write_text(json.dumps({" ".join(map(str, c)): t for c, t in times.items()}))
-        cost = MeasuredCost(profile)
-        parameters = sum(
-            p.numel() for p in GPT(blocks=arguments.blocks, width=arguments.width, heads=6, length=length).parameters()
-        )
+        compute = f"{arguments.emulate} s of emulated compute" if arguments.emulate else f"{count} tokens a rank"
+        shares = [f"{kind.removeprefix('fsdp_')} {share:.0%}" for kind, share in profile.contention.items()]
         print(
             f"{world_size} ranks, {arguments.rate / 1e9:g} Gbit/s, GPT with {arguments.blocks} blocks and "
-            f"{parameters / 1e6:.1f} M parameters, {tokens.numel()} tokens a rank; contention "
-            + ", ".join(f"{kind.removeprefix('fsdp_')} {share:.0%}" for kind, share in profile.contention.items())
-            + f"; {profile.concurrent} collectives at once, shares {profile.gather_share:.2f}, {profile.reduction_share:.2f}"
+            f"{parameters / 1e6:.1f} M parameters, {compute}\n"
+            f"contention: {', '.join(shares)}; {profile.concurrent} collectives of a group at once; of the link an "
+            f"all-gather takes {profile.gather_share:.2f} and a reduction {profile.reduction_share:.2f}\n"
         )
-        print(
-            f"{'':15s} {'compute':>8s} {'comm':>8s} {'measured':>9s} {'min':>7s} {'max':>7s} {'predicted':>9s} {'ratio':>7s} {'exposed':>8s}"
-        )
-        for configuration, of_one in times.items():
-            timeline = simulate(compiled[configuration].forward, compiled[configuration].backward, cost)
-            measured = statistics.median(of_one)
-            print(
-                f"{configuration[0]} prefetch {configuration[1]} {timeline.compute_seconds:8.3f} "
-                f"{sum(timeline.communication_seconds.values()):8.3f} {measured:9.3f} {min(of_one):7.3f} {max(of_one):7.3f} "
-                f"{timeline.step_seconds:9.3f} {timeline.step_seconds / measured:7.3f} {timeline.exposed_seconds:8.3f}"
-            )
+        report(profile, jitted, times)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def step(module: Any, tokens: Any) -> float:
-    """Seconds of one forward and backward on this rank."""
+def step(module: Any, tokens: Any) -> tuple[float, float]:
+    """Seconds of forward, and of forward and backward, on this rank."""
     import torch.distributed as dist
 
     module.zero_grad(set_to_none=True)
     dist.barrier()
     started = time.perf_counter()
-    module(tokens, tokens).backward()
-    return time.perf_counter() - started
+    loss = module(tokens, tokens)
+    forward = time.perf_counter() - started
+    loss.backward()
+    return forward, time.perf_counter() - started
+
+
+def report(
+    profile: Any, jitted: dict[tuple[str, int], Any], times: dict[tuple[str, int], list[tuple[float, float]]]
+) -> None:
+    """Prints a line for each configuration: what the profile says of its parts, measured times, and the prediction."""
+    from thunder_fsdp_sched.measure import MeasuredCost
+    from thunder_fsdp_sched.simulate import simulate
+
+    import thunder
+
+    titles = ("compute", "comm", "measured", "least", "most", "predicted", "ratio", "forward's", "exposed")
+    print(f"{'seconds':17s}" + "".join(f"{title:>10s}" for title in titles))
+    for (strategy, prefetch), of_one in times.items():
+        module = jitted[strategy, prefetch]
+        traces = thunder.last_traces(module)[-1], thunder.last_backward_traces(module)[-1]
+        timeline = simulate(*traces, MeasuredCost(profile))
+        steps = [whole for _, whole in of_one]
+        forward = max(i.end for i in timeline.intervals if i.trace == 0)
+        figures = (
+            timeline.compute_seconds,
+            sum(timeline.communication_seconds.values()),
+            statistics.median(steps),
+            min(steps),
+            max(steps),
+            timeline.step_seconds,
+            timeline.step_seconds / statistics.median(steps),
+            forward / statistics.median(forward for forward, _ in of_one),
+            timeline.exposed_seconds,
+        )
+        print(f"{strategy} prefetch {prefetch} " + "".join(f"{figure:10.3f}" for figure in figures))
+
+
+def sleeping(seconds_per_flop: float) -> Any:
+    """A transform that makes every matrix multiplication sleep behind its work, in proportion to its FLOPs."""
+    from thunder_fsdp_sched.cost import flops_of
+
+    import thunder
+    from thunder.core.prims import OpTags
+    from thunder.core.symbol import BoundSymbol, Symbol
+    from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+
+    def attach(bsym: BoundSymbol) -> None:
+        bsym._call_ctx = {"emulated_compute": time.sleep}
+
+    sleep = Symbol(
+        "emulated_compute", lambda seconds: None, is_prim=True, tags=[OpTags.DONT_DCE], _bind_postprocess=attach
+    )
+
+    class Sleeping(thunder.Transform):
+        def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
+            new = from_trace(trace)
+            for bsym in trace.bound_symbols:
+                new.bound_symbols.append(bsym)
+                flops = sum(flops_of(bsym).values())
+                if flops:
+                    new.bound_symbols.append(sleep.bind(flops * seconds_per_flop, output=None))
+            new.set_provenance(TraceProvenance("emulated compute"))
+            return new
+
+    return Sleeping()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Traces are built straight from symbols; a cost model made of plain numbers says 
 timed, and nothing communicates.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -456,7 +457,7 @@ def test_streams_do_one_thing_at_a_time_and_slots_are_never_negative(traces, cos
     for stream in (COMPUTE, *timeline.communication_seconds):
         if stream == COMPUTE or cost.concurrent == 1:
             in_order = spans(timeline, stream)
-            assert all(a[1] <= b[0] + 1e-9 for a, b in zip(in_order, in_order[1:], strict=False))
+            assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(in_order))
     assert all(nbytes >= 0 for _, nbytes in timeline.memory)
     assert not timeline.memory or timeline.memory[-1][1] == 0
     for use in timeline.slots:
