@@ -210,10 +210,11 @@ class Two(nn.Module):
 
 
 class Sines(Two):
-    """Their derivatives need them again: rematerialization brings the parameters themselves into backward."""
+    """Backward reads a product twice: executors rematerialize it, and so bring what forward gathered into backward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.sin(self.w[0]) + torch.cos(self.v[1] * self.w[2])
+        y = x * self.w[0]
+        return torch.sin(y) * torch.cos(y + self.w[1]) + torch.sin(self.v[1] * self.w[2])
 
 
 class Transposes(Two):

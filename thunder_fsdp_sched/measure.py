@@ -7,243 +7,35 @@ communication beside them, and collectives are timed alone, with data in the rig
 What a collective costs the host (copying gradients, what gloo does in ``wait``) is timed apart from its time on the wire.
 Then the forward trace runs with collectives of each kind going on behind it: by what share of that time its bound symbols
 take longer is the contention (threads of gloo and of the kernel that share the core; on a GPU the SMs of NCCL).
-Each figure is the median over repetitions, then the mean over ranks, so all ranks hold the same profile.
+Each figure is the median over repetitions, then the mean over ranks; of a collective's time on the wire the largest, as it
+is over when its last rank has ended (a rank that ends earlier waits at the next one). So all ranks hold the same profile.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import thunder
 import torch
 import torch.distributed as dist
 from thunder.core.prims import OpTags, PrimIDs
-from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 from torch.distributed import ProcessGroup
 
 from .buffers import Bucket, InFlight
-from .cost import Seconds, runs_nothing
-from .symbols import (
-    ISSUES,
-    WAITS,
-    fsdp_all_gather,
-    fsdp_params_unchanged,
-    fsdp_reduce_scatter,
-    fsdp_reduce_unreduced,
-)
-from .traces import is_backward_trace, with_bound_symbols
+from .cost import runs_nothing
+from .profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of
+from .symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter
+from .traces import with_bound_symbols
 from .transform import FSDPTransform
 
 __all__ = ["CollectiveTime", "MeasuredCost", "OpTime", "Profile", "measure"]
-
-_FORMAT = 1
-
-
-@dataclass(frozen=True)
-class OpTime:
-    """What one bound symbol that computes took.
-
-    Attributes:
-        symbol: its name.
-        shapes: dtypes and shapes of its tensors, inputs before outputs.
-        host: seconds that the host was busy with it (0 on a CPU, where that is computing).
-        device: seconds that computing it took.
-    """
-
-    symbol: str
-    shapes: str
-    host: float
-    device: float
-
-
-@dataclass(frozen=True)
-class CollectiveTime:
-    """What one collective took.
-
-    Attributes:
-        kind: its symbol.
-        bucket: name of its bucket.
-        nbytes: bytes of the unsharded bucket.
-        wire: seconds from its issue to its end, alone.
-        issue: seconds of the issue itself, copying gradients included.
-        wait: seconds of the wait behind its end.
-    """
-
-    kind: str
-    bucket: str
-    nbytes: int
-    wire: float
-    issue: float
-    wait: float
-
-
-@dataclass(frozen=True)
-class Profile:
-    """A measured step; :class:`MeasuredCost` makes a cost model of it.
-
-    Attributes:
-        world_size: ranks of the process group.
-        device: what it ran on.
-        synchronous: whether the host computes itself (CPU).
-        forward, backward: bound symbols that compute, in the order of the trace; no backward without gradients.
-        collectives: of both traces, in the order of issue.
-        contention: share of compute speed that is lost while a collective runs, by its kind.
-        concurrent: collectives of the process group that run at once.
-        gather_share: share of the link that an all-gather has beside reductions, if they run at once.
-        reduction_share: share of the link that all reductions have beside an all-gather; together at most 1.
-        step_seconds: median time of the step as it is, communication in the background; the slowest rank's.
-    """
-
-    world_size: int
-    device: str
-    synchronous: bool
-    forward: tuple[OpTime, ...]
-    backward: tuple[OpTime, ...]
-    collectives: tuple[CollectiveTime, ...]
-    contention: dict[str, float]
-    concurrent: int
-    gather_share: float
-    reduction_share: float
-    step_seconds: float
-
-    @property
-    def compute_seconds(self) -> float:
-        """Compute of forward and backward, what collectives cost the host included."""
-        ops = sum(op.host + op.device if self.synchronous else op.device for op in (*self.forward, *self.backward))
-        return ops + sum(c.issue + c.wait for c in self.collectives)
-
-    @property
-    def communication_seconds(self) -> float:
-        """All collectives, one after the other."""
-        return sum(c.wire for c in self.collectives)
-
-    def save(self, path: str | Path) -> None:
-        """Writes the profile as JSON."""
-        Path(path).write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}) + "\n")
-
-    @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        """Reads what :meth:`save` wrote.
-
-        Raises:
-            ValueError: the file is no such file; the message names it and what is wrong.
-        """
-        try:
-            content = json.loads(Path(path).read_text())
-            if content.pop("format") != _FORMAT:
-                raise ValueError(f"this version reads format {_FORMAT}")
-            for trace in ("forward", "backward"):
-                content[trace] = tuple(OpTime(**op) for op in content[trace])
-            content["collectives"] = tuple(CollectiveTime(**c) for c in content["collectives"])
-            return cls(**content)
-        except (json.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"profile: {path} holds no profile: {type(error).__name__}: {error}") from error
-
-
-class MeasuredCost:
-    """Costs looked up in a profile, for any schedule of the same model, shapes and dtypes.
-
-    A trace whose computing bound symbols are those of the profile is looked up by place: sorting keeps their order.
-    Another one (ZeRO-2 for a profile of ZeRO-3) by symbol and shapes, with the mean of all places that agree.
-    """
-
-    def __init__(self, profile: Profile) -> None:
-        self.profile = profile
-        self.synchronous = profile.synchronous
-        self.concurrent = profile.concurrent
-        self.gather_share = profile.gather_share
-        self.reduction_share = profile.reduction_share
-        found: dict[tuple[str, str], list[CollectiveTime]] = {}
-        for collective in profile.collectives:
-            found.setdefault((collective.kind, collective.bucket), []).append(collective)
-        self._collectives = {key: _mean_collective(times) for key, times in found.items()}
-
-    def __repr__(self) -> str:
-        return f"MeasuredCost({self.profile.device}, {self.profile.world_size} ranks)"
-
-    def seconds(self, trace: TraceCtx) -> Sequence[Seconds]:
-        samples = self.profile.backward if is_backward_trace(trace) else self.profile.forward
-        computing = [b for b in trace.bound_symbols if _computes(b)]
-        if [b.sym.name for b in computing] == [s.symbol for s in samples]:
-            ops = iter([Seconds(s.host, s.device) for s in samples])
-        else:
-            ops = iter([self._alike(b) for b in computing])
-        return [next(ops) if _computes(b) else self._communication(b) for b in trace.bound_symbols]
-
-    def collective_seconds(self, kind: str, bucket: Bucket) -> float:
-        return self._collective(kind, bucket).wire
-
-    def contention(self, kind: str) -> float:
-        return self.profile.contention.get(kind, 0.0)
-
-    def _communication(self, bsym: BoundSymbol) -> Seconds:
-        if bsym.sym.name in ISSUES:
-            return Seconds(0.0, self._collective(bsym.sym.name, bsym.args[0]).issue)
-        if bsym.sym.name in WAITS:
-            return Seconds(0.0, self._collective(_ISSUE_OF[bsym.sym.name], bsym.args[0]).wait)
-        return Seconds(0.0, 0.0)
-
-    def _collective(self, kind: str, bucket: Bucket) -> CollectiveTime:
-        try:
-            return self._collectives[kind, bucket.spec.name]
-        except KeyError:
-            known = sorted({name for _, name in self._collectives})
-            raise ValueError(f"profile: no {kind} of bucket {bucket.spec.name!r}; it has the buckets {known}") from None
-
-    def _alike(self, bsym: BoundSymbol) -> Seconds:
-        key = (bsym.sym.name, _shapes(bsym))
-        if key not in self._means:
-            raise ValueError(f"profile: it holds no {key[0]} of {key[1]}; measure a step of the same model and shapes")
-        return self._means[key]
-
-    @cached_property
-    def _means(self) -> dict[tuple[str, str], Seconds]:
-        found: dict[tuple[str, str], list[OpTime]] = {}
-        for op in (*self.profile.forward, *self.profile.backward):
-            found.setdefault((op.symbol, op.shapes), []).append(op)
-        return {
-            key: Seconds(statistics.fmean(o.host for o in ops), statistics.fmean(o.device for o in ops))
-            for key, ops in found.items()
-        }
-
-
-def _mean_collective(times: Sequence[CollectiveTime]) -> CollectiveTime:
-    means: dict[str, Any] = {
-        name: statistics.fmean(getattr(t, name) for t in times) for name in ("wire", "issue", "wait")
-    }
-    return dataclasses.replace(times[0], **means)
-
-
-_ISSUE_OF = {"fsdp_wait_params": fsdp_all_gather.name, "fsdp_wait_grads": fsdp_reduce_scatter.name}
-
-
-_DO_NOT_COMPUTE = ISSUES | WAITS | {fsdp_params_unchanged.name, fsdp_reduce_unreduced.name}
-
-
-def _computes(bsym: BoundSymbol) -> bool:
-    return not runs_nothing(bsym) and bsym.sym.name not in _DO_NOT_COMPUTE
-
-
-def _shapes(bsym: BoundSymbol) -> str:
-    tensors = (p for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs) if isinstance(p, TensorProxy))
-    return " ".join(f"{t.dtype.shortname()}{list(t.shape)}" for t in tensors)
-
-
-#
-# Measuring
-#
 
 
 def measure(jitted: Any, *inputs: Any, repeats: int = 5, **kwargs: Any) -> Profile:
@@ -278,6 +70,9 @@ def measure(jitted: Any, *inputs: Any, repeats: int = 5, **kwargs: Any) -> Profi
     return _Measurement(traces, arguments, transform.sharded.group, device, repeats).run(
         entry.computation_fn, entry.backward_fn
     )
+
+
+_MEAN, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 
 class _Measurement:
@@ -316,7 +111,7 @@ class _Measurement:
             concurrent=concurrent,
             gather_share=gather_share,
             reduction_share=reduction_share,
-            step_seconds=self._over_ranks([statistics.median(whole)], dist.ReduceOp.MAX)[0],
+            step_seconds=self._over_ranks([statistics.median(whole)], _MAX)[0],
         )
 
     def _repeat(self, run: Callable[[], Any]) -> list[Any]:
@@ -358,24 +153,22 @@ class _Measurement:
         return durations
 
     def _ops(self, trace: TraceCtx, medians: dict[Any, tuple[float, float]]) -> tuple[OpTime, ...]:
-        computing = [(i, b) for i, b in enumerate(trace.bound_symbols) if _computes(b)]
+        computing = [(i, b) for i, b in enumerate(trace.bound_symbols) if computes(b)]
         means = iter(self._over_ranks([x for i, _ in computing for x in medians[_OP, i]]))
-        return tuple(OpTime(b.sym.name, _shapes(b), next(means), next(means)) for _, b in computing)
+        return tuple(OpTime(b.sym.name, shapes_of(b), next(means), next(means)) for _, b in computing)
 
     def _collectives(self, trace: TraceCtx, medians: dict[Any, tuple[float, float]]) -> Iterator[CollectiveTime]:
         issued = {b.output.name: (i, b) for i, b in enumerate(trace.bound_symbols) if b.sym.name in ISSUES}
         waited = {b.args[1].name: i for i, b in enumerate(trace.bound_symbols) if b.sym.name in WAITS}
-        places = [(_OP, i) for i, _ in issued.values()], [(_OP, waited[f]) for f in issued]
-        issue, wait = ([sum(medians[place]) for place in kind] for kind in places)
+        issues = [medians[_OP, i] for i, _ in issued.values()]
+        waits = [medians[_OP, waited[future]] for future in issued]
         # Finishing a collective of gloo includes what its wait does, which is done, and timed, a second time later.
-        wire = [max(sum(medians[_WIRE, i]) - w, 0.0) for (i, _), w in zip(issued.values(), wait, strict=True)]
-        means = self._over_ranks([*wire, *issue, *wait])
-        count = len(issued)
-        for n, (_, bsym) in enumerate(issued.values()):
+        wire = [max(sum(medians[_WIRE, i]) - sum(w), 0.0) for (i, _), w in zip(issued.values(), waits, strict=True)]
+        times = [self._over_ranks(wire, _MAX)]
+        times += [self._over_ranks([t[part] for t in kind]) for part in (1, 0) for kind in (issues, waits)]
+        for (_, bsym), *of_one in zip(issued.values(), *times, strict=True):
             spec = bsym.args[0].spec
-            yield CollectiveTime(
-                bsym.sym.name, spec.name, spec.unsharded_bytes, means[n], means[n + count], means[n + 2 * count]
-            )
+            yield CollectiveTime(bsym.sym.name, spec.name, spec.unsharded_bytes, *of_one)
 
     def _contention(self, collectives: Sequence[CollectiveTime]) -> dict[str, float]:
         """For each kind the share of time by which bound symbols of forward take longer while collectives run."""
@@ -457,10 +250,10 @@ class _Measurement:
     def _probe(self, trace: TraceCtx, *, finish: bool) -> _Probe:
         return _Probe(trace, self.clock, self._align, finish=finish)
 
-    def _over_ranks(self, values: Sequence[float], op: Any = dist.ReduceOp.SUM) -> list[float]:
+    def _over_ranks(self, values: Sequence[float], op: Any = _MEAN) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=op, group=self.group)
-        return (tensor / (self.group.size() if op == dist.ReduceOp.SUM else 1)).tolist()
+        return (tensor / (self.group.size() if op is _MEAN else 1)).tolist()
 
 
 _OP, _WIRE, _BETWEEN = "op", "wire", "between"

@@ -78,7 +78,7 @@ class CompiledTraces:
         forward_before, backward_before: execution traces as Thunder hands them over, communication unsorted.
         forward, backward: the traces that run. Backward is ``None`` without gradients.
         forward_schedule, backward_schedule: their communication, as values.
-        pass_seconds: time that each pass took, by its name.
+        pass_seconds: processor time (s) that each pass took, by its name.
     """
 
     no_sync: bool
@@ -100,11 +100,11 @@ class CompiledTraces:
         return StepSchedule(self.forward_schedule, self.backward_schedule, self.no_sync)
 
     def run(self, passes: Sequence[Pass], trace: TraceCtx) -> TraceCtx:
-        """Runs passes one after the other and adds up the time that each takes."""
+        """Runs passes one after the other and adds up the processor time that each takes."""
         for pass_ in passes:
-            started = time.perf_counter()
+            started = time.process_time()
             trace = pass_(trace)
-            self.pass_seconds[_name(pass_)] += time.perf_counter() - started
+            self.pass_seconds[_name(pass_)] += time.process_time() - started
         return trace
 
 
@@ -222,7 +222,7 @@ class FSDPTransform(Transform):
             if budget is None:
                 return
         has_backward = len(split_joint(joint)) == 2
-        started = time.perf_counter()
+        started = time.process_time()
         compiled.choice = choose(
             joint,
             cost=options.cost_model(self.sharded.group.size()),
@@ -231,7 +231,7 @@ class FSDPTransform(Transform):
             may_keep=budget is not None and has_backward and not self._settled,
             max_unsharded_bytes=budget,
         )
-        compiled.pass_seconds["choose"] = time.perf_counter() - started
+        compiled.pass_seconds["choose"] = time.process_time() - started
         compiled.prefetch = compiled.choice.chosen.prefetch
         if budget is not None and has_backward and not self._settled:
             self.sharded.keep(compiled.choice.chosen.kept)

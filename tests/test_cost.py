@@ -1,0 +1,394 @@
+"""What bound symbols and collectives cost: FLOPs against torch's own counter, times that can be worked out by hand, presets,
+and profiles. No test here depends on how long anything takes."""
+
+import dataclasses
+import json
+import math
+
+import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.buckets import BucketSpec, ParamSpec
+from thunder_fsdp_sched.buffers import Arena, Bucket
+from thunder_fsdp_sched.clusters import CLUSTERS, ClusterSpec, Efficiency, Protocol, cluster
+from thunder_fsdp_sched.cost import AnalyticCost, bytes_of, flops_of, ring_seconds
+from thunder_fsdp_sched.layout import plan_layout
+from thunder_fsdp_sched.measure import measure
+from thunder_fsdp_sched.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes
+from thunder_fsdp_sched.simulate import simulate
+from thunder_fsdp_sched.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from thunder_fsdp_sched.transports import AllGatherTransport
+
+import pytest
+import thunder
+import torch
+from thunder.core import devices, dtypes, prims
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, tracectx
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+PLAIN = ClusterSpec(
+    name="plain",
+    source="made up: one FLOP/s, byte/s and second each, so that times are counts",
+    devices_per_node=4,
+    memory=10**9,
+    flops={torch.float32: 1.0, torch.bfloat16: 2.0},
+    memory_bandwidth=1.0,
+    intra_node_bandwidth=8.0,
+    inter_node_bandwidth=1.0,
+    protocols=(Protocol(start=100.0, intra_node_hop=1.0, inter_node_hop=10.0),),
+    launch_overhead=0.0,
+)
+
+
+#
+# Clusters
+#
+
+
+def test_an_unknown_cluster_is_an_error_that_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown 'h1000'; known are .*a100-sxm.*h100-sxm"):
+        cluster("h1000")
+    assert cluster("h100-sxm") is CLUSTERS["h100-sxm"]
+    assert cluster(PLAIN) is PLAIN
+
+
+@pytest.mark.parametrize("spec", CLUSTERS.values(), ids=CLUSTERS.keys())
+def test_presets_say_where_their_figures_come_from_and_are_plausible(spec):
+    assert len(spec.source) > 30
+    assert spec.flops_per_second(torch.bfloat16) <= spec.flops[torch.bfloat16]
+    assert spec.intra_node_bandwidth >= spec.inter_node_bandwidth
+    assert all(0 < getattr(spec.efficiency, f.name) <= 1 for f in dataclasses.fields(spec.efficiency))
+    assert spec.flops_per_second(torch.int64) > 0, "a dtype without a peak counts as the slowest"
+    hash(spec)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory_bandwidth": 0.0}, "memory_bandwidth must be positive"),
+        ({"flops": {}}, "flops must give a positive peak"),
+        ({"contention": 1.0}, "contention must be"),
+        ({"protocols": ()}, "protocols must hold"),
+    ],
+)
+def test_a_cluster_that_makes_no_sense_is_an_error(change, message):
+    with pytest.raises(ValueError, match=f"cluster 'plain': {message}"):
+        dataclasses.replace(PLAIN, **change)
+
+
+#
+# Collectives
+#
+
+
+def test_a_ring_inside_a_node_takes_its_hops_and_its_bytes_on_one_link():
+    # 3 hops of 1 s, and 3/4 of 64 bytes at 8 bytes/s.
+    assert ring_seconds(PLAIN, 64, range(4)) == 100 + 3 * 1 + 48 / 8
+    assert ring_seconds(PLAIN, 64, range(4), passes=2) == 100 + 2 * (3 * 1 + 48 / 8)
+    assert ring_seconds(PLAIN, 64, range(1)) == 0
+    assert ring_seconds(PLAIN, 0, range(4)) == 0
+
+
+def test_a_ring_between_nodes_uses_the_interfaces_of_all_its_members_in_a_node():
+    # 8 ranks in 2 nodes: 6 hops inside, 1 between; the node's 4 interfaces together send 4 bytes/s.
+    assert ring_seconds(PLAIN, 64, range(8)) == 100 + 6 * 1 + 10 + 56 / 4
+    # One member of each of 4 nodes: nothing inside, one interface.
+    assert ring_seconds(PLAIN, 64, range(0, 16, 4)) == 100 + 3 * 10 + 48 / 1
+    # Two members of each of 2 nodes.
+    assert ring_seconds(PLAIN, 64, [0, 1, 4, 5]) == 100 + 2 * 1 + 10 + 48 / 2
+
+
+def test_the_faster_protocol_is_taken_and_efficiency_counts():
+    spec = dataclasses.replace(
+        PLAIN,
+        protocols=(*PLAIN.protocols, Protocol(0.0, 0.0, 0.0, bandwidth_share=0.5)),
+        efficiency=Efficiency(intra_node=0.5),
+    )
+    assert ring_seconds(spec, 64, range(4)) == 48 / 4 / 0.5
+    large = 6400
+    assert ring_seconds(spec, large, range(4)) == 100 + 3 + 0.75 * large / 4
+
+
+def bucket(shapes, *, world_size=2, dtype=torch.float32) -> Bucket:
+    params = tuple(ParamSpec((f"p{i}",), s, dtype, torch.device("cpu"), True) for i, s in enumerate(shapes))
+    spec = BucketSpec("b", params, plan_layout(shapes, world_size, dtype.itemsize), True)
+    group = type("Group", (), {"group_name": "data"})()
+    return Bucket(spec, 0, group, AllGatherTransport(), Arena(torch.device("cpu")), "bucket_b")
+
+
+def test_a_bucket_travels_as_what_its_layout_says():
+    one = bucket([(4, 4)])
+    cost = AnalyticCost(PLAIN)
+    assert cost.collective_seconds("fsdp_all_gather", one) == ring_seconds(PLAIN, 64, range(2))
+    assert cost.collective_seconds("fsdp_reduce_scatter", one) == ring_seconds(PLAIN, 64, range(2))
+    gloo = AnalyticCost(dataclasses.replace(PLAIN, reduce_scatter_factor=2.0))
+    assert gloo.collective_seconds("fsdp_all_gather", one) == ring_seconds(PLAIN, 64, range(2))
+    assert gloo.collective_seconds("fsdp_reduce_scatter", one) == ring_seconds(PLAIN, 64, range(2), passes=2)
+    half = bucket([(4, 4)], dtype=torch.bfloat16)
+    assert cost.collective_seconds("fsdp_all_gather", half) == ring_seconds(PLAIN, 32, range(2))
+    assert AnalyticCost(PLAIN, 8).collective_seconds("fsdp_all_gather", one) == ring_seconds(PLAIN, 64, range(8))
+
+
+#
+# Bound symbols
+#
+
+
+def proxy(*shape: int, dtype=dtypes.float32) -> TensorProxy:
+    return TensorProxy(shape=shape, device=devices.cpu, dtype=dtype)
+
+
+def traced(write) -> TraceCtx:
+    trace = TraceCtx()
+    with tracectx(trace):
+        write()
+    return trace
+
+
+def device_seconds(trace: TraceCtx, spec: ClusterSpec = PLAIN) -> list[float]:
+    return [s.device for s in AnalyticCost(spec).seconds(trace)]
+
+
+def test_a_matrix_multiplication_takes_its_flops_or_its_bytes_whichever_is_longer():
+    wide = traced(lambda: prims.matmul(proxy(2, 3), proxy(3, 5)))
+    (bsym,) = wide.bound_symbols
+    assert flops_of(bsym) == {torch.float32: 2 * 2 * 3 * 5}
+    assert bytes_of(bsym) == 4 * (6 + 15 + 10)
+    assert device_seconds(wide) == [124.0]
+    assert device_seconds(wide, dataclasses.replace(PLAIN, memory_bandwidth=124.0)) == [60.0]
+    assert device_seconds(wide, dataclasses.replace(PLAIN, efficiency=Efficiency(memory=0.5))) == [248.0]
+    narrow = traced(
+        lambda: prims.linear(proxy(7, 2, 3, dtype=dtypes.bfloat16), proxy(5, 3, dtype=dtypes.bfloat16), None)
+    )
+    assert flops_of(narrow.bound_symbols[0]) == {torch.bfloat16: 2 * 14 * 3 * 5}
+
+
+def test_the_same_tensor_is_read_once_and_an_embedding_reads_the_rows_it_picks():
+    def write():
+        x = proxy(10)
+        prims.mul(x, x)
+        prims.embedding(proxy(3, dtype=dtypes.int64), proxy(1000, 8))
+
+    multiply, embed = traced(write).bound_symbols
+    assert bytes_of(multiply) == 4 * 20
+    assert bytes_of(embed) == 8 * 3 + 2 * 4 * 24
+
+
+def test_views_cost_the_host_alone_and_a_reshape_of_a_transposed_value_is_a_copy():
+    def write():
+        x = proxy(2, 3, 4)
+        y = prims.reshape(x, (6, 4))
+        t = prims.transpose(y, (1, 0))
+        prims.reshape(t, (24,))
+        prims.shallow_copy(x)
+
+    spec = dataclasses.replace(PLAIN, launch_overhead=5.0, kernel_overhead=1.0)
+    view, copy = (5.0, 0.0), (5.0, 1.0 + 2 * 96)
+    assert AnalyticCost(spec).seconds(traced(write)) == [view, view, copy, view]
+
+
+def test_an_expanded_value_has_the_bytes_of_what_it_was_expanded_from():
+    def write():
+        row = proxy(8)
+        prims.add(proxy(4, 8), prims.broadcast_in_dim(row, (4, 8), (1,)))
+
+    assert device_seconds(traced(write)) == [0.0, 4 * (32 + 8 + 32)]
+
+
+def test_a_fusion_pays_for_what_enters_and_leaves_it_and_for_the_flops_inside():
+    trace = TraceCtx()
+    with tracectx(trace):
+        a, b = proxy(2, 3), proxy(3, 5)
+        inner = TraceCtx()
+        with tracectx(inner):
+            product = prims.matmul(a, b)
+            out = prims.neg(prims.exp(product))
+        fused = Symbol("fusion0", is_fusion=True)
+        bsym = BoundSymbol(fused, args=(a, b), kwargs={}, output=out, subsymbols=tuple(inner.bound_symbols))
+    trace.bound_symbols = [bsym]
+    assert flops_of(bsym) == {torch.float32: 60}
+    assert bytes_of(bsym) == 4 * (6 + 15 + 10)
+    assert device_seconds(trace) == [124.0]
+
+
+def test_gradients_are_copied_to_where_the_reduction_reads_them():
+    one = bucket([(4, 4), (4,)])
+
+    def write():
+        future = fsdp_all_gather(one, None, proxy(2, 4), None)
+        fsdp_wait_params(one, future)
+        future = fsdp_reduce_scatter(one, None, proxy(4, 4), None)
+        fsdp_wait_grads(one, future)
+
+    spec = dataclasses.replace(PLAIN, launch_overhead=1.0)
+    assert AnalyticCost(spec).seconds(traced(write)) == [(1.0, 0.0), (1.0, 0.0), (2.0, 128.0), (1.0, 0.0)]
+
+
+def test_attention_kernels_are_counted_and_skip_what_causality_hides():
+    sdpa = pytest.importorskip("thunder.executors.sdpaex")
+    batch, heads, length, size = 2, 3, 16, 8
+    with tracectx(TraceCtx()):
+        query = proxy(batch, heads, length, size, dtype=dtypes.bfloat16)
+    products = 2 * batch * heads * length * length * size
+
+    def counted(causal: bool, memory_efficient: bool = True) -> int:
+        symbol = sdpa.sdpea_gradfwd if memory_efficient else sdpa.sdpfa_gradfwd
+        mask = (None,) if memory_efficient else ()
+        bsym = symbol.bind(query, query, query, *mask, 0.0, causal, output=query)
+        return flops_of(bsym)[torch.bfloat16]
+
+    assert counted(False) == 2 * products
+    assert counted(True) == products
+    assert counted(True, memory_efficient=False) == products
+    with tracectx(TraceCtx()):
+        backward = sdpa.sdpea_bwd.bind(
+            query, query, query, query, None, query, query, query, query, 0.0, False, output=(query,) * 3
+        )
+    assert flops_of(backward) == {torch.bfloat16: 5 * products}
+
+
+class Mixed(nn.Module):
+    """A convolution, linear layers, batched products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3, padding=1, stride=2)
+        self.linear = nn.Linear(8 * 16, 20)
+        self.head = nn.Linear(20, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.convolution(x)).flatten(1)
+        z = torch.nn.functional.gelu(self.linear(y))
+        scores = torch.softmax(z.view(-1, 4, 5) @ z.view(-1, 4, 5).transpose(1, 2), -1)
+        return self.head((scores @ z.view(-1, 4, 5)).flatten(1)).sum()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_flops_of_a_model_are_those_that_torch_counts(backward):
+    torch.manual_seed(0)
+    model, x = Mixed(), torch.randn(6, 3, 8, 8)
+    with FlopCounterMode(display=False) as counter:
+        result = model(x)
+        if backward:
+            result.backward()
+    jitted = thunder.jit(model)
+    with torch.set_grad_enabled(backward):
+        jitted(x)
+    traces = [thunder.last_traces(jitted)[-1], *(thunder.last_backward_traces(jitted)[-1:] if backward else [])]
+    counted = sum(sum(flops_of(b).values()) for t in traces for b in t.bound_symbols)
+    assert counted == counter.get_total_flops()
+
+
+#
+# Profiles
+#
+
+
+def profile() -> Profile:
+    return Profile(
+        world_size=2,
+        device="cpu",
+        synchronous=True,
+        forward=(OpTime("neg", "f32[4] f32[4]", 0.0, 1.0), OpTime("neg", "f32[4] f32[4]", 0.0, 3.0)),
+        backward=(OpTime("exp", "f32[4] f32[4]", 0.0, 4.0),),
+        collectives=(
+            CollectiveTime("fsdp_all_gather", "b", 64, 2.0, 0.25, 0.125),
+            CollectiveTime("fsdp_all_gather", "b", 64, 4.0, 0.75, 0.125),
+        ),
+        contention={"fsdp_all_gather": 0.25},
+        concurrent=2,
+        gather_share=0.75,
+        reduction_share=0.125,
+        step_seconds=10.0,
+    )
+
+
+def test_a_profile_survives_its_file(tmp_path):
+    profile().save(tmp_path / "profile.json")
+    loaded = Profile.load(tmp_path / "profile.json")
+    assert loaded == profile()
+    assert loaded.compute_seconds == 1 + 3 + 4 + 1 + 0.25
+    assert loaded.communication_seconds == 6.0
+
+
+@pytest.mark.parametrize("content", ["nothing", "[]", "{}", json.dumps({"format": 7}), json.dumps({"format": 1})])
+def test_a_file_that_holds_no_profile_is_an_error_that_names_it(tmp_path, content):
+    (tmp_path / "other.json").write_text(content)
+    with pytest.raises(ValueError, match=r"other\.json holds no profile"):
+        Profile.load(tmp_path / "other.json")
+
+
+def test_measured_times_are_looked_up_by_place_or_else_by_what_is_alike():
+    def write(*symbols):
+        def them():
+            x = proxy(4)
+            for symbol in symbols:
+                x = symbol(x)
+
+        return traced(them)
+
+    cost = MeasuredCost(profile())
+    assert [s.device for s in cost.seconds(write(prims.neg, prims.neg))] == [1.0, 3.0]
+    assert [s.device for s in cost.seconds(write(prims.exp, prims.neg))] == [4.0, 2.0]
+    with pytest.raises(ValueError, match=r"profile: it holds no sin of f32\[4\] f32\[4\]"):
+        cost.seconds(write(prims.sin))
+    assert cost.collective_seconds("fsdp_all_gather", bucket([(4, 4)])) == 3.0
+    with pytest.raises(ValueError, match="no fsdp_reduce_scatter of bucket 'b'"):
+        cost.collective_seconds("fsdp_reduce_scatter", bucket([(4, 4)]))
+    assert (cost.contention("fsdp_all_gather"), cost.contention("fsdp_reduce_scatter")) == (0.25, 0.0)
+
+
+def measured(rank: int, world_size: int, strategy: str) -> dict:
+    """Measures a model, trains on, and tells what came out."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    transform = fsdp(sharding_strategy=strategy)
+    jitted = thunder.jit(model, transforms=[transform])
+    x = torch.ones(4, 8)
+    jitted(x).sum().backward()
+    before = [p.grad.clone() for p in jitted.parameters()]
+    found = measure(jitted, x, repeats=2)
+    assert all(torch.equal(p.grad, b) for p, b in zip(jitted.parameters(), before, strict=True))
+    jitted.zero_grad()
+    jitted(x).sum().backward()
+    assert all(torch.equal(p.grad, b) for p, b in zip(jitted.parameters(), before, strict=True))
+    compiled = transform.compiled[-1]
+    assert len(transform.compiled) == 1, "measuring compiled nothing"
+    timeline = simulate(compiled.forward, compiled.backward, MeasuredCost(found))
+    return {
+        "profile": found,
+        "counts": [sum(computes(b) for b in t.bound_symbols) for t in (compiled.forward, compiled.backward)],
+        "step": timeline.step_seconds,
+        "bound": timeline.lower_bound,
+    }
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_measuring_gives_all_ranks_one_profile_and_leaves_training_as_it_is(ranks, strategy):
+    first, second = ranks.run(measured, strategy)
+    found = first["profile"]
+    assert found == second["profile"]
+    assert [len(found.forward), len(found.backward)] == first["counts"]
+    kinds = [c.kind for c in found.collectives]
+    gathers = 3 if strategy == "zero2" else 5  # the last block's parameters are still there
+    assert kinds.count("fsdp_all_gather") in (gathers, 6)
+    assert kinds.count("fsdp_reduce_scatter") == 3
+    assert all(c.wire >= 0 and math.isfinite(c.wire) for c in found.collectives)
+    assert first["step"] >= first["bound"] > 0
+    assert all(0 <= share < 1 for share in found.contention.values())
+
+
+def not_ours(rank: int, world_size: int) -> None:
+    with pytest.raises(TypeError, match=r"fsdp\(\.\.\.\)"):
+        measure(thunder.jit(nn.Linear(2, 2)), torch.ones(2, 2))
+    jitted = thunder.jit(nn.Linear(2, 2), transforms=[fsdp()])
+    with jitted.no_sync():
+        jitted(torch.ones(2, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="holds gradients of no_sync"):
+        measure(jitted, torch.ones(2, 2))
+
+
+def test_what_cannot_be_measured_is_an_error(ranks):
+    ranks.run(not_ours)

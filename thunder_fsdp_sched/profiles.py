@@ -1,0 +1,228 @@
+"""A measured step as a value, and the cost model that looks times up in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from .buffers import Bucket
+from .cost import Seconds, runs_nothing
+from .symbols import (
+    ISSUES,
+    WAITS,
+    fsdp_all_gather,
+    fsdp_params_unchanged,
+    fsdp_reduce_scatter,
+    fsdp_reduce_unreduced,
+)
+from .traces import is_backward_trace
+
+__all__ = ["CollectiveTime", "MeasuredCost", "OpTime", "Profile", "computes", "shapes_of"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """What one bound symbol that computes took.
+
+    Attributes:
+        symbol: its name.
+        shapes: dtypes and shapes of its tensors, inputs before outputs.
+        host: seconds that the host was busy with it (0 on a CPU, where that is computing).
+        device: seconds that computing it took.
+    """
+
+    symbol: str
+    shapes: str
+    host: float
+    device: float
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """What one collective took.
+
+    Attributes:
+        kind: its symbol.
+        bucket: name of its bucket.
+        nbytes: bytes of the unsharded bucket.
+        wire: seconds from its issue to its end, alone.
+        issue: seconds of the compute stream for the issue itself, copying gradients included.
+        wait: seconds of the compute stream for the wait behind its end.
+        issue_host, wait_host: seconds of the host for them (0 on a CPU, where the two above are the host's).
+    """
+
+    kind: str
+    bucket: str
+    nbytes: int
+    wire: float
+    issue: float
+    wait: float
+    issue_host: float = 0.0
+    wait_host: float = 0.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A measured step; :class:`MeasuredCost` makes a cost model of it.
+
+    Attributes:
+        world_size: ranks of the process group.
+        device: what it ran on.
+        synchronous: whether the host computes itself (CPU).
+        forward, backward: bound symbols that compute, in the order of the trace; no backward without gradients.
+        collectives: of both traces, in the order of issue.
+        contention: share of compute speed that is lost while a collective runs, by its kind.
+        concurrent: collectives of the process group that run at once.
+        gather_share: share of the link that an all-gather has beside reductions, if they run at once.
+        reduction_share: share of the link that all reductions have beside an all-gather; together at most 1.
+        step_seconds: median time of the step as it is, communication in the background; the slowest rank's.
+    """
+
+    world_size: int
+    device: str
+    synchronous: bool
+    forward: tuple[OpTime, ...]
+    backward: tuple[OpTime, ...]
+    collectives: tuple[CollectiveTime, ...]
+    contention: dict[str, float]
+    concurrent: int
+    gather_share: float
+    reduction_share: float
+    step_seconds: float
+
+    @property
+    def compute_seconds(self) -> float:
+        """Compute of forward and backward, what collectives cost the host included."""
+        ops = sum(op.host + op.device if self.synchronous else op.device for op in (*self.forward, *self.backward))
+        return ops + sum(c.issue + c.wait for c in self.collectives)
+
+    @property
+    def communication_seconds(self) -> float:
+        """All collectives, one after the other."""
+        return sum(c.wire for c in self.collectives)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the profile as JSON."""
+        Path(path).write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+            ValueError: the file is no such file; the message names it and what is wrong.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+            if content.pop("format") != _FORMAT:
+                raise ValueError(f"this version reads format {_FORMAT}")
+            for trace in ("forward", "backward"):
+                content[trace] = tuple(OpTime(**op) for op in content[trace])
+            content["collectives"] = tuple(CollectiveTime(**c) for c in content["collectives"])
+            return cls(**content)
+        except (json.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"profile: {path} holds no profile: {type(error).__name__}: {error}") from error
+
+
+class MeasuredCost:
+    """Costs looked up in a profile, for any schedule of the same model, shapes and dtypes.
+
+    A trace whose computing bound symbols are those of the profile is looked up by place: sorting keeps their order.
+    Another one (ZeRO-2 for a profile of ZeRO-3) by symbol and shapes, with the mean of all places that agree.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.synchronous = profile.synchronous
+        self.concurrent = profile.concurrent
+        self.gather_share = profile.gather_share
+        self.reduction_share = profile.reduction_share
+        found: dict[tuple[str, str], list[CollectiveTime]] = {}
+        for collective in profile.collectives:
+            found.setdefault((collective.kind, collective.bucket), []).append(collective)
+        self._collectives = {key: _mean_collective(times) for key, times in found.items()}
+
+    def __repr__(self) -> str:
+        return f"MeasuredCost({self.profile.device}, {self.profile.world_size} ranks)"
+
+    def seconds(self, trace: TraceCtx) -> Sequence[Seconds]:
+        samples = self.profile.backward if is_backward_trace(trace) else self.profile.forward
+        computing = [b for b in trace.bound_symbols if computes(b)]
+        if [b.sym.name for b in computing] == [s.symbol for s in samples]:
+            ops = iter([Seconds(s.host, s.device) for s in samples])
+        else:
+            ops = iter([self._alike(b) for b in computing])
+        return [next(ops) if computes(b) else self._communication(b) for b in trace.bound_symbols]
+
+    def collective_seconds(self, kind: str, bucket: Bucket) -> float:
+        return self._collective(kind, bucket).wire
+
+    def contention(self, kind: str) -> float:
+        return self.profile.contention.get(kind, 0.0)
+
+    def _communication(self, bsym: BoundSymbol) -> Seconds:
+        if bsym.sym.name in ISSUES:
+            collective = self._collective(bsym.sym.name, bsym.args[0])
+            return Seconds(collective.issue_host, collective.issue)
+        if bsym.sym.name in WAITS:
+            collective = self._collective(_ISSUE_OF[bsym.sym.name], bsym.args[0])
+            return Seconds(collective.wait_host, collective.wait)
+        return Seconds(0.0, 0.0)
+
+    def _collective(self, kind: str, bucket: Bucket) -> CollectiveTime:
+        try:
+            return self._collectives[kind, bucket.spec.name]
+        except KeyError:
+            known = sorted({name for _, name in self._collectives})
+            raise ValueError(f"profile: no {kind} of bucket {bucket.spec.name!r}; it has the buckets {known}") from None
+
+    def _alike(self, bsym: BoundSymbol) -> Seconds:
+        key = (bsym.sym.name, shapes_of(bsym))
+        if key not in self._means:
+            raise ValueError(f"profile: it holds no {key[0]} of {key[1]}; measure a step of the same model and shapes")
+        return self._means[key]
+
+    @cached_property
+    def _means(self) -> dict[tuple[str, str], Seconds]:
+        found: dict[tuple[str, str], list[OpTime]] = {}
+        for op in (*self.profile.forward, *self.profile.backward):
+            found.setdefault((op.symbol, op.shapes), []).append(op)
+        return {
+            key: Seconds(statistics.fmean(o.host for o in ops), statistics.fmean(o.device for o in ops))
+            for key, ops in found.items()
+        }
+
+
+def _mean_collective(times: Sequence[CollectiveTime]) -> CollectiveTime:
+    names = ("wire", "issue", "wait", "issue_host", "wait_host")
+    means: dict[str, Any] = {name: statistics.fmean(getattr(t, name) for t in times) for name in names}
+    return dataclasses.replace(times[0], **means)
+
+
+_ISSUE_OF = {"fsdp_wait_params": fsdp_all_gather.name, "fsdp_wait_grads": fsdp_reduce_scatter.name}
+
+
+_DO_NOT_COMPUTE = ISSUES | WAITS | {fsdp_params_unchanged.name, fsdp_reduce_unreduced.name}
+
+
+def computes(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` has its place among a profile's computing bound symbols."""
+    return not runs_nothing(bsym) and bsym.sym.name not in _DO_NOT_COMPUTE
+
+
+def shapes_of(bsym: BoundSymbol) -> str:
+    """Dtypes and shapes of the tensors of ``bsym``, inputs before outputs."""
+    tensors = (p for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs) if isinstance(p, TensorProxy))
+    return " ".join(f"{t.dtype.shortname()}{list(t.shape)}" for t in tensors)

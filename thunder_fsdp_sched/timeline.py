@@ -1,0 +1,191 @@
+"""A simulated step as a value: what runs when, what of the communication compute does not hide, what memory holds.
+
+[Note: What is exposed]
+Exposed is the time in which a collective runs and compute does not, by union of intervals: two collectives at once count
+once. So a step is compute + contention + exposed communication + idle, the last being time in which the device has nothing
+to do because the host has not issued it yet.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+__all__ = ["COMPUTE", "Interval", "SlotUse", "Timeline"]
+
+COMPUTE = "compute"
+"""Name of the compute stream; the other streams have the names of process groups."""
+
+
+class Interval(NamedTuple):
+    """Something that a stream does from ``start`` to ``end`` (seconds since the start of the step).
+
+    Attributes:
+        stream: :data:`COMPUTE`, or the process group's name.
+        kind: ``"compute"``, ``"wait"`` (the compute stream waits for a collective), or the collective's symbol.
+        label: name of the symbol.
+        bucket: of a collective, or a wait, ``""`` else.
+        trace: which of the simulated traces.
+        position: index of the bound symbol in its trace, ``del`` statements not counted.
+    """
+
+    stream: str
+    kind: str
+    label: str
+    bucket: str
+    start: float
+    end: float
+    trace: int
+    position: int
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class SlotUse(NamedTuple):
+    """A slot that holds an unsharded bucket from ``start`` to ``end`` (seconds since the start of the step).
+
+    Attributes:
+        kind: symbol of the collective: parameters that were gathered, or gradients to be reduced.
+    """
+
+    slot: str
+    bucket: str
+    kind: str
+    nbytes: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated step. Times in seconds.
+
+    Attributes:
+        intervals: of all streams, in the order of issue.
+        slots: which slot holds which bucket when, in the order of issue.
+        step_seconds: from the first issue to the end of the last stream.
+        compute_seconds: of the compute stream, at full speed.
+        contention_seconds: by which collectives slow compute down.
+        communication_seconds: of all collectives of each process group, by its name, if each ran alone.
+    """
+
+    intervals: tuple[Interval, ...]
+    slots: tuple[SlotUse, ...]
+    step_seconds: float
+    compute_seconds: float
+    contention_seconds: float
+    communication_seconds: dict[str, float]
+
+    @cached_property
+    def collectives(self) -> tuple[Interval, ...]:
+        """The intervals of all collectives, in the order of issue."""
+        return tuple(i for i in self.intervals if i.stream != COMPUTE)
+
+    @cached_property
+    def exposed_by_bucket(self) -> dict[str, float]:
+        """Time in which the bucket's collectives run and compute does not. Two at once on two groups count for both."""
+        exposed: dict[str, float] = {}
+        outside = _outside(((c.start, c.end) for c in self.collectives), self._busy)
+        for interval, seconds in zip(self.collectives, outside, strict=True):
+            exposed[interval.bucket] = exposed.get(interval.bucket, 0.0) + seconds
+        return exposed
+
+    @cached_property
+    def exposed_seconds(self) -> float:
+        """Time in which some collective runs and compute does not."""
+        return sum(_outside(_union((c.start, c.end) for c in self.collectives), self._busy))
+
+    @cached_property
+    def idle_seconds(self) -> float:
+        """Time in which nothing runs: the device waits for the host."""
+        busy = (i for i in self.intervals if i.kind != "wait")
+        return self.step_seconds - sum(end - start for start, end in _union((i.start, i.end) for i in busy))
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """No order of these operations is faster: the longest stream's work, compute at full speed."""
+        return max([self.compute_seconds, *self.communication_seconds.values()])
+
+    @property
+    def serial_seconds(self) -> float:
+        """Compute and all communication one after the other."""
+        return self.compute_seconds + sum(self.communication_seconds.values())
+
+    @property
+    def over_max(self) -> float:
+        """The step over the longer of compute and communication, 1 if the shorter is hidden altogether (``/max``)."""
+        return self.step_seconds / self.lower_bound if self.lower_bound else 1.0
+
+    @property
+    def over_sum(self) -> float:
+        """The step over the sum of compute and communication, 1 if nothing overlaps (``/sum``)."""
+        return self.step_seconds / self.serial_seconds if self.serial_seconds else 1.0
+
+    @property
+    def overlap(self) -> float:
+        """Share of the communication that compute hides, between 0 and 1; 1 if there is none."""
+        total = sum(end - start for start, end in _union((c.start, c.end) for c in self.collectives))
+        return 1 - self.exposed_seconds / total if total else 1.0
+
+    @cached_property
+    def memory(self) -> tuple[tuple[float, int], ...]:
+        """Bytes of unsharded buckets over time, a step function: ``(time, bytes from then on)``, times ascending."""
+        changes: dict[float, int] = {}
+        for use in self.slots:
+            changes[use.start] = changes.get(use.start, 0) + use.nbytes
+            changes[use.end] = changes.get(use.end, 0) - use.nbytes
+        steps, nbytes = [], 0
+        for time in sorted(changes):
+            nbytes += changes[time]
+            steps.append((time, nbytes))
+        return tuple(steps)
+
+    @property
+    def peak_unsharded_bytes(self) -> int:
+        """Most bytes of unsharded parameters and gradients in slots at one time."""
+        return max((nbytes for _, nbytes in self.memory), default=0)
+
+    @cached_property
+    def _busy(self) -> list[tuple[float, float]]:
+        return _union((i.start, i.end) for i in self.intervals if i.kind == COMPUTE)
+
+    def __str__(self) -> str:
+        communication = ", ".join(f"{s:.4g} s in {group}" for group, s in self.communication_seconds.items()) or "none"
+        return (
+            f"step {self.step_seconds:.4g} s: compute {self.compute_seconds:.4g} s, communication {communication}, "
+            f"exposed {self.exposed_seconds:.4g} s, contention {self.contention_seconds:.4g} s, "
+            f"idle {self.idle_seconds:.4g} s; {self.over_max:.2f} of max, {self.over_sum:.2f} of sum; "
+            f"peak {self.peak_unsharded_bytes:,} unsharded bytes"
+        )
+
+
+def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same times as disjoint intervals, ascending."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def _outside(intervals: Iterable[tuple[float, float]], union: Sequence[tuple[float, float]]) -> list[float]:
+    """How much of each interval lies outside of the union of others, which is disjoint and ascending."""
+    starts = [start for start, _ in union]
+    ends = [end for _, end in union]
+    before = [0.0, *accumulate(end - start for start, end in union)]
+    outside = []
+    for start, end in intervals:
+        first, last = bisect_right(ends, start), bisect_left(starts, end)  # those that overlap
+        covered = before[last] - before[first]
+        if first < last:
+            covered -= max(start - starts[first], 0.0) + max(ends[last - 1] - end, 0.0)
+        outside.append(max(end - start - covered, 0.0))
+    return outside
