@@ -1,0 +1,49 @@
+"""Planning a step from the command line: traced on the meta device, simulated, drawn, saved, compared."""
+
+from __future__ import annotations
+
+import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched.__main__ import app
+from thunder_fsdp_sched.planner import find_model
+from thunder_fsdp_sched.schedule import load_schedules
+
+import pytest
+import torch
+from test_testing import Model
+from typer.testing import CliRunner
+
+
+def make_on_meta():
+    with torch.device("meta"):
+        return Model(2, 32), (torch.randn(4, 32),)
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_a_plan_tells_the_step_and_writes_what_was_asked_for(tmp_path):
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / name for name in ("step.png", "step.json", "one.json")]
+    outputs = ["--picture", str(files[0]), "--perfetto", str(files[1]), "--schedule", str(files[2])]
+    done = invoke("plan", "--model", "test_planner:make_on_meta", "--world-size", "16", *outputs)
+    assert done.exit_code == 0, done.output
+    assert "scheduled" in done.output and "unsorted" in done.output and "blocks.1" in done.output
+    assert all(file.stat().st_size for file in files)
+    [step] = load_schedules(files[2])
+    assert {op.bucket for op in step.forward} == {"blocks.0", "blocks.1", "head"}
+
+    assert invoke("diff", str(files[2]), str(files[2])).exit_code == 0
+    other = tmp_path / "other.json"
+    again = ["plan", "--model", "test_planner:make_on_meta", "--world-size", "16", "--schedule", str(other)]
+    assert invoke(*again, "--prefetch", "0").exit_code == 0
+    difference = invoke("diff", str(files[2]), str(other))
+    assert difference.exit_code == 1
+    assert "fsdp_all_gather" in difference.output
+
+
+def test_an_unknown_model_or_cluster_is_refused_by_name():
+    with pytest.raises(ValueError, match="'no-such-model' is neither"):
+        find_model("no-such-model", batch=1, length=8, dtype=torch.bfloat16)
+    assert "nowhere" in invoke("plan", "--model", "test_planner:make_on_meta", "--cluster", "nowhere").output
+    assert "no_such_module" in invoke("plan", "--model", "no_such_module:make").output
