@@ -34,7 +34,7 @@ def main() -> None:
     if reason is not None:
         sys.exit(f"cannot measure on a rate-limited link: {reason}")
     if arguments.ahead_of_others:
-        step_ahead()
+        os.setsid()  # a scheduling group of our own
     with Links(arguments.ranks, bits_per_second=arguments.rate) as links:
         command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:]]
         print(links.run(command, timeout=arguments.timeout)[0], end="")
@@ -48,22 +48,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--tokens", type=int, default=512, help="tokens a rank and step, in sequences of 256 at most")
     parser.add_argument("--emulate", type=float, metavar="SECONDS", help="sleep instead of multiplying matrices")
-    parser.add_argument("--rounds", type=int, default=7, help="measured steps of each configuration")
-    parser.add_argument("--repeats", type=int, default=5, help="measured runs for the profile")
+    parser.add_argument("--rounds", type=int, default=5, help="measured steps of each configuration")
+    parser.add_argument("--repeats", type=int, default=4, help="measured runs for the profile")
     parser.add_argument("--save", type=Path, help="folder for the profile (profile.json) and all times (times.json)")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds until a rank counts as hanging")
     parser.add_argument(
         "--ahead-of-others",
         action="store_true",
-        help="take processor time before everybody else's processes, where others use this machine too",
+        help="while measuring (not while compiling) take processor time before everybody else's processes",
     )
     return parser.parse_args()
-
-
-def step_ahead() -> None:
-    """Puts this process and its children into a scheduling group of their own, with the highest weight."""
-    os.setsid()
-    Path("/proc/self/autogroup").write_text("-19")
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
@@ -93,6 +87,10 @@ def run_rank(arguments: argparse.Namespace) -> None:
         jitted[strategy, prefetch] = thunder.jit(model, transforms=transforms)
         step(jitted[strategy, prefetch], tokens)
 
+    autogroup = Path("/proc/self/autogroup")
+    dist.barrier()
+    if arguments.ahead_of_others:
+        autogroup.write_text("-19")
     times: dict[tuple[str, int], list[tuple[float, float]]] = {c: [] for c in CONFIGURATIONS}
     for round_ in range(arguments.rounds):
         if round_ == arguments.rounds // 2:  # in the middle, so that a drift of the machine falls on both sides
@@ -102,6 +100,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             forward, whole = slowest.tolist()
             times[configuration].append((forward, whole))
+    if arguments.ahead_of_others:
+        autogroup.write_text("0")
 
     if rank == 0:
         if arguments.save:
