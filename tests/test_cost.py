@@ -11,6 +11,7 @@ from thunder_fsdp_sched.buckets import BucketSpec, ParamSpec
 from thunder_fsdp_sched.buffers import Arena, Bucket
 from thunder_fsdp_sched.clusters import CLUSTERS, ClusterSpec, Efficiency, Protocol, cluster
 from thunder_fsdp_sched.cost import AnalyticCost, bytes_of, flops_of, ring_seconds
+from thunder_fsdp_sched.groups import Group
 from thunder_fsdp_sched.layout import plan_layout
 from thunder_fsdp_sched.measure import measure
 from thunder_fsdp_sched.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes
@@ -114,8 +115,9 @@ def test_the_faster_protocol_is_taken_and_efficiency_counts():
 def bucket(shapes, *, world_size=2, dtype=torch.float32) -> Bucket:
     params = tuple(ParamSpec((f"p{i}",), s, dtype, torch.device("cpu"), True) for i, s in enumerate(shapes))
     spec = BucketSpec("b", params, plan_layout(shapes, world_size, dtype.itemsize), True)
-    group = type("Group", (), {"group_name": "data"})()
-    return Bucket(spec, 0, group, AllGatherTransport(), Arena(torch.device("cpu")), "bucket_b")
+    return Bucket(
+        spec, Group("data", 0, range(world_size)), AllGatherTransport(), Arena(torch.device("cpu")), "bucket_b"
+    )
 
 
 def test_a_bucket_travels_as_what_its_layout_says():

@@ -5,6 +5,7 @@ import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
 from thunder_fsdp_sched.buckets import BucketSpec, ParamSpec
 from thunder_fsdp_sched.buffers import Arena, Bucket
+from thunder_fsdp_sched.groups import Group
 from thunder_fsdp_sched.layout import plan_layout
 from thunder_fsdp_sched.symbols import (
     fsdp_all_gather,
@@ -28,12 +29,6 @@ from thunder.core.trace import TraceCtx, tracectx
 SHAPE = (4, 4)
 
 
-class NoGroup:
-    """Stands where a process group would: nothing here communicates."""
-
-    group_name = "none"
-
-
 def make_buckets(sizes: list[int], *, zero3: bool = True) -> list[Bucket]:
     arena = Arena(torch.device("cpu"))
     buckets = []
@@ -42,7 +37,7 @@ def make_buckets(sizes: list[int], *, zero3: bool = True) -> list[Bucket]:
             ParamSpec((f"b{number}.p{i}",), SHAPE, torch.float32, torch.device("cpu"), True) for i in range(size)
         )
         spec = BucketSpec(f"b{number}", params, plan_layout([SHAPE] * size, 2, 4), zero3)
-        buckets.append(Bucket(spec, 0, NoGroup(), AllGatherTransport(), arena, f"bucket_b{number}"))
+        buckets.append(Bucket(spec, Group("none", 0, range(2)), AllGatherTransport(), arena, f"bucket_b{number}"))
     return buckets
 
 

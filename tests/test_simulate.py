@@ -12,6 +12,7 @@ import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.buckets import BucketSpec, ParamSpec
 from thunder_fsdp_sched.buffers import Arena, Bucket
 from thunder_fsdp_sched.cost import Seconds, runs_nothing
+from thunder_fsdp_sched.groups import Group
 from thunder_fsdp_sched.layout import plan_layout
 from thunder_fsdp_sched.simulate import COMPUTE, Timeline, simulate
 from thunder_fsdp_sched.symbols import (
@@ -33,11 +34,6 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 
 SHAPE = (4, 4)
 NBYTES = 64  # of an unsharded bucket
-
-
-class Group:
-    def __init__(self, name: str) -> None:
-        self.group_name = name
 
 
 @dataclass
@@ -86,7 +82,9 @@ class Writer:
             name = f"b{len(self.buckets)}"
             params = (ParamSpec((f"{name}.p",), SHAPE, torch.float32, torch.device("cpu"), True),)
             spec = BucketSpec(name, params, plan_layout([SHAPE], 2, 4), self.zero3)
-            self.buckets.append(Bucket(spec, 0, Group(group), AllGatherTransport(), self.arena, f"bucket_{name}"))
+            self.buckets.append(
+                Bucket(spec, Group(group, 0, range(2)), AllGatherTransport(), self.arena, f"bucket_{name}")
+            )
         return self.buckets[number]
 
     def write(self, what: Callable, *args: object) -> object:

@@ -74,6 +74,13 @@ def test_ranks_with_different_models_do_not_have_the_same_schedule():
         testing.assert_same_schedule_on_all_ranks(compiled)
 
 
+def test_a_destroyed_process_group_is_kept_alive_by_nothing():
+    [compiled] = testing.compile_on_fake_ranks(lambda: make(1), 2)
+    issue = next(b for b in compiled.forward.bound_symbols if b.sym.name == "fsdp_all_gather")
+    with pytest.raises(RuntimeError, match="process group 'default_pg'.* is destroyed"):
+        _ = issue.args[0].group.process_group
+
+
 def test_what_is_no_jitted_module_is_refused():
     with pytest.raises(TypeError, match="jitted with fsdp"):
         testing.assert_gathers_in_consumer_order(nn.Linear(2, 2))

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from .buckets import BucketSpec
+    from .groups import Group
     from .transports import Transport
 
 __all__ = ["SLOT_ALIGNMENT", "Arena", "Bucket", "InFlight", "Slot"]
@@ -156,8 +155,7 @@ class Bucket:
 
     Args:
         spec: the planned bucket.
-        rank: this process's rank in ``group``.
-        group: the process group that shards the bucket.
+        group: the ranks that shard the bucket.
         transport: moves the bucket.
         arena: memory for the slots that the bucket shares with others.
         handle: the name under which it prints.
@@ -166,18 +164,16 @@ class Bucket:
         shard: the flat shard buffer; ``params`` are this rank's rows of each parameter, views of it.
     """
 
-    def __init__(
-        self, spec: BucketSpec, rank: int, group: ProcessGroup, transport: Transport, arena: Arena, handle: str
-    ) -> None:
+    def __init__(self, spec: BucketSpec, group: Group, transport: Transport, arena: Arena, handle: str) -> None:
         self.spec = spec
-        self.rank = rank
         self.group = group
+        self.rank = group.rank
         self.transport = transport
         self.arena = arena
         self.handle = handle
         self.shard = torch.zeros(spec.layout.shard_numel, dtype=spec.dtype, device=spec.device)
         self.private_slot: Slot | None = None
-        self.shard_views = shard_views(spec, rank, self.shard)
+        self.shard_views = shard_views(spec, group.rank, self.shard)
         self.shard_pointers = tuple(map(address, self.shard_views))
         self.params = tuple(
             torch.nn.Parameter(view, param.requires_grad)
@@ -265,12 +261,6 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
-
-
-def describe_group(group: ProcessGroup) -> str:
-    """A process group's description (``default_pg``, ``mesh_fsdp``), which is the same in every run; else its name."""
-    description = getattr(group, "group_desc", "")
-    return description if description and description != "undefined" else group.group_name
 
 
 def handle_name(bucket_name: str) -> str:

@@ -15,10 +15,7 @@ import json
 from collections.abc import Sequence
 from datetime import timedelta
 
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
-
-from .buffers import describe_group
+from .groups import Group
 
 __all__ = ["Agreement", "ScheduleDisagreement"]
 
@@ -36,13 +33,13 @@ class Agreement:
         timeout: how long to wait for the other ranks.
     """
 
-    def __init__(self, group: ProcessGroup, name: str, timeout: timedelta) -> None:
+    def __init__(self, group: Group, name: str, timeout: timedelta) -> None:
         self.group = group
         self.name = name
         self.timeout = timeout
         self.number = 0
         self.agreed: set[str] = set()
-        self.alone = group.size() == 1 or dist.get_backend(group) == "fake"
+        self.alone = group.size == 1 or group.backend == "fake"
 
     def check(self, what: str, lines: Sequence[str]) -> None:
         """Compares ``lines`` with those of all other ranks; returns when all are equal.
@@ -64,8 +61,8 @@ class Agreement:
             return
         prefix = f"thunder_fsdp_sched/{self.name}/{self.number}"
         self.number += 1
-        store = self.group.get_group_store()
-        rank = self.group.rank()
+        store = self.group.process_group.get_group_store()
+        rank = self.group.rank
         store.set(f"{prefix}/lines/{rank}", json.dumps([digest, what, list(lines)]))
         if rank == 0:
             store.set(f"{prefix}/verdict", self._judge(prefix, digest, what, lines))
@@ -78,14 +75,14 @@ class Agreement:
         if verdict:
             store.set(f"thunder_fsdp_sched/{self.name}/disagreement", verdict)
             raise ScheduleDisagreement(
-                f"fsdp: the ranks of process group {describe_group(self.group)!r} disagree: {verdict}"
+                f"fsdp: the ranks of process group {self.group.description!r} disagree: {verdict}"
             )
         self.agreed.add(digest)
 
     def _judge(self, prefix: str, digest: str, what: str, lines: Sequence[str]) -> str:
         """What is wrong, for all ranks to read; empty if nothing is."""
-        store = self.group.get_group_store()
-        for rank in range(1, self.group.size()):
+        store = self.group.process_group.get_group_store()
+        for rank in range(1, self.group.size):
             try:
                 store.wait([f"{prefix}/lines/{rank}"], self.timeout)
             except Exception:
@@ -111,7 +108,7 @@ class Agreement:
         if self.alone:
             return ""
         try:
-            store = self.group.get_group_store()
+            store = self.group.process_group.get_group_store()
             key = f"thunder_fsdp_sched/{self.name}/disagreement"
             return store.get(key).decode() if store.check([key]) else ""
         except Exception:  # the store may be gone with the rank that held it

@@ -24,7 +24,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
@@ -104,7 +103,7 @@ class AnalyticCost:
 
     def collective_seconds(self, kind: str, bucket: Bucket) -> float:
         factor = self.spec.reduce_scatter_factor if kind == fsdp_reduce_scatter.name else 1.0
-        ranks = ranks_of(bucket) if self.world_size is None else range(self.world_size)
+        ranks = bucket.group.global_ranks if self.world_size is None else range(self.world_size)
         segments = [s.shard_numel for s in bucket.spec.layout.segments if s.shard_numel]
         itemsize, world_size = bucket.spec.dtype.itemsize, bucket.spec.layout.world_size
         return sum(ring_seconds(self.spec, n * world_size * itemsize, ranks, passes=factor) for n in segments)
@@ -134,14 +133,6 @@ class AnalyticCost:
 def runs_nothing(bsym: BoundSymbol) -> bool:
     """Whether ``bsym`` is bookkeeping of the trace: unpacking, ``del``, return, comments."""
     return bsym.sym.id in _BOOKKEEPING or bsym.sym.name == "clear_mutable_collection"
-
-
-def ranks_of(bucket: Bucket) -> Sequence[int]:
-    """The global ranks that share a bucket; consecutive ones if its process group does not tell."""
-    try:
-        return dist.get_process_group_ranks(bucket.group)
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
-        return range(bucket.spec.layout.world_size)
 
 
 def ring_seconds(spec: ClusterSpec, nbytes: float, ranks: Sequence[int], *, passes: float = 1.0) -> float:

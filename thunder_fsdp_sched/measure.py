@@ -26,10 +26,10 @@ import torch.distributed as dist
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
-from torch.distributed import ProcessGroup
 
 from .buffers import Bucket, InFlight
 from .cost import runs_nothing
+from .groups import Group
 from .profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of
 from .symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter
 from .traces import with_bound_symbols
@@ -77,7 +77,7 @@ _MEAN, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 class _Measurement:
     def __init__(
-        self, traces: Sequence[TraceCtx], arguments: Any, group: ProcessGroup, device: torch.device, repeats: int
+        self, traces: Sequence[TraceCtx], arguments: Any, group: Group, device: torch.device, repeats: int
     ) -> None:
         self.traces = traces
         self.arguments = arguments
@@ -101,7 +101,7 @@ class _Measurement:
         collectives = [c for t, m in zip(self.traces, per_trace, strict=True) for c in self._collectives(t, m)]
         concurrent, gather_share, reduction_share = self._sharing(collectives)
         return Profile(
-            world_size=self.group.size(),
+            world_size=self.group.size,
             device=str(self.device),
             synchronous=self.device.type != "cuda",
             forward=ops["forward"],
@@ -122,7 +122,7 @@ class _Measurement:
         return results[1:]
 
     def _align(self) -> None:
-        dist.barrier(self.group)
+        dist.barrier(self.group.process_group)
         self.clock.settle()
 
     def _timed_step(self, step: Sequence[Callable[..., Any]]) -> float:
@@ -252,8 +252,8 @@ class _Measurement:
 
     def _over_ranks(self, values: Sequence[float], op: Any = _MEAN) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=op, group=self.group)
-        return (tensor / (self.group.size() if op is _MEAN else 1)).tolist()
+        dist.all_reduce(tensor, op=op, group=self.group.process_group)
+        return (tensor / (self.group.size if op is _MEAN else 1)).tolist()
 
 
 _OP, _WIRE, _BETWEEN = "op", "wire", "between"

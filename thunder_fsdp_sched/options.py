@@ -17,6 +17,7 @@ from .buckets import BucketingStrategy
 from .clusters import ClusterSpec
 from .clusters import cluster as cluster_by_name
 from .cost import AnalyticCost, CostModel
+from .groups import Group
 from .schedule import StepSchedule, load_schedules
 
 __all__ = ["Options", "check_options"]
@@ -39,7 +40,7 @@ class Options:
     prefetch: int | Literal["auto"]
     device: torch.device | None
     mesh: DeviceMesh | None
-    process_group: ProcessGroup | None
+    process_group: Group | None
     broadcast_from: int | None
     ignored_params: tuple[torch.nn.Parameter | str, ...]
     move_state_dict_to_cpu: bool
@@ -105,7 +106,7 @@ def check_options(
         prefetch=prefetch,
         device=device,
         mesh=mesh,
-        process_group=process_group,
+        process_group=None if process_group is None else Group.of(process_group),
         broadcast_from=broadcast_from,
         ignored_params=_ignored(ignored_params),
         move_state_dict_to_cpu=move_state_dict_to_cpu,

@@ -15,7 +15,6 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from .buffers import describe_group
 from .symbols import ISSUES, WAITS, fsdp_accumulate_grads
 from .traces import args_of, outs_of
 
@@ -134,7 +133,7 @@ def read_schedule(trace: TraceCtx) -> Schedule:
             consumer = min((first_read[o] for o in outs_of(bsym) if o in first_read), default=None)
         spec = bucket.spec
         dtype = str(spec.dtype).removeprefix("torch.")
-        group = describe_group(bucket.group)
+        group = bucket.group.description
         reason = str(bsym.header)
         ops.append(CommOp(position, kind, spec.name, spec.unsharded_bytes, dtype, group, slot, consumer, reason))
     return Schedule(tuple(ops), len(bsyms), compute_digest(bsyms))

@@ -8,15 +8,14 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 
-import thunder
 import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
-from torch.distributed import ProcessGroup
 
 from .buckets import ParamSpec, Plan, make_plan
-from .buffers import Arena, Bucket, describe_group, handle_name
+from .buffers import Arena, Bucket, handle_name
 from .consistency import Agreement
+from .groups import Group
 from .options import Options
 from .transports import AllGatherTransport
 
@@ -42,12 +41,14 @@ class ShardedModule:
         shards: this rank's rows of each sharded parameter, a view of its bucket's shard buffer, by each of its names.
     """
 
-    def __init__(self, module: torch.nn.Module, plan: Plan, buckets: list[Bucket], group: ProcessGroup) -> None:
+    def __init__(self, module: torch.nn.Module, plan: Plan, buckets: list[Bucket], group: Group) -> None:
         self.module = module
         self.plan = plan
         self.buckets = buckets
         self.group = group
-        self.agreement = Agreement(group, f"module {next(_numbers[group.group_name])}", _AGREEMENT_TIMEOUT)
+        self.agreement = Agreement(
+            group, f"module {next(_numbers[group.process_group.group_name])}", _AGREEMENT_TIMEOUT
+        )
         self.places: dict[str, tuple[Bucket, int]] = {}
         self.shards: dict[str, torch.nn.Parameter] = {}
         self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
@@ -72,7 +73,7 @@ class ShardedModule:
                 ``broadcast_from`` outside the process group.
             RuntimeError: no process group.
         """
-        group = _process_group(options)
+        group = _group(options)
         module = model._model
         named = dict(model.named_parameters(remove_duplicate=False))
         ignored = _ignored_names(named, options)
@@ -84,8 +85,8 @@ class ShardedModule:
             module,
             specs,
             strategy=options.bucketing,
-            world_size=group.size(),
-            group=describe_group(group),
+            world_size=group.size,
+            group=group.description,
             reshard_after_forward=options.reshard_after_forward,
         )
         sharded = cls(module, plan, _allocate(plan, group), group)
@@ -115,8 +116,6 @@ class ShardedModule:
                 model._overrides_parameters if isinstance(tensor, torch.nn.Parameter) else model._overrides_buffers
             )
             overrides[name] = tensor
-        # Not `use_fsdp`: with it Thunder drops every gradient of a no_sync trace. no_sync() itself wants the group.
-        thunder.compile_data(model).process_group_for_ddp = self.group
 
     def shard_entry(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """This rank's rows of an unsharded state dict entry; entries that are not sharded pass through.
@@ -133,9 +132,9 @@ class ShardedModule:
         return bucket.own_rows(index, value).to(device=bucket.spec.device, dtype=bucket.spec.dtype)
 
 
-def _process_group(options: Options) -> ProcessGroup:
+def _group(options: Options) -> Group:
     if options.mesh is not None:
-        return options.mesh.get_group()
+        return Group.of(options.mesh.get_group())
     if options.process_group is not None:
         return options.process_group
     if not dist.is_available() or not dist.is_initialized():
@@ -143,7 +142,7 @@ def _process_group(options: Options) -> ProcessGroup:
             "fsdp: there is no process group to shard over; call torch.distributed.init_process_group() before "
             "thunder.jit(), and start the script with torchrun"
         )
-    return dist.distributed_c10d._get_default_group()
+    return Group.of(dist.distributed_c10d._get_default_group())
 
 
 def _ignored_names(named: dict[str, torch.nn.Parameter], options: Options) -> set[str]:
@@ -198,17 +197,17 @@ def _move(model: ThunderModule, ignored: set[str], options: Options) -> dict[str
     return moved
 
 
-def _broadcast(tensors: Iterable[torch.Tensor], source: int, group: ProcessGroup) -> None:
-    if source not in dist.get_process_group_ranks(group):
+def _broadcast(tensors: Iterable[torch.Tensor], source: int, group: Group) -> None:
+    if source not in group.global_ranks:
         raise ValueError(f"broadcast_from: rank {source} is not in the process group to shard over")
     with torch.no_grad():
         for tensor in tensors:
             if tensor.is_meta:
                 raise ValueError("broadcast_from: the module is on the meta device; there is nothing to broadcast")
-            dist.broadcast(tensor.detach(), src=source, group=group)
+            dist.broadcast(tensor.detach(), src=source, group=group.process_group)
 
 
-def _allocate(plan: Plan, group: ProcessGroup) -> list[Bucket]:
+def _allocate(plan: Plan, group: Group) -> list[Bucket]:
     transport = AllGatherTransport()
     arenas: dict[torch.device, Arena] = {}
     handles: set[str] = set()
@@ -219,7 +218,7 @@ def _allocate(plan: Plan, group: ProcessGroup) -> list[Bucket]:
             handle += "_"
         handles.add(handle)
         arena = arenas.setdefault(spec.device, Arena(spec.device))
-        buckets.append(Bucket(spec, group.rank(), group, transport, arena, handle))
+        buckets.append(Bucket(spec, group, transport, arena, handle))
     return buckets
 
 

@@ -27,7 +27,7 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from .buffers import Bucket, Slot, describe_group
+from .buffers import Bucket, Slot
 from .cost import CostModel, Seconds
 from .symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_wait_params
 from .timeline import COMPUTE, Interval, SlotUse, Timeline
@@ -216,7 +216,7 @@ class _Step:
 
     def _communicate(self, bsym: BoundSymbol, trace: int, position: int) -> _Flight:
         bucket, kind = bsym.args[0], bsym.sym.name
-        group = describe_group(bucket.group)
+        group = bucket.group.description
         link = self.links.get(group)
         if link is None:
             link = self.links[group] = _Link(group, self.cost, self.intervals)

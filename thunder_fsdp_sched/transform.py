@@ -225,7 +225,7 @@ class FSDPTransform(Transform):
         started = time.process_time()
         compiled.choice = choose(
             joint,
-            cost=options.cost_model(self.sharded.group.size()),
+            cost=options.cost_model(self.sharded.group.size),
             prefetch=None if options.prefetch == "auto" else options.prefetch,
             kept=self.sharded.kept,
             may_keep=budget is not None and has_backward and not self._settled,

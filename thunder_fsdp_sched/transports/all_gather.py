@@ -30,7 +30,7 @@ class AllGatherTransport(Transport):
             _all_gather(
                 unsharded.narrow(0, s.unsharded_offset, world_size * s.shard_numel),
                 bucket.shard.narrow(0, s.shard_offset, s.shard_numel),
-                group=bucket.group,
+                group=bucket.group.process_group,
                 async_op=True,
             )
             for s in bucket.spec.layout.segments
@@ -44,7 +44,7 @@ class AllGatherTransport(Transport):
                 shard.narrow(0, s.shard_offset, s.shard_numel),
                 unsharded.narrow(0, s.unsharded_offset, world_size * s.shard_numel),
                 op=dist.ReduceOp.AVG,  # the division by the world size is part of the collective
-                group=bucket.group,
+                group=bucket.group.process_group,
                 async_op=True,
             )
             for s in bucket.spec.layout.segments

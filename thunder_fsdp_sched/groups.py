@@ -1,0 +1,69 @@
+"""The ranks that a bucket is sharded over.
+
+[Note: Process groups are not kept alive]
+``destroy_process_group`` tears down a group's threads when nobody holds the group any more. A thread of gloo that still
+drops the tensors of its last collective while the interpreter shuts down aborts the process, so models, buckets and
+traces, which live until then, hold process groups weakly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Group"]
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """What stays known of a process group.
+
+    Attributes:
+        description: what it is for (``default_pg``, ``mesh_fsdp``), which is the same in every run; else its name.
+        rank: this process's rank in it.
+        global_ranks: its members.
+        backend: ``"gloo"``, ``"nccl"``, ...
+    """
+
+    description: str
+    rank: int
+    global_ranks: Sequence[int]
+    backend: str = "fake"
+    _process_group: weakref.ref[ProcessGroup] | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, group: ProcessGroup) -> Group:
+        """Describes ``group``, which this process belongs to."""
+        description = getattr(group, "group_desc", "")
+        return cls(
+            description if description and description != "undefined" else group.group_name,
+            group.rank(),
+            tuple(dist.get_process_group_ranks(group)),
+            dist.get_backend(group),
+            weakref.ref(group),
+        )
+
+    @property
+    def size(self) -> int:
+        return len(self.global_ranks)
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The process group itself.
+
+        Raises:
+            RuntimeError: it was destroyed.
+        """
+        group = self._process_group() if self._process_group is not None else None
+        if group is None:
+            raise RuntimeError(
+                f"fsdp: process group {self.description!r}, over which parameters are sharded, is destroyed"
+            )
+        return group
