@@ -46,6 +46,12 @@ def _other_size_on_rank_1(rank: int, world_size: int) -> None:
     _jit(TwoWays(4 + 4 * rank), seconds=60)(torch.ones(2, 4 + 4 * rank), True)
 
 
+def _another_order_on_rank_1(rank: int, world_size: int) -> None:
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    # Each rank's order is right by itself: rank 1 gathers further ahead, before reductions that rank 0 issues first.
+    _jit(module, seconds=60, bucketing_strategy="layer", prefetch=rank)(torch.ones(2, 4)).sum().backward()
+
+
 def _only_rank_1_compiles_something_new(rank: int, world_size: int) -> None:
     jitted = _jit(TwoWays())
     jitted(torch.ones(2, 4), True).backward()
@@ -71,6 +77,10 @@ def _shapes_differ_between_ranks(rank: int, world_size: int) -> list[float]:
         (
             _other_size_on_rank_1,
             r"rank 0: fsdp_all_gather left 80 bytes .*\n    rank 1: fsdp_all_gather left 320 bytes",
+        ),
+        (
+            _another_order_on_rank_1,
+            r"backward of a trace, line 2:\n    rank 0: fsdp_reduce_scatter 3 .*\n    rank 1: fsdp_all_gather 2 ",
         ),
     ],
 )

@@ -3,10 +3,7 @@ traced with a fake process group. Nothing here moves data; tests/test_training.p
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
-from thunder_fsdp_sched.buckets import BucketSpec, ParamSpec
-from thunder_fsdp_sched.buffers import Arena, Bucket
-from thunder_fsdp_sched.groups import Group
-from thunder_fsdp_sched.layout import plan_layout
+from thunder_fsdp_sched.buffers import Bucket
 from thunder_fsdp_sched.symbols import (
     fsdp_all_gather,
     fsdp_reduce_scatter,
@@ -14,35 +11,16 @@ from thunder_fsdp_sched.symbols import (
     fsdp_wait_params,
 )
 from thunder_fsdp_sched.traces import args_of, outs_of
-from thunder_fsdp_sched.transforms import VerificationError, plan_slots, sort_communication, verify
+from thunder_fsdp_sched.transforms import plan_slots, sort_communication, verify
 from thunder_fsdp_sched.transforms.plan_slots import live_ranges, peak_live_bytes
-from thunder_fsdp_sched.transports import AllGatherTransport
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic import SHAPE, FakeProcessGroup, chain, make_buckets, tensor
 from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
-
-SHAPE = (4, 4)
-
-
-def make_buckets(sizes: list[int], *, zero3: bool = True) -> list[Bucket]:
-    arena = Arena(torch.device("cpu"))
-    buckets = []
-    for number, size in enumerate(sizes):
-        params = tuple(
-            ParamSpec((f"b{number}.p{i}",), SHAPE, torch.float32, torch.device("cpu"), True) for i in range(size)
-        )
-        spec = BucketSpec(f"b{number}", params, plan_layout([SHAPE] * size, 2, 4), zero3)
-        buckets.append(Bucket(spec, Group("none", 0, range(2)), AllGatherTransport(), arena, f"bucket_b{number}"))
-    return buckets
-
-
-def tensor() -> TensorProxy:
-    return TensorProxy(shape=SHAPE, device=devices.cpu, dtype=dtypes.float32)
 
 
 @st.composite
@@ -122,23 +100,6 @@ def test_slots_never_overlap_while_both_are_live(trace, prefetch):
     assert max((s.end for s in slots.values()), default=0) >= peak_live_bytes(done)
 
 
-def chain(blocks: int, *, zero3: bool = True) -> TraceCtx:
-    """Forward of ``blocks`` equal blocks, each gather at its first use."""
-    buckets = make_buckets([1] * blocks, zero3=zero3)
-    trace = TraceCtx()
-    with tracectx(trace):
-        x = tensor()
-        shards = [tensor() for _ in buckets]
-        trace.args = (x, *shards)
-        for arg in trace.args:
-            prims.unpack_trivial(arg, name=arg.name)
-        for bucket, shard in zip(buckets, shards, strict=True):
-            (weight,) = fsdp_wait_params(bucket, fsdp_all_gather(bucket, None, shard))
-            x = prims.neg(prims.matmul(x, weight))
-        prims.python_return({"output": x, "flat_args": list(trace.args)}, ())
-    return trace
-
-
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
 def test_equal_blocks_need_one_slot_more_than_prefetch(prefetch):
     done = verify(plan_slots(sort_communication(chain(8), prefetch=prefetch)))
@@ -164,110 +125,15 @@ def test_no_collective_crosses_an_op_that_communicates_and_is_not_ours():
     trace = chain(4)
     foreign = next(i for i, b in enumerate(trace.bound_symbols) if b.sym.name == "neg")
     bsym = trace.bound_symbols[foreign]
-    # What a claimed communication prim of Thunder's looks like: a leaf with the process group among its arguments.
-    trace.bound_symbols[foreign] = bsym.from_bsym(args=(*bsym.args, _FakeProcessGroup()))
+    trace.bound_symbols[foreign] = bsym.from_bsym(args=(*bsym.args, FakeProcessGroup()))
     done = verify(plan_slots(sort_communication(trace, prefetch=3)))
     names = [b.sym.name for b in done.bound_symbols]
     barrier = next(i for i, b in enumerate(done.bound_symbols) if b.sym.name == "neg")
     assert names[:barrier].count("fsdp_all_gather") == 1
 
 
-class _FakeProcessGroup:
-    def _get_backend(self) -> None: ...
-
-
-#
-# verify catches what it promises to catch: right traces, made wrong one by one
-#
-
-
-def right() -> TraceCtx:
-    return plan_slots(sort_communication(chain(4), prefetch=1))
-
-
-def positions(trace: TraceCtx, symbol) -> list[int]:
-    return [i for i, b in enumerate(trace.bound_symbols) if b.sym is symbol]
-
-
-def test_verify_catches_a_wait_below_its_consumer():
-    trace = right()
-    wait = positions(trace, fsdp_wait_params)[1]
-    bsyms = trace.bound_symbols
-    bsyms[wait], bsyms[wait + 1] = bsyms[wait + 1], bsyms[wait]
-    with pytest.raises(VerificationError, match="which nothing before it defines"):
-        verify(trace)
-
-
-def test_verify_catches_a_missing_wait():
-    trace = right()
-    gather = trace.bound_symbols[positions(trace, fsdp_all_gather)[0]]
-    with tracectx(trace):
-        extra = gather.from_bsym(output=fsdp_all_gather.meta(*gather.args))
-    trace.bound_symbols.insert(-1, extra)
-    with pytest.raises(VerificationError, match="'b0' is never waited for"):
-        verify(trace)
-
-
-def test_verify_catches_a_second_wait():
-    trace = right()
-    wait = positions(trace, fsdp_wait_params)[0]
-    trace.bound_symbols.insert(wait + 1, trace.bound_symbols[wait])
-    with pytest.raises(VerificationError, match="waits a second time"):
-        verify(trace)
-
-
-def test_verify_catches_a_slot_that_is_written_while_it_is_read():
-    trace = right()
-    first, second = positions(trace, fsdp_all_gather)[:2]
-    slot = trace.bound_symbols[first].args[1]
-    bsym = trace.bound_symbols[second]
-    trace.bound_symbols[second] = bsym.from_bsym(args=(bsym.args[0], slot, *bsym.args[2:]))
-    with pytest.raises(VerificationError, match=r"writes slot_\d for bucket 'b1' while bucket 'b0'"):
-        verify(trace)
-
-
-def test_verify_catches_a_slot_that_is_read_through_a_view_after_it_was_reused():
-    trace = right()
-    first_wait = positions(trace, fsdp_wait_params)[0]
-    (weight,) = trace.bound_symbols[first_wait].output
-    with tracectx(trace):
-        view, late = tensor(), tensor()
-        trace.bound_symbols.insert(first_wait + 1, prims.transpose.bind(weight, (1, 0), output=view))
-        trace.bound_symbols.insert(-1, prims.neg.bind(view, output=late))
-    with pytest.raises(VerificationError, match="while bucket 'b0'"):
-        verify(trace)
-
-
-def test_verify_catches_gathers_in_another_order_than_their_consumers():
-    trace = right()
-    first, second = positions(trace, fsdp_all_gather)[1:3]
-    bsyms = trace.bound_symbols
-    moved = bsyms.pop(second)
-    bsyms.insert(first, moved)
-    with pytest.raises(VerificationError, match=r"first read later|while bucket"):
-        verify(trace)
-
-
-def test_verify_catches_a_parameter_that_is_returned_or_saved():
-    trace = right()
-    (weight,) = trace.bound_symbols[positions(trace, fsdp_wait_params)[-1]].output
-    last = trace.bound_symbols[-1]
-    returned = last.args[0]
-    trace.bound_symbols[-1] = last.from_bsym(args=({**returned, "output": weight}, ()))
-    with pytest.raises(VerificationError, match="returns"):
-        verify(trace)
-    trace.bound_symbols[-1] = last.from_bsym(args=(returned, ((weight,), ())))
-    with pytest.raises(VerificationError, match=r"saves .* for backward"):
-        verify(trace)
-
-
-def test_verify_catches_a_collective_without_a_slot():
-    with pytest.raises(VerificationError, match="has no slot"):
-        verify(sort_communication(chain(2), prefetch=1))
-
-
 def test_a_failing_assertion_shows_the_trace_around_the_fault():
-    trace = right()
+    trace = plan_slots(sort_communication(chain(4), prefetch=1))
     with pytest.raises(AssertionError) as caught:
         testing.assert_prefetch_distance(trace, 2)
     assert "expected 2" in str(caught.value)

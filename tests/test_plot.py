@@ -12,7 +12,7 @@ from thunder_fsdp_sched.symbols import fsdp_all_gather
 from thunder_fsdp_sched.transforms import plan_slots, sort_communication
 
 import pytest
-from test_passes import chain
+from synthetic import chain
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,12 @@
 
 import dataclasses
 import threading
+import weakref
 from datetime import timedelta
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.consistency import Agreement, ScheduleDisagreement
+from thunder_fsdp_sched.groups import Group
 from thunder_fsdp_sched.schedule import StepSchedule, load_schedules, read_schedule, save_schedules
 from thunder_fsdp_sched.symbols import fsdp_all_gather
 from thunder_fsdp_sched.transforms import ScheduleMismatch, plan_slots, replay_schedule, sort_communication, verify
@@ -14,7 +16,8 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_passes import chain, traces
+from synthetic import chain
+from test_passes import traces
 
 
 def done(trace, prefetch: int = 1):
@@ -91,32 +94,23 @@ def test_a_wrong_schedule_is_caught_by_verify():
 #
 
 
-class Group:
+class FakeProcessGroup:
     """A process group as far as an agreement needs one: ranks are threads, the store is in memory."""
 
-    group_name = "test"
-
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
 
     def get_group_store(self) -> dist.Store:
         return self._store
 
-    def rank(self) -> int:
-        return self._rank
 
-    def size(self) -> int:
-        return self._size
-
-
-def agree(per_rank: list[list[list[str]]], monkeypatch, seconds: float = 5) -> list[str]:
+def agree(per_rank: list[list[list[str]]], seconds: float = 5) -> list[str]:
     """Each rank compiles its traces (lists of lines); gives what each was told, empty if nothing was wrong."""
-    monkeypatch.setattr(dist, "get_backend", lambda group: "threads")
-    store = dist.HashStore()
+    process_group = FakeProcessGroup(dist.HashStore())
     told = [""] * len(per_rank)
 
     def run(rank: int) -> None:
-        group = Group(store, rank, len(per_rank))
+        group = Group("test", rank, range(len(per_rank)), "threads", weakref.ref(process_group))
         agreement = Agreement(group, "module 0", timedelta(seconds=seconds))
         try:
             for number, lines in enumerate(per_rank[rank]):
@@ -133,25 +127,25 @@ def agree(per_rank: list[list[list[str]]], monkeypatch, seconds: float = 5) -> l
     return told
 
 
-def test_ranks_with_equal_schedules_go_on(monkeypatch):
-    assert agree([[["gather a", "gather b"], ["gather a"]]] * 3, monkeypatch) == ["", "", ""]
+def test_ranks_with_equal_schedules_go_on():
+    assert agree([[["gather a", "gather b"], ["gather a"]]] * 3) == ["", "", ""]
 
 
-def test_every_rank_is_told_the_first_line_that_differs(monkeypatch):
-    told = agree([[["gather a", "gather b"]], [["gather a", "gather b"]], [["gather a", "gather c"]]], monkeypatch)
+def test_every_rank_is_told_the_first_line_that_differs():
+    told = agree([[["gather a", "gather b"]], [["gather a", "gather b"]], [["gather a", "gather c"]]])
     for message in told:
         assert "forward of trace 1, line 2:\n    rank 0: gather b\n    rank 2: gather c" in message
 
 
-def test_a_rank_that_lacks_a_line_differs(monkeypatch):
-    assert all("rank 1: (nothing)" in message for message in agree([[["a", "b"]], [["a"]]], monkeypatch))
+def test_a_rank_that_lacks_a_line_differs():
+    assert all("rank 1: (nothing)" in message for message in agree([[["a", "b"]], [["a"]]]))
 
 
 @pytest.mark.parametrize("idle", [0, 1])
-def test_a_rank_that_compiles_nothing_is_named_on_all_ranks(monkeypatch, idle):
+def test_a_rank_that_compiles_nothing_is_named_on_all_ranks(idle):
     compiled = [[["a"], ["a"]], [["a"], ["a"]], [["a"], ["a"]]]
     compiled[idle] = [["a"]]
-    told = agree(compiled, monkeypatch, seconds=0.5)
+    told = agree(compiled, seconds=0.5)
     for rank, message in enumerate(told):
         if rank != idle:
             assert f"rank {idle} has compiled nothing" in message

@@ -11,15 +11,13 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from thunder.core.prims import PrimIDs
-from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from .buckets import Plan
 from .planner import PlannedStep
 from .schedule import Schedule
 from .symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_reduce_unreduced
-from .traces import statement
+from .traces import statement, statements
 
 __all__ = [
     "before_and_after",
@@ -148,7 +146,7 @@ def summarize_thunder(trace: TraceCtx) -> list[str]:
     A line says at which positions the run stands and how many bound symbols compute within it.
     """
     found = []
-    for position, bsym in enumerate(_printed(trace)):
+    for position, bsym in enumerate(statements(trace)):
         match = re.search(r"all_gather|reduce_scatter|wait", bsym.sym.name)
         if match is not None:
             found.append((match.group(), position))
@@ -195,16 +193,10 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def _printed(trace: TraceCtx) -> Iterator[BoundSymbol]:
-    """What a schedule counts: neither ``del`` statements nor the clearing of lists that comes with them."""
-    skipped = "clear_mutable_collection"
-    return (b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL and b.sym.name != skipped)
-
-
 def _lines(trace: TraceCtx) -> list[_Line]:
     lines: list[_Line] = []
     last = -1
-    for position, bsym in enumerate(_printed(trace)):
+    for position, bsym in enumerate(statements(trace)):
         if bsym.sym.name in _SHOWN:
             lines.append(_Line(position, bsym.sym.name, statement(bsym), position - last - 1 if lines else 0))
             last = position

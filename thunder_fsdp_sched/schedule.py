@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from .symbols import ISSUES, WAITS, fsdp_accumulate_grads
-from .traces import args_of, outs_of
+from .traces import args_of, outs_of, statements
 
 __all__ = ["CommOp", "Schedule", "StepSchedule", "load_schedules", "read_schedule", "save_schedules"]
 
@@ -113,7 +112,7 @@ class StepSchedule:
 
 def read_schedule(trace: TraceCtx) -> Schedule:
     """Reads the schedule off a trace with slots."""
-    bsyms = [b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL]
+    bsyms = statements(trace)
     first_read: dict[str, int] = {}
     for position, bsym in enumerate(bsyms):
         for arg in args_of(bsym):
@@ -146,7 +145,7 @@ def is_communication(bsym: BoundSymbol) -> bool:
 
 def compute_digest(bsyms: Iterable[BoundSymbol]) -> str:
     """Digest of the names of all bound symbols that are not communication, in order."""
-    names = [b.sym.name for b in bsyms if not is_communication(b) and b.sym.name != "clear_mutable_collection"]
+    names = [b.sym.name for b in bsyms if not is_communication(b)]
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import thunder
 import torch
 import torch.distributed as dist
-from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -24,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from .api import fsdp
 from .schedule import StepSchedule, read_schedule
 from .symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
-from .traces import Aliases, args_of, outs_of, statement
+from .traces import Aliases, args_of, outs_of, statement, statements
 from .transform import CompiledTraces, FSDPTransform
 
 Subject = Any
@@ -84,15 +83,9 @@ def _on_every_trace(check: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-def statements(trace: TraceCtx) -> list[BoundSymbol]:
-    """The trace's bound symbols without those that run nothing of interest (``del``, unpacking)."""
-    skip = {PrimIDs.DEL, PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT}
-    return [b for b in trace.bound_symbols if b.sym.id not in skip and b.sym.name != "clear_mutable_collection"]
-
-
 @dataclass(frozen=True)
 class Gather:
-    """Positions (in :func:`statements`) of one gather; the consumers are ``None`` if nothing reads it."""
+    """Positions (as in a schedule) of one gather; the consumers are ``None`` if nothing reads it."""
 
     bucket: str
     nbytes: int
@@ -104,7 +97,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Positions (in :func:`statements`) of one reduction; ``last_gradient`` is -1 if its gradients are inputs."""
+    """Positions (as in a schedule) of one reduction; ``last_gradient`` is -1 if its gradients are inputs."""
 
     bucket: str
     last_gradient: int

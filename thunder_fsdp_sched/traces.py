@@ -27,6 +27,7 @@ __all__ = [
     "return_of",
     "split_joint",
     "statement",
+    "statements",
     "swap_args",
     "with_bound_symbols",
 ]
@@ -83,10 +84,20 @@ def return_of(trace: TraceCtx) -> BoundSymbol:
 
 
 def statement(bsym: BoundSymbol) -> str:
-    """The line of Python that ``bsym`` prints, without its header and what it is made of."""
+    """The line of Python that ``bsym`` prints, without its header and what it is made of; a comment if that is all."""
     if bsym.sym.id is PrimIDs.RETURN:
         return "return"
-    return next(line for line in str(bsym).splitlines() if not line.lstrip().startswith("#")).strip()
+    lines = [line.strip() for line in str(bsym).splitlines()]
+    return next((line for line in lines if not line.startswith("#")), lines[-1] if lines else "")
+
+
+def statements(trace: TraceCtx) -> list[BoundSymbol]:
+    """The bound symbols of ``trace`` without ``del`` and the clearing of lists that comes with it.
+
+    A position in a schedule, a report or an assertion is an index of this list: it stays what it is when Thunder puts
+    the ``del`` in.
+    """
+    return [b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL and b.sym.name != "clear_mutable_collection"]
 
 
 def with_bound_symbols(trace: TraceCtx, bsyms: Sequence[BoundSymbol], pass_name: str, started: float) -> TraceCtx:

@@ -29,7 +29,6 @@ from typing import Any
 
 import thunder
 from thunder.core.module import ThunderModule
-from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
@@ -44,7 +43,7 @@ from .choose import Choice, choose, room_for_gathers
 from .options import Options
 from .schedule import Schedule, StepSchedule, compute_digest, read_schedule, save_schedules
 from .sharding import ShardedModule
-from .traces import is_backward_trace, split_joint
+from .traces import is_backward_trace, split_joint, statements
 from .transforms import (
     ScheduleMismatch,
     bucket_communication,
@@ -273,7 +272,7 @@ class FSDPTransform(Transform):
             return partial(sort_communication, prefetch=self.compiled[-1].prefetch, max_unsharded_bytes=room)
         compiled = self.compiled[-1]
         if not backward:
-            digest = compute_digest(b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL)
+            digest = compute_digest(statements(trace))
             pinned = [s for s in self.options.schedule if s.no_sync is compiled.no_sync]
             fitting = [s for s in pinned if s.forward.compute == digest] or pinned
             if not fitting:

@@ -6,13 +6,12 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..schedule import Schedule, compute_digest, is_communication
 from ..symbols import fsdp_wait_params
-from ..traces import with_bound_symbols
+from ..traces import statements, with_bound_symbols
 
 __all__ = ["ScheduleMismatch", "replay_schedule"]
 
@@ -32,9 +31,7 @@ def replay_schedule(trace: TraceCtx, *, schedule: Schedule) -> TraceCtx:
     started = time.perf_counter()
     compute: list[BoundSymbol] = []
     ours: dict[tuple[str, str], deque[BoundSymbol]] = defaultdict(deque)
-    for bsym in trace.bound_symbols:
-        if bsym.sym.id is PrimIDs.DEL or bsym.sym.name == "clear_mutable_collection":
-            continue
+    for bsym in statements(trace):
         if is_communication(bsym):
             if bsym.sym is fsdp_wait_params:
                 bsym = bsym.from_bsym(args=bsym.args[:2])

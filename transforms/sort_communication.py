@@ -11,7 +11,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
-from ..traces import Aliases, args_of, communicates, outs_of, with_bound_symbols
+from ..traces import Aliases, args_of, communicates, outs_of, statements, with_bound_symbols
 from .plan_slots import slot_bytes
 
 __all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "sort_communication"]
@@ -19,8 +19,6 @@ __all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "sort_communication"]
 MAX_REDUCTIONS_IN_FLIGHT = 2
 """Reductions between issue and wait. Each holds a slot of unsharded gradients; a third one hides nothing more, because
 the reductions of one process group run one after the other."""
-
-_CLEAR_COLLECTION = "clear_mutable_collection"
 
 
 @dataclass(eq=False)
@@ -91,9 +89,7 @@ class _Sorter:
         issues: dict[str, BoundSymbol] = {}
         gathers: list[_Gather] = []
         self.reductions: list[_Reduction] = []
-        for bsym in trace.bound_symbols:
-            if bsym.sym.id is PrimIDs.DEL or bsym.sym.name == _CLEAR_COLLECTION:
-                continue
+        for bsym in statements(trace):
             if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter):
                 issues[bsym.output.name] = bsym
             elif bsym.sym is fsdp_wait_params:

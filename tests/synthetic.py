@@ -1,0 +1,57 @@
+"""Traces built straight from symbols: thousands of shapes in seconds, nothing is compiled and nothing communicates."""
+
+import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched.buckets import BucketSpec, ParamSpec
+from thunder_fsdp_sched.buffers import Arena, Bucket
+from thunder_fsdp_sched.groups import Group
+from thunder_fsdp_sched.layout import plan_layout
+from thunder_fsdp_sched.symbols import fsdp_all_gather, fsdp_wait_params
+from thunder_fsdp_sched.transports import AllGatherTransport
+
+import torch
+from thunder.core import devices, dtypes, prims
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx, tracectx
+
+__all__ = ["SHAPE", "FakeProcessGroup", "chain", "make_buckets", "tensor"]
+
+SHAPE = (4, 4)
+
+
+def make_buckets(sizes: list[int], *, zero3: bool = True) -> list[Bucket]:
+    arena = Arena(torch.device("cpu"))
+    buckets = []
+    for number, size in enumerate(sizes):
+        params = tuple(
+            ParamSpec((f"b{number}.p{i}",), SHAPE, torch.float32, torch.device("cpu"), True) for i in range(size)
+        )
+        spec = BucketSpec(f"b{number}", params, plan_layout([SHAPE] * size, 2, 4), zero3)
+        buckets.append(Bucket(spec, Group("none", 0, range(2)), AllGatherTransport(), arena, f"bucket_b{number}"))
+    return buckets
+
+
+def tensor() -> TensorProxy:
+    return TensorProxy(shape=SHAPE, device=devices.cpu, dtype=dtypes.float32)
+
+
+def chain(blocks: int, *, zero3: bool = True) -> TraceCtx:
+    """Forward of ``blocks`` equal blocks, each gather at its first use."""
+    buckets = make_buckets([1] * blocks, zero3=zero3)
+    trace = TraceCtx()
+    with tracectx(trace):
+        x = tensor()
+        shards = [tensor() for _ in buckets]
+        trace.args = (x, *shards)
+        for arg in trace.args:
+            prims.unpack_trivial(arg, name=arg.name)
+        for bucket, shard in zip(buckets, shards, strict=True):
+            (weight,) = fsdp_wait_params(bucket, fsdp_all_gather(bucket, None, shard))
+            x = prims.neg(prims.matmul(x, weight))
+        prims.python_return({"output": x, "flat_args": list(trace.args)}, ())
+    return trace
+
+
+class FakeProcessGroup:
+    """What the argument of a claimed communication prim of Thunder's looks like."""
+
+    def _get_backend(self) -> None: ...

@@ -1,0 +1,268 @@
+"""``verify`` catches what it promises to catch: right traces, made wrong in one place each.
+
+Each mutation stands in ``MUTATIONS`` with what the error must say. It is tried on a chain of four blocks, and on the
+forward and backward traces of a model that Thunder compiled. What one rank cannot see alone, another order than the other
+ranks', is in ``test_agreement``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched import testing
+from thunder_fsdp_sched.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from thunder_fsdp_sched.traces import args_of, outs_of, return_of
+from thunder_fsdp_sched.transforms import VerificationError, plan_slots, sort_communication, verify
+
+import pytest
+import torch
+from synthetic import FakeProcessGroup, chain
+from thunder.core import prims
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+from torch import nn
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.sum()
+
+
+@cache
+def _compiled() -> testing.CompiledTraces:
+    [compiled] = testing.compile_on_fake_ranks(lambda: (Blocks(), (torch.ones(2, 4),)), 2, prefetch=2)
+    return compiled
+
+
+TRACES: dict[str, Callable[[], TraceCtx]] = {
+    "chain": lambda: plan_slots(sort_communication(chain(4), prefetch=2)),
+    "forward": lambda: _compiled().forward,
+    "backward": lambda: _compiled().backward,
+}
+
+
+def right(name: str) -> TraceCtx:
+    """A right trace of one's own, without ``del`` statements."""
+    trace = TRACES[name]()
+    own = from_trace(trace)
+    own.bound_symbols = [b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL]
+    return own
+
+
+def positions(trace: TraceCtx, symbol: Symbol) -> list[int]:
+    return [i for i, b in enumerate(trace.bound_symbols) if b.sym is symbol]
+
+
+def first_reader(trace: TraceCtx, position: int) -> int:
+    """Position of the first bound symbol that reads what the one at ``position`` defines."""
+    outs = set(outs_of(trace.bound_symbols[position]))
+    return next(i for i, b in enumerate(trace.bound_symbols) if i > position and not outs.isdisjoint(args_of(b)))
+
+
+def new_like(trace: TraceCtx, proxy: TensorProxy) -> TensorProxy:
+    with tracectx(trace):
+        return TensorProxy(like=proxy)
+
+
+def a_weight(trace: TraceCtx, which: int = 0) -> tuple[int, TensorProxy]:
+    """Position of a wait, and a gathered matrix that it gives."""
+    wait = positions(trace, fsdp_wait_params)[which]
+    return wait, next(p for p in trace.bound_symbols[wait].output if p.ndim == 2)
+
+
+def view_of(trace: TraceCtx, weight: TensorProxy) -> BoundSymbol:
+    view = new_like(trace, weight)
+    with tracectx(trace):
+        return prims.transpose.bind(weight, (1, 0), output=view)
+
+
+def read_at_the_end(trace: TraceCtx, proxy: TensorProxy) -> None:
+    late = new_like(trace, proxy)
+    with tracectx(trace):
+        trace.bound_symbols.insert(-1, prims.neg.bind(proxy, output=late))
+
+
+#
+# The mutations
+#
+
+
+def swap_two_gathers(trace: TraceCtx) -> None:
+    a, b = positions(trace, fsdp_all_gather)[:2]
+    bsyms = trace.bound_symbols
+    bsyms[a], bsyms[b] = bsyms[b], bsyms[a]
+
+
+def move_a_wait_below_its_consumer(trace: TraceCtx) -> None:
+    wait = positions(trace, fsdp_wait_params)[0]
+    consumer = first_reader(trace, wait)
+    trace.bound_symbols.insert(consumer, trace.bound_symbols.pop(wait))
+
+
+def drop_a_wait(trace: TraceCtx) -> None:
+    del trace.bound_symbols[positions(trace, fsdp_wait_params)[0]]
+
+
+def never_wait(trace: TraceCtx) -> None:
+    gather = trace.bound_symbols[positions(trace, fsdp_all_gather)[0]]
+    with tracectx(trace):
+        extra = gather.from_bsym(output=fsdp_all_gather.meta(*gather.args))
+    trace.bound_symbols.insert(-1, extra)
+
+
+def wait_twice(trace: TraceCtx) -> None:
+    wait = positions(trace, fsdp_wait_params)[0]
+    trace.bound_symbols.insert(wait + 1, trace.bound_symbols[wait])
+
+
+def wait_for_another_bucket(trace: TraceCtx) -> None:
+    first, second = positions(trace, fsdp_wait_params)[:2]
+    bsym = trace.bound_symbols[first]
+    other = trace.bound_symbols[second].args[0]
+    trace.bound_symbols[first] = bsym.from_bsym(args=(other, *bsym.args[1:]))
+
+
+def wait_for_params_as_grads(trace: TraceCtx) -> None:
+    wait = positions(trace, fsdp_wait_params)[0]
+    bsym = trace.bound_symbols[wait]
+    trace.bound_symbols[wait] = bsym.from_bsym(sym=fsdp_wait_grads)
+
+
+def reuse_a_live_slot(trace: TraceCtx) -> None:
+    first, second = positions(trace, fsdp_all_gather)[:2]
+    slot = trace.bound_symbols[first].args[1]
+    bsym = trace.bound_symbols[second]
+    trace.bound_symbols[second] = bsym.from_bsym(args=(bsym.args[0], slot, *bsym.args[2:]))
+
+
+def gradients_into_a_live_slot(trace: TraceCtx) -> None:
+    reduction = positions(trace, fsdp_reduce_scatter)[0]
+    live = next(i for i in positions(trace, fsdp_wait_params) if i > reduction)
+    future = trace.bound_symbols[live].args[1].name
+    issue = next(i for i in positions(trace, fsdp_all_gather) if trace.bound_symbols[i].output.name == future)
+    assert issue < reduction < live
+    bsym = trace.bound_symbols[reduction]
+    slot = trace.bound_symbols[issue].args[1]
+    trace.bound_symbols[reduction] = bsym.from_bsym(args=(bsym.args[0], slot, *bsym.args[2:]))
+
+
+def no_slot(trace: TraceCtx) -> None:
+    gather = positions(trace, fsdp_all_gather)[0]
+    bsym = trace.bound_symbols[gather]
+    trace.bound_symbols[gather] = bsym.from_bsym(args=(bsym.args[0], None, *bsym.args[2:]))
+
+
+def read_a_view_of_a_view_after_reuse(trace: TraceCtx) -> None:
+    wait, weight = a_weight(trace)
+    first = view_of(trace, weight)
+    second = view_of(trace, first.output)
+    trace.bound_symbols[wait + 1 : wait + 1] = [first, second]
+    read_at_the_end(trace, second.output)
+
+
+def read_a_view_out_of_a_fusion_after_reuse(trace: TraceCtx) -> None:
+    wait, weight = a_weight(trace)
+    view = view_of(trace, weight)
+    fusion = Symbol("fused0", lambda w: None, is_fusion=True)
+    trace.bound_symbols.insert(wait + 1, fusion.bind(weight, output=(view.output,), subsymbols=(view,)))
+    read_at_the_end(trace, view.output)
+
+
+def _foreign(trace: TraceCtx, weight: TensorProxy) -> BoundSymbol:
+    with tracectx(trace):
+        bsym = prims.neg.bind(weight, output=TensorProxy(like=weight))
+    return bsym.from_bsym(args=(*bsym.args, FakeProcessGroup()))
+
+
+def unknown_communication_behind_a_gather(trace: TraceCtx) -> None:
+    gather = positions(trace, fsdp_all_gather)[0]
+    trace.bound_symbols.insert(gather + 1, _foreign(trace, trace.bound_symbols[gather].flat_proxy_args[0]))
+
+
+def unknown_communication_in_a_composite(trace: TraceCtx) -> None:
+    gather = positions(trace, fsdp_all_gather)[0]
+    inner = _foreign(trace, trace.bound_symbols[gather].flat_proxy_args[0])
+    composite = Symbol("all_reduce_and_add", lambda w: None)
+    bsym = composite.bind(inner.flat_proxy_args[0], output=inner.output, subsymbols=(inner,))
+    trace.bound_symbols.insert(gather + 1, bsym)
+
+
+def unknown_communication_before_a_reduction(trace: TraceCtx) -> None:
+    reduction = positions(trace, fsdp_reduce_scatter)[0]
+    last_gather = positions(trace, fsdp_all_gather)[-1]
+    reduction = next(i for i in positions(trace, fsdp_reduce_scatter) if i > last_gather + 1)
+    trace.bound_symbols.insert(reduction, _foreign(trace, trace.bound_symbols[reduction].flat_proxy_args[-1]))
+
+
+def reduce_before_the_last_gradient(trace: TraceCtx) -> None:
+    reduction = positions(trace, fsdp_reduce_scatter)[0]
+    grads = set(args_of(trace.bound_symbols[reduction]))
+    last = max(i for i, b in enumerate(trace.bound_symbols[:reduction]) if not grads.isdisjoint(outs_of(b)))
+    trace.bound_symbols.insert(last, trace.bound_symbols.pop(reduction))
+
+
+def return_a_parameter(trace: TraceCtx) -> None:
+    _, weight = a_weight(trace, -1)
+    last = return_of(trace)
+    trace.bound_symbols[-1] = last.from_bsym(args=({**last.args[0], "output": weight}, *last.args[1:]))
+
+
+def save_a_parameter(trace: TraceCtx) -> None:
+    _, weight = a_weight(trace, -1)
+    last = return_of(trace)
+    trace.bound_symbols[-1] = last.from_bsym(args=(last.args[0], ((weight,), ())))
+
+
+EVERYWHERE, FORWARD, BACKWARD = ("chain", "forward", "backward"), ("chain", "forward"), ("backward",)
+
+# Mutation, the traces it is tried on, what the error must say.
+MUTATIONS: list[tuple[Callable[[TraceCtx], None], tuple[str, ...], str]] = [
+    (swap_two_gathers, EVERYWHERE, r"gathers bucket '\S+' behind a bucket that is first read later than it"),
+    (move_a_wait_below_its_consumer, EVERYWHERE, r"reads '\w+', which nothing before it defines"),
+    (drop_a_wait, EVERYWHERE, r"reads '\w+', which nothing before it defines"),
+    (never_wait, EVERYWHERE, r"fsdp_all_gather of bucket '\S+' is never waited for"),
+    (wait_twice, EVERYWHERE, r"waits a second time for '\w+' of bucket '\S+'"),
+    (wait_for_another_bucket, EVERYWHERE, r"waits for '\w+', which is not what bucket '\S+' issued"),
+    (wait_for_params_as_grads, EVERYWHERE, r"waits for '\w+', which is not what bucket '\S+' issued"),
+    (reuse_a_live_slot, EVERYWHERE, r"writes slot_\d+ for bucket '\S+' while bucket '\S+' in slot_\d+ is read until"),
+    (gradients_into_a_live_slot, BACKWARD, r"writes slot_\d+ for bucket '\S+' while bucket '\S+' in slot_\d+ is read"),
+    (no_slot, EVERYWHERE, r"bucket '\S+' has no slot"),
+    (read_a_view_of_a_view_after_reuse, EVERYWHERE, r"writes slot_\d+ for bucket '\S+' while bucket '\S+'"),
+    (read_a_view_out_of_a_fusion_after_reuse, EVERYWHERE, r"writes slot_\d+ for bucket '\S+' while bucket '\S+'"),
+    (unknown_communication_behind_a_gather, EVERYWHERE, r"communicates, but a collective of bucket '\S+' was moved"),
+    (unknown_communication_in_a_composite, EVERYWHERE, r"communicates, but a collective of bucket '\S+' was moved"),
+    (unknown_communication_before_a_reduction, BACKWARD, r"communicates, but a collective of bucket '\S+' was moved"),
+    (reduce_before_the_last_gradient, BACKWARD, r"reads '\w+', which nothing before it defines"),
+    (return_a_parameter, FORWARD, r"returns '\w+', which lies in slot_\d+"),
+    (save_a_parameter, FORWARD, r"saves '\w+' for backward, which lies in slot_\d+ of bucket '\S+'"),
+]
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_right_traces_pass(name: str) -> None:
+    verify(right(name))
+
+
+@pytest.mark.parametrize(
+    ("mutate", "name", "message"),
+    [
+        pytest.param(mutate, name, message, id=f"{mutate.__name__}-{name}")
+        for mutate, on, message in MUTATIONS
+        for name in on
+    ],
+)
+def test_verify_catches(mutate: Callable[[TraceCtx], None], name: str, message: str) -> None:
+    trace = right(name)
+    mutate(trace)
+    with pytest.raises(VerificationError, match=message):
+        verify(trace)
