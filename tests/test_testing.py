@@ -46,6 +46,7 @@ def test_a_real_model_keeps_the_rules_on_64_ranks(strategy, prefetch):
     testing.assert_gathers_in_consumer_order(compiled)
     testing.assert_prefetch_distance(compiled, prefetch)
     testing.assert_reductions_right_after_last_gradient(compiled)
+    testing.assert_no_parameter_copies(compiled)
     testing.assert_buckets_in_flight_at_most(compiled, prefetch + 1)
     if strategy == "zero3":
         testing.assert_gathered_buckets_at_most(compiled, prefetch + 1)
@@ -72,6 +73,27 @@ def test_ranks_with_different_models_do_not_have_the_same_schedule():
     compiled = testing.compile_on_fake_ranks(lambda: make(next(sizes)), 2, ranks=range(2))
     with pytest.raises(AssertionError, match=r"rank 1 issues fsdp_all_gather blocks\.1"):
         testing.assert_same_schedule_on_all_ranks(compiled)
+
+
+class Copies(nn.Module):
+    """Copies its parameters as no transport of ours does."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "cat":
+            return x @ torch.cat([self.left.weight, self.right.weight], 1)
+        return x @ self.left.weight.t().clone() @ self.right.weight
+
+
+@pytest.mark.parametrize(("kind", "buckets"), [("cat", r"\['left', 'right'\]"), ("clone", r"\['left'\]")])
+def test_copies_of_parameters_are_found_through_views(kind, buckets):
+    [compiled] = testing.compile_on_fake_ranks(lambda: (Copies(kind), (torch.ones(2, 4),)), 2)
+    with pytest.raises(AssertionError, match=rf"{kind} copies parameters of {buckets}"):
+        testing.assert_no_parameter_copies(compiled)
 
 
 def test_a_destroyed_process_group_is_kept_alive_by_nothing():

@@ -34,6 +34,7 @@ __all__ = [
     "assert_bytes_in_flight_at_most",
     "assert_gathered_buckets_at_most",
     "assert_gathers_in_consumer_order",
+    "assert_no_parameter_copies",
     "assert_prefetch_distance",
     "assert_reductions_right_after_last_gradient",
     "assert_unsharded_bytes_at_most",
@@ -260,6 +261,47 @@ def assert_reductions_right_after_last_gradient(trace: TraceCtx) -> None:
                     reduction.last_gradient,
                     reduction.issue,
                 )
+
+
+_COPIES = frozenset(
+    {"cat", "clone", "contiguous", "copy_", "copy_with_setitem", "index_copy", "stack"}
+    | {"pack", "pack_for_fsdp", "unpack", "unpack_for_fsdp", "update_bucket_view"}  # of Thunder's own bucketing
+)
+
+
+@_on_every_trace
+def assert_no_parameter_copies(trace: TraceCtx) -> None:
+    """Nothing packs shards before a gather or copies what a gather brought, views and fusions looked through.
+
+    A conversion to another dtype is no copy, and neither is computing with parameters alone.
+    """
+    bsyms = statements(trace)
+    aliases = Aliases()
+    bucket_of: dict[str, str] = {}
+    for bsym in bsyms:
+        if bsym.sym is fsdp_all_gather:
+            bucket_of.update(dict.fromkeys(args_of(bsym), bsym.args[0].spec.name))
+    for position, bsym in enumerate(bsyms):
+        if bsym.sym is fsdp_wait_params:
+            bucket_of.update(dict.fromkeys(outs_of(bsym), bsym.args[0].spec.name))
+        if bsym.sym in _COMMUNICATION:
+            continue
+        for part in _parts(bsym):
+            sources = {root for arg in args_of(part) for root in aliases.roots(arg)}
+            name = part.sym.name.removeprefix("torch_").removesuffix("_prim_impl")
+            if name in _COPIES and (copied := sources & bucket_of.keys()):
+                buckets = sorted({bucket_of[source] for source in copied})
+                _fail(trace, f"{part.sym.name} copies parameters of {buckets}", position)
+            aliases.add(part)
+        aliases.add(bsym)
+
+
+def _parts(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+    """What ``bsym`` is made of, down to the symbols that have no parts."""
+    if not bsym.subsymbols:
+        yield bsym
+    for sub in bsym.subsymbols:
+        yield from _parts(sub)
 
 
 def _live(trace: TraceCtx) -> Iterator[tuple[int, list[Gather]]]:
