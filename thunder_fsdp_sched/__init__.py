@@ -10,8 +10,9 @@ compat.prepare()
 from .api import fsdp
 from .buckets import BucketSpec, ParamSpec, Plan
 from .checkpoint import full_state_dict
+from .consistency import ScheduleDisagreement
 from .plugin import FSDPSched
-from .schedule import CommOp, Schedule
+from .schedule import CommOp, Schedule, StepSchedule
 from .transform import CompiledTraces, FSDPTransform
 from .transforms import ScheduleMismatch, VerificationError
 
