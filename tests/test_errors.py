@@ -231,6 +231,19 @@ def test_a_parameter_that_forward_changes_is_named(ranks: Ranks) -> None:
     ranks.run(_change_a_parameter_in_forward)
 
 
+def _convert_after_sharding(rank: int, world_size: int) -> None:
+    sharded = thunder.jit(Stack(2), transforms=[fsdp()])
+    sharded.double()
+    with pytest.raises(
+        RuntimeError, match=r"'first\.weight' was sharded as torch\.float32.*converted to torch\.float64"
+    ):
+        sharded(torch.ones(2, 4, dtype=torch.float64))
+
+
+def test_a_module_that_is_converted_after_sharding_is_refused(ranks: Ranks) -> None:
+    ranks.run(_convert_after_sharding)
+
+
 def _shard_outside_of_the_group(rank: int, world_size: int) -> None:
     group = dist.new_group([0])
     if rank == 0:

@@ -8,14 +8,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
-import thunder
 import torch
-import torch.distributed as dist
 import typer
 
 from .api import fsdp
 from .demo import DemoOptions, run_demo
 from .demo.show import make_console
+from .fake_ranks import compile_as_rank
 from .planner import find_model, plan_step
 from .plot import plot_timelines, save_perfetto
 from .report import before_and_after, plan_table, planned_step_table
@@ -108,29 +107,24 @@ def trace(
     """
     make = _load(factory)
     console = make_console()
-    _fake_process_group(world_size)
-    try:
-        for strategy in sharding.strategies:
-            module, args, kwargs = _made(make(), factory)
-            transform = fsdp(
-                sharding_strategy=strategy,
-                bucketing_strategy=int(bucketing) if bucketing.isdigit() else bucketing,
-                prefetch=prefetch,
-            )
-            with console.status(f"tracing {factory} for {world_size} ranks"):
-                thunder.jit(module, transforms=[transform])(*args, **kwargs)
-            console.print(plan_table(transform.plan), highlight=False)
-            traces = transform.compiled[-1]
-            for name, before, after in (
-                ("forward", traces.forward_before, traces.forward),
-                ("backward", traces.backward_before, traces.backward),
-            ):
-                if before is not None and after is not None:
-                    title = f"{strategy.replace('zero', 'ZeRO-')}, {name}, {world_size} ranks"
-                    console.print(before_and_after(before, after, title=title, width=console.width))
-                    console.print()
-    finally:
-        dist.destroy_process_group()
+    for strategy in sharding.strategies:
+        transform = fsdp(
+            sharding_strategy=strategy,
+            bucketing_strategy=int(bucketing) if bucketing.isdigit() else bucketing,
+            prefetch=prefetch,
+        )
+        with console.status(f"tracing {factory} for {world_size} ranks"):
+            compile_as_rank(lambda: _made(make(), factory), transform, rank=0, world_size=world_size)
+        console.print(plan_table(transform.plan), highlight=False)
+        traces = transform.compiled[-1]
+        for name, before, after in (
+            ("forward", traces.forward_before, traces.forward),
+            ("backward", traces.backward_before, traces.backward),
+        ):
+            if before is not None and after is not None:
+                title = f"{strategy.replace('zero', 'ZeRO-')}, {name}, {world_size} ranks"
+                console.print(before_and_after(before, after, title=title, width=console.width))
+                console.print()
 
 
 @app.command()
@@ -230,12 +224,6 @@ def _made(made: Any, factory: str) -> tuple[torch.nn.Module, tuple[Any, ...], di
     if not isinstance(module, torch.nn.Module) or not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
         raise typer.BadParameter(f"{factory!r} must return (module, args) or (module, args, kwargs)")
     return module, tuple(args), kwargs
-
-
-def _fake_process_group(world_size: int) -> None:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
 if __name__ == "__main__":

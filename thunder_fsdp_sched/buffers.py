@@ -90,21 +90,20 @@ class Arena:
     It grows to the largest end of any slot of any trace, at compile time; a step allocates nothing.
     """
 
-    def __init__(self, device: torch.device, name: str = "slot") -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.name = name
         self.nbytes = 0
         self.in_flight: list[InFlight] = []
         self._memory: torch.Tensor | None = None
         self._slots: dict[tuple[int, int], Slot] = {}
         self._views: dict[tuple[Bucket, int], tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
 
-    def slot(self, offset: int, nbytes: int) -> Slot:
+    def slot(self, offset: int, nbytes: int, name: str | None = None) -> Slot:
         """The slot at ``offset`` bytes with ``nbytes`` bytes; the same object for the same range."""
         assert offset % SLOT_ALIGNMENT == 0
         slot = self._slots.get((offset, nbytes))
         if slot is None:
-            slot = self._slots[offset, nbytes] = Slot(f"{self.name}_{len(self._slots)}", self, offset, nbytes)
+            slot = self._slots[offset, nbytes] = Slot(name or f"slot_{len(self._slots)}", self, offset, nbytes)
             if slot.end > self.nbytes:
                 self.nbytes = slot.end
                 self._memory = None
@@ -193,8 +192,8 @@ class Bucket:
     def keep_unsharded(self) -> Slot:
         """The bucket's own slot, where it stays from forward to backward (ZeRO-2); allocated when it is first used."""
         if self.private_slot is None:  # an arena of its own: nobody else can be given a part of it
-            arena = Arena(self.spec.device, name=f"own_{self.handle}")
-            self.private_slot = arena.slot(0, self.spec.unsharded_bytes)
+            arena = Arena(self.spec.device)
+            self.private_slot = arena.slot(0, self.spec.unsharded_bytes, name=self.handle.replace("bucket_", "own_", 1))
         return self.private_slot
 
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:

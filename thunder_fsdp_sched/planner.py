@@ -7,19 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import thunder
 import torch
-import torch.distributed as dist
 
 from .api import fsdp
 from .clusters import ClusterSpec, cluster
 from .cost import AnalyticCost
+from .fake_ranks import Made, compile_as_rank
 from .simulate import Timeline, simulate
 from .transform import FSDPTransform
 
 __all__ = ["PlannedStep", "find_model", "plan_step"]
-
-Made = tuple[torch.nn.Module, tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -51,18 +48,8 @@ def plan_step(make: Callable[[], Made], *, world_size: int, on: ClusterSpec | st
         RuntimeError: this process already has a default process group.
         ValueError: the cluster is unknown, or options do not fit.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     spec = cluster(on)
-    if dist.is_initialized():
-        raise RuntimeError("planning needs a process without a process group: it makes a fake one")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
-        module, inputs = make()
-        transform = fsdp(cluster=spec, **options)
-        thunder.jit(module, transforms=[transform])(*inputs)
-    finally:
-        dist.destroy_process_group()
+    transform = compile_as_rank(make, fsdp(cluster=spec, **options), rank=0, world_size=world_size)
     compiled = transform.compiled[-1]
     assert compiled.forward is not None and compiled.forward_before is not None
     cost = AnalyticCost(spec, world_size)

@@ -100,7 +100,7 @@ def _draw(axes: Axes, timeline: Timeline, end: float, scale: float) -> None:
 
 
 def _lane_name(lane: str, groups: Sequence[str]) -> str:
-    return f"group {lane}" if lane in groups else lane
+    return f"group {lane}" if lane in groups else lane or "no slots yet"
 
 
 def _bars(axes: Axes, y: float, spans: Iterable[tuple[float, float]], color: str, scale: float) -> None:

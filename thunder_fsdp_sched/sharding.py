@@ -117,6 +117,22 @@ class ShardedModule:
             )
             overrides[name] = tensor
 
+    def check_dtypes(self) -> None:
+        """Refuses what has converted the module since: ``module.double()`` reaches its own parameters, not the shards.
+
+        Raises:
+            RuntimeError: naming the parameter.
+        """
+        own = dict(self.module.named_parameters())
+        for bucket in self.buckets:
+            for spec in bucket.spec.params:
+                param = own.get(spec.name)  # a transform before this one may have made it
+                if param is not None and param.dtype != spec.dtype:
+                    raise RuntimeError(
+                        f"parameter {spec.name!r} was sharded as {spec.dtype}, but the module was converted to "
+                        f"{param.dtype} afterwards: convert it before thunder.jit(module, transforms=[fsdp(...)])"
+                    )
+
     def shard_entry(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """This rank's rows of an unsharded state dict entry; entries that are not sharded pass through.
 

@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import thunder
-import torch
 import torch.distributed as dist
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from .api import fsdp
+from .fake_ranks import Made, compile_as_rank
 from .schedule import StepSchedule, read_schedule
 from .symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from .traces import Aliases, args_of, outs_of, statement, statements
@@ -317,7 +315,7 @@ def _in_flight(trace: TraceCtx) -> Iterator[tuple[int, list[Gather]]]:
 
 
 def compile_on_fake_ranks(
-    make: Callable[[], tuple[torch.nn.Module, tuple]],
+    make: Callable[[], Made],
     world_size: int,
     *,
     ranks: Iterable[int] = (0,),
@@ -337,19 +335,7 @@ def compile_on_fake_ranks(
     Raises:
         RuntimeError: this process already has a default process group.
     """
-    if dist.is_initialized():
-        raise RuntimeError("compile_on_fake_ranks needs a process of its own: a process group is already initialized")
-    compiled = []
-    for rank in ranks:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-        try:
-            module, inputs = make()
-            transform = fsdp(**options)
-            thunder.jit(module, transforms=[transform])(*inputs)
-            compiled.append(transform.compiled[-1])
-        finally:
-            dist.destroy_process_group()
-    return compiled
+    return [compile_as_rank(make, fsdp(**options), rank=rank, world_size=world_size).compiled[-1] for rank in ranks]
 
 
 def assert_same_schedule_on_all_ranks(subject: Subject | Sequence[CompiledTraces]) -> None:

@@ -183,6 +183,7 @@ class FSDPTransform(Transform):
                 "fsdp: thunder.jit was given a function; give it the torch.nn.Module whose parameters are to be sharded, "
                 "thunder.jit(module, transforms=[fsdp(...)]), and call the result in your function"
             )
+        self._sharded.check_dtypes()
         no_sync = get_skip_data_parallel_grad_sync()
         self.compiled.append(CompiledTraces(no_sync))
         places, shards = self.sharded.places, self.sharded.shards

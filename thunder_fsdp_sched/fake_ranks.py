@@ -1,0 +1,47 @@
+"""Compiling as one rank of many, in one process: nothing is sent, and nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import thunder
+import torch
+import torch.distributed as dist
+
+from .transform import FSDPTransform
+
+__all__ = ["Made", "compile_as_rank"]
+
+Made = tuple[torch.nn.Module, tuple[Any, ...]]
+"""A module and the positional arguments of a call."""
+
+
+def compile_as_rank(
+    make: Callable[[], tuple[Any, ...]], transform: FSDPTransform, *, rank: int, world_size: int
+) -> FSDPTransform:
+    """Compiles a module's forward and backward as ``rank`` of ``world_size`` would, over a fake process group.
+
+    Args:
+        make: gives the module, its positional arguments, and if it likes its keyword arguments. Tensors may be on the
+            meta device.
+        transform: of :func:`thunder_fsdp_sched.fsdp`; it holds the traces afterwards.
+
+    Raises:
+        RuntimeError: this process already has a default process group.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError(
+            "compiling for other ranks needs a process without a process group (it makes a fake one), but "
+            "torch.distributed is initialized here"
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        module, args, *kwargs = make()
+        jitted = thunder.jit(module, transforms=[transform])
+        thunder.compile_data(jitted).get_computation_and_inputs(*args, **(kwargs[0] if kwargs else {}))
+    finally:
+        dist.destroy_process_group()
+    return transform
