@@ -43,16 +43,16 @@ def insert_unshard(
     """
     started = time.perf_counter()
     arguments: dict[str, TensorProxy] = {}
-    leading: dict[tuple[Bucket, int], TensorProxy] = {}
+    tied: dict[tuple[Bucket, int], list[TensorProxy]] = {}
     for arg in trace.args:
         name = inputs.get(arg.name) if isinstance(arg, Proxy) else None
         if name is not None and name in buckets:
             become_shard(arg, shards[name])
             arguments[arg.name] = arg
-            leading.setdefault(buckets[name], arg)
+            tied.setdefault(buckets[name], []).append(arg)
 
     unsharded: dict[str, TensorProxy] = {}  # by the name of any argument that is this parameter
-    swaps: dict[Any, TensorProxy] = {}
+    parameters: dict[str, str] = {}  # of each unsharded value, by its name
     aliases = Aliases()
     new = with_bound_symbols(trace, (), "fsdp: insert unshard", started)
     with tracectx(new):
@@ -63,14 +63,13 @@ def insert_unshard(
             for name in args_of(bsym):
                 if name in arguments and name not in unsharded:
                     place = buckets[inputs[name]]
-                    full = fsdp_unshard(*place, leading[place])
-                    for other, arg in arguments.items():
-                        if buckets[inputs[other]] == place:
-                            unsharded[other] = full
-                            swaps[variableify(arg)] = full
+                    full = fsdp_unshard(*place, tied[place][0])
+                    unsharded.update({arg.name: full for arg in tied[place]})
+                    parameters[full.name] = inputs[name]
+            swaps = {variableify(p): unsharded[p.name] for p in bsym.flat_proxy_args if p.name in unsharded}
             bsym = bsym.from_bsym_swap_proxies(swaps) if swaps else bsym
             aliases.add(bsym)
-            _refuse_in_place(bsym, aliases, {u.name: inputs[name] for name, u in unsharded.items()})
+            _refuse_in_place(bsym, aliases, parameters)
             new.bound_symbols.append(bsym)
 
         slots = {u.name for u in unsharded.values()}
@@ -80,7 +79,7 @@ def insert_unshard(
                 return output
             if output.name in arguments and output.name not in unsharded:  # returned, but not used otherwise
                 place = buckets[inputs[output.name]]
-                unsharded[output.name] = fsdp_unshard(*place, leading[place])
+                unsharded[output.name] = fsdp_unshard(*place, tied[place][0])
                 slots.add(unsharded[output.name].name)
             output = unsharded.get(output.name, output)
             return ltorch.clone(output) if aliases.roots(output.name) & slots else output
