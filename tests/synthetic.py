@@ -15,7 +15,7 @@ from thunder.core.trace import TraceCtx, tracectx
 
 __all__ = ["SHAPE", "FakeProcessGroup", "chain", "make_buckets", "tensor"]
 
-SHAPE = (4, 4)
+SHAPE = (16, 16)  # 1,024 bytes: slots of several sizes
 
 
 def make_buckets(sizes: list[int], *, zero3: bool = True) -> list[Bucket]:

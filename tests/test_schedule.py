@@ -75,7 +75,7 @@ def test_a_schedule_of_another_model_is_refused_naming_the_line():
 def test_a_schedule_with_a_bucket_of_another_size_is_refused():
     schedule = read_schedule(done(chain(2)))
     op = dataclasses.replace(schedule.ops[0], nbytes=1)
-    with pytest.raises(ScheduleMismatch, match="line 1 does not fit, the bucket has 64 bytes here"):
+    with pytest.raises(ScheduleMismatch, match=r"line 1 does not fit, the bucket has 1,024 bytes here"):
         replay_schedule(chain(2), schedule=dataclasses.replace(schedule, ops=(op, *schedule.ops[1:])))
 
 
@@ -154,5 +154,5 @@ def test_a_rank_that_compiles_nothing_is_named_on_all_ranks(idle):
 def test_the_collectives_of_a_schedule_hold_nothing_that_differs_between_ranks():
     trace = done(chain(2))
     lines = read_schedule(trace).collectives()
-    assert lines == ["fsdp_all_gather b0 64 bytes float32", "fsdp_all_gather b1 64 bytes float32"]
+    assert lines == ["fsdp_all_gather b0 1024 bytes float32", "fsdp_all_gather b1 1024 bytes float32"]
     assert fsdp_all_gather.name in lines[0]

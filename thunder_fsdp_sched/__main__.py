@@ -176,7 +176,7 @@ def plan(
     if step.transform.compiled[-1].choice is not None:
         console.print(str(step.transform.compiled[-1].choice), highlight=False)
     if picture is not None:
-        plot_timelines([("as Thunder would issue it", step.before), ("scheduled", step.after)], picture)
+        plot_timelines([("unsorted", step.before), ("scheduled", step.after)], picture)
         console.print(f"picture: {picture}")
     if perfetto is not None:
         save_perfetto(step.after, perfetto)

@@ -92,7 +92,8 @@ def _draw(axes: Axes, timeline: Timeline, end: float, scale: float) -> None:
         _bar(axes, y[interval.stream], interval.start, interval.end, color, interval.bucket, end, scale)
     for use in timeline.slots:
         color = _COLORS["gather" if use.kind == fsdp_all_gather.name else "reduction"]
-        _bar(axes, y[use.slot], use.start, use.end, color, use.bucket, end, scale, alpha=0.55)
+        label = use.bucket if use.slot else ""  # without slots, buckets lie over each other in one lane
+        _bar(axes, y[use.slot], use.start, use.end, color, label, end, scale, alpha=0.55)
     axes.set_yticks([y[name] for name in lanes], [_lane_name(n, groups) for n in lanes], fontsize=8)
     axes.set_ylim(-len(lanes) + 0.5, 0.6)
     axes.axhline(-len(groups) - 0.5, color="black", linewidth=0.6)

@@ -18,6 +18,7 @@ from .planner import PlannedStep
 from .schedule import Schedule
 from .symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_reduce_unreduced
 from .traces import statement, statements
+from .transforms.plan_slots import shared_slots
 
 __all__ = [
     "before_and_after",
@@ -177,6 +178,13 @@ def planned_step_table(step: PlannedStep) -> Table:
             f"{timeline.over_sum:.2f}",
             human_bytes(timeline.peak_unsharded_bytes),
         )
+    compiled = step.transform.compiled[-1]
+    parts = []
+    for name, trace in (("forward", compiled.forward), ("backward", compiled.backward)):
+        if trace is not None:
+            used, least = shared_slots(trace)
+            parts.append(f"{name} {human_bytes(used)} ({human_bytes(least)} live at once)")
+    table.caption = "memory of shared slots: " + ", ".join(parts)
     return table
 
 

@@ -2,9 +2,10 @@
 
 [Note: Interval allocation]
 A gather holds its slot from its issue to the last consumer of its parameters, views included; a reduction from its issue
-to its wait. Ranges of the arena are handed out largest first, each at the lowest offset that is free during its whole
-life (greedy by size, Pisarchyk and Lee 2020, arXiv:2001.03288). Buckets of one size get exactly as many slots as are live
-at once; with several sizes the result is compared with the lower bound in ``peak_live_bytes``.
+to its wait. Ranges of the arena are handed out one by one, each at the lowest offset that is free during its whole life,
+in several orders: largest first (greedy by size, Pisarchyk and Lee 2020, arXiv:2001.03288), by start, by area. The one that
+needs least memory wins. Buckets of one size get exactly as many slots as are live at once; with several sizes the result may
+miss the lower bound, the most bytes live at once: ``shared_slots`` tells both.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from thunder.core.prims import PrimIDs
 from thunder.core.trace import TraceCtx
 
 from ..buffers import SLOT_ALIGNMENT, Arena, Bucket
 from ..symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from ..traces import Aliases, args_of, outs_of, with_bound_symbols
 
-__all__ = ["live_ranges", "peak_live_bytes", "plan_slots", "slot_bytes"]
+__all__ = ["live_ranges", "peak_live_bytes", "plan_slots", "shared_slots", "slot_bytes"]
 
 
 @dataclass(eq=False)
@@ -30,7 +32,7 @@ class LiveRange:
     start: int
     end: int
     nbytes: int
-    offset: int = -1
+    offset: int = 0
     neighbours: list[LiveRange] = field(default_factory=list)
 
 
@@ -79,10 +81,11 @@ def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
                 owner.update(dict.fromkeys(outs_of(bsym), live))
         else:
             aliases.add(bsym)
-        for arg in args_of(bsym):
-            for root in aliases.roots(arg):
-                if root in owner:
-                    owner[root].end = position
+        if bsym.sym.id is not PrimIDs.DEL:
+            for arg in args_of(bsym):
+                for root in aliases.roots(arg):
+                    if root in owner:
+                        owner[root].end = position
     return ranges
 
 
@@ -91,10 +94,23 @@ def slot_bytes(bucket: Bucket) -> int:
     return -(-bucket.spec.unsharded_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
+def shared_slots(trace: TraceCtx) -> tuple[int, int]:
+    """Bytes of arena that the shared slots of a trace take, and the least that any allocation of them could take."""
+    issues = (fsdp_all_gather, fsdp_reduce_scatter)
+    ends: dict[Arena, int] = {}
+    for bucket, slot in (b.args[:2] for b in trace.bound_symbols if b.sym in issues):
+        if slot is not bucket.private_slot:
+            ends[slot.arena] = max(ends.get(slot.arena, 0), slot.end)
+    return sum(ends.values()), peak_live_bytes(trace)
+
+
 def peak_live_bytes(trace: TraceCtx) -> int:
-    """Most bytes of unsharded parameters and gradients in slots at one position: a lower bound for any arena."""
+    """Most bytes of unsharded parameters and gradients in shared slots at one position: a lower bound for any arena."""
     changes: dict[int, int] = {}
-    for live in live_ranges(trace).values():
+    for position, live in live_ranges(trace).items():
+        slot = trace.bound_symbols[position].args[1]
+        if slot is not None and slot is live.bucket.private_slot:
+            continue
         changes[live.start] = changes.get(live.start, 0) + live.nbytes
         changes[live.end + 1] = changes.get(live.end + 1, 0) - live.nbytes
     peak = current = 0
@@ -107,16 +123,36 @@ def peak_live_bytes(trace: TraceCtx) -> int:
 def _allocate(ranges: list[LiveRange]) -> None:
     active: list[LiveRange] = []
     for live in sorted(ranges, key=lambda r: r.start):
-        active = [other for other in active if other.end >= live.start and other.bucket.arena is live.bucket.arena]
+        active = [other for other in active if other.end >= live.start]
         for other in active:
-            other.neighbours.append(live)
-            live.neighbours.append(other)
+            if other.bucket.arena is live.bucket.arena:
+                other.neighbours.append(live)
+                live.neighbours.append(other)
         active.append(live)
-    for live in sorted(ranges, key=lambda r: (-r.nbytes, r.start)):
-        taken = sorted((n.offset, n.offset + n.nbytes) for n in live.neighbours if n.offset >= 0)
+    tried = [_first_fit(sorted(ranges, key=order)) for order in _ORDERS]
+    for live, offset in min(
+        tried, key=lambda offsets: max((r.nbytes + o for r, o in offsets.items()), default=0)
+    ).items():
+        live.offset = offset
+
+
+_ORDERS: tuple[Callable[[LiveRange], tuple[int, ...]], ...] = (
+    lambda r: (-r.nbytes, r.start),
+    lambda r: (-r.nbytes, r.start - r.end, r.start),
+    lambda r: (r.start, -r.nbytes),
+    lambda r: ((r.start - r.end) * r.nbytes, r.start),
+)
+
+
+def _first_fit(ranges: list[LiveRange]) -> dict[LiveRange, int]:
+    """Each range's offset, handed out in this order: the lowest that no range handed out before has at the same time."""
+    offsets: dict[LiveRange, int] = {}
+    for live in ranges:
+        taken = sorted((offsets[n], offsets[n] + n.nbytes) for n in live.neighbours if n in offsets)
         offset = 0
         for begin, end in taken:
             if begin - offset >= live.nbytes:
                 break
             offset = max(offset, end)
-        live.offset = offset
+        offsets[live] = offset
+    return offsets
