@@ -4,6 +4,7 @@ traced with a fake process group. Nothing here moves data; tests/test_training.p
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
 from thunder_fsdp_sched.buffers import Bucket
+from thunder_fsdp_sched.schedule import read_schedule
 from thunder_fsdp_sched.symbols import (
     fsdp_all_gather,
     fsdp_reduce_scatter,
@@ -131,6 +132,21 @@ def test_no_collective_crosses_an_op_that_communicates_and_is_not_ours():
     names = [b.sym.name for b in done.bound_symbols]
     barrier = next(i for i, b in enumerate(done.bound_symbols) if b.sym.name == "neg")
     assert names[:barrier].count("fsdp_all_gather") == 1
+    late = [op.reason for op in read_schedule(done).of("fsdp_all_gather")[1:]]
+    assert late[0] == f"producer: not across {bsym.output.name} = neg, which communicates too"
+
+
+def test_a_gather_that_a_budget_held_back_names_the_bucket_that_had_to_go():
+    trace = chain(4)
+    bucket = next(b for b in trace.bound_symbols if b.sym is fsdp_all_gather).args[0]
+    done = verify(
+        plan_slots(sort_communication(trace, prefetch=2, max_unsharded_bytes=2 * bucket.spec.unsharded_bytes))
+    )
+    reasons = {op.bucket: op.reason for op in read_schedule(done).of("fsdp_all_gather")}
+    assert reasons["b1"] == "prefetch: 2 ahead of its wait, before the wait for b0"
+    assert reasons["b2"] == "byte budget: room only after the last read of b0"
+    assert reasons["b3"] == "byte budget: room only after the last read of b1"
+    testing.assert_gathered_buckets_at_most(done, 2)
 
 
 def test_a_failing_assertion_shows_the_trace_around_the_fault():

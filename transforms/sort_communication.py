@@ -111,6 +111,7 @@ class _Sorter:
         self.next_issue = 0  # number of the gather to be issued next
         self.next_step = 0  # step to be waited for next
         self.live: list[_Gather] = []  # issued, last consumer not yet in `out`
+        self.held_back: dict[_Gather, str] = {}  # why a gather could not be issued when it was due
         self.in_flight: deque[_Reduction] = deque()
 
     def _find_consumers(self, gathers: list[_Gather]) -> None:
@@ -120,8 +121,11 @@ class _Sorter:
         aliases = Aliases()
         section = 0
         self.section_of: list[int] = []
+        self.foreign: list[int] = []  # what ends each section
         for i, bsym in enumerate(self.compute):
-            section += communicates(bsym)
+            if communicates(bsym):
+                section += 1
+                self.foreign.append(i)
             self.section_of.append(section)
             aliases.add(bsym)
             produced.update(dict.fromkeys(outs_of(bsym), i))
@@ -170,7 +174,7 @@ class _Sorter:
         ahead = f", before the wait for {step[0].name}" if self.prefetch else ""
         self._issue_gathers(position - 1, f"prefetch: {self.prefetch} ahead of its wait{ahead}")
         while self.next_issue < len(self.gathers) and self.gathers[self.next_issue].step <= self.next_step:
-            self._issue("first consumer: nothing allowed it to be issued earlier")
+            self._issue("first consumer: its step comes next")
         for gather in step:
             self._emit(gather.wait, f"first consumer: {_show(consumer)}")
         self.next_step += 1
@@ -182,18 +186,34 @@ class _Sorter:
             gather = self.gathers[self.next_issue]
             if gather.step > self.next_step + self.prefetch:
                 return
-            if gather.section != self.section_of[min(position + 1, len(self.section_of) - 1)]:
-                return
-            if any(self.produced.get(a, -1) > position for a in args_of(gather.issue)):
-                return
             early = gather.step > self.next_step
-            if early and self.budget is not None and sum(g.nbytes for g in self.live) + gather.nbytes > self.budget:
+            held = self._held_back(gather, position, early)
+            if held:
+                self.held_back[gather] = held
                 return
             self._issue(reason if early or not self.prefetch else "first consumer: its step comes next")
 
+    def _held_back(self, gather: _Gather, position: int, early: bool) -> str:
+        """Why ``gather`` cannot be issued behind compute ``position``; empty if it can."""
+        if gather.section != self.section_of[min(position + 1, len(self.section_of) - 1)]:
+            return (
+                f"producer: not across {_show(self.compute[self.foreign[gather.section - 1]])}, which communicates too"
+            )
+        shards = [self.produced[a] for a in args_of(gather.issue) if self.produced.get(a, -1) > position]
+        if shards:
+            return f"producer: its shards come from {_show(self.compute[max(shards)])}"
+        excess = sum(g.nbytes for g in self.live) + gather.nbytes - (self.budget or 0)
+        if early and self.budget is not None and excess > 0:
+            for freed in sorted(self.live, key=lambda g: g.last_consumer):
+                excess -= freed.nbytes
+                if excess <= 0:
+                    return f"byte budget: room only after the last read of {freed.name}"
+            return "byte budget: room only alone"
+        return ""
+
     def _issue(self, reason: str) -> None:
         gather = self.gathers[self.next_issue]
-        self._emit(gather.issue, reason)
+        self._emit(gather.issue, self.held_back.pop(gather, reason))
         self.live.append(gather)
         self.next_issue += 1
 
