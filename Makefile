@@ -90,7 +90,7 @@ notebooks:
 	@echo "no notebooks yet"
 else
 notebooks: $(NOTEBOOK)
-	$(PY) -m pytest -q --nbmake --nbmake-timeout=600 $(NOTEBOOKS)
+	$(PY) -m pytest -q -n 2 --nbmake --nbmake-timeout=600 $(NOTEBOOKS)
 endif
 
 setup: $(DEV)

@@ -14,6 +14,7 @@ from thunder_fsdp_sched.symbols import (
 from thunder_fsdp_sched.traces import args_of, outs_of
 from thunder_fsdp_sched.transforms import plan_slots, sort_communication, verify
 from thunder_fsdp_sched.transforms.plan_slots import live_ranges, shared_slots
+from thunder_fsdp_sched.transforms.sort_communication import issue_points
 
 import pytest
 from hypothesis import given, settings
@@ -112,6 +113,24 @@ def test_equal_blocks_need_one_slot_more_than_prefetch(prefetch):
     if prefetch:
         with pytest.raises(AssertionError, match="buckets are unsharded"):
             testing.assert_gathered_buckets_at_most(done, prefetch)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "prefetch", "points"),
+    [
+        ([8, 8, 8, 8], 0, [0, 1, 2, 3]),
+        ([8, 8, 8, 8], 1, [0, 0, 1, 2]),
+        ([8, 8, 8, 8], 2, [0, 0, 0, 1]),
+        ([9, 1, 90, 90, 90, 1, 9], 0, [0, 1, 2, 3, 4, 5, 6]),
+        ([8, 1, 90, 90, 90, 1, 8], 1, [0, 0, 0, 2, 3, 4, 5]),  # the first block does not wait for the tables before it
+        ([8, 1, 90, 90, 90, 1, 8], 2, [0, 0, 0, 0, 2, 3, 4]),
+        ([90, 90, 1, 90, 90], 1, [0, 0, 1, 1, 3]),
+        ([1] * 7 + [90] * 8, 1, [0, 0, 1, 2, 2, 2, 2, 2, 7, 8, 9, 10, 11, 12, 13]),
+        ([], 1, []),
+    ],
+)
+def test_small_steps_do_not_count_as_prefetch_of_bigger_ones(sizes, prefetch, points):
+    assert issue_points(sizes, prefetch) == points
 
 
 def test_zero2_buckets_keep_their_private_slots():

@@ -47,7 +47,8 @@ def fsdp(
             one module owns. ``"none"``: each parameter alone. An int: consecutive parameters, until the bucket holds
             that many bytes. A callable ``(parameter name, parameter) -> bucket name``. No bucket spans dtypes, devices,
             or trainable and frozen parameters.
-        prefetch: how many buckets ahead of its own wait an all-gather is issued. ZeRO-3 needs memory for about
+        prefetch: how many buckets ahead of its own wait an all-gather is issued (small buckets in between, norms and the
+            like, do not count for blocks). ZeRO-3 needs memory for about
             ``prefetch + 1`` unsharded buckets. 0 overlaps nothing. ``"auto"`` takes the distance with the least
             simulated step time.
         device: where shards and unsharded parameters live; default is where each parameter is.

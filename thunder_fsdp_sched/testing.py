@@ -23,6 +23,7 @@ from .schedule import StepSchedule, read_schedule
 from .symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from .traces import Aliases, args_of, outs_of, statement, statements
 from .transform import CompiledTraces, FSDPTransform
+from .transforms.sort_communication import issue_points
 
 Subject = Any
 """A jitted module, an fsdp transform, compiled traces, or one trace."""
@@ -191,19 +192,21 @@ def assert_gathers_in_consumer_order(trace: TraceCtx) -> None:
 def assert_prefetch_distance(trace: TraceCtx, prefetch: int) -> None:
     """Every gather is issued ``prefetch`` steps ahead of its own wait, fewer only at the start of the trace.
 
-    Buckets that the same bound symbol reads first make one step.
+    Buckets that the same bound symbol reads first make one step. A bigger bucket is issued ahead of small steps too, as
+    :func:`~thunder_fsdp_sched.transforms.sort_communication.issue_points` says.
     """
     found = [g for g in gathers(trace) if g.first_consumer is not None]
     steps = sorted({_first(g) for g in found})
     number = {consumer: i for i, consumer in enumerate(steps)}
     first_wait = {s: min(g.wait for g in found if number[_first(g)] == s) for s in range(len(steps))}
+    points = issue_points([sum(g.nbytes for g in found if number[_first(g)] == s) for s in range(len(steps))], prefetch)
     for gather in found:
         own = number[_first(gather)]
         ahead = sum(gather.issue < first_wait[s] for s in range(own))
-        if ahead != min(prefetch, own):
+        if ahead != own - points[own]:
             _fail(
                 trace,
-                f"bucket {gather.bucket!r} is gathered {ahead} steps ahead of its wait, expected {min(prefetch, own)}",
+                f"bucket {gather.bucket!r} is gathered {ahead} steps ahead of its wait, expected {own - points[own]}",
                 gather.issue,
                 gather.wait,
             )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from thunder.core.prims import PrimIDs
@@ -14,11 +17,14 @@ from ..symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsd
 from ..traces import Aliases, args_of, communicates, outs_of, statements, with_bound_symbols
 from .plan_slots import slot_bytes
 
-__all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "sort_communication"]
+__all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "MAX_SMALL_STEPS", "issue_points", "sort_communication"]
 
 MAX_REDUCTIONS_IN_FLIGHT = 2
 """Reductions between issue and wait. Each holds a slot of unsharded gradients; a third one hides nothing more, because
 the reductions of one process group run one after the other."""
+
+MAX_SMALL_STEPS = 4
+"""Small steps that a gather is issued ahead of beyond ``prefetch``."""
 
 
 @dataclass(eq=False)
@@ -63,6 +69,7 @@ def sort_communication(trace: TraceCtx, *, prefetch: int, max_unsharded_bytes: i
     * Gathers are issued in the order of their first consumers; a wait stands right before its first consumer.
     * A gather is issued ``prefetch`` steps ahead of its own wait, just before the wait of that step (0: right before its
       own wait), or already before a reduction that is ready there: on one communicator it would queue behind it.
+      Small steps hide nothing and do not count: see ``issue_points``.
     * A reduction is issued right after the last of its gradients. At most ``MAX_REDUCTIONS_IN_FLIGHT`` are in flight,
       then the oldest is waited for; the others are waited for where their results are read, at the end usually.
     * No collective crosses a bound symbol that communicates and is not one of ours.
@@ -78,6 +85,31 @@ def sort_communication(trace: TraceCtx, *, prefetch: int, max_unsharded_bytes: i
     started = time.perf_counter()
     bsyms = _Sorter(trace, prefetch, max_unsharded_bytes).run()
     return with_bound_symbols(trace, bsyms, "fsdp: sort communication", started)
+
+
+def issue_points(step_bytes: Sequence[int], prefetch: int) -> list[int]:
+    """For each step of a trace, the step before whose wait its gathers are issued.
+
+    That is ``prefetch`` steps before it. But the compute of a small step (a norm, a table of positions) is too short to hide
+    a whole block, so for others than small ones it does not count, up to ``MAX_SMALL_STEPS`` of them. Small is less than a
+    tenth of the step in which the median byte travels. No gather overtakes another.
+
+    Args:
+        step_bytes: unsharded bytes of each step, in order.
+    """
+    by_size = sorted(step_bytes)
+    half = bisect.bisect_left(list(itertools.accumulate(by_size)), sum(by_size) / 2)
+    small = by_size[half] / 10 if by_size else 0
+    points = []
+    for step, nbytes in enumerate(step_bytes):
+        point, hiding = step, 0
+        while point > max(0, step - prefetch - MAX_SMALL_STEPS) and hiding < prefetch:
+            point -= 1
+            hiding += nbytes < small or step_bytes[point] >= small
+        points.append(point)
+    for step in range(len(points) - 2, -1, -1):
+        points[step] = min(points[step], points[step + 1])
+    return points
 
 
 class _Sorter:
@@ -107,6 +139,7 @@ class _Sorter:
                 self.steps.append([])
             self.steps[-1].append(gather)
             gather.step = len(self.steps) - 1
+        self.issue_points = issue_points([sum(g.nbytes for g in step) for step in self.steps], prefetch)
 
         self.next_issue = 0  # number of the gather to be issued next
         self.next_step = 0  # step to be waited for next
@@ -184,7 +217,7 @@ class _Sorter:
         self.live = [g for g in self.live if g.last_consumer > position]
         while self.next_issue < len(self.gathers):
             gather = self.gathers[self.next_issue]
-            if gather.step > self.next_step + self.prefetch:
+            if self.issue_points[gather.step] > self.next_step:
                 return
             early = gather.step > self.next_step
             held = self._held_back(gather, position, early)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from thunder.core.trace import TraceCtx
 
+from ..buckets import Plan
 from ..report import human_bytes
 from ..symbols import ISSUES
 from ..testing import (
-    assert_gathered_buckets_at_most,
     assert_gathers_in_consumer_order,
     assert_prefetch_distance,
     assert_reductions_right_after_last_gradient,
+    assert_unsharded_bytes_at_most,
     assert_waits_right_before_first_consumer,
 )
 from .options import DemoOptions
@@ -62,6 +63,7 @@ def check_run(run: Run, strategy: str, unsharded: Run, stock: Run, options: Demo
         check("parameters equal those of Thunder's own fsdp bit for bit", difference == 0, f"{difference:.2g}")
     check("the model learns: the last loss is below the first", run.losses[-1] < run.losses[0], _arrow(run.losses))
 
+    assert run.plan is not None
     counts = run.counts
     check(
         "no parameter bytes are copied", counts.parameter_bytes_copied == 0, human_bytes(counts.parameter_bytes_copied)
@@ -78,7 +80,7 @@ def check_run(run: Run, strategy: str, unsharded: Run, stock: Run, options: Demo
         planned == len(counts.collectives),
         f"{len(counts.collectives)} of {planned}",
     )
-    for promise, assertion in _orders(strategy, options).items():
+    for promise, assertion in _orders(strategy, options, run.plan).items():
         fault = _first_fault(assertion, _traces(run))
         check(promise, fault is None, fault or "forward and backward")
     if strategy == "zero3":
@@ -89,7 +91,7 @@ def check_run(run: Run, strategy: str, unsharded: Run, stock: Run, options: Demo
     return checks
 
 
-def _orders(strategy: str, options: DemoOptions) -> dict[str, Callable[[TraceCtx], None]]:
+def _orders(strategy: str, options: DemoOptions, plan: Plan) -> dict[str, Callable[[TraceCtx], None]]:
     orders: dict[str, Callable[[TraceCtx], None]] = {
         "every wait stands right before its first consumer": assert_waits_right_before_first_consumer,
         "all-gathers are issued in the order of their first consumers": assert_gathers_in_consumer_order,
@@ -100,8 +102,9 @@ def _orders(strategy: str, options: DemoOptions) -> dict[str, Callable[[TraceCtx
     }
     if strategy == "zero3":
         most = options.prefetch + 1
-        orders[f"the traces keep at most {most} buckets unsharded"] = lambda trace: assert_gathered_buckets_at_most(
-            trace, most
+        nbytes = most * max(b.unsharded_bytes for b in plan)
+        orders[f"the traces keep at most {most} blocks unsharded"] = lambda trace: assert_unsharded_bytes_at_most(
+            trace, nbytes
         )
     return orders
 
