@@ -48,6 +48,7 @@ class _Gather:
 
     @property
     def nbytes(self) -> int:
+        """Of memory: with padding."""
         return slot_bytes(self.issue.args[0])
 
 
@@ -139,7 +140,8 @@ class _Sorter:
                 self.steps.append([])
             self.steps[-1].append(gather)
             gather.step = len(self.steps) - 1
-        self.issue_points = issue_points([sum(g.nbytes for g in step) for step in self.steps], prefetch)
+        travelling = [sum(g.issue.args[0].spec.unsharded_bytes for g in step) for step in self.steps]
+        self.issue_points = issue_points(travelling, prefetch)
 
         self.next_issue = 0  # number of the gather to be issued next
         self.next_step = 0  # step to be waited for next
