@@ -3,10 +3,10 @@
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.buckets import BucketSpec, ParamSpec
 from thunder_fsdp_sched.buffers import Arena, Bucket
-from thunder_fsdp_sched.groups import Group
+from thunder_fsdp_sched.groups import Group, Ranks
 from thunder_fsdp_sched.layout import plan_layout
 from thunder_fsdp_sched.symbols import fsdp_all_gather, fsdp_wait_params
-from thunder_fsdp_sched.transports import AllGatherTransport
+from thunder_fsdp_sched.transports.flat import Flat
 
 import torch
 from thunder.core import devices, dtypes, prims
@@ -21,12 +21,13 @@ SHAPE = (16, 16)  # 1,024 bytes: slots of several sizes
 def make_buckets(sizes: list[int], *, zero3: bool = True) -> list[Bucket]:
     arena = Arena(torch.device("cpu"))
     buckets = []
+    ranks = Ranks.of(Group("none", 0, range(2)))
     for number, size in enumerate(sizes):
         params = tuple(
             ParamSpec((f"b{number}.p{i}",), SHAPE, torch.float32, torch.device("cpu"), True) for i in range(size)
         )
         spec = BucketSpec(f"b{number}", params, plan_layout([SHAPE] * size, 2, 4), zero3)
-        buckets.append(Bucket(spec, Group("none", 0, range(2)), AllGatherTransport(), arena, f"bucket_b{number}"))
+        buckets.append(Bucket(spec, ranks, Flat(), arena, f"bucket_b{number}"))
     return buckets
 
 

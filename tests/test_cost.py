@@ -11,13 +11,13 @@ from thunder_fsdp_sched.buckets import BucketSpec, ParamSpec
 from thunder_fsdp_sched.buffers import Arena, Bucket
 from thunder_fsdp_sched.clusters import CLUSTERS, ClusterSpec, Efficiency, Protocol, cluster
 from thunder_fsdp_sched.cost import AnalyticCost, bytes_of, flops_of, ring_seconds
-from thunder_fsdp_sched.groups import Group
+from thunder_fsdp_sched.groups import Group, Ranks
 from thunder_fsdp_sched.layout import plan_layout
 from thunder_fsdp_sched.measure import measure
 from thunder_fsdp_sched.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes
 from thunder_fsdp_sched.simulate import simulate
 from thunder_fsdp_sched.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
-from thunder_fsdp_sched.transports import AllGatherTransport
+from thunder_fsdp_sched.transports.flat import Flat
 
 import pytest
 import thunder
@@ -115,9 +115,7 @@ def test_the_faster_protocol_is_taken_and_efficiency_counts():
 def bucket(shapes, *, world_size=2, dtype=torch.float32) -> Bucket:
     params = tuple(ParamSpec((f"p{i}",), s, dtype, torch.device("cpu"), True) for i, s in enumerate(shapes))
     spec = BucketSpec("b", params, plan_layout(shapes, world_size, dtype.itemsize), True)
-    return Bucket(
-        spec, Group("data", 0, range(world_size)), AllGatherTransport(), Arena(torch.device("cpu")), "bucket_b"
-    )
+    return Bucket(spec, Ranks.of(Group("data", 0, range(world_size))), Flat(), Arena(torch.device("cpu")), "bucket_b")
 
 
 def test_a_bucket_travels_as_what_its_layout_says():
@@ -130,7 +128,9 @@ def test_a_bucket_travels_as_what_its_layout_says():
     assert gloo.collective_seconds("fsdp_reduce_scatter", one) == ring_seconds(PLAIN, 64, range(2), passes=2)
     half = bucket([(4, 4)], dtype=torch.bfloat16)
     assert cost.collective_seconds("fsdp_all_gather", half) == ring_seconds(PLAIN, 32, range(2))
-    assert AnalyticCost(PLAIN, 8).collective_seconds("fsdp_all_gather", one) == ring_seconds(PLAIN, 64, range(8))
+    eight = bucket([(4, 4)], world_size=8)
+    nbytes = eight.spec.layout.segments[0].shard_numel * 8 * 4
+    assert cost.collective_seconds("fsdp_all_gather", eight) == ring_seconds(PLAIN, nbytes, range(8))
 
 
 #

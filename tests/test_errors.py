@@ -152,9 +152,9 @@ def _shard_wrongly(rank: int, world_size: int, case: str) -> None:
     elif case == "broadcast of meta":
         model, options = model.to("meta"), {"broadcast_from": 0}
         expected = ValueError, "broadcast_from: the module is on the meta device"
-    elif case == "two-dimensional mesh":
-        options = {"mesh": init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))}
-        expected = ValueError, r"mesh: expected one dimension, got 2; pass the one to shard over, mesh\['name'\]"
+    elif case == "three-dimensional mesh":
+        options = {"mesh": init_device_mesh("cpu", (1, 1, world_size), mesh_dim_names=("a", "b", "c"))}
+        expected = ValueError, r"mesh: expected one dimension .* or two .*, got 3; pass those alone"
     elif case == "mesh and process group":
         options = {"mesh": init_device_mesh("cpu", (world_size,)), "process_group": dist.group.WORLD}
         expected = ValueError, "mesh and process_group: pass one of them, not both"
@@ -194,7 +194,7 @@ def _shard_wrongly(rank: int, world_size: int, case: str) -> None:
         "rule gives no name",
         "broadcast from outside",
         "broadcast of meta",
-        "two-dimensional mesh",
+        "three-dimensional mesh",
         "mesh and process group",
         "sharded twice",
         "used for another module",

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.consistency import Agreement, ScheduleDisagreement
+from thunder_fsdp_sched.deadlock import Step
 from thunder_fsdp_sched.groups import Group
 from thunder_fsdp_sched.schedule import StepSchedule, load_schedules, read_schedule, save_schedules
 from thunder_fsdp_sched.symbols import fsdp_all_gather
@@ -110,11 +111,13 @@ def agree(per_rank: list[list[list[str]]], seconds: float = 5) -> list[str]:
     told = [""] * len(per_rank)
 
     def run(rank: int) -> None:
-        group = Group("test", rank, range(len(per_rank)), "threads", weakref.ref(process_group))
+        group = Group("test", rank, range(len(per_rank)), "threads", "test", weakref.ref(process_group))
         agreement = Agreement(group, "module 0", timedelta(seconds=seconds))
         try:
             for number, lines in enumerate(per_rank[rank]):
-                agreement.check(f"forward of trace {number + 1}", lines)
+                everyone = tuple(range(len(per_rank)))
+                program = [Step(line, "test", everyone, False, i) for i, line in enumerate(lines)]
+                agreement.check(f"forward of trace {number + 1}", program)
         except ScheduleDisagreement as error:
             told[rank] = str(error)
         told[rank] = told[rank] or agreement.explain()
@@ -154,5 +157,5 @@ def test_a_rank_that_compiles_nothing_is_named_on_all_ranks(idle):
 def test_the_collectives_of_a_schedule_hold_nothing_that_differs_between_ranks():
     trace = done(chain(2))
     lines = read_schedule(trace).collectives()
-    assert lines == ["fsdp_all_gather b0 1024 bytes float32", "fsdp_all_gather b1 1024 bytes float32"]
+    assert lines == [f"fsdp_all_gather {b} 1024 bytes float32 flat" for b in ("b0", "b1")]
     assert fsdp_all_gather.name in lines[0]

@@ -12,7 +12,7 @@ import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.buckets import BucketSpec, ParamSpec
 from thunder_fsdp_sched.buffers import Arena, Bucket
 from thunder_fsdp_sched.cost import Seconds, runs_nothing
-from thunder_fsdp_sched.groups import Group
+from thunder_fsdp_sched.groups import Group, Ranks
 from thunder_fsdp_sched.layout import plan_layout
 from thunder_fsdp_sched.simulate import COMPUTE, Timeline, simulate
 from thunder_fsdp_sched.symbols import (
@@ -22,7 +22,7 @@ from thunder_fsdp_sched.symbols import (
     fsdp_wait_params,
 )
 from thunder_fsdp_sched.transforms import plan_slots, sort_communication
-from thunder_fsdp_sched.transports import AllGatherTransport
+from thunder_fsdp_sched.transports.flat import Flat
 
 import pytest
 import torch
@@ -82,9 +82,7 @@ class Writer:
             name = f"b{len(self.buckets)}"
             params = (ParamSpec((f"{name}.p",), SHAPE, torch.float32, torch.device("cpu"), True),)
             spec = BucketSpec(name, params, plan_layout([SHAPE], 2, 4), self.zero3)
-            self.buckets.append(
-                Bucket(spec, Group(group, 0, range(2)), AllGatherTransport(), self.arena, f"bucket_{name}")
-            )
+            self.buckets.append(Bucket(spec, Ranks.of(Group(group, 0, range(2))), Flat(), self.arena, f"bucket_{name}"))
         return self.buckets[number]
 
     def write(self, what: Callable, *args: object) -> object:

@@ -10,7 +10,9 @@ import torch
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from .buckets import ParamSpec
 from .clusters import ClusterSpec
 from .options import check_options
 from .schedule import StepSchedule
@@ -33,6 +35,10 @@ def fsdp(
     schedule: str | Path | StepSchedule | None = None,
     max_unsharded_bytes: int | str | None = None,
     cluster: ClusterSpec | str | None = None,
+    transport: str | Callable[[str, tuple[ParamSpec, ...]], str] = "auto",
+    mp_policy: MixedPrecisionPolicy | None = None,
+    process_group_for: Callable[[str, torch.nn.Parameter], ProcessGroup | DeviceMesh | None] | None = None,
+    separate_reduce_scatter_group: bool = False,
 ) -> FSDPTransform:
     """Fully sharded data parallel training for ``thunder.jit(model, transforms=[fsdp(...)])``.
 
@@ -52,7 +58,8 @@ def fsdp(
             ``prefetch + 1`` unsharded buckets. 0 overlaps nothing. ``"auto"`` takes the distance with the least
             simulated step time.
         device: where shards and unsharded parameters live; default is where each parameter is.
-        mesh: a 1-D device mesh to shard over, instead of ``process_group``.
+        mesh: a device mesh to shard over, instead of ``process_group``. With two dimensions parameters are replicated
+            across the first and sharded over the second, as FSDP2 does (hybrid sharding).
         process_group: the ranks to shard over; default is the default process group.
         broadcast_from: global rank whose parameters and buffers all ranks take over; default is that every rank has
             initialized them alike.
@@ -66,6 +73,20 @@ def fsdp(
             gradients. With ``sharding_strategy="zero3"`` as many buckets stay unsharded until backward as fit, and with
             ``prefetch="auto"`` both are chosen together for the least simulated step time. ``.compiled[-1].choice``
             shows what was considered.
+        transport: how buckets travel, or a callable ``(bucket name, parameters) -> transport``. ``"flat"``: the bucket as
+            one vector, one collective, no copy; cuts between ranks fall between rows. ``"coalesced"``: each parameter cut
+            evenly, one launch of one collective each, no copy. ``"all_reduce"``: completes a buffer in which each rank's
+            shards stand at their place; twice the bytes. ``"symmetric_memory"``: copy engines pull from peers' memory,
+            CUDA within a node. ``"staged"``: one collective and one copy. ``"auto"``: flat, or coalesced where flat would
+            pad much; the plan says why.
+        mp_policy: torch's own :class:`~torch.distributed.fsdp.MixedPrecisionPolicy`. Shards are cast once when they have
+            changed and gathered in ``param_dtype``; gradients are averaged in ``reduce_dtype`` (default ``param_dtype``) and
+            summed up in it under ``no_sync``; shards, their gradients and the optimizer keep the parameters' dtype.
+            ``cast_forward_inputs`` and ``output_dtype`` concern the inputs and outputs of the jitted module.
+        process_group_for: ``(parameter name, parameter) -> process group``, 1-D or 2-D mesh, or ``None`` for the usual one:
+            for parameters, such as experts, that are sharded over other ranks, all of them among ``mesh`` or
+            ``process_group``. Their gradients are averaged over those ranks.
+        separate_reduce_scatter_group: reductions get communicators of their own, so that a gather never queues behind one.
         cluster: what the simulator takes for granted, a :class:`ClusterSpec` or the name of a preset; default is the
             preset nearest to the device at hand.
 
@@ -91,5 +112,9 @@ def fsdp(
             schedule=schedule,
             max_unsharded_bytes=max_unsharded_bytes,
             cluster=cluster,
+            transport=transport,
+            mp_policy=mp_policy,
+            process_group_for=process_group_for,
+            separate_reduce_scatter_group=separate_reduce_scatter_group,
         )
     )

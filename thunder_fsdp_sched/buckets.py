@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from .layout import Layout, plan_layout
 
-__all__ = ["BucketSpec", "BucketingStrategy", "ParamSpec", "Plan", "make_plan", "named_blocks"]
+__all__ = ["BucketSpec", "BucketingStrategy", "ParamSpec", "Plan", "ShardedOver", "Travel", "make_plan", "named_blocks"]
 
 BucketRule = Callable[[str, torch.nn.Parameter], str]
 
@@ -48,23 +49,68 @@ class ParamSpec:
         return math.prod(self.shape)
 
 
+class ShardedOver(NamedTuple):
+    """Ranks over which parameters are sharded, and those that have copies of the shards; by what they are for."""
+
+    group: str
+    size: int
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class Travel:
+    """How a bucket travels.
+
+    Attributes:
+        transport: name of the transport.
+        reason: why this one.
+        per_param: whether it needs a layout that cuts every parameter into even rows.
+        staging: whether its slots have a second half, for the order in which ranks send.
+        param_dtype: of unsharded parameters; ``None`` for their own.
+        reduce_dtype: of gradients on the wire; ``None`` for ``param_dtype``.
+    """
+
+    transport: str = "flat"
+    reason: str = "default"
+    per_param: bool = False
+    staging: bool = False
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
 @dataclass(frozen=True)
 class BucketSpec:
-    """Parameters that travel in one collective. They share dtype, device and ``requires_grad``.
+    """Parameters that travel in one collective. They share dtype, device, ``requires_grad`` and process group.
 
     Attributes:
         name: unique in the plan, made from the module path (``transformer.h.0``).
         reshard_after_forward: ZeRO-3 (gathered again for backward) if true, ZeRO-2 (stays unsharded) if not.
+        group: description of the process group over which it is sharded.
+        replicas: ranks that hold a copy of each shard, this one included.
     """
 
     name: str
     params: tuple[ParamSpec, ...]
     layout: Layout
     reshard_after_forward: bool
+    travel: Travel = Travel()
+    group: str = ""
+    replicas: int = 1
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the shards, and of sharded gradients."""
         return self.params[0].dtype
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """Of unsharded parameters."""
+        return self.travel.param_dtype or self.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Of unsharded gradients in their slot, and on the wire."""
+        return self.travel.reduce_dtype or self.param_dtype
 
     @property
     def device(self) -> torch.device:
@@ -76,8 +122,18 @@ class BucketSpec:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of the unsharded buffer, padding included."""
-        return self.layout.unsharded_numel * self.dtype.itemsize
+        """Bytes of the unsharded parameters as they travel, padding included."""
+        return self.layout.unsharded_numel * self.param_dtype.itemsize
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of the unsharded gradients as they travel, padding included."""
+        return self.layout.unsharded_numel * self.reduce_dtype.itemsize
+
+    @property
+    def sent_numel(self) -> int:
+        """Elements of all ranks' shards together."""
+        return self.layout.shard_numel * self.layout.world_size
 
     @property
     def shard_bytes(self) -> int:
@@ -86,7 +142,7 @@ class BucketSpec:
 
     @property
     def param_bytes(self) -> int:
-        """Bytes of the unsharded parameters without padding."""
+        """Bytes of the unsharded parameters without padding, in their own dtype."""
         return sum(p.numel for p in self.params) * self.dtype.itemsize
 
 
@@ -95,8 +151,8 @@ class Plan:
     """Every bucket of a model, in the order of the module tree.
 
     Attributes:
-        world_size: ranks of the process group over which the buckets are sharded.
-        group: name of that process group.
+        world_size: ranks of the process group over which buckets are sharded, unless they have one of their own.
+        group: what that process group is for.
     """
 
     buckets: tuple[BucketSpec, ...]
@@ -129,8 +185,10 @@ def make_plan(
     world_size: int,
     group: str,
     reshard_after_forward: bool,
+    over: Mapping[str, ShardedOver] | None = None,
+    travel: Callable[[str, tuple[ParamSpec, ...], ShardedOver], Travel] = lambda name, params, over: Travel(),
 ) -> Plan:
-    """Groups parameters into buckets, never across dtype, device or ``requires_grad``.
+    """Groups parameters into buckets, never across dtype, device, ``requires_grad`` or process group.
 
     Args:
         module: the module that owns the parameters, for its tree.
@@ -140,26 +198,46 @@ def make_plan(
         world_size: ranks to shard over.
         group: name of the process group, for the reader.
         reshard_after_forward: ZeRO-3 if true, ZeRO-2 if not.
+        over: for parameters, by name, that are sharded over other ranks.
+        travel: says how a bucket travels, from its name, its parameters and its ranks.
 
     Raises:
         TypeError: the rule returned something else than a name.
+        ValueError: the rule puts parameters that are sharded over different groups into one bucket.
     """
     rule = _rule(module, strategy)
-    grouped: dict[tuple[str, torch.dtype, torch.device, bool], list[ParamSpec]] = {}
+    usual = ShardedOver(group, world_size)
+    grouped: dict[tuple[str, torch.dtype, torch.device, bool, ShardedOver], list[ParamSpec]] = {}
+    groups_of: dict[str, tuple[ShardedOver, str]] = {}
     for spec, param in params:
-        name = rule(spec, param)
-        grouped.setdefault((name, spec.dtype, spec.device, spec.requires_grad), []).append(spec)
+        name, ranks = rule(spec, param), (over or {}).get(spec.name, usual)
+        other, first = groups_of.setdefault(name, (ranks, spec.name))
+        if other != ranks and not isinstance(strategy, BucketingStrategy | int):
+            raise ValueError(
+                f"bucketing_strategy: the callable puts {first!r} and {spec.name!r} into one bucket {name!r}, but they are "
+                f"sharded over two process groups, {other.group!r} and {ranks.group!r}"
+            )
+        grouped.setdefault((name, spec.dtype, spec.device, spec.requires_grad, ranks), []).append(spec)
     taken: set[str] = set()
     buckets = []
-    for (name, dtype, device, requires_grad), specs in grouped.items():
+    for (name, dtype, device, requires_grad, ranks), specs in grouped.items():
         unique = name
-        details = ["" if requires_grad else "frozen", str(dtype).removeprefix("torch."), str(device)]
+        details = [
+            "" if ranks == groups_of[name][0] else ranks.group,
+            "" if requires_grad else "frozen",
+            str(dtype).removeprefix("torch."),
+            str(device),
+        ]
         while unique in taken:
             unique = f"{unique}.{details.pop(0)}" if details else f"{unique}_"
             unique = unique.rstrip(".")
         taken.add(unique)
-        layout = plan_layout([s.shape for s in specs], world_size, dtype.itemsize)
-        buckets.append(BucketSpec(unique, tuple(specs), layout, reshard_after_forward))
+        how = travel(unique, tuple(specs), ranks)
+        narrowest = min((d or dtype).itemsize for d in (dtype, how.param_dtype, how.reduce_dtype))
+        layout = plan_layout([s.shape for s in specs], ranks.size, narrowest, per_param=how.per_param)
+        buckets.append(
+            BucketSpec(unique, tuple(specs), layout, reshard_after_forward, how, ranks.group, ranks.replicas)
+        )
     return Plan(tuple(buckets), world_size, group)
 
 

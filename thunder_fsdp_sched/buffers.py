@@ -11,18 +11,20 @@ gives a range to another collective only after the last reader of the old one; `
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 if TYPE_CHECKING:
     from .buckets import BucketSpec
-    from .groups import Group
-    from .transports import Transport
+    from .groups import Ranks
+    from .transports import Transport, Work
 
-__all__ = ["SLOT_ALIGNMENT", "Arena", "Bucket", "InFlight", "Slot"]
+__all__ = ["SLOT_ALIGNMENT", "Arena", "Bucket", "InFlight", "Slot", "Views", "slot_bytes"]
 
 SLOT_ALIGNMENT = 512
 """Bytes to which each slot's offset in the arena is aligned (what CUDA's caching allocator does)."""
@@ -52,6 +54,20 @@ class Slot:
         return self.arena is other.arena and self.offset < other.end and other.offset < self.end
 
 
+class Views(NamedTuple):
+    """A slot as a bucket lies in it.
+
+    Attributes:
+        flat: the interleaved unsharded buffer.
+        tensors: the parameters, or their gradients, as views of ``flat``.
+        staging: the same bytes again, in the order in which the ranks send, if the transport needs that.
+    """
+
+    flat: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
+    staging: torch.Tensor | None = None
+
+
 class InFlight(NamedTuple):
     """A collective that was issued and not yet waited for.
 
@@ -61,8 +77,9 @@ class InFlight(NamedTuple):
     """
 
     bucket: Bucket
-    slot: Slot
-    works: list[torch.distributed.Work]
+    what: str
+    slot: Slot | None
+    works: Sequence[Work]
     output: torch.Tensor | None = None
     only_unreduced: tuple[int, ...] = ()
 
@@ -77,9 +94,8 @@ class InFlight(NamedTuple):
             for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            what = "all-gather" if self.output is None else "reduce-scatter"
             raise RuntimeError(
-                f"rank {self.bucket.rank}: the {what} of bucket {self.bucket.spec.name!r} failed: {error}"
+                f"rank {self.bucket.rank}: the {self.what} of bucket {self.bucket.spec.name!r} failed: {error}"
                 + (f"\n{why}" if (why := self.bucket.explain_failure()) else "")
             ) from error
 
@@ -96,7 +112,7 @@ class Arena:
         self.in_flight: list[InFlight] = []
         self._memory: torch.Tensor | None = None
         self._slots: dict[tuple[int, int], Slot] = {}
-        self._views: dict[tuple[Bucket, int], tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
+        self._views: dict[tuple[Bucket, int, torch.dtype], Views] = {}
 
     def slot(self, offset: int, nbytes: int, name: str | None = None) -> Slot:
         """The slot at ``offset`` bytes with ``nbytes`` bytes; the same object for the same range."""
@@ -116,21 +132,25 @@ class Arena:
             with torch.inference_mode(False):  # training may come after a first call for inference
                 self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
 
-    def views(self, bucket: Bucket, slot: Slot) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The slot as ``bucket`` lies in it: its flat unsharded buffer, and the parameters as views of that buffer."""
-        key = (bucket, slot.offset)
+    def views(self, bucket: Bucket, slot: Slot, dtype: torch.dtype) -> Views:
+        """The slot as ``bucket`` lies in it, with elements of ``dtype``."""
+        key = (bucket, slot.offset, dtype)
         views = self._views.get(key)
         if views is None:
             self.allocate()
             assert self._memory is not None
             spec = bucket.spec
-            nbytes = spec.unsharded_bytes
-            assert nbytes <= slot.nbytes, (bucket, slot)
+            nbytes = spec.layout.unsharded_numel * dtype.itemsize
             with torch.inference_mode(False):
-                flat = self._memory[slot.offset : slot.offset + nbytes].view(spec.dtype)
-                # gloo bumps the version of its output from a thread of its own: through `.data` that version is not the
-                # one that autograd compares for saved views of this buffer.
-                views = self._views[key] = (flat.data, unsharded_views(spec, flat.data))
+                # What is written is not what parameters are views of: `.data` gives it a version of its own. gloo bumps
+                # it from a thread, and autograd compares that of saved views of the parameters.
+                flat = self._memory[slot.offset : slot.offset + nbytes].view(dtype).data
+                staging, end = None, nbytes
+                if spec.travel.staging:
+                    begin, end = _aligned(nbytes), _aligned(nbytes) + spec.sent_numel * dtype.itemsize
+                    staging = self._memory[slot.offset + begin : slot.offset + end].view(dtype).data
+                assert end <= slot.nbytes, (bucket, slot)
+                views = self._views[key] = Views(flat, unsharded_views(spec, flat.data), staging)
         return views
 
     def issue(self, flight: InFlight) -> InFlight:
@@ -143,7 +163,7 @@ class Arena:
 
     def finish_leftovers(self, slot: Slot) -> None:
         """Waits for collectives on the memory of ``slot`` that an exception in an earlier step left in flight."""
-        for flight in [f for f in self.in_flight if f.slot.overlaps(slot)]:
+        for flight in [f for f in self.in_flight if f.slot is not None and f.slot.overlaps(slot)]:
             self.finish(flight)
 
 
@@ -154,7 +174,7 @@ class Bucket:
 
     Args:
         spec: the planned bucket.
-        group: the ranks that shard the bucket.
+        ranks: the ranks that share the bucket.
         transport: moves the bucket.
         arena: memory for the slots that the bucket shares with others.
         handle: the name under which it prints.
@@ -163,16 +183,16 @@ class Bucket:
         shard: the flat shard buffer; ``params`` are this rank's rows of each parameter, views of it.
     """
 
-    def __init__(self, spec: BucketSpec, group: Group, transport: Transport, arena: Arena, handle: str) -> None:
+    def __init__(self, spec: BucketSpec, ranks: Ranks, transport: Transport, arena: Arena, handle: str) -> None:
         self.spec = spec
-        self.group = group
-        self.rank = group.rank
+        self.ranks = ranks
+        self.rank = ranks.group.rank
         self.transport = transport
         self.arena = arena
         self.handle = handle
-        self.shard = torch.zeros(spec.layout.shard_numel, dtype=spec.dtype, device=spec.device)
+        self.shard = transport.allocate(spec.layout.shard_numel, spec.dtype, spec.device, ranks)
         self.private_slot: Slot | None = None
-        self.shard_views = shard_views(spec, group.rank, self.shard)
+        self.shard_views = shard_views(spec, self.rank, self.shard)
         self.shard_pointers = tuple(map(address, self.shard_views))
         self.params = tuple(
             torch.nn.Parameter(view, param.requires_grad)
@@ -183,8 +203,10 @@ class Bucket:
         self.unreduced: torch.Tensor | None = None
         """Flat unsharded gradients that ``no_sync`` backwards have summed up and no reduction has taken yet."""
         self.unreduced_params: set[int] = set()
+        self._cast = Cast(self) if spec.param_dtype != spec.dtype else None
         self.all_gather_label = f"fsdp_all_gather({spec.name})"
         self.reduce_scatter_label = f"fsdp_reduce_scatter({spec.name})"
+        self.all_reduce_label = f"fsdp_all_reduce({spec.name})"
 
     def __repr__(self) -> str:
         return self.handle
@@ -193,14 +215,33 @@ class Bucket:
         """The bucket's own slot, where it stays from forward to backward (ZeRO-2); allocated when it is first used."""
         if self.private_slot is None:  # an arena of its own: nobody else can be given a part of it
             arena = Arena(self.spec.device)
-            self.private_slot = arena.slot(0, self.spec.unsharded_bytes, name=self.handle.replace("bucket_", "own_", 1))
+            name = self.handle.replace("bucket_", "own_", 1)
+            self.private_slot = arena.slot(0, slot_bytes(self.spec, self.spec.param_dtype), name)
         return self.private_slot
+
+    def shard_to_send(self, *, again: bool) -> torch.Tensor:
+        """The flat shard in the dtype in which it travels; see :class:`Cast`."""
+        return self.shard if self._cast is None else self._cast.fresh(again=again or self.unreduced is not None)
+
+    @functools.cached_property
+    def own_pieces(self) -> list[tuple[slice, slice]]:
+        """Which elements of the shard go to which elements of the unsharded buffer."""
+        return [
+            (
+                slice(s.shard_offset, s.shard_offset + s.shard_numel),
+                slice(
+                    s.unsharded_offset + self.rank * s.shard_numel, s.unsharded_offset + (self.rank + 1) * s.shard_numel
+                ),
+            )
+            for s in self.spec.layout.segments
+            if s.shard_numel
+        ]
 
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Adds unsharded gradients, one per parameter or ``None``, to :attr:`unreduced`."""
         if self.unreduced is None:
             self.unreduced = torch.zeros(
-                self.spec.layout.unsharded_numel, dtype=self.spec.dtype, device=self.shard.device
+                self.spec.layout.unsharded_numel, dtype=self.spec.reduce_dtype, device=self.shard.device
             )
         for index, view in enumerate(unsharded_views(self.spec, self.unreduced)):
             grad = grads[index]
@@ -228,6 +269,59 @@ class Bucket:
         starts = self.spec.layout.placements[index].row_starts
         rows = unsharded.reshape(1) if unsharded.ndim == 0 else unsharded
         return rows[starts[self.rank] : starts[self.rank + 1]]
+
+
+class Cast:
+    """A bucket's shard in the lower precision in which it travels, cast by one kernel and only when it changed.
+
+    [Note: When a cast is used again]
+    Backward gathers what its forward gathered, so it sends the same cast again; and so does a forward as long as
+    gradients of ``no_sync`` wait to be reduced, which are all of the same parameters. In both cases only if neither a
+    version of a parameter nor the number of optimizer steps in this process has changed since the cast. Other forwards
+    cast anew: an optimizer of one's own kernels, or a write through ``.data``, changes a parameter without a trace.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._cast: torch.Tensor | None = None
+        self._of: tuple[int, ...] = ()
+
+    def fresh(self, *, again: bool) -> torch.Tensor:
+        """The cast shard; ``again`` says that the same one as before is wanted."""
+        bucket = self._bucket
+        of = (_optimizer_steps, bucket.shard._version, *(p._version for p in bucket.params))
+        if self._cast is None:
+            with torch.inference_mode(False):
+                self._cast = bucket.transport.allocate(
+                    bucket.shard.numel(), bucket.spec.param_dtype, bucket.shard.device, bucket.ranks
+                )
+        elif again and of == self._of:
+            return self._cast
+        with torch.no_grad(), torch.profiler.record_function(f"fsdp_cast({bucket.spec.name})"):
+            self._cast.copy_(bucket.shard)
+        self._of = of
+        return self._cast
+
+
+_optimizer_steps = 0
+
+
+def _count_optimizer_step(*args: Any) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_optimizer_step)
+
+
+def slot_bytes(spec: BucketSpec, dtype: torch.dtype) -> int:
+    """Bytes of a slot that holds the bucket in ``dtype``, staging and alignment included."""
+    staging = _aligned(spec.sent_numel * dtype.itemsize) if spec.travel.staging else 0
+    return _aligned(spec.layout.unsharded_numel * dtype.itemsize) + staging
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 def shard_views(spec: BucketSpec, rank: int, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -24,10 +24,10 @@ def gather_param(bucket: Bucket, index: int, shard: torch.Tensor) -> torch.Tenso
     whole = torch.empty(placement.shape, dtype=bucket.spec.dtype, device=bucket.spec.device)
     rows = whole.reshape(1) if whole.ndim == 0 else whole
     bucket.own_rows(index, whole).copy_(shard)
-    for rank, global_rank in enumerate(bucket.group.global_ranks):
+    for rank, global_rank in enumerate(bucket.ranks.group.global_ranks):
         start, end = placement.row_starts[rank : rank + 2]
         if rows[start:end].numel():
-            dist.broadcast(rows[start:end], src=global_rank, group=bucket.group.process_group)
+            dist.broadcast(rows[start:end], src=global_rank, group=bucket.ranks.group.process_group)
     return whole
 
 

@@ -16,13 +16,13 @@ from functools import cached_property
 
 from thunder.core.trace import TraceCtx
 
-from .buffers import Arena, Bucket
+from .buffers import Arena, Bucket, slot_bytes
 from .cost import CostModel
 from .simulate import simulate
 from .symbols import fsdp_all_gather, fsdp_reduce_scatter
 from .traces import split_joint
 from .transforms import plan_slots, regather_for_backward, sort_communication
-from .transforms.plan_slots import slot_bytes
+from .transforms.plan_slots import slot_bytes_of
 from .transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 
 __all__ = ["Candidate", "Choice", "choose", "room_for_gathers"]
@@ -122,8 +122,8 @@ def room_for_gathers(trace: TraceCtx, *, budget: int | None, kept: Collection[Bu
     """Bytes that gathered buckets may take in one trace: the budget less kept buckets and gradients that are in flight."""
     if budget is None:
         return None
-    reduced = sorted((slot_bytes(b.args[0]) for b in trace.bound_symbols if b.sym is fsdp_reduce_scatter), reverse=True)
-    private = sum(b.spec.unsharded_bytes for b in kept)
+    reduced = sorted((slot_bytes_of(b) for b in trace.bound_symbols if b.sym is fsdp_reduce_scatter), reverse=True)
+    private = sum(slot_bytes(b.spec, b.spec.param_dtype) for b in kept)
     return max(budget - private - sum(reduced[:MAX_REDUCTIONS_IN_FLIGHT]), 0)
 
 
@@ -160,7 +160,7 @@ class _Search:
         if self.budget is None:
             return True
         kept = self.kept | frozenset(self.first_in_backward[:number])
-        if sum(b.spec.unsharded_bytes for b in kept) > self.budget:
+        if sum(slot_bytes(b.spec, b.spec.param_dtype) for b in kept) > self.budget:
             return False
         return self.try_out(prefetch, kept)[1] <= self.budget
 
@@ -182,7 +182,7 @@ class _Search:
             )
             for half in split_joint(joint)
         ]
-        private = sum(b.spec.unsharded_bytes for b in kept)
+        private = sum(slot_bytes(b.spec, b.spec.param_dtype) for b in kept)
         return halves, private + sum(arena.nbytes for arena in scratch.values())
 
     @cached_property

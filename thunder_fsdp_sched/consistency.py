@@ -15,6 +15,7 @@ import json
 from collections.abc import Sequence
 from datetime import timedelta
 
+from .deadlock import Step, find_fault
 from .groups import Group
 
 __all__ = ["Agreement", "ScheduleDisagreement"]
@@ -25,10 +26,11 @@ class ScheduleDisagreement(RuntimeError):
 
 
 class Agreement:
-    """Compares what the ranks of one process group have compiled for one module.
+    """Compares what ranks have compiled for one module.
 
     Args:
-        group: the process group; with the backend "fake" there is nobody to compare with.
+        group: all ranks that the module shares a process group with, or that these do; with the backend "fake" there is
+            nobody to compare with.
         name: what is compared, the same on all ranks and different for each module.
         timeout: how long to wait for the other ranks.
     """
@@ -41,31 +43,33 @@ class Agreement:
         self.agreed: set[str] = set()
         self.alone = group.size == 1 or group.backend == "fake"
 
-    def check(self, what: str, lines: Sequence[str]) -> None:
-        """Compares ``lines`` with those of all other ranks; returns when all are equal.
+    def check(self, what: str, program: Sequence[Step]) -> None:
+        """Looks at the programs of all ranks together; returns when they end (see [Note: What is proved] in ``deadlock``).
 
         What the ranks have agreed on before is not compared again: a rank whose batch has another shape compiles alone,
         and its traces fit those that the others have in their caches.
 
         Args:
-            what: which trace the lines are of.
+            what: which trace the program is.
+            program: what this rank issues and waits for.
 
         Raises:
-            ScheduleDisagreement: on every rank that compares, naming the first line that differs and the ranks, or the
-                ranks that compiled nothing within the timeout.
+            ScheduleDisagreement: on every rank that compares, naming the first line that differs and the ranks, where
+                they would hold each other up, or the ranks that compiled nothing within the timeout.
         """
         if self.alone:
             return
-        digest = hashlib.sha256("\n".join([what, *lines]).encode()).hexdigest()
+        content = json.dumps([what, program])
+        digest = hashlib.sha256(content.encode()).hexdigest()
         if digest in self.agreed:
             return
         prefix = f"thunder_fsdp_sched/{self.name}/{self.number}"
         self.number += 1
         store = self.group.process_group.get_group_store()
         rank = self.group.rank
-        store.set(f"{prefix}/lines/{rank}", json.dumps([digest, what, list(lines)]))
+        store.set(f"{prefix}/program/{rank}", content)
         if rank == 0:
-            store.set(f"{prefix}/verdict", self._judge(prefix, digest, what, lines))
+            store.set(f"{prefix}/verdict", self._judge(prefix, what))
         try:
             # Rank 0 itself may wait that long for the others.
             store.wait([f"{prefix}/verdict"], self.timeout * 2)
@@ -79,29 +83,25 @@ class Agreement:
             )
         self.agreed.add(digest)
 
-    def _judge(self, prefix: str, digest: str, what: str, lines: Sequence[str]) -> str:
+    def _judge(self, prefix: str, what: str) -> str:
         """What is wrong, for all ranks to read; empty if nothing is."""
         store = self.group.process_group.get_group_store()
-        for rank in range(1, self.group.size):
+        programs: dict[int, list[Step]] = {}
+        for rank, global_rank in enumerate(self.group.global_ranks):
             try:
-                store.wait([f"{prefix}/lines/{rank}"], self.timeout)
+                store.wait([f"{prefix}/program/{rank}"], self.timeout)
             except Exception:
                 return (
                     f"rank {rank} has compiled nothing within {self.timeout.total_seconds():g} s while rank 0 compiled "
                     f"{what}: it found its inputs in the cache or is somewhere else in the program. Do all ranks get "
                     f"inputs of the same shapes and flags?"
                 )
-            other_digest, other_what, other = json.loads(store.get(f"{prefix}/lines/{rank}"))
-            if other_digest == digest:
-                continue
+            other_what, program = json.loads(store.get(f"{prefix}/program/{rank}"))
             if other_what != what:
                 return f"rank 0 compiled {what}, rank {rank} compiled {other_what}"
-            for number in range(max(len(lines), len(other))):
-                ours = lines[number] if number < len(lines) else "(nothing)"
-                theirs = other[number] if number < len(other) else "(nothing)"
-                if ours != theirs:
-                    return f"{what}, line {number + 1}:\n    rank 0: {ours}\n    rank {rank}: {theirs}"
-        return ""
+            programs[global_rank] = [Step(line, group, tuple(ranks), *rest) for line, group, ranks, *rest in program]
+        fault = find_fault(programs)
+        return f"{what}, {fault}" if fault else ""
 
     def explain(self) -> str:
         """The verdict of ranks that compared and disagreed, if there is one: why a collective here may have failed."""

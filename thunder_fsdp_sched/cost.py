@@ -33,7 +33,16 @@ from torch.utils.flop_counter import flop_registry
 
 from .buffers import Bucket
 from .clusters import ClusterSpec, cluster
-from .symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_all_gather, fsdp_reduce_scatter
+from .symbols import (
+    ISSUES,
+    WAITS,
+    fsdp_accumulate_grads,
+    fsdp_all_gather,
+    fsdp_all_reduce,
+    fsdp_reduce_scatter,
+    group_of,
+    payload,
+)
 from .traces import outs_of
 
 __all__ = ["AnalyticCost", "CostModel", "Seconds", "bytes_of", "flops_of", "ring_seconds", "runs_nothing"]
@@ -69,7 +78,7 @@ class CostModel(Protocol):
         """
 
     def collective_seconds(self, kind: str, bucket: Bucket) -> float:
-        """Time on the wire of one collective alone: ``"fsdp_all_gather"`` or ``"fsdp_reduce_scatter"`` of a bucket."""
+        """Time on the wire of one collective alone, by the name of the symbol that issues it."""
 
     def contention(self, kind: str) -> float:
         """Share of compute speed that is lost while a collective of that kind runs."""
@@ -80,15 +89,13 @@ class AnalyticCost:
 
     Args:
         spec: the cluster, or the name of a preset.
-        world_size: ranks that share a bucket; default is what the bucket was planned for.
 
     Raises:
         ValueError: no preset has that name.
     """
 
-    def __init__(self, spec: ClusterSpec | str, world_size: int | None = None) -> None:
+    def __init__(self, spec: ClusterSpec | str) -> None:
         self.spec = cluster(spec)
-        self.world_size = world_size
         self.synchronous = self.spec.synchronous
         self.concurrent = self.spec.concurrent
         self.gather_share = self.spec.gather_share
@@ -102,11 +109,19 @@ class AnalyticCost:
         return [self._bound_symbol(bsym, values) for bsym in trace.bound_symbols]
 
     def collective_seconds(self, kind: str, bucket: Bucket) -> float:
-        factor = self.spec.reduce_scatter_factor if kind == fsdp_reduce_scatter.name else 1.0
-        ranks = bucket.group.global_ranks if self.world_size is None else range(self.world_size)
-        segments = [s.shard_numel for s in bucket.spec.layout.segments if s.shard_numel]
-        itemsize, world_size = bucket.spec.dtype.itemsize, bucket.spec.layout.world_size
-        return sum(ring_seconds(self.spec, n * world_size * itemsize, ranks, passes=factor) for n in segments)
+        ranks = group_of(kind, bucket).global_ranks
+        nbytes, dtype = payload(kind, bucket.spec)
+        if kind == fsdp_all_reduce.name:
+            return ring_seconds(self.spec, nbytes, ranks, passes=2.0)
+        if kind == fsdp_reduce_scatter.name:
+            passes = self.spec.reduce_scatter_factor
+        else:
+            passes = 2.0 if bucket.spec.travel.transport == "all_reduce" else 1.0
+        layout = bucket.spec.layout
+        pieces = [s.shard_numel * layout.world_size * dtype.itemsize for s in layout.segments if s.shard_numel]
+        if bucket.spec.travel.transport in ("staged", "coalesced"):  # one start for all of them
+            pieces = [sum(pieces)]
+        return sum(ring_seconds(self.spec, n, ranks, passes=passes) for n in pieces)
 
     def contention(self, kind: str) -> float:
         return self.spec.contention

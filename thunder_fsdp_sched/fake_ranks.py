@@ -41,7 +41,8 @@ def compile_as_rank(
     try:
         module, args, *kwargs = make()
         jitted = thunder.jit(module, transforms=[transform])
-        thunder.compile_data(jitted).get_computation_and_inputs(*args, **(kwargs[0] if kwargs else {}))
+        args, named = transform.cast_inputs(args, kwargs[0] if kwargs else {})
+        thunder.compile_data(jitted).get_computation_and_inputs(*args, **named)
     finally:
         dist.destroy_process_group()
     return transform

@@ -18,7 +18,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Group"]
+__all__ = ["Group", "Ranks"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,12 +30,14 @@ class Group:
         rank: this process's rank in it.
         global_ranks: its members.
         backend: ``"gloo"``, ``"nccl"``, ...
+        name: its own, the same for all members.
     """
 
     description: str
     rank: int
     global_ranks: Sequence[int]
     backend: str = "fake"
+    name: str = ""
     _process_group: weakref.ref[ProcessGroup] | None = field(default=None, repr=False)
 
     @classmethod
@@ -47,6 +49,7 @@ class Group:
             group.rank(),
             tuple(dist.get_process_group_ranks(group)),
             dist.get_backend(group),
+            group.group_name,
             weakref.ref(group),
         )
 
@@ -67,3 +70,28 @@ class Group:
                 f"fsdp: process group {self.description!r}, over which parameters are sharded, is destroyed"
             )
         return group
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """Whom a bucket is shared with.
+
+    Attributes:
+        group: the ranks that it is sharded over.
+        reductions: the same ranks, for reductions: ``group`` itself, or a process group with a communicator of its own.
+        replicas: the ranks that hold the same shards (hybrid sharding), ``None`` if this rank is the only one.
+    """
+
+    group: Group
+    reductions: Group
+    replicas: Group | None = None
+
+    @classmethod
+    def of(cls, group: Group, *, reductions: Group | None = None, replicas: Group | None = None) -> Ranks:
+        """``reductions`` default to ``group``; replicas that are this rank alone are none."""
+        return cls(group, reductions or group, replicas if replicas is not None and replicas.size > 1 else None)
+
+    @property
+    def averaged(self) -> int:
+        """Ranks over which gradients are averaged."""
+        return self.group.size * (self.replicas.size if self.replicas is not None else 1)

@@ -99,8 +99,9 @@ def plan_layout(
     Args:
         shapes: shapes of the unsharded parameters.
         world_size: ranks that share the bucket.
-        itemsize: bytes of one element.
-        per_param: give each parameter a segment of its own, which cuts it into even runs of rows.
+        itemsize: bytes of one element, in the narrowest dtype in which the bucket travels.
+        per_param: give each parameter a segment of its own, which cuts it into even runs of rows. The segments of a
+            shard then lie right behind one another.
     """
     align = max(1, ALIGNMENT // itemsize)
     if per_param:
@@ -129,7 +130,7 @@ def plan_layout(
         for i, offset in zip(group, offsets, strict=True):
             placements[i] = _place(shapes[i], offset, segments[-1], world_size)
         unsharded_offset = _round_up(unsharded_offset + world_size * shard_numel, align)
-        shard_offset = _round_up(shard_offset + shard_numel, align)
+        shard_offset = shard_offset + shard_numel if per_param else _round_up(shard_offset + shard_numel, align)
     return Layout(
         world_size,
         tuple(segments),

@@ -27,13 +27,14 @@ from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
-from .buffers import Bucket, InFlight
+from .buffers import Bucket, InFlight, Slot
 from .cost import runs_nothing
 from .groups import Group
 from .profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of
-from .symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter
+from .symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter, payload
 from .traces import with_bound_symbols
 from .transform import FSDPTransform
+from .transports import Work
 
 __all__ = ["CollectiveTime", "MeasuredCost", "OpTime", "Profile", "measure"]
 
@@ -64,10 +65,11 @@ def measure(jitted: Any, *inputs: Any, repeats: int = 5, **kwargs: Any) -> Profi
             raise RuntimeError(
                 f"measure: bucket {bucket.spec.name!r} holds gradients of no_sync; run a step that reduces them first"
             )
-    entry, arguments, _ = thunder.compile_data(jitted).get_computation_and_inputs(*inputs, **kwargs)
+    args, named = transform.cast_inputs(inputs, kwargs)
+    entry, arguments, _ = thunder.compile_data(jitted).get_computation_and_inputs(*args, **named)
     traces = [entry.computation_traces[-1], *(entry.backward_traces[-1:] if entry.backward_fn else ())]
     device = buckets[0].spec.device if buckets else torch.device("cpu")
-    return _Measurement(traces, arguments, transform.sharded.group, device, repeats).run(
+    return _Measurement(traces, arguments, transform.sharded.everyone, device, repeats).run(
         entry.computation_fn, entry.backward_fn
     )
 
@@ -161,14 +163,15 @@ class _Measurement:
         issued = {b.output.name: (i, b) for i, b in enumerate(trace.bound_symbols) if b.sym.name in ISSUES}
         waited = {b.args[1].name: i for i, b in enumerate(trace.bound_symbols) if b.sym.name in WAITS}
         issues = [medians[_OP, i] for i, _ in issued.values()]
-        waits = [medians[_OP, waited[future]] for future in issued]
+        # What goes on across replicas is waited for there, as a part of that.
+        waits = [medians[_OP, waited[future]] if future in waited else (0.0, 0.0) for future in issued]
         # Finishing a collective of gloo includes what its wait does, which is done, and timed, a second time later.
         wire = [max(sum(medians[_WIRE, i]) - sum(w), 0.0) for (i, _), w in zip(issued.values(), waits, strict=True)]
         times = [self._over_ranks(wire, _MAX)]
         times += [self._over_ranks([t[part] for t in kind]) for part in (1, 0) for kind in (issues, waits)]
         for (_, bsym), *of_one in zip(issued.values(), *times, strict=True):
             spec = bsym.args[0].spec
-            yield CollectiveTime(bsym.sym.name, spec.name, spec.unsharded_bytes, *of_one)
+            yield CollectiveTime(bsym.sym.name, spec.name, payload(bsym.sym.name, spec)[0], *of_one)
 
     def _contention(self, collectives: Sequence[CollectiveTime]) -> dict[str, float]:
         """For each kind the share of time by which bound symbols of forward take longer while collectives run."""
@@ -221,7 +224,7 @@ class _Measurement:
         """Starts collectives, in reverse if asked, waits for them in order, and says when each wait was over."""
         started = time.perf_counter()
         order = list(reversed(loads)) if reverse else list(loads)
-        works = [start(bucket, slot.arena.views(bucket, slot)[0]) for start, bucket, slot in order]
+        works = [start(bucket, slot) for start, bucket, slot in order]
         ends = []
         for of_one in reversed(works) if reverse else works:
             for work in of_one:
@@ -239,7 +242,7 @@ class _Measurement:
         raise AssertionError(collective)
 
     def _run_probe(self, probe: _Probe, loads: Sequence[Any]) -> list[tuple[float, float]]:
-        works = [work for start, bucket, slot in loads for work in start(bucket, slot.arena.views(bucket, slot)[0])]
+        works = [work for start, bucket, slot in loads for work in start(bucket, slot)]
         self.clock.reads.clear()
         probe.callable(*self.arguments)
         durations = self._durations(len(probe.labels))
@@ -307,17 +310,25 @@ def _hook(name: str, call: Callable[..., Any]) -> Symbol:
     return Symbol(name, lambda *_: None, is_prim=True, tags=[OpTags.DONT_DCE], _bind_postprocess=attach)
 
 
-def _pretend(bucket: Bucket, slot: Any, *tensors: Any) -> InFlight:
+def _pretend(bucket: Bucket, slot: Any, *tensors: Any, again: bool = False) -> InFlight:
     """A collective that is done at once; its slot keeps what is there."""
-    return slot.arena.issue(InFlight(bucket, slot, [], torch.empty_like(bucket.shard)))
+    if isinstance(slot, InFlight):  # goes on across replicas
+        return slot._replace(slot=None, works=[])
+    return slot.arena.issue(InFlight(bucket, "collective", slot, [], _empty_shard(bucket)))
 
 
-def _start_all_gather(bucket: Bucket, unsharded: torch.Tensor) -> list[dist.Work]:
-    return bucket.transport.all_gather(bucket, unsharded)
+def _start_all_gather(bucket: Bucket, slot: Slot) -> Sequence[Work]:
+    unsharded = slot.arena.views(bucket, slot, bucket.spec.param_dtype)
+    return bucket.transport.all_gather(bucket, bucket.shard_to_send(again=True), unsharded)
 
 
-def _start_reduce_scatter(bucket: Bucket, unsharded: torch.Tensor) -> list[dist.Work]:
-    return bucket.transport.reduce_scatter(bucket, unsharded, torch.empty_like(bucket.shard))
+def _start_reduce_scatter(bucket: Bucket, slot: Slot) -> Sequence[Work]:
+    unsharded = slot.arena.views(bucket, slot, bucket.spec.reduce_dtype)
+    return bucket.transport.reduce_scatter(bucket, unsharded, _empty_shard(bucket))
+
+
+def _empty_shard(bucket: Bucket) -> torch.Tensor:
+    return torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.shard.device)
 
 
 def _medians(runs: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:

@@ -12,13 +12,15 @@ import torch
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .buckets import BucketingStrategy
+from .buckets import BucketingStrategy, ParamSpec
 from .clusters import ClusterSpec
 from .clusters import cluster as cluster_by_name
 from .cost import AnalyticCost, CostModel
 from .groups import Group
 from .schedule import StepSchedule, load_schedules
+from .transports import TRANSPORTS
 
 __all__ = ["Options", "check_options"]
 
@@ -47,15 +49,22 @@ class Options:
     schedule: tuple[StepSchedule, ...] | None
     max_unsharded_bytes: int | None
     cluster: ClusterSpec | None
+    transport: str | Callable[[str, tuple[ParamSpec, ...]], str]
+    mp_policy: MixedPrecisionPolicy
+    process_group_for: Callable[[str, torch.nn.Parameter], Any] | None
+    separate_reduce_scatter_group: bool
 
-    def cost_model(self, world_size: int) -> CostModel:
+    def cost_model(self) -> CostModel:
         """What the simulator charges: for the cluster that was named, else for what this process runs on."""
-        return AnalyticCost(self.cluster or _this_cluster(), world_size)
+        return AnalyticCost(self.cluster or _this_cluster())
 
     def __str__(self) -> str:
         strategy = "zero3" if self.reshard_after_forward else "zero2"
         bucketing = self.bucketing.value if isinstance(self.bucketing, BucketingStrategy) else self.bucketing
-        return f"sharding_strategy={strategy!r}, bucketing_strategy={bucketing!r}, prefetch={self.prefetch}"
+        return (
+            f"sharding_strategy={strategy!r}, bucketing_strategy={bucketing!r}, prefetch={self.prefetch}, "
+            f"transport={self.transport!r}"
+        )
 
 
 def check_options(
@@ -72,6 +81,10 @@ def check_options(
     schedule: Any,
     max_unsharded_bytes: Any,
     cluster: Any,
+    transport: Any,
+    mp_policy: Any,
+    process_group_for: Any,
+    separate_reduce_scatter_group: Any,
 ) -> Options:
     """Turns a user's arguments into options.
 
@@ -87,12 +100,15 @@ def check_options(
     if isinstance(device, (str, int)):
         device = torch.device(device)
     _check_type("device", device, (torch.device, type(None)), "a torch.device, its name or None")
-    _check_type("mesh", mesh, (DeviceMesh, type(None)), "a 1-D torch.distributed.device_mesh.DeviceMesh or None")
+    _check_type("mesh", mesh, (DeviceMesh, type(None)), "a 1-D or 2-D torch.distributed.device_mesh.DeviceMesh or None")
     _check_type("process_group", process_group, (ProcessGroup, type(None)), "a torch.distributed.ProcessGroup or None")
     if mesh is not None and process_group is not None:
         raise ValueError("mesh and process_group: pass one of them, not both")
-    if mesh is not None and mesh.ndim != 1:
-        raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}; pass the one to shard over, mesh['name']")
+    if mesh is not None and mesh.ndim > 2:
+        raise ValueError(
+            f"mesh: expected one dimension (to shard over) or two (to replicate and to shard over), got {mesh.ndim}; pass "
+            f"those alone, mesh['name'] or mesh['replicate', 'shard']"
+        )
     if prefetch != "auto" and (isinstance(prefetch, bool) or not isinstance(prefetch, int)):
         raise TypeError(f"prefetch: expected a number of buckets (int) or 'auto', got {prefetch!r}")
     if prefetch != "auto" and prefetch < 0:
@@ -100,6 +116,13 @@ def check_options(
     if isinstance(broadcast_from, bool) or not isinstance(broadcast_from, (int, type(None))):
         raise TypeError(f"broadcast_from: expected a global rank (int) or None, got {broadcast_from!r}")
     _check_type("move_state_dict_to_cpu", move_state_dict_to_cpu, bool, "a bool")
+    _check_type("separate_reduce_scatter_group", separate_reduce_scatter_group, bool, "a bool")
+    _check_type("mp_policy", mp_policy, (MixedPrecisionPolicy, type(None)), "a MixedPrecisionPolicy or None")
+    if process_group_for is not None and not callable(process_group_for):
+        raise TypeError(
+            f"process_group_for: expected a callable (parameter name, parameter) -> process group, mesh or None, got "
+            f"{process_group_for!r}"
+        )
     return Options(
         reshard_after_forward=_STRATEGIES[key],
         bucketing=_bucketing(bucketing_strategy),
@@ -113,7 +136,30 @@ def check_options(
         schedule=_schedule(schedule),
         max_unsharded_bytes=_budget(max_unsharded_bytes, zero3=_STRATEGIES[key]),
         cluster=cluster if cluster is None or isinstance(cluster, ClusterSpec) else cluster_by_name(cluster),
+        transport=check_transport(transport),
+        mp_policy=_precision(mp_policy),
+        process_group_for=process_group_for,
+        separate_reduce_scatter_group=separate_reduce_scatter_group,
     )
+
+
+def check_transport(transport: Any) -> Any:
+    """``transport`` itself, if it is a callable or names one."""
+    if callable(transport) or (isinstance(transport, str) and (transport == "auto" or transport in TRANSPORTS)):
+        return transport
+    raise ValueError(
+        f"transport: expected 'auto', one of {sorted(TRANSPORTS)}, or a callable (bucket name, parameters) -> one of these, "
+        f"got {transport!r}"
+    )
+
+
+def _precision(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    policy = policy or MixedPrecisionPolicy()
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"mp_policy: {name} must be a floating-point dtype, got {dtype}")
+    return policy
 
 
 def _bucketing(strategy: Any) -> BucketingStrategy | int | Callable[[str, torch.nn.Parameter], str]:

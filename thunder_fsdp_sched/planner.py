@@ -52,7 +52,7 @@ def plan_step(make: Callable[[], Made], *, world_size: int, on: ClusterSpec | st
     transform = compile_as_rank(make, fsdp(cluster=spec, **options), rank=0, world_size=world_size)
     compiled = transform.compiled[-1]
     assert compiled.forward is not None and compiled.forward_before is not None
-    cost = AnalyticCost(spec, world_size)
+    cost = AnalyticCost(spec)
     return PlannedStep(
         transform,
         spec,

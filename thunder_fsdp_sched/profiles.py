@@ -20,10 +20,9 @@ from .cost import Seconds, runs_nothing
 from .symbols import (
     ISSUES,
     WAITS,
-    fsdp_all_gather,
     fsdp_params_unchanged,
-    fsdp_reduce_scatter,
     fsdp_reduce_unreduced,
+    waited_by,
 )
 from .traces import is_backward_trace
 
@@ -177,7 +176,7 @@ class MeasuredCost:
             collective = self._collective(bsym.sym.name, bsym.args[0])
             return Seconds(collective.issue_host, collective.issue)
         if bsym.sym.name in WAITS:
-            collective = self._collective(_ISSUE_OF[bsym.sym.name], bsym.args[0])
+            collective = self._collective(waited_by(bsym), bsym.args[0])
             return Seconds(collective.wait_host, collective.wait)
         return Seconds(0.0, 0.0)
 
@@ -209,9 +208,6 @@ def _mean_collective(times: Sequence[CollectiveTime]) -> CollectiveTime:
     names = ("wire", "issue", "wait", "issue_host", "wait_host")
     means: dict[str, Any] = {name: statistics.fmean(getattr(t, name) for t in times) for name in names}
     return dataclasses.replace(times[0], **means)
-
-
-_ISSUE_OF = {"fsdp_wait_params": fsdp_all_gather.name, "fsdp_wait_grads": fsdp_reduce_scatter.name}
 
 
 _DO_NOT_COMPUTE = ISSUES | WAITS | {fsdp_params_unchanged.name, fsdp_reduce_unreduced.name}

@@ -38,6 +38,7 @@ _COLORS = {
     "fsdp_all_gather": "green",
     "fsdp_wait_params": "cyan",
     "fsdp_reduce_scatter": "yellow",
+    "fsdp_all_reduce": "bright_yellow",
     "fsdp_wait_grads": "magenta",
 }
 _LINE = re.compile(r"(?P<out>.*? = )?(?P<symbol>\w+)\((?P<args>[^)]*)\)(?P<comment>\s*#.*)?$")
@@ -239,7 +240,7 @@ def _shorter(text: str) -> Iterator[str]:
     out, symbol, args, comment = (match.group(g) or "" for g in ("out", "symbol", "args", "comment"))
     outs = [name.strip() for name in out.removesuffix(" = ").strip("()").split(",") if name.strip()]
     names = [name.strip() for name in args.split(",")]
-    fixed = 1 if symbol in WAITS else 2  # the bucket; of what issues, also the slot
+    fixed = 1 if symbol in WAITS or symbol == "fsdp_all_reduce" else 2  # the bucket; of what issues, also the slot
     nbytes = re.search(r"([\d,]+) bytes", comment)
     brief = f"  # {human_bytes(int(nbytes.group(1).replace(',', '')))}" if nbytes else comment
     for keep, note, slot_width in (

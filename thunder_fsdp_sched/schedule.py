@@ -14,12 +14,14 @@ from typing import Any
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from .symbols import ISSUES, WAITS, fsdp_accumulate_grads
+from .buffers import Slot
+from .deadlock import Step
+from .symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_all_reduce, fsdp_reduce_scatter, group_of, payload
 from .traces import args_of, outs_of, statements
 
-__all__ = ["CommOp", "Schedule", "StepSchedule", "load_schedules", "read_schedule", "save_schedules"]
+__all__ = ["CommOp", "Schedule", "StepSchedule", "load_schedules", "read_program", "read_schedule", "save_schedules"]
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,11 @@ class CommOp:
         position: index of its bound symbol in the trace (without ``del`` statements).
         kind: name of its symbol.
         bucket: name of its bucket.
-        nbytes: bytes of the unsharded bucket, padding included.
-        dtype: in which it travels.
+        nbytes: bytes of what it works on: the unsharded parameters or gradients, or a shard of gradients (all-reduce);
+            padding included.
+        dtype: in which that travels.
         group: what the process group is for (its description), or its name.
+        transport: what carries it; the bucket's plan says why that.
         slot: the memory of the unsharded bucket, for the issue and its wait.
         first_consumer: of a wait: position of the first bound symbol that reads what it gives, ``None`` if none does.
         reason: why it stands where it stands: first consumer, prefetch, producer, in-flight limit, ...
@@ -44,6 +48,7 @@ class CommOp:
     nbytes: int
     dtype: str
     group: str
+    transport: str
     slot: str
     first_consumer: int | None
     reason: str
@@ -88,7 +93,31 @@ class Schedule:
 
     def collectives(self) -> list[str]:
         """What all ranks of a group must have alike, a line for each collective in the order of issue."""
-        return [f"{op.kind} {op.bucket} {op.nbytes} bytes {op.dtype}" for op in self.ops if op.kind in ISSUES]
+        return [
+            f"{op.kind} {op.bucket} {op.nbytes} bytes {op.dtype} {op.transport}" for op in self.ops if op.kind in ISSUES
+        ]
+
+
+def read_program(trace: TraceCtx) -> list[Step]:
+    """What a rank that runs ``trace`` issues and waits for, for :func:`thunder_fsdp_sched.deadlock.find_fault`."""
+    steps: list[Step] = []
+    issued: dict[str, Step] = {}
+
+    def wait_for(future: str) -> None:
+        steps.append(issued[future]._replace(waits=True))
+
+    for bsym in statements(trace):
+        kind = bsym.sym.name
+        if kind in WAITS or bsym.sym is fsdp_all_reduce:
+            wait_for(bsym.args[1].name)
+        if kind in ISSUES:
+            bucket = bsym.args[0]
+            nbytes, dtype = payload(kind, bucket.spec)
+            group = group_of(kind, bucket)
+            line = f"{kind} {bucket.spec.name} {nbytes} bytes {dtype} {bucket.spec.travel.transport}"
+            steps.append(Step(line, group.name or group.description, tuple(group.global_ranks), False, len(issued)))
+            issued[bsym.output.name] = steps[-1]
+    return steps
 
 
 @dataclass(frozen=True)
@@ -118,23 +147,34 @@ def read_schedule(trace: TraceCtx) -> Schedule:
         for arg in args_of(bsym):
             first_read.setdefault(arg, position)
     ops = []
-    slots: dict[str, str] = {}
+    issued: dict[str, tuple[str, str]] = {}  # kind and slot by future
     for position, bsym in enumerate(bsyms):
         kind = bsym.sym.name
         if not is_communication(bsym):
             continue
         bucket = bsym.args[0]
-        slot, consumer = "", None
+        collective, slot, consumer = fsdp_reduce_scatter.name, "", None
         if kind in ISSUES:
-            slot = slots[bsym.output.name] = str(bsym.args[1])
+            slot = str(bsym.args[1]) if isinstance(bsym.args[1], Slot) else ""
+            collective, slot = issued[bsym.output.name] = kind, slot
         elif kind in WAITS:
-            slot = slots[bsym.args[1].name]
+            collective, slot = issued[bsym.args[1].name]
             consumer = min((first_read[o] for o in outs_of(bsym) if o in first_read), default=None)
-        spec = bucket.spec
-        dtype = str(spec.dtype).removeprefix("torch.")
-        group = bucket.group.description
-        reason = str(bsym.header)
-        ops.append(CommOp(position, kind, spec.name, spec.unsharded_bytes, dtype, group, slot, consumer, reason))
+        nbytes, dtype = payload(collective, bucket.spec)
+        ops.append(
+            CommOp(
+                position,
+                kind,
+                bucket.spec.name,
+                nbytes,
+                str(dtype).removeprefix("torch."),
+                group_of(collective, bucket).description,
+                bucket.spec.travel.transport if collective != fsdp_all_reduce.name else "all_reduce",
+                slot,
+                consumer,
+                str(bsym.header),
+            )
+        )
     return Schedule(tuple(ops), len(bsyms), compute_digest(bsyms))
 
 

@@ -7,17 +7,17 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from thunder.core.module import ThunderModule
 
-from .buckets import ParamSpec, Plan, make_plan
+from .buckets import BucketSpec, ParamSpec, Plan, ShardedOver, Travel, make_plan
 from .buffers import Arena, Bucket, handle_name
 from .consistency import Agreement
-from .groups import Group
-from .options import Options
-from .transports import AllGatherTransport
+from .options import Options, check_transport
+from .placing import Placing
+from .transports import TRANSPORTS, choose_transport
 
 __all__ = ["ShardedModule"]
 
@@ -36,19 +36,18 @@ class ShardedModule:
         module: the user's module; its sharded parameters are on the meta device from now on, for tracing.
         plan: the buckets as planned.
         buckets: the buckets with their memory, in the order of the plan.
-        kept: those of them that stay unsharded between forward and backward.
+        everyone: all ranks that parameters are shared with.
+        kept: those of the buckets that stay unsharded between forward and backward.
         places: bucket and index in it of each sharded parameter, by each of its names.
         shards: this rank's rows of each sharded parameter, a view of its bucket's shard buffer, by each of its names.
     """
 
-    def __init__(self, module: torch.nn.Module, plan: Plan, buckets: list[Bucket], group: Group) -> None:
+    def __init__(self, module: torch.nn.Module, plan: Plan, buckets: list[Bucket], placing: Placing) -> None:
         self.module = module
         self.plan = plan
         self.buckets = buckets
-        self.group = group
-        self.agreement = Agreement(
-            group, f"module {next(_numbers[group.process_group.group_name])}", _AGREEMENT_TIMEOUT
-        )
+        self.everyone = placing.everyone
+        self.agreement = Agreement(self.everyone, f"module {next(_numbers[self.everyone.name])}", _AGREEMENT_TIMEOUT)
         self.places: dict[str, tuple[Bucket, int]] = {}
         self.shards: dict[str, torch.nn.Parameter] = {}
         self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
@@ -70,33 +69,39 @@ class ShardedModule:
         Raises:
             TypeError: the jitted function is not a module, or a parameter is no plain strided tensor.
             ValueError: parameters that share memory without being tied, unknown ``ignored_params``, a
-                ``broadcast_from`` outside the process group.
+                ``broadcast_from`` outside the process group, a transport that cannot carry a bucket, parameters of one
+                bucket that are sharded over different groups.
             RuntimeError: no process group.
         """
-        group = _group(options)
+        placing = Placing(options)
         module = model._model
         named = dict(model.named_parameters(remove_duplicate=False))
         ignored = _ignored_names(named, options)
         moved = _move(model, ignored, options)
         specs = _specs({n: p for n, p in named.items() if n not in ignored}, options)
+        usual = placing.key(placing.usual)
+        over = {spec.name: placing.of(spec.name, param) for spec, param in specs}
         if options.broadcast_from is not None:
-            _broadcast((*(p for _, p in specs), *moved.values()), options.broadcast_from, group)
+            _broadcast(((p, over[s.name]) for s, p in specs), options.broadcast_from, placing)
+            _broadcast(((t, usual) for t in moved.values()), options.broadcast_from, placing)
         plan = make_plan(
             module,
             specs,
             strategy=options.bucketing,
-            world_size=group.size,
-            group=group.description,
+            world_size=usual.size,
+            group=usual.group,
             reshard_after_forward=options.reshard_after_forward,
+            over=over,
+            travel=partial(_travel, options, placing),
         )
-        sharded = cls(module, plan, _allocate(plan, group), group)
+        sharded = cls(module, plan, _allocate(plan, placing), placing)
         sharded.replaced = moved
         for spec, param in specs:
             bucket, index = sharded.places[spec.name]
             if not param.is_meta:
                 with torch.no_grad():
                     bucket.copy_in(index, param)
-            _release(module, spec)
+            _release(module, spec, bucket.spec)
         return sharded
 
     def keep(self, names: Collection[str]) -> None:
@@ -127,9 +132,9 @@ class ShardedModule:
         for bucket in self.buckets:
             for spec in bucket.spec.params:
                 param = own.get(spec.name)  # a transform before this one may have made it
-                if param is not None and param.dtype != spec.dtype:
+                if param is not None and param.dtype != bucket.spec.param_dtype:
                     raise RuntimeError(
-                        f"parameter {spec.name!r} was sharded as {spec.dtype}, but the module was converted to "
+                        f"parameter {spec.name!r} was sharded as {bucket.spec.param_dtype}, but the module was converted to "
                         f"{param.dtype} afterwards: convert it before thunder.jit(module, transforms=[fsdp(...)])"
                     )
 
@@ -148,17 +153,24 @@ class ShardedModule:
         return bucket.own_rows(index, value).to(device=bucket.spec.device, dtype=bucket.spec.dtype)
 
 
-def _group(options: Options) -> Group:
-    if options.mesh is not None:
-        return Group.of(options.mesh.get_group())
-    if options.process_group is not None:
-        return options.process_group
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "fsdp: there is no process group to shard over; call torch.distributed.init_process_group() before "
-            "thunder.jit(), and start the script with torchrun"
-        )
-    return Group.of(dist.distributed_c10d._get_default_group())
+def _travel(options: Options, placing: Placing, name: str, params: tuple[ParamSpec, ...], over: ShardedOver) -> Travel:
+    """How a bucket travels, as the options say; checked."""
+    first, ranks = params[0], placing.ranks(over)
+    asked, reason = options.transport, "asked for"
+    if callable(asked):
+        asked, reason = check_transport(asked(name, params)), "asked for by the callable"
+    param_dtype = options.mp_policy.param_dtype if first.dtype.is_floating_point else None
+    reduce_dtype = (options.mp_policy.reduce_dtype or param_dtype) if first.dtype.is_floating_point else None
+    dtypes = (param_dtype or first.dtype, reduce_dtype or param_dtype or first.dtype)
+    if asked == "auto":
+        itemsize = min(d.itemsize for d in (first.dtype, *dtypes))
+        asked, reason = choose_transport([p.shape for p in params], over.size, itemsize)
+    transport = TRANSPORTS[asked]
+    try:
+        transport.check(first.device, dtypes, ranks)
+    except ValueError as error:
+        raise ValueError(f"{error} (bucket {name!r})") from error
+    return Travel(asked, reason, transport.per_param, transport.staging, param_dtype, reduce_dtype)
 
 
 def _ignored_names(named: dict[str, torch.nn.Parameter], options: Options) -> set[str]:
@@ -213,18 +225,15 @@ def _move(model: ThunderModule, ignored: set[str], options: Options) -> dict[str
     return moved
 
 
-def _broadcast(tensors: Iterable[torch.Tensor], source: int, group: Group) -> None:
-    if source not in group.global_ranks:
-        raise ValueError(f"broadcast_from: rank {source} is not in the process group to shard over")
+def _broadcast(tensors: Iterable[tuple[torch.Tensor, ShardedOver]], source: int, placing: Placing) -> None:
     with torch.no_grad():
-        for tensor in tensors:
+        for tensor, over in tensors:
             if tensor.is_meta:
                 raise ValueError("broadcast_from: the module is on the meta device; there is nothing to broadcast")
-            dist.broadcast(tensor.detach(), src=source, group=group.process_group)
+            placing.broadcast(tensor.detach(), source, over)
 
 
-def _allocate(plan: Plan, group: Group) -> list[Bucket]:
-    transport = AllGatherTransport()
+def _allocate(plan: Plan, placing: Placing) -> list[Bucket]:
     arenas: dict[torch.device, Arena] = {}
     handles: set[str] = set()
     buckets = []
@@ -234,13 +243,17 @@ def _allocate(plan: Plan, group: Group) -> list[Bucket]:
             handle += "_"
         handles.add(handle)
         arena = arenas.setdefault(spec.device, Arena(spec.device))
-        buckets.append(Bucket(spec, group, transport, arena, handle))
+        ranks = placing.ranks(ShardedOver(spec.group, spec.layout.world_size, spec.replicas))
+        buckets.append(Bucket(spec, ranks, TRANSPORTS[spec.travel.transport], arena, handle))
     return buckets
 
 
-def _release(module: torch.nn.Module, spec: ParamSpec) -> None:
-    """Replaces the module's own parameter by one on the meta device: tracing reads its shape, nobody its values."""
-    meta = torch.nn.Parameter(torch.empty(spec.shape, dtype=spec.dtype, device="meta"), spec.requires_grad)
+def _release(module: torch.nn.Module, spec: ParamSpec, bucket: BucketSpec) -> None:
+    """Replaces the module's own parameter by one on the meta device: tracing reads its shape, nobody its values.
+
+    Its dtype is that of the unsharded parameter: in lower precision if the bucket travels so.
+    """
+    meta = torch.nn.Parameter(torch.empty(spec.shape, dtype=bucket.param_dtype, device="meta"), spec.requires_grad)
     meta._thunder_device = spec.device  # type: ignore[attr-defined]  # what Thunder takes for the device of a parameter on the meta device
     for name in spec.names:
         path, _, leaf = name.rpartition(".")

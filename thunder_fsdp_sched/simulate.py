@@ -29,7 +29,7 @@ from thunder.core.trace import TraceCtx
 
 from .buffers import Bucket, Slot
 from .cost import CostModel, Seconds
-from .symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_wait_params
+from .symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_all_reduce, fsdp_wait_params, group_of, payload
 from .timeline import COMPUTE, Interval, SlotUse, Timeline
 from .traces import aliased_inputs, args_of, outs_of
 
@@ -179,7 +179,12 @@ class _Step:
             if bsym.sym.id is PrimIDs.DEL:
                 continue
             name = bsym.sym.name
-            if name in ISSUES:
+            if bsym.sym is fsdp_all_reduce:
+                self._wait(bsym, Seconds(0.0, 0.0), number, position)
+                uses.wait(bsym, self.compute)
+                self._work(bsym, seconds, number, position)
+                self._communicate(bsym, number, position)
+            elif name in ISSUES:
                 began = self.compute
                 self._work(bsym, seconds, number, position)
                 uses.issue(bsym, self._communicate(bsym, number, position), began)
@@ -216,7 +221,7 @@ class _Step:
 
     def _communicate(self, bsym: BoundSymbol, trace: int, position: int) -> _Flight:
         bucket, kind = bsym.args[0], bsym.sym.name
-        group = bucket.group.description
+        group = group_of(kind, bucket).description
         link = self.links.get(group)
         if link is None:
             link = self.links[group] = _Link(group, self.cost, self.intervals)
@@ -266,11 +271,13 @@ class _SlotUses:
         start = flight.arrival if bsym.sym is fsdp_all_gather else began
         name = slot.name if isinstance(slot, Slot) else ""
         self.of_value[bsym.output.name] = (len(self.uses),)
-        self.uses.append([name, bucket.spec.name, bsym.sym.name, bucket.spec.unsharded_bytes, start, start])
+        nbytes, _ = payload(bsym.sym.name, bucket.spec)
+        self.uses.append([name, bucket.spec.name, bsym.sym.name, nbytes, start, start])
 
     def wait(self, bsym: BoundSymbol, now: float) -> None:
-        numbers = self.of_value[bsym.args[1].name]
-        self.uses[numbers[0]][-1] = now
+        numbers = self.of_value.get(bsym.args[1].name, ())
+        if numbers:  # what an all-reduce has is no slot
+            self.uses[numbers[0]][-1] = now
         if bsym.sym is fsdp_wait_params:
             self.of_value.update(dict.fromkeys(outs_of(bsym), numbers))
 

@@ -7,6 +7,9 @@ A forward and a backward trace hold, per bucket::
     ft1 = fsdp_reduce_scatter(bucket_h_0, slot_1, dw, db)    # issue; slot_1 holds the unsharded gradients
     (g_w, g_b) = fsdp_wait_grads(bucket_h_0, ft1)            # views of one fresh flat buffer
 
+and with hybrid sharding, between the last two, ``ft2 = fsdp_all_reduce(bucket_h_0, ft1)``: it waits for the reduction inside
+the group and issues the one across the replicas, whose future the wait then takes.
+
 Shards and gradients stand in the order of the bucket's parameters, ``None`` for one that the trace does not use.
 ``fsdp_unshard`` and ``fsdp_reduce`` exist only until the ``bucket_communication`` pass: one parameter each, so that
 autograd decides for each parameter alone whether it has a gradient. ``fsdp_cut`` and a wait's third argument, a token,
@@ -26,7 +29,9 @@ from thunder.core.transforms import get_grad, put_grad
 from thunder.distributed import get_skip_data_parallel_grad_sync
 from thunder.extend import OperatorExecutor, register_executor
 
-from .buffers import Bucket, InFlight, Slot, address, shard_views
+from .buckets import BucketSpec
+from .buffers import Bucket, InFlight, Slot, Views, address, shard_views
+from .groups import Group
 
 __all__ = [
     "ISSUES",
@@ -34,6 +39,7 @@ __all__ = [
     "executor",
     "fsdp_accumulate_grads",
     "fsdp_all_gather",
+    "fsdp_all_reduce",
     "fsdp_check_no_sync",
     "fsdp_cut",
     "fsdp_params_unchanged",
@@ -43,6 +49,9 @@ __all__ = [
     "fsdp_unshard",
     "fsdp_wait_grads",
     "fsdp_wait_params",
+    "group_of",
+    "payload",
+    "waited_by",
 ]
 
 executor = OperatorExecutor("fsdp_sched", version="0.1")
@@ -64,46 +73,64 @@ def _check_shards(bucket: Bucket, shards: Sequence[torch.Tensor | None]) -> None
             )
 
 
-def _all_gather(bucket: Bucket, slot: Slot, *shards: torch.Tensor | None) -> InFlight:
+def _all_gather(bucket: Bucket, slot: Slot, *shards: torch.Tensor | None, again: bool = False) -> InFlight:
     _check_shards(bucket, shards)
     arena = slot.arena
     arena.finish_leftovers(slot)
-    unsharded, _ = arena.views(bucket, slot)
+    unsharded = arena.views(bucket, slot, bucket.spec.param_dtype)
     with torch.profiler.record_function(bucket.all_gather_label):
-        works = bucket.transport.all_gather(bucket, unsharded)
-    return arena.issue(InFlight(bucket, slot, works))
+        works = bucket.transport.all_gather(bucket, bucket.shard_to_send(again=again), unsharded)
+    return arena.issue(InFlight(bucket, "all-gather", slot, works))
 
 
 def _wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    assert flight.slot is not None
     arena = flight.slot.arena
     arena.finish(flight)
-    return arena.views(bucket, flight.slot)[1]
+    return arena.views(bucket, flight.slot, bucket.spec.param_dtype).tensors
 
 
 def _reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> InFlight:
     arena = slot.arena
     arena.finish_leftovers(slot)
-    unsharded, views = arena.views(bucket, slot)
+    unsharded = arena.views(bucket, slot, bucket.spec.reduce_dtype)
     unreduced, unreduced_params = bucket.take_unreduced()
-    for view, grad in zip(views, grads, strict=True):
+    for view, grad in zip(unsharded.tensors, grads, strict=True):
         if grad is not None:
             view.copy_(grad)
         elif unreduced is not None:
             view.zero_()
     if unreduced is not None:
-        unsharded.add_(unreduced)
+        unsharded.flat.add_(unreduced)
     # Autograd keeps the sharded gradients as `.grad` without a copy and adds to them, so they are fresh each time.
-    shard = torch.empty_like(bucket.shard)
+    shard = torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.shard.device)
     with torch.profiler.record_function(bucket.reduce_scatter_label):
         works = bucket.transport.reduce_scatter(bucket, unsharded, shard)
     only_unreduced = tuple(i for i in unreduced_params if grads[i] is None)
-    return arena.issue(InFlight(bucket, slot, works, shard, only_unreduced))
+    return arena.issue(InFlight(bucket, "reduce-scatter", slot, works, shard, only_unreduced))
+
+
+def _all_reduce(bucket: Bucket, flight: InFlight) -> InFlight:
+    assert flight.slot is not None and flight.output is not None
+    flight.slot.arena.finish(flight)
+    return flight._replace(what="all-reduce", slot=None, works=[_average_replicas(bucket, flight.output)])
+
+
+def _average_replicas(bucket: Bucket, shard: torch.Tensor) -> torch.distributed.Work:
+    assert bucket.ranks.replicas is not None
+    with torch.profiler.record_function(bucket.all_reduce_label):
+        return torch.distributed.all_reduce(
+            shard, op=torch.distributed.ReduceOp.AVG, group=bucket.ranks.replicas.process_group, async_op=True
+        )
 
 
 def _wait_grads(bucket: Bucket, flight: InFlight) -> tuple[torch.Tensor, ...]:
-    flight.slot.arena.finish(flight)
+    if flight.slot is None:
+        flight.wait()
+    else:
+        flight.slot.arena.finish(flight)
     assert flight.output is not None
-    grads = shard_views(bucket.spec, bucket.rank, flight.output)
+    grads = shard_views(bucket.spec, bucket.rank, flight.output.to(bucket.spec.dtype))
     for index in flight.only_unreduced:
         bucket.add_to_grad(index, grads[index])
     return grads
@@ -122,10 +149,14 @@ def _reduce_unreduced(bucket: Bucket) -> None:
     unreduced, unreduced_params = bucket.take_unreduced()
     if unreduced is None:
         return
-    shard = torch.empty_like(bucket.shard)
-    for work in bucket.transport.reduce_scatter(bucket, unreduced, shard):
+    spec = bucket.spec
+    shard = torch.empty(bucket.shard.numel(), dtype=spec.reduce_dtype, device=bucket.shard.device)
+    staging = torch.empty(spec.sent_numel, dtype=shard.dtype, device=shard.device) if spec.travel.staging else None
+    for work in bucket.transport.reduce_scatter(bucket, Views(unreduced, (), staging), shard):
         work.wait()
-    grads = shard_views(bucket.spec, bucket.rank, shard)
+    if bucket.ranks.replicas is not None:
+        _average_replicas(bucket, shard).wait()
+    grads = shard_views(spec, bucket.rank, shard.to(spec.dtype))
     for index in unreduced_params:
         bucket.add_to_grad(index, grads[index])
 
@@ -141,20 +172,20 @@ def _params_unchanged(bucket: Bucket, *shards: torch.Tensor | None) -> None:
 
 
 def _params_meta(bucket: Bucket, requires_grad: bool) -> tuple[TensorProxy, ...]:
-    device, dtype = devices.to_device(bucket.spec.device), dtypes.to_dtype(bucket.spec.dtype)
+    device, dtype = devices.to_device(bucket.spec.device), dtypes.to_dtype(bucket.spec.param_dtype)
     return tuple(
         TensorProxy(shape=p.shape, device=device, dtype=dtype, requires_grad=requires_grad) for p in bucket.spec.params
     )
 
 
-def _future(bucket: Bucket, numel: int) -> FutureTensorProxy:
-    return FutureTensorProxy(
-        shape=(numel,), device=devices.to_device(bucket.spec.device), dtype=dtypes.to_dtype(bucket.spec.dtype)
-    )
+def _future(bucket: Bucket, numel: int, dtype: torch.dtype) -> FutureTensorProxy:
+    return FutureTensorProxy(shape=(numel,), device=devices.to_device(bucket.spec.device), dtype=dtypes.to_dtype(dtype))
 
 
-def _all_gather_meta(bucket: Bucket, slot: Slot | None, *shards: TensorProxy | None) -> FutureTensorProxy:
-    return _future(bucket, bucket.spec.layout.unsharded_numel)
+def _all_gather_meta(
+    bucket: Bucket, slot: Slot | None, *shards: TensorProxy | None, again: bool = False
+) -> FutureTensorProxy:
+    return _future(bucket, bucket.spec.layout.unsharded_numel, bucket.spec.param_dtype)
 
 
 def _wait_params_meta(
@@ -164,12 +195,17 @@ def _wait_params_meta(
 
 
 def _reduce_scatter_meta(bucket: Bucket, slot: Slot | None, *grads: TensorProxy | None) -> FutureTensorProxy:
-    return _future(bucket, bucket.spec.layout.shard_numel)
+    return _future(bucket, bucket.spec.layout.shard_numel, bucket.spec.reduce_dtype)
+
+
+def _all_reduce_meta(bucket: Bucket, future: FutureTensorProxy) -> FutureTensorProxy:
+    return _future(bucket, bucket.spec.layout.shard_numel, bucket.spec.reduce_dtype)
 
 
 def _wait_grads_meta(bucket: Bucket, future: FutureTensorProxy) -> tuple[TensorProxy, ...]:
+    dtype = dtypes.to_dtype(bucket.spec.dtype)
     return tuple(
-        TensorProxy(shape=p.shard_shape(bucket.rank), device=future.device, dtype=future.dtype, requires_grad=False)
+        TensorProxy(shape=p.shard_shape(bucket.rank), device=future.device, dtype=dtype, requires_grad=False)
         for p in bucket.spec.layout.placements
     )
 
@@ -187,11 +223,14 @@ def _cut_meta(*tensors: TensorProxy) -> tuple[TensorProxy, ...]:
 
 
 def _unshard_meta(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy:
-    return TensorProxy(shape=bucket.spec.params[index].shape, like=shard, requires_grad=shard.requires_grad)
+    spec = bucket.spec
+    dtype = dtypes.to_dtype(spec.param_dtype)
+    return TensorProxy(shape=spec.params[index].shape, like=shard, dtype=dtype, requires_grad=shard.requires_grad)
 
 
 def _reduce_meta(bucket: Bucket, index: int, grad: TensorProxy) -> TensorProxy:
-    return TensorProxy(shape=bucket.spec.layout.placements[index].shard_shape(bucket.rank), like=grad)
+    shape = bucket.spec.layout.placements[index].shard_shape(bucket.rank)
+    return TensorProxy(shape=shape, like=grad, dtype=dtypes.to_dtype(bucket.spec.dtype))
 
 
 def _print(
@@ -207,14 +246,15 @@ def _print(
     args = list(bsym.args)
     while args and args[-1] is None and bsym.sym is fsdp_wait_params:
         args.pop()  # no token
-    call = f"{bsym.sym.name}({', '.join(map(show, args))})"
+    shown = [*map(show, args), *(f"{key}={codeutils.prettyprint(value)}" for key, value in bsym.kwargs.items())]
+    call = f"{bsym.sym.name}({', '.join(shown)})"
     if isinstance(bsym.output, Proxy):
         call = f"{bsym.output.name} = {call}"
     elif bsym.output:
         call = f"({', '.join(o.name for o in bsym.output)},) = {call}"
-    if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter):
-        spec = bsym.args[0].spec
-        call += f"  # {spec.unsharded_bytes:,} bytes {str(spec.dtype).removeprefix('torch.')}"
+    if bsym.sym.name in ISSUES:
+        nbytes, dtype = payload(bsym.sym.name, bsym.args[0].spec)
+        call += f"  # {nbytes:,} bytes {str(dtype).removeprefix('torch.')}"
     return call
 
 
@@ -242,6 +282,7 @@ def _only_in_between(*args: Any) -> None:
 fsdp_all_gather = _register("fsdp_all_gather", _all_gather_meta, _all_gather)
 fsdp_wait_params = _register("fsdp_wait_params", _wait_params_meta, _wait_params)
 fsdp_reduce_scatter = _register("fsdp_reduce_scatter", _reduce_scatter_meta, _reduce_scatter)
+fsdp_all_reduce = _register("fsdp_all_reduce", _all_reduce_meta, _all_reduce)
 fsdp_wait_grads = _register("fsdp_wait_grads", _wait_grads_meta, _wait_grads)
 fsdp_accumulate_grads = _register("fsdp_accumulate_grads", _none_meta, _accumulate_grads, keep=True)
 fsdp_check_no_sync = _register("fsdp_check_no_sync", _check_no_sync_meta, _check_no_sync, keep=True)
@@ -251,8 +292,34 @@ fsdp_cut = _register("fsdp_cut", _cut_meta, _only_in_between)
 fsdp_unshard = _register("fsdp_unshard", _unshard_meta, _only_in_between)
 fsdp_reduce = _register("fsdp_reduce", _reduce_meta, _only_in_between)
 
-ISSUES = frozenset({fsdp_all_gather.name, fsdp_reduce_scatter.name})
+ISSUES = frozenset({fsdp_all_gather.name, fsdp_reduce_scatter.name, fsdp_all_reduce.name})
 WAITS = frozenset({fsdp_wait_params.name, fsdp_wait_grads.name})
+
+
+def payload(kind: str, spec: BucketSpec) -> tuple[int, torch.dtype]:
+    """Bytes of the whole tensor that a collective of that kind works on, padding included, and its dtype."""
+    if kind == fsdp_all_gather.name:
+        return spec.unsharded_bytes, spec.param_dtype
+    if kind == fsdp_reduce_scatter.name:
+        return spec.grad_bytes, spec.reduce_dtype
+    return spec.layout.shard_numel * spec.reduce_dtype.itemsize, spec.reduce_dtype
+
+
+def waited_by(wait: BoundSymbol) -> str:
+    """The kind of the collective that a wait waits for."""
+    if wait.sym is fsdp_wait_params:
+        return fsdp_all_gather.name
+    return fsdp_reduce_scatter.name if wait.args[0].ranks.replicas is None else fsdp_all_reduce.name
+
+
+def group_of(kind: str, bucket: Bucket) -> Group:
+    """The ranks that a collective of that kind takes place on."""
+    if kind == fsdp_all_gather.name:
+        return bucket.ranks.group
+    if kind == fsdp_reduce_scatter.name:
+        return bucket.ranks.reductions
+    assert bucket.ranks.replicas is not None
+    return bucket.ranks.replicas
 
 
 def _unshard_grad(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy:

@@ -20,7 +20,7 @@ from thunder.core.trace import TraceCtx
 from .api import fsdp
 from .fake_ranks import Made, compile_as_rank
 from .schedule import StepSchedule, read_schedule
-from .symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from .symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from .traces import Aliases, args_of, outs_of, statement, statements
 from .transform import CompiledTraces, FSDPTransform
 from .transforms.sort_communication import issue_points
@@ -46,7 +46,7 @@ __all__ = [
     "step_schedule",
 ]
 
-_COMMUNICATION = (fsdp_all_gather, fsdp_wait_params, fsdp_reduce_scatter, fsdp_wait_grads)
+_COMMUNICATION = (fsdp_all_gather, fsdp_wait_params, fsdp_reduce_scatter, fsdp_all_reduce, fsdp_wait_grads)
 
 
 def _traces(subject: Subject) -> list[TraceCtx]:
@@ -142,6 +142,7 @@ def reductions(trace: TraceCtx) -> list[Reduction]:
     bsyms = statements(trace)
     produced = {out: position for position, bsym in enumerate(bsyms) for out in outs_of(bsym)}
     waits = {b.args[1].name: position for position, b in enumerate(bsyms) if b.sym is fsdp_wait_grads}
+    waits.update({b.args[1].name: waits[b.output.name] for b in bsyms if b.sym is fsdp_all_reduce})
     return [
         Reduction(
             bsym.args[0].spec.name,

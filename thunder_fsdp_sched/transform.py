@@ -41,7 +41,8 @@ from .buckets import Plan
 from .checkpoint import gather_param
 from .choose import Choice, choose, room_for_gathers
 from .options import Options
-from .schedule import Schedule, StepSchedule, compute_digest, read_schedule, save_schedules
+from .precision import attach_casts, cast_inputs
+from .schedule import Schedule, StepSchedule, compute_digest, read_program, read_schedule, save_schedules
 from .sharding import ShardedModule
 from .traces import is_backward_trace, split_joint, statements
 from .transforms import (
@@ -148,6 +149,10 @@ class FSDPTransform(Transform):
             raise RuntimeError("fsdp(...) has no plan yet: pass it to thunder.jit(model, transforms=[fsdp(...)]) first")
         return self._sharded
 
+    def cast_inputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """What a call of the jitted module makes of its arguments, for those who compile without calling."""
+        return cast_inputs(self.options.mp_policy, (args, kwargs))
+
     @property
     def schedules(self) -> list[StepSchedule]:
         """The schedule of each compiled set of shapes and flags, oldest first."""
@@ -169,6 +174,7 @@ class FSDPTransform(Transform):
             )
         # Adding a transform to a jitted module makes a new ThunderModule: it gets the same shards.
         self._sharded.attach(model)
+        attach_casts(model, self.options.mp_policy)
         compile_data = thunder.compile_data(model)
         before, behind = self._executors
         others = _without(compile_data.executors_list, (symbols.executor, before, behind))
@@ -225,7 +231,7 @@ class FSDPTransform(Transform):
         started = time.process_time()
         compiled.choice = choose(
             joint,
-            cost=options.cost_model(self.sharded.group.size),
+            cost=options.cost_model(),
             prefetch=None if options.prefetch == "auto" else options.prefetch,
             kept=self.sharded.kept,
             may_keep=budget is not None and has_backward and not self._settled,
@@ -255,7 +261,7 @@ class FSDPTransform(Transform):
         schedule = read_schedule(sorted_trace)
         self.sharded.agreement.check(
             f"{'backward' if backward else 'forward'} of a {'no_sync ' if compiled.no_sync else ''}trace",
-            schedule.collectives(),
+            read_program(sorted_trace),
         )
         trace = compiled.run([partial(del_last_used, clear_mutable_collections=backward)], sorted_trace)
         if backward:

@@ -16,6 +16,7 @@ from ..buffers import Bucket
 from ..symbols import (
     fsdp_accumulate_grads,
     fsdp_all_gather,
+    fsdp_all_reduce,
     fsdp_reduce,
     fsdp_reduce_scatter,
     fsdp_reduce_unreduced,
@@ -31,8 +32,9 @@ __all__ = ["bucket_communication"]
 def bucket_communication(trace: TraceCtx, *, buckets: Sequence[Bucket], no_sync: bool) -> TraceCtx:
     """Replaces ``fsdp_unshard`` and ``fsdp_reduce`` by one gather and one reduction for each bucket.
 
-    A gather and its wait stand where the bucket's first parameter is used; a reduction and its wait where its last
-    gradient is there. Under ``no_sync`` unsharded gradients are summed up locally and backward returns none.
+    A gather and its wait stand where the bucket's first parameter is used; a reduction (across replicas too, if there
+    are some) and its wait where its last gradient is there. Under ``no_sync`` unsharded gradients are summed up locally
+    and backward returns none.
 
     Args:
         buckets: all buckets of the module. One of them that the trace does not reduce may still hold gradients of other
@@ -106,13 +108,14 @@ def _gather(bucket: Bucket, unshards: dict[int, BoundSymbol], at: BoundSymbol) -
 def _reduce(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
     grads = _in_order(bucket, {i: b.args[2] for i, b in reduces.items()})
     future = fsdp_reduce_scatter.meta(bucket, None, *grads)
+    emitted = [_like(at, fsdp_reduce_scatter.bind(bucket, None, *grads, output=future))]
+    if bucket.ranks.replicas is not None:
+        inside, future = future, fsdp_all_reduce.meta(bucket, future)
+        emitted.append(_like(at, fsdp_all_reduce.bind(bucket, inside, output=future)))
     sharded = list(fsdp_wait_grads.meta(bucket, future))
     for index, bsym in reduces.items():
         sharded[index] = bsym.output
-    return [
-        _like(at, fsdp_reduce_scatter.bind(bucket, None, *grads, output=future)),
-        _like(at, fsdp_wait_grads.bind(bucket, future, output=tuple(sharded))),
-    ]
+    return [*emitted, _like(at, fsdp_wait_grads.bind(bucket, future, output=tuple(sharded)))]
 
 
 def _accumulate(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:

@@ -30,6 +30,7 @@ from ..symbols import (
     executor,
     fsdp_accumulate_grads,
     fsdp_all_gather,
+    fsdp_all_reduce,
     fsdp_cut,
     fsdp_reduce_scatter,
     fsdp_wait_grads,
@@ -159,8 +160,10 @@ class _Half:
         """Takes in the next bound symbol of this half."""
         if _is_compute(bsym):
             self.compute.append(bsym)
-        elif bsym.sym in (fsdp_wait_params, fsdp_wait_grads):
-            self.comm_of[bsym.args[1].name].bsyms.append(bsym)
+        elif bsym.sym in (fsdp_wait_params, fsdp_all_reduce, fsdp_wait_grads):
+            comm = self.comm_of[bsym.args[1].name]
+            comm.bsyms.append(bsym)
+            self.comm_of.update(dict.fromkeys(outs_of(bsym), comm))
         elif bsym.sym in _ISSUES:
             self.comms.append(_Comm([bsym], len(self.compute)))
             self.comm_of.update(dict.fromkeys(outs_of(bsym), self.comms[-1]))

@@ -1,11 +1,12 @@
 """Gives every gather and reduction of a sorted trace its memory: as little as prefetch and liveness allow.
 
 [Note: Interval allocation]
-A gather holds its slot from its issue to the last consumer of its parameters, views included; a reduction from its issue
-to its wait. Ranges of the arena are handed out one by one, each at the lowest offset that is free during its whole life,
-in several orders: largest first (greedy by size, Pisarchyk and Lee 2020, arXiv:2001.03288), by start, by area. The one that
-needs least memory wins. Buckets of one size get exactly as many slots as are live at once; with several sizes the result may
-miss the lower bound, the most bytes live at once: ``shared_slots`` tells both.
+A gather holds its slot from its issue to the last consumer of its parameters, views included; a reduction from its
+issue to its wait, or until it goes on across replicas. Ranges of the arena are handed out one by one, each at the
+lowest offset that is free during its whole life, in several orders: largest first (greedy by size, Pisarchyk and Lee
+2020, arXiv:2001.03288), by start, by area. The one that needs least memory wins. Buckets of one size get exactly as
+many slots as are live at once; with several sizes the result may miss the lower bound, the most bytes live at once:
+``shared_slots`` tells both.
 """
 
 from __future__ import annotations
@@ -15,13 +16,21 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from thunder.core.prims import PrimIDs
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..buffers import SLOT_ALIGNMENT, Arena, Bucket
-from ..symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from ..buffers import Arena, Bucket, slot_bytes
+from ..symbols import (
+    fsdp_all_gather,
+    fsdp_all_reduce,
+    fsdp_reduce_scatter,
+    fsdp_wait_grads,
+    fsdp_wait_params,
+    payload,
+)
 from ..traces import Aliases, args_of, outs_of, with_bound_symbols
 
-__all__ = ["live_ranges", "peak_live_bytes", "plan_slots", "shared_slots", "slot_bytes"]
+__all__ = ["live_ranges", "peak_live_bytes", "plan_slots", "shared_slots", "slot_bytes_of"]
 
 
 @dataclass(eq=False)
@@ -73,9 +82,11 @@ def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
     for position, bsym in enumerate(trace.bound_symbols):
         if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter):
             bucket = bsym.args[0]
-            ranges[position] = issued[bsym.output.name] = LiveRange(bucket, position, position, slot_bytes(bucket))
-        elif bsym.sym in (fsdp_wait_params, fsdp_wait_grads):
-            live = issued[bsym.args[1].name]
+            ranges[position] = issued[bsym.output.name] = LiveRange(bucket, position, position, slot_bytes_of(bsym))
+        elif bsym.sym in (fsdp_wait_params, fsdp_wait_grads, fsdp_all_reduce):
+            live = issued.get(bsym.args[1].name)
+            if live is None:  # behind an all-reduce
+                continue
             live.end = position
             if bsym.sym is fsdp_wait_params:
                 owner.update(dict.fromkeys(outs_of(bsym), live))
@@ -89,9 +100,10 @@ def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
     return ranges
 
 
-def slot_bytes(bucket: Bucket) -> int:
-    """Bytes of a slot that holds ``bucket``, its alignment included."""
-    return -(-bucket.spec.unsharded_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+def slot_bytes_of(issue: BoundSymbol) -> int:
+    """Bytes of the slot that a gather or a reduction needs, alignment and staging included."""
+    spec = issue.args[0].spec
+    return slot_bytes(spec, payload(issue.sym.name, spec)[1])
 
 
 def shared_slots(trace: TraceCtx) -> tuple[int, int]:

@@ -139,7 +139,7 @@ class _Regather:
             future = fsdp_all_gather.meta(*forward_gather.args)
             params = tuple(self._rename(p) for p in forward_wait.output)
             for bsym in (
-                fsdp_all_gather.bind(*forward_gather.args, output=future),
+                fsdp_all_gather.bind(*forward_gather.args, **_again(bucket), output=future),
                 fsdp_wait_params.bind(bucket, future, output=params),
             ):
                 bsym.tags.add(BoundSymbolTag.BACKWARD)
@@ -154,6 +154,11 @@ class _Regather:
                 name += "_"
             self.replacements[proxy.name] = proxy.replace_name(name)
         return self.replacements[proxy.name]
+
+
+def _again(bucket: Bucket) -> dict[str, bool]:
+    """What a gather in backward says: see [Note: When a cast is used again] in ``buffers``."""
+    return {"again": True} if bucket.spec.param_dtype != bucket.spec.dtype else {}
 
 
 def _defined_in(bsym: BoundSymbol) -> Iterator[Proxy]:

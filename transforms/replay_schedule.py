@@ -10,7 +10,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..schedule import Schedule, compute_digest, is_communication
-from ..symbols import fsdp_wait_params
+from ..symbols import ISSUES, fsdp_wait_params, payload
 from ..traces import statements, with_bound_symbols
 
 __all__ = ["ScheduleMismatch", "replay_schedule"]
@@ -61,10 +61,9 @@ def _interleave(
             why = "the trace has no such op" if not known else f"the trace ends at {len(out)}"
             raise ScheduleMismatch(f"schedule: line {number} does not fit, {why}:\n    {op}")
         bsym = known.popleft()
-        if bsym.args[0].spec.unsharded_bytes != op.nbytes:
+        if bsym.sym.name in ISSUES and (nbytes := payload(op.kind, bsym.args[0].spec)[0]) != op.nbytes:
             raise ScheduleMismatch(
-                f"schedule: line {number} does not fit, the bucket has {bsym.args[0].spec.unsharded_bytes:,} bytes here:"
-                f"\n    {op}"
+                f"schedule: line {number} does not fit, the bucket has {nbytes:,} bytes here:\n    {op}"
             )
         out.append(bsym.from_bsym(header=op.reason))
     left = [bsym for known in ours.values() for bsym in known]

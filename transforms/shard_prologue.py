@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 
 import torch
-from thunder.core import devices, prims
+from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 
@@ -65,4 +65,7 @@ def become_shard(proxy: TensorProxy, shard: torch.nn.Parameter) -> None:
     proxy._numel = shard.numel()
     proxy._ndim = shard.ndim
     proxy._device = devices.to_device(shard.device)
+    dtype = dtypes.to_dtype(shard.dtype)
+    if proxy.dtype is not dtype:  # traced in the lower precision in which it is used
+        proxy._dtype = proxy._true_dtype = dtype
     proxy._requires_grad = shard.requires_grad

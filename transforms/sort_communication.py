@@ -13,9 +13,9 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from ..symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from ..traces import Aliases, args_of, communicates, outs_of, statements, with_bound_symbols
-from .plan_slots import slot_bytes
+from .plan_slots import slot_bytes_of
 
 __all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "MAX_SMALL_STEPS", "issue_points", "sort_communication"]
 
@@ -49,19 +49,25 @@ class _Gather:
     @property
     def nbytes(self) -> int:
         """Of memory: with padding."""
-        return slot_bytes(self.issue.args[0])
+        return slot_bytes_of(self.issue)
 
 
 @dataclass(eq=False)
 class _Reduction:
     issue: BoundSymbol
     wait: BoundSymbol
+    across: BoundSymbol | None = None
+    """The all-reduce across replicas that goes on with its result, until that is issued."""
     ready_after: int = -1
     consumers: list[int] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         return self.issue.args[0].spec.name
+
+    @property
+    def holds_slot(self) -> bool:
+        return self.across is not None or self.wait.args[1].name == self.issue.output.name
 
 
 def sort_communication(trace: TraceCtx, *, prefetch: int, max_unsharded_bytes: int | None = None) -> TraceCtx:
@@ -73,6 +79,8 @@ def sort_communication(trace: TraceCtx, *, prefetch: int, max_unsharded_bytes: i
       Small steps hide nothing and do not count: see ``issue_points``.
     * A reduction is issued right after the last of its gradients. At most ``MAX_REDUCTIONS_IN_FLIGHT`` are in flight,
       then the oldest is waited for; the others are waited for where their results are read, at the end usually.
+    * An all-reduce across replicas follows the next bucket's reduce-scatter: it has to wait for its own, which then had
+      the compute between the two to finish, and the group inside goes on with the next.
     * No collective crosses a bound symbol that communicates and is not one of ours.
 
     Why each of them stands where it stands is its header: the trace prints it, and the schedule holds it.
@@ -120,16 +128,21 @@ class _Sorter:
         self.out: list[BoundSymbol] = []
         self.compute: list[BoundSymbol] = []
         issues: dict[str, BoundSymbol] = {}
+        across: dict[str, BoundSymbol] = {}
         gathers: list[_Gather] = []
         self.reductions: list[_Reduction] = []
         for bsym in statements(trace):
             if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter):
                 issues[bsym.output.name] = bsym
+            elif bsym.sym is fsdp_all_reduce:
+                across[bsym.output.name] = bsym
             elif bsym.sym is fsdp_wait_params:
                 # The token, if any, has done its work: it kept fusion regions apart.
                 gathers.append(_Gather(issues[bsym.args[1].name], bsym.from_bsym(args=bsym.args[:2])))
             elif bsym.sym is fsdp_wait_grads:
-                self.reductions.append(_Reduction(issues[bsym.args[1].name], bsym))
+                behind = across.get(bsym.args[1].name)
+                future = bsym.args[1] if behind is None else behind.args[1]
+                self.reductions.append(_Reduction(issues[future.name], bsym, behind))
             else:
                 self.compute.append(bsym)
         self._find_consumers(gathers)
@@ -253,9 +266,11 @@ class _Sorter:
         self.next_issue += 1
 
     def _reduce(self, reduction: _Reduction, position: int) -> None:
-        while len(self.in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
-            self._wait_for_grads(self.in_flight[0], f"in-flight limit: {MAX_REDUCTIONS_IN_FLIGHT} reductions")
-        if self.prefetch and self.next_step < len(self.steps):
+        # One that goes on across replicas holds no slot any more.
+        while sum(r.holds_slot for r in self.in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
+            oldest = next(r for r in self.in_flight if r.holds_slot)
+            self._wait_for_grads(oldest, f"in-flight limit: {MAX_REDUCTIONS_IN_FLIGHT} reductions")
+        if self.prefetch and self.next_step < len(self.steps) and self._share_a_group(reduction):
             # A bucket that is still read before the next step has the memory that an earlier gather would need.
             until = self.steps[self.next_step][0].first_consumer
             if not any(position < g.last_consumer < until for g in self.live if g.step < self.next_step):
@@ -264,11 +279,27 @@ class _Sorter:
                 )
         last = self.compute[reduction.ready_after] if reduction.ready_after >= 0 else None
         self._emit(reduction.issue, f"producer: last gradient by {_show(last)}" if last else "producer: none")
+        for earlier in self.in_flight:
+            self._go_across(earlier, f"producer: its reduce-scatter had time until that of {reduction.name}")
         self.in_flight.append(reduction)
+
+    def _share_a_group(self, reduction: _Reduction) -> bool:
+        """Whether the gather that comes next would queue behind ``reduction``."""
+        if self.next_issue == len(self.gathers):
+            return False
+        gathering = self.gathers[self.next_issue].issue.args[0].ranks.group
+        return gathering is reduction.issue.args[0].ranks.reductions
 
     def _wait_for_grads(self, until: _Reduction, reason: str) -> None:
         while until in self.in_flight:
-            self._emit(self.in_flight.popleft().wait, reason)
+            reduction = self.in_flight.popleft()
+            self._go_across(reduction, reason)
+            self._emit(reduction.wait, reason)
+
+    def _go_across(self, reduction: _Reduction, reason: str) -> None:
+        if reduction.across is not None:
+            self._emit(reduction.across, reason)
+            reduction.across = None
 
     def _emit(self, bsym: BoundSymbol, reason: str) -> None:
         self.out.append(bsym.from_bsym(header=reason))

@@ -11,12 +11,16 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..buffers import Bucket, Slot
-from ..symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from ..symbols import ISSUES, fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from ..traces import Aliases, args_of, communicates, names, outs_of, return_of, statement, with_bound_symbols
 
 __all__ = ["VerificationError", "verify"]
 
-_WAIT_OF = {fsdp_all_gather: fsdp_wait_params, fsdp_reduce_scatter: fsdp_wait_grads}
+_WAITED_BY = {
+    fsdp_wait_params: (fsdp_all_gather,),
+    fsdp_all_reduce: (fsdp_reduce_scatter,),
+    fsdp_wait_grads: (fsdp_reduce_scatter, fsdp_all_reduce),
+}
 
 
 class VerificationError(AssertionError):
@@ -35,7 +39,7 @@ def verify(trace: TraceCtx) -> TraceCtx:
     """Checks a sorted trace with slots and returns it.
 
     * Every value is defined before it is read.
-    * Every issue has exactly one wait, of its kind and bucket.
+    * Every issue has exactly one wait, of its kind and bucket; gradients of a bucket with replicas are reduced across them.
     * No collective writes a slot while an earlier value in overlapping memory, views included, is still to be read.
     * Gathers are issued in the order of their first consumers.
     * Between a gather's issue and its first consumer, and between a reduction's last gradient and its issue, nothing
@@ -73,11 +77,11 @@ class _Verifier:
                 if arg not in self.defined:
                     self.fail(position, f"reads {arg!r}, which nothing before it defines")
             self._use_slots(position, bsym)
-            if bsym.sym in _WAIT_OF:
-                self._issue(position, bsym)
-            elif bsym.sym in (fsdp_wait_params, fsdp_wait_grads):
+            if bsym.sym in _WAITED_BY:
                 self._wait(position, bsym)
-            else:
+            if bsym.sym.name in ISSUES:
+                self._issue(position, bsym)
+            elif bsym.sym not in _WAITED_BY:
                 self.aliases.add(bsym)
             self.defined.update(outs_of(bsym))
         for issue in self.open.values():
@@ -89,9 +93,11 @@ class _Verifier:
 
     def _issue(self, position: int, bsym: BoundSymbol) -> None:
         bucket, slot = bsym.args[:2]
+        self.open[bsym.output.name] = bsym
+        if bsym.sym is fsdp_all_reduce:  # works on the shard
+            return
         if not isinstance(slot, Slot):
             self.fail(position, f"bucket {bucket.spec.name!r} has no slot")
-        self.open[bsym.output.name] = bsym
         self.occupied.append(_Occupied(bucket, slot, position, position))
         self.of_param[bsym.output.name] = self.occupied[-1]
 
@@ -100,12 +106,13 @@ class _Verifier:
         if future in self.closed:
             self.fail(position, f"waits a second time for {future!r} of bucket {bucket.spec.name!r}")
         issue = self.open.pop(future, None)
-        if issue is None or _WAIT_OF[issue.sym] is not bsym.sym or issue.args[0] is not bucket:
+        if issue is None or issue.sym not in _WAITED_BY[bsym.sym] or issue.args[0] is not bucket:
             self.fail(position, f"waits for {future!r}, which is not what bucket {bucket.spec.name!r} issued")
         self.closed[future] = bsym
-        occupied = self.of_param[future]
         if bsym.sym is fsdp_wait_params:
-            self.of_param.update(dict.fromkeys(outs_of(bsym), occupied))
+            self.of_param.update(dict.fromkeys(outs_of(bsym), self.of_param[future]))
+        elif bsym.sym is fsdp_wait_grads and (issue.sym is fsdp_all_reduce) is (bucket.ranks.replicas is None):
+            self.fail(position, f"bucket {bucket.spec.name!r} is not reduced across its replicas, or has none")
 
     def _use_slots(self, position: int, bsym: BoundSymbol) -> None:
         for arg in args_of(bsym):

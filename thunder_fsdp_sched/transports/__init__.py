@@ -1,6 +1,43 @@
-"""How a bucket travels: one file a transport, one small interface."""
+"""How a bucket travels: one file a transport, one small interface, one line each in the list below."""
 
-from .all_gather import AllGatherTransport
-from .base import Transport
+from __future__ import annotations
 
-__all__ = ["AllGatherTransport", "Transport"]
+from collections.abc import Sequence
+
+from ..layout import plan_layout
+from .all_reduce import AllReduce
+from .base import Transport, Work
+from .coalesced import Coalesced
+from .flat import Flat
+from .staged import Staged
+from .symmetric_memory import SymmetricMemory
+
+__all__ = ["TRANSPORTS", "Transport", "Work", "choose_transport", "register_transport"]
+
+TRANSPORTS: dict[str, Transport] = {}
+"""Every transport by its name."""
+
+_MAX_PADDING = 1 / 8
+
+
+def register_transport(transport: Transport) -> None:
+    """Makes ``fsdp(transport=transport.name)`` work."""
+    TRANSPORTS[transport.name] = transport
+
+
+for _transport in (Flat(), Coalesced(), AllReduce(), SymmetricMemory(), Staged()):
+    register_transport(_transport)
+
+
+def choose_transport(shapes: Sequence[tuple[int, ...]], world_size: int, itemsize: int) -> tuple[str, str]:
+    """What ``transport="auto"`` takes for a bucket of parameters with these shapes, and the reason.
+
+    ``flat`` is one collective and copies nothing, but pads a bucket whose rows have widths without a small common multiple;
+    ``coalesced`` then sends less. The others send or copy more bytes, or (``symmetric_memory``) need memory and topology
+    that only the user knows to be there: they are used where they are asked for.
+    """
+    flat, coalesced = (plan_layout(shapes, world_size, itemsize, per_param=per_param) for per_param in (False, True))
+    padding = flat.padding_numel / max(flat.unsharded_numel, 1)
+    if padding > _MAX_PADDING and coalesced.unsharded_numel < flat.unsharded_numel:
+        return "coalesced", f"auto: one flat vector would be {padding:.0%} padding"
+    return "flat", f"auto: one collective, no copy, {padding:.1%} padding"

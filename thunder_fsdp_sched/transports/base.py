@@ -3,38 +3,129 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from ..buffers import Bucket
+    from ..buckets import BucketSpec
+    from ..buffers import Bucket, Views
+    from ..groups import Ranks
 
-__all__ = ["Transport"]
+__all__ = ["Transport", "Work", "behind"]
+
+
+_GLOO = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Work(Protocol):
+    """What was issued and is to be waited for; ``torch.distributed.Work`` is one."""
+
+    def wait(self) -> Any:
+        """Holds back the current stream (on a CPU: the caller) until it is done."""
 
 
 class Transport(ABC):
     """Moves a bucket between its sharded and its interleaved unsharded form.
 
-    A transport owns no memory and keeps no state between calls. Every method issues its collectives at once and in an
-    order that is the same on all ranks.
+    A transport is one object a process and keeps nothing between a call and the wait for it, except what it caches for a
+    bucket. Every method issues its collectives at once and in an order that is the same on all ranks.
+
+    Attributes:
+        per_param: it needs a layout in which every parameter is cut into even rows (``plan_layout(per_param=True)``).
+        staging: its slots have a second half, in the order in which the ranks send (``Views.staging``).
     """
 
     name: str
+    per_param = False
+    staging = False
+
+    def check(self, device: torch.device, dtypes: Sequence[torch.dtype], ranks: Ranks) -> None:
+        """Checks whether it can carry these dtypes between these ranks.
+
+        Raises:
+            ValueError: naming what is missing.
+        """
+        if ranks.group.backend == "gloo":
+            for dtype in dtypes:
+                if dtype.is_floating_point and dtype not in _GLOO:
+                    raise ValueError(
+                        f"transport={self.name!r}: the backend gloo cannot send {dtype}; it knows "
+                        f"{', '.join(map(str, _GLOO))}. Choose another dtype in mp_policy, or another backend"
+                    )
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> torch.Tensor:
+        """Memory for what it sends: a flat shard, zeros."""
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     @abstractmethod
-    def all_gather(self, bucket: Bucket, unsharded: torch.Tensor) -> list[torch.distributed.Work]:
-        """Issues what fills ``unsharded`` (flat, ``layout.unsharded_numel`` elements) from all ranks' shards."""
+    def all_gather(self, bucket: Bucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
+        """Issues what fills ``unsharded.flat`` (``layout.unsharded_numel`` elements) from all ranks' flat shards."""
 
     @abstractmethod
-    def reduce_scatter(
-        self, bucket: Bucket, unsharded: torch.Tensor, shard: torch.Tensor
-    ) -> list[torch.distributed.Work]:
-        """Issues what fills ``shard`` (flat, ``layout.shard_numel``) with the mean over ranks of ``unsharded``.
+    def reduce_scatter(self, bucket: Bucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
+        """Issues what fills ``shard`` (flat, ``layout.shard_numel``) with the mean over ranks of ``unsharded.flat``.
 
         ``unsharded`` must stay untouched until the work is waited for; its contents are undefined afterwards.
         """
 
-    @abstractmethod
-    def wire_bytes(self, bucket: Bucket) -> int:
-        """Bytes that one rank sends to gather the bucket once (a reduction sends as many in a ring)."""
+    def gather_wire_bytes(self, spec: BucketSpec) -> int:
+        """Bytes that one rank sends to gather the bucket once, in a ring."""
+        world_size = spec.layout.world_size
+        return sum(s.shard_numel for s in spec.layout.segments) * (world_size - 1) * spec.param_dtype.itemsize
+
+    def reduce_wire_bytes(self, spec: BucketSpec) -> int:
+        """Bytes that one rank sends to reduce the bucket's gradients once, in a ring."""
+        world_size = spec.layout.world_size
+        return sum(s.shard_numel for s in spec.layout.segments) * (world_size - 1) * spec.reduce_dtype.itemsize
+
+    def launches(self, spec: BucketSpec) -> int:
+        """Collectives that one gather, or one reduction, hands to the communication library."""
+        return sum(1 for s in spec.layout.segments if s.shard_numel)
+
+
+class _OnStream:
+    """Waits for what a side stream has done so far."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.done = stream.record_event()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.done)
+
+
+class _Then:
+    """Does something when it is waited for, once its works are done."""
+
+    def __init__(self, works: Sequence[Work], action: Callable[[], None]) -> None:
+        self.works = works
+        self.action = action
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        self.action()
+
+
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream for what belongs to communication, one a device."""
+    if device not in _side_streams:
+        _side_streams[device] = torch.cuda.Stream(device)
+    return _side_streams[device]
+
+
+def behind(issue: Callable[[], Sequence[Work]], action: Callable[[], None], device: torch.device) -> Work:
+    """Issues works and does ``action`` behind them: on a side stream at once, or on a CPU at the wait."""
+    if device.type != "cuda":
+        return _Then(issue(), action)
+    stream = side_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for work in issue():
+            work.wait()
+        action()
+        return _OnStream(stream)

@@ -1,0 +1,155 @@
+"""Which ranks share which parameters: the process groups behind ``mesh``, ``process_group`` and ``process_group_for``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .buckets import ShardedOver
+from .groups import Group, Ranks
+from .options import Options
+
+__all__ = ["Placing"]
+
+
+class Placing:
+    """The ranks of each parameter.
+
+    Attributes:
+        usual: the ranks of parameters for which nothing else is asked.
+        everyone: all ranks that the module's parameters are shared with, for what concerns them all: agreeing on
+            schedules, aligning measurements. Nothing is sharded over them for its own sake.
+
+    Raises:
+        RuntimeError: there is no process group.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._made: dict[str, Ranks] = {}
+        self._of: dict[ShardedOver, Ranks] = {}
+        self._mesh_of: dict[Ranks, DeviceMesh] = {}  # with two dimensions
+        if options.mesh is not None:
+            self.usual = self._of_mesh(options.mesh)
+            self.everyone = _group_of_mesh(options.mesh)
+        else:
+            group = options.process_group or _default_group()
+            self.usual = self._ranks(group)
+            self.everyone = group
+
+    def of(self, name: str, param: torch.nn.Parameter) -> ShardedOver:
+        """Asks ``process_group_for`` about a parameter.
+
+        Raises:
+            TypeError, ValueError: what it returns is no group that this rank and ``everyone`` can use.
+        """
+        asked = None if self._options.process_group_for is None else self._options.process_group_for(name, param)
+        return self.key(self.usual if asked is None else self._checked(name, asked))
+
+    def ranks(self, over: ShardedOver) -> Ranks:
+        """The ranks that a plan names."""
+        return self._of[over]
+
+    def broadcast(self, tensor: torch.Tensor, source: int, over: ShardedOver) -> None:
+        """Gives every rank that shares a parameter the values of the global rank ``source``.
+
+        Raises:
+            ValueError: ``source`` is not among them.
+        """
+        ranks = self._of[over]
+        mesh = self._mesh_of.get(ranks)
+        within = ranks.group.global_ranks if mesh is None else mesh.mesh.flatten().tolist()
+        if source not in within:
+            raise ValueError(f"broadcast_from: rank {source} is not in the process group to shard over")
+        if mesh is not None and ranks.replicas is not None:
+            if source in ranks.replicas.global_ranks:
+                dist.broadcast(tensor, src=source, group=ranks.replicas.process_group)
+            # From here on, in each row of the mesh, the rank in the column of `source` has it.
+            column = int((mesh.mesh == source).nonzero()[0, 1])
+            row = int((mesh.mesh == dist.get_rank()).nonzero()[0, 0])
+            source = int(mesh.mesh[row, column])
+        dist.broadcast(tensor, src=source, group=ranks.group.process_group)
+
+    def key(self, ranks: Ranks) -> ShardedOver:
+        """What a plan calls these ranks."""
+        replicas = ranks.replicas.size if ranks.replicas is not None else 1
+        key = ShardedOver(ranks.group.description, ranks.group.size, replicas)
+        if self._of.setdefault(key, ranks) is not ranks:  # two groups with one description
+            key = key._replace(group=f"{ranks.group.description} {ranks.group.name}")
+            self._of[key] = ranks
+        return key
+
+    def _checked(self, name: str, asked: Any) -> Ranks:
+        if asked is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                f"process_group_for: rank {dist.get_rank()} is not in the process group for parameter {name!r}; return the "
+                f"group that this rank is a member of"
+            )
+        if isinstance(asked, DeviceMesh):
+            if asked.ndim > 2:
+                raise ValueError(
+                    f"process_group_for: the mesh for {name!r} has {asked.ndim} dimensions, at most 2 work"
+                )
+            ranks = self._of_mesh(asked)
+        elif isinstance(asked, dist.ProcessGroup):
+            ranks = self._ranks(Group.of(asked))
+        else:
+            raise TypeError(
+                f"process_group_for: expected a process group, a mesh or None for parameter {name!r}, got {asked!r} of "
+                f"type {type(asked).__name__}"
+            )
+        for group in (ranks.group, ranks.replicas):
+            outside = set(group.global_ranks) - set(self.everyone.global_ranks) if group is not None else set()
+            if outside:
+                raise ValueError(
+                    f"process_group_for: the group for parameter {name!r} holds ranks {sorted(outside)}, which are not "
+                    f"among those that the module is sharded over; give fsdp(...) a mesh or process_group with all of them"
+                )
+        return ranks
+
+    def _of_mesh(self, mesh: DeviceMesh) -> Ranks:
+        if mesh.ndim == 1:
+            return self._ranks(Group.of(mesh.get_group()))
+        ranks = self._ranks(Group.of(mesh.get_group(1)), Group.of(mesh.get_group(0)))
+        self._mesh_of[ranks] = mesh
+        return ranks
+
+    def _ranks(self, group: Group, replicas: Group | None = None) -> Ranks:
+        """The same object for the same groups."""
+        key = f"{group.name} {replicas.name if replicas is not None else ''}"
+        if key not in self._made:
+            reductions = _twin(group) if self._options.separate_reduce_scatter_group and group.size > 1 else None
+            self._made[key] = Ranks.of(group, reductions=reductions, replicas=replicas)
+        return self._made[key]
+
+
+def _default_group() -> Group:
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "fsdp: there is no process group to shard over; call torch.distributed.init_process_group() before "
+            "thunder.jit(), and start the script with torchrun"
+        )
+    return Group.of(dist.distributed_c10d._get_default_group())
+
+
+def _group_of_mesh(mesh: DeviceMesh) -> Group:
+    if mesh.ndim == 1:
+        return Group.of(mesh.get_group())
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if len(ranks) == dist.get_world_size():
+        return _default_group()
+    return _new_group(ranks, mesh.get_group(0), "mesh")
+
+
+def _twin(group: Group) -> Group:
+    """The same ranks with a communicator of its own."""
+    return _new_group(list(group.global_ranks), group.process_group, f"{group.description}_reductions")
+
+
+def _new_group(ranks: list[int], like: dist.ProcessGroup, description: str) -> Group:
+    # Only its members make it: the rest of the world may be busy with something else.
+    made = dist.new_group(ranks, backend=dist.get_backend(like), use_local_synchronization=True, group_desc=description)
+    return Group.of(made)

@@ -1,0 +1,50 @@
+"""The bucket as one flat vector: one plain all-gather or reduce-scatter, straight into the interleaved buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from .base import Transport, Work
+
+if TYPE_CHECKING:
+    from ..buffers import Bucket, Views
+
+__all__ = ["Flat", "all_gather_flat", "pieces", "reduce_scatter_flat"]
+
+# torch 2.13 renamed the two collectives and warns about the old names; before, only the old ones exist.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Flat(Transport):
+    """See [Note: Interleaved layout with row-aligned cuts]: usually a bucket is one segment, so one collective."""
+
+    name = "flat"
+
+    def all_gather(self, bucket: Bucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
+        group = bucket.ranks.group.process_group
+        return [
+            all_gather_flat(whole, own, group=group, async_op=True)
+            for whole, own in pieces(bucket, unsharded.flat, shard)
+        ]
+
+    def reduce_scatter(self, bucket: Bucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
+        group = bucket.ranks.reductions.process_group
+        # The division by the world size is part of the collective.
+        return [
+            reduce_scatter_flat(own, whole, op=dist.ReduceOp.AVG, group=group, async_op=True)
+            for whole, own in pieces(bucket, unsharded.flat, shard)
+        ]
+
+
+def pieces(bucket: Bucket, unsharded: torch.Tensor, shard: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The whole and the rank's own piece of each segment that has elements."""
+    layout = bucket.spec.layout
+    for s in layout.segments:
+        if s.shard_numel:
+            whole = unsharded.narrow(0, s.unsharded_offset, layout.world_size * s.shard_numel)
+            yield whole, shard.narrow(0, s.shard_offset, s.shard_numel)

@@ -1,0 +1,74 @@
+"""The measured baseline: a plain all-gather in the order of ranks, then one fused copy into the interleaved order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from .base import Transport, Work, behind
+from .flat import all_gather_flat, reduce_scatter_flat
+
+if TYPE_CHECKING:
+    from ..buckets import BucketSpec
+    from ..buffers import Bucket, Views
+
+__all__ = ["Staged"]
+
+
+class Staged(Transport):
+    """What FSDP2 does: one collective a bucket, and every byte of it is copied once more.
+
+    On a GPU the copy behind a gather runs on a side stream; the one before a reduction must follow the last gradient.
+    """
+
+    name = "staged"
+    per_param = True
+    staging = True
+
+    def all_gather(self, bucket: Bucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
+        staging = unsharded.staging
+        assert staging is not None
+        sizes, places = self._pieces(bucket, unsharded)
+        if not sizes:
+            return []
+
+        def issue() -> Sequence[Work]:
+            return [all_gather_flat(staging, shard, group=bucket.ranks.group.process_group, async_op=True)]
+
+        def interleave() -> None:
+            by_rank = staging.view(bucket.spec.layout.world_size, -1)
+            torch.split_with_sizes_copy(by_rank, sizes, dim=1, out=places)
+
+        return [behind(issue, interleave, shard.device)]
+
+    def reduce_scatter(self, bucket: Bucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
+        assert unsharded.staging is not None
+        sizes, places = self._pieces(bucket, unsharded)
+        if not sizes:
+            return []
+        torch.cat(places, dim=1, out=unsharded.staging.view(bucket.spec.layout.world_size, -1))
+        return [
+            reduce_scatter_flat(
+                shard,
+                unsharded.staging,
+                op=dist.ReduceOp.AVG,
+                group=bucket.ranks.reductions.process_group,
+                async_op=True,
+            )
+        ]
+
+    @staticmethod
+    def _pieces(bucket: Bucket, unsharded: Views) -> tuple[list[int], list[torch.Tensor]]:
+        """Elements of each parameter that a rank sends, and the parameter as rows, one for each rank."""
+        layout = bucket.spec.layout
+        segments = [s for s in layout.segments if s.shard_numel]
+        return [s.shard_numel for s in segments], [
+            unsharded.flat.narrow(0, s.unsharded_offset, layout.world_size * s.shard_numel).view(layout.world_size, -1)
+            for s in segments
+        ]
+
+    def launches(self, spec: BucketSpec) -> int:
+        return min(1, sum(s.shard_numel for s in spec.layout.segments))
