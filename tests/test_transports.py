@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from thunder_fsdp_sched import fsdp, full_state_dict
+from thunder_fsdp_sched.transports import choose_transport
 
 import pytest
 import shared_memory
@@ -151,3 +152,46 @@ def _unreduced_through_staging(rank: int, world_size: int) -> None:
 
 def test_gradients_of_no_sync_travel_through_staging(ranks: Workers) -> None:
     ranks.run(_unreduced_through_staging)
+
+
+#
+# What cannot be had
+#
+
+
+def _refused(rank: int, world_size: int, case: str) -> None:
+    options = {}
+    if case == "symmetric memory":
+        options = {"transport": "symmetric_memory"}
+        expected = ValueError, r"transport='symmetric_memory' needs GPUs .* on 'cpu'; use 'flat'.*bucket 'first'"
+    elif case == "unknown":
+        options = {"transport": "pigeon"}
+        expected = ValueError, r"transport: expected 'auto', one of \[.*'flat'.*\].*got 'pigeon'"
+    elif case == "unknown by callable":
+        options = {"transport": lambda name, params: "pigeon"}
+        expected = ValueError, "transport: expected .* got 'pigeon'"
+    elif case == "dtype":
+        options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float8_e4m3fn)}
+        expected = ValueError, r"gloo cannot send torch\.float8_e4m3fn; .*mp_policy.*bucket 'first'"
+    elif case == "no float":
+        options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.int32)}
+        expected = ValueError, r"mp_policy: reduce_dtype must be a floating-point dtype, got torch\.int32"
+    elif case == "no policy":
+        options = {"mp_policy": torch.bfloat16}
+        expected = TypeError, "mp_policy: expected a MixedPrecisionPolicy"
+    with pytest.raises(expected[0], match=expected[1]):
+        thunder.jit(Stack(1), transforms=[fsdp(**options)])
+
+
+@pytest.mark.parametrize(
+    "case", ["symmetric memory", "unknown", "unknown by callable", "dtype", "no float", "no policy"]
+)
+def test_what_cannot_be_had_is_refused_at_once(ranks: Workers, case: str) -> None:
+    ranks.run(_refused, case)
+
+
+def test_auto_takes_one_vector_unless_that_pads_much():
+    assert choose_transport([(64, 32), (32,)], 2, 4)[0] == "flat"
+    # Rows of 1,009 and of 1,013 elements: cuts between rows of both are far apart.
+    transport, reason = choose_transport([(3, 1009), (3, 1013)], 64, 4)
+    assert transport == "coalesced" and "padding" in reason

@@ -1,0 +1,191 @@
+"""The proof that all ranks' collectives end, against an exhaustive search through everything that can happen."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched.deadlock import Step, find_fault
+from thunder_fsdp_sched.schedule import read_program
+from thunder_fsdp_sched.transforms import plan_slots, sort_communication, verify
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from synthetic import chain
+
+Programs = Mapping[int, Sequence[Step]]
+
+
+def program(*steps: str) -> list[Step]:
+    """``"A:01"`` issues on the group A of ranks 0 and 1; ``"wait 0"`` waits for the first that was issued."""
+    issued: list[Step] = []
+    out = []
+    for step in steps:
+        if step.startswith("wait"):
+            out.append(issued[int(step[5:])]._replace(waits=True))
+        else:
+            group, ranks = step.split(":")
+            issued.append(Step(f"op on {group}", group, tuple(map(int, ranks)), False, len(issued)))
+            out.append(issued[-1])
+    return out
+
+
+def test_programs_that_end():
+    same = program("A:012", "B:012", "wait 1", "wait 0")
+    assert find_fault({0: same, 1: same, 2: same}) == ""
+    # Pairs along a ring, each rank in the order of the pairs' numbers.
+    ring = {
+        0: program("A:01", "C:02", "wait 0", "wait 1"),
+        1: program("A:01", "wait 0", "B:12", "wait 1"),
+        2: program("B:12", "C:02", "wait 0", "wait 1"),
+    }
+    assert find_fault(ring) == ""
+
+
+def test_another_order_on_one_group_is_named_with_its_line():
+    one = [Step(name, "A", (0, 1), False, i) for i, name in enumerate(("h.0", "h.1"))]
+    other = [step._replace(line=line) for step, line in zip(one, ("h.1", "h.0"), strict=True)]
+    assert find_fault({0: one, 1: other}) == "line 1:\n    rank 0: h.0\n    rank 1: h.1"
+    assert "line 2:\n    rank 0: h.1\n    rank 1: (nothing)" in find_fault({0: one, 1: one[:1]})
+
+
+def test_groups_that_wait_for_each_other_are_found():
+    fault = find_fault(
+        {
+            0: program("A:01", "wait 0", "B:01", "wait 1"),
+            1: program("B:01", "wait 0", "A:01", "wait 1"),
+        }
+    )
+    assert "would never end" in fault
+    assert "rank 0 is held up at op on A, in op on A with ranks (0, 1)" in fault
+    assert "rank 1 is held up at op on B, in op on B with ranks (0, 1)" in fault
+
+
+def test_collectives_of_two_groups_that_need_room_side_by_side_are_refused():
+    # Nobody waits before both are issued, so these end if collectives of two groups run side by side. NCCL does not
+    # promise that.
+    crossed = {0: program("A:01", "B:01"), 1: program("B:01", "A:01")}
+    assert "would never end" in find_fault(crossed)
+    assert not deadlocks(crossed, serial=False)
+
+
+def test_who_takes_no_part_is_named():
+    assert find_fault({0: program("A:01")}) == "ranks [1] of process group 'A' take no part"
+    assert "not its own" in find_fault({0: program("A:01"), 1: program("A:01"), 2: program("A:01")})
+    assert "(0, 1) for one rank" in find_fault({0: program("A:01"), 1: program("A:012"), 2: []})
+
+
+def test_the_program_of_a_trace_is_what_it_issues_and_waits_for():
+    trace = verify(plan_slots(sort_communication(chain(3), prefetch=1)))
+    steps = read_program(trace)
+    assert [(s.waits, s.number) for s in steps] == [(False, 0), (False, 1), (True, 0), (False, 2), (True, 1), (True, 2)]
+    assert {s.ranks for s in steps} == {(0, 1)}
+    assert find_fault({0: steps, 1: steps}) == ""
+    assert find_fault({0: steps, 1: read_program(verify(plan_slots(sort_communication(chain(3), prefetch=2))))}) == ""
+
+
+#
+# Everything that can happen
+#
+
+State = tuple[tuple[int, ...], tuple[frozenset[int], ...]]
+
+
+def deadlocks(programs: Programs, *, serial: bool) -> bool:
+    """Whether some order of events leads to a state in which nothing can happen, but not all is done.
+
+    An event is one rank's next step, or one collective that takes place: with ``serial`` when it is the oldest of all its
+    members, else when it is the oldest of its group on all of them.
+    """
+    ranks = sorted(programs)
+    start: State = (tuple(0 for _ in ranks), tuple(frozenset() for _ in ranks))
+    seen, stack = {start}, [start]
+    while stack:
+        state = stack.pop()
+        following = list(_events(programs, ranks, state, serial))
+        finished = all(
+            position == len(programs[rank]) and len(done) == sum(not s.waits for s in programs[rank])
+            for rank, position, done in zip(ranks, *state, strict=True)
+        )
+        if not following and not finished:
+            return True
+        for new in following:
+            if new not in seen:
+                seen.add(new)
+                stack.append(new)
+    return False
+
+
+def _events(programs: Programs, ranks: list[int], state: State, serial: bool) -> Iterator[State]:
+    positions, done = state
+    for i, rank in enumerate(ranks):
+        if positions[i] < len(programs[rank]):
+            step = programs[rank][positions[i]]
+            if not step.waits or step.number in done[i]:
+                yield (*positions[:i], positions[i] + 1, *positions[i + 1 :]), done
+    heads: dict[str, dict[int, int]] = {}
+    members: dict[str, tuple[int, ...]] = {}
+    for i, rank in enumerate(ranks):
+        running = [s for s in programs[rank][: positions[i]] if not s.waits and s.number not in done[i]]
+        oldest: dict[str, Step] = {}
+        for step in running[:1] if serial else running:
+            oldest.setdefault(step.group, step)
+        for group, step in oldest.items():
+            heads.setdefault(group, {})[i] = step.number
+            members[group] = step.ranks
+    for group, numbers in heads.items():
+        if len(numbers) == len(members[group]):
+            yield positions, tuple(d | {numbers[i]} if i in numbers else d for i, d in enumerate(done))
+
+
+GROUPS = {"A": (0, 1), "B": (1, 2), "C": (0, 2), "D": (0, 1, 2)}
+
+
+@st.composite
+def small_programs(draw: st.DrawFn) -> Programs:
+    """Three ranks, each group's members with the same collectives on it, in any order and with waits anywhere."""
+    times = {group: draw(st.integers(0, 2)) for group in GROUPS}
+    programs = {}
+    for rank in range(3):
+        own = [group for group, members in GROUPS.items() if rank in members for _ in range(times[group])]
+        order = draw(st.permutations(own))
+        steps: list[Step] = []
+        waited = []
+        for number, group in enumerate(order):
+            steps.append(Step(f"op on {group}", group, GROUPS[group], False, number))
+            for earlier in range(number + 1):
+                if earlier not in waited and draw(st.booleans()):
+                    steps.append(Step(f"op on {order[earlier]}", order[earlier], GROUPS[order[earlier]], True, earlier))
+                    waited.append(earlier)
+        programs[rank] = steps
+    return programs
+
+
+@settings(max_examples=300, deadline=None)
+@given(small_programs())
+@example({0: program("A:01", "C:02"), 1: program("B:12", "A:01"), 2: program("C:02", "B:12")})
+def test_the_proof_is_right_about_everything_that_can_happen(programs):
+    stuck = bool(find_fault(programs))
+    assert stuck == deadlocks(programs, serial=True)
+    if not stuck:
+        assert not deadlocks(programs, serial=False)
+
+
+def test_all_small_cases_of_two_ranks_and_two_groups():
+    """Every way to issue two collectives on each of two groups, with the waits at every place."""
+    found = 0
+    orders = [p for p in set(itertools.permutations("AABB"))]
+    cases = [
+        program(*[f"{g}:01" for g in order[:wait_at]], f"wait {waits}",
+                *[f"{g}:01" for g in order[wait_at:]])
+        for order in orders
+        for wait_at in range(1, 5)
+        for waits in range(wait_at)
+    ]  # fmt: skip
+    for one, other in itertools.product(cases[::3], cases[::5]):
+        programs = {0: one, 1: other}
+        stuck = bool(find_fault(programs))
+        assert stuck == deadlocks(programs, serial=True), programs
+        found += stuck
+    assert found > 0

@@ -1,0 +1,266 @@
+"""Several process groups: hybrid sharding, parameters with groups of their own, reductions with their own communicator."""
+
+from __future__ import annotations
+
+import itertools
+
+from thunder_fsdp_sched import fsdp, full_state_dict, testing
+
+import pytest
+import thunder
+import torch
+import torch.distributed as dist
+from models import Layer, Model, Stack
+from ranks import Ranks
+from reference import Twins
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+each_strategy = pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+
+
+#
+# Hybrid sharding
+#
+
+
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def _train_hybrid(rank: int, world_size: int, strategy: str) -> None:
+    mesh = _mesh()
+    torch.manual_seed(rank)  # rank 3's parameters count
+    model = Stack(2).double()
+    state = [model.state_dict()]
+    dist.broadcast_object_list(state, src=3)
+    twins = Twins(rank, world_size, model, sharding_strategy=strategy, mesh=mesh, broadcast_from=3)
+    twins.reference.load_state_dict(state[0])
+    twins.check_parameters()
+    twins.train(steps=2)
+    with twins.sharded.no_sync():
+        twins.backward(step=5)
+    twins.backward(step=6)
+    twins.update()
+    assert all(b.layout.world_size == 2 and b.replicas == 2 for b in twins.transform.plan)
+
+    schedule = twins.transform.compiled[0].schedule.backward
+    kinds = [(op.kind, op.bucket) for op in schedule if op.kind in ("fsdp_reduce_scatter", "fsdp_all_reduce")]
+    order = ["last", "blocks.1", "blocks.0", "first"]
+    # Across replicas goes what the next bucket's reduce-scatter, issued just before, gave time to finish inside.
+    expected = [("fsdp_reduce_scatter", order[0])]
+    for before, bucket in itertools.pairwise(order):
+        expected += [("fsdp_reduce_scatter", bucket), ("fsdp_all_reduce", before)]
+    assert kinds == [*expected, ("fsdp_all_reduce", order[-1])]
+    groups = {op.kind: op.group for op in schedule if op.kind in ("fsdp_reduce_scatter", "fsdp_all_reduce")}
+    assert groups == {"fsdp_reduce_scatter": "mesh_shard", "fsdp_all_reduce": "mesh_replicate"}
+    reductions = [op for op in schedule if op.kind == "fsdp_all_reduce"]
+    assert all(op.nbytes * 2 == twins.transform.plan[op.bucket].grad_bytes for op in reductions)
+    testing.assert_reductions_right_after_last_gradient(twins.sharded)
+    testing.assert_waits_right_before_first_consumer(twins.sharded)
+    testing.assert_same_schedule_on_all_ranks(twins.sharded)
+
+
+@each_strategy
+def test_hybrid_sharding_trains_like_the_unsharded_model(four_ranks: Ranks, strategy: str) -> None:
+    four_ranks.run(_train_hybrid, strategy)
+
+
+def _train_hybrid_beside_fsdp2(rank: int, world_size: int) -> None:
+    """FSDP2 on the same mesh, its gradients taken without Thunder's decompositions: equal but for rounding."""
+    mesh = _mesh()
+    models = [Stack(2).double(), Stack(2).double()]
+    models[1].load_state_dict(models[0].state_dict())
+    ours = thunder.jit(models[0], transforms=[fsdp(mesh=mesh)])
+    for block in models[1].blocks:
+        fully_shard(block, mesh=mesh)
+    theirs = fully_shard(models[1], mesh=mesh)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (ours, theirs)]
+    for step in range(3):
+        (x,) = Stack(2).inputs(torch.Generator().manual_seed(10 * step + rank))
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = full_state_dict(ours)
+    for name, param in theirs.named_parameters():
+        torch.testing.assert_close(whole[name], param.full_tensor(), rtol=1e-8, atol=1e-8)
+
+
+def test_hybrid_sharding_trains_like_fsdp2_on_the_same_mesh(four_ranks: Ranks) -> None:
+    four_ranks.run(_train_hybrid_beside_fsdp2)
+
+
+def _hybrid_in_low_precision(rank: int, world_size: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    sharded = thunder.jit(Stack(1), transforms=[transform := fsdp(mesh=_mesh(), mp_policy=policy)])
+    (x,) = Stack(1).inputs(torch.Generator().manual_seed(rank))
+    sharded(x.float()).sum().backward()
+    dtypes = {op.kind: op.dtype for op in transform.compiled[-1].schedule.backward}
+    assert dtypes["fsdp_all_gather"] == "bfloat16" and dtypes["fsdp_all_reduce"] == "float32"
+    grads = [p.grad for p in sharded.parameters()]
+    others = [g.clone() for g in grads]
+    replicas = _mesh().get_group(0)
+    for grad in others:
+        dist.all_reduce(grad, op=dist.ReduceOp.MAX, group=replicas)
+    assert all(torch.equal(g, o) for g, o in zip(grads, others, strict=True)), "replicas have different gradients"
+
+
+def test_replicas_reduce_in_the_dtype_of_the_policy(four_ranks: Ranks) -> None:
+    four_ranks.run(_hybrid_in_low_precision)
+
+
+#
+# Parameters with a group of their own
+#
+
+
+class Routed(nn.Module):
+    """Rows of the batch with a large first element go through the expert, the others through the dense layer alone."""
+
+    def __init__(self, width: int, expert_width: int) -> None:
+        super().__init__()
+        self.dense = Layer(width)
+        self.expert = nn.Sequential(nn.Linear(width, expert_width), nn.Tanh(), nn.Linear(expert_width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.dense(x)
+        return x + (x[:, :1] > 0).to(x.dtype) * self.expert(x)
+
+
+class Experts(Model):
+    """Each rank has experts of its own, which it shares with one other rank. The pairs' experts differ in size."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(Routed(4, expert_width=5 if rank % 2 else 6) for _ in range(2))
+        self.last = nn.Linear(4, 3)
+        generators = [torch.Generator().manual_seed(seed) for seed in (0, 1 + rank % 2)]
+        for name, param in self.named_parameters():
+            nn.init.normal_(param, generator=generators[_is_expert(name)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def _is_expert(name: str) -> bool:
+    return ".expert." in name
+
+
+class ExpertTwins(Twins):
+    """The reference's experts are averaged over those that share them."""
+
+    pair: dist.ProcessGroup
+
+    def mean_grads(self) -> dict[str, torch.Tensor | None]:
+        grads = {}
+        for name, param in self.reference.named_parameters():
+            group = self.pair if _is_expert(name) else None
+            grads[name] = grad = param.grad.clone()
+            dist.all_reduce(grad, group=group)
+            grad /= dist.get_world_size(group)
+        return grads
+
+
+def _pair(rank: int) -> dist.ProcessGroup:
+    pairs = [dist.new_group([0, 2], group_desc="experts"), dist.new_group([1, 3], group_desc="experts")]
+    return pairs[rank % 2]
+
+
+def _train_experts(rank: int, world_size: int, strategy: str, separate: bool) -> None:
+    pair = _pair(rank)
+    twins = ExpertTwins(
+        rank,
+        world_size,
+        Experts(rank).double(),
+        sharding_strategy=strategy,
+        process_group_for=lambda name, param: pair if _is_expert(name) else None,
+        separate_reduce_scatter_group=separate,
+    )
+    twins.pair = pair
+    sizes = {b.name: b.layout.world_size for b in twins.transform.plan}
+    assert sizes["blocks.0"] == 4 and sizes["blocks.0.experts"] == 2
+    twins.train(steps=3)
+    groups = {op.group for op in twins.transform.compiled[-1].schedule.backward}
+    expected = {"default_pg", "experts"} if strategy == "zero3" or not separate else set()
+    assert groups == expected | ({"default_pg_reductions", "experts_reductions"} if separate else set())
+    testing.assert_waits_right_before_first_consumer(twins.sharded)
+    testing.assert_gathers_in_consumer_order(twins.sharded)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@each_strategy
+def test_experts_are_sharded_over_the_ranks_that_share_them(four_ranks: Ranks, strategy: str, separate: bool) -> None:
+    four_ranks.run(_train_experts, strategy, separate)
+
+
+def _train_with_reductions_apart(rank: int, world_size: int, strategy: str) -> None:
+    twins = Twins(
+        rank, world_size, Stack(3).double(), sharding_strategy=strategy, separate_reduce_scatter_group=True, prefetch=2
+    )
+    twins.train(steps=2)
+    buckets = twins.transform.sharded.buckets
+    assert len({id(b.ranks.reductions) for b in buckets}) == 1
+    assert all(b.ranks.reductions.name != b.ranks.group.name for b in buckets)
+    testing.assert_prefetch_distance(twins.sharded, 2)
+
+
+@each_strategy
+def test_reductions_may_have_a_communicator_of_their_own(ranks: Ranks, strategy: str) -> None:
+    ranks.run(_train_with_reductions_apart, strategy)
+
+
+#
+# What does not fit
+#
+
+
+def _refused(rank: int, world_size: int, case: str) -> None:
+    pair = _pair(rank)
+    outside = dist.new_group([0, 1]) if case != "group of others" else dist.new_group([1, 2, 3])
+    options: dict[str, object] = {}
+    expected: tuple[type[Exception], str]
+    if case == "group of others":
+        if rank:
+            dist.barrier()
+            return
+        options = {"process_group_for": lambda name, param: outside if name == "last.bias" else None}
+        expected = ValueError, r"process_group_for: rank 0 is not in the process group for parameter 'last\.bias'"
+    elif case == "not a group":
+        options = {"process_group_for": lambda name, param: 3 if name == "last.bias" else None}
+        expected = TypeError, r"process_group_for: expected a process group.*'last\.bias', got 3"
+    elif case == "outside":
+        options = {"process_group": pair, "process_group_for": lambda name, param: dist.group.WORLD}
+        expected = ValueError, r"process_group_for: the group for parameter 'first\.weight' holds ranks \[\d, \d\]"
+    elif case == "bucket across groups":
+        options = {
+            "process_group_for": lambda name, param: pair if name == "first.bias" else None,
+            "bucketing_strategy": lambda name, param: "everything",
+        }
+        expected = (
+            ValueError,
+            r"puts 'first\.weight' and 'first\.bias' into one bucket 'everything', .* two process groups",
+        )
+    elif case == "no callable":
+        options = {"process_group_for": pair}
+        expected = TypeError, "process_group_for: expected a callable"
+    elif case == "broadcast":
+        options = {"mesh": _mesh(), "broadcast_from": 7}
+        expected = ValueError, "broadcast_from: rank 7 is not in the process group"
+    with pytest.raises(expected[0], match=expected[1]):
+        thunder.jit(Stack(1).double(), transforms=[fsdp(**options)])
+    if case == "group of others":
+        dist.barrier()
+
+
+CASES = ["group of others", "not a group", "outside", "bucket across groups", "no callable", "broadcast"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_groups_that_do_not_fit_are_refused_at_once(four_ranks: Ranks, case: str) -> None:
+    four_ranks.run(_refused, case)
