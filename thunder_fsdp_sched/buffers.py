@@ -96,7 +96,7 @@ class InFlight(NamedTuple):
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.bucket.rank}: the {self.what} of bucket {self.bucket.spec.name!r} failed: {error}"
-                + (f"\n{why}" if (why := self.bucket.explain_failure()) else "")
+                + (f"\n{why}" if (why := self.bucket.whole.explain_failure()) else "")
             ) from error
 
 
@@ -180,18 +180,13 @@ class Bucket:
         handle: the name under which it prints.
 
     Attributes:
+        whole: itself; for a handle under which a bucket is gathered in another way (``parts``) that bucket.
         shard: the flat shard buffer; ``params`` are this rank's rows of each parameter, views of it.
     """
 
     def __init__(self, spec: BucketSpec, ranks: Ranks, transport: Transport, arena: Arena, handle: str) -> None:
-        self.spec = spec
-        self.ranks = ranks
-        self.rank = ranks.group.rank
-        self.transport = transport
-        self.arena = arena
-        self.handle = handle
+        self._adopt(spec, ranks, transport, arena, handle)
         self.shard = transport.allocate(spec.layout.shard_numel, spec.dtype, spec.device, ranks)
-        self.private_slot: Slot | None = None
         self.shard_views = shard_views(spec, self.rank, self.shard)
         self.shard_pointers = tuple(map(address, self.shard_views))
         self.params = tuple(
@@ -204,6 +199,18 @@ class Bucket:
         """Flat unsharded gradients that ``no_sync`` backwards have summed up and no reduction has taken yet."""
         self.unreduced_params: set[int] = set()
         self._cast = Cast(self) if spec.param_dtype != spec.dtype else None
+        self.parts: dict[Any, Bucket] = {}
+        """Handles under which it is gathered in another way: see ``parts``."""
+
+    def _adopt(self, spec: BucketSpec, ranks: Ranks, transport: Transport, arena: Arena, handle: str) -> None:
+        self.spec = spec
+        self.whole: Bucket = self
+        self.ranks = ranks
+        self.rank = ranks.group.rank
+        self.transport = transport
+        self.arena = arena
+        self.handle = handle
+        self.private_slot: Slot | None = None
         self.all_gather_label = f"fsdp_all_gather({spec.name})"
         self.reduce_scatter_label = f"fsdp_reduce_scatter({spec.name})"
         self.all_reduce_label = f"fsdp_all_reduce({spec.name})"
@@ -221,7 +228,7 @@ class Bucket:
 
     def shard_to_send(self, *, again: bool) -> torch.Tensor:
         """The flat shard in the dtype in which it travels; see :class:`Cast`."""
-        return self.shard if self._cast is None else self._cast.fresh(again=again or self.unreduced is not None)
+        return self.shard if self._cast is None else self._cast.fresh(again=again or self.whole.unreduced is not None)
 
     @functools.cached_property
     def own_pieces(self) -> list[tuple[slice, slice]]:

@@ -123,8 +123,15 @@ def room_for_gathers(trace: TraceCtx, *, budget: int | None, kept: Collection[Bu
     if budget is None:
         return None
     reduced = sorted((slot_bytes_of(b) for b in trace.bound_symbols if b.sym is fsdp_reduce_scatter), reverse=True)
-    private = sum(slot_bytes(b.spec, b.spec.param_dtype) for b in kept)
+    private = _private_bytes(trace, kept)
     return max(budget - private - sum(reduced[:MAX_REDUCTIONS_IN_FLIGHT]), 0)
+
+
+def _private_bytes(trace: TraceCtx, kept: Collection[Bucket]) -> int:
+    """Bytes of the slots in which kept buckets stay; before ``kept`` gathers of a trace decide, their buckets' own."""
+    gathered = [b for b in trace.bound_symbols if b.sym is fsdp_all_gather and b.args[0].whole in kept]
+    elsewhere = set(kept) - {b.args[0].whole for b in gathered}
+    return sum(map(slot_bytes_of, gathered)) + sum(slot_bytes(b.spec, b.spec.param_dtype) for b in elsewhere)
 
 
 class _Search:
@@ -160,8 +167,6 @@ class _Search:
         if self.budget is None:
             return True
         kept = self.kept | frozenset(self.first_in_backward[:number])
-        if sum(slot_bytes(b.spec, b.spec.param_dtype) for b in kept) > self.budget:
-            return False
         return self.try_out(prefetch, kept)[1] <= self.budget
 
     def try_out(self, prefetch: int, kept: frozenset[Bucket]) -> tuple[Sequence[TraceCtx], int]:
@@ -182,7 +187,7 @@ class _Search:
             )
             for half in split_joint(joint)
         ]
-        private = sum(slot_bytes(b.spec, b.spec.param_dtype) for b in kept)
+        private = _private_bytes(halves[0], kept)
         return halves, private + sum(arena.nbytes for arena in scratch.values())
 
     @cached_property
@@ -192,4 +197,4 @@ class _Search:
         if len(halves) == 1:
             return []
         ordered = sort_communication(halves[1], prefetch=0)
-        return [b.args[0] for b in ordered.bound_symbols if b.sym is fsdp_all_gather]
+        return list(dict.fromkeys(b.args[0].whole for b in ordered.bound_symbols if b.sym is fsdp_all_gather))

@@ -113,10 +113,12 @@ class AnalyticCost:
         nbytes, dtype = payload(kind, bucket.spec)
         if kind == fsdp_all_reduce.name:
             return ring_seconds(self.spec, nbytes, ranks, passes=2.0)
+        if kind == fsdp_all_gather.name and bucket.spec.travel.transport == "all_reduce":
+            return ring_seconds(self.spec, nbytes, ranks, passes=2.0)
         if kind == fsdp_reduce_scatter.name:
             passes = self.spec.reduce_scatter_factor
         else:
-            passes = 2.0 if bucket.spec.travel.transport == "all_reduce" else 1.0
+            passes = 1.0
         layout = bucket.spec.layout
         pieces = [s.shard_numel * layout.world_size * dtype.itemsize for s in layout.segments if s.shard_numel]
         if bucket.spec.travel.transport in ("staged", "coalesced"):  # one start for all of them

@@ -8,8 +8,8 @@ once, with the module
 for each new set of shapes and flags
     ``transform_traces_pre_prologue``         shard_prologue, insert_unshard
     (Thunder: autograd makes one joint forward/backward trace; executors claim operators)
-    ``_JointPasses`` before the fusions       bucket_communication, [choose], regather_for_backward,
-                                              guard_kept, keep_fusions_apart
+    ``_JointPasses`` before the fusions       bucket_communication, fuse_downcast, [choose],
+                                              regather_for_backward, guard_kept, keep_fusions_apart
     (Thunder: fusion executors)
     ``_JointPasses`` behind the fusions       remove_cuts, regather_for_backward
     (Thunder: the joint trace is split)
@@ -48,6 +48,7 @@ from .traces import is_backward_trace, split_joint, statements
 from .transforms import (
     ScheduleMismatch,
     bucket_communication,
+    fuse_downcast,
     guard_kept,
     insert_unshard,
     keep_fusions_apart,
@@ -209,7 +210,11 @@ class FSDPTransform(Transform):
     def _before_fusion(self, trace: TraceCtx) -> TraceCtx:
         compiled = self.compiled[-1]
         bucketed = compiled.run(
-            [partial(bucket_communication, buckets=self.sharded.buckets, no_sync=compiled.no_sync)], trace
+            [
+                partial(bucket_communication, buckets=self.sharded.buckets, no_sync=compiled.no_sync),
+                fuse_downcast,
+            ],
+            trace,
         )
         self._choose(bucketed)
         kept = self.sharded.kept

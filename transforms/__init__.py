@@ -4,6 +4,7 @@ Where each runs in Thunder's pipeline is written down in ``thunder_fsdp_sched.tr
 """
 
 from .bucket_communication import bucket_communication
+from .fuse_downcast import fuse_downcast
 from .guard_kept import guard_kept
 from .insert_unshard import insert_unshard
 from .keep_fusions_apart import keep_fusions_apart, remove_cuts
@@ -18,6 +19,7 @@ __all__ = [
     "ScheduleMismatch",
     "VerificationError",
     "bucket_communication",
+    "fuse_downcast",
     "guard_kept",
     "insert_unshard",
     "keep_fusions_apart",

@@ -21,7 +21,7 @@ def guard_kept(trace: TraceCtx, *, kept: Collection[Bucket]) -> TraceCtx:
     Under ZeRO-3 backward holds them anyway, to gather them again.
     """
     started = time.perf_counter()
-    gathers = [b for b in trace.bound_symbols if b.sym is fsdp_all_gather and b.args[0] in kept]
+    gathers = [b for b in trace.bound_symbols if b.sym is fsdp_all_gather and b.args[0].whole in kept]
     if not gathers or all(forward_part(trace)[:-1]):
         return trace
     new = with_bound_symbols(trace, trace.bound_symbols[:-1], "fsdp: guard kept buckets", started)

@@ -60,7 +60,7 @@ def plan_slots(
     """
     started = time.perf_counter()
     ranges = live_ranges(trace)
-    private = {i for i, r in ranges.items() if r.bucket in kept and trace.bound_symbols[i].sym is fsdp_all_gather}
+    private = {i for i, r in ranges.items() if r.bucket.whole in kept and trace.bound_symbols[i].sym is fsdp_all_gather}
     _allocate([r for i, r in ranges.items() if i not in private])
     bsyms = list(trace.bound_symbols)
     for position, live in ranges.items():

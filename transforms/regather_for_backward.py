@@ -35,7 +35,9 @@ def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket]) -> Trace
     """
     started = time.perf_counter()
     forward = forward_part(trace)
-    if all(forward[:-1]) or not any(b.sym is fsdp_all_gather and b.args[0] not in kept for b in trace.bound_symbols):
+    if all(forward[:-1]) or not any(
+        b.sym is fsdp_all_gather and b.args[0].whole not in kept for b in trace.bound_symbols
+    ):
         return trace
     new = with_bound_symbols(trace, (), "fsdp: regather for backward", started)
     with tracectx(new):
@@ -90,7 +92,7 @@ class _Regather:
             self.gathers[bsym.args[0]] = bsym
         elif bsym.sym is fsdp_wait_params:
             self.waits[bsym.args[0]] = bsym
-            if bsym.args[0] not in self.kept:
+            if bsym.args[0].whole not in self.kept:
                 self.from_params.update(outs_of(bsym))
         elif bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
             for part in bsym.subsymbols if bsym.sym.is_fusion else (bsym,):

@@ -1,0 +1,93 @@
+"""Handles under which a bucket is gathered in another way than planned: in lower precision, or only some parameters of it.
+
+They share the shards of the bucket and allocate none. Gradients are reduced under the bucket itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from .buckets import BucketSpec
+from .buffers import Bucket, Cast, address, handle_name, shard_views
+from .layout import ALIGNMENT, Layout, Placement
+from .transports import TRANSPORTS
+
+__all__ = ["bytes_of_rest", "in_dtype", "only"]
+
+
+class _Part(Bucket):
+    def __init__(self, whole: Bucket, spec: BucketSpec, pieces: list[tuple[slice, slice]] | None = None) -> None:
+        self._adopt(spec, whole.ranks, TRANSPORTS[spec.travel.transport], whole.arena, handle_name(spec.name))
+        self.whole = whole
+        self.shard = whole.shard
+        self.shard_views = shard_views(spec, self.rank, self.shard)
+        self.shard_pointers = tuple(map(address, self.shard_views))
+        by_name = {param.name: whole.params[i] for i, param in enumerate(whole.spec.params)}
+        self.params = tuple(by_name[param.name] for param in spec.params)
+        self._cast = Cast(self) if spec.param_dtype != spec.dtype else None
+        if pieces is not None:
+            self.own_pieces = pieces
+
+
+def in_dtype(bucket: Bucket, dtype: torch.dtype) -> Bucket:
+    """``bucket``, gathered whole in a lower precision: its shard is cast, and the cast travels."""
+    key = (dtype,)
+    if key not in bucket.parts:
+        travel = replace(bucket.spec.travel, param_dtype=dtype, reason=f"{bucket.spec.travel.reason}; cast before it")
+        name = f"{bucket.spec.name}.{str(dtype).removeprefix('torch.')}"
+        bucket.parts[key] = _Part(bucket, replace(bucket.spec, name=name, travel=travel))
+    return bucket.parts[key]
+
+
+def only(bucket: Bucket, indices: Sequence[int]) -> Bucket:
+    """The parameters with these indices alone, in their own dtype.
+
+    Which rank owns which rows stays as the bucket has it, so ranks have different amounts to send: they travel by
+    ``all_reduce``, which needs no order, at twice the bytes of what is to be little.
+    """
+    key = tuple(indices)
+    if key not in bucket.parts:
+        spec = bucket.spec
+        placements, pieces, end = [], [], 0
+        for index in indices:
+            placement = replace(spec.layout.placements[index], unsharded_offset=end)
+            pieces.append(_own_piece(placement, bucket.rank))
+            placements.append(placement)
+            end += _aligned(placement.numel, spec.dtype)
+        layout = Layout(spec.layout.world_size, (), tuple(placements), end, spec.layout.shard_numel)
+        reason = "the rest of a bucket that travels in lower precision: ranks send different amounts"
+        bucket.parts[key] = _Part(
+            bucket,
+            replace(
+                spec,
+                name=f"{spec.name}.{str(spec.dtype).removeprefix('torch.')}",
+                params=tuple(spec.params[i] for i in indices),
+                layout=layout,
+                travel=replace(spec.travel, transport="all_reduce", reason=reason, per_param=False, staging=False),
+            ),
+            pieces,
+        )
+    return bucket.parts[key]
+
+
+def bytes_of_rest(bucket: Bucket, indices: Sequence[int]) -> int:
+    """Bytes of the unsharded buffer of :func:`only`."""
+    spec = bucket.spec
+    return sum(_aligned(spec.layout.placements[i].numel, spec.dtype) for i in indices) * spec.dtype.itemsize
+
+
+def _own_piece(placement: Placement, rank: int) -> tuple[slice, slice]:
+    first, last = (placement.row_starts[r] * placement.row_numel for r in (rank, rank + 1))
+    begin = placement.shard_offsets[rank]
+    return (
+        slice(begin, begin + last - first),
+        slice(placement.unsharded_offset + first, placement.unsharded_offset + last),
+    )
+
+
+def _aligned(numel: int, dtype: torch.dtype) -> int:
+    align = max(1, ALIGNMENT // dtype.itemsize)
+    return -(-numel // align) * align
