@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.__main__ import app
-from thunder_fsdp_sched.planner import find_model
+from thunder_fsdp_sched.planner import find_model, plan_step
 from thunder_fsdp_sched.schedule import load_schedules
 
 import pytest
@@ -40,6 +40,20 @@ def test_a_plan_tells_the_step_and_writes_what_was_asked_for(tmp_path):
     difference = invoke("diff", str(files[2]), str(other))
     assert difference.exit_code == 1
     assert "fsdp_all_gather" in difference.output
+
+
+def test_a_hybrid_step_is_planned_on_both_kinds_of_links():
+    shown = {}
+    for replicas in ("1", "8"):
+        done = invoke("plan", "--model", "test_planner:make_on_meta", "--world-size", "64", "--replicas", replicas)
+        assert done.exit_code == 0, done.output
+        shown[replicas] = done.output
+    assert "8 x 8" in shown["8"] and "8 x 8" not in shown["1"]
+    step = plan_step(make_on_meta, world_size=64, replicas=8, on="h100-sxm")
+    assert set(step.after.communication_seconds) == {"mesh_shard", "mesh_replicate"}
+    assert all(seconds > 0 for seconds in step.after.communication_seconds.values())
+    refused = invoke("plan", "--model", "test_planner:make_on_meta", "--world-size", "64", "--replicas", "7")
+    assert "replicas: 64 ranks cannot hold 7 copies" in " ".join(refused.output.split())
 
 
 def test_an_unknown_model_or_cluster_is_refused_by_name():

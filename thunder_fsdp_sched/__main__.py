@@ -141,6 +141,8 @@ def plan(
     sharding: Annotated[Sharding, typer.Option(help="zero2 or zero3.")] = Sharding.zero3,
     bucketing: Annotated[str, typer.Option(help="block, layer, none, or bytes of a bucket.")] = "block",
     prefetch: Annotated[str, typer.Option(help="Buckets ahead, or auto.")] = "1",
+    replicas: Annotated[int, typer.Option(min=1, help="Hybrid sharding: copies of the shards.")] = 1,
+    transport: Annotated[str, typer.Option(help="How buckets travel.")] = "auto",
     max_unsharded: Annotated[str | None, typer.Option(help="Budget for unsharded memory, such as 8GiB.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences a rank.")] = 1,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 2048,
@@ -168,6 +170,8 @@ def plan(
                 bucketing_strategy=int(bucketing) if bucketing.isdigit() else bucketing,
                 prefetch=int(prefetch) if prefetch.isdigit() else prefetch,
                 max_unsharded_bytes=max_unsharded,
+                replicas=replicas,
+                transport=transport,
             )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

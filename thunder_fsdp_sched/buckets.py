@@ -131,6 +131,11 @@ class BucketSpec:
         return self.layout.unsharded_numel * self.reduce_dtype.itemsize
 
     @property
+    def padding_bytes(self) -> int:
+        """Bytes of the unsharded buffer that belong to no parameter."""
+        return self.layout.padding_numel * self.param_dtype.itemsize
+
+    @property
     def sent_numel(self) -> int:
         """Elements of all ranks' shards together."""
         return self.layout.shard_numel * self.layout.world_size

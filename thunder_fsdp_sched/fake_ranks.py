@@ -18,14 +18,19 @@ Made = tuple[torch.nn.Module, tuple[Any, ...]]
 
 
 def compile_as_rank(
-    make: Callable[[], tuple[Any, ...]], transform: FSDPTransform, *, rank: int, world_size: int
+    make: Callable[[], tuple[Any, ...]],
+    transform: FSDPTransform | Callable[[], FSDPTransform],
+    *,
+    rank: int,
+    world_size: int,
 ) -> FSDPTransform:
     """Compiles a module's forward and backward as ``rank`` of ``world_size`` would, over a fake process group.
 
     Args:
         make: gives the module, its positional arguments, and if it likes its keyword arguments. Tensors may be on the
             meta device.
-        transform: of :func:`thunder_fsdp_sched.fsdp`; it holds the traces afterwards.
+        transform: of :func:`thunder_fsdp_sched.fsdp`; it holds the traces afterwards. Or what makes it, once the process
+            group is there: meshes and further groups need that.
 
     Raises:
         RuntimeError: this process already has a default process group.
@@ -39,6 +44,8 @@ def compile_as_rank(
         )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
+        if not isinstance(transform, FSDPTransform):
+            transform = transform()
         module, args, *kwargs = make()
         jitted = thunder.jit(module, transforms=[transform])
         args, named = transform.cast_inputs(args, kwargs[0] if kwargs else {})

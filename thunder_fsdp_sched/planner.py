@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from .api import fsdp
 from .clusters import ClusterSpec, cluster
@@ -35,12 +36,15 @@ class PlannedStep:
     after: Timeline
 
 
-def plan_step(make: Callable[[], Made], *, world_size: int, on: ClusterSpec | str, **options: Any) -> PlannedStep:
+def plan_step(
+    make: Callable[[], Made], *, world_size: int, on: ClusterSpec | str, replicas: int = 1, **options: Any
+) -> PlannedStep:
     """Traces and schedules a model as rank 0 of ``world_size`` ranks, in this process, and simulates its step.
 
     Args:
         make: gives the module and its inputs, on the meta device.
-        world_size: ranks to shard over.
+        world_size: ranks of the step.
+        replicas: how often the shards exist: ``world_size / replicas`` consecutive ranks share them (hybrid sharding).
         on: the cluster, or the name of a preset.
         **options: of :func:`thunder_fsdp_sched.fsdp`.
 
@@ -49,7 +53,16 @@ def plan_step(make: Callable[[], Made], *, world_size: int, on: ClusterSpec | st
         ValueError: the cluster is unknown, or options do not fit.
     """
     spec = cluster(on)
-    transform = compile_as_rank(make, fsdp(cluster=spec, **options), rank=0, world_size=world_size)
+    if replicas < 1 or world_size % replicas:
+        raise ValueError(f"replicas: {world_size} ranks cannot hold {replicas} copies of equal size")
+
+    def make_transform() -> FSDPTransform:
+        if replicas > 1:
+            shape = (replicas, world_size // replicas)
+            options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        return fsdp(cluster=spec, **options)
+
+    transform = compile_as_rank(make, make_transform, rank=0, world_size=world_size)
     compiled = transform.compiled[-1]
     assert compiled.forward is not None and compiled.forward_before is not None
     cost = AnalyticCost(spec)

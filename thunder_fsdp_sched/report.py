@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from thunder.core.trace import TraceCtx
 
-from .buckets import Plan
+from .buckets import BucketSpec, Plan
 from .planner import PlannedStep
 from .schedule import Schedule
 from .symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_reduce_unreduced
@@ -111,7 +111,7 @@ def schedule_table(schedule: Schedule, *, title: str) -> Table:
 
 
 def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
-    """Every bucket of a plan: how many parameters travel in it, and their bytes; the title ends in the process group."""
+    """Every bucket of a plan: how many parameters travel in it, their bytes, how and between how many ranks."""
     table = Table(
         title=f"{title}, {plan.world_size} ranks of process group {plan.group!r}",
         title_style="bold",
@@ -119,16 +119,18 @@ def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
         box=box.SIMPLE_HEAD,
     )
     table.add_column("bucket")
-    for column in ("parameters", "dtype", "unsharded bytes", "bytes a rank", "padding"):
-        table.add_column(column, justify="left" if column == "dtype" else "right", no_wrap=True)
+    for column in ("parameters", "dtype", "unsharded bytes", "bytes a rank", "padding", "ranks", "transport"):
+        table.add_column(column, justify="left" if column in ("dtype", "transport") else "right", no_wrap=True)
     for bucket in plan:
         table.add_row(
             bucket.name if bucket.requires_grad else f"{bucket.name} (frozen)",
             str(len(bucket.params)),
-            str(bucket.dtype).removeprefix("torch."),
+            _dtypes(bucket),
             f"{bucket.unsharded_bytes:,}",
             f"{bucket.shard_bytes:,}",
-            f"{bucket.unsharded_bytes - bucket.param_bytes:,}",
+            f"{bucket.padding_bytes:,}",
+            f"{bucket.layout.world_size}" + (f" x {bucket.replicas}" if bucket.replicas > 1 else ""),
+            bucket.travel.transport,
         )
     table.add_section()
     table.add_row(
@@ -137,9 +139,24 @@ def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
         "",
         f"{sum(b.unsharded_bytes for b in plan):,}",
         f"{sum(b.shard_bytes for b in plan):,}",
-        f"{sum(b.unsharded_bytes - b.param_bytes for b in plan):,}",
+        f"{sum(b.padding_bytes for b in plan):,}",
     )
+    reasons: dict[str, list[str]] = {}
+    for bucket in plan:
+        reasons.setdefault(f"{bucket.travel.transport}: {bucket.travel.reason}", []).append(bucket.name)
+    table.caption = "\n".join(
+        reason + (f" ({', '.join(names)})" if len(reasons) > 1 else "") for reason, names in reasons.items()
+    )
+    table.caption_justify = "left"
     return table
+
+
+def _dtypes(bucket: BucketSpec) -> str:
+    """Of the shards, and in which they are gathered and gradients reduced where these are others."""
+    shards, gathered, reduced = (
+        str(dtype).removeprefix("torch.") for dtype in (bucket.dtype, bucket.param_dtype, bucket.reduce_dtype)
+    )
+    return shards if shards == gathered == reduced else f"{shards}, gathered {gathered}, reduced {reduced}"
 
 
 def summarize_thunder(trace: TraceCtx) -> list[str]:

@@ -39,5 +39,5 @@ def choose_transport(shapes: Sequence[tuple[int, ...]], world_size: int, itemsiz
     flat, coalesced = (plan_layout(shapes, world_size, itemsize, per_param=per_param) for per_param in (False, True))
     padding = flat.padding_numel / max(flat.unsharded_numel, 1)
     if padding > _MAX_PADDING and coalesced.unsharded_numel < flat.unsharded_numel:
-        return "coalesced", f"auto: one flat vector would be {padding:.0%} padding"
-    return "flat", f"auto: one collective, no copy, {padding:.1%} padding"
+        return "coalesced", f"auto, one flat vector would be {padding:.0%} padding"
+    return "flat", "auto, one collective and no copy"
