@@ -5,6 +5,10 @@ from __future__ import annotations
 import itertools
 
 from thunder_fsdp_sched import fsdp, full_state_dict, testing
+from thunder_fsdp_sched.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.symbols import fsdp_all_reduce, fsdp_wait_grads
+from thunder_fsdp_sched.traces import args_of
+from thunder_fsdp_sched.transforms import VerificationError, verify
 
 import pytest
 import thunder
@@ -13,6 +17,7 @@ import torch.distributed as dist
 from models import Layer, Model, Stack
 from ranks import Ranks
 from reference import Twins
+from thunder.core.trace import TraceCtx, from_trace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -264,3 +269,39 @@ CASES = ["group of others", "not a group", "outside", "bucket across groups", "n
 @pytest.mark.parametrize("case", CASES)
 def test_groups_that_do_not_fit_are_refused_at_once(four_ranks: Ranks, case: str) -> None:
     four_ranks.run(_refused, case)
+
+
+def _hybrid_backward() -> TraceCtx:
+    step = compile_as_rank(
+        lambda: (Stack(2), (torch.randn(3, 4),)),
+        lambda: fsdp(mesh=init_device_mesh("cpu", (4, 8), mesh_dim_names=("replicate", "shard"))),
+        rank=13,
+        world_size=32,
+    )
+    trace = from_trace(step.compiled[-1].backward)
+    trace.bound_symbols = testing.statements(step.compiled[-1].backward)
+    return trace
+
+
+def test_a_reduction_that_stays_inside_its_replica_is_caught():
+    trace = _hybrid_backward()
+    verify(trace)
+    across = next(b for b in trace.bound_symbols if b.sym is fsdp_all_reduce)
+    inside = across.args[1]
+    trace.bound_symbols = [
+        b.from_bsym(args=(b.args[0], inside)) if across.output.name in args_of(b) else b
+        for b in trace.bound_symbols
+        if b is not across
+    ]
+    with pytest.raises(
+        VerificationError, match=f"bucket '{across.args[0].spec.name}' is not reduced across its replicas"
+    ):
+        verify(trace)
+
+
+def test_a_result_across_replicas_that_nobody_waits_for_is_caught():
+    trace = _hybrid_backward()
+    wait = next(b for b in trace.bound_symbols if b.sym is fsdp_wait_grads)
+    trace.bound_symbols = [b for b in trace.bound_symbols if b is not wait]
+    with pytest.raises(VerificationError):
+        verify(trace)
