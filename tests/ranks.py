@@ -138,6 +138,9 @@ def _work(rank: int, world_size: int, store: Path, stacks: Path, connection: Con
             world_size=world_size,
             timeout=timedelta(minutes=5),
         )
+        # Thunder's tracing makes millions of objects that live on. To collect garbage between two jobs is enough.
+        gc.freeze()
+        gc.disable()
         while True:
             try:
                 job = connection.recv_bytes()

@@ -10,7 +10,7 @@ import shared_memory
 import thunder
 import torch
 import torch.distributed as dist
-from models import Model, Stack, TinyParameters, UnevenRows
+from models import Model, Stack, UnevenRows
 from ranks import Ranks as Workers
 from reference import Twins
 from torch import nn
@@ -20,18 +20,22 @@ ON_CPU = ("staged", "flat", "coalesced", "all_reduce", "shared_files")
 
 
 class Mixed(Model):
-    """Odd sizes, a bucket of tiny parameters, one that no rank but one has rows of."""
+    """Odd sizes, rows that no number of ranks divides, a bucket of tiny parameters of which some ranks have no rows."""
 
     tolerance = 1e-5
 
-    def __init__(self, *, tiny: bool = True) -> None:
+    def __init__(self, *, scalar: bool = True) -> None:
         super().__init__()
-        self.uneven = UnevenRows()
-        self.tiny = nn.ModuleList([TinyParameters() if tiny else nn.Linear(4, 1)])
-        self.grow = nn.Linear(5, 4)
+        self.first = nn.Linear(4, 5)
+        self.blocks = nn.ModuleList([nn.Linear(5, 7, bias=False), nn.Linear(7, 3)])
+        self.shift = nn.Parameter(torch.randn(1, 3))
+        self.scale = nn.Parameter(torch.tensor(1.5) if scalar else torch.tensor([1.5]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.tiny[0](self.grow(self.uneven(x)))
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return (x + self.shift) * self.scale
 
     def inputs(self, generator: torch.Generator, batch: int = 3) -> tuple[torch.Tensor, ...]:
         return tuple(x.float() for x in super().inputs(generator, batch))
@@ -80,9 +84,9 @@ def _train_bfloat16(rank: int, world_size: int, strategy: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for transport in ON_CPU:
         torch.manual_seed(0)
-        model = Mixed(tiny=False)  # Thunder adds up gradients of a 0-dim parameter wrongly in bfloat16
+        model = Mixed(scalar=False)  # Thunder adds up gradients of a 0-dim parameter wrongly in bfloat16
         masters = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters()}
-        low = Mixed(tiny=False).bfloat16()
+        low = Mixed(scalar=False).bfloat16()
         reference = thunder.jit(low)
         sharded = thunder.jit(
             model, transforms=[fsdp(sharding_strategy=strategy, transport=transport, mp_policy=policy)]
