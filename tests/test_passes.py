@@ -12,9 +12,15 @@ from thunder_fsdp_sched.symbols import (
     fsdp_wait_params,
 )
 from thunder_fsdp_sched.traces import args_of, outs_of
-from thunder_fsdp_sched.transforms import plan_slots, sort_communication, verify
-from thunder_fsdp_sched.transforms.plan_slots import live_ranges, shared_slots
-from thunder_fsdp_sched.transforms.sort_communication import issue_points
+from thunder_fsdp_sched.transforms import (
+    plan_slots,
+    share_written_in_place,
+    sort_communication,
+    verify,
+    write_grads_in_place,
+)
+from thunder_fsdp_sched.transforms.plan_slots import filling_bytes, live_ranges, shared_slots
+from thunder_fsdp_sched.transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT, issue_points
 
 import pytest
 from hypothesis import given, settings
@@ -23,12 +29,14 @@ from synthetic import SHAPE, FakeProcessGroup, chain, make_buckets, tensor
 from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
+from thunder.executors import torchex
 
 
 @st.composite
 def traces(draw):
     """An execution trace like those that reach post-optimization: each gather at its first use, each reduction at its
-    last gradient, in between a chain of compute that reads parameters (also through views) in any order."""
+    last gradient or later, in between a chain of compute that reads parameters (also through views) in any order. Some
+    gradients can be written in place."""
     buckets = make_buckets(draw(st.lists(st.integers(1, 3), min_size=1, max_size=6)))
     uses = draw(st.lists(st.tuples(st.integers(0, len(buckets) - 1), st.integers(0, 2)), min_size=1, max_size=14))
     reduced = draw(st.lists(st.integers(0, len(buckets) - 1), unique=True, max_size=len(buckets)))
@@ -56,8 +64,18 @@ def traces(draw):
                 weight = prims.where(condition, weight, params[both[1]][0])
             values.append(prims.matmul(values[draw(st.integers(max(0, len(values) - 2), len(values) - 1))], weight))
             last[bucket] = values[-1]
+
+        def make_grads(bucket: Bucket) -> list[TensorProxy]:
+            value = last.get(bucket, x)
+            in_place = draw(st.lists(st.booleans(), min_size=3, max_size=3))
+            return [
+                torchex.matmul(value, value) if i else prims.neg(value)
+                for _, i in zip(bucket.spec.params, in_place, strict=False)
+            ]
+
+        early = {bucket: make_grads(bucket) for bucket in (buckets[r] for r in reduced) if draw(st.booleans())}
         for bucket in (buckets[r] for r in reduced):
-            grads = [prims.neg(last.get(bucket, x)) for _ in bucket.spec.params]
+            grads = early.get(bucket) or make_grads(bucket)
             values += fsdp_wait_grads(bucket, fsdp_reduce_scatter(bucket, None, *grads))[:1]
             if draw(st.booleans()):
                 values.append(prims.add(x, x))
@@ -73,6 +91,7 @@ def compute(trace: TraceCtx) -> list:
 @settings(max_examples=300, deadline=None)
 @given(traces(), st.integers(0, 4))
 def test_a_sorted_trace_keeps_every_promise(trace, prefetch):
+    trace = write_grads_in_place(trace)
     done = verify(plan_slots(sort_communication(trace, prefetch=prefetch)))
     assert compute(done) == compute(trace), "compute was reordered or lost"
     testing.assert_waits_right_before_first_consumer(done)
@@ -92,15 +111,29 @@ def test_sorting_twice_changes_nothing(trace, prefetch):
 @settings(max_examples=200, deadline=None)
 @given(traces(), st.integers(0, 3))
 def test_slots_never_overlap_while_both_are_live(trace, prefetch):
-    done = plan_slots(sort_communication(trace, prefetch=prefetch))
+    done = plan_slots(sort_communication(write_grads_in_place(trace), prefetch=prefetch))
     ranges = live_ranges(done)
     slots = {position: done.bound_symbols[position].args[1] for position in ranges}
     for a, one in ranges.items():
         for b, other in ranges.items():
-            if a < b <= one.end:
+            if a != b and one.start <= other.start <= one.end:
                 assert not slots[a].overlaps(slots[b]), (one, other)
     used, least = shared_slots(done)
     assert least <= used <= 1.5 * least
+
+
+@settings(max_examples=200, deadline=None)
+@given(traces(), st.integers(0, 3))
+def test_gradients_fill_no_more_slots_than_are_set_aside_for_them(trace, prefetch):
+    unsorted = write_grads_in_place(trace)
+    done = plan_slots(sort_communication(unsorted, prefetch=prefetch))
+    assert filling_bytes(done) == filling_bytes(unsorted)
+    reductions = {p: r for p, r in live_ranges(done).items() if done.bound_symbols[p].sym is fsdp_reduce_scatter}
+    assert (share_written_in_place(done)[0] == 0) == all(not r.grads for r in reductions.values())
+    in_flight = sorted((r.nbytes for r in reductions.values()), reverse=True)[:MAX_REDUCTIONS_IN_FLIGHT]
+    for position in range(len(done.bound_symbols)):
+        held = sum(r.nbytes for r in reductions.values() if r.start <= position <= r.end)
+        assert held <= filling_bytes(unsorted) + sum(in_flight)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])

@@ -17,7 +17,7 @@ from synthetic import chain
 
 @pytest.fixture(scope="module")
 def timeline():
-    cost = AnalyticCost(cluster("h100-sxm"), 8)
+    cost = AnalyticCost(cluster("h100-sxm"))
     return simulate(plan_slots(sort_communication(chain(4), prefetch=1)), None, cost)
 
 

@@ -9,10 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
-from thunder_fsdp_sched.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from thunder_fsdp_sched.symbols import (
+    GRAD_WRITERS,
+    fsdp_all_gather,
+    fsdp_reduce_scatter,
+    fsdp_wait_grads,
+    fsdp_wait_params,
+)
 from thunder_fsdp_sched.traces import args_of, outs_of, return_of
 from thunder_fsdp_sched.transforms import VerificationError, plan_slots, sort_communication, verify
 
@@ -78,6 +85,23 @@ def a_weight(trace: TraceCtx, which: int = 0) -> tuple[int, TensorProxy]:
     """Position of a wait, and a gathered matrix that it gives."""
     wait = positions(trace, fsdp_wait_params)[which]
     return wait, next(p for p in trace.bound_symbols[wait].output if p.ndim == 2)
+
+
+def grads_in_place(trace: TraceCtx, reduction: int) -> list[int]:
+    """Positions of what writes the gradients of a reduction in place."""
+    grads = set(args_of(trace.bound_symbols[reduction]))
+    return [i for i, b in enumerate(trace.bound_symbols) if b.sym.name in GRAD_WRITERS and b.output.name in grads]
+
+
+def a_grad_in_place(trace: TraceCtx, which: int = 0) -> int:
+    """Position of what writes a gradient of one of the reductions in place."""
+    return grads_in_place(trace, positions(trace, fsdp_reduce_scatter)[which])[0]
+
+
+def change_args(trace: TraceCtx, position: int, changes: dict[int, Any]) -> None:
+    bsym = trace.bound_symbols[position]
+    args = tuple(changes.get(i, arg) for i, arg in enumerate(bsym.args))
+    trace.bound_symbols[position] = bsym.from_bsym(args=args)
 
 
 def view_of(trace: TraceCtx, weight: TensorProxy) -> BoundSymbol:
@@ -151,9 +175,55 @@ def gradients_into_a_live_slot(trace: TraceCtx) -> None:
     future = trace.bound_symbols[live].args[1].name
     issue = next(i for i in positions(trace, fsdp_all_gather) if trace.bound_symbols[i].output.name == future)
     assert issue < reduction < live
-    bsym = trace.bound_symbols[reduction]
     slot = trace.bound_symbols[issue].args[1]
-    trace.bound_symbols[reduction] = bsym.from_bsym(args=(bsym.args[0], slot, *bsym.args[2:]))
+    for position in (*grads_in_place(trace, reduction), reduction):
+        change_args(trace, position, {1: slot})
+
+
+def gradient_into_another_slot(trace: TraceCtx) -> None:
+    grad = a_grad_in_place(trace)
+    slots = [trace.bound_symbols[gather].args[1] for gather in positions(trace, fsdp_all_gather)]
+    other = next(slot for slot in slots if slot is not trace.bound_symbols[grad].args[1])
+    change_args(trace, grad, {1: other})
+
+
+def gradient_into_another_place(trace: TraceCtx) -> None:
+    grad = a_grad_in_place(trace)
+    change_args(trace, grad, {2: trace.bound_symbols[grad].args[2] + 1})
+
+
+def gradient_into_another_bucket(trace: TraceCtx) -> None:
+    change_args(trace, a_grad_in_place(trace), {0: trace.bound_symbols[a_grad_in_place(trace, 1)].args[0]})
+
+
+def gradient_without_slot(trace: TraceCtx) -> None:
+    change_args(trace, a_grad_in_place(trace), {1: None})
+
+
+def gradient_in_place_that_nothing_reduces(trace: TraceCtx) -> None:
+    reduction = positions(trace, fsdp_reduce_scatter)[0]
+    change_args(trace, reduction, {2 + trace.bound_symbols[a_grad_in_place(trace)].args[2]: None})
+
+
+def gather_between_a_gradient_in_place_and_its_reduction(trace: TraceCtx) -> None:
+    for reduction in positions(trace, fsdp_reduce_scatter):
+        first, *_ = grads_in_place(trace, reduction)
+        between = [i for i in positions(trace, fsdp_all_gather) if first < i < reduction]
+        if between:
+            change_args(trace, between[0], {1: trace.bound_symbols[reduction].args[1]})
+            return
+    raise AssertionError("no gather stands between a gradient and its reduction")
+
+
+def drop_what_writes_a_gradient_in_place(trace: TraceCtx) -> None:
+    del trace.bound_symbols[a_grad_in_place(trace)]
+
+
+def read_a_gradient_in_place(trace: TraceCtx) -> None:
+    grad = a_grad_in_place(trace)
+    value = trace.bound_symbols[grad].output
+    with tracectx(trace):
+        trace.bound_symbols.insert(grad + 1, prims.neg.bind(value, output=TensorProxy(like=value)))
 
 
 def no_slot(trace: TraceCtx) -> None:
@@ -225,6 +295,8 @@ def save_a_parameter(trace: TraceCtx) -> None:
 
 EVERYWHERE, FORWARD, BACKWARD = ("chain", "forward", "backward"), ("chain", "forward"), ("backward",)
 
+_ELSEWHERE = r"of '\S+' to place \d+ of bucket '\S+' in slot_\d+, but bucket '\S+' reduces it in slot_\d+, place \d+"
+
 # Mutation, the traces it is tried on, what the error must say.
 MUTATIONS: list[tuple[Callable[[TraceCtx], None], tuple[str, ...], str]] = [
     (swap_two_gathers, EVERYWHERE, r"gathers bucket '\S+' behind a bucket that is first read later than it"),
@@ -236,6 +308,22 @@ MUTATIONS: list[tuple[Callable[[TraceCtx], None], tuple[str, ...], str]] = [
     (wait_for_params_as_grads, EVERYWHERE, r"waits for '\w+', which is not what bucket '\S+' issued"),
     (reuse_a_live_slot, EVERYWHERE, r"writes slot_\d+ for bucket '\S+' while bucket '\S+' in slot_\d+ is read until"),
     (gradients_into_a_live_slot, BACKWARD, r"writes slot_\d+ for bucket '\S+' while bucket '\S+' in slot_\d+ is read"),
+    (gradient_into_another_slot, BACKWARD, _ELSEWHERE),
+    (gradient_into_another_place, BACKWARD, _ELSEWHERE),
+    (gradient_into_another_bucket, BACKWARD, _ELSEWHERE),
+    (gradient_without_slot, BACKWARD, r"bucket '\S+' has no slot"),
+    (
+        gradient_in_place_that_nothing_reduces,
+        BACKWARD,
+        r"the gradient of '\S+' for bucket '\S+', which never reduces it",
+    ),
+    (
+        gather_between_a_gradient_in_place_and_its_reduction,
+        BACKWARD,
+        r"writes slot_\d+ for bucket '\S+' while bucket '\S+' in slot_\d+ is read until",
+    ),
+    (drop_what_writes_a_gradient_in_place, BACKWARD, r"reads '\w+', which nothing before it defines"),
+    (read_a_gradient_in_place, BACKWARD, r"reads '\w+', a gradient in the slot of bucket '\S+' for its reduction"),
     (no_slot, EVERYWHERE, r"bucket '\S+' has no slot"),
     (read_a_view_of_a_view_after_reuse, EVERYWHERE, r"writes slot_\d+ for bucket '\S+' while bucket '\S+'"),
     (read_a_view_out_of_a_fusion_after_reuse, EVERYWHERE, r"writes slot_\d+ for bucket '\S+' while bucket '\S+'"),

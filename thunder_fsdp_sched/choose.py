@@ -21,8 +21,8 @@ from .cost import CostModel
 from .simulate import simulate
 from .symbols import fsdp_all_gather, fsdp_reduce_scatter
 from .traces import split_joint
-from .transforms import plan_slots, regather_for_backward, sort_communication
-from .transforms.plan_slots import slot_bytes_of
+from .transforms import plan_slots, regather_for_backward, sort_communication, write_grads_in_place
+from .transforms.plan_slots import filling_bytes, slot_bytes_of
 from .transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 
 __all__ = ["Candidate", "Choice", "choose", "room_for_gathers"]
@@ -119,16 +119,19 @@ def choose(
 
 
 def room_for_gathers(trace: TraceCtx, *, budget: int | None, kept: Collection[Bucket]) -> int | None:
-    """Bytes that gathered buckets may take in one trace: the budget less kept buckets and gradients that are in flight."""
+    """Bytes that gathered buckets may take in one trace: the budget less kept buckets and unsharded gradients.
+
+    These are as many reductions as may be in flight, and the slots that gradients are being written to beside them.
+    """
     if budget is None:
         return None
     reduced = sorted((slot_bytes_of(b) for b in trace.bound_symbols if b.sym is fsdp_reduce_scatter), reverse=True)
     private = _private_bytes(trace, kept)
-    return max(budget - private - sum(reduced[:MAX_REDUCTIONS_IN_FLIGHT]), 0)
+    return max(budget - private - sum(reduced[:MAX_REDUCTIONS_IN_FLIGHT]) - filling_bytes(trace), 0)
 
 
 def _private_bytes(trace: TraceCtx, kept: Collection[Bucket]) -> int:
-    """Bytes of the slots in which kept buckets stay; before ``kept`` gathers of a trace decide, their buckets' own."""
+    """Bytes of the slots in which kept buckets stay; of those that this trace does not gather, as planned."""
     gathered = [b for b in trace.bound_symbols if b.sym is fsdp_all_gather and b.args[0].whole in kept]
     elsewhere = set(kept) - {b.args[0].whole for b in gathered}
     return sum(map(slot_bytes_of, gathered)) + sum(slot_bytes(b.spec, b.spec.param_dtype) for b in elsewhere)
@@ -185,7 +188,7 @@ class _Search:
                 kept=kept,
                 arena_of=arena_of,
             )
-            for half in split_joint(joint)
+            for half in map(write_grads_in_place, split_joint(joint))
         ]
         private = _private_bytes(halves[0], kept)
         return halves, private + sum(arena.nbytes for arena in scratch.values())

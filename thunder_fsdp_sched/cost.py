@@ -34,6 +34,7 @@ from torch.utils.flop_counter import flop_registry
 from .buffers import Bucket
 from .clusters import ClusterSpec, cluster
 from .symbols import (
+    GRAD_WRITERS,
     ISSUES,
     WAITS,
     fsdp_accumulate_grads,
@@ -134,12 +135,15 @@ class AnalyticCost:
             return Seconds(0.0, 0.0)
         name = bsym.sym.name
         if name in ISSUES or name in WAITS or bsym.sym is fsdp_accumulate_grads:
-            # Gradients are copied to where the collective reads them; accumulating reads what is there already too.
+            # Gradients that are not there yet are copied to where the collective reads them; accumulating reads what is
+            # there already too.
             grads = [g for g in bsym.args[1:] if type(g) is TensorProxy] if name != fsdp_all_gather.name else []
-            grads = [] if name in WAITS else grads
+            grads = [] if name in WAITS else [g for g in grads if g.name not in values.in_place]
             touched = (3 if bsym.sym is fsdp_accumulate_grads else 2) * sum(map(_nbytes, grads))
             device = touched / spec.bytes_per_second + len(grads) * spec.kernel_overhead
             return Seconds((1 + len(grads)) * spec.launch_overhead, device)
+        if name in GRAD_WRITERS:
+            values.in_place.add(bsym.output.name)
         if values.is_view(bsym):
             return Seconds(spec.launch_overhead, 0.0)
         computing = sum(flops / spec.flops_per_second(dtype) for dtype, flops in flops_of(bsym).items())
@@ -340,11 +344,12 @@ _VIEWS = _RESHAPES | _EXPANDS | _TRANSPOSES | _SLICES | _OTHER_VIEWS
 
 class _Values:
     """What is known of the values of a trace, followed in its order: which are strided, which have fewer bytes than their
-    shape says."""
+    shape says, which are gradients that lie in the slot of their reduction."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
         self.strided: set[str] = set()
+        self.in_place: set[str] = set()
 
     def is_view(self, bsym: BoundSymbol) -> bool:
         """Whether ``bsym``, the next in the trace, moves no data."""

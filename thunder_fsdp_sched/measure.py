@@ -30,7 +30,7 @@ from thunder.core.trace import TraceCtx
 from .buffers import Bucket, InFlight, Slot
 from .cost import runs_nothing
 from .groups import Group
-from .profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of
+from .profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of, symbol_of
 from .symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter, payload
 from .traces import with_bound_symbols
 from .transform import FSDPTransform
@@ -157,7 +157,7 @@ class _Measurement:
     def _ops(self, trace: TraceCtx, medians: dict[Any, tuple[float, float]]) -> tuple[OpTime, ...]:
         computing = [(i, b) for i, b in enumerate(trace.bound_symbols) if computes(b)]
         means = iter(self._over_ranks([x for i, _ in computing for x in medians[_OP, i]]))
-        return tuple(OpTime(b.sym.name, shapes_of(b), next(means), next(means)) for _, b in computing)
+        return tuple(OpTime(symbol_of(b), shapes_of(b), next(means), next(means)) for _, b in computing)
 
     def _collectives(self, trace: TraceCtx, medians: dict[Any, tuple[float, float]]) -> Iterator[CollectiveTime]:
         issued = {b.output.name: (i, b) for i, b in enumerate(trace.bound_symbols) if b.sym.name in ISSUES}

@@ -18,6 +18,7 @@ from thunder.core.trace import TraceCtx
 from .buffers import Bucket
 from .cost import Seconds, runs_nothing
 from .symbols import (
+    GRAD_WRITERS,
     ISSUES,
     WAITS,
     fsdp_params_unchanged,
@@ -26,7 +27,7 @@ from .symbols import (
 )
 from .traces import is_backward_trace
 
-__all__ = ["CollectiveTime", "MeasuredCost", "OpTime", "Profile", "computes", "shapes_of"]
+__all__ = ["CollectiveTime", "MeasuredCost", "OpTime", "Profile", "computes", "shapes_of", "symbol_of"]
 
 _FORMAT = 1
 
@@ -36,7 +37,7 @@ class OpTime:
     """What one bound symbol that computes took.
 
     Attributes:
-        symbol: its name.
+        symbol: its name, whether it writes a gradient in place or not.
         shapes: dtypes and shapes of its tensors, inputs before outputs.
         host: seconds that the host was busy with it (0 on a CPU, where that is computing).
         device: seconds that computing it took.
@@ -57,7 +58,8 @@ class CollectiveTime:
         bucket: name of its bucket.
         nbytes: bytes of the unsharded bucket.
         wire: seconds from its issue to its end, alone.
-        issue: seconds of the compute stream for the issue itself, copying gradients included.
+        issue: seconds of the compute stream for the issue itself, included the copying of gradients that are not written
+            in place.
         wait: seconds of the compute stream for the wait behind its end.
         issue_host, wait_host: seconds of the host for them (0 on a CPU, where the two above are the host's).
     """
@@ -159,7 +161,7 @@ class MeasuredCost:
     def seconds(self, trace: TraceCtx) -> Sequence[Seconds]:
         samples = self.profile.backward if is_backward_trace(trace) else self.profile.forward
         computing = [b for b in trace.bound_symbols if computes(b)]
-        if [b.sym.name for b in computing] == [s.symbol for s in samples]:
+        if [symbol_of(b) for b in computing] == [s.symbol for s in samples]:
             ops = iter([Seconds(s.host, s.device) for s in samples])
         else:
             ops = iter([self._alike(b) for b in computing])
@@ -188,7 +190,7 @@ class MeasuredCost:
             raise ValueError(f"profile: no {kind} of bucket {bucket.spec.name!r}; it has the buckets {known}") from None
 
     def _alike(self, bsym: BoundSymbol) -> Seconds:
-        key = (bsym.sym.name, shapes_of(bsym))
+        key = (symbol_of(bsym), shapes_of(bsym))
         if key not in self._means:
             raise ValueError(f"profile: it holds no {key[0]} of {key[1]}; measure a step of the same model and shapes")
         return self._means[key]
@@ -216,6 +218,11 @@ _DO_NOT_COMPUTE = ISSUES | WAITS | {fsdp_params_unchanged.name, fsdp_reduce_unre
 def computes(bsym: BoundSymbol) -> bool:
     """Whether ``bsym`` has its place among a profile's computing bound symbols."""
     return not runs_nothing(bsym) and bsym.sym.name not in _DO_NOT_COMPUTE
+
+
+def symbol_of(bsym: BoundSymbol) -> str:
+    """The name under which a profile knows ``bsym``: where a matmul writes does not change how long it takes."""
+    return GRAD_WRITERS.get(bsym.sym.name, bsym.sym.name)
 
 
 def shapes_of(bsym: BoundSymbol) -> str:

@@ -18,6 +18,7 @@ from .planner import PlannedStep
 from .schedule import Schedule
 from .symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_reduce_unreduced
 from .traces import statement, statements
+from .transforms import share_written_in_place
 from .transforms.plan_slots import shared_slots
 
 __all__ = [
@@ -203,6 +204,9 @@ def planned_step_table(step: PlannedStep) -> Table:
             used, least = shared_slots(trace)
             parts.append(f"{name} {human_bytes(used)} ({human_bytes(least)} live at once)")
     table.caption = "memory of shared slots: " + ", ".join(parts)
+    if compiled.backward is not None:
+        in_place, total = share_written_in_place(compiled.backward)
+        table.caption += f"\ngradients written in place: {human_bytes(in_place)} of {human_bytes(total)}"
     return table
 
 

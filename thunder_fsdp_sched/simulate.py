@@ -29,7 +29,7 @@ from thunder.core.trace import TraceCtx
 
 from .buffers import Bucket, Slot
 from .cost import CostModel, Seconds
-from .symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_all_reduce, fsdp_wait_params, group_of, payload
+from .symbols import GRAD_WRITERS, ISSUES, WAITS, fsdp_all_gather, fsdp_all_reduce, fsdp_wait_params, group_of, payload
 from .timeline import COMPUTE, Interval, SlotUse, Timeline
 from .traces import aliased_inputs, args_of, outs_of
 
@@ -192,8 +192,9 @@ class _Step:
                 self._wait(bsym, seconds, number, position)
                 uses.wait(bsym, self.compute)
             else:
+                began = self.compute
                 self._work(bsym, seconds, number, position)
-                uses.other(bsym, self.compute)
+                uses.other(bsym, began, self.compute)
             position += 1
 
     def timeline(self, uses: _SlotUses) -> Timeline:
@@ -264,11 +265,13 @@ class _SlotUses:
     def __init__(self) -> None:
         self.uses: list[list[Any]] = []
         self.of_value: dict[str, tuple[int, ...]] = {}  # by the name of a future, a gathered parameter or a view of it
+        self.written: dict[str, float] = {}  # by the name of a gradient in place: when its producer began
 
     def issue(self, bsym: BoundSymbol, flight: _Flight, began: float) -> None:
         bucket, slot = bsym.args[0], bsym.args[1]
-        # Gradients are copied into the slot before they travel, parameters come in while they do.
-        start = flight.arrival if bsym.sym is fsdp_all_gather else began
+        # Gradients are written or copied into the slot before they travel, parameters come in while they do.
+        in_place = [self.written[arg] for arg in args_of(bsym) if arg in self.written]
+        start = flight.arrival if bsym.sym is fsdp_all_gather else min([*in_place, began])
         name = slot.name if isinstance(slot, Slot) else ""
         self.of_value[bsym.output.name] = (len(self.uses),)
         nbytes, _ = payload(bsym.sym.name, bucket.spec)
@@ -281,7 +284,9 @@ class _SlotUses:
         if bsym.sym is fsdp_wait_params:
             self.of_value.update(dict.fromkeys(outs_of(bsym), numbers))
 
-    def other(self, bsym: BoundSymbol, now: float) -> None:
+    def other(self, bsym: BoundSymbol, began: float, now: float) -> None:
+        if bsym.sym.name in GRAD_WRITERS:
+            self.written[bsym.output.name] = began
         touched = [arg for arg in args_of(bsym) if arg in self.of_value]
         if not touched:
             return

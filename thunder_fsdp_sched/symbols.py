@@ -7,8 +7,11 @@ A forward and a backward trace hold, per bucket::
     ft1 = fsdp_reduce_scatter(bucket_h_0, slot_1, dw, db)    # issue; slot_1 holds the unsharded gradients
     (g_w, g_b) = fsdp_wait_grads(bucket_h_0, ft1)            # views of one fresh flat buffer
 
-and with hybrid sharding, between the last two, ``ft2 = fsdp_all_reduce(bucket_h_0, ft1)``: it waits for the reduction inside
-the group and issues the one across the replicas, whose future the wait then takes.
+A gradient that its producer can write in place is in the slot already, by ``dw = fsdp_matmul_into(bucket_h_0, slot_1, 0,
+x, y)`` or ``fsdp_sum_into`` for parameter 0 of the bucket. The reduction copies the others there.
+
+With hybrid sharding there is ``ft2 = fsdp_all_reduce(bucket_h_0, ft1)`` between the last two: it waits for the reduction
+inside the group and issues the one across the replicas, whose future the wait then takes.
 
 Shards and gradients stand in the order of the bucket's parameters, ``None`` for one that the trace does not use.
 ``fsdp_unshard`` and ``fsdp_reduce`` exist only until the ``bucket_communication`` pass: one parameter each, so that
@@ -34,6 +37,7 @@ from .buffers import Bucket, InFlight, Slot, Views, address, shard_views
 from .groups import Group
 
 __all__ = [
+    "GRAD_WRITERS",
     "ISSUES",
     "WAITS",
     "executor",
@@ -42,10 +46,12 @@ __all__ = [
     "fsdp_all_reduce",
     "fsdp_check_no_sync",
     "fsdp_cut",
+    "fsdp_matmul_into",
     "fsdp_params_unchanged",
     "fsdp_reduce",
     "fsdp_reduce_scatter",
     "fsdp_reduce_unreduced",
+    "fsdp_sum_into",
     "fsdp_unshard",
     "fsdp_wait_grads",
     "fsdp_wait_params",
@@ -90,6 +96,24 @@ def _wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = 
     return arena.views(bucket, flight.slot, bucket.spec.param_dtype).tensors
 
 
+def _place_of_grad(bucket: Bucket, slot: Slot, index: int) -> torch.Tensor:
+    # A reduction's memory is in use from its first gradient on: also what an exception left in flight ends before that.
+    slot.arena.finish_leftovers(slot)
+    return slot.arena.views(bucket, slot, bucket.spec.reduce_dtype).tensors[index]
+
+
+def _matmul_into(bucket: Bucket, slot: Slot, index: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    multiply = torch.mm if a.ndim == 2 else torch.bmm  # what torch.matmul calls; they write where they are told to
+    return multiply(a, b, out=_place_of_grad(bucket, slot, index))
+
+
+def _sum_into(
+    bucket: Bucket, slot: Slot, index: int, a: torch.Tensor, dims: int | tuple[int, ...] | None, keepdim: bool
+) -> torch.Tensor:
+    grad = _place_of_grad(bucket, slot, index)
+    return torch.sum(a, dims, keepdim, dtype=grad.dtype, out=grad)
+
+
 def _reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> InFlight:
     arena = slot.arena
     arena.finish_leftovers(slot)
@@ -97,7 +121,8 @@ def _reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> 
     unreduced, unreduced_params = bucket.take_unreduced()
     for view, grad in zip(unsharded.tensors, grads, strict=True):
         if grad is not None:
-            view.copy_(grad)
+            if grad is not view:  # else its producer wrote it there
+                view.copy_(grad)
         elif unreduced is not None:
             view.zero_()
     if unreduced is not None:
@@ -198,6 +223,11 @@ def _reduce_scatter_meta(bucket: Bucket, slot: Slot | None, *grads: TensorProxy 
     return _future(bucket, bucket.spec.layout.shard_numel, bucket.spec.reduce_dtype)
 
 
+def _grad_meta(bucket: Bucket, slot: Slot | None, index: int, *args: Any) -> TensorProxy:
+    device, dtype = devices.to_device(bucket.spec.device), dtypes.to_dtype(bucket.spec.reduce_dtype)
+    return TensorProxy(shape=bucket.spec.params[index].shape, device=device, dtype=dtype, requires_grad=False)
+
+
 def _all_reduce_meta(bucket: Bucket, future: FutureTensorProxy) -> FutureTensorProxy:
     return _future(bucket, bucket.spec.layout.shard_numel, bucket.spec.reduce_dtype)
 
@@ -282,6 +312,8 @@ def _only_in_between(*args: Any) -> None:
 fsdp_all_gather = _register("fsdp_all_gather", _all_gather_meta, _all_gather)
 fsdp_wait_params = _register("fsdp_wait_params", _wait_params_meta, _wait_params)
 fsdp_reduce_scatter = _register("fsdp_reduce_scatter", _reduce_scatter_meta, _reduce_scatter)
+fsdp_matmul_into = _register("fsdp_matmul_into", _grad_meta, _matmul_into)
+fsdp_sum_into = _register("fsdp_sum_into", _grad_meta, _sum_into)
 fsdp_all_reduce = _register("fsdp_all_reduce", _all_reduce_meta, _all_reduce)
 fsdp_wait_grads = _register("fsdp_wait_grads", _wait_grads_meta, _wait_grads)
 fsdp_accumulate_grads = _register("fsdp_accumulate_grads", _none_meta, _accumulate_grads, keep=True)
@@ -294,6 +326,9 @@ fsdp_reduce = _register("fsdp_reduce", _reduce_meta, _only_in_between)
 
 ISSUES = frozenset({fsdp_all_gather.name, fsdp_reduce_scatter.name, fsdp_all_reduce.name})
 WAITS = frozenset({fsdp_wait_params.name, fsdp_wait_grads.name})
+
+GRAD_WRITERS = {fsdp_matmul_into.name: "matmul", fsdp_sum_into.name: "sum"}
+"""Symbols that write a gradient into the slot of its reduction, and those that they stand for."""
 
 
 def payload(kind: str, spec: BucketSpec) -> tuple[int, torch.dtype]:

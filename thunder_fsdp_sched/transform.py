@@ -13,7 +13,8 @@ for each new set of shapes and flags
     (Thunder: fusion executors)
     ``_JointPasses`` behind the fusions       remove_cuts, regather_for_backward
     (Thunder: the joint trace is split)
-    ``transform_trace_post_optimization``     sort_communication, plan_slots, verify, del_last_used
+    ``transform_trace_post_optimization``     write_grads_in_place, sort_communication, plan_slots, verify,
+                                              del_last_used,
                                               for the forward and then for the backward trace
 """
 
@@ -60,6 +61,7 @@ from .transforms import (
     sort_communication,
     unpacked_parameters,
     verify,
+    write_grads_in_place,
 )
 
 __all__ = ["CompiledTraces", "FSDPTransform"]
@@ -257,12 +259,9 @@ class FSDPTransform(Transform):
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         backward = is_backward_trace(computation_trace)
         compiled = self.compiled[-1]
-        passes: list[Pass] = [
-            self._order(computation_trace, backward),
-            partial(plan_slots, kept=self.sharded.kept),
-            verify,
-        ]
-        sorted_trace = compiled.run(passes, computation_trace)
+        unsorted = compiled.run([write_grads_in_place], computation_trace)
+        passes: list[Pass] = [self._order(unsorted, backward), partial(plan_slots, kept=self.sharded.kept), verify]
+        sorted_trace = compiled.run(passes, unsorted)
         schedule = read_schedule(sorted_trace)
         self.sharded.agreement.check(
             f"{'backward' if backward else 'forward'} of a {'no_sync ' if compiled.no_sync else ''}trace",

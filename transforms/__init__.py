@@ -14,6 +14,7 @@ from .replay_schedule import ScheduleMismatch, replay_schedule
 from .shard_prologue import shard_prologue, unpacked_parameters
 from .sort_communication import sort_communication
 from .verify import VerificationError, verify
+from .write_grads_in_place import share_written_in_place, write_grads_in_place
 
 __all__ = [
     "ScheduleMismatch",
@@ -28,7 +29,9 @@ __all__ = [
     "remove_cuts",
     "replay_schedule",
     "shard_prologue",
+    "share_written_in_place",
     "sort_communication",
     "unpacked_parameters",
     "verify",
+    "write_grads_in_place",
 ]

@@ -1,18 +1,19 @@
 """Gives every gather and reduction of a sorted trace its memory: as little as prefetch and liveness allow.
 
 [Note: Interval allocation]
-A gather holds its slot from its issue to the last consumer of its parameters, views included; a reduction from its
-issue to its wait, or until it goes on across replicas. Ranges of the arena are handed out one by one, each at the
-lowest offset that is free during its whole life, in several orders: largest first (greedy by size, Pisarchyk and Lee
-2020, arXiv:2001.03288), by start, by area. The one that needs least memory wins. Buckets of one size get exactly as
-many slots as are live at once; with several sizes the result may miss the lower bound, the most bytes live at once:
-``shared_slots`` tells both.
+A gather holds its slot from its issue to the last consumer of its parameters, views included; a reduction from the first
+gradient that is written in place (from its issue if none is) to its wait, or until it goes on across replicas. Ranges of
+the arena are handed out one by one, each at the lowest offset that is free during its whole life, in several orders:
+largest first (greedy by size, Pisarchyk and Lee 2020, arXiv:2001.03288), by start, by area. The one that needs least
+memory wins. Buckets of one size get exactly as many slots as are live at once; with several sizes the result may miss the
+lower bound, the most bytes live at once: ``shared_slots`` tells both.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from thunder.core.prims import PrimIDs
@@ -21,6 +22,7 @@ from thunder.core.trace import TraceCtx
 
 from ..buffers import Arena, Bucket, slot_bytes
 from ..symbols import (
+    GRAD_WRITERS,
     fsdp_all_gather,
     fsdp_all_reduce,
     fsdp_reduce_scatter,
@@ -30,17 +32,22 @@ from ..symbols import (
 )
 from ..traces import Aliases, args_of, outs_of, with_bound_symbols
 
-__all__ = ["live_ranges", "peak_live_bytes", "plan_slots", "shared_slots", "slot_bytes_of"]
+__all__ = ["filling_bytes", "live_ranges", "peak_live_bytes", "plan_slots", "shared_slots", "slot_bytes_of"]
 
 
 @dataclass(eq=False)
 class LiveRange:
-    """The positions in a trace from which to which (both included) a collective's unsharded buffer is in use."""
+    """The positions in a trace from which to which (both included) a collective's unsharded buffer is in use.
+
+    Attributes:
+        grads: positions of what writes gradients into it before a reduction is issued.
+    """
 
     bucket: Bucket
     start: int
     end: int
     nbytes: int
+    grads: list[int] = field(default_factory=list)
     offset: int = 0
     neighbours: list[LiveRange] = field(default_factory=list)
 
@@ -51,7 +58,7 @@ def plan_slots(
     kept: Collection[Bucket] = (),
     arena_of: Callable[[Bucket], Arena] = lambda bucket: bucket.arena,
 ) -> TraceCtx:
-    """Writes a slot into each ``fsdp_all_gather`` and ``fsdp_reduce_scatter``.
+    """Writes a slot into each ``fsdp_all_gather`` and ``fsdp_reduce_scatter``, and into what writes gradients there.
 
     Args:
         kept: buckets that stay unsharded (ZeRO-2): they are gathered into a private slot. The others, and all gradients,
@@ -64,12 +71,12 @@ def plan_slots(
     _allocate([r for i, r in ranges.items() if i not in private])
     bsyms = list(trace.bound_symbols)
     for position, live in ranges.items():
-        bsym = bsyms[position]
         if position in private:
             slot = live.bucket.keep_unsharded()
         else:
             slot = arena_of(live.bucket).slot(live.offset, live.nbytes)
-        bsyms[position] = bsym.from_bsym(args=(live.bucket, slot, *bsym.args[2:]))
+        for user in (*live.grads, position):
+            bsyms[user] = bsyms[user].from_bsym(args=(live.bucket, slot, *bsyms[user].args[2:]))
     return with_bound_symbols(trace, bsyms, "fsdp: plan slots", started)
 
 
@@ -78,19 +85,24 @@ def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
     ranges: dict[int, LiveRange] = {}
     issued: dict[str, LiveRange] = {}
     owner: dict[str, LiveRange] = {}
+    written: dict[str, int] = {}
     aliases = Aliases()
     for position, bsym in enumerate(trace.bound_symbols):
         if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter):
-            bucket = bsym.args[0]
-            ranges[position] = issued[bsym.output.name] = LiveRange(bucket, position, position, slot_bytes_of(bsym))
+            grads = [written[arg] for arg in args_of(bsym) if arg in written]
+            start = min([*grads, position])
+            live = LiveRange(bsym.args[0], start, position, slot_bytes_of(bsym), grads)
+            ranges[position] = issued[bsym.output.name] = live
         elif bsym.sym in (fsdp_wait_params, fsdp_wait_grads, fsdp_all_reduce):
-            live = issued.get(bsym.args[1].name)
-            if live is None:  # behind an all-reduce
+            flight = issued.get(bsym.args[1].name)
+            if flight is None:  # behind an all-reduce
                 continue
-            live.end = position
+            flight.end = position
             if bsym.sym is fsdp_wait_params:
-                owner.update(dict.fromkeys(outs_of(bsym), live))
+                owner.update(dict.fromkeys(outs_of(bsym), flight))
         else:
+            if bsym.sym.name in GRAD_WRITERS:
+                written[bsym.output.name] = position
             aliases.add(bsym)
         if bsym.sym.id is not PrimIDs.DEL:
             for arg in args_of(bsym):
@@ -118,18 +130,35 @@ def shared_slots(trace: TraceCtx) -> tuple[int, int]:
 
 def peak_live_bytes(trace: TraceCtx) -> int:
     """Most bytes of unsharded parameters and gradients in shared slots at one position: a lower bound for any arena."""
-    changes: dict[int, int] = {}
+    spans = []
     for position, live in live_ranges(trace).items():
         slot = trace.bound_symbols[position].args[1]
-        if slot is not None and slot is live.bucket.private_slot:
-            continue
-        changes[live.start] = changes.get(live.start, 0) + live.nbytes
-        changes[live.end + 1] = changes.get(live.end + 1, 0) - live.nbytes
-    peak = current = 0
-    for position in sorted(changes):
-        current += changes[position]
-        peak = max(peak, current)
-    return peak
+        if slot is None or slot is not live.bucket.private_slot:
+            spans.append((live.start, live.end, live.nbytes))
+    return _most_at_once(spans)
+
+
+def filling_bytes(trace: TraceCtx) -> int:
+    """Most bytes of slots that gradients are written to, while their reductions are still to be issued, at one position.
+
+    A reduction counts as issued behind its last gradient, as in a sorted trace.
+    """
+    produced = {out: position for position, bsym in enumerate(trace.bound_symbols) for out in outs_of(bsym)}
+    spans = []
+    for position, live in live_ranges(trace).items():
+        if live.grads:
+            last = max(produced.get(arg, -1) for arg in args_of(trace.bound_symbols[position]))
+            spans.append((live.start, last, live.nbytes))
+    return _most_at_once(spans)
+
+
+def _most_at_once(spans: Iterable[tuple[int, int, int]]) -> int:
+    """The largest sum of bytes of spans ``(start, end, bytes)``, both ends included, at one position."""
+    changes: dict[int, int] = {}
+    for start, end, nbytes in spans:
+        changes[start] = changes.get(start, 0) + nbytes
+        changes[end + 1] = changes.get(end + 1, 0) - nbytes
+    return max(itertools.accumulate((changes[position] for position in sorted(changes)), initial=0))
 
 
 def _allocate(ranges: list[LiveRange]) -> None:

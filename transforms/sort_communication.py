@@ -21,7 +21,8 @@ __all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "MAX_SMALL_STEPS", "issue_points", "sort_
 
 MAX_REDUCTIONS_IN_FLIGHT = 2
 """Reductions between issue and wait. Each holds a slot of unsharded gradients; a third one hides nothing more, because
-the reductions of one process group run one after the other."""
+the reductions of one process group run one after the other. Beside them the next bucket's slot may fill up with gradients
+that are written in place; copied gradients would need as much memory of their own."""
 
 MAX_SMALL_STEPS = 4
 """Small steps that a gather is issued ahead of beyond ``prefetch``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import NoReturn
 
 from thunder.core.prims import PrimIDs
 from thunder.core.pytree import tree_iter
@@ -11,7 +12,15 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..buffers import Bucket, Slot
-from ..symbols import ISSUES, fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from ..symbols import (
+    GRAD_WRITERS,
+    ISSUES,
+    fsdp_all_gather,
+    fsdp_all_reduce,
+    fsdp_reduce_scatter,
+    fsdp_wait_grads,
+    fsdp_wait_params,
+)
 from ..traces import Aliases, args_of, communicates, names, outs_of, return_of, statement, with_bound_symbols
 
 __all__ = ["VerificationError", "verify"]
@@ -29,9 +38,11 @@ class VerificationError(AssertionError):
 
 @dataclass
 class _Occupied:
+    """A slot that a collective uses, from the position that writes it first to the one that uses it last."""
+
     bucket: Bucket
     slot: Slot
-    issue: int
+    begin: int
     last_use: int
 
 
@@ -41,6 +52,8 @@ def verify(trace: TraceCtx) -> TraceCtx:
     * Every value is defined before it is read.
     * Every issue has exactly one wait, of its kind and bucket; gradients of a bucket with replicas are reduced across them.
     * No collective writes a slot while an earlier value in overlapping memory, views included, is still to be read.
+      What writes a gradient in place counts as the begin of its reduction.
+    * A gradient that is written in place is written where its own bucket's reduction expects it, and nothing else reads it.
     * Gathers are issued in the order of their first consumers.
     * Between a gather's issue and its first consumer, and between a reduction's last gradient and its issue, nothing
       communicates that is not ours.
@@ -62,10 +75,12 @@ class _Verifier:
         self.closed: dict[str, BoundSymbol] = {}
         self.occupied: list[_Occupied] = []
         self.of_param: dict[str, _Occupied] = {}
-        self.gathers: list[tuple[Bucket, int, int]] = []
+        self.reduction_of = {a: b for b in trace.bound_symbols if b.sym is fsdp_reduce_scatter for a in args_of(b)}
+        self.in_place: set[str] = set()
+        self.filling: dict[str, _Occupied] = {}  # slots of reductions that are still to be issued, by their futures
         self.aliases = Aliases()
 
-    def fail(self, position: int, what: str) -> None:
+    def fail(self, position: int, what: str) -> NoReturn:
         raise VerificationError(f"bound symbol {position}: {what}\n    {statement(self.trace.bound_symbols[position])}")
 
     def run(self) -> None:
@@ -79,6 +94,8 @@ class _Verifier:
             self._use_slots(position, bsym)
             if bsym.sym in _WAITED_BY:
                 self._wait(position, bsym)
+            if bsym.sym.name in GRAD_WRITERS:
+                self._write_grad(position, bsym)
             if bsym.sym.name in ISSUES:
                 self._issue(position, bsym)
             elif bsym.sym not in _WAITED_BY:
@@ -98,8 +115,37 @@ class _Verifier:
             return
         if not isinstance(slot, Slot):
             self.fail(position, f"bucket {bucket.spec.name!r} has no slot")
+        future = bsym.output.name
+        occupied = self.filling.pop(future) if future in self.filling else self._occupy(bucket, slot, position)
+        occupied.last_use = position
+        self.of_param[future] = occupied
+
+    def _occupy(self, bucket: Bucket, slot: Slot, position: int) -> _Occupied:
         self.occupied.append(_Occupied(bucket, slot, position, position))
-        self.of_param[bsym.output.name] = self.occupied[-1]
+        return self.occupied[-1]
+
+    def _write_grad(self, position: int, bsym: BoundSymbol) -> None:
+        bucket, slot, index = bsym.args[:3]
+        grad = bsym.output.name
+        param = bucket.spec.params[index].name
+        reduction = self.reduction_of.get(grad)
+        if reduction is None:
+            self.fail(
+                position, f"writes the gradient of {param!r} for bucket {bucket.spec.name!r}, which never reduces it"
+            )
+        if not isinstance(slot, Slot):
+            self.fail(position, f"bucket {bucket.spec.name!r} has no slot")
+        expected, its_slot, *grads = reduction.args
+        places = [i for i, g in enumerate(grads) if g is not None and g.name == grad]
+        if (expected, its_slot, places) != (bucket, slot, [index]):
+            self.fail(
+                position,
+                f"writes the gradient of {param!r} to place {index} of bucket {bucket.spec.name!r} in {slot}, but bucket "
+                f"{expected.spec.name!r} reduces it in {its_slot}, place {', '.join(map(str, places))}",
+            )
+        self.in_place.add(grad)
+        if reduction.output.name not in self.filling:
+            self.filling[reduction.output.name] = self._occupy(bucket, slot, position)
 
     def _wait(self, position: int, bsym: BoundSymbol) -> None:
         bucket, future = bsym.args[0], bsym.args[1].name
@@ -119,15 +165,21 @@ class _Verifier:
             for root in self.aliases.roots(arg):
                 if root in self.of_param:
                     self.of_param[root].last_use = position
+                if root in self.in_place and bsym is not self.reduction_of[root]:
+                    bucket = self.reduction_of[root].args[0]
+                    self.fail(
+                        position,
+                        f"reads {arg!r}, a gradient in the slot of bucket {bucket.spec.name!r} for its reduction",
+                    )
 
     def _check_memory(self) -> None:
         live: list[_Occupied] = []
         for new in self.occupied:
-            live = [old for old in live if old.last_use >= new.issue]
+            live = [old for old in live if old.last_use >= new.begin]
             for old in live:
                 if old.slot.overlaps(new.slot):
                     self.fail(
-                        new.issue,
+                        new.begin,
                         f"writes {new.slot} for bucket {new.bucket.spec.name!r} while bucket {old.bucket.spec.name!r} "
                         f"in {old.slot} is read until bound symbol {old.last_use}",
                     )

@@ -1,0 +1,311 @@
+"""Gradients that their producers write into the slot of their reduction: the same bits as with copies, and no copies."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from thunder_fsdp_sched import fsdp, full_state_dict, symbols, testing, transform
+from thunder_fsdp_sched.buffers import Bucket, Slot
+from thunder_fsdp_sched.cost import AnalyticCost, flops_of
+from thunder_fsdp_sched.planner import plan_step
+from thunder_fsdp_sched.report import planned_step_table
+from thunder_fsdp_sched.symbols import GRAD_WRITERS, fsdp_reduce_scatter
+from thunder_fsdp_sched.transforms import share_written_in_place
+from thunder_fsdp_sched.transforms.plan_slots import live_ranges
+
+import pytest
+import thunder
+import torch
+from models import GPT, Layer, Model, SharedBlocks, Stack, TiedWeights, UnevenRows
+from ranks import Ranks
+from reference import Twins, loss_of
+from thunder.core.trace import TraceCtx
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+each_strategy = pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+
+
+class BatchedExperts(Model):
+    """Gradients that are batched matmuls, transposed matmuls, sums over a batch, and convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, 4, 4))
+        self.block = Layer(4)
+        self.conv = nn.Conv1d(4, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.bmm(x.unsqueeze(0).expand(3, -1, -1), self.experts)
+        y = y @ self.block.down.weight[:, :4].t() + self.block(x)
+        return self.conv(y.transpose(1, 2)).sum(0)
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "gpt": GPT,
+    "gpt_with_tied_weights": lambda: GPT(tied=True),
+    "tied_weights": TiedWeights,
+    "shared_blocks": SharedBlocks,
+    "uneven_rows": UnevenRows,
+    "batched_experts": BatchedExperts,
+}
+
+
+def copy_all(trace: TraceCtx) -> TraceCtx:
+    """Stands in for the pass."""
+    return trace
+
+
+def with_copies() -> contextlib.AbstractContextManager[Any]:
+    return mock.patch.object(transform, "write_grads_in_place", copy_all)
+
+
+def share(subject: Any) -> tuple[int, int]:
+    """Of the last compiled traces."""
+    return share_written_in_place(subject.compiled[-1].backward)
+
+
+def in_place(trace: TraceCtx) -> dict[str, bool]:
+    """For each parameter whose gradient is reduced whether it is written in place."""
+    written = {b.output.name for b in trace.bound_symbols if b.sym.name in GRAD_WRITERS}
+    return {
+        param.name: grad.name in written
+        for b in trace.bound_symbols
+        if b.sym is fsdp_reduce_scatter
+        for param, grad in zip(b.args[0].spec.params, b.args[2:], strict=True)
+        if grad is not None
+    }
+
+
+#
+# Which gradients
+#
+
+
+def compiled(make: Callable[[], nn.Module], **options: Any) -> testing.CompiledTraces:
+    def made() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+        model = make().double()
+        return model, model.inputs(torch.Generator().manual_seed(0))
+
+    [traces] = testing.compile_on_fake_ranks(made, 2, **options)
+    return traces
+
+
+@pytest.mark.parametrize(("strategy", "bucketing"), [("zero2", "block"), ("zero3", "block"), ("zero3", "none")])
+def test_all_matmul_gradients_of_a_gpt_are_written_in_place(strategy: str, bucketing: str) -> None:
+    traces = compiled(GPT, sharding_strategy=strategy, bucketing_strategy=bucketing)
+    copied = {name for name, done in in_place(traces.backward).items() if not done}
+    assert copied == {"wte.weight", "wpe.weight"}, "an embedding's backward has no out="
+    model = GPT()
+    embeddings = 8 * sum(model.get_parameter(name).numel() for name in copied)
+    total = 8 * sum(p.numel() for p in model.parameters())
+    assert share_written_in_place(traces.backward) == (total - embeddings, total)
+    testing.assert_reductions_right_after_last_gradient(traces)
+
+
+@pytest.mark.parametrize(
+    ("case", "copied"),
+    [
+        ("gpt_with_tied_weights", {"wte.weight", "wpe.weight"}),
+        ("shared_blocks", {"common", "blocks.0.weight", "blocks.0.bias"}),
+        ("batched_experts", {"block.down.weight", "conv.weight"}),
+    ],
+)
+def test_sums_of_gradients_and_others_without_out_are_copied(case: str, copied: set[str]) -> None:
+    traces = compiled(CASES[case])
+    assert {name for name, done in in_place(traces.backward).items() if not done} == copied
+
+
+@pytest.mark.parametrize(("reduced", "expected"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_gradients_in_another_dtype_than_they_are_reduced_in_are_copied(reduced: torch.dtype, expected: bool) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
+    done = in_place(compiled(GPT, mp_policy=policy).backward)
+    assert {done[name] for name in done if name.endswith(("qkv.weight", "down.weight", "head.weight"))} == {expected}
+
+
+def test_a_slot_is_in_use_from_the_first_gradient_in_it() -> None:
+    trace = compiled(GPT).backward
+    for position, live in live_ranges(trace).items():
+        if trace.bound_symbols[position].sym is fsdp_reduce_scatter and live.grads:
+            assert live.start == min(live.grads) < position
+            slots = {trace.bound_symbols[i].args[1] for i in (*live.grads, position)}
+            assert len(slots) == 1
+
+
+def test_a_pinned_schedule_has_the_same_gradients_in_place() -> None:
+    first = compiled(GPT)
+    again = compiled(GPT, schedule=first.schedule)
+    assert again.backward_schedule == first.backward_schedule
+    assert in_place(again.backward) == in_place(first.backward)
+
+
+def test_cost_and_report_know_what_is_not_copied() -> None:
+    trace = compiled(Stack).backward
+    with with_copies():
+        copying = compiled(Stack).backward
+    for one in (trace, copying):
+        flops = sum(sum(flops_of(b).values()) for b in one.bound_symbols)
+        assert flops == sum(sum(flops_of(b).values()) for b in trace.bound_symbols) > 0
+    cost = AnalyticCost("h100-sxm")
+    for one, free in ((trace, True), (copying, False)):
+        seconds = cost.seconds(one)
+        issues = [s.device for b, s in zip(one.bound_symbols, seconds, strict=True) if b.sym is fsdp_reduce_scatter]
+        assert issues and all((s == 0) is free for s in issues)
+    step = plan_step(lambda: (Stack(), (torch.ones(2, 4),)), world_size=2, on="h100-sxm")
+    written, total = share(step.transform)
+    assert written == total
+    assert "gradients written in place: 1 kB of 1 kB" in planned_step_table(step).caption
+
+
+#
+# Training
+#
+
+
+def _train_and_accumulate(rank: int, world_size: int, case: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    twins = Twins(rank, world_size, CASES[case]().double(), **options)
+    twins.train(steps=2)
+    with twins.sharded.no_sync():
+        twins.backward(step=5)
+    twins.backward(step=6)
+    twins.update()
+    assert (share(twins.transform)[0] > 0) is (transform.write_grads_in_place is not copy_all)
+    return full_state_dict(twins.sharded)
+
+
+def _same_bits(rank: int, world_size: int, case: str, **options: Any) -> None:
+    direct = _train_and_accumulate(rank, world_size, case, options)
+    with with_copies():
+        copied = _train_and_accumulate(rank, world_size, case, options)
+    for name in direct:
+        assert torch.equal(direct[name], copied[name]), name
+
+
+@pytest.mark.parametrize(
+    ("case", "strategy"),
+    [*((case, "zero3") for case in CASES), ("gpt_with_tied_weights", "zero2"), ("shared_blocks", "zero2")],
+)
+def test_trains_like_the_unsharded_model_with_the_bits_of_copies(ranks: Ranks, case: str, strategy: str) -> None:
+    ranks.run(_same_bits, case, sharding_strategy=strategy)
+
+
+@pytest.mark.parametrize("transport", ["staged", "coalesced", "all_reduce"])
+def test_every_transport_reads_what_was_written_in_place(ranks: Ranks, transport: str) -> None:
+    ranks.run(_same_bits, "uneven_rows", transport=transport)
+
+
+def _train_in_bfloat16(rank: int, world_size: int) -> None:
+    for reduce_dtype in (torch.float32, torch.bfloat16):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        results = []
+        for context in (contextlib.nullcontext(), with_copies()):
+            with context:
+                torch.manual_seed(0)
+                model = Stack(2, width=16)
+                sharded = thunder.jit(model, transforms=[fsdp(mp_policy=policy)])
+                optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+                for step in range(3):
+                    (x,) = model.inputs(torch.Generator().manual_seed(10 * step + rank))
+                    loss_of(sharded(x.float()).float()).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                results.append(full_state_dict(sharded))
+        direct, copied = results
+        for name in direct:
+            assert torch.equal(direct[name], copied[name]), (reduce_dtype, name)
+
+
+def test_mixed_precision_gives_the_bits_of_copies(ranks: Ranks) -> None:
+    ranks.run(_train_in_bfloat16)
+
+
+class _Copies(TorchDispatchMode):
+    """Counts bytes that are copied into given memory."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        super().__init__()
+        self.memory = memory.untyped_storage().data_ptr()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].untyped_storage().data_ptr() == self.memory:
+            self.nbytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def _count_copies(rank: int, world_size: int, strategy: str) -> None:
+    for make, context in ((GPT, contextlib.nullcontext()), (Stack, contextlib.nullcontext()), (GPT, with_copies())):
+        with context:
+            model = make().double()
+            sharded = thunder.jit(model, transforms=[made := fsdp(sharding_strategy=strategy)])
+            inputs = model.inputs(torch.Generator().manual_seed(rank))
+            loss_of(sharded(*inputs)).backward()
+        written, total = share(made)
+        (arena,) = {b.arena for b in made.sharded.buckets}
+        loss = loss_of(sharded(*inputs))
+        with _Copies(arena._memory) as copies:
+            loss.backward()
+        assert copies.nbytes == total - written
+        assert total == 8 * sum(p.numel() for p in made.sharded.module.parameters())
+        assert (written > 0) is isinstance(context, contextlib.nullcontext)
+
+
+@each_strategy
+def test_a_step_copies_no_gradient_that_a_matmul_makes(ranks: Ranks, strategy: str) -> None:
+    ranks.run(_count_copies, strategy)
+
+
+#
+# Exceptions
+#
+
+
+@contextlib.contextmanager
+def _failing_after(count: int) -> Iterator[None]:
+    """Lets what writes a gradient in place fail after so many; and checks that nothing in flight has its memory."""
+    place_of_grad = symbols._place_of_grad
+    left = count
+
+    def place(bucket: Bucket, slot: Slot, index: int) -> torch.Tensor:
+        nonlocal left
+        if left == 0:
+            raise ArithmeticError("in backward")
+        left -= 1
+        grad = place_of_grad(bucket, slot, index)
+        assert not any(f.slot is not None and f.slot.overlaps(slot) for f in slot.arena.in_flight)
+        return grad.fill_(torch.nan)  # what was there does not matter
+
+    with mock.patch.object(symbols, "_place_of_grad", place):
+        yield
+
+
+def _fail_between_gradient_and_reduction(rank: int, world_size: int, strategy: str) -> None:
+    twins = Twins(rank, world_size, Stack(3).double(), sharding_strategy=strategy)
+    twins.train(steps=1)
+    (arena,) = {b.arena for b in twins.transform.sharded.buckets}
+    left_over = False
+    for count in range(share_count(twins)):
+        loss, _ = twins.forward(step=count)
+        with _failing_after(count), pytest.raises(ArithmeticError, match="in backward"):
+            loss.backward()
+        left_over |= any(flight.what == "reduce-scatter" for flight in arena.in_flight)
+        assert all(p.grad is None for p in twins.sharded.parameters())
+        with _failing_after(-1):
+            twins.train(steps=1)
+        assert not arena.in_flight
+    assert left_over, "a reduction was to be in flight when backward failed"
+
+
+def share_count(twins: Twins) -> int:
+    """How many gradients are written in place."""
+    return sum(in_place(twins.transform.compiled[-1].backward).values())
+
+
+@each_strategy
+def test_trains_on_after_an_exception_between_a_gradient_and_its_reduction(ranks: Ranks, strategy: str) -> None:
+    ranks.run(_fail_between_gradient_and_reduction, strategy)

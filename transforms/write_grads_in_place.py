@@ -1,0 +1,103 @@
+"""Gradients without a copy: what computes a gradient writes it to where its reduction reads it.
+
+[Note: Which gradients are written in place]
+A bucket's gradients lie in the slot of its reduction one behind the other, each a contiguous view. ``torch.matmul`` and
+``torch.sum`` can write into such a view (``out=``), so where one of them makes a gradient and nothing but the reduction
+reads it, it becomes ``fsdp_matmul_into`` or ``fsdp_sum_into``. The bits stay what they were: every gradient starts at a
+multiple of ``layout.ALIGNMENT`` bytes, from which on the kernels do not care where they write.
+
+Left to the copy are gradients that nobody can write in place, or not with the same bits: sums of several (a parameter
+that is used twice), those of an embedding (its backward has no ``out=``), of a convolution, out of a fusion, in another
+dtype than they are reduced in, and transposed ones (a matmul into a transposed view rounds differently).
+
+The price is that the slot is in use from the first such gradient on and not only from the reduction. The copied gradients
+would have had memory of their own as long, so the peak does not grow, but it lies in slots.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from thunder.core.dtypes import to_torch_dtype
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx
+from thunder.executors import torchex
+
+from ..buffers import Bucket
+from ..symbols import GRAD_WRITERS, fsdp_matmul_into, fsdp_reduce_scatter, fsdp_sum_into
+from ..traces import args_of, outs_of, statements, with_bound_symbols
+
+__all__ = ["share_written_in_place", "write_grads_in_place"]
+
+
+def write_grads_in_place(trace: TraceCtx) -> TraceCtx:
+    """Lets matmuls and sums that make a gradient write it into the slot of the bucket's reduction.
+
+    See [Note: Which gradients are written in place]. It runs before the slots are planned; a trace that reduces nothing
+    stays as it is. The bound symbols keep their order and their number. ``del`` statements are dropped.
+    """
+    started = time.perf_counter()
+    bsyms = statements(trace)
+    producers = {out: position for position, bsym in enumerate(bsyms) for out in outs_of(bsym)}
+    reads = Counter(name for bsym in bsyms for name in args_of(bsym))
+    for reduction in [b for b in bsyms if b.sym is fsdp_reduce_scatter]:
+        bucket = reduction.args[0]
+        for index, grad in enumerate(reduction.args[2:]):
+            if grad is None or grad.name not in producers or reads[grad.name] != 1 or not _fits(grad, bucket, index):
+                continue
+            position = producers[grad.name]
+            bsyms[position] = _into(bsyms[position], bucket, index) or bsyms[position]
+    return with_bound_symbols(trace, bsyms, "fsdp: write gradients in place", started)
+
+
+def share_written_in_place(trace: TraceCtx) -> tuple[int, int]:
+    """Bytes of unsharded gradients that a trace writes in place, and of all that it reduces, padding not counted."""
+    written = {b.output.name for b in trace.bound_symbols if b.sym.name in GRAD_WRITERS}
+    in_place = total = 0
+    for reduction in trace.bound_symbols:
+        if reduction.sym is not fsdp_reduce_scatter:
+            continue
+        spec = reduction.args[0].spec
+        for placement, grad in zip(spec.layout.placements, reduction.args[2:], strict=True):
+            if grad is not None:
+                nbytes = placement.numel * spec.reduce_dtype.itemsize
+                total += nbytes
+                in_place += nbytes * (grad.name in written)
+    return in_place, total
+
+
+def _fits(grad: TensorProxy, bucket: Bucket, index: int) -> bool:
+    spec = bucket.spec
+    return to_torch_dtype(grad.dtype) == spec.reduce_dtype and tuple(grad.shape) == spec.params[index].shape
+
+
+def _into(producer: BoundSymbol, bucket: Bucket, index: int) -> BoundSymbol | None:
+    """``producer``, writing into place ``index`` of a slot that is still to be planned; ``None`` if it cannot."""
+    if producer.sym is torchex.matmul:
+        a, b = producer.args
+        # Of more or fewer dimensions than these torch.matmul makes intermediate tensors.
+        if (a.ndim, b.ndim) == (2, 2) or (a.ndim == b.ndim == 3 and a.shape[0] == b.shape[0]):
+            return _bind(fsdp_matmul_into, producer, bucket, index, a, b)
+    elif producer.sym is torchex.sum:
+        a, dims, keepdim = _sum_args(*producer.args, **producer.kwargs)
+        return _bind(fsdp_sum_into, producer, bucket, index, a, dims, keepdim)
+    return None
+
+
+def _sum_args(a: TensorProxy, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> tuple[Any, ...]:
+    return a, dim, keepdim
+
+
+def _bind(symbol: Symbol, producer: BoundSymbol, bucket: Bucket, index: int, *args: Any) -> BoundSymbol:
+    return producer.from_bsym(
+        sym=symbol,
+        args=(bucket, None, index, *args),
+        kwargs={},
+        subsymbols=(producer,),
+        _import_ctx={},
+        _object_ctx={},
+        _executor=symbol.executor,
+    )
