@@ -7,7 +7,7 @@ import math
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.buckets import BucketSpec, ParamSpec
+from thunder_fsdp_sched.buckets import BucketSpec, ParamSpec, Travel
 from thunder_fsdp_sched.buffers import Arena, Bucket
 from thunder_fsdp_sched.clusters import CLUSTERS, ClusterSpec, Efficiency, Protocol, cluster
 from thunder_fsdp_sched.cost import AnalyticCost, bytes_of, flops_of, ring_seconds
@@ -394,3 +394,25 @@ def not_ours(rank: int, world_size: int) -> None:
 
 def test_what_cannot_be_measured_is_an_error(ranks):
     ranks.run(not_ours)
+
+
+def test_transports_and_precision_cost_what_they_move():
+    spec = dataclasses.replace(PLAIN, synchronous=True)
+
+    def gather_seconds(on, **travel) -> float:
+        made = bucket([(4, 4)])
+        made.spec = dataclasses.replace(made.spec, travel=Travel(**travel))
+        trace = TraceCtx()
+        with tracectx(trace):
+            shard = TensorProxy(shape=(2, 4), device=devices.cpu, dtype=dtypes.float32)
+            future = fsdp_all_gather(made, None, shard)
+            fsdp_wait_params(made, future)
+            prims.python_return(None)
+        seconds = AnalyticCost(on).seconds(trace)
+        return sum(s.device for s in seconds) * on.bytes_per_second
+
+    assert gather_seconds(spec) == 0
+    assert gather_seconds(spec, param_dtype=torch.bfloat16) == 8 * (4 + 2)
+    assert gather_seconds(spec, transport="staged", staging=True) == 2 * 64
+    # The buffer is zeroed, and the own shard copied to its place.
+    assert gather_seconds(spec, transport="all_reduce") == 64 + 2 * 32

@@ -41,6 +41,8 @@ from .symbols import (
     fsdp_all_gather,
     fsdp_all_reduce,
     fsdp_reduce_scatter,
+    fsdp_wait_grads,
+    fsdp_wait_params,
     group_of,
     payload,
 )
@@ -124,7 +126,10 @@ class AnalyticCost:
         pieces = [s.shard_numel * layout.world_size * dtype.itemsize for s in layout.segments if s.shard_numel]
         if bucket.spec.travel.transport in ("staged", "coalesced"):  # one start for all of them
             pieces = [sum(pieces)]
-        return sum(ring_seconds(self.spec, n, ranks, passes=passes) for n in pieces)
+        seconds = sum(ring_seconds(self.spec, n, ranks, passes=passes) for n in pieces)
+        if bucket.spec.travel.staging and kind == fsdp_all_gather.name and not self.synchronous:
+            seconds += 2 * nbytes / self.spec.bytes_per_second  # the interleaving copy follows on the same stream
+        return seconds
 
     def contention(self, kind: str) -> float:
         return self.spec.contention
@@ -140,8 +145,10 @@ class AnalyticCost:
             grads = [g for g in bsym.args[1:] if type(g) is TensorProxy] if name != fsdp_all_gather.name else []
             grads = [] if name in WAITS else [g for g in grads if g.name not in values.in_place]
             touched = (3 if bsym.sym is fsdp_accumulate_grads else 2) * sum(map(_nbytes, grads))
-            device = touched / spec.bytes_per_second + len(grads) * spec.kernel_overhead
-            return Seconds((1 + len(grads)) * spec.launch_overhead, device)
+            beside = _moved_beside(bsym, on_stream=not self.synchronous)
+            kernels = len(grads) + (beside > 0)
+            device = (touched + beside) / spec.bytes_per_second + kernels * spec.kernel_overhead
+            return Seconds((1 + kernels) * spec.launch_overhead, device)
         if name in GRAD_WRITERS:
             values.in_place.add(bsym.output.name)
         if values.is_view(bsym):
@@ -154,6 +161,27 @@ class AnalyticCost:
 def runs_nothing(bsym: BoundSymbol) -> bool:
     """Whether ``bsym`` is bookkeeping of the trace: unpacking, ``del``, return, comments."""
     return bsym.sym.id in _BOOKKEEPING or bsym.sym.name == "clear_mutable_collection"
+
+
+def _moved_beside(bsym: BoundSymbol, *, on_stream: bool) -> int:
+    """Bytes that an issue or a wait reads and writes beside copying gradients: casts of shards, staging, placing shards.
+
+    Args:
+        on_stream: whether what follows a gather runs on the communication stream, and not at the wait.
+    """
+    name, spec = bsym.sym.name, bsym.args[0].spec
+    shard, travel = spec.layout.shard_numel, spec.travel
+    if name == fsdp_all_gather.name:
+        cast = spec.param_dtype != spec.dtype and not bsym.kwargs.get("again", False)
+        placed = spec.unsharded_bytes + 2 * shard * spec.param_dtype.itemsize if travel.transport == "all_reduce" else 0
+        return placed + (shard * (spec.dtype.itemsize + spec.param_dtype.itemsize) if cast else 0)
+    if name == fsdp_wait_params.name:
+        return 2 * spec.unsharded_bytes if travel.staging and not on_stream else 0
+    if name == fsdp_reduce_scatter.name:
+        return 2 * spec.grad_bytes if travel.staging else 0
+    if name == fsdp_wait_grads.name and spec.reduce_dtype != spec.dtype:
+        return shard * (spec.dtype.itemsize + spec.reduce_dtype.itemsize)
+    return 0
 
 
 def ring_seconds(spec: ClusterSpec, nbytes: float, ranks: Sequence[int], *, passes: float = 1.0) -> float:
