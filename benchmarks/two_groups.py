@@ -16,7 +16,8 @@ and experts alternate. Three ways to train take turns, with the same compute, bu
 The limit of a step is the longest of its compute and its links: with two links the maximum of what each has to carry, with
 one the sum. Those times are measured in the same rounds, by the same collectives without compute; *one after the other*
 is both groups' with never two of them at once. Seconds are of forward and backward, of the slowest rank, medians.
-The columns of waits say for how long compute stood still for which gathers and for reductions, on rank 0.
+The columns of waits say for how long compute stood still for which gathers and for reductions, mean over ranks; compute
+alone is what is left of a step without them.
 """
 
 from __future__ import annotations
@@ -148,11 +149,15 @@ def run_rank(arguments: argparse.Namespace) -> None:
             waited[name].append(dict(ledger.seconds))
     slowest = torch.tensor([seconds[name] for name in everything], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    of_ranks: list[Any] = [None] * world_size
+    dist.all_gather_object(of_ranks, (seconds, waited))
     if rank == 0:
         medians = {name: statistics.median(row) for name, row in zip(everything, slowest.tolist(), strict=True)}
-        # What is left of a step without its waits; emulated or not, the compute of all three is the same.
-        medians["compute"] = min(
-            statistics.median(s - sum(w.values()) for s, w in zip(seconds[n], waited[n], strict=True)) for n in SYSTEMS
+        medians["compute"] = min(  # emulated or not, that of all three systems is the same
+            statistics.median(
+                s - sum(w.values()) for times, w_ in of_ranks for s, w in zip(times[n], w_[n], strict=True)
+            )
+            for n in SYSTEMS
         )
         figures = {
             name: {
@@ -160,7 +165,10 @@ def run_rank(arguments: argparse.Namespace) -> None:
                 "seconds_of_rounds": dict(zip(everything, slowest.tolist(), strict=True)).get(name),
                 "sent_bytes": [round(statistics.median(column)) for column in zip(*sent[name], strict=True)],
                 "waited": {
-                    kind: statistics.median(w.get(kind, 0.0) for w in waited[name])
+                    kind: statistics.median(
+                        statistics.mean(waits[name][round_].get(kind, 0.0) for _, waits in of_ranks)
+                        for round_ in range(arguments.rounds)
+                    )
                     for kind in ("dense", "experts", "reductions")
                 }
                 if name in SYSTEMS
@@ -343,9 +351,9 @@ def report(arguments: argparse.Namespace, figures: dict[str, dict[str, Any]], nb
         table.add_row(*row, end_section=name == SYSTEMS[-1])
     table.caption = (
         f"As gloo does it, a rank sends {human_bytes(nbytes['dense'])} for dense parameters and "
-        f"{human_bytes(nbytes['experts'])} for experts. Limit: the longest of compute and links; these take {links[0]:.3f} s "
-        f"side by side (the maximum of both) and {links[1]:.3f} s as one (the sum). Last three columns: seconds that compute "
-        "stood still."
+        f"{human_bytes(nbytes['experts'])} for experts. Limit: the longest of compute and links; these take "
+        f"{links[0]:.3f} s side by side (the maximum of both) and {links[1]:.3f} s as one (the sum). "
+        "Last three columns: seconds that compute stood still."
     )
     console = make_console()
     console.print(table, highlight=False)
