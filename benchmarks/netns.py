@@ -2,9 +2,10 @@
 
 ``with Links(2, bits_per_second=1e9) as links: links.run([sys.executable, "script.py"])`` starts one process a rank, each in
 a namespace of its own, pinned to a core. A token bucket (``tc ... tbf``) limits what a rank sends. Two ranks are joined by
-one veth pair, more by a bridge in a namespace of its own, so that removing the namespaces removes everything.
+one veth pair, more by a bridge in a namespace of its own, so that removing the namespaces removes everything. Several
+rates make several links, each with an interface of its own: ``eth0``, ``eth1``, ...
 
-Needs root, ``ip`` and ``tc`` (Debian: ``apt-get install iproute2``).
+Needs root, ``ip`` and ``tc`` (Debian: ``apt-get install iproute2``). :class:`Loopback` needs neither, and limits nothing.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Links", "why_not"]
+__all__ = ["Links", "Loopback", "sent_bytes", "why_not"]
 
 _MTU = 65000  # large packets: few interrupts, so that a transfer takes little CPU
 _BUFFERS = "4096 4194304 33554432"  # least, default and most bytes of a TCP socket's buffer
@@ -34,55 +36,30 @@ def why_not() -> str | None:
     return None
 
 
-class Links:
-    """Network namespaces for ``world_size`` ranks, each with one interface ``eth0``.
+def sent_bytes(interface: str) -> int:
+    """Bytes that this namespace has sent through ``interface`` so far, as the kernel counts them: headers included."""
+    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
+
+class Loopback:
+    """Ranks on the machine's own loopback, whose rate nobody limits.
 
     Args:
         world_size: ranks.
-        bits_per_second: what one rank can send.
-        burst: bytes that may leave at once after a pause.
         cores: the core of each rank; default is one after the other, again from the first if there are fewer cores.
-
-    Raises:
-        RuntimeError: no root, or tools are missing, or the kernel refuses.
     """
 
-    def __init__(
-        self, world_size: int, *, bits_per_second: float, burst: int = 256 * 1024, cores: Sequence[int] | None = None
-    ) -> None:
-        reason = why_not()
-        if reason is not None:
-            raise RuntimeError(f"cannot make network namespaces: {reason}")
+    interface = "lo"
+    """What gloo uses unless it is told otherwise."""
+
+    def __init__(self, world_size: int, *, cores: Sequence[int] | None = None) -> None:
         available = sorted(os.sched_getaffinity(0))
         self.world_size = world_size
-        self.bits_per_second = bits_per_second
-        self.burst = burst
         self.cores = list(cores) if cores is not None else [available[r % len(available)] for r in range(world_size)]
-        self._tag = f"fsdp{os.getpid()}"
-        self._namespaces: list[str] = []
         self._folder = Path(tempfile.mkdtemp(prefix="links-"))
         self._runs = 0
 
-    def __enter__(self) -> Links:
-        try:
-            for rank in range(self.world_size):
-                self._add_namespace(self._name(rank))
-            if self.world_size == 2:
-                ends = [f"{end} netns {self._name(rank)}" for rank, end in enumerate(("eth0", "eth0"))]
-                _ip(f"link add {ends[0]} type veth peer name {ends[1]}")
-            else:
-                hub = f"{self._tag}hub"
-                self._add_namespace(hub)
-                _ip(f"-n {hub} link add bridge mtu {_MTU} type bridge")
-                _ip(f"-n {hub} link set bridge up")
-                for rank in range(self.world_size):
-                    _ip(f"link add eth0 netns {self._name(rank)} type veth peer name port{rank} netns {hub}")
-                    _ip(f"-n {hub} link set port{rank} mtu {_MTU} master bridge up")
-            for rank in range(self.world_size):
-                self._set_up(rank)
-        except BaseException:
-            self._clean_up()
-            raise
+    def __enter__(self) -> Loopback:
         return self
 
     def __exit__(
@@ -90,11 +67,15 @@ class Links:
     ) -> None:
         self._clean_up()
 
-    def run(self, command: Sequence[str], *, timeout: float = 3600.0) -> list[str]:
+    def run(self, command: Sequence[str], *, timeout: float = 3600.0, show_progress: bool = False) -> list[str]:
         """Runs ``command`` once for each rank and returns what each wrote to stdout.
 
         The environment tells ``RANK``, ``WORLD_SIZE`` and ``INIT_METHOD`` (for ``init_process_group``), and gloo which
         interface to use.
+
+        Args:
+            timeout: seconds.
+            show_progress: pass on what rank 0 writes to stderr, as it comes.
 
         Raises:
             RuntimeError: a rank failed or did not end within ``timeout`` seconds, with what it wrote to stderr.
@@ -109,17 +90,20 @@ class Links:
                 "RANK": str(rank),
                 "WORLD_SIZE": str(self.world_size),
                 "INIT_METHOD": f"file://{store}",
-                "GLOO_SOCKET_IFNAME": "eth0",
+                "GLOO_SOCKET_IFNAME": self.interface,
                 "OMP_NUM_THREADS": "1",
             }
-            prefix = ["ip", "netns", "exec", self._name(rank), "taskset", "-c", str(self.cores[rank])]
+            prefix = [*self._prefix(rank), "taskset", "-c", str(self.cores[rank])]
             with out.open("w") as stdout, err.open("w") as stderr:
                 processes.append(
                     subprocess.Popen([*prefix, *command], env=environment, stdout=stdout, stderr=stderr, text=True)
                 )
         deadline = time.monotonic() + timeout
+        progress = logs[0][1].open()
         try:
             while any(p.poll() is None for p in processes):
+                if show_progress:
+                    print(progress.read(), end="", file=sys.stderr, flush=True)
                 failed = [r for r, p in enumerate(processes) if p.poll() not in (None, 0)]
                 if failed:
                     deadline = min(deadline, time.monotonic() + 5.0)  # the others may have more to say
@@ -127,6 +111,7 @@ class Links:
                     break
                 time.sleep(0.05)
         finally:
+            progress.close()
             for process in processes:
                 if process.poll() is None:
                     process.kill()
@@ -139,6 +124,62 @@ class Links:
                 )
         return [out.read_text() for out, _ in logs]
 
+    def _prefix(self, rank: int) -> list[str]:
+        """What stands before the command of a rank."""
+        return []
+
+    def _clean_up(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Links(Loopback):
+    """Network namespaces for ``world_size`` ranks, each with an interface ``eth0``, and one more for each further rate.
+
+    Args:
+        world_size: ranks.
+        bits_per_second: what one rank can send; of each link, if there are several.
+        burst: bytes that may leave at once after a pause.
+        cores: the core of each rank; default is one after the other, again from the first if there are fewer cores.
+
+    Raises:
+        RuntimeError: no root, or tools are missing, or the kernel refuses.
+    """
+
+    interface = "eth0"
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        bits_per_second: float | Sequence[float],
+        burst: int = 256 * 1024,
+        cores: Sequence[int] | None = None,
+    ) -> None:
+        reason = why_not()
+        if reason is not None:
+            raise RuntimeError(f"cannot make network namespaces: {reason}")
+        super().__init__(world_size, cores=cores)
+        self.rates = [bits_per_second] if isinstance(bits_per_second, (int, float)) else list(bits_per_second)
+        self.burst = burst
+        self._tag = f"fsdp{os.getpid()}"
+        self._namespaces: list[str] = []
+
+    def __enter__(self) -> Links:
+        try:
+            for rank in range(self.world_size):
+                self._add_namespace(self._name(rank))
+            for link, rate in enumerate(self.rates):
+                self._join(link)
+                for rank in range(self.world_size):
+                    self._set_up(rank, link, rate)
+        except BaseException:
+            self._clean_up()
+            raise
+        return self
+
+    def _prefix(self, rank: int) -> list[str]:
+        return ["ip", "netns", "exec", self._name(rank)]
+
     def _name(self, rank: int) -> str:
         return f"{self._tag}r{rank}"
 
@@ -146,23 +187,35 @@ class Links:
         _ip(f"netns add {name}")
         self._namespaces.append(name)
 
-    def _set_up(self, rank: int) -> None:
-        name = self._name(rank)
-        _ip(f"-n {name} addr add 10.99.0.{rank + 1}/24 dev eth0")
+    def _join(self, link: int) -> None:
+        """Gives each rank an interface on a link of its own number."""
+        if self.world_size == 2:
+            ends = [f"eth{link} netns {self._name(rank)}" for rank in range(2)]
+            _ip(f"link add {ends[0]} type veth peer name {ends[1]}")
+            return
+        hub = f"{self._tag}hub{link}"
+        self._add_namespace(hub)
+        _ip(f"-n {hub} link add bridge mtu {_MTU} type bridge")
+        _ip(f"-n {hub} link set bridge up")
+        for rank in range(self.world_size):
+            _ip(f"link add eth{link} netns {self._name(rank)} type veth peer name port{rank} netns {hub}")
+            _ip(f"-n {hub} link set port{rank} mtu {_MTU} master bridge up")
+
+    def _set_up(self, rank: int, link: int, rate: float) -> None:
+        name, interface = self._name(rank), f"eth{link}"
+        _ip(f"-n {name} addr add 10.99.{link}.{rank + 1}/24 dev {interface}")
         _ip(f"-n {name} link set lo up")
-        _ip(f"-n {name} link set eth0 mtu {_MTU} up")
+        _ip(f"-n {name} link set {interface} mtu {_MTU} up")
         for knob in ("tcp_wmem", "tcp_rmem"):
             _call(["ip", "netns", "exec", name, "sysctl", "-q", "-w", f"net.ipv4.{knob}={_BUFFERS}"])
-        rate, burst = round(self.bits_per_second), self.burst
-        _call(
-            f"tc -n {name} qdisc add dev eth0 root tbf rate {rate}bit burst {burst} limit {16 * 1024 * 1024}".split(),
-        )
+        limit = f"rate {round(rate)}bit burst {self.burst} limit {16 * 1024 * 1024}"
+        _call(f"tc -n {name} qdisc add dev {interface} root tbf {limit}".split())
 
     def _clean_up(self) -> None:
         for name in self._namespaces:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
         self._namespaces.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        super()._clean_up()
 
 
 def _ip(arguments: str) -> None:

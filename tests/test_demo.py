@@ -221,6 +221,40 @@ def test_counter_follows_lives_of_unsharded_parameters(fake_ranks: None) -> None
     assert counts.unsharded_bytes_allocated == 3 * 256
 
 
+def test_counter_takes_an_all_reduce_of_copied_shards_for_a_gather(fake_ranks: None) -> None:
+    shard = torch.ones(4, 8)
+    slot = torch.empty(8, 8)
+    with StepCounter([shard]) as counter:
+        with counter.phase("forward"):
+            slot.zero_()
+            slot[:4].copy_(shard)
+            dist.all_reduce(slot.view(torch.int32))
+            torch.ones(2, 8) @ slot
+        with counter.phase("backward"):
+            slot.copy_(torch.ones(8, 2) @ torch.ones(2, 8))
+            dist.reduce_scatter_tensor(torch.empty(4, 8), slot)
+    counts = counter.counts()
+    assert counts.parameter_bytes_copied == shard.nbytes
+    assert counts.gradient_bytes_copied == slot.nbytes
+    assert counts.peak_unsharded_bytes == {"forward": slot.nbytes, "backward": 0}
+
+
+def test_counter_counts_copies_of_gradients_into_a_slot_that_held_parameters(fake_ranks: None) -> None:
+    shard = torch.ones(4, 8)
+    slot, staging = torch.empty(2, 8, 8).unbind()
+    with StepCounter([shard]) as counter:
+        with counter.phase("step"):
+            dist.all_gather_into_tensor(staging, shard)
+            torch.split_with_sizes_copy(staging.view(2, -1), [32], dim=1, out=[slot.view(2, -1)])
+            slot.copy_(torch.ones(8, 2) @ torch.ones(2, 8))
+            torch.cat([slot.view(2, -1)], dim=1, out=staging.view(2, -1))
+            dist.reduce_scatter_tensor(torch.empty(4, 8), staging)
+    counts = counter.counts()
+    assert counts.parameter_bytes_copied == slot.nbytes
+    assert counts.gradient_bytes_copied == 2 * slot.nbytes
+    assert counts.backend_bytes_copied == 0
+
+
 def test_whole_parameters_are_always_unsharded() -> None:
     parameter = torch.ones(4, 4)
     with StepCounter([parameter], sharded=False) as counter:

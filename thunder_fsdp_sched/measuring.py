@@ -2,9 +2,10 @@
 
 [Note: What is whose]
 The counter follows *memory ranges* (a storage and the bytes in it), because a slot holds parameters now and gradients
-later. A range is a parameter's where shards lie, where an all-gather writes, and where either is copied to. It is a
-gradient's where a reduce-scatter writes; and a copy into a range, or a multiplication or division by a number that makes
-a new tensor, is a gradient's if a reduce-scatter reads that range afterwards. Every other copy is the model's own.
+later. A range is a parameter's where shards lie, where an all-gather writes, where an all-reduce completes copies of
+shards, and where any of these is copied to. It is a gradient's where a reduce-scatter writes; and a copy into a range, or
+a multiplication or division by a number that makes a new tensor, is a gradient's if a reduce-scatter reads that range
+afterwards. Every other copy is the model's own.
 Operators that make views move no bytes and read none.
 """
 
@@ -84,7 +85,7 @@ class StepCounts:
 
 @dataclass(eq=False)
 class _Region:
-    kind: str  # "shard", "unsharded" or "gradient"
+    kind: str  # "shard", "copied shard", "unsharded" or "gradient"
     start: int
     end: int
     since: int
@@ -103,6 +104,7 @@ class _Write:
 class _Memory:
     ref: StorageWeakRef
     new: bool
+    known: bool = False  # has held parameters or gradients
     regions: list[_Region] = field(default_factory=list)
     writes: list[_Write] = field(default_factory=list)
 
@@ -129,6 +131,7 @@ class StepCounter(TorchDispatchMode):
             memory, extent = self._find(parameter), _extent(parameter)
             if extent is not None:
                 memory.regions.append(_Region("shard", *extent, 0, 0))
+                memory.known = True
                 self._always += 0 if sharded else parameter.nbytes
 
     @contextmanager
@@ -188,6 +191,9 @@ class StepCounter(TorchDispatchMode):
                     self._bytes["allocated"] += tensor.nbytes
         else:
             self._collectives.append(Collective(self._phase, name, sum(t.nbytes for t in outputs)))
+            for tensor in outputs:
+                if self._kind(tensor) == "copied shard":
+                    self._label(tensor, "unsharded")
 
     def _compute(self, func: Any, args: Sequence[Any], kwargs: Any, inputs: list[torch.Tensor], result: Any) -> None:
         name = func.overloadpacket.__name__
@@ -216,21 +222,27 @@ class StepCounter(TorchDispatchMode):
         kinds = [self._kind(t) for t in sources]
         unknown = 0
         for source, kind in zip(sources, kinds, strict=True):
-            if kind in ("shard", "unsharded"):
+            if kind in ("shard", "copied shard", "unsharded"):
                 self._bytes["parameter"] += source.numel() * itemsize
             elif kind == "gradient":
                 self._bytes["gradient"] += source.numel() * itemsize
-            elif self._find(source).new is False and self._kind(targets[0]) in ("gradient", "unsharded"):
+            elif self._backend_made(source) and self._kind(targets[0]) in ("gradient", "unsharded"):
                 self._bytes["backend"] += source.numel() * itemsize
                 return
             else:
                 unknown += source.numel() * itemsize + self._take_writes(source)
-        inherited = next((k for k in ("unsharded", "shard", "gradient") if k in kinds), None)
+        inherited = next((k for k in ("unsharded", "shard", "copied shard", "gradient") if k in kinds), None)
+        inherited = "copied shard" if inherited == "shard" else inherited
         for target in targets:
             self._label(target, inherited)
         if unknown and inherited is None:
             for target in targets:
                 self._note_write(target, unknown // len(targets))
+
+    def _backend_made(self, source: torch.Tensor) -> bool:
+        """Whether no operator has made this memory, and nobody but the communication backend can have filled it."""
+        memory = self._find(source)
+        return not memory.new and not memory.known
 
     def _find(self, tensor: torch.Tensor, *, new: bool = False) -> _Memory:
         storage = tensor.untyped_storage()
@@ -273,13 +285,16 @@ class StepCounter(TorchDispatchMode):
 
     def _add(self, memory: _Memory, region: _Region) -> None:
         memory.regions.append(region)
+        memory.known = True
         if region.kind == "unsharded":
             self._unsharded.append((memory, region))
 
     def _note_write(self, tensor: torch.Tensor, nbytes: int) -> None:
         extent = _extent(tensor)
         if extent is not None:
-            self._find(tensor).writes.append(_Write(*extent, nbytes))
+            memory = self._find(tensor)
+            memory.writes.append(_Write(*extent, nbytes))
+            memory.known = True
 
     def _take_writes(self, tensor: torch.Tensor) -> int:
         """Bytes that copies wrote into the range of ``tensor``, each counted for one reader."""

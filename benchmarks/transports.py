@@ -1,0 +1,361 @@
+"""Every transport, and every precision, in the same training: bytes on the wire, copies, collectives, memory, seconds.
+
+    sudo python benchmarks/transports.py                          # 2 ranks, 1 Gbit/s, ZeRO-3, real compute
+    sudo python benchmarks/transports.py --emulate 0.9            # matrix multiplications sleep, 0.9 s altogether
+    python benchmarks/transports.py --no-limit --blocks 2 --width 64 --tokens 64     # no root: plain loopback
+
+Trains a GPT on gloo ranks, each in a network namespace of its own behind a link of a given rate (``netns.py``), pinned to a
+core, one thread. The systems of a table take turns in one run: a step of each in every round, in another order each time.
+Seconds are of forward and backward without the optimizer, of the slowest rank. All else is of rank 0 and one step.
+
+* By formula: what the transports say that a rank sends, for each collective in the traces. gloo does a reduce-scatter as
+  an all-reduce, which is twice that for gradients. Sent: what the kernel counted on the interface, headers included.
+* Copies, calls and memory are counted in untimed steps, by ``thunder_fsdp_sched.measuring``. Casts are those into
+  memory that collectives read, and of what reductions gave; they are among the copies. What the model converts itself
+  is not (Thunder's layer norms on CPU convert bfloat16 weights that they have broadcast), but is in the JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TRANSPORTS = ("flat", "staged", "coalesced", "all_reduce", "symmetric_memory")
+PRECISIONS = {  # param_dtype, reduce_dtype
+    "float32": (None, None),
+    "bf16, float32 sums": ("bfloat16", "float32"),
+    "bf16 both": ("bfloat16", "bfloat16"),
+}
+
+
+def main() -> None:
+    arguments = parse()
+    if "RANK" in os.environ:
+        run_rank(arguments)
+        return
+    from netns import Links, Loopback, why_not
+
+    reason = None if arguments.no_limit else why_not()
+    if reason is not None:
+        sys.exit(f"cannot make rate-limited links: {reason} (or give --no-limit, for plain loopback)")
+    ranks = arguments.ranks
+    with Loopback(ranks) if arguments.no_limit else Links(ranks, bits_per_second=arguments.rate) as links:
+        command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:]]
+        print(links.run(command, timeout=arguments.timeout, show_progress=True)[0], end="")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=1e9, help="bits/s that a rank can send")
+    parser.add_argument("--no-limit", action="store_true", help="plain loopback instead, which needs no root")
+    parser.add_argument("--strategy", choices=("zero2", "zero3"), default="zero3")
+    parser.add_argument("--prefetch", type=int, default=1)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--tokens", type=int, default=512, help="tokens a rank and step, in sequences of 256 at most")
+    parser.add_argument("--emulate", type=float, metavar="SECONDS", help="sleep instead of multiplying matrices")
+    parser.add_argument("--rounds", type=int, default=9, help="measured steps of each system")
+    parser.add_argument("--only", choices=("transports", "precisions"), help="one of the two tables")
+    parser.add_argument("--json", type=Path, help="file for all figures, those of single rounds too")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds until a rank counts as hanging")
+    return parser.parse_args()
+
+
+@dataclass
+class System:
+    """One way of training the model, and what was measured of it."""
+
+    name: str
+    module: Any
+    transform: Any
+    optimizer: Any
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], rank=rank, world_size=world_size)
+    tables = {}
+    if arguments.only != "precisions":
+        tables["transports"] = measure(arguments, {t: {"transport": t} for t in TRANSPORTS})
+    if arguments.only != "transports":
+        ways = {name: {"transport": "flat", "mp_policy": policy(*dtypes)} for name, dtypes in PRECISIONS.items()}
+        tables["precisions, transport flat"] = measure(arguments, ways)
+    if rank == 0:
+        report(arguments, tables)
+        if arguments.json:
+            setup = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+            arguments.json.write_text(json.dumps({"setup": setup, "tables": tables}, indent=1))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def policy(param_dtype: str | None, reduce_dtype: str | None) -> Any:
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(
+        param_dtype=getattr(torch, param_dtype) if param_dtype else None,
+        reduce_dtype=getattr(torch, reduce_dtype) if reduce_dtype else None,
+    )
+
+
+def measure(arguments: argparse.Namespace, ways: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Figures of each way to train, or ``{"refused": why}``."""
+    from thunder_fsdp_sched.demo.model import VOCABULARY
+
+    import torch
+    import torch.distributed as dist
+    from netns import sent_bytes
+
+    count = 16 if arguments.emulate else arguments.tokens
+    length = min(count, 256)
+    tokens = torch.randint(
+        VOCABULARY, (max(count // length, 1), length), generator=torch.Generator().manual_seed(dist.get_rank())
+    )
+    figures: dict[str, dict[str, Any]] = {}
+    systems = []
+    for name, options in ways.items():
+        say(f"compiling: {name}")
+        try:
+            system = build(arguments, name, length, tokens.numel(), options)
+        except ValueError as error:
+            figures[name] = {"refused": str(error)}
+            continue
+        train(system, tokens)  # compiles
+        system.figures = {**by_formula(system.transform), **counted(system, tokens)}
+        figures[name] = system.figures
+        systems.append(system)
+    gc.collect()
+    gc.freeze()  # or a full collection, a second beside the traces that Thunder keeps, falls into some step
+    for round_ in range(arguments.rounds):
+        say(f"round {round_ + 1} of {arguments.rounds}")
+        for offset in range(len(systems)):
+            system = systems[(round_ + offset) % len(systems)]
+            dist.barrier()
+            before = 0 if arguments.no_limit else sent_bytes("eth0")
+            system.seconds.append(train(system, tokens))
+            dist.barrier()
+            system.sent.append(0 if arguments.no_limit else sent_bytes("eth0") - before)
+    gc.unfreeze()
+    slowest = torch.tensor([system.seconds for system in systems], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    base = slowest[0].tolist()
+    for system, seconds in zip(systems, slowest.tolist(), strict=True):
+        system.figures |= {
+            "sent_bytes": None if arguments.no_limit else round(statistics.median(system.sent)),
+            "seconds": statistics.median(seconds),
+            "ratio": statistics.median(s / b for s, b in zip(seconds, base, strict=True)),
+            "seconds_of_rounds": seconds,
+            "losses": system.losses,
+        }
+    return figures
+
+
+def build(arguments: argparse.Namespace, name: str, length: int, count: int, options: dict[str, Any]) -> System:
+    import thunder_fsdp_sched
+    from thunder_fsdp_sched.demo.model import GPT
+
+    import thunder
+    import torch
+
+    torch.manual_seed(0)
+    model = GPT(blocks=arguments.blocks, width=arguments.width, heads=max(arguments.width // 64, 1), length=length)
+    parameters = sum(p.numel() for p in model.parameters())
+    transform = thunder_fsdp_sched.fsdp(
+        sharding_strategy=arguments.strategy, prefetch=arguments.prefetch, bucketing_strategy="block", **options
+    )
+    transforms = [transform]
+    if arguments.emulate:
+        from predicted_vs_measured import sleeping
+
+        transforms.append(sleeping(arguments.emulate / (6 * parameters * count)))
+    module = thunder.jit(model, transforms=transforms)
+    return System(name, module, transform, torch.optim.AdamW(module.parameters(), lr=1e-3))
+
+
+def train(system: System, tokens: Any, counter: Any = None) -> float:
+    """One step; seconds of forward and backward on this rank."""
+    from contextlib import nullcontext
+
+    import torch.distributed as dist
+
+    system.optimizer.zero_grad()
+    dist.barrier()
+    started = time.perf_counter()
+    with counter.phase("forward") if counter else nullcontext():
+        loss = system.module(tokens, tokens)
+    with counter.phase("backward") if counter else nullcontext():
+        loss.backward()
+    seconds = time.perf_counter() - started
+    system.optimizer.step()
+    system.losses.append(loss.item())
+    return seconds
+
+
+def by_formula(transform: Any) -> dict[str, int]:
+    """What the transports say of the collectives in the traces."""
+    from thunder_fsdp_sched.symbols import fsdp_all_gather, fsdp_reduce_scatter
+    from thunder_fsdp_sched.transports import TRANSPORTS
+
+    schedule = transform.compiled[-1].schedule
+    gathered = reduced = launches = 0
+    for op in (*schedule.forward, *schedule.backward):
+        transport, spec = TRANSPORTS[op.transport], transform.plan[op.bucket]
+        gathers, reduces = op.kind == fsdp_all_gather.name, op.kind == fsdp_reduce_scatter.name
+        gathered += gathers * transport.gather_wire_bytes(spec)
+        reduced += reduces * transport.reduce_wire_bytes(spec)
+        launches += (gathers or reduces) * transport.launches(spec)
+    return {
+        "formula_bytes": gathered + reduced,
+        "formula_bytes_through_gloo": gathered + 2 * reduced,
+        "formula_launches": launches,
+    }
+
+
+def counted(system: System, tokens: Any) -> dict[str, int]:
+    """What one step copies, casts, issues and keeps live on this rank."""
+    from thunder_fsdp_sched.measuring import StepCounter
+
+    counter, casts = StepCounter(system.module.parameters()), cast_counter()
+    with counter:
+        train(system, tokens, counter)
+    with casts:  # not in the same step: it holds on to memory
+        train(system, tokens)
+    counts = counter.counts()
+    number, nbytes, by_model = casts.total()
+    collectives = [c for c in counts.collectives if c.phase]  # without the barrier before the step
+    return {
+        "parameter_bytes_copied": counts.parameter_bytes_copied - by_model,
+        "gradient_bytes_copied": counts.gradient_bytes_copied,
+        "backend_bytes_copied": counts.backend_bytes_copied,
+        "collectives": len(collectives),
+        "peak_unsharded_bytes": max(counts.peak_unsharded_bytes.values()),
+        "casts": number,
+        "cast_bytes": nbytes,
+        "parameter_bytes_cast_by_model": by_model,
+    }
+
+
+def cast_counter() -> Any:
+    from thunder_fsdp_sched.compat import prepare  # noqa: F401  # before torch's modules that Thunder misses
+
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_iter
+
+    class Casts(TorchDispatchMode):
+        """Counts copies between dtypes, into memory that a collective reads or out of what a reduction gave."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # from, to; held, so that addresses stay theirs
+            self.operands: dict[int, torch.Tensor] = {}
+            self.reduced: dict[int, torch.Tensor] = {}
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            name = func.overloadpacket.__name__
+            if func.namespace == "c10d":
+                self.operands |= {memory(t): t for t in tree_iter(args) if isinstance(t, torch.Tensor)}
+                if "reduce_scatter" in name:
+                    self.reduced |= {memory(t): t for t in tree_iter(args[0]) if isinstance(t, torch.Tensor)}
+            elif name in ("copy_", "_to_copy"):
+                source, target = (args[1], args[0]) if name == "copy_" else (args[0], result)
+                if source.dtype != target.dtype:
+                    self.seen.append((source, target))
+            return result
+
+        def total(self) -> tuple[int, int, int]:
+            """Their number, bytes written, and bytes that the model itself converted out of gathered parameters."""
+            ours = [t for s, t in self.seen if memory(t) in self.operands or memory(s) in self.reduced]
+            others = [t for s, t in self.seen if memory(s) in self.operands and not any(t is o for o in ours)]
+            return len(ours), sum(t.nbytes for t in ours), sum(t.nbytes for t in others)
+
+    def memory(tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage().data_ptr()
+
+    return Casts()
+
+
+def report(arguments: argparse.Namespace, tables: dict[str, dict[str, dict[str, Any]]]) -> None:
+    from thunder_fsdp_sched.demo.show import make_console
+
+    console = make_console()
+    rate = "plain loopback" if arguments.no_limit else f"{arguments.rate / 1e9:g} Gbit/s"
+    compute = f"{arguments.emulate} s of emulated compute" if arguments.emulate else f"{arguments.tokens} tokens a rank"
+    console.print(
+        f"{arguments.ranks} gloo ranks, {rate}; GPT with {arguments.blocks} blocks, width {arguments.width}; {compute}; "
+        f"{arguments.strategy}, prefetch {arguments.prefetch}; {arguments.rounds} rounds",
+        highlight=False,
+    )
+    for title, figures in tables.items():
+        console.print(table(title, figures), highlight=False)
+        for name, of_one in figures.items():
+            if "refused" in of_one:
+                console.print(f"{name} does not run here: {of_one['refused']}\n", highlight=False)
+
+
+def table(title: str, figures: dict[str, dict[str, Any]]) -> Any:
+    from thunder_fsdp_sched.report import human_bytes
+
+    from rich import box
+    from rich.table import Table
+
+    ran = {name: of_one for name, of_one in figures.items() if "refused" not in of_one}
+    base = next(iter(ran))
+    # The same batches in the same order, so whatever differs in the losses, the system made it differ.
+    differ = {n: max(abs(a - b) for a, b in zip(f["losses"], ran[base]["losses"], strict=True)) for n, f in ran.items()}
+    columns = {
+        "wire by\nformula": lambda f: human_bytes(f["formula_bytes"]),
+        "as gloo\nreduces": lambda f: human_bytes(f["formula_bytes_through_gloo"]),
+        "really\nsent": lambda f: "" if f["sent_bytes"] is None else human_bytes(f["sent_bytes"]),
+        "params\ncopied": lambda f: human_bytes(f["parameter_bytes_copied"]),
+        "grads\ncopied": lambda f: human_bytes(f["gradient_bytes_copied"]),
+        "casts": lambda f: f"{f['casts']}, {human_bytes(f['cast_bytes'])}",
+        "calls": lambda f: f"{f['collectives']}",
+        "peak un-\nsharded": lambda f: human_bytes(f["peak_unsharded_bytes"]),
+        "step s\nmedian": lambda f: f"{f['seconds']:.3f}",
+        "least\nto most": lambda f: f"{min(f['seconds_of_rounds']):.2f}–{max(f['seconds_of_rounds']):.2f}",
+        f"ratio to\n{base}": lambda f: f"{f['ratio']:.2f}",
+    }
+    if not any(f["casts"] for f in ran.values()):
+        del columns["casts"]
+    made = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
+    made.pad_edge, made.collapse_padding = False, True
+    for column in ("", *columns, "loss\ndiff."):
+        made.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for name, of_one in ran.items():
+        made.add_row(name, *(show(of_one) for show in columns.values()), f"{differ[name]:.1g}")
+    made.caption = (
+        f"Ratio: median of the ratios in each round. Loss: largest difference from {base} at the same step. "
+        "Calls: to the communication library, counted."
+    )
+    made.caption_justify = "left"
+    return made
+
+
+def say(what: str) -> None:
+    """Progress, on rank 0."""
+    if os.environ["RANK"] == "0":
+        print(what, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
