@@ -18,6 +18,7 @@ from thunder.core.trace import TraceCtx
 
 from .buffers import Arena, Bucket, slot_bytes
 from .cost import CostModel
+from .groups import Group
 from .simulate import simulate
 from .symbols import fsdp_all_gather, fsdp_reduce_scatter
 from .traces import split_joint
@@ -125,9 +126,12 @@ def room_for_gathers(trace: TraceCtx, *, budget: int | None, kept: Collection[Bu
     """
     if budget is None:
         return None
-    reduced = sorted((slot_bytes_of(b) for b in trace.bound_symbols if b.sym is fsdp_reduce_scatter), reverse=True)
-    private = _private_bytes(trace, kept)
-    return max(budget - private - sum(reduced[:MAX_REDUCTIONS_IN_FLIGHT]) - filling_bytes(trace), 0)
+    reduced: dict[Group, list[int]] = {}
+    for bsym in trace.bound_symbols:
+        if bsym.sym is fsdp_reduce_scatter:
+            reduced.setdefault(bsym.args[0].ranks.reductions, []).append(slot_bytes_of(bsym))
+    in_flight = sum(sum(sorted(nbytes)[-MAX_REDUCTIONS_IN_FLIGHT:]) for nbytes in reduced.values())
+    return max(budget - _private_bytes(trace, kept) - in_flight - filling_bytes(trace), 0)
 
 
 def _private_bytes(trace: TraceCtx, kept: Collection[Bucket]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +12,7 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..groups import Group
 from ..symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from ..traces import Aliases, args_of, communicates, outs_of, statements, with_bound_symbols
 from .plan_slots import slot_bytes_of
@@ -20,9 +20,9 @@ from .plan_slots import slot_bytes_of
 __all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "MAX_SMALL_STEPS", "issue_points", "sort_communication"]
 
 MAX_REDUCTIONS_IN_FLIGHT = 2
-"""Reductions between issue and wait. Each holds a slot of unsharded gradients; a third one hides nothing more, because
-the reductions of one process group run one after the other. Beside them the next bucket's slot may fill up with gradients
-that are written in place; copied gradients would need as much memory of their own."""
+"""Reductions of one process group between issue and wait. Each holds a slot of unsharded gradients; a third one hides
+nothing more, because the reductions of one process group run one after the other. Beside them the next bucket's slot
+may fill up with gradients that are written in place; copied gradients would need as much memory of their own."""
 
 MAX_SMALL_STEPS = 4
 """Small steps that a gather is issued ahead of beyond ``prefetch``."""
@@ -65,6 +65,10 @@ class _Reduction:
     @property
     def name(self) -> str:
         return self.issue.args[0].spec.name
+
+    @property
+    def group(self) -> Group:
+        return self.issue.args[0].ranks.reductions
 
     @property
     def holds_slot(self) -> bool:
@@ -161,7 +165,7 @@ class _Sorter:
         self.next_step = 0  # step to be waited for next
         self.live: list[_Gather] = []  # issued, last consumer not yet in `out`
         self.held_back: dict[_Gather, str] = {}  # why a gather could not be issued when it was due
-        self.in_flight: deque[_Reduction] = deque()
+        self.in_flight: list[_Reduction] = []
 
     def _find_consumers(self, gathers: list[_Gather]) -> None:
         of_param = {out: g for g in gathers for out in outs_of(g.wait)}
@@ -268,9 +272,10 @@ class _Sorter:
 
     def _reduce(self, reduction: _Reduction, position: int) -> None:
         # One that goes on across replicas holds no slot any more.
-        while sum(r.holds_slot for r in self.in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
-            oldest = next(r for r in self.in_flight if r.holds_slot)
-            self._wait_for_grads(oldest, f"in-flight limit: {MAX_REDUCTIONS_IN_FLIGHT} reductions")
+        while len(before := [r for r in self.in_flight if r.holds_slot and r.group is reduction.group]) >= (
+            MAX_REDUCTIONS_IN_FLIGHT
+        ):
+            self._wait_for_grads(before[0], f"in-flight limit: {MAX_REDUCTIONS_IN_FLIGHT} reductions")
         if self.prefetch and self.next_step < len(self.steps) and self._share_a_group(reduction):
             # A bucket that is still read before the next step has the memory that an earlier gather would need.
             until = self.steps[self.next_step][0].first_consumer
@@ -288,12 +293,14 @@ class _Sorter:
         """Whether the gather that comes next would queue behind ``reduction``."""
         if self.next_issue == len(self.gathers):
             return False
-        gathering = self.gathers[self.next_issue].issue.args[0].ranks.group
-        return gathering is reduction.issue.args[0].ranks.reductions
+        return self.gathers[self.next_issue].issue.args[0].ranks.group is reduction.group
 
     def _wait_for_grads(self, until: _Reduction, reason: str) -> None:
-        while until in self.in_flight:
-            reduction = self.in_flight.popleft()
+        # Those of its group that were issued before it are over before it; other groups' go on.
+        for reduction in [r for r in self.in_flight if r.group is until.group]:
+            if until not in self.in_flight:
+                return
+            self.in_flight.remove(reduction)
             self._go_across(reduction, reason)
             self._emit(reduction.wait, reason)
 

@@ -45,4 +45,4 @@ class AllReduce(Flat):
         return 2 * spec.unsharded_bytes * (world_size - 1) // world_size
 
     def launches(self, spec: BucketSpec) -> int:
-        return 1
+        return max(1, super().launches(spec))  # reductions go segment by segment
