@@ -305,3 +305,39 @@ def test_a_result_across_replicas_that_nobody_waits_for_is_caught():
     trace.bound_symbols = [b for b in trace.bound_symbols if b is not wait]
     with pytest.raises(VerificationError):
         verify(trace)
+
+
+class SmallNorm(nn.Module):
+    """A norm, which travels and computes in no time, between large layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(self.norm(x))
+
+
+def test_a_small_bucket_gives_no_time_to_the_reduction_before_it():
+    step = compile_as_rank(
+        lambda: (SmallNorm(), (torch.randn(3, 64),)),
+        lambda: fsdp(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))),
+        rank=0,
+        world_size=4,
+    )
+    schedule = step.compiled[-1].schedule.backward
+    kinds = [(op.kind.removeprefix("fsdp_"), op.bucket) for op in schedule if "reduce" in op.kind]
+    assert kinds == [
+        ("reduce_scatter", "head"),
+        ("reduce_scatter", "norm"),
+        ("all_reduce", "head"),  # two hold memory; a third one needs some
+        ("reduce_scatter", "blocks.1"),
+        ("all_reduce", "norm"),
+        ("reduce_scatter", "blocks.0"),
+        ("all_reduce", "blocks.1"),
+        ("all_reduce", "blocks.0"),
+    ]

@@ -52,7 +52,7 @@ def plot_timelines(timelines: Sequence[tuple[str, Timeline]], path: str | Path |
     names = {
         "compute": "compute",
         "gather": "all-gather; slot holding parameters",
-        "reduction": "reduce-scatter; slot holding gradients",
+        "reduction": "reduction; slot holding gradients",
         "exposed": "exposed: compute waits for communication",
     }
     patches = [Patch(facecolor=_COLORS[k], label=name) for k, name in names.items()]

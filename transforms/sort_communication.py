@@ -24,6 +24,9 @@ MAX_REDUCTIONS_IN_FLIGHT = 2
 nothing more, because the reductions of one process group run one after the other. Beside them the next bucket's slot
 may fill up with gradients that are written in place; copied gradients would need as much memory of their own."""
 
+_SMALL = 10
+"""What has fewer bytes than this part of something else hides nothing of that."""
+
 MAX_SMALL_STEPS = 4
 """Small steps that a gather is issued ahead of beyond ``prefetch``."""
 
@@ -67,6 +70,10 @@ class _Reduction:
         return self.issue.args[0].spec.name
 
     @property
+    def nbytes(self) -> int:
+        return self.issue.args[0].spec.grad_bytes
+
+    @property
     def group(self) -> Group:
         return self.issue.args[0].ranks.reductions
 
@@ -84,8 +91,8 @@ def sort_communication(trace: TraceCtx, *, prefetch: int, max_unsharded_bytes: i
       Small steps hide nothing and do not count: see ``issue_points``.
     * A reduction is issued right after the last of its gradients. At most ``MAX_REDUCTIONS_IN_FLIGHT`` are in flight,
       then the oldest is waited for; the others are waited for where their results are read, at the end usually.
-    * An all-reduce across replicas follows the next bucket's reduce-scatter: it has to wait for its own, which then had
-      the compute between the two to finish, and the group inside goes on with the next.
+    * An all-reduce across replicas follows the reduce-scatter of the next bucket that is not small beside it: it has to
+      wait for its own, which then had the compute between the two to finish, and the group inside goes on with the next.
     * No collective crosses a bound symbol that communicates and is not one of ours.
 
     Why each of them stands where it stands is its header: the trace prints it, and the schedule holds it.
@@ -113,7 +120,7 @@ def issue_points(step_bytes: Sequence[int], prefetch: int) -> list[int]:
     """
     by_size = sorted(step_bytes)
     half = bisect.bisect_left(list(itertools.accumulate(by_size)), sum(by_size) / 2)
-    small = by_size[half] / 10 if by_size else 0
+    small = by_size[half] / _SMALL if by_size else 0
     points = []
     for step, nbytes in enumerate(step_bytes):
         point, hiding = step, 0
@@ -275,7 +282,11 @@ class _Sorter:
         while len(before := [r for r in self.in_flight if r.holds_slot and r.group is reduction.group]) >= (
             MAX_REDUCTIONS_IN_FLIGHT
         ):
-            self._wait_for_grads(before[0], f"in-flight limit: {MAX_REDUCTIONS_IN_FLIGHT} reductions")
+            reason = f"in-flight limit: {MAX_REDUCTIONS_IN_FLIGHT} reductions"
+            if before[0].across is not None:
+                self._go_across(before[0], reason)
+            else:
+                self._wait_for_grads(before[0], reason)
         if self.prefetch and self.next_step < len(self.steps) and self._share_a_group(reduction):
             # A bucket that is still read before the next step has the memory that an earlier gather would need.
             until = self.steps[self.next_step][0].first_consumer
@@ -286,7 +297,8 @@ class _Sorter:
         last = self.compute[reduction.ready_after] if reduction.ready_after >= 0 else None
         self._emit(reduction.issue, f"producer: last gradient by {_show(last)}" if last else "producer: none")
         for earlier in self.in_flight:
-            self._go_across(earlier, f"producer: its reduce-scatter had time until that of {reduction.name}")
+            if reduction.nbytes * _SMALL >= earlier.nbytes:
+                self._go_across(earlier, f"producer: its reduce-scatter had time until that of {reduction.name}")
         self.in_flight.append(reduction)
 
     def _share_a_group(self, reduction: _Reduction) -> bool:
