@@ -174,7 +174,8 @@ def _train_and_accumulate(rank: int, world_size: int, case: str, options: dict[s
         twins.backward(step=5)
     twins.backward(step=6)
     twins.update()
-    assert (share(twins.transform)[0] > 0) is (transform.write_grads_in_place is not copy_all)
+    written, _ = share_written_in_place(twins.transform.compiled[0].backward)
+    assert (written > 0) is (transform.write_grads_in_place is not copy_all)
     return full_state_dict(twins.sharded)
 
 
