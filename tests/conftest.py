@@ -8,17 +8,17 @@ import pytest
 from ranks import Ranks
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Two worker processes in a gloo process group, the same for all tests of a module."""
+    """Two worker processes in a gloo process group, the same for all tests: starting them takes longer than most."""
     workers = Ranks(2)
     yield workers
     workers.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four_ranks() -> Iterator[Ranks]:
-    """Four worker processes in a gloo process group, the same for all tests of a module."""
+    """Four worker processes in a gloo process group, the same for all tests: starting them takes longer than most."""
     workers = Ranks(4)
     yield workers
     workers.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, full_state_dict, testing, transforms
@@ -30,6 +31,14 @@ from thunder.executors.torch_compile import torch_compile_ex
 from torch import nn
 
 each_strategy = pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Ranks of this module's own: the stand-in for nvFuser stays installed in them."""
+    workers = Ranks(2)
+    yield workers
+    workers.close()
 
 
 def jit_options(fuser: str, fusion_type: str = "consecutive") -> dict[str, Any]:

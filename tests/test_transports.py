@@ -194,8 +194,9 @@ def test_what_cannot_be_had_is_refused_at_once(ranks: Workers, case: str) -> Non
     ranks.run(_refused, case)
 
 
-def test_auto_takes_one_vector_unless_that_pads_much():
-    assert choose_transport([(64, 32), (32,)], 2, 4)[0] == "flat"
-    # Rows of 1,009 and of 1,013 elements: cuts between rows of both are far apart.
-    transport, reason = choose_transport([(3, 1009), (3, 1013)], 64, 4)
-    assert transport == "coalesced" and "padding" in reason
+def test_auto_takes_one_vector_unless_another_way_is_one_launch():
+    assert choose_transport([(64, 32), (32,)], 2, 4, "nccl") == ("flat", "auto, one collective and no copy")
+    # Rows of 1,009 and of 1,013 elements: cuts between rows of both are far apart, so each width travels by itself.
+    transport, reason = choose_transport([(64, 1009), (64, 1013)], 64, 4, "nccl")
+    assert transport == "coalesced" and "2 collectives" in reason
+    assert choose_transport([(64, 1009), (64, 1013)], 64, 4, "gloo")[0] == "flat"

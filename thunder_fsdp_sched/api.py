@@ -77,8 +77,8 @@ def fsdp(
             one vector, one collective, no copy; cuts between ranks fall between rows. ``"coalesced"``: each parameter cut
             evenly, one launch of one collective each, no copy. ``"all_reduce"``: completes a buffer in which each rank's
             shards stand at their place; twice the bytes. ``"symmetric_memory"``: copy engines pull from peers' memory,
-            CUDA within a node. ``"staged"``: one collective and one copy. ``"auto"``: flat, or coalesced where flat would
-            pad much; the plan says why.
+            CUDA within a node. ``"staged"``: one collective and one copy. ``"auto"``: flat, or with NCCL coalesced where
+            flat would need several collectives; the plan says why.
         mp_policy: torch's own :class:`~torch.distributed.fsdp.MixedPrecisionPolicy`. Shards are cast once when they have
             changed and gathered in ``param_dtype``; gradients are averaged in ``reduce_dtype`` (default ``param_dtype``) and
             summed up in it under ``no_sync``; shards, their gradients and the optimizer keep the parameters' dtype.

@@ -120,8 +120,11 @@ def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
         box=box.SIMPLE_HEAD,
     )
     table.add_column("bucket")
-    for column in ("parameters", "dtype", "unsharded bytes", "bytes a rank", "padding", "ranks", "transport"):
-        table.add_column(column, justify="left" if column in ("dtype", "transport") else "right", no_wrap=True)
+    columns = ["parameters", "dtype", "unsharded bytes", "bytes a rank", "padding"]
+    # What is the same for all buckets is in the title or the caption.
+    several = len({(b.group, b.layout.world_size, b.replicas) for b in plan}) > 1 or any(b.replicas > 1 for b in plan)
+    for column in (*columns, "ranks") if several else columns:
+        table.add_column(column, justify="left" if column == "dtype" else "right", no_wrap=True)
     for bucket in plan:
         table.add_row(
             bucket.name if bucket.requires_grad else f"{bucket.name} (frozen)",
@@ -130,8 +133,7 @@ def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
             f"{bucket.unsharded_bytes:,}",
             f"{bucket.shard_bytes:,}",
             f"{bucket.padding_bytes:,}",
-            f"{bucket.layout.world_size}" + (f" x {bucket.replicas}" if bucket.replicas > 1 else ""),
-            bucket.travel.transport,
+            *([f"{bucket.layout.world_size}" + (f" x {bucket.replicas}" if bucket.replicas > 1 else "")] * several),
         )
     table.add_section()
     table.add_row(

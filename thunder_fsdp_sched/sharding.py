@@ -164,7 +164,7 @@ def _travel(options: Options, placing: Placing, name: str, params: tuple[ParamSp
     dtypes = (param_dtype or first.dtype, reduce_dtype or param_dtype or first.dtype)
     if asked == "auto":
         itemsize = min(d.itemsize for d in (first.dtype, *dtypes))
-        asked, reason = choose_transport([p.shape for p in params], over.size, itemsize)
+        asked, reason = choose_transport([p.shape for p in params], over.size, itemsize, ranks.group.backend)
     transport = TRANSPORTS[asked]
     try:
         transport.check(first.device, dtypes, ranks)

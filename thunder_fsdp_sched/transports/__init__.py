@@ -17,8 +17,6 @@ __all__ = ["TRANSPORTS", "Transport", "Work", "choose_transport", "register_tran
 TRANSPORTS: dict[str, Transport] = {}
 """Every transport by its name."""
 
-_MAX_PADDING = 1 / 8
-
 
 def register_transport(transport: Transport) -> None:
     """Makes ``fsdp(transport=transport.name)`` work."""
@@ -29,15 +27,18 @@ for _transport in (Flat(), Coalesced(), AllReduce(), SymmetricMemory(), Staged()
     register_transport(_transport)
 
 
-def choose_transport(shapes: Sequence[tuple[int, ...]], world_size: int, itemsize: int) -> tuple[str, str]:
+def choose_transport(
+    shapes: Sequence[tuple[int, ...]], world_size: int, itemsize: int, backend: str
+) -> tuple[str, str]:
     """What ``transport="auto"`` takes for a bucket of parameters with these shapes, and the reason.
 
-    ``flat`` is one collective and copies nothing, but pads a bucket whose rows have widths without a small common multiple;
-    ``coalesced`` then sends less. The others send or copy more bytes, or (``symmetric_memory``) need memory and topology
-    that only the user knows to be there: they are used where they are asked for.
+    ``flat`` is one collective and copies nothing. Where rows have widths without a small common multiple it needs a
+    collective for each width, and ``coalesced`` then has NCCL launch them as one kernel (gloo has no such thing). The
+    others send or copy more bytes, or (``symmetric_memory``) need memory and topology that only the user knows to be
+    there: they are used where they are asked for.
     """
     flat, coalesced = (plan_layout(shapes, world_size, itemsize, per_param=per_param) for per_param in (False, True))
-    padding = flat.padding_numel / max(flat.unsharded_numel, 1)
-    if padding > _MAX_PADDING and coalesced.unsharded_numel < flat.unsharded_numel:
-        return "coalesced", f"auto, one flat vector would be {padding:.0%} padding"
-    return "flat", "auto, one collective and no copy"
+    segments = sum(1 for s in flat.segments if s.shard_numel)
+    if backend == "nccl" and segments > 1 and coalesced.unsharded_numel <= flat.unsharded_numel:
+        return "coalesced", f"auto, one launch where one vector would need {segments} collectives"
+    return "flat", "auto, one collective and no copy" if segments <= 1 else "auto, no copy"
