@@ -38,7 +38,7 @@ demo: $(BASE)
 	$(PY) -m thunder_fsdp_sched demo $(DEMO_ARGS)
 
 test: $(DEV)
-	$(PY) -m pytest -q $(PYTEST_ARGS)
+	$(PY) -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(DEV)
 	$(PY) -m ruff check .
