@@ -220,6 +220,18 @@ def test_reductions_may_have_a_communicator_of_their_own(ranks: Ranks, strategy:
     ranks.run(_train_with_reductions_apart, strategy)
 
 
+def _train_where_one_rank_knows_more_groups(rank: int, world_size: int) -> None:
+    for member in (0, 0, 1):
+        dist.new_group([member])
+    for steps in (1, 2):
+        twins = Twins(rank, world_size, Stack(1).double(), separate_reduce_scatter_group=True)
+        twins.train(steps=steps)
+
+
+def test_ranks_that_know_different_numbers_of_groups_find_each_other(ranks: Ranks) -> None:
+    ranks.run(_train_where_one_rank_knows_more_groups, timeout=60)
+
+
 #
 # What does not fit
 #

@@ -19,7 +19,7 @@ def make_on_meta():
 
 
 def invoke(*arguments: str):
-    return CliRunner().invoke(app, list(arguments))
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "80"})  # narrow: what matters has to be legible
 
 
 def test_a_plan_tells_the_step_and_writes_what_was_asked_for(tmp_path):

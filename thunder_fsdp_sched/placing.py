@@ -151,5 +151,36 @@ def _twin(group: Group) -> Group:
 
 def _new_group(ranks: list[int], like: dist.ProcessGroup, description: str) -> Group:
     # Only its members make it: the rest of the world may be busy with something else.
+    _level_group_counts(ranks)
     made = dist.new_group(ranks, backend=dist.get_backend(like), use_local_synchronization=True, group_desc=description)
     return Group.of(made)
+
+
+def _level_group_counts(ranks: list[int]) -> None:
+    """Makes all members know the same number of process groups.
+
+    torch names a group that only its members make after their ranks and the number of groups that the process knows
+    already. Members with different numbers, such as ranks of different expert groups, would wait for each other for ever
+    under different names. So they exchange their numbers through the store, and those behind make groups of themselves.
+    """
+    everybody = _default_group()
+    if everybody.backend == "fake":
+        return
+    store = everybody.process_group.get_group_store()
+    prefix = f"thunder_fsdp_sched/groups/{'_'.join(map(str, sorted(ranks)))}"
+    me = dist.get_rank()
+    call = store.add(f"{prefix}/calls/{me}", 1)
+    store.set(f"{prefix}/{call}/{me}", str(_known_groups()))
+    try:
+        counts = [int(store.get(f"{prefix}/{call}/{rank}")) for rank in ranks]
+    except Exception as error:
+        raise RuntimeError(
+            f"fsdp: not all of the ranks {ranks} came to make a process group of theirs; call thunder.jit() with the same "
+            f"options on all of them ({error})"
+        ) from error
+    for _ in range(max(counts) - _known_groups()):
+        dist.new_group([me], use_local_synchronization=True, group_desc="level")
+
+
+def _known_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_names)

@@ -184,17 +184,20 @@ def summarize_thunder(trace: TraceCtx) -> list[str]:
 
 
 def planned_step_table(step: PlannedStep) -> Table:
-    """A planned step, unsorted and scheduled, on its cluster."""
-    table = Table(title=f"one step on {step.cluster.name}, simulated", box=box.SIMPLE_HEAD, title_justify="left")
-    for column in ("", "step", "compute", "communication", "exposed", "over max", "over sum", "peak unsharded"):
-        table.add_column(column, justify="left" if not column else "right")
+    """A planned step, unsorted and scheduled, on its cluster. Fits 80 columns."""
+    table = Table(
+        title=f"one step on {step.cluster.name}, simulated; times in ms", box=box.SIMPLE_HEAD, title_justify="left"
+    )
+    table.add_column("", no_wrap=True)
+    for column in ("step", "compute", "communi-\ncation", "exposed", "over\nmax", "over\nsum", "peak\nunsharded"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, timeline in (("unsorted", step.before), ("scheduled", step.after)):
         table.add_row(
             name,
-            f"{timeline.step_seconds * 1e3:,.2f} ms",
-            f"{timeline.compute_seconds * 1e3:,.2f} ms",
-            f"{sum(timeline.communication_seconds.values()) * 1e3:,.2f} ms",
-            f"{timeline.exposed_seconds * 1e3:,.2f} ms",
+            f"{timeline.step_seconds * 1e3:,.2f}",
+            f"{timeline.compute_seconds * 1e3:,.2f}",
+            f"{sum(timeline.communication_seconds.values()) * 1e3:,.2f}",
+            f"{timeline.exposed_seconds * 1e3:,.2f}",
             f"{timeline.over_max:.2f}",
             f"{timeline.over_sum:.2f}",
             human_bytes(timeline.peak_unsharded_bytes),
@@ -205,6 +208,7 @@ def planned_step_table(step: PlannedStep) -> Table:
         if trace is not None:
             used, least = shared_slots(trace)
             parts.append(f"{name} {human_bytes(used)} ({human_bytes(least)} live at once)")
+    table.caption_justify = "left"
     table.caption = "memory of shared slots: " + ", ".join(parts)
     if compiled.backward is not None:
         in_place, total = share_written_in_place(compiled.backward)
