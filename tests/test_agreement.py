@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.metadata
+import time
 from datetime import timedelta
+from unittest import mock
 
-import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched import fsdp, sharding
 
 import pytest
 import thunder
@@ -38,18 +41,46 @@ def _other_way_on_rank_1(rank: int, world_size: int) -> None:
 
 
 def _other_options_on_rank_1(rank: int, world_size: int) -> None:
-    bucketing = "block" if rank == 0 else "none"
-    _jit(TwoWays(), seconds=60, bucketing_strategy=bucketing)(torch.ones(2, 4), True)
+    _jit(TwoWays(), bucketing_strategy="block" if rank == 0 else "none")
+
+
+def _communicators_on_rank_1_alone(rank: int, world_size: int) -> None:
+    _jit(TwoWays(), separate_reduce_scatter_group=rank == 1)
 
 
 def _other_size_on_rank_1(rank: int, world_size: int) -> None:
-    _jit(TwoWays(4 + 4 * rank), seconds=60)(torch.ones(2, 4 + 4 * rank), True)
+    _jit(TwoWays(4 + 4 * rank))
+
+
+def _other_order_on_rank_1(rank: int, world_size: int) -> None:
+    module = TwoWays()
+    if rank == 1:
+        module.left = module._modules.pop("left")
+    _jit(module)
+
+
+def _other_version_on_rank_1(rank: int, world_size: int) -> None:
+    versions = importlib.metadata.version
+    with mock.patch.object(
+        importlib.metadata, "version", lambda name: "9.9" if rank and "fsdp" in name else versions(name)
+    ):
+        _jit(TwoWays())
+
+
+def _rank_1_does_not_come(rank: int, world_size: int) -> None:
+    with mock.patch.object(sharding, "_AGREEMENT_TIMEOUT", timedelta(seconds=1)):
+        if rank == 0:
+            _jit(TwoWays())
+    time.sleep(3)
 
 
 def _another_order_on_rank_1(rank: int, world_size: int) -> None:
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     # Each rank's order is right by itself: rank 1 gathers further ahead, before reductions that rank 0 issues first.
-    _jit(module, seconds=60, bucketing_strategy="layer", prefetch=rank)(torch.ones(2, 4)).sum().backward()
+    jitted = _jit(module, seconds=60, bucketing_strategy="layer")
+    transform = jitted._lc_transforms[-1]
+    transform.options = dataclasses.replace(transform.options, prefetch=rank)
+    jitted(torch.ones(2, 4)).sum().backward()
 
 
 def _only_rank_1_compiles_something_new(rank: int, world_size: int) -> None:
@@ -73,11 +104,6 @@ def _shapes_differ_between_ranks(rank: int, world_size: int) -> list[float]:
     ("fn", "message"),
     [
         (_other_way_on_rank_1, r"line 1:\n    rank 0: fsdp_all_gather left .*\n    rank 1: fsdp_all_gather right"),
-        (_other_options_on_rank_1, r"rank 0: fsdp_all_gather left .*\n    rank 1: fsdp_all_gather left\.weight"),
-        (
-            _other_size_on_rank_1,
-            r"rank 0: fsdp_all_gather left 80 bytes .*\n    rank 1: fsdp_all_gather left 320 bytes",
-        ),
         (
             _another_order_on_rank_1,
             r"backward of a trace, line 2:\n    rank 0: fsdp_reduce_scatter 3 .*\n    rank 1: fsdp_all_gather 2 ",
@@ -88,6 +114,41 @@ def test_ranks_that_compile_differently_are_told_the_first_differing_line(ranks:
     with pytest.raises(RankError, match=message) as caught:
         ranks.run(fn)
     assert str(caught.value).count("ScheduleDisagreement: fsdp: the ranks of process group") == 2
+
+
+@pytest.mark.parametrize(
+    ("fn", "ranks_told", "message"),
+    [
+        (
+            _other_options_on_rank_1,
+            2,
+            r"rank 0: fsdp\(bucketing_strategy=BucketingStrategy\.BLOCK\)\n    rank 1: .*BucketingStrategy\.NONE",
+        ),
+        (
+            _communicators_on_rank_1_alone,
+            2,
+            r"rank 0: fsdp\(separate_reduce_scatter_group=False\)\n    rank 1: fsdp\(separate_reduce_scatter_group=True\)",
+        ),
+        (
+            _other_size_on_rank_1,
+            2,
+            r"rank 0: left\.weight: float32\[4, 4\] on cpu\n    rank 1: left\.weight: float32\[8, 8",
+        ),
+        (_other_order_on_rank_1, 2, r"rank 0: left\.weight: .*\n    rank 1: right\.weight: "),
+        (
+            _other_version_on_rank_1,
+            2,
+            r"line 1:\n    rank 0: thunder_fsdp_sched 0.*\n    rank 1: thunder_fsdp_sched 9\.9",
+        ),
+        (_rank_1_does_not_come, 1, r"rank 1 did not come to thunder\.jit\(.*\) within 1 s of rank 0"),
+    ],
+)
+def test_ranks_that_shard_differently_are_told_before_any_collective(
+    ranks: Ranks, fn, ranks_told: int, message: str
+) -> None:
+    with pytest.raises(RankError, match=message) as caught:
+        ranks.run(fn, timeout=60)
+    assert str(caught.value).count("ScheduleDisagreement: fsdp: the ranks of process group") == ranks_told
 
 
 def test_a_cache_hit_on_one_rank_and_a_new_schedule_on_the_other_is_an_error_on_both(ranks: Ranks) -> None:

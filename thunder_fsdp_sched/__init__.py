@@ -9,8 +9,19 @@ compat.prepare()
 
 from .api import fsdp
 from .buckets import BucketSpec, ParamSpec, Plan
-from .checkpoint import full_state_dict
+from .checkpoint import (
+    CheckpointError,
+    full_state_dict,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    latest_checkpoint,
+    load_checkpoint,
+    load_safetensors,
+    save_checkpoint,
+    save_safetensors,
+)
 from .consistency import ScheduleDisagreement
+from .gradients import clip_grad_norm_
 from .plugin import FSDPSched
 from .schedule import CommOp, Schedule, StepSchedule
 from .transform import CompiledTraces, FSDPTransform
@@ -18,6 +29,7 @@ from .transforms import ScheduleMismatch, VerificationError
 
 __all__ = [
     "BucketSpec",
+    "CheckpointError",
     "CommOp",
     "CompiledTraces",
     "FSDPSched",
@@ -29,6 +41,14 @@ __all__ = [
     "ScheduleMismatch",
     "StepSchedule",
     "VerificationError",
+    "clip_grad_norm_",
     "fsdp",
     "full_state_dict",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "load_safetensors",
+    "save_checkpoint",
+    "save_safetensors",
 ]

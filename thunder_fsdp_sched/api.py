@@ -39,6 +39,7 @@ def fsdp(
     mp_policy: MixedPrecisionPolicy | None = None,
     process_group_for: Callable[[str, torch.nn.Parameter], ProcessGroup | DeviceMesh | None] | None = None,
     separate_reduce_scatter_group: bool = False,
+    param_init_fn: Callable[[torch.nn.Module], object] | None = None,
 ) -> FSDPTransform:
     """Fully sharded data parallel training for ``thunder.jit(model, transforms=[fsdp(...)])``.
 
@@ -87,6 +88,10 @@ def fsdp(
             for parameters, such as experts, that are sharded over other ranks, all of them among ``mesh`` or
             ``process_group``. Their gradients are averaged over those ranks.
         separate_reduce_scatter_group: reductions get communicators of their own, so that a gather never queues behind one.
+        param_init_fn: for a module on the meta device: initializes the parameters and buffers that one submodule owns
+            itself, ``lambda module: module.reset_parameters()``. It is called with one submodule after the other, each
+            materialized on ``device`` alone, so that the module never exists as a whole. Without it parameters on the meta
+            device have to be loaded (:func:`load_checkpoint`, :func:`load_safetensors`) before the first call.
         cluster: what the simulator takes for granted, a :class:`ClusterSpec` or the name of a preset; default is the
             preset nearest to the device at hand.
 
@@ -116,5 +121,6 @@ def fsdp(
             mp_policy=mp_policy,
             process_group_for=process_group_for,
             separate_reduce_scatter_group=separate_reduce_scatter_group,
+            param_init_fn=param_init_fn,
         )
     )

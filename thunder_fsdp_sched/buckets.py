@@ -48,6 +48,11 @@ class ParamSpec:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def __str__(self) -> str:
+        trained = "" if self.requires_grad else ", frozen"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{' = '.join(self.names)}: {dtype}{list(self.shape)} on {self.device.type}{trained}"
+
 
 class ShardedOver(NamedTuple):
     """Ranks over which parameters are sharded, and those that have copies of the shards; by what they are for."""

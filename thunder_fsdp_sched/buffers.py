@@ -12,8 +12,11 @@ gives a range to another collective only after the last reader of the old one; `
 from __future__ import annotations
 
 import functools
+import linecache
 import re
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from .groups import Ranks
     from .transports import Transport, Work
 
-__all__ = ["SLOT_ALIGNMENT", "Arena", "Bucket", "InFlight", "Slot", "Views", "slot_bytes"]
+__all__ = ["SLOT_ALIGNMENT", "Arena", "Bucket", "InFlight", "Slot", "Views", "failed", "slot_bytes"]
 
 SLOT_ALIGNMENT = 512
 """Bytes to which each slot's offset in the arena is aligned (what CUDA's caching allocator does)."""
@@ -94,10 +97,19 @@ class InFlight(NamedTuple):
             for work in self.works:
                 work.wait()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.bucket.rank}: the {self.what} of bucket {self.bucket.spec.name!r} failed: {error}"
-                + (f"\n{why}" if (why := self.bucket.whole.explain_failure()) else "")
-            ) from error
+            raise failed(self.bucket, self.what, error) from error
+
+
+def failed(bucket: Bucket, what: str, error: RuntimeError) -> RuntimeError:
+    """What to raise if a collective of ``bucket`` failed: names this rank, the collective and the line of the trace."""
+    text = f"rank {bucket.ranks.group.global_ranks[bucket.rank]}: the {what} of bucket {bucket.spec.name!r} failed: {error}"
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.startswith("thunder."):
+        frame = frame.f_back
+    if frame is not None:
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        text += f"\nin line {frame.f_lineno} of {frame.f_code.co_name}: {line}"
+    return RuntimeError(f"{text}\n{why}" if (why := bucket.whole.explain_failure()) else text)
 
 
 class Arena:
@@ -198,6 +210,8 @@ class Bucket:
         self.unreduced: torch.Tensor | None = None
         """Flat unsharded gradients that ``no_sync`` backwards have summed up and no reduction has taken yet."""
         self.unreduced_params: set[int] = set()
+        self.blank_version: int | None = None
+        """The version of the shard as long as nobody has written to it, if its parameters were on the meta device."""
         self._cast = Cast(self) if spec.param_dtype != spec.dtype else None
         self.parts: dict[Any, Bucket] = {}
         """Handles under which it is gathered in another way: see ``parts``."""

@@ -1,4 +1,4 @@
-"""All ranks compile the same schedule, or all of them say where they differ; none hangs.
+"""All ranks shard the same module alike and compile the same schedule, or all say where they differ; none hangs.
 
 [Note: Agreement through the store]
 Collectives on one process group have to be issued in the same order by every rank. Ranks that compile differently (other
@@ -11,9 +11,12 @@ compile does not look: it learns of a verdict when its own collective fails (``e
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from datetime import timedelta
+
+from torch.distributed import DistNetworkError
 
 from .deadlock import Step, find_fault
 from .groups import Group
@@ -67,9 +70,15 @@ class Agreement:
         self.number += 1
         store = self.group.process_group.get_group_store()
         rank = self.group.rank
-        store.set(f"{prefix}/program/{rank}", content)
-        if rank == 0:
-            store.set(f"{prefix}/verdict", self._judge(prefix, what))
+        try:
+            store.set(f"{prefix}/program/{rank}", content)
+            if rank == 0:
+                store.set(f"{prefix}/verdict", self._judge(prefix, what))
+        except DistNetworkError as error:
+            raise ScheduleDisagreement(
+                f"fsdp: rank {rank} has compiled {what} and cannot tell the other ranks of process group "
+                f"{self.group.description!r}: its store is gone ({error})"
+            ) from error
         try:
             # Rank 0 itself may wait that long for the others.
             store.wait([f"{prefix}/verdict"], self.timeout * 2)
@@ -82,6 +91,57 @@ class Agreement:
                 f"fsdp: the ranks of process group {self.group.description!r} disagree: {verdict}"
             )
         self.agreed.add(digest)
+
+    def check_same(self, what: str, lines: Sequence[str]) -> None:
+        """Looks whether all ranks have the same text; returns when they do.
+
+        Args:
+            what: what the text is about.
+            lines: the text; ranks send no more than its digest as long as it is the same.
+
+        Raises:
+            ScheduleDisagreement: on every rank, naming the first line that differs and the ranks, or those that have sent
+                none within the timeout.
+        """
+        if self.alone:
+            return
+        store = self.group.process_group.get_group_store()
+        rank, prefix = self.group.rank, f"thunder_fsdp_sched/{self.name}/same"
+        store.set(f"{prefix}/digest/{rank}", hashlib.sha256("\n".join(lines).encode()).hexdigest())
+        try:
+            if rank == 0:
+                store.set(f"{prefix}/other", self._first_other(prefix))
+            store.wait([f"{prefix}/other"], self.timeout * 2)
+            verdict = store.get(f"{prefix}/other").decode()
+            if verdict.isdigit():
+                other = int(verdict)
+                if rank in (0, other):
+                    store.set(f"{prefix}/lines/{rank}", json.dumps(list(lines)))
+                store.wait([f"{prefix}/lines/{r}" for r in (0, other)], self.timeout)
+                texts = {self.group.global_ranks[r]: json.loads(store.get(f"{prefix}/lines/{r}")) for r in (0, other)}
+                verdict = f"{what}, {_difference(texts)}"
+        except Exception as error:
+            verdict = f"rank {rank} has waited {self.timeout * 2} for the others ({error})"
+        if verdict:
+            raise ScheduleDisagreement(
+                f"fsdp: the ranks of process group {self.group.description!r} disagree: {verdict}"
+            )
+
+    def _first_other(self, prefix: str) -> str:
+        """The first rank whose digest is not rank 0's, nothing if there is none, or what is wrong."""
+        store = self.group.process_group.get_group_store()
+        own = store.get(f"{prefix}/digest/0")
+        for rank in range(1, self.group.size):
+            try:
+                store.wait([f"{prefix}/digest/{rank}"], self.timeout)
+            except Exception:
+                return (
+                    f"rank {self.group.global_ranks[rank]} did not come to thunder.jit(..., transforms=[fsdp(...)]) within "
+                    f"{self.timeout.total_seconds():g} s of rank {self.group.global_ranks[0]}"
+                )
+            if store.get(f"{prefix}/digest/{rank}") != own:
+                return str(rank)
+        return ""
 
     def _judge(self, prefix: str, what: str) -> str:
         """What is wrong, for all ranks to read; empty if nothing is."""
@@ -113,3 +173,11 @@ class Agreement:
             return store.get(key).decode() if store.check([key]) else ""
         except Exception:  # the store may be gone with the rank that held it
             return ""
+
+
+def _difference(texts: dict[int, list[str]]) -> str:
+    """The first line that differs between two ranks' texts."""
+    (first, ours), (other, theirs) = texts.items()
+    number = next(i for i, (a, b) in enumerate(itertools.zip_longest(ours, theirs)) if a != b)
+    a, b = (text[number] if number < len(text) else "(nothing)" for text in (ours, theirs))
+    return f"line {number + 1}:\n    rank {first}: {a}\n    rank {other}: {b}"

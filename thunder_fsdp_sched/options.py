@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,10 +53,19 @@ class Options:
     mp_policy: MixedPrecisionPolicy
     process_group_for: Callable[[str, torch.nn.Parameter], Any] | None
     separate_reduce_scatter_group: bool
+    param_init_fn: Callable[[torch.nn.Module], Any] | None
 
     def cost_model(self) -> CostModel:
         """What the simulator charges: for the cluster that was named, else for what this process runs on."""
         return AnalyticCost(self.cluster or _this_cluster())
+
+    def lines(self) -> list[str]:
+        """What has to be the same on all ranks, a line each."""
+        return [
+            f"fsdp({_ARGUMENTS.get(f.name, f.name)}={_comparable(getattr(self, f.name))})"
+            for f in fields(self)
+            if f.name not in _BY_RANK
+        ]
 
     def __str__(self) -> str:
         strategy = "zero3" if self.reshard_after_forward else "zero2"
@@ -65,6 +74,26 @@ class Options:
             f"sharding_strategy={strategy!r}, bucketing_strategy={bucketing!r}, prefetch={self.prefetch}, "
             f"transport={self.transport!r}"
         )
+
+
+_ARGUMENTS = {"bucketing": "bucketing_strategy", "reshard_after_forward": "zero3"}
+_BY_RANK = {"ignored_params", "process_group"}
+"""Options that name objects of this process. What they lead to is compared."""
+
+
+def _comparable(value: Any) -> str:
+    """A text that is the same on all ranks if the option is."""
+    if isinstance(value, torch.device):
+        return value.type
+    if isinstance(value, DeviceMesh):
+        return f"mesh of {tuple(value.shape)} ranks, dimensions {value.mesh_dim_names}"
+    if isinstance(value, tuple):  # schedules
+        return f"{[_comparable(v) for v in value]}"
+    if isinstance(value, StepSchedule):
+        return f"{value.forward.compute} {value.backward.compute if value.backward else None}"
+    if callable(value) and not isinstance(value, type):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return str(value)
 
 
 def check_options(
@@ -85,6 +114,7 @@ def check_options(
     mp_policy: Any,
     process_group_for: Any,
     separate_reduce_scatter_group: Any,
+    param_init_fn: Any,
 ) -> Options:
     """Turns a user's arguments into options.
 
@@ -123,6 +153,12 @@ def check_options(
             f"process_group_for: expected a callable (parameter name, parameter) -> process group, mesh or None, got "
             f"{process_group_for!r}"
         )
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise TypeError(f"param_init_fn: expected a callable that initializes a module, got {param_init_fn!r}")
+    if param_init_fn is not None and device is None:
+        raise ValueError(
+            "param_init_fn: say where the parameters of a module on the meta device are to live: device=..."
+        )
     return Options(
         reshard_after_forward=_STRATEGIES[key],
         bucketing=_bucketing(bucketing_strategy),
@@ -140,6 +176,7 @@ def check_options(
         mp_policy=_precision(mp_policy),
         process_group_for=process_group_for,
         separate_reduce_scatter_group=separate_reduce_scatter_group,
+        param_init_fn=param_init_fn,
     )
 
 

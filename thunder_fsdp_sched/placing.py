@@ -12,7 +12,7 @@ from .buckets import ShardedOver
 from .groups import Group, Ranks
 from .options import Options
 
-__all__ = ["Placing"]
+__all__ = ["Placing", "everyone_of"]
 
 
 class Placing:
@@ -20,25 +20,19 @@ class Placing:
 
     Attributes:
         usual: the ranks of parameters for which nothing else is asked.
-        everyone: all ranks that the module's parameters are shared with, for what concerns them all: agreeing on
-            schedules, aligning measurements. Nothing is sharded over them for its own sake.
-
-    Raises:
-        RuntimeError: there is no process group.
+        everyone: all ranks that the module's parameters are shared with (:func:`everyone_of`).
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, everyone: Group) -> None:
         self._options = options
+        self.everyone = everyone
         self._made: dict[str, Ranks] = {}
         self._of: dict[ShardedOver, Ranks] = {}
         self._mesh_of: dict[Ranks, DeviceMesh] = {}  # with two dimensions
         if options.mesh is not None:
             self.usual = self._of_mesh(options.mesh)
-            self.everyone = _group_of_mesh(options.mesh)
         else:
-            group = options.process_group or _default_group()
-            self.usual = self._ranks(group)
-            self.everyone = group
+            self.usual = self._ranks(everyone)
 
     def of(self, name: str, param: torch.nn.Parameter) -> ShardedOver:
         """Asks ``process_group_for`` about a parameter.
@@ -124,6 +118,17 @@ class Placing:
             reductions = _twin(group) if self._options.separate_reduce_scatter_group and group.size > 1 else None
             self._made[key] = Ranks.of(group, reductions=reductions, replicas=replicas)
         return self._made[key]
+
+
+def everyone_of(options: Options) -> Group:
+    """All ranks that a module's parameters are shared with, for what concerns them all: agreeing, aligning measurements.
+
+    Raises:
+        RuntimeError: there is no process group.
+    """
+    if options.mesh is not None:
+        return _group_of_mesh(options.mesh)
+    return options.process_group or _default_group()
 
 
 def _default_group() -> Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
@@ -10,16 +11,18 @@ from datetime import timedelta
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from thunder.core.module import ThunderModule
 
 from .buckets import BucketSpec, ParamSpec, Plan, ShardedOver, Travel, make_plan
 from .buffers import Arena, Bucket, handle_name
 from .consistency import Agreement
+from .initialize import initialize
 from .options import Options, check_transport
-from .placing import Placing
+from .placing import Placing, everyone_of
 from .transports import TRANSPORTS, choose_transport
 
-__all__ = ["ShardedModule"]
+__all__ = ["ShardedModule", "gather_param"]
 
 _AGREEMENT_TIMEOUT = timedelta(seconds=300)
 """How long a rank that compiles waits for the others to compile the same: tracing may be slower on some."""
@@ -42,12 +45,12 @@ class ShardedModule:
         shards: this rank's rows of each sharded parameter, a view of its bucket's shard buffer, by each of its names.
     """
 
-    def __init__(self, module: torch.nn.Module, plan: Plan, buckets: list[Bucket], placing: Placing) -> None:
+    def __init__(self, module: torch.nn.Module, plan: Plan, buckets: list[Bucket], agreement: Agreement) -> None:
         self.module = module
         self.plan = plan
         self.buckets = buckets
-        self.everyone = placing.everyone
-        self.agreement = Agreement(self.everyone, f"module {next(_numbers[self.everyone.name])}", _AGREEMENT_TIMEOUT)
+        self.everyone = agreement.group
+        self.agreement = agreement
         self.places: dict[str, tuple[Bucket, int]] = {}
         self.shards: dict[str, torch.nn.Parameter] = {}
         self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
@@ -72,16 +75,27 @@ class ShardedModule:
                 ``broadcast_from`` outside the process group, a transport that cannot carry a bucket, parameters of one
                 bucket that are sharded over different groups.
             RuntimeError: no process group.
+            ScheduleDisagreement: ranks have other versions of this package or of what it stands on, other options, or other
+                parameters.
         """
-        placing = Placing(options)
+        everyone = everyone_of(options)
+        agreement = Agreement(everyone, f"module {next(_numbers[everyone.name])}", _AGREEMENT_TIMEOUT)
         module = model._model
         named = dict(model.named_parameters(remove_duplicate=False))
         ignored = _ignored_names(named, options)
         moved = _move(model, ignored, options)
         specs = _specs({n: p for n, p in named.items() if n not in ignored}, options)
+        # Before anything that ranks do together: groups are made, parameters are broadcast.
+        agreement.check_same("what is to be sharded", [*_versions(), *options.lines(), *(str(s) for s, _ in specs)])
+        placing = Placing(options, everyone)
         usual = placing.key(placing.usual)
         over = {spec.name: placing.of(spec.name, param) for spec, param in specs}
         if options.broadcast_from is not None:
+            if options.param_init_fn is None and any(p.is_meta for _, p in specs):
+                raise ValueError(
+                    "broadcast_from: the module is on the meta device, so there is nothing to broadcast; param_init_fn says "
+                    "how to initialize it"
+                )
             _broadcast(((p, over[s.name]) for s, p in specs), options.broadcast_from, placing)
             _broadcast(((t, usual) for t in moved.values()), options.broadcast_from, placing)
         plan = make_plan(
@@ -94,15 +108,36 @@ class ShardedModule:
             over=over,
             travel=partial(_travel, options, placing),
         )
-        sharded = cls(module, plan, _allocate(plan, placing), placing)
+        sharded = cls(module, plan, _allocate(plan, placing), agreement)
         sharded.replaced = moved
         for spec, param in specs:
             bucket, index = sharded.places[spec.name]
             if not param.is_meta:
                 with torch.no_grad():
                     bucket.copy_in(index, param)
+            elif not bucket.shard.is_meta and bucket.shard.numel():
+                bucket.blank_version = bucket.shard._version
             _release(module, spec, bucket.spec)
+        if options.param_init_fn is not None:
+            sharded.initialize(options, placing)
         return sharded
+
+    def initialize(self, options: Options, placing: Placing) -> None:
+        """Fills the shards, buffers and ignored parameters that were on the meta device."""
+        assert options.param_init_fn is not None and options.device is not None
+
+        def take(name: str, tensor: torch.Tensor) -> None:
+            bucket, index = self.places.get(name, (None, 0))
+            over = placing.key(placing.usual if bucket is None else bucket.ranks)
+            if options.broadcast_from is not None:
+                _broadcast([(tensor, over)], options.broadcast_from, placing)
+            if bucket is None:
+                self.replaced[name] = tensor
+            else:
+                with torch.no_grad():
+                    bucket.copy_in(index, tensor)
+
+        initialize(self.module, options.param_init_fn, options.device, self.places, take)
 
     def keep(self, names: Collection[str]) -> None:
         """Lets the named buckets stay unsharded between forward and backward from now on, and no others."""
@@ -122,6 +157,13 @@ class ShardedModule:
             )
             overrides[name] = tensor
 
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """All names of a parameter, the leading one first; what is not sharded has the one that is given."""
+        if name not in self.places:
+            return (name,)
+        bucket, index = self.places[name]
+        return bucket.spec.params[index].names
+
     def check_dtypes(self) -> None:
         """Refuses what has converted the module since: ``module.double()`` reaches its own parameters, not the shards.
 
@@ -138,6 +180,21 @@ class ShardedModule:
                         f"{param.dtype} afterwards: convert it before thunder.jit(module, transforms=[fsdp(...)])"
                     )
 
+    def check_initialized(self) -> None:
+        """Refuses to compute with parameters that nobody has given values.
+
+        Raises:
+            RuntimeError: naming the parameters.
+        """
+        blank = [b for b in self.buckets if b.blank_version == b.shard._version]
+        if blank and self.everyone.backend != "fake":  # a plan needs no values
+            names = [param.name for bucket in blank for param in bucket.spec.params]
+            raise RuntimeError(
+                f"parameters that were on the meta device have no values yet: {', '.join(names[:3])}"
+                f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}. Give fsdp(param_init_fn=...), or load them "
+                f"(load_checkpoint, load_safetensors) before the first call"
+            )
+
     def shard_entry(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """This rank's rows of an unsharded state dict entry; entries that are not sharded pass through.
 
@@ -151,6 +208,32 @@ class ShardedModule:
         if tuple(value.shape) != expected:
             raise ValueError(f"state dict entry {name!r}: expected shape {expected}, got {tuple(value.shape)}")
         return bucket.own_rows(index, value).to(device=bucket.spec.device, dtype=bucket.spec.dtype)
+
+
+def gather_param(bucket: Bucket, index: int, shard: torch.Tensor) -> torch.Tensor:
+    """The whole parameter ``index`` of ``bucket``, bit for bit, from every rank's rows; a collective.
+
+    Args:
+        shard: this rank's rows.
+
+    Returns:
+        A new tensor of the unsharded shape on the bucket's device, on every rank.
+    """
+    placement = bucket.spec.layout.placements[index]
+    whole = torch.empty(placement.shape, dtype=bucket.spec.dtype, device=bucket.spec.device)
+    rows = whole.reshape(1) if whole.ndim == 0 else whole
+    bucket.own_rows(index, whole).copy_(shard)
+    for rank, global_rank in enumerate(bucket.ranks.group.global_ranks):
+        start, end = placement.row_starts[rank : rank + 2]
+        if rows[start:end].numel():
+            dist.broadcast(rows[start:end], src=global_rank, group=bucket.ranks.group.process_group)
+    return whole
+
+
+def _versions() -> list[str]:
+    return [
+        f"{name} {importlib.metadata.version(name)}" for name in ("thunder_fsdp_sched", "lightning-thunder", "torch")
+    ]
 
 
 def _travel(options: Options, placing: Placing, name: str, params: tuple[ParamSpec, ...], over: ShardedOver) -> Travel:
@@ -218,10 +301,10 @@ def _move(model: ThunderModule, ignored: set[str], options: Options) -> dict[str
     device = options.device
     for name, param in model.named_parameters(remove_duplicate=False):
         if name in ignored:
-            on_device = device is None or param.device == device
+            on_device = device is None or param.device == device or param.is_meta
             moved[name] = param if on_device else torch.nn.Parameter(param.detach().to(device), param.requires_grad)
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        moved[name] = buffer if device is None else buffer.to(device)
+        moved[name] = buffer if device is None or buffer.is_meta else buffer.to(device)
     return moved
 
 
@@ -229,7 +312,7 @@ def _broadcast(tensors: Iterable[tuple[torch.Tensor, ShardedOver]], source: int,
     with torch.no_grad():
         for tensor, over in tensors:
             if tensor.is_meta:
-                raise ValueError("broadcast_from: the module is on the meta device; there is nothing to broadcast")
+                continue  # param_init_fn is still to make it
             placing.broadcast(tensor.detach(), source, over)
 
 

@@ -33,7 +33,7 @@ from thunder.distributed import get_skip_data_parallel_grad_sync
 from thunder.extend import OperatorExecutor, register_executor
 
 from .buckets import BucketSpec
-from .buffers import Bucket, InFlight, Slot, Views, address, shard_views
+from .buffers import Bucket, InFlight, Slot, Views, address, failed, shard_views
 from .groups import Group
 
 __all__ = [
@@ -84,8 +84,11 @@ def _all_gather(bucket: Bucket, slot: Slot, *shards: torch.Tensor | None, again:
     arena = slot.arena
     arena.finish_leftovers(slot)
     unsharded = arena.views(bucket, slot, bucket.spec.param_dtype)
-    with torch.profiler.record_function(bucket.all_gather_label):
-        works = bucket.transport.all_gather(bucket, bucket.shard_to_send(again=again), unsharded)
+    try:
+        with torch.profiler.record_function(bucket.all_gather_label):
+            works = bucket.transport.all_gather(bucket, bucket.shard_to_send(again=again), unsharded)
+    except RuntimeError as error:
+        raise failed(bucket, "all-gather", error) from error
     return arena.issue(InFlight(bucket, "all-gather", slot, works))
 
 
@@ -129,8 +132,11 @@ def _reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> 
         unsharded.flat.add_(unreduced)
     # Autograd keeps the sharded gradients as `.grad` without a copy and adds to them, so they are fresh each time.
     shard = torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.shard.device)
-    with torch.profiler.record_function(bucket.reduce_scatter_label):
-        works = bucket.transport.reduce_scatter(bucket, unsharded, shard)
+    try:
+        with torch.profiler.record_function(bucket.reduce_scatter_label):
+            works = bucket.transport.reduce_scatter(bucket, unsharded, shard)
+    except RuntimeError as error:
+        raise failed(bucket, "reduce-scatter", error) from error
     only_unreduced = tuple(i for i in unreduced_params if grads[i] is None)
     return arena.issue(InFlight(bucket, "reduce-scatter", slot, works, shard, only_unreduced))
 

@@ -299,9 +299,11 @@ def assert_no_parameter_copies(trace: TraceCtx) -> None:
 
 
 def _parts(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
-    """What ``bsym`` is made of, down to the symbols that have no parts."""
-    if not bsym.subsymbols:
+    """What ``bsym`` is made of, down to the symbols that have no parts, and conversions to another dtype."""
+    dtypes = {getattr(p, "dtype", None) for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
+    if not bsym.subsymbols or (bsym.sym.name == "to" and len(dtypes) > 1):
         yield bsym
+        return
     for sub in bsym.subsymbols:
         yield from _parts(sub)
 

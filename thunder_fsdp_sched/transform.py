@@ -39,12 +39,11 @@ from thunder.extend import Executor, FusionExecutor
 
 from . import symbols
 from .buckets import Plan
-from .checkpoint import gather_param
 from .choose import Choice, choose, room_for_gathers
 from .options import Options
 from .precision import attach_casts, cast_inputs
 from .schedule import Schedule, StepSchedule, compute_digest, read_program, read_schedule, save_schedules
-from .sharding import ShardedModule
+from .sharding import ShardedModule, gather_param
 from .traces import is_backward_trace, split_joint, statements
 from .transforms import (
     ScheduleMismatch,
@@ -64,7 +63,7 @@ from .transforms import (
     write_grads_in_place,
 )
 
-__all__ = ["CompiledTraces", "FSDPTransform"]
+__all__ = ["CompiledTraces", "FSDPTransform", "find_transform"]
 
 Pass = Callable[[TraceCtx], TraceCtx]
 
@@ -193,6 +192,7 @@ class FSDPTransform(Transform):
                 "thunder.jit(module, transforms=[fsdp(...)]), and call the result in your function"
             )
         self._sharded.check_dtypes()
+        self._sharded.check_initialized()
         no_sync = get_skip_data_parallel_grad_sync()
         self.compiled.append(CompiledTraces(no_sync))
         places, shards = self.sharded.places, self.sharded.shards
@@ -314,6 +314,21 @@ class FSDPTransform(Transform):
                     value = value.cpu()
             unsharded[key] = value
         return unsharded
+
+
+def find_transform(model: object) -> FSDPTransform:
+    """The transform by which ``model``, a jitted module, is sharded.
+
+    Raises:
+        TypeError: there is none.
+    """
+    transform = next((t for t in getattr(model, "_lc_transforms", ()) if isinstance(t, FSDPTransform)), None)
+    if transform is None:
+        raise TypeError(
+            f"model: expected the result of thunder.jit(module, transforms=[fsdp(...)]), got a {type(model).__name__} "
+            f"that no fsdp(...) shards"
+        )
+    return transform
 
 
 class _JointPasses(FusionExecutor):

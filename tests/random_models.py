@@ -1,0 +1,200 @@
+"""Modules and options that hypothesis makes up: data that any process can build the same module from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+__all__ = ["BlockSpec", "Case", "ModelSpec", "RandomModel", "cases"]
+
+KINDS = ("linear", "mlp", "branches", "norm", "scale", "nested", "twice", "sliced", "embedding")
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One block.
+
+    Attributes:
+        kind: what it computes; see :class:`RandomBlock`.
+        inner: width of what is inside.
+        frozen: whether its first parameter does not train.
+        double: whether its parameters are float64; else float32.
+    """
+
+    kind: str
+    inner: int
+    frozen: bool
+    double: bool
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model.
+
+    Attributes:
+        order: the blocks in the order in which forward runs them; some twice, some never.
+        tied: pairs of blocks, the second of which takes the first parameter of the same shape of the first.
+        decay: whether forward reads the first block's parameters again at the end.
+    """
+
+    width: int
+    blocks: tuple[BlockSpec, ...]
+    order: tuple[int, ...]
+    tied: tuple[tuple[int, int], ...]
+    decay: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and what ``fsdp`` is asked for.
+
+    Attributes:
+        groups: names of blocks that are sharded over a process group of their own, of the same ranks.
+    """
+
+    model: ModelSpec
+    options: dict[str, Any] = field(hash=False)
+    groups: tuple[int, ...] = ()
+
+
+class RandomBlock(nn.Module):
+    """``(batch, width)`` to ``(batch, width)``, in the dtype of its input."""
+
+    def __init__(self, spec: BlockSpec, width: int) -> None:
+        super().__init__()
+        self.spec = spec
+        inner = spec.inner
+        if spec.kind == "linear":
+            self.only = nn.Linear(width, width)
+        elif spec.kind in ("mlp", "twice"):
+            self.up, self.down = nn.Linear(width, inner, bias=inner % 2 == 0), nn.Linear(inner, width)
+        elif spec.kind == "branches":
+            self.left, self.right = nn.Linear(width, width), nn.Linear(width, width, bias=False)
+        elif spec.kind == "norm":
+            self.norm = nn.LayerNorm(width)
+        elif spec.kind == "scale":
+            self.scale = nn.Parameter(torch.tensor(1.25))
+            self.register_buffer("offset", torch.linspace(-1, 1, width))
+        elif spec.kind == "nested":
+            layers = (nn.Sequential(nn.Linear(width, inner), nn.Tanh(), nn.Linear(inner, width)) for _ in range(2))
+            self.layers = nn.ModuleList(layers)
+        elif spec.kind == "sliced":
+            self.both = nn.Parameter(torch.randn(2 * width + 1, width) / 3)
+        elif spec.kind == "embedding":
+            self.table = nn.Embedding(inner + 2, width)  # a row for each of a batch, at least
+        first = next(self.parameters())
+        first.requires_grad_(not spec.frozen)
+        self.to(torch.float64 if spec.double else torch.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given, kind = x.dtype, self.spec.kind
+        x = x.to(next(self.parameters()).dtype)
+        if kind == "linear":
+            y = torch.tanh(self.only(x))
+        elif kind == "mlp":
+            y = self.down(torch.relu(self.up(x)))
+        elif kind == "twice":
+            y = self.down(torch.tanh(self.up(self.down(torch.tanh(self.up(x))))))
+        elif kind == "branches":
+            y = torch.tanh(self.left(x)) * self.right(x)
+        elif kind == "norm":
+            y = self.norm(x)
+        elif kind == "scale":
+            y = x * self.scale + self.offset
+        elif kind == "nested":
+            y = x
+            for layer in self.layers:
+                y = y + layer(y)
+        elif kind == "sliced":
+            width = x.shape[-1]
+            y = x @ self.both[:width].t() + torch.tanh(x @ self.both[width : 2 * width])
+        else:
+            y = self.table(torch.arange(x.shape[0], device=x.device))
+        return (x + y).to(given)
+
+
+class RandomModel(nn.Module):
+    """Built from a specification; the same one gives the same values."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        torch.manual_seed(17)
+        self.spec = spec
+        self.blocks = nn.ModuleList(RandomBlock(block, spec.width) for block in spec.blocks)
+        self.head = nn.Linear(spec.width, 3).double()
+        for source, target in spec.tied:
+            _tie(self.blocks[source], self.blocks[target])
+
+    def inputs(self, generator: torch.Generator, batch: int = 3) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(batch, self.spec.width, generator=generator, dtype=torch.float64),)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.spec.order:
+            x = self.blocks[index](x)
+        y = self.head(x)
+        if self.spec.decay:
+            # Two dimensions: Thunder cannot expand the gradient of a 0-dim value back (so without sharding, too).
+            y = y + 0.01 * sum(p.double().square().sum().reshape(1, 1) for p in self.blocks[0].parameters())
+        return y
+
+
+def _tie(source: nn.Module, target: nn.Module) -> None:
+    for param in source.parameters():
+        for path, other in target.named_parameters():
+            if other.shape == param.shape and other.dtype == param.dtype and other is not param:
+                owner, _, leaf = path.rpartition(".")
+                setattr(target.get_submodule(owner), leaf, param)
+                return
+
+
+@st.composite
+def models(draw: Any) -> ModelSpec:
+    width = draw(st.integers(2, 6))
+    # Mostly float64: where both dtypes occur, buckets are cut at each change.
+    dtypes = st.sampled_from([True, True, True, False])
+    block = st.builds(
+        BlockSpec, st.sampled_from(KINDS), st.integers(1, 7), st.sampled_from([False, False, True]), dtypes
+    )
+    blocks = draw(st.lists(block, min_size=1, max_size=3))
+    number = st.integers(0, len(blocks) - 1)
+    order = tuple(draw(st.lists(number, min_size=1, max_size=len(blocks) + 1)))
+    pairs = st.tuples(number, number).filter(lambda pair: pair[0] < pair[1])
+    tied = tuple(draw(st.lists(pairs, max_size=1))) if len(blocks) > 1 else ()
+    decay = draw(st.booleans())
+    for index, spec in enumerate(blocks):
+        # Thunder computes wrong gradients for 0-dim parameters that are used twice (without sharding, too).
+        again = order.count(index) > 1 or (decay and index == 0) or any(index in pair for pair in tied)
+        if spec.kind == "scale" and again:
+            blocks[index] = replace(spec, kind="linear")
+    return ModelSpec(width, tuple(blocks), order, tied, decay)
+
+
+@st.composite
+def cases(draw: Any, *, numeric: bool = False) -> Case:
+    """A case; ``numeric`` leaves out what changes results beyond rounding (lower precision)."""
+    model = draw(models())
+    strategy = draw(st.sampled_from(["zero2", "zero3", "zero3"]))
+    options: dict[str, Any] = {
+        "sharding_strategy": strategy,
+        "bucketing_strategy": draw(st.sampled_from(["block", "block", "layer", "none", 64, 300])),
+        "prefetch": draw(st.sampled_from([0, 1, 1, 2, 5, "auto"])),
+        "transport": draw(st.sampled_from(["auto", "flat", "coalesced", "all_reduce", "staged"])),
+    }
+    if strategy == "zero3" and draw(st.integers(0, 4)) == 0:
+        options["max_unsharded_bytes"] = draw(st.sampled_from([4096, 16384, 1 << 20]))
+    if not numeric and draw(st.integers(0, 3)) == 0:
+        policy = draw(st.sampled_from([(torch.bfloat16, torch.float32), (torch.float32, None), (None, torch.float32)]))
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=policy[0], reduce_dtype=policy[1])
+    groups = (
+        tuple(sorted(draw(st.sets(st.integers(0, len(model.blocks) - 1), max_size=2))))
+        if draw(st.integers(0, 3)) == 0
+        else ()
+    )
+    if draw(st.integers(0, 4)) == 0:
+        options["separate_reduce_scatter_group"] = True
+    return Case(model, options, groups)

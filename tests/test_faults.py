@@ -1,0 +1,279 @@
+"""Ranks that die, fail, or are slow: what the others see, how soon, and that training goes on from the last checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import fsdp, full_state_dict, load_checkpoint, save_checkpoint
+
+import pytest
+import thunder
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from ranks import RankError, Ranks
+from torch import nn
+
+BOUND = 30.0
+"""Seconds within which every surviving rank has to have failed: compiling, on a busy machine, included."""
+
+
+class Net(nn.Module):
+    """A bucket for each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.sum()
+
+
+def _model(seed: int = 0, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = thunder.jit(Net().double(), transforms=[fsdp(**options)])
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def _batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(2, 8, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
+
+
+def _die() -> None:
+    os._exit(9)
+
+
+def _raise() -> None:
+    raise ArithmeticError("something of the user's")
+
+
+def _train_until(rank: int, world_size: int, folder: Path, where: str, end: Callable[[], None], strategy: str) -> None:
+    """Steps 0 and 1 are saved; in step 3 rank 1 ends."""
+    model, optimizer = _model(sharding_strategy=strategy)
+    losses = []
+    for step in range(6):
+        ending = rank == 1 and step == 3
+        x = _batch(rank, step).requires_grad_()
+        if ending and where == "forward":
+            # In the middle of the collectives of forward.
+            model._lc_transforms[-1].sharded.buckets[1].shard_to_send = lambda **kwargs: end()
+        loss = model(x)
+        if ending and where == "backward":
+            model._lc_transforms[-1].sharded.buckets[1].take_unreduced = lambda: end()
+        loss.backward()
+        if ending and where == "optimizer":
+            optimizer.register_step_pre_hook(lambda *args: end())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step == 1:
+            save_checkpoint(folder / "step-1", model, optimizer, extra={"step": step, "losses": losses})
+
+
+def _go_on(rank: int, world_size: int, folder: Path, strategy: str) -> list[float]:
+    """From the last checkpoint to step 5, and all of it without a stop."""
+    model, optimizer = _model(seed=3, sharding_strategy=strategy)
+    latest = tfs.latest_checkpoint(folder)
+    assert latest is not None
+    begin = load_checkpoint(latest, model, optimizer, extra={"step": 0})["step"] + 1
+    whole, whole_optimizer = _model(sharding_strategy=strategy)
+    for step in range(6):
+        losses = []
+        for jitted, its_optimizer in ((model, optimizer), (whole, whole_optimizer)):
+            if jitted is model and step < begin:
+                continue
+            loss = jitted(_batch(rank, step))
+            loss.backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+            losses.append(loss.item())
+        assert len(set(losses)) == 1, (step, losses)
+    ours, theirs = full_state_dict(model), full_state_dict(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    return losses
+
+
+@pytest.mark.parametrize(
+    "where, end, strategy, seen",
+    [
+        ("forward", _die, "zero3", r"the all-gather of bucket 'blocks\.\d' failed"),
+        ("backward", _die, "zero3", r"the (reduce-scatter|all-gather) of bucket 'blocks\.\d' failed"),
+        ("backward", _die, "zero2", r"the reduce-scatter of bucket 'blocks\.\d' failed"),
+        ("optimizer", _die, "zero3", r"the all-gather of bucket 'blocks\.\d' failed"),
+        ("backward", _raise, "zero3", r"the (reduce-scatter|all-gather) of bucket 'blocks\.\d' failed"),
+    ],
+)
+def test_every_other_rank_fails_soon_and_training_goes_on_from_the_checkpoint(
+    tmp_path: Path, where: str, end: Callable[[], None], strategy: str, seen: str
+) -> None:
+    workers = Ranks(2)
+    try:
+        began = time.monotonic()
+        with pytest.raises(RankError) as caught:
+            workers.run(_train_until, tmp_path, where, end, strategy, timeout=BOUND)
+        assert time.monotonic() - began < BOUND
+        message = str(caught.value)
+        of_rank = dict(re.findall(r"--- rank (\d) failed\n(.*?)(?=\n--- rank|\Z)", message, re.DOTALL))
+        assert ("exit code 9" if end is _die else "something of the user's") in of_rank["1"], message
+        assert re.search(rf"RuntimeError: rank 0: {seen}", of_rank["0"]), message
+        assert re.search(
+            r"in line \d+ of \w+: .*fsdp_(all_gather|wait_params|reduce_scatter|wait_grads)\(", of_rank["0"]
+        )
+        workers.run(_go_on, tmp_path, strategy)
+    finally:
+        workers.close()
+
+
+def _wait_for_a_slow_rank(rank: int, world_size: int) -> list[float]:
+    model, optimizer = _model()
+    losses = []
+    for step in range(3):
+        if rank == 1 and step == 1:
+            time.sleep(2)
+        loss = model(_batch(0, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_slow_rank_is_waited_for(ranks: Ranks) -> None:
+    first, second = ranks.run(_wait_for_a_slow_rank)
+    assert first == second
+
+
+def _be_too_slow(rank: int, world_size: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model, _ = _model(process_group=group)
+    model(_batch(rank, 0)).backward()
+    if rank == 1:
+        time.sleep(6)
+    model(_batch(rank, 1))
+
+
+def test_a_rank_that_is_slower_than_the_groups_timeout_is_not_waited_for(ranks: Ranks) -> None:
+    with pytest.raises(
+        RankError, match=r"rank 0: the all-gather of bucket 'blocks\.\d' failed: .*(timeout|[Tt]imed out)"
+    ):
+        ranks.run(_be_too_slow, timeout=BOUND)
+
+
+def _two_models(rank: int, world_size: int) -> None:
+    both = [_model(seed) for seed in (0, 1)]
+    alone = [_model(seed) for seed in (0, 1)]
+    for step in range(2):  # in turns, forwards before backwards
+        losses = [model(_batch(rank, step)) for model, _ in both]
+        for loss in reversed(losses):
+            loss.backward()
+        for _, optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+    for model, optimizer in alone:
+        for step in range(2):
+            model(_batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (together, _), (single, _) in zip(both, alone, strict=True):
+        ours, theirs = full_state_dict(together), full_state_dict(single)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_two_models_in_turns_do_what_each_does_alone(ranks: Ranks) -> None:
+    ranks.run(_two_models)
+
+
+def _twenty_steps(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+    model, optimizer = _model(seed=5)
+    for step in range(20):
+        model(_batch(rank, step)).backward()
+        tfs.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_state_dict(model)
+
+
+def test_two_runs_of_twenty_steps_give_the_same_bits(ranks: Ranks) -> None:
+    first, second = ranks.run(_twenty_steps)[0], ranks.run(_twenty_steps)[1]
+    assert all(torch.equal(first[name], second[name]) for name in second)
+
+
+def _work(rank: int, folder: Path, lose_the_store: bool) -> None:
+    try:
+        _train_from_a_store(rank, folder, lose_the_store)
+    except Exception as error:
+        (folder / f"error-{rank}").write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _train_from_a_store(rank: int, folder: Path, lose_the_store: bool) -> None:
+    store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, optimizer = _model()
+    losses = []
+    for step in range(3):
+        if lose_the_store and step == 1:
+            (folder / f"ready-{rank}").touch()
+            while not (folder / "gone").exists():
+                time.sleep(0.05)
+        # Without synchronization it compiles anew, and ranks that compile ask each other through the store.
+        with model.no_sync() if step == 2 else contextlib.nullcontext():
+            loss = model(_batch(0, step))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        (folder / f"losses-{rank}").write_text(repr(losses))
+
+
+def _join(processes: list[Any]) -> list[int | None]:
+    deadline = time.monotonic() + 120
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_may_be_forked_or_spawned(tmp_path: Path, method: str) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    (tmp_path / "port").write_text(str(server.port))
+    context = mp.get_context(method)
+    processes = [context.Process(target=_work, args=(rank, tmp_path, False), daemon=True) for rank in range(2)]
+    for process in processes:
+        process.start()
+    assert _join(processes) == [0, 0]
+    assert (tmp_path / "losses-0").read_text() == (tmp_path / "losses-1").read_text()
+
+
+def test_without_a_store_compiled_steps_go_on_and_compiling_fails(tmp_path: Path) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    (tmp_path / "port").write_text(str(server.port))
+    context = mp.get_context("spawn")
+    processes = [context.Process(target=_work, args=(rank, tmp_path, True), daemon=True) for rank in range(2)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / f"ready-{rank}").exists() for rank in range(2)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    del server
+    (tmp_path / "gone").touch()
+    assert _join(processes) == [1, 1]
+    for rank in range(2):
+        assert (tmp_path / f"losses-{rank}").read_text().count(",") == 1  # of two steps
+        error = (tmp_path / f"error-{rank}").read_text()
+        assert f"ScheduleDisagreement: fsdp: rank {rank} has compiled" in error and "its store is gone" in error, error

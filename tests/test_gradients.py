@@ -1,0 +1,176 @@
+"""Norm and clipping of sharded gradients, gradient scaling, and what accumulates."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from thunder_fsdp_sched import clip_grad_norm_, full_state_dict
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import FrozenParameters, Model, Stack
+from ranks import Ranks
+from reference import Twins
+from test_state_dict import Everything
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+MODELS = {"everything": Everything, "frozen": FrozenParameters}
+
+
+NORMS = [(2.0, 0.1), (1.0, 0.1), (math.inf, 0.01), (2.0, 1e6)]
+
+
+def _clip(rank: int, world_size: int, model: str, options: dict[str, Any]) -> None:
+    if options.get("mesh"):
+        options = {**options, "mesh": init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicate", "shard"))}
+    twins = Twins(rank, world_size, MODELS[model]().double(), **options)
+    for step, (norm_type, max_norm) in enumerate(NORMS):
+        twins.backward(step)
+        for name, grad in twins.mean_grads().items():
+            twins.reference.get_parameter(name).grad = grad
+        theirs = nn.utils.clip_grad_norm_(twins.reference.parameters(), max_norm, norm_type)
+        with _collectives() as issued:
+            ours = clip_grad_norm_(twins.sharded, max_norm, norm_type)
+        assert issued == ["allreduce_"], issued
+        assert ours.dtype == torch.float64 and not ours.ndim
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+        everyone = [torch.empty_like(ours) for _ in range(world_size)]
+        dist.all_gather(everyone, ours)
+        assert all(torch.equal(norm, ours) for norm in everyone)
+        for name, ours_grad in twins.whole_grads().items():
+            if ours_grad is not None:
+                twins.close(ours_grad, twins.reference.get_parameter(name).grad, name)
+        for optimizer in twins.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        twins.check_parameters()
+
+
+class _collectives(torch.utils._python_dispatch.TorchDispatchMode):
+    """The collectives that are issued."""
+
+    def __enter__(self) -> list[str]:  # type: ignore[override]
+        super().__enter__()
+        self.issued: list[str] = []
+        return self.issued
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.issued.append(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_are_clipped_by_the_norm_of_the_whole(ranks: Ranks, model: str) -> None:
+    ranks.run(_clip, model, {})
+
+
+@pytest.mark.parametrize("options", [{}, {"mesh": (2, 2)}], ids=["flat", "hybrid"])
+def test_replicas_and_ranks_without_rows_count_once(four_ranks: Ranks, options: dict[str, Any]) -> None:
+    four_ranks.run(_clip, "everything", options)
+
+
+def _clip_over_groups(rank: int, world_size: int) -> None:
+    # Each pair of ranks has parameters of its own under one name, and every rank the ignored ones.
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    pair = pairs[rank % 2]
+    model = Stack(2).double()
+    last = [name for name, _ in model.named_parameters() if name.startswith("last")]
+    twins = Twins(
+        rank,
+        world_size,
+        model,
+        process_group_for=lambda name, param: pair if name.startswith("blocks.0") else None,
+        ignored_params=last,
+    )
+    loss, _ = twins.forward()
+    loss.backward()
+    for name in last:
+        dist.all_reduce(twins.sharded.get_parameter(name).grad, dist.ReduceOp.SUM)
+    total = torch.zeros((), dtype=torch.float64)
+    sharded = twins.transform.sharded
+    for name, param in twins.sharded.named_parameters():
+        squares = param.grad.pow(2).sum()
+        total += squares / (1 if name in sharded.places else world_size)
+    dist.all_reduce(total)
+    torch.testing.assert_close(clip_grad_norm_(twins.sharded, 1e9), total.sqrt(), rtol=1e-12, atol=0)
+
+
+def test_parameters_over_several_groups_count_once(four_ranks: Ranks) -> None:
+    four_ranks.run(_clip_over_groups)
+
+
+def _not_finite(rank: int, world_size: int) -> None:
+    twins = Twins(rank, world_size, Stack(2).double())
+    twins.backward()
+    [spoiled] = [n for n, p in twins.sharded.named_parameters() if n.startswith("blocks.1") and p.numel()][-1:]
+    if rank == 1:
+        twins.sharded.get_parameter(spoiled).grad.view(-1)[-1] = math.nan
+    before = {n: p.grad.clone() for n, p in twins.sharded.named_parameters()}
+    culprit = spoiled if rank == 1 else "nothing"
+    with pytest.raises(RuntimeError, match=f"norm of order 2.0 is nan.*not finite on rank {rank}: {culprit}"):
+        clip_grad_norm_(twins.sharded, 1.0, error_if_nonfinite=True)
+    for name, param in twins.sharded.named_parameters():
+        torch.testing.assert_close(param.grad, before[name], rtol=0, atol=0, equal_nan=True)
+    assert clip_grad_norm_(twins.sharded, 1.0).isnan()
+    with pytest.raises(ValueError, match="norm_type: expected a positive number"):
+        clip_grad_norm_(twins.sharded, 1.0, 0)
+    with pytest.raises(ValueError, match="max_norm: expected a number of at least 0"):
+        clip_grad_norm_(twins.sharded, -1.0)
+    with pytest.raises(TypeError, match="that no fsdp"):
+        clip_grad_norm_(nn.Linear(2, 2), 1.0)
+
+
+def test_gradients_that_are_not_finite_are_told_on_every_rank(ranks: Ranks) -> None:
+    ranks.run(_not_finite, timeout=60)
+
+
+class _Float(Model):
+    """In float32: what scales gradients casts the scale to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def inputs(self, generator: torch.Generator, batch: int = 3) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(batch, 4, generator=generator),)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def _scale(rank: int, world_size: int) -> None:
+    # torch's own scaler for sharded gradients: one rank's overflow makes all of them skip the step.
+    twins = Twins(rank, world_size, _Float(), tolerance=1e-5)
+    optimizer = twins.optimizers[0]
+    scaler = ShardedGradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    start = full_state_dict(twins.sharded)
+    for step in range(3):
+        loss, reference_loss = twins.forward(step)
+        scaler.scale(loss).backward()
+        reference_loss.backward()
+        if step == 1 and rank == 1:
+            twins.sharded.get_parameter("first.weight").grad.view(-1)[0] = math.inf
+        before = {n: t.clone() for n, t in twins.sharded.state_dict().items()}
+        scaler.unscale_(optimizer)
+        if step != 1:
+            clip_grad_norm_(twins.sharded, 1e6)
+            twins.check_grads()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        changed = any(not torch.equal(t, before[n]) for n, t in twins.sharded.state_dict().items() if t.numel())
+        assert changed == (step != 1)
+        for param in twins.reference.parameters():
+            param.grad = None
+        twins.reference.load_state_dict(full_state_dict(twins.sharded))
+    assert scaler.get_scale() == 512.0
+    assert any(not torch.equal(t, start[n]) for n, t in full_state_dict(twins.sharded).items())
+
+
+def test_torchs_scaler_for_sharded_gradients_works(ranks: Ranks) -> None:
+    ranks.run(_scale)

@@ -1,0 +1,199 @@
+"""Modules that begin on the meta device."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import fsdp, full_state_dict
+
+import pytest
+import thunder
+import torch
+from ranks import Ranks
+from reference import loss_of
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Scaled(nn.Module):
+    """Owns a 0-dim parameter and buffers, one of which is not saved."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(()))
+        self.register_buffer("offset", torch.empty(width))
+        self.register_buffer("positions", torch.empty(width), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.scale)
+        nn.init.normal_(self.offset)
+        self.positions.copy_(torch.arange(len(self.positions)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.offset + self.positions / 10
+
+
+class Net(nn.Module):
+    """Tied, frozen and ignored parameters, and batch norm with its counters."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(width, width, bias=False)
+        self.scaled = Scaled(width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)) for _ in range(4)
+        )
+        self.blocks[0][0].bias.requires_grad_(False)
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, width)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.scaled(self.embedding(x))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))
+
+
+def _reset(module: nn.Module) -> None:
+    module.reset_parameters()
+
+
+def _whole(seed: int, width: int = 8) -> Net:
+    """The module as it is initialized when all of it is there."""
+    module = Net(width)
+    torch.manual_seed(seed)
+    for submodule in module.modules():
+        if hasattr(submodule, "reset_parameters"):
+            submodule.reset_parameters()
+    return module
+
+
+def _on_meta(width: int = 8) -> Net:
+    with torch.device("meta"):
+        return Net(width)
+
+
+def _initialize(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    expected = _whole(5)
+    torch.manual_seed(5 + (rank if "broadcast_from" in options else 0))
+    model = thunder.jit(_on_meta(), transforms=[fsdp(device="cpu", param_init_fn=_reset, **options)])
+    for name, value in full_state_dict(model).items():
+        torch.testing.assert_close(
+            value, expected.state_dict()[name], rtol=0, atol=0, msg=lambda t, n=name: f"{n}: {t}"
+        )
+    assert torch.equal(model.get_buffer("scaled.positions"), torch.arange(8.0))
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    assert not model.get_parameter("blocks.0.0.bias").requires_grad
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    ours, theirs = model(x), expected(x)
+    torch.testing.assert_close(ours, theirs)
+    optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, expected)]
+    loss_of(ours).backward()
+    loss_of(theirs).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for name, value in full_state_dict(model).items():
+        if "ignored_params" not in options or name not in options["ignored_params"]:
+            torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"broadcast_from": 0}, {"ignored_params": ["head.bias", "scaled.scale"]}, {"transport": "coalesced"}],
+    ids=["every-rank", "broadcast", "ignored", "even"],
+)
+def test_parameters_are_those_of_the_whole_module(ranks: Ranks, options: dict[str, Any]) -> None:
+    ranks.run(_initialize, options)
+
+
+class _Peak(TorchDispatchMode):
+    """The most bytes of storages that were alive at once, of those made meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self.alive:
+                    self.alive[key] = storage.nbytes()
+                    weakref.finalize(storage, self.alive.pop, key, None)
+                    self.peak = max(self.peak, sum(self.alive.values()))
+        return result
+
+
+def _measure_peak(rank: int, world_size: int) -> None:
+    width = 64
+    module = _on_meta(width)
+    total = sum(p.numel() for p in module.parameters()) * 4
+    block = sum(p.numel() for p in module.blocks[0].parameters()) * 4
+    gc.collect()
+    with _Peak() as peak:
+        model = thunder.jit(module, transforms=[fsdp(device="cpu", param_init_fn=_reset)])
+    shards = sum(b.shard.untyped_storage().nbytes() for b in model._lc_transforms[-1].sharded.buckets)
+    assert total / 2 <= shards < total
+    assert shards < peak.peak <= shards + block + 4 * 1024, (shards, block, total, peak.peak)
+
+
+def test_at_most_one_block_exists_beside_the_shards(ranks: Ranks) -> None:
+    ranks.run(_measure_peak)
+
+
+def _forget(rank: int, world_size: int, folder: str) -> None:
+    model = thunder.jit(_on_meta(), transforms=[fsdp(device="cpu", ignored_params=["scaled.scale"])])
+    with pytest.raises(
+        RuntimeError, match=r"on the meta device have no values yet: .* and \d+ more\. Give fsdp\(param_init_fn"
+    ):
+        model(torch.randn(3, 8))
+    with pytest.raises(ValueError, match="broadcast_from: the module is on the meta device"):
+        thunder.jit(_on_meta(), transforms=[fsdp(device="cpu", broadcast_from=0)])
+    with pytest.raises(ValueError, match="param_init_fn: say where the parameters"):
+        fsdp(param_init_fn=_reset)
+    with pytest.raises(TypeError, match="param_init_fn: expected a callable"):
+        fsdp(param_init_fn="reset", device="cpu")
+
+
+def test_parameters_without_values_are_refused(ranks: Ranks) -> None:
+    ranks.run(_forget, "")
+
+
+class Plain(nn.Module):
+    """Without buffers: a checkpoint gives it everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def _load(rank: int, world_size: int, folder: Any, whole: bool) -> None:
+    torch.manual_seed(1)
+    trained = thunder.jit(Plain(), transforms=[fsdp()])
+    with torch.device("meta"):
+        module = Plain()
+    model = thunder.jit(module, transforms=[fsdp(device="cpu")])
+    if whole:
+        tfs.save_safetensors(trained, folder)
+        tfs.load_safetensors(model, folder)
+    else:
+        tfs.save_checkpoint(folder, trained)
+        tfs.load_checkpoint(folder, model)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(model(x), trained(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["checkpoint", "safetensors"])
+def test_a_module_on_the_meta_device_is_loaded(ranks: Ranks, tmp_path: Any, whole: bool) -> None:
+    ranks.run(_load, tmp_path / "saved", whole)

@@ -1,0 +1,105 @@
+"""Models and options that hypothesis makes up: every promise on fake ranks, on real ones the unsharded results.
+
+``--hypothesis-profile=long`` tries thousands.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thunder_fsdp_sched import fsdp, testing
+from thunder_fsdp_sched.fake_ranks import compile_as_rank
+
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import strategies as st
+from random_models import Case, RandomModel, cases
+from ranks import Ranks
+from reference import Twins
+
+QUIET = settings(
+    # What fails is told as it is: each try compiles, so that looking for a smaller one would take minutes.
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+
+
+def _examples(usual: int) -> int:
+    """As many as usual, or as many times more as the profile in use asks for more than hypothesis's own hundred."""
+    return usual * max(settings().max_examples // 100, 1)
+
+
+def _options(case: Case, new_group: Any) -> dict[str, Any]:
+    options = dict(case.options)
+    if case.groups:
+        group = new_group()
+        prefixes = tuple(f"blocks.{number}." for number in case.groups)
+        tied = {n for pair in case.model.tied for n in pair}
+        if not tied & set(case.groups):  # a tied parameter has one group
+            options["process_group_for"] = lambda name, param: group if name.startswith(prefixes) else None
+    return options
+
+
+@settings(QUIET, max_examples=_examples(200))
+@given(case=cases(), world_size=st.sampled_from([1, 2, 3, 4, 8, 64]), data=st.data())
+def test_every_promise_holds_on_fake_ranks(case: Case, world_size: int, data: Any) -> None:
+    rank = data.draw(st.integers(0, world_size - 1))
+
+    def make() -> tuple[RandomModel, tuple[torch.Tensor, ...]]:
+        model = RandomModel(case.model)
+        return model, model.inputs(torch.Generator().manual_seed(0))
+
+    transform = compile_as_rank(  # verifies
+        make,
+        lambda: fsdp(**_options(case, lambda: dist.new_group(list(range(world_size)), group_desc="others"))),
+        rank=rank,
+        world_size=world_size,
+    )
+    note(str(transform.schedules[-1].forward))
+    testing.assert_waits_right_before_first_consumer(transform)
+    testing.assert_gathers_in_consumer_order(transform)
+    testing.assert_no_parameter_copies(transform)
+    testing.assert_reductions_right_after_last_gradient(transform)
+    prefetch = case.options["prefetch"]
+    if isinstance(prefetch, int) and "max_unsharded_bytes" not in case.options:
+        testing.assert_prefetch_distance(transform, prefetch)
+
+
+def _train(rank: int, world_size: int, case: Case) -> None:
+    options = _options(case, lambda: dist.new_group(list(range(world_size))))
+    mixed = len({block.double for block in case.model.blocks}) > 1 or not all(b.double for b in case.model.blocks)
+    twins = Twins(rank, world_size, RandomModel(case.model), tolerance=2e-4 if mixed else 1e-10, **options)
+    if any(p.requires_grad for p in twins.reference.parameters()):
+        twins.train(steps=2)
+
+
+@settings(QUIET, max_examples=_examples(40))
+@given(case=cases(numeric=True))
+def test_training_is_that_of_the_unsharded_model(ranks: Ranks, case: Case) -> None:
+    ranks.run(_train, case)
+
+
+def test_cases_are_of_every_kind() -> None:
+    """What is made up is what is meant: a look at a few, so that a mistake in the generator does not hide everything."""
+    seen: set[str] = set()
+
+    @settings(QUIET, max_examples=200, database=None)
+    @given(case=cases())
+    def look(case: Case) -> None:
+        model = RandomModel(case.model)
+        assert model(*model.inputs(torch.Generator())).shape == (3, 3)
+        seen.update(block.kind for block in case.model.blocks)
+        seen.update(f"{name}={value}" for name, value in case.options.items() if isinstance(value, str))
+        seen.update(name for name in case.options)
+        if len(dict(model.named_parameters(remove_duplicate=False))) > len(dict(model.named_parameters())):
+            seen.add("tied")
+        if len(set(case.model.order)) < len(case.model.blocks):
+            seen.add("unused")
+        if len(case.model.order) > len(set(case.model.order)):
+            seen.add("repeated")
+
+    look()
+    assert {"tied", "unused", "repeated", "nested", "transport=staged", "mp_policy", "max_unsharded_bytes"} <= seen

@@ -1,0 +1,140 @@
+"""Sharded tensors as torch.distributed.checkpoint (DCP) takes them: which rows of which whole tensor this rank holds.
+
+[Note: Two kinds of entries]
+A bucket's layout gives each rank a run of whole rows of each parameter (see ``layout``). Where these runs are those that
+DTensor's ``Shard(0)`` stands for, a state dict holds a DTensor. Elsewhere the cuts fall where the bucket is cut, which no
+DTensor placement describes, and it holds a :class:`RowPiece`. DCP saves both as chunks of the whole tensor: what a
+checkpoint contains does not tell how it was sharded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils import dlpack
+from torch.utils._pytree import tree_map
+
+from ..buffers import Bucket
+
+__all__ = ["RowPiece", "as_entry", "local_rows"]
+
+
+class RowPiece(torch.Tensor):
+    """Rows ``[start, start + len(local))`` of a whole tensor, the rest of which lies on other ranks.
+
+    It has the whole tensor's shape and none of its values: it can be saved, loaded, copied, moved and cast, and
+    :meth:`to_local` gives the rows. A 0-dim tensor is one row; ranks without it hold none.
+    """
+
+    _local: torch.Tensor
+    _start: int
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, start: int, shape: tuple[int, ...]) -> RowPiece:
+        piece = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        piece._local, piece._start = local, start
+        return piece
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's rows; a 0-dim tensor as one row or none."""
+        return self._local
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        rows = self._local.shape[0]
+        return (
+            f"RowPiece(rows [{self._start}, {self._start + rows}) of {tuple(self.shape)}, {self.dtype}, {self.device})"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in _ON_LOCAL_ROWS:
+            raise NotImplementedError(
+                f"{func} on a RowPiece, which holds some rows of a parameter: take them with to_local(), or the whole "
+                f"parameter with full_state_dict(model)"
+            )
+        piece = args[0]
+        if func is torch.ops.aten.new_empty.default:  # of any other size it is nobody's rows
+            size, args = args[1], (args[0], piece._local.shape)
+            if not isinstance(piece, RowPiece) or tuple(size) != tuple(piece.shape):
+                return piece._local.new_empty(size, **(kwargs or {}))
+        local = func(*tree_map(_rows, args), **tree_map(_rows, kwargs or {}))
+        if func in _IN_PLACE:
+            return piece
+        return RowPiece(local, piece._start, tuple(piece.shape))
+
+    # What DCP asks of an entry that is no DTensor.
+
+    def __create_write_items__(self, fqn: str, entry: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if not self._local.numel():
+            return []
+        if not self.ndim:
+            return [ChunkStorageMetadata(torch.Size([]), torch.Size([]))]
+        offsets = torch.Size([self._start, *(0 for _ in self.shape[1:])])
+        return [ChunkStorageMetadata(offsets, torch.Size([self._local.shape[0], *self.shape[1:]]))]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self._local if self.ndim else self._local.reshape(())
+
+
+_IN_PLACE = {torch.ops.aten.copy_.default}
+
+_ON_LOCAL_ROWS = _IN_PLACE | {
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.detach.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.zeros_like.default,
+}
+
+
+def _rows(value: Any) -> Any:
+    return value._local if isinstance(value, RowPiece) else value
+
+
+def as_entry(bucket: Bucket, index: int, local: torch.Tensor, *, as_rows: bool = False) -> torch.Tensor:
+    """This rank's rows of something that is sharded as parameter ``index`` of ``bucket`` is, as a state dict's entry.
+
+    Args:
+        local: the rows, ``(rows, *parameter.shape[1:])``; the entry shares their memory.
+        as_rows: give a 0-dim parameter's entry the shape ``(1,)`` (optimizer state, where it tells such an entry from a
+            number that every rank has).
+    """
+    placement = bucket.spec.layout.placements[index]
+    starts, shape = placement.row_starts, placement.shape
+    if not shape:
+        return RowPiece(local, starts[bucket.rank], (1,) if as_rows else ())
+    rows, ranks = shape[0], bucket.spec.layout.world_size
+    each = -(-rows // ranks)
+    if any(start != min(rank * each, rows) for rank, start in enumerate(starts)):
+        return RowPiece(local, starts[bucket.rank], shape)
+    if local.numel() and local.storage_offset():
+        # The same memory as a storage of its own: a DTensor takes over its local tensor's offset, and dcp.async_save takes
+        # one with an offset for a plain tensor, which it cannot copy (torch 2.13).
+        local = dlpack.from_dlpack(local)
+    mesh = DeviceMesh.from_group(bucket.ranks.group.process_group, bucket.spec.device.type)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def local_rows(entry: torch.Tensor) -> torch.Tensor:
+    """The memory behind an entry: this rank's rows, or all of a tensor that is not sharded."""
+    return entry.to_local() if isinstance(entry, (DTensor, RowPiece)) else entry

@@ -1,0 +1,126 @@
+"""Sharded state dicts of model and optimizers, in the form of those of torch.distributed.checkpoint.state_dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from thunder.core.module import ThunderModule
+
+from ..sharding import ShardedModule
+from ..transform import find_transform
+from .pieces import as_entry
+
+__all__ = ["get_model_state_dict", "get_optimizer_state_dict", "listed", "names_of_params"]
+
+
+def get_model_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
+    """The entries of the original module's state dict, each holding this rank's part; no communication.
+
+    They share memory with the model. Parameters are DTensors (``Shard(0)``) where their rows are spread evenly, else
+    :class:`RowPiece`; what is not sharded, buffers and ``ignored_params``, are plain tensors. torch's
+    ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` take them; :func:`load_checkpoint` also checks before it loads.
+
+    Raises:
+        TypeError: ``model`` is not sharded by ``fsdp(...)``.
+        ValueError: ranks hold different parameters under one name, see ``process_group_for``.
+    """
+    sharded = find_transform(model).sharded
+    check_names(sharded)
+    entries: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        for known_as in sharded.names_of(name):
+            place = sharded.places.get(known_as)
+            if place is not None:
+                place[0].blank_version = None  # who takes the entries may load into them
+            entries[known_as] = value if place is None else as_entry(*place, value)
+    return entries
+
+
+def get_optimizer_state_dict(
+    model: ThunderModule, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+) -> dict[str, Any]:
+    """The state of one or several optimizers, by the names of parameters; no communication.
+
+    Returns:
+        ``{"state": {name: {"exp_avg": entry, ...}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}``, as
+        torch's function of this name gives it. Tensors of a parameter's shard shape are entries as those of
+        :func:`get_model_state_dict`; they share memory with the optimizer.
+
+    Raises:
+        TypeError: ``model`` is not sharded by ``fsdp(...)``.
+        ValueError: an optimizer has parameters that are not the model's, or two have the same, or a state is neither a
+            number nor of a parameter's shape (factored ones).
+    """
+    sharded = find_transform(model).sharded
+    check_names(sharded)
+    names = names_of_params(model, listed(optimizers))
+    state: dict[str, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    for optimizer in listed(optimizers):
+        for group in optimizer.param_groups:
+            groups.append({**group, "params": [names[p] for p in group["params"]]})
+            for param in group["params"]:
+                if param in optimizer.state:
+                    state[names[param]] = {
+                        key: _state_entry(sharded, names[param], param, key, value)
+                        for key, value in optimizer.state[param].items()
+                    }
+    return {"state": state, "param_groups": groups}
+
+
+def listed(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """One or several optimizers as a list."""
+    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+
+
+def names_of_params(model: ThunderModule, optimizers: Iterable[torch.optim.Optimizer]) -> dict[torch.Tensor, str]:
+    """The name of each parameter of some optimizers.
+
+    Raises:
+        ValueError: one is not the model's, or is in two groups.
+    """
+    known = {param: name for name, param in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {}
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if param not in known:
+                    raise ValueError(
+                        f"optimizers: param_groups[{number}] of {type(optimizer).__name__} holds a tensor of shape "
+                        f"{tuple(param.shape)} that is no parameter of the model: make the optimizer of the jitted "
+                        f"module's parameters()"
+                    )
+                if param in names:
+                    raise ValueError(f"optimizers: parameter {known[param]!r} is in two of them; its state would mix")
+                names[param] = known[param]
+    return names
+
+
+def check_names(sharded: ShardedModule) -> None:
+    """Refuses to save different parameters under one name.
+
+    Raises:
+        ValueError: naming the parameter and its ranks.
+    """
+    everyone = set(sharded.everyone.global_ranks)
+    for bucket in sharded.buckets:
+        holders = len(bucket.ranks.group.global_ranks) * bucket.spec.replicas
+        if holders < len(everyone):
+            raise ValueError(
+                f"checkpoint: {bucket.spec.params[0].name!r} is sharded over ranks {list(bucket.ranks.group.global_ranks)} "
+                f"alone (process_group_for), and the others hold another parameter of this name: a checkpoint keeps one "
+                f"of each name. Give parameters that differ by rank names that do, experts.0 and experts.1"
+            )
+
+
+def _state_entry(sharded: ShardedModule, name: str, param: torch.Tensor, key: str, value: Any) -> Any:
+    if name not in sharded.places or not isinstance(value, torch.Tensor) or not value.ndim:
+        return value
+    if value.shape != param.shape:
+        raise ValueError(
+            f"optimizers: state {key!r} of parameter {name!r} has shape {tuple(value.shape)}, not that of this rank's rows "
+            f"{tuple(param.shape)}: which part of a whole tensor it is cannot be told"
+        )
+    return as_entry(*sharded.places[name], value, as_rows=True)
