@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 from ranks import Ranks
+
+# --hypothesis-profile=long: twenty times as many random models.
+settings.register_profile("long", max_examples=2000)
 
 
 @pytest.fixture(scope="session")

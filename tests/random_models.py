@@ -186,7 +186,9 @@ def cases(draw: Any, *, numeric: bool = False) -> Case:
         "transport": draw(st.sampled_from(["auto", "flat", "coalesced", "all_reduce", "staged"])),
     }
     if strategy == "zero3" and draw(st.integers(0, 4)) == 0:
-        options["max_unsharded_bytes"] = draw(st.sampled_from([4096, 16384, 1 << 20]))
+        options["max_unsharded_bytes"] = draw(
+            st.sampled_from([1 << 14, 1 << 20] if numeric else [1 << 12, 1 << 13, 1 << 14])
+        )
     if not numeric and draw(st.integers(0, 3)) == 0:
         policy = draw(st.sampled_from([(torch.bfloat16, torch.float32), (torch.float32, None), (None, torch.float32)]))
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=policy[0], reduce_dtype=policy[1])

@@ -94,19 +94,19 @@ def _load_on_some(
 
 
 @pytest.mark.parametrize(
-    "saved_with, loaded_with",
+    "saved_with, loaded_with, sizes",
     [
-        ({}, {}),
-        ({"transport": "coalesced", "sharding_strategy": "zero2"}, {"bucketing_strategy": "none"}),
-        ({"hybrid": True}, {"transport": "coalesced"}),
+        ({}, {}, (2, 1, 3)),
+        ({"transport": "coalesced", "sharding_strategy": "zero2"}, {"bucketing_strategy": "none"}, (2,)),
+        ({"hybrid": True}, {"transport": "coalesced"}, (3,)),
     ],
     ids=["flat", "coalesced", "hybrid"],
 )
 def test_other_numbers_of_ranks_load_every_bit(
-    four_ranks: Ranks, tmp_path: Path, saved_with: dict[str, Any], loaded_with: dict[str, Any]
+    four_ranks: Ranks, tmp_path: Path, saved_with: dict[str, Any], loaded_with: dict[str, Any], sizes: tuple[int, ...]
 ) -> None:
     saved = four_ranks.run(_save_on_all, tmp_path / "checkpoint", saved_with)[0]
-    for size in (2, 1, 3, 4):
+    for size in sizes:
         four_ranks.run(_load_on_some, size, tmp_path / "checkpoint", loaded_with, saved, timeout=60)
 
 
@@ -290,7 +290,6 @@ FAULTS = {
 
 def _load_what_does_not_fit(rank: int, world_size: int, folder: Path, case: str) -> None:
     model, optimizer = _everything()
-    _train(model, optimizer, rank, range(1))
     save_checkpoint(folder, model, optimizer, extra={"step": 1})
     dist.barrier()
     if rank == 0:

@@ -110,7 +110,7 @@ def _go_on(rank: int, world_size: int, folder: Path, strategy: str) -> list[floa
         ("backward", _die, "zero3", r"the (reduce-scatter|all-gather) of bucket 'blocks\.\d' failed"),
         ("backward", _die, "zero2", r"the reduce-scatter of bucket 'blocks\.\d' failed"),
         ("optimizer", _die, "zero3", r"the all-gather of bucket 'blocks\.\d' failed"),
-        ("backward", _raise, "zero3", r"the (reduce-scatter|all-gather) of bucket 'blocks\.\d' failed"),
+        ("forward", _raise, "zero3", r"the all-gather of bucket 'blocks\.\d' failed"),
     ],
 )
 def test_every_other_rank_fails_soon_and_training_goes_on_from_the_checkpoint(
@@ -129,7 +129,8 @@ def test_every_other_rank_fails_soon_and_training_goes_on_from_the_checkpoint(
         assert re.search(
             r"in line \d+ of \w+: .*fsdp_(all_gather|wait_params|reduce_scatter|wait_grads)\(", of_rank["0"]
         )
-        workers.run(_go_on, tmp_path, strategy)
+        if where == "backward":  # what is on disk does not depend on where it ended: once for each strategy
+            workers.run(_go_on, tmp_path, strategy)
     finally:
         workers.close()
 

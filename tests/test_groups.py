@@ -243,10 +243,11 @@ def _refused(rank: int, world_size: int, case: str) -> None:
     options: dict[str, object] = {}
     expected: tuple[type[Exception], str]
     if case == "group of others":
+        options = {"process_group_for": lambda name, param: outside if name == "last.bias" else None}
         if rank:
+            thunder.jit(Stack(1).double(), transforms=[fsdp(**options)])
             dist.barrier()
             return
-        options = {"process_group_for": lambda name, param: outside if name == "last.bias" else None}
         expected = ValueError, r"process_group_for: rank 0 is not in the process group for parameter 'last\.bias'"
     elif case == "not a group":
         options = {"process_group_for": lambda name, param: 3 if name == "last.bias" else None}

@@ -23,8 +23,10 @@ from thunder_fsdp_sched.transforms.plan_slots import filling_bytes, live_ranges,
 from thunder_fsdp_sched.transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT, issue_points
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import Checkpointed
 from synthetic import SHAPE, FakeProcessGroup, chain, make_buckets, tensor
 from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
@@ -212,3 +214,13 @@ def test_a_failing_assertion_shows_the_trace_around_the_fault():
 def test_unsorted_traces_fail_the_assertions():
     with pytest.raises(AssertionError, match="expected 1"):
         testing.assert_prefetch_distance(plan_slots(chain(4)), 1)
+
+
+def test_recomputed_activations_need_no_gather_of_their_own():
+    """Activation checkpointing: backward computes each block's forward again from what it has gathered for it anyway."""
+    [compiled] = testing.compile_on_fake_ranks(lambda: (Checkpointed(), (torch.randn(3, 4),)), 4)
+    linears = [b for b in compiled.backward.bound_symbols if b.sym.name == "linear"]
+    assert linears, "backward computes forward again"
+    gathered = [op.bucket for op in compiled.backward_schedule.of("fsdp_all_gather")]
+    assert gathered == ["blocks.2", "blocks.1", "blocks.0"]
+    testing.assert_gathered_buckets_at_most(compiled, 2)

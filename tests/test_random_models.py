@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, testing
 from thunder_fsdp_sched.fake_ranks import compile_as_rank
 
+import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import HealthCheck, Phase, given, note, reject, settings
 from hypothesis import strategies as st
 from random_models import Case, RandomModel, cases
 from ranks import Ranks
@@ -25,6 +28,14 @@ QUIET = settings(
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )
+
+
+@pytest.fixture(autouse=True)
+def _no_garbage_collection() -> Iterator[None]:
+    """Thunder's tracing makes millions of objects: to collect garbage once, at the end, takes less than half as long."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def _examples(usual: int) -> int:
@@ -43,7 +54,7 @@ def _options(case: Case, new_group: Any) -> dict[str, Any]:
     return options
 
 
-@settings(QUIET, max_examples=_examples(200))
+@settings(QUIET, max_examples=_examples(80))
 @given(case=cases(), world_size=st.sampled_from([1, 2, 3, 4, 8, 64]), data=st.data())
 def test_every_promise_holds_on_fake_ranks(case: Case, world_size: int, data: Any) -> None:
     rank = data.draw(st.integers(0, world_size - 1))
@@ -52,12 +63,14 @@ def test_every_promise_holds_on_fake_ranks(case: Case, world_size: int, data: An
         model = RandomModel(case.model)
         return model, model.inputs(torch.Generator().manual_seed(0))
 
-    transform = compile_as_rank(  # verifies
-        make,
-        lambda: fsdp(**_options(case, lambda: dist.new_group(list(range(world_size)), group_desc="others"))),
-        rank=rank,
-        world_size=world_size,
-    )
+    def ask() -> Any:
+        return fsdp(**_options(case, lambda: dist.new_group(list(range(world_size)), group_desc="others")))
+
+    try:
+        transform = compile_as_rank(make, ask, rank=rank, world_size=world_size)  # verifies
+    except ValueError as error:
+        assert "bytes are too few: with prefetch=0" in str(error)
+        reject()
     note(str(transform.schedules[-1].forward))
     testing.assert_waits_right_before_first_consumer(transform)
     testing.assert_gathers_in_consumer_order(transform)
@@ -76,7 +89,7 @@ def _train(rank: int, world_size: int, case: Case) -> None:
         twins.train(steps=2)
 
 
-@settings(QUIET, max_examples=_examples(40))
+@settings(QUIET, max_examples=_examples(20))
 @given(case=cases(numeric=True))
 def test_training_is_that_of_the_unsharded_model(ranks: Ranks, case: Case) -> None:
     ranks.run(_train, case)

@@ -66,31 +66,39 @@ class Agreement:
         digest = hashlib.sha256(content.encode()).hexdigest()
         if digest in self.agreed:
             return
-        prefix = f"thunder_fsdp_sched/{self.name}/{self.number}"
-        self.number += 1
-        store = self.group.process_group.get_group_store()
-        rank = self.group.rank
         try:
-            store.set(f"{prefix}/program/{rank}", content)
-            if rank == 0:
-                store.set(f"{prefix}/verdict", self._judge(prefix, what))
+            verdict = self._ask(what, content)
         except DistNetworkError as error:
             raise ScheduleDisagreement(
-                f"fsdp: rank {rank} has compiled {what} and cannot tell the other ranks of process group "
+                f"fsdp: rank {self.group.rank} has compiled {what} and cannot tell the other ranks of process group "
                 f"{self.group.description!r}: its store is gone ({error})"
             ) from error
-        try:
-            # Rank 0 itself may wait that long for the others.
-            store.wait([f"{prefix}/verdict"], self.timeout * 2)
-            verdict = store.get(f"{prefix}/verdict").decode()
-        except Exception as error:
-            verdict = f"rank 0 has compiled nothing within {self.timeout} while rank {rank} compiled {what} ({error})"
         if verdict:
-            store.set(f"thunder_fsdp_sched/{self.name}/disagreement", verdict)
             raise ScheduleDisagreement(
                 f"fsdp: the ranks of process group {self.group.description!r} disagree: {verdict}"
             )
         self.agreed.add(digest)
+
+    def _ask(self, what: str, content: str) -> str:
+        """Rank 0's verdict on what all ranks have compiled; empty if nothing is wrong."""
+        prefix = f"thunder_fsdp_sched/{self.name}/{self.number}"
+        self.number += 1
+        store = self.group.process_group.get_group_store()
+        rank = self.group.rank
+        store.set(f"{prefix}/program/{rank}", content)
+        if rank == 0:
+            store.set(f"{prefix}/verdict", self._judge(prefix, what))
+        try:
+            # Rank 0 itself may wait that long for the others.
+            store.wait([f"{prefix}/verdict"], self.timeout * 2)
+            verdict = store.get(f"{prefix}/verdict").decode()
+        except DistNetworkError:
+            raise
+        except Exception as error:
+            verdict = f"rank 0 has compiled nothing within {self.timeout} while rank {rank} compiled {what} ({error})"
+        if verdict:
+            store.set(f"thunder_fsdp_sched/{self.name}/disagreement", verdict)
+        return verdict
 
     def check_same(self, what: str, lines: Sequence[str]) -> None:
         """Looks whether all ranks have the same text; returns when they do.
@@ -150,6 +158,8 @@ class Agreement:
         for rank, global_rank in enumerate(self.group.global_ranks):
             try:
                 store.wait([f"{prefix}/program/{rank}"], self.timeout)
+            except DistNetworkError:
+                raise
             except Exception:
                 return (
                     f"rank {rank} has compiled nothing within {self.timeout.total_seconds():g} s while rank 0 compiled "

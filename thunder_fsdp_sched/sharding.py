@@ -80,16 +80,21 @@ class ShardedModule:
         """
         everyone = everyone_of(options)
         agreement = Agreement(everyone, f"module {next(_numbers[everyone.name])}", _AGREEMENT_TIMEOUT)
+        # Before anything that ranks do together: groups are made, parameters are broadcast.
+        agreement.check_same("what fsdp(...) was given", [*_versions(), *options.lines()])
+        placing = Placing(options, everyone)
         module = model._model
         named = dict(model.named_parameters(remove_duplicate=False))
         ignored = _ignored_names(named, options)
         moved = _move(model, ignored, options)
         specs = _specs({n: p for n, p in named.items() if n not in ignored}, options)
-        # Before anything that ranks do together: groups are made, parameters are broadcast.
-        agreement.check_same("what is to be sharded", [*_versions(), *options.lines(), *(str(s) for s, _ in specs)])
-        placing = Placing(options, everyone)
         usual = placing.key(placing.usual)
         over = {spec.name: placing.of(spec.name, param) for spec, param in specs}
+        for key in dict.fromkeys(over.values()):  # ranks of different groups may have different experts
+            lines = [str(spec) for spec, _ in specs if over[spec.name] == key]
+            Agreement(placing.ranks(key).group, f"{agreement.name} parameters", _AGREEMENT_TIMEOUT).check_same(
+                "what is to be sharded", lines
+            )
         if options.broadcast_from is not None:
             if options.param_init_fn is None and any(p.is_meta for _, p in specs):
                 raise ValueError(
