@@ -141,6 +141,14 @@ _HOPPER = {
     torch.float8_e4m3fn: 1978.9e12,
     torch.float8_e5m2: 1978.9e12,
 }
+_GLOO: dict[str, Any] = {
+    "synchronous": True,
+    "reduce_scatter_factor": 2.0,
+    "concurrent": 2,
+    # Measured on 2 ranks behind a link of 1 Gbit/s; see [Note: Several collectives at once] in ``simulate``.
+    "gather_share": 0.71,
+    "reduction_share": 0.05,
+}
 _ASSUMED = (
     "Protocols and NVLink's share: NCCL's tuning constants. Assumed: 75 % of peak FLOP/s in large matrix "
     "multiplications, 85 % of memory bandwidth, 90 % of the network, 6 us of host time a bound symbol, and the "
@@ -211,6 +219,20 @@ _PRESETS = (
         protocols=_NCCL,
         **_HOST,
     ),
+    ClusterSpec(
+        name="cpu-2core",
+        source="measured (`python -m thunder_fsdp_sched.clusters measure`) on 2 cores of a shared AMD EPYC server with"
+        " 25 GB: 2 ranks, a thread and a core each, torch 2.13.0, gloo over the loopback device",
+        devices_per_node=2,
+        memory=12_600_000_000,
+        flops={torch.float64: 5.2e10, torch.float32: 9.4e10, torch.bfloat16: 4.3e11},
+        memory_bandwidth=3.9e10,
+        intra_node_bandwidth=6.1e8,
+        inter_node_bandwidth=6.1e8,
+        protocols=(Protocol(0.0, 4.0e-4, 4.0e-4),),
+        launch_overhead=9.0e-7,
+        **_GLOO,
+    ),
 )
 
 CLUSTERS: Mapping[str, ClusterSpec] = {spec.name: spec for spec in _PRESETS}
@@ -273,12 +295,7 @@ def measure_this_machine(world_size: int | None = None) -> ClusterSpec:
         inter_node_bandwidth=mean["link"],
         protocols=(Protocol(0.0, mean["hop"], mean["hop"]),),
         launch_overhead=mean["launch"],
-        synchronous=True,
-        reduce_scatter_factor=2.0,
-        concurrent=2,
-        # Measured on 2 ranks behind a link of 1 Gbit/s; see [Note: Several collectives at once] in ``simulate``.
-        gather_share=0.71,
-        reduction_share=0.05,
+        **_GLOO,
     )
 
 
