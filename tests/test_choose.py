@@ -74,6 +74,11 @@ def test_automatic_prefetch_takes_the_least_simulated_step_time():
     testing.assert_prefetch_distance(made, made.prefetch)
 
 
+def test_without_a_cluster_the_device_at_hand_is_taken():
+    [made] = testing.compile_on_fake_ranks(lambda: make(2), 8, prefetch="auto")
+    assert made.choice is not None and made.prefetch == made.choice.chosen.prefetch
+
+
 def test_zero2_has_nothing_to_choose():
     with pytest.raises(ValueError, match=r"max_unsharded_bytes.*zero2"):
         thunder_fsdp_sched.fsdp(sharding_strategy="zero2", max_unsharded_bytes="1GB")

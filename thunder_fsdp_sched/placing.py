@@ -173,9 +173,9 @@ def _level_group_counts(ranks: list[int]) -> None:
         return
     store = everybody.process_group.get_group_store()
     prefix = f"thunder_fsdp_sched/groups/{'_'.join(map(str, sorted(ranks)))}"
-    me = dist.get_rank()
+    me, known = dist.get_rank(), len(dist.distributed_c10d._world.pg_names)
     call = store.add(f"{prefix}/calls/{me}", 1)
-    store.set(f"{prefix}/{call}/{me}", str(_known_groups()))
+    store.set(f"{prefix}/{call}/{me}", str(known))
     try:
         counts = [int(store.get(f"{prefix}/{call}/{rank}")) for rank in ranks]
     except Exception as error:
@@ -183,9 +183,5 @@ def _level_group_counts(ranks: list[int]) -> None:
             f"fsdp: not all of the ranks {ranks} came to make a process group of theirs; call thunder.jit() with the same "
             f"options on all of them ({error})"
         ) from error
-    for _ in range(max(counts) - _known_groups()):
+    for _ in range(max(counts) - known):
         dist.new_group([me], use_local_synchronization=True, group_desc="level")
-
-
-def _known_groups() -> int:
-    return len(dist.distributed_c10d._world.pg_names)

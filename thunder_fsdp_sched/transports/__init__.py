@@ -37,8 +37,12 @@ def choose_transport(
     others send or copy more bytes, or (``symmetric_memory``) need memory and topology that only the user knows to be
     there: they are used where they are asked for.
     """
-    flat, coalesced = (plan_layout(shapes, world_size, itemsize, per_param=per_param) for per_param in (False, True))
+    flat = plan_layout(shapes, world_size, itemsize)
     segments = sum(1 for s in flat.segments if s.shard_numel)
-    if backend == "nccl" and segments > 1 and coalesced.unsharded_numel <= flat.unsharded_numel:
-        return "coalesced", f"auto, one launch where one vector would need {segments} collectives"
-    return "flat", "auto, one collective and no copy" if segments <= 1 else "auto, no copy"
+    if segments <= 1:
+        return "flat", "auto, one collective and no copy"
+    if backend == "nccl":
+        coalesced = plan_layout(shapes, world_size, itemsize, per_param=True)
+        if coalesced.unsharded_numel <= flat.unsharded_numel:
+            return "coalesced", f"auto, one launch where one vector would need {segments} collectives"
+    return "flat", "auto, no copy"
