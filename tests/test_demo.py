@@ -142,7 +142,7 @@ def test_the_readmes_other_script_goes_on_after_a_rank_was_killed(tmp_path: Path
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     killed = subprocess.Popen(
         [*command, "--max-restarts", "1", str(script), str(tmp_path / "killed")],
-        env={**_environment(), "OMP_NUM_THREADS": "1"},
+        env={**_environment(), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
