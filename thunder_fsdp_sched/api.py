@@ -10,7 +10,7 @@ import torch
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from .buckets import ParamSpec
 from .clusters import ClusterSpec
@@ -40,6 +40,7 @@ def fsdp(
     process_group_for: Callable[[str, torch.nn.Parameter], ProcessGroup | DeviceMesh | None] | None = None,
     separate_reduce_scatter_group: bool = False,
     param_init_fn: Callable[[torch.nn.Module], object] | None = None,
+    offload_policy: OffloadPolicy | None = None,
 ) -> FSDPTransform:
     """Fully sharded data parallel training for ``thunder.jit(model, transforms=[fsdp(...)])``.
 
@@ -92,6 +93,10 @@ def fsdp(
             itself, ``lambda module: module.reset_parameters()``. It is called with one submodule after the other, each
             materialized on ``device`` alone, so that the module never exists as a whole. Without it parameters on the meta
             device have to be loaded (:func:`load_checkpoint`, :func:`load_safetensors`) before the first call.
+        offload_policy: torch's own :class:`~torch.distributed.fsdp.CPUOffloadPolicy`: shards, their gradients and so the
+            optimizer's state are on the CPU, in pinned memory if the policy says so and there is a GPU. A gather copies a
+            shard to ``device`` first, on a stream of its own; the host waits for each sharded gradient to arrive. On a CPU
+            it copies as well, and saves nothing.
         cluster: what the simulator takes for granted, a :class:`ClusterSpec` or the name of a preset; default is the
             preset nearest to the device at hand.
 
@@ -122,5 +127,6 @@ def fsdp(
             process_group_for=process_group_for,
             separate_reduce_scatter_group=separate_reduce_scatter_group,
             param_init_fn=param_init_fn,
+            offload_policy=offload_policy,
         )
     )

@@ -73,6 +73,8 @@ class Travel:
         staging: whether its slots have a second half, for the order in which ranks send.
         param_dtype: of unsharded parameters; ``None`` for their own.
         reduce_dtype: of gradients on the wire; ``None`` for ``param_dtype``.
+        offload: whether shards and their gradients live on the CPU, and shards are copied to the device to be sent.
+        pin_memory: whether they lie in page-locked memory there.
     """
 
     transport: str = "flat"
@@ -81,6 +83,8 @@ class Travel:
     staging: bool = False
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    offload: bool = False
+    pin_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,13 @@ class BucketSpec:
 
     @property
     def device(self) -> torch.device:
+        """Of unsharded parameters and gradients, and of the collectives."""
         return self.params[0].device
+
+    @property
+    def shard_device(self) -> torch.device:
+        """Of shards and sharded gradients."""
+        return torch.device("cpu") if self.travel.offload else self.device
 
     @property
     def requires_grad(self) -> bool:

@@ -20,7 +20,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .sending import Source, source_of
 
 if TYPE_CHECKING:
     from .buckets import BucketSpec
@@ -77,6 +78,7 @@ class InFlight(NamedTuple):
     ``slot`` is the memory it writes (parameters) or reads (gradients); nobody else may touch it until the wait.
     ``output`` is the flat sharded gradient of a reduction, ``None`` for a gather. ``only_unreduced`` are the parameters
     that this backward has no gradient of, but an earlier one under ``no_sync`` had. ``works`` finish in any order.
+    ``sent`` is what a gather reads: a copy of an offloaded shard lives no longer.
     """
 
     bucket: Bucket
@@ -85,6 +87,7 @@ class InFlight(NamedTuple):
     works: Sequence[Work]
     output: torch.Tensor | None = None
     only_unreduced: tuple[int, ...] = ()
+    sent: torch.Tensor | None = None
 
     def wait(self) -> None:
         """Waits for all works.
@@ -192,13 +195,18 @@ class Bucket:
         handle: the name under which it prints.
 
     Attributes:
+        source: what is sent of it.
         whole: itself; for a handle under which a bucket is gathered in another way (``parts``) that bucket.
         shard: the flat shard buffer; ``params`` are this rank's rows of each parameter, views of it.
     """
 
+    source: Source
+
     def __init__(self, spec: BucketSpec, ranks: Ranks, transport: Transport, arena: Arena, handle: str) -> None:
         self._adopt(spec, ranks, transport, arena, handle)
-        self.shard = transport.allocate(spec.layout.shard_numel, spec.dtype, spec.device, ranks)
+        self.shard = transport.allocate(spec.layout.shard_numel, spec.dtype, spec.shard_device, ranks)
+        if spec.travel.pin_memory:
+            self.shard = self.shard.pin_memory()
         self.shard_views = shard_views(spec, self.rank, self.shard)
         self.shard_pointers = tuple(map(address, self.shard_views))
         self.params = tuple(
@@ -212,7 +220,7 @@ class Bucket:
         self.unreduced_params: set[int] = set()
         self.blank_version: int | None = None
         """The version of the shard as long as nobody has written to it, if its parameters were on the meta device."""
-        self._cast = Cast(self) if spec.param_dtype != spec.dtype else None
+        self.source = source_of(self)
         self.parts: dict[Any, Bucket] = {}
         """Handles under which it is gathered in another way: see ``parts``."""
 
@@ -241,8 +249,17 @@ class Bucket:
         return self.private_slot
 
     def shard_to_send(self, *, again: bool) -> torch.Tensor:
-        """The flat shard in the dtype in which it travels; see :class:`Cast`."""
-        return self.shard if self._cast is None else self._cast.fresh(again=again or self.whole.unreduced is not None)
+        """The flat shard as it travels; ``again`` if backward gathers what its forward gathered."""
+        return self.source.shard(again=again or self.whole.unreduced is not None)
+
+    def sharded_grads(self, reduced: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """A flat reduced gradient as that of each shard, in their dtype and on their device."""
+        flat = reduced.to(self.spec.dtype)
+        if self.spec.travel.offload:
+            # The host waits for it: autograd may add it to a gradient at once, and an optimizer reads it.
+            on_host = torch.empty_like(flat, device="cpu", pin_memory=self.spec.travel.pin_memory)
+            flat = on_host.copy_(flat)
+        return shard_views(self.spec, self.rank, flat)
 
     @functools.cached_property
     def own_pieces(self) -> list[tuple[slice, slice]]:
@@ -262,7 +279,7 @@ class Bucket:
         """Adds unsharded gradients, one per parameter or ``None``, to :attr:`unreduced`."""
         if self.unreduced is None:
             self.unreduced = torch.zeros(
-                self.spec.layout.unsharded_numel, dtype=self.spec.reduce_dtype, device=self.shard.device
+                self.spec.layout.unsharded_numel, dtype=self.spec.reduce_dtype, device=self.spec.device
             )
         for index, view in enumerate(unsharded_views(self.spec, self.unreduced)):
             grad = grads[index]
@@ -290,49 +307,6 @@ class Bucket:
         starts = self.spec.layout.placements[index].row_starts
         rows = unsharded.reshape(1) if unsharded.ndim == 0 else unsharded
         return rows[starts[self.rank] : starts[self.rank + 1]]
-
-
-class Cast:
-    """A bucket's shard in the lower precision in which it travels, cast by one kernel and only when it changed.
-
-    [Note: When a cast is used again]
-    Backward gathers what its forward gathered, so it sends the same cast again; and so does a forward as long as
-    gradients of ``no_sync`` wait to be reduced, which are all of the same parameters. In both cases only if neither a
-    version of a parameter nor the number of optimizer steps in this process has changed since the cast. Other forwards
-    cast anew: an optimizer of one's own kernels, or a write through ``.data``, changes a parameter without a trace.
-    """
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-        self._cast: torch.Tensor | None = None
-        self._of: tuple[int, ...] = ()
-
-    def fresh(self, *, again: bool) -> torch.Tensor:
-        """The cast shard; ``again`` says that the same one as before is wanted."""
-        bucket = self._bucket
-        of = (_optimizer_steps, bucket.shard._version, *(p._version for p in bucket.params))
-        if self._cast is None:
-            with torch.inference_mode(False):
-                self._cast = bucket.transport.allocate(
-                    bucket.shard.numel(), bucket.spec.param_dtype, bucket.shard.device, bucket.ranks
-                )
-        elif again and of == self._of:
-            return self._cast
-        with torch.no_grad(), torch.profiler.record_function(f"fsdp_cast({bucket.spec.name})"):
-            self._cast.copy_(bucket.shard)
-        self._of = of
-        return self._cast
-
-
-_optimizer_steps = 0
-
-
-def _count_optimizer_step(*args: Any) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
-
-
-register_optimizer_step_post_hook(_count_optimizer_step)
 
 
 def slot_bytes(spec: BucketSpec, dtype: torch.dtype) -> int:

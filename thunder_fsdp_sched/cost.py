@@ -172,7 +172,8 @@ def _moved_beside(bsym: BoundSymbol, *, on_stream: bool) -> int:
     name, spec = bsym.sym.name, bsym.args[0].spec
     shard, travel = spec.layout.shard_numel, spec.travel
     if name == fsdp_all_gather.name:
-        cast = spec.param_dtype != spec.dtype and not bsym.kwargs.get("again", False)
+        again = bsym.kwargs.get("again", False)
+        cast = travel.offload or (spec.param_dtype != spec.dtype and not again)  # loading counts as if memory were one
         placed = spec.unsharded_bytes + 2 * shard * spec.param_dtype.itemsize if travel.transport == "all_reduce" else 0
         return placed + (shard * (spec.dtype.itemsize + spec.param_dtype.itemsize) if cast else 0)
     if name == fsdp_wait_params.name:

@@ -319,7 +319,8 @@ def _pretend(bucket: Bucket, slot: Any, *tensors: Any, again: bool = False) -> I
 
 def _start_all_gather(bucket: Bucket, slot: Slot) -> Sequence[Work]:
     unsharded = slot.arena.views(bucket, slot, bucket.spec.param_dtype)
-    return bucket.transport.all_gather(bucket, bucket.shard_to_send(again=True), unsharded)
+    with bucket.source.sending():
+        return bucket.transport.all_gather(bucket, bucket.shard_to_send(again=True), unsharded)
 
 
 def _start_reduce_scatter(bucket: Bucket, slot: Slot) -> Sequence[Work]:
@@ -328,7 +329,7 @@ def _start_reduce_scatter(bucket: Bucket, slot: Slot) -> Sequence[Work]:
 
 
 def _empty_shard(bucket: Bucket) -> torch.Tensor:
-    return torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.shard.device)
+    return torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.spec.device)
 
 
 def _medians(runs: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:

@@ -12,7 +12,7 @@ import torch
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from .buckets import BucketingStrategy, ParamSpec
 from .clusters import ClusterSpec
@@ -54,6 +54,7 @@ class Options:
     process_group_for: Callable[[str, torch.nn.Parameter], Any] | None
     separate_reduce_scatter_group: bool
     param_init_fn: Callable[[torch.nn.Module], Any] | None
+    offload_policy: OffloadPolicy
 
     def cost_model(self) -> CostModel:
         """What the simulator charges: for the cluster that was named, else for what this process runs on."""
@@ -115,6 +116,7 @@ def check_options(
     process_group_for: Any,
     separate_reduce_scatter_group: Any,
     param_init_fn: Any,
+    offload_policy: Any,
 ) -> Options:
     """Turns a user's arguments into options.
 
@@ -147,6 +149,9 @@ def check_options(
         raise TypeError(f"broadcast_from: expected a global rank (int) or None, got {broadcast_from!r}")
     _check_type("move_state_dict_to_cpu", move_state_dict_to_cpu, bool, "a bool")
     _check_type("separate_reduce_scatter_group", separate_reduce_scatter_group, bool, "a bool")
+    _check_type(
+        "offload_policy", offload_policy, (OffloadPolicy, type(None)), "a CPUOffloadPolicy, OffloadPolicy or None"
+    )
     _check_type("mp_policy", mp_policy, (MixedPrecisionPolicy, type(None)), "a MixedPrecisionPolicy or None")
     if process_group_for is not None and not callable(process_group_for):
         raise TypeError(
@@ -177,6 +182,7 @@ def check_options(
         process_group_for=process_group_for,
         separate_reduce_scatter_group=separate_reduce_scatter_group,
         param_init_fn=param_init_fn,
+        offload_policy=offload_policy or OffloadPolicy(),
     )
 
 

@@ -11,8 +11,9 @@ from dataclasses import replace
 import torch
 
 from .buckets import BucketSpec
-from .buffers import Bucket, Cast, address, handle_name, shard_views
+from .buffers import Bucket, address, handle_name, shard_views
 from .layout import ALIGNMENT, Layout, Placement
+from .sending import source_of
 from .transports import TRANSPORTS
 
 __all__ = ["bytes_of_rest", "in_dtype", "only"]
@@ -27,7 +28,7 @@ class _Part(Bucket):
         self.shard_pointers = tuple(map(address, self.shard_views))
         by_name = {param.name: whole.params[i] for i, param in enumerate(whole.spec.params)}
         self.params = tuple(by_name[param.name] for param in spec.params)
-        self._cast = Cast(self) if spec.param_dtype != spec.dtype else None
+        self.source = source_of(self)
         if pieces is not None:
             self.own_pieces = pieces
 

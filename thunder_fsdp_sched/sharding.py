@@ -13,6 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from .buckets import BucketSpec, ParamSpec, Plan, ShardedOver, Travel, make_plan
 from .buffers import Arena, Bucket, handle_name
@@ -212,7 +213,7 @@ class ShardedModule:
         expected = bucket.spec.params[index].shape
         if tuple(value.shape) != expected:
             raise ValueError(f"state dict entry {name!r}: expected shape {expected}, got {tuple(value.shape)}")
-        return bucket.own_rows(index, value).to(device=bucket.spec.device, dtype=bucket.spec.dtype)
+        return bucket.own_rows(index, value).to(device=bucket.spec.shard_device, dtype=bucket.spec.dtype)
 
 
 def gather_param(bucket: Bucket, index: int, shard: torch.Tensor) -> torch.Tensor:
@@ -258,7 +259,17 @@ def _travel(options: Options, placing: Placing, name: str, params: tuple[ParamSp
         transport.check(first.device, dtypes, ranks)
     except ValueError as error:
         raise ValueError(f"{error} (bucket {name!r})") from error
-    return Travel(asked, reason, transport.per_param, transport.staging, param_dtype, reduce_dtype)
+    policy = options.offload_policy
+    offload = isinstance(policy, CPUOffloadPolicy)
+    if offload and asked == "symmetric_memory":
+        raise ValueError(
+            f"transport='symmetric_memory': peers read shards in the memory of the GPU, but offload_policy keeps them on "
+            f"the CPU (bucket {name!r}); choose another transport"
+        )
+    if offload:
+        reason += "; shards on the CPU"
+    pin_memory = isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and first.device.type == "cuda"
+    return Travel(asked, reason, transport.per_param, transport.staging, param_dtype, reduce_dtype, offload, pin_memory)
 
 
 def _ignored_names(named: dict[str, torch.nn.Parameter], options: Options) -> set[str]:

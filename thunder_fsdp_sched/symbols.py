@@ -33,7 +33,7 @@ from thunder.distributed import get_skip_data_parallel_grad_sync
 from thunder.extend import OperatorExecutor, register_executor
 
 from .buckets import BucketSpec
-from .buffers import Bucket, InFlight, Slot, Views, address, failed, shard_views
+from .buffers import Bucket, InFlight, Slot, Views, address, failed
 from .groups import Group
 
 __all__ = [
@@ -85,11 +85,12 @@ def _all_gather(bucket: Bucket, slot: Slot, *shards: torch.Tensor | None, again:
     arena.finish_leftovers(slot)
     unsharded = arena.views(bucket, slot, bucket.spec.param_dtype)
     try:
-        with torch.profiler.record_function(bucket.all_gather_label):
-            works = bucket.transport.all_gather(bucket, bucket.shard_to_send(again=again), unsharded)
+        with torch.profiler.record_function(bucket.all_gather_label), bucket.source.sending():
+            sent = bucket.shard_to_send(again=again)
+            works = bucket.transport.all_gather(bucket, sent, unsharded)
     except RuntimeError as error:
         raise failed(bucket, "all-gather", error) from error
-    return arena.issue(InFlight(bucket, "all-gather", slot, works))
+    return arena.issue(InFlight(bucket, "all-gather", slot, works, sent=sent))
 
 
 def _wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -131,7 +132,7 @@ def _reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> 
     if unreduced is not None:
         unsharded.flat.add_(unreduced)
     # Autograd keeps the sharded gradients as `.grad` without a copy and adds to them, so they are fresh each time.
-    shard = torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.shard.device)
+    shard = torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.spec.device)
     try:
         with torch.profiler.record_function(bucket.reduce_scatter_label):
             works = bucket.transport.reduce_scatter(bucket, unsharded, shard)
@@ -161,7 +162,7 @@ def _wait_grads(bucket: Bucket, flight: InFlight) -> tuple[torch.Tensor, ...]:
     else:
         flight.slot.arena.finish(flight)
     assert flight.output is not None
-    grads = shard_views(bucket.spec, bucket.rank, flight.output.to(bucket.spec.dtype))
+    grads = bucket.sharded_grads(flight.output)
     for index in flight.only_unreduced:
         bucket.add_to_grad(index, grads[index])
     return grads
@@ -181,13 +182,13 @@ def _reduce_unreduced(bucket: Bucket) -> None:
     if unreduced is None:
         return
     spec = bucket.spec
-    shard = torch.empty(bucket.shard.numel(), dtype=spec.reduce_dtype, device=bucket.shard.device)
+    shard = torch.empty(bucket.shard.numel(), dtype=spec.reduce_dtype, device=spec.device)
     staging = torch.empty(spec.sent_numel, dtype=shard.dtype, device=shard.device) if spec.travel.staging else None
     for work in bucket.transport.reduce_scatter(bucket, Views(unreduced, (), staging), shard):
         work.wait()
     if bucket.ranks.replicas is not None:
         _average_replicas(bucket, shard).wait()
-    grads = shard_views(spec, bucket.rank, shard.to(spec.dtype))
+    grads = bucket.sharded_grads(shard)
     for index in unreduced_params:
         bucket.add_to_grad(index, grads[index])
 
@@ -239,9 +240,9 @@ def _all_reduce_meta(bucket: Bucket, future: FutureTensorProxy) -> FutureTensorP
 
 
 def _wait_grads_meta(bucket: Bucket, future: FutureTensorProxy) -> tuple[TensorProxy, ...]:
-    dtype = dtypes.to_dtype(bucket.spec.dtype)
+    device, dtype = devices.to_device(bucket.spec.shard_device), dtypes.to_dtype(bucket.spec.dtype)
     return tuple(
-        TensorProxy(shape=p.shard_shape(bucket.rank), device=future.device, dtype=dtype, requires_grad=False)
+        TensorProxy(shape=p.shard_shape(bucket.rank), device=device, dtype=dtype, requires_grad=False)
         for p in bucket.spec.layout.placements
     )
 
@@ -260,13 +261,16 @@ def _cut_meta(*tensors: TensorProxy) -> tuple[TensorProxy, ...]:
 
 def _unshard_meta(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy:
     spec = bucket.spec
-    dtype = dtypes.to_dtype(spec.param_dtype)
-    return TensorProxy(shape=spec.params[index].shape, like=shard, dtype=dtype, requires_grad=shard.requires_grad)
+    device, dtype = devices.to_device(spec.device), dtypes.to_dtype(spec.param_dtype)
+    shape = spec.params[index].shape
+    return TensorProxy(shape=shape, like=shard, device=device, dtype=dtype, requires_grad=shard.requires_grad)
 
 
 def _reduce_meta(bucket: Bucket, index: int, grad: TensorProxy) -> TensorProxy:
-    shape = bucket.spec.layout.placements[index].shard_shape(bucket.rank)
-    return TensorProxy(shape=shape, like=grad, dtype=dtypes.to_dtype(bucket.spec.dtype))
+    spec = bucket.spec
+    shape = spec.layout.placements[index].shard_shape(bucket.rank)
+    device, dtype = devices.to_device(spec.shard_device), dtypes.to_dtype(spec.dtype)
+    return TensorProxy(shape=shape, like=grad, device=device, dtype=dtype)
 
 
 def _print(

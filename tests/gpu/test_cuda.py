@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from models import Stack
 from ranks import Ranks
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 pytestmark = [
     pytest.mark.cuda,
@@ -91,3 +91,32 @@ def test_symmetric_memory_travels_by_copy_engines(two_on_a_gpu: Ranks) -> None:
     for counts in two_on_a_gpu.run(_kernels, "symmetric_memory"):
         copies = sum(count for name, count in counts.items() if "Memcpy" in name)
         assert copies >= 2 * counts["buckets"], counts
+
+
+def _offload(rank: int, world_size: int) -> None:
+    states, on_gpu = [], []
+    for policy in (None, CPUOffloadPolicy()):
+        torch.manual_seed(0)
+        before = torch.cuda.memory_allocated()
+        sharded = thunder.jit(
+            Stack(2, width=WIDTH).cuda(), transforms=[ours := fsdp(offload_policy=policy, device="cuda")]
+        )
+        optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+        for _ in range(3):
+            _step(sharded, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        for param in sharded.parameters():
+            assert param.is_cpu == (policy is not None)
+            assert param.is_cuda or param.is_pinned()
+        arena = ours.sharded.buckets[0].arena.nbytes
+        states.append(full_state_dict(sharded))
+        on_gpu.append(torch.cuda.memory_allocated() - before - arena)
+        del sharded, optimizer, param
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
+    assert on_gpu[1] < on_gpu[0]
+
+
+def test_offloaded_shards_are_pinned_and_train_alike(two_on_a_gpu: Ranks) -> None:
+    two_on_a_gpu.run(_offload)
