@@ -1,4 +1,8 @@
-"""Small models: what is peculiar about each is in its docstring. ``inputs`` makes a batch for it."""
+"""Small models: what is peculiar about each is in its docstring. ``inputs`` makes a batch for it.
+
+Layers inside a block are called by ``.forward``: Thunder interprets what ``nn.Module.__call__`` does before that, line by
+line, which takes half of all tracing. Blocks are called as users call them, with hooks.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +43,11 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
-        heads = [t.view(batch, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.ln_1(x)).split(width, 2)]
+        qkv = self.qkv.forward(self.ln_1.forward(x))
+        heads = [t.view(batch, length, self.heads, -1).transpose(1, 2) for t in qkv.split(width, 2)]
         y = F.scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.proj(y.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.ln_2(x))))
+        x = x + self.proj.forward(y.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down.forward(F.gelu(self.up.forward(self.ln_2.forward(x))))
 
 
 class GPT(nn.Module):
@@ -62,10 +67,10 @@ class GPT(nn.Module):
             self.head.weight = self.wte.weight
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        x = self.wte.forward(tokens) + self.wpe.forward(torch.arange(tokens.shape[1]))
         for block in self.h:
             x = block(x)
-        logits = self.head(self.ln_f(x))
+        logits = self.head.forward(self.ln_f.forward(x))
         return F.cross_entropy(logits.view(-1, self.vocab), targets.view(-1))
 
     def inputs(self, generator: torch.Generator, batch: int = 2) -> tuple[torch.Tensor, ...]:
@@ -83,7 +88,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.activation(self.up(x)))
+        return x + self.down.forward(self.activation(self.up.forward(x)))
 
 
 class Stack(Model):
@@ -102,10 +107,10 @@ class Stack(Model):
         self.last = nn.Linear(width, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
+        x = self.first.forward(x)
         for block in self.blocks:
             x = block(x)
-        return self.last(x)
+        return self.last.forward(x)
 
 
 class UnevenRows(Model):
@@ -119,7 +124,7 @@ class UnevenRows(Model):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks(x)
-        y = self.conv(x.reshape(-1, 1, 3, 1).expand(-1, 1, 3, 3))
+        y = self.conv.forward(x.reshape(-1, 1, 3, 1).expand(-1, 1, 3, 3))
         return y.sum((1, 2)) @ self.cube[1] + (self.cube * x.unsqueeze(-1).unsqueeze(-1)).sum((1, 2))
 
 
@@ -136,7 +141,7 @@ class TinyParameters(Model):
         self.block.temperature = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.block(torch.cat((x * self.scale + self.shift, self.empty)))
+        x = self.block.forward(torch.cat((x * self.scale + self.shift, self.empty)))
         return torch.tanh(x * self.block.temperature) * self.gain + x / self.scale
 
 
@@ -152,10 +157,10 @@ class TiedWeights(Model):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
+        x = self.embedding.forward(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head.forward(x)
 
     def inputs(self, generator: torch.Generator, batch: int = 3) -> tuple[torch.Tensor, ...]:
         return (torch.randint(9, (batch, 5), generator=generator),)
@@ -186,10 +191,10 @@ class FrozenParameters(Model):
         self.last.bias.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
+        x = self.first.forward(x)
         for block in self.blocks:
             x = torch.tanh(block(x))
-        return self.last(x)
+        return self.last.forward(x)
 
 
 class UnusedParameters(Model):
@@ -202,17 +207,17 @@ class UnusedParameters(Model):
         self.unused = nn.Parameter(torch.randn(5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[2](torch.tanh(self.blocks[0](x)))
+        return self.blocks[2].forward(torch.tanh(self.blocks[0].forward(x)))
 
 
 class Buffers(Model):
-    """A buffer that forward reads, one that is not saved, and batch norms whose statistics forward writes."""
+    """A buffer that forward reads, one that is not saved, and a batch norm whose statistics forward writes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mask", torch.tensor([1.0, 0.0, 1.0, 1.0]))
         self.register_buffer("offset", torch.randn(4), persistent=False)
-        self.blocks = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 4), nn.BatchNorm1d(4))
+        self.blocks = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks(x * self.mask + self.offset)
@@ -244,8 +249,12 @@ class ViewsOfParameters(Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second = self.packed.chunk(2, dim=1)
         rows = self.table[1:5:2]
-        x = torch.tanh(self.blocks[0](x) @ first) + self.blocks[0].weight[2]
-        x = self.blocks[1](x) @ self.blocks[0].weight.t()[:, 1:] @ self.blocks[1].weight[1:].view(3, 2, 2).flatten(1)
+        x = torch.tanh(self.blocks[0].forward(x) @ first) + self.blocks[0].weight[2]
+        x = (
+            self.blocks[1].forward(x)
+            @ self.blocks[0].weight.t()[:, 1:]
+            @ self.blocks[1].weight[1:].view(3, 2, 2).flatten(1)
+        )
         return (
             x @ second.contiguous()
             + x @ rows.transpose(0, 1).repeat(1, 2)
@@ -286,8 +295,8 @@ class MixedDtypes(Model):
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + torch.tanh(self.block.up(x)) @ self.block.down.weight.double().t()
-        return self.last(x) * self.scale
+        x = x + torch.tanh(self.block.up.forward(x)) @ self.block.down.weight.double().t()
+        return self.last.forward(x) * self.scale
 
 
 class ScalarLoss(Model):
@@ -329,7 +338,7 @@ class ExpandedParameters(Model):
         x = torch.cat([self.token.expand(x.shape[0], -1, -1), x.unsqueeze(1).expand(-1, 2, -1)], 1) + self.positions
         x.mul_(2.0)
         outputs = torch.einsum("bti,eij->btej", x, self.experts)
-        x = (outputs * torch.softmax(self.gate(x), -1).unsqueeze(-1)).sum(2)
+        x = (outputs * torch.softmax(self.gate.forward(x), -1).unsqueeze(-1)).sum(2)
         return torch.where(x > 0, x, x * torch.stack([self.gate.weight[0], self.experts[1, 0]]).sum(0))
 
 

@@ -62,8 +62,19 @@ class Case:
     groups: tuple[int, ...] = ()
 
 
+class Layer(nn.Module):
+    """A residual layer inside a block."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down.forward(torch.tanh(self.up.forward(x)))
+
+
 class RandomBlock(nn.Module):
-    """``(batch, width)`` to ``(batch, width)``, in the dtype of its input."""
+    """``(batch, width)`` to ``(batch, width)``, in the dtype of its input. Called by ``.forward``: see ``models``."""
 
     def __init__(self, spec: BlockSpec, width: int) -> None:
         super().__init__()
@@ -81,8 +92,7 @@ class RandomBlock(nn.Module):
             self.scale = nn.Parameter(torch.tensor(1.25))
             self.register_buffer("offset", torch.linspace(-1, 1, width))
         elif spec.kind == "nested":
-            layers = (nn.Sequential(nn.Linear(width, inner), nn.Tanh(), nn.Linear(inner, width)) for _ in range(2))
-            self.layers = nn.ModuleList(layers)
+            self.layers = nn.ModuleList(Layer(width, inner) for _ in range(2))
         elif spec.kind == "sliced":
             self.both = nn.Parameter(torch.randn(2 * width + 1, width) / 3)
         elif spec.kind == "embedding":
@@ -93,28 +103,28 @@ class RandomBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         given, kind = x.dtype, self.spec.kind
-        x = x.to(next(self.parameters()).dtype)
+        x = x.to(next(self.parameters()).dtype)  # what it is unsharded, maybe lower precision
         if kind == "linear":
-            y = torch.tanh(self.only(x))
+            y = torch.tanh(self.only.forward(x))
         elif kind == "mlp":
-            y = self.down(torch.relu(self.up(x)))
+            y = self.down.forward(torch.relu(self.up.forward(x)))
         elif kind == "twice":
-            y = self.down(torch.tanh(self.up(self.down(torch.tanh(self.up(x))))))
+            y = self.down.forward(torch.tanh(self.up.forward(self.down.forward(torch.tanh(self.up.forward(x))))))
         elif kind == "branches":
-            y = torch.tanh(self.left(x)) * self.right(x)
+            y = torch.tanh(self.left.forward(x)) * self.right.forward(x)
         elif kind == "norm":
-            y = self.norm(x)
+            y = self.norm.forward(x)
         elif kind == "scale":
             y = x * self.scale + self.offset
         elif kind == "nested":
             y = x
             for layer in self.layers:
-                y = y + layer(y)
+                y = layer.forward(y)
         elif kind == "sliced":
             width = x.shape[-1]
             y = x @ self.both[:width].t() + torch.tanh(x @ self.both[width : 2 * width])
         else:
-            y = self.table(torch.arange(x.shape[0], device=x.device))
+            y = self.table.forward(torch.arange(x.shape[0], device=x.device))
         return (x + y).to(given)
 
 
@@ -135,8 +145,8 @@ class RandomModel(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index in self.spec.order:
-            x = self.blocks[index](x)
-        y = self.head(x)
+            x = self.blocks[index].forward(x)
+        y = self.head.forward(x)
         if self.spec.decay:
             # Two dimensions: Thunder cannot expand the gradient of a 0-dim value back (so without sharding, too).
             y = y + 0.01 * sum(p.double().square().sum().reshape(1, 1) for p in self.blocks[0].parameters())

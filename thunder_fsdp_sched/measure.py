@@ -33,7 +33,7 @@ from .groups import Group
 from .profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of, symbol_of
 from .symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter, payload
 from .traces import with_bound_symbols
-from .transform import FSDPTransform
+from .transform import find_transform
 from .transports import Work
 
 __all__ = ["CollectiveTime", "MeasuredCost", "OpTime", "Profile", "measure"]
@@ -56,9 +56,7 @@ def measure(jitted: Any, *inputs: Any, repeats: int = 5, **kwargs: Any) -> Profi
         TypeError: ``jitted`` was not made with :func:`thunder_fsdp_sched.fsdp`.
         RuntimeError: gradients of ``no_sync`` are still to be reduced, which measuring would consume.
     """
-    transform = next((t for t in getattr(jitted, "_lc_transforms", ()) if isinstance(t, FSDPTransform)), None)
-    if transform is None:
-        raise TypeError("measure: expected the result of thunder.jit(module, transforms=[fsdp(...)])")
+    transform = find_transform(jitted)
     buckets = transform.sharded.buckets
     for bucket in buckets:
         if bucket.unreduced is not None:

@@ -22,7 +22,7 @@ from .fake_ranks import Made, compile_as_rank
 from .schedule import StepSchedule, read_schedule
 from .symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from .traces import Aliases, args_of, outs_of, statement, statements
-from .transform import CompiledTraces, FSDPTransform
+from .transform import CompiledTraces, FSDPTransform, find_transform
 from .transforms.sort_communication import issue_points
 
 Subject = Any
@@ -55,13 +55,10 @@ def _traces(subject: Subject) -> list[TraceCtx]:
     if isinstance(subject, CompiledTraces):
         compiled = subject
     else:
-        transforms = [subject] if isinstance(subject, FSDPTransform) else getattr(subject, "_lc_transforms", [])
-        found = [t for t in transforms if isinstance(t, FSDPTransform)]
-        if not found:
-            raise TypeError(f"expected a module jitted with fsdp(...), its transform or a trace, got {subject!r:.80}")
-        if not found[0].compiled:
+        transform = subject if isinstance(subject, FSDPTransform) else find_transform(subject)
+        if not transform.compiled:
             raise ValueError("nothing is compiled yet: call the jitted module first")
-        compiled = found[0].compiled[-1]
+        compiled = transform.compiled[-1]
     return [trace for trace in (compiled.forward, compiled.backward) if trace is not None]
 
 
