@@ -90,7 +90,8 @@ def _load_on_some(
     _same(full_state_dict(model), saved[0])
     _same(_whole_optimizer(model, optimizer), saved[1])
     assert all(p.grad is None for p in model.parameters())
-    _train(model, optimizer, rank, range(2, 3))
+    if size == 2:
+        _train(model, optimizer, rank, range(2, 3))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_entries_have_the_names_and_shapes_of_the_original_module(ranks: Ranks) 
 
 def _gpt() -> GPT:
     torch.manual_seed(3)
-    return GPT(width=12, vocab=19)
+    return GPT(width=12, vocab=19, blocks=1)
 
 
 def _steps(model: Any, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
@@ -212,8 +213,11 @@ def _ours_to_fsdp2(rank: int, world_size: int, folder: Path, options: dict[str, 
     torch.testing.assert_close(_steps(theirs, their_optimizer, rank, range(2, 4)), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("transport", ["flat", "coalesced"])
-@pytest.mark.parametrize("way", [_fsdp2_to_ours, _ours_to_fsdp2], ids=["from-fsdp2", "to-fsdp2"])
+@pytest.mark.parametrize(
+    ("way", "transport"),
+    [(_fsdp2_to_ours, "flat"), (_ours_to_fsdp2, "coalesced")],
+    ids=["from-fsdp2-flat", "to-fsdp2-coalesced"],
+)
 def test_training_goes_on_where_the_other_system_stopped(
     ranks: Ranks, tmp_path: Path, way: Callable[..., None], transport: str
 ) -> None:

@@ -149,7 +149,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.ln(x))))
+        return x + self.down.forward(F.gelu(self.up.forward(self.ln(x))))
 
 
 class FeedForwards(GPT):
@@ -230,7 +230,7 @@ class Blocks(Model):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = block(x)
+            x = block.forward(x)
         return x
 
 
@@ -277,7 +277,7 @@ class LateViews(Model):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         transposed, rows = self.blocks[0].weight.t(), self.blocks[0].weight[1:3]
         for block in self.blocks:
-            x = torch.tanh(block(x))
+            x = torch.tanh(block.forward(x))
         return x @ transposed + x @ torch.cat([rows, rows]), rows * 2, transposed
 
 

@@ -140,7 +140,7 @@ class _Float(Model):
         return (torch.randn(batch, 4, generator=generator),)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x)))
+        return self.second.forward(torch.tanh(self.first.forward(x)))
 
 
 def _scale(rank: int, world_size: int) -> None:

@@ -130,8 +130,8 @@ class Routed(nn.Module):
         self.expert = nn.Sequential(nn.Linear(width, expert_width), nn.Tanh(), nn.Linear(expert_width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.dense(x)
-        return x + (x[:, :1] > 0).to(x.dtype) * self.expert(x)
+        x = self.dense.forward(x)
+        return x + (x[:, :1] > 0).to(x.dtype) * self.expert.forward(x)
 
 
 class Experts(Model):
@@ -147,10 +147,10 @@ class Experts(Model):
             nn.init.normal_(param, generator=generators[_is_expert(name)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
+        x = self.first.forward(x)
         for block in self.blocks:
             x = block(x)
-        return self.last(x)
+        return self.last.forward(x)
 
 
 def _is_expert(name: str) -> bool:
@@ -332,7 +332,7 @@ class SmallNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = torch.tanh(block(x))
-        return self.head(self.norm(x))
+        return self.head.forward(self.norm(x))
 
 
 def test_a_small_bucket_gives_no_time_to_the_reduction_before_it():

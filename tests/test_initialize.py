@@ -53,10 +53,10 @@ class Net(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.scaled(self.embedding(x))
+        x = self.scaled.forward(self.embedding(x))
         for block in self.blocks:
-            x = x + block(x)
-        return self.head(self.norm(x))
+            x = x + block.forward(x)
+        return self.head.forward(self.norm(x))
 
 
 def _reset(module: nn.Module) -> None:
@@ -175,7 +175,7 @@ class Plain(nn.Module):
         self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x)))
+        return self.second.forward(torch.tanh(self.first.forward(x)))
 
 
 def _load(rank: int, world_size: int, folder: Any, whole: bool) -> None:

@@ -127,7 +127,7 @@ def test_a_bucket_that_is_read_in_both_precisions_stays_as_it_is():
             self.once, self.twice = nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.twice(self.once(x)) + self.twice.weight.sum(0) + self.twice.bias
+            return self.twice.forward(self.once(x)) + self.twice.weight.sum(0) + self.twice.bias
 
     with torch.autocast("cpu", torch.bfloat16):
         [compiled] = testing.compile_on_fake_ranks(lambda: (Both(), (torch.randn(3, 8),)), 4)
@@ -261,7 +261,7 @@ class CastsItself(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x * 2, self.layer(x.to(self.layer.weight.dtype))
+        return x * 2, self.layer.forward(x.to(self.layer.weight.dtype))
 
 
 def _leave_inputs_alone(rank: int, world_size: int) -> None:

@@ -35,8 +35,8 @@ class Everything(Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * self.scale + self.offset + self.unsaved
         for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x)) + torch.tanh(x @ self.embedding.weight.t() @ self.mix)[:, :1]
+            x = block.forward(x)
+        return self.head.forward(self.norm(x)) + torch.tanh(x @ self.embedding.weight.t() @ self.mix)[:, :1]
 
 
 def _twins(rank: int, world_size: int, seed: int = 0, **options: Any) -> Twins:

@@ -19,7 +19,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+        return x + self.down.forward(torch.tanh(self.up.forward(self.norm(x))))
 
 
 class Model(nn.Module):
@@ -30,8 +30,8 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = block(x)
-        return self.head(x).sum()
+            x = block.forward(x)
+        return self.head.forward(x).sum()
 
 
 def make(blocks: int = 4):

@@ -32,9 +32,9 @@ class Mixed(Model):
         self.scale = nn.Parameter(torch.tensor(1.5) if scalar else torch.tensor([1.5]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.first.forward(x))
         for block in self.blocks:
-            x = block(x)
+            x = block.forward(x)
         return (x + self.shift) * self.scale
 
     def inputs(self, generator: torch.Generator, batch: int = 3) -> tuple[torch.Tensor, ...]:

@@ -41,7 +41,7 @@ class Blocks(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = torch.tanh(block(x))
+            x = torch.tanh(block.forward(x))
         return x.sum()
 
 

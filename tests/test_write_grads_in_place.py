@@ -41,7 +41,7 @@ class BatchedExperts(Model):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.bmm(x.unsqueeze(0).expand(3, -1, -1), self.experts)
-        y = y @ self.block.down.weight[:, :4].t() + self.block(x)
+        y = y @ self.block.down.weight[:, :4].t() + self.block.forward(x)
         return self.conv(y.transpose(1, 2)).sum(0)
 
 
