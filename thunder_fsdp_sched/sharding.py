@@ -53,6 +53,7 @@ class ShardedModule:
         self.agreement = agreement
         self.places: dict[str, tuple[Bucket, int]] = {}
         self.shards: dict[str, torch.nn.Parameter] = {}
+        self.optimizer_numbers = itertools.count()  # numbers those that ranks have to make alike
         self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
         self.kept = {bucket for bucket in buckets if not bucket.spec.reshard_after_forward}
         for bucket in buckets:
