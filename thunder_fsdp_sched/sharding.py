@@ -59,6 +59,8 @@ class ShardedModule:
         for bucket in buckets:
             bucket.explain_failure = self.agreement.explain
             for index, param in enumerate(bucket.spec.params):
+                if bucket.spec.layout.placements[index].is_cut:  # for optimizers that rows will not do for
+                    bucket.params[index]._fsdp_rows_of = param.name  # type: ignore[attr-defined]
                 for name in param.names:
                     self.places[name] = (bucket, index)
                     self.shards[name] = bucket.params[index]

@@ -3,7 +3,7 @@
 [Note: One owner for each parameter]
 A rank holds some rows of each parameter. That is enough for optimizers that treat each element on its own, AdamW and
 SGD. Muon orthogonalizes a matrix, Adafactor takes means over rows, columns and all of it: on some rows either computes
-something else, and nobody notices. So each parameter has an *owner* among the ranks that it is sharded over. A step sends
+something else (``_refuse_rows``). So each parameter has an *owner* among the ranks that it is sharded over. A step sends
 the rows of gradients and parameters to their owners by one all-to-all, each owner updates what it owns, and another
 all-to-all takes the new rows back. An owner alone has its parameters' state, whole, as if nothing was sharded.
 
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from thunder.core.module import ThunderModule
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .consistency import Agreement
 from .owners import OwnedParam, choose_owners, rows_from_owners, rows_to_owners
@@ -40,8 +41,9 @@ class WholeParameters(torch.optim.Optimizer):
     """Runs a torch optimizer, unchanged, on whole parameters of a sharded model.
 
     For optimizers that need more of a parameter than single elements: ``torch.optim.Muon``, ``torch.optim.Adafactor``.
-    Made of a sharded model's parameters directly, they take each rank's rows for a parameter: **that is no error, and
-    trains something else.** Others, AdamW and SGD, need no such thing and should not have it::
+    Made of a sharded model's parameters directly, they take each rank's rows for a parameter and compute something else:
+    these two are refused at their first step, **others like them are not recognized**. AdamW and SGD need rows only, and
+    are faster without this::
 
         matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
         muon = tfs.WholeParameters(torch.optim.Muon, model, matrices, lr=0.02, weight_decay=0.1)
@@ -154,6 +156,7 @@ class WholeParameters(torch.optim.Optimizer):
         for param in self._params.values():
             if param.is_mine and param.whole in self._inner.state:
                 self.state[param.rows] = self._inner.state[param.whole]
+        self._inner.state = defaultdict(dict)  # so that what a loaded state replaces is freed
 
     def _take(self, groups: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
         """Gives groups to the optimizer: checked, the same on all ranks, each parameter with its owner."""
@@ -216,6 +219,25 @@ def _check_class(optimizer_class: object) -> None:
             f"optimizer_class: {optimizer_class.__name__} computes the loss several times in a step, and one direction for "
             f"all parameters: it cannot be spread over ranks"
         )
+
+
+_NEED_WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
+
+
+def _refuse_rows(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuses torch's own optimizers that would take rows for parameters, on all ranks alike."""
+    if isinstance(optimizer, _NEED_WHOLE):
+        for param in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            name = getattr(param, "_fsdp_rows_of", None)
+            if name is not None:
+                cls = type(optimizer).__name__
+                raise ValueError(
+                    f"{cls} needs whole parameters, but was given rows of {name!r}, which is sharded: make it by "
+                    f"thunder_fsdp_sched.WholeParameters({cls}, model, params, ...)"
+                )
+
+
+register_optimizer_step_pre_hook(_refuse_rows)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
