@@ -95,9 +95,9 @@ class ShardedModule:
         over = {spec.name: placing.of(spec.name, param) for spec, param in specs}
         for key in dict.fromkeys(over.values()):  # ranks of different groups may have different experts
             lines = [str(spec) for spec, _ in specs if over[spec.name] == key]
-            Agreement(placing.ranks(key).group, f"{agreement.name} parameters", _AGREEMENT_TIMEOUT).check_same(
-                "what is to be sharded", lines
-            )
+            # Modules are numbered for each `everyone`, and two of these may share this group's store.
+            name = f"{everyone.name} {agreement.name} parameters"
+            Agreement(placing.ranks(key).group, name, _AGREEMENT_TIMEOUT).check_same("what is to be sharded", lines)
         if options.broadcast_from is not None:
             if options.param_init_fn is None and any(p.is_meta for _, p in specs):
                 raise ValueError(
