@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from .buffers import Bucket
-from .groups import Group
 
 __all__ = ["OwnedParam", "choose_owners", "rows_from_owners", "rows_to_owners"]
 
@@ -44,7 +43,7 @@ class OwnedParam:
     @property
     def travels_with(self) -> tuple[Any, ...]:
         """Equal for parameters that one collective can carry; sorts alike on all ranks."""
-        return (tuple(self.group.global_ranks), self.group.name, str(self.rows.dtype), str(self.rows.device))
+        return (tuple(self.group.global_ranks), self.group.name, str(self.rows.dtype), str(self.spec.device))
 
     def shape_on(self, rank: int) -> tuple[int, ...]:
         return self._placement.shard_shape(rank)
@@ -83,10 +82,9 @@ def rows_to_owners(params: Sequence[OwnedParam]) -> None:
     group = params[0].group
     mine = [p for p in params if p.is_mine]
     received = _all_to_all(
-        group,
+        params[0],
         [[t for p in params if p.owner == rank for t in (p.rows, p.rows.grad)] for rank in range(group.size)],
         [[shape for p in mine for shape in (p.shape_on(rank), p.shape_on(rank))] for rank in range(group.size)],
-        like=params[0].rows,
     )
     for i, param in enumerate(mine):
         param.fill([pieces[2 * i] for pieces in received], [pieces[2 * i + 1] for pieces in received])
@@ -98,10 +96,9 @@ def rows_from_owners(params: Sequence[OwnedParam]) -> None:
     mine = [p for p in params if p.is_mine]
     by_owner = [[p for p in params if p.owner == rank] for rank in range(group.size)]
     received = _all_to_all(
-        group,
+        params[0],
         [[p.rows_of(rank) for p in mine] for rank in range(group.size)],
         [[p.shape_on(group.rank) for p in owned] for owned in by_owner],
-        like=params[0].rows,
     )
     torch._foreach_copy_([p.rows for owned in by_owner for p in owned], list(itertools.chain.from_iterable(received)))
     for param in mine:
@@ -109,26 +106,29 @@ def rows_from_owners(params: Sequence[OwnedParam]) -> None:
 
 
 def _all_to_all(
-    group: Group,
-    sent: Sequence[Sequence[Any]],
-    shapes: Sequence[Sequence[tuple[int, ...]]],
-    *,
-    like: torch.Tensor,
+    of: OwnedParam, sent: Sequence[Sequence[Any]], shapes: Sequence[Sequence[tuple[int, ...]]]
 ) -> list[list[torch.Tensor]]:
-    """Sends tensors to each rank of ``group`` and returns those from each, which have the given shapes; one collective."""
+    """Sends tensors to each rank of a group and returns those from each, which have the given shapes; one collective.
+
+    Args:
+        of: says over which group, from which device and of which dtype.
+    """
+    group, rows, device = of.group, of.rows, of.spec.device
     lengths = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
-    outgoing = torch.cat([like.new_empty(0), *(t.reshape(-1) for of_rank in sent for t in of_rank)])
+    outgoing = torch.cat([rows.new_empty(0), *(t.reshape(-1) for of_rank in sent for t in of_rank)])
     if group.size == 1:
         incoming = outgoing
     else:
-        incoming = like.new_empty(sum(map(sum, lengths)))
+        # They may lie where the group does not reach, on the CPU.
+        incoming = rows.new_empty(sum(map(sum, lengths)), device=device)
         counts = [sum(t.numel() for t in of_rank) for of_rank in sent]
+        process_group = group.process_group
         try:
-            dist.all_to_all_single(incoming, outgoing, list(map(sum, lengths)), counts, group=group.process_group)
+            dist.all_to_all_single(incoming, outgoing.to(device), list(map(sum, lengths)), counts, group=process_group)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {group.global_ranks[group.rank]}: the exchange of rows with the owners of whole parameters failed: "
                 f"{error}"
             ) from error
-    flat = iter(incoming.split(list(itertools.chain.from_iterable(lengths))))
+    flat = iter(incoming.to(rows.device).split(list(itertools.chain.from_iterable(lengths))))
     return [[next(flat).view(shape) for shape in of_rank] for of_rank in shapes]
