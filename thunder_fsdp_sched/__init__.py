@@ -26,6 +26,7 @@ from .plugin import FSDPSched
 from .schedule import CommOp, Schedule, StepSchedule
 from .transform import CompiledTraces, FSDPTransform
 from .transforms import ScheduleMismatch, VerificationError
+from .whole_parameters import WholeParameters
 
 __all__ = [
     "BucketSpec",
@@ -41,6 +42,7 @@ __all__ = [
     "ScheduleMismatch",
     "StepSchedule",
     "VerificationError",
+    "WholeParameters",
     "clip_grad_norm_",
     "fsdp",
     "full_state_dict",

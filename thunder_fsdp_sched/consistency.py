@@ -100,12 +100,15 @@ class Agreement:
             store.set(f"thunder_fsdp_sched/{self.name}/disagreement", verdict)
         return verdict
 
-    def check_same(self, what: str, lines: Sequence[str]) -> None:
+    def check_same(
+        self, what: str, lines: Sequence[str], *, at: str = "thunder.jit(..., transforms=[fsdp(...)])"
+    ) -> None:
         """Looks whether all ranks have the same text; returns when they do.
 
         Args:
             what: what the text is about.
             lines: the text; ranks send no more than its digest as long as it is the same.
+            at: the call in which all ranks are to meet.
 
         Raises:
             ScheduleDisagreement: on every rank, naming the first line that differs and the ranks, or those that have sent
@@ -118,7 +121,7 @@ class Agreement:
         store.set(f"{prefix}/digest/{rank}", hashlib.sha256("\n".join(lines).encode()).hexdigest())
         try:
             if rank == 0:
-                store.set(f"{prefix}/other", self._first_other(prefix))
+                store.set(f"{prefix}/other", self._first_other(prefix, at))
             store.wait([f"{prefix}/other"], self.timeout * 2)
             verdict = store.get(f"{prefix}/other").decode()
             if verdict.isdigit():
@@ -135,7 +138,7 @@ class Agreement:
                 f"fsdp: the ranks of process group {self.group.description!r} disagree: {verdict}"
             )
 
-    def _first_other(self, prefix: str) -> str:
+    def _first_other(self, prefix: str, at: str) -> str:
         """The first rank whose digest is not rank 0's, nothing if there is none, or what is wrong."""
         store = self.group.process_group.get_group_store()
         own = store.get(f"{prefix}/digest/0")
@@ -144,7 +147,7 @@ class Agreement:
                 store.wait([f"{prefix}/digest/{rank}"], self.timeout)
             except Exception:
                 return (
-                    f"rank {self.group.global_ranks[rank]} did not come to thunder.jit(..., transforms=[fsdp(...)]) within "
+                    f"rank {self.group.global_ranks[rank]} did not come to {at} within "
                     f"{self.timeout.total_seconds():g} s of rank {self.group.global_ranks[0]}"
                 )
             if store.get(f"{prefix}/digest/{rank}") != own:

@@ -92,6 +92,11 @@ class Ranks:
         return cls(group, reductions or group, replicas if replicas is not None and replicas.size > 1 else None)
 
     @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups whose members have parts of, or copies of, the same parameters."""
+        return (self.group,) if self.replicas is None else (self.group, self.replicas)
+
+    @property
     def averaged(self) -> int:
         """Ranks over which gradients are averaged."""
         return self.group.size * (self.replicas.size if self.replicas is not None else 1)

@@ -16,6 +16,7 @@ FSDP1's cuts in the middle of a row turn every parameter into a 1-D piece.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,6 +70,11 @@ class Placement:
     def row_numel(self) -> int:
         """Elements of one row."""
         return math.prod(self.shape[1:])
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether more than one rank has rows."""
+        return sum(end > start for start, end in itertools.pairwise(self.row_starts)) > 1
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the rows that ``rank`` owns; a 0-dim parameter has shape ``(1,)`` on its owner and ``(0,)`` elsewhere."""

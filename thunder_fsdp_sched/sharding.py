@@ -54,11 +54,14 @@ class ShardedModule:
         self.agreement = agreement
         self.places: dict[str, tuple[Bucket, int]] = {}
         self.shards: dict[str, torch.nn.Parameter] = {}
+        self.optimizer_numbers = itertools.count()  # numbers those that ranks have to make alike
         self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
         self.kept = {bucket for bucket in buckets if not bucket.spec.reshard_after_forward}
         for bucket in buckets:
             bucket.explain_failure = self.agreement.explain
             for index, param in enumerate(bucket.spec.params):
+                if bucket.spec.layout.placements[index].is_cut:  # for optimizers that rows will not do for
+                    bucket.params[index]._fsdp_rows_of = param.name  # type: ignore[attr-defined]
                 for name in param.names:
                     self.places[name] = (bucket, index)
                     self.shards[name] = bucket.params[index]
@@ -93,9 +96,9 @@ class ShardedModule:
         over = {spec.name: placing.of(spec.name, param) for spec, param in specs}
         for key in dict.fromkeys(over.values()):  # ranks of different groups may have different experts
             lines = [str(spec) for spec, _ in specs if over[spec.name] == key]
-            Agreement(placing.ranks(key).group, f"{agreement.name} parameters", _AGREEMENT_TIMEOUT).check_same(
-                "what is to be sharded", lines
-            )
+            # Modules are numbered for each `everyone`, and two of these may share this group's store.
+            name = f"{everyone.name} {agreement.name} parameters"
+            Agreement(placing.ranks(key).group, name, _AGREEMENT_TIMEOUT).check_same("what is to be sharded", lines)
         if options.broadcast_from is not None:
             if options.param_init_fn is None and any(p.is_meta for _, p in specs):
                 raise ValueError(

@@ -29,7 +29,7 @@ from ..groups import Group
 from ..sharding import ShardedModule
 from ..transform import find_transform
 from .pieces import as_entry, local_rows
-from .state_dict import get_model_state_dict, get_optimizer_state_dict, listed, names_of_params
+from .state_dict import get_model_state_dict, get_optimizer_state_dict, listed, names_of_params, owned_names
 
 __all__ = ["CheckpointError", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "together"]
 
@@ -228,25 +228,27 @@ def _blank_optimizer_state(
     """Somewhere to load to: the state that the checkpoint holds of each of the optimizers' parameters, and their groups."""
     sharded = find_transform(model).sharded
     names = names_of_params(model, optimizers)
+    owned = owned_names(names, optimizers)
     aliases = {alias: name for name in names.values() for alias in sharded.names_of(name)}
     state: dict[str, dict[str, Any]] = {}
     groups: dict[int, dict[str, Any]] = {}
     for below, found in saved.items():
         if below[0] == "param_groups":
             groups.setdefault(below[1], {})[below[2]] = None
-        elif below[1] in aliases:
-            whole = isinstance(found, TensorStorageMetadata)
+        elif below[1] in aliases and owned.get(aliases[below[1]], True):
             state.setdefault(below[1], {})[below[2]] = (
-                _blank_state(sharded, aliases[below[1]], below[2], found) if whole else None
+                _blank_state(sharded, aliases[below[1]], below[2], found, whole=aliases[below[1]] in owned)
+                if isinstance(found, TensorStorageMetadata)
+                else None
             )
     return {"state": state, "param_groups": [groups[i] for i in sorted(groups)]}
 
 
-def _blank_state(sharded: ShardedModule, name: str, what: str, found: TensorStorageMetadata) -> torch.Tensor:
+def _blank_state(
+    sharded: ShardedModule, name: str, what: str, found: TensorStorageMetadata, *, whole: bool
+) -> torch.Tensor:
     dtype = found.properties.dtype
-    if not found.size:
-        return torch.empty((), dtype=dtype)
-    if name not in sharded.places:
+    if whole or not found.size or name not in sharded.places:
         return torch.empty(found.size, dtype=dtype)
     bucket, index = sharded.places[name]
     expected = bucket.spec.params[index].shape or (1,)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from thunder.core.module import ThunderModule
@@ -12,7 +12,15 @@ from ..sharding import ShardedModule
 from ..transform import find_transform
 from .pieces import as_entry
 
-__all__ = ["get_model_state_dict", "get_optimizer_state_dict", "listed", "names_of_params"]
+__all__ = ["get_model_state_dict", "get_optimizer_state_dict", "listed", "names_of_params", "owned_names"]
+
+
+@runtime_checkable
+class OwnsState(Protocol):
+    """An optimizer whose state is not cut as parameters are: one rank has all of a parameter's, the others have none."""
+
+    def owns(self, param: torch.Tensor) -> bool:
+        """Whether this rank has it."""
 
 
 def get_model_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
@@ -46,16 +54,18 @@ def get_optimizer_state_dict(
     Returns:
         ``{"state": {name: {"exp_avg": entry, ...}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}``, as
         torch's function of this name gives it. Tensors of a parameter's shard shape are entries as those of
-        :func:`get_model_state_dict`; they share memory with the optimizer.
+        :func:`get_model_state_dict`; they share memory with the optimizer. The state of :class:`WholeParameters` is plain
+        tensors, and on the parameter's owner alone: DCP saves from each rank what it has, and loads what it asks for.
 
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
         ValueError: an optimizer has parameters that are not the model's, or two have the same, or a state is neither a
-            number nor of a parameter's shape (factored ones).
+            number nor of a parameter's shape (factored ones, which need :class:`WholeParameters`).
     """
     sharded = find_transform(model).sharded
     check_names(sharded)
     names = names_of_params(model, listed(optimizers))
+    owned = owned_names(names, listed(optimizers))
     state: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     for optimizer in listed(optimizers):
@@ -63,8 +73,9 @@ def get_optimizer_state_dict(
             groups.append({**group, "params": [names[p] for p in group["params"]]})
             for param in group["params"]:
                 if param in optimizer.state:
-                    state[names[param]] = {
-                        key: _state_entry(sharded, names[param], param, key, value)
+                    name = names[param]
+                    state[name] = {
+                        key: value if name in owned else _state_entry(sharded, name, param, key, value)
                         for key, value in optimizer.state[param].items()
                     }
     return {"state": state, "param_groups": groups}
@@ -98,6 +109,17 @@ def names_of_params(model: ThunderModule, optimizers: Iterable[torch.optim.Optim
     return names
 
 
+def owned_names(names: dict[torch.Tensor, str], optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, bool]:
+    """Of each parameter whose state some rank has whole: whether it is this one."""
+    return {
+        names[param]: optimizer.owns(param)
+        for optimizer in optimizers
+        if isinstance(optimizer, OwnsState)
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
+
+
 def check_names(sharded: ShardedModule) -> None:
     """Refuses to save different parameters under one name.
 
@@ -121,6 +143,7 @@ def _state_entry(sharded: ShardedModule, name: str, param: torch.Tensor, key: st
     if value.shape != param.shape:
         raise ValueError(
             f"optimizers: state {key!r} of parameter {name!r} has shape {tuple(value.shape)}, not that of this rank's rows "
-            f"{tuple(param.shape)}: which part of a whole tensor it is cannot be told"
+            f"{tuple(param.shape)}: which part of a whole tensor it is cannot be told. Optimizers that need whole "
+            f"parameters have to be made by WholeParameters(optimizer_class, model, params)"
         )
     return as_entry(*sharded.places[name], value, as_rows=True)

@@ -1,0 +1,134 @@
+"""Parameters that one of their ranks, the owner, updates whole: their rows travel to it, and back.
+
+See [Note: One owner for each parameter] in ``whole_parameters``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .buffers import Bucket
+
+__all__ = ["OwnedParam", "choose_owners", "rows_from_owners", "rows_to_owners"]
+
+
+class OwnedParam:
+    """A parameter, this rank's rows of it, and who owns it.
+
+    Attributes:
+        rows: this rank's rows, a parameter of the sharded model.
+        whole: what the optimizer sees. Outside of a step it has a shape and no memory.
+        owner: rank, in the process group that it is sharded over, that updates it.
+    """
+
+    def __init__(self, rows: torch.Tensor, bucket: Bucket, index: int) -> None:
+        self.rows = rows
+        self.spec = bucket.spec.params[index]
+        self.ranks = bucket.ranks
+        self.group = bucket.ranks.group
+        self.owner = 0
+        self._placement = bucket.spec.layout.placements[index]
+        self.whole = torch.nn.Parameter(self._blank(), rows.requires_grad)
+
+    @property
+    def is_mine(self) -> bool:
+        return self.owner == self.group.rank
+
+    @property
+    def travels_with(self) -> tuple[Any, ...]:
+        """Equal for parameters that one collective can carry; sorts alike on all ranks."""
+        return (tuple(self.group.global_ranks), self.group.name, str(self.rows.dtype), str(self.spec.device))
+
+    def shape_on(self, rank: int) -> tuple[int, ...]:
+        return self._placement.shard_shape(rank)
+
+    def rows_of(self, rank: int) -> torch.Tensor:
+        start, end = self._placement.row_starts[rank : rank + 2]
+        return self.whole[start:end]
+
+    def fill(self, values: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        """Gives :attr:`whole` memory, from each rank's rows."""
+        self.whole.data = torch.cat(list(values))
+        self.whole.grad = torch.cat(list(grads))
+
+    def empty(self) -> None:
+        self.whole.grad = None
+        self.whole.data = self._blank()
+
+    def _blank(self) -> torch.Tensor:
+        # A 0-dim parameter counts as one row, as in its bucket and in checkpoints.
+        return self.rows.new_zeros(()).expand(self._placement.shape or (1,))
+
+
+def choose_owners(known: Iterable[OwnedParam], new: Iterable[OwnedParam]) -> None:
+    """Gives each new parameter, the largest first, to the rank that owns least; of equals to that with most of its rows."""
+    loads: dict[str, list[int]] = {}
+    for param in known:
+        loads.setdefault(param.group.name, [0] * param.group.size)[param.owner] += param.spec.numel
+    for param in sorted(new, key=lambda p: -p.spec.numel):
+        load = loads.setdefault(param.group.name, [0] * param.group.size)
+        param.owner = min(range(param.group.size), key=lambda r, p=param, load=load: (load[r], -p.shape_on(r)[0], r))  # type: ignore[misc]
+        load[param.owner] += param.spec.numel
+
+
+def rows_to_owners(params: Sequence[OwnedParam]) -> None:
+    """Sends this rank's rows of parameters and gradients to their owners, who put them together."""
+    group = params[0].group
+    mine = [p for p in params if p.is_mine]
+    received = _all_to_all(
+        params[0],
+        [[t for p in params if p.owner == rank for t in (p.rows, p.rows.grad)] for rank in range(group.size)],
+        [[shape for p in mine for shape in (p.shape_on(rank), p.shape_on(rank))] for rank in range(group.size)],
+    )
+    for i, param in enumerate(mine):
+        param.fill([pieces[2 * i] for pieces in received], [pieces[2 * i + 1] for pieces in received])
+
+
+def rows_from_owners(params: Sequence[OwnedParam]) -> None:
+    """Sends what this rank has updated back to the ranks whose rows it is, and takes its own rows from the other owners."""
+    group = params[0].group
+    mine = [p for p in params if p.is_mine]
+    by_owner = [[p for p in params if p.owner == rank] for rank in range(group.size)]
+    received = _all_to_all(
+        params[0],
+        [[p.rows_of(rank) for p in mine] for rank in range(group.size)],
+        [[p.shape_on(group.rank) for p in owned] for owned in by_owner],
+    )
+    torch._foreach_copy_([p.rows for owned in by_owner for p in owned], list(itertools.chain.from_iterable(received)))
+    for param in mine:
+        param.empty()
+
+
+def _all_to_all(
+    of: OwnedParam, sent: Sequence[Sequence[Any]], shapes: Sequence[Sequence[tuple[int, ...]]]
+) -> list[list[torch.Tensor]]:
+    """Sends tensors to each rank of a group and returns those from each, which have the given shapes; one collective.
+
+    Args:
+        of: says over which group, from which device and of which dtype.
+    """
+    group, rows, device = of.group, of.rows, of.spec.device
+    lengths = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
+    outgoing = torch.cat([rows.new_empty(0), *(t.reshape(-1) for of_rank in sent for t in of_rank)])
+    if group.size == 1:
+        incoming = outgoing
+    else:
+        # They may lie where the group does not reach, on the CPU.
+        incoming = rows.new_empty(sum(map(sum, lengths)), device=device)
+        counts = [sum(t.numel() for t in of_rank) for of_rank in sent]
+        process_group = group.process_group
+        try:
+            dist.all_to_all_single(incoming, outgoing.to(device), list(map(sum, lengths)), counts, group=process_group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {group.global_ranks[group.rank]}: the exchange of rows with the owners of whole parameters failed: "
+                f"{error}"
+            ) from error
+    flat = iter(incoming.to(rows.device).split(list(itertools.chain.from_iterable(lengths))))
+    return [[next(flat).view(shape) for shape in of_rank] for of_rank in shapes]

@@ -1,0 +1,244 @@
+"""Optimizers that need whole parameters, such as Muon, on sharded ones: each parameter has one rank that updates it.
+
+[Note: One owner for each parameter]
+A rank holds some rows of each parameter. That is enough for optimizers that treat each element on its own, AdamW and
+SGD. Muon orthogonalizes a matrix, Adafactor takes means over rows, columns and all of it: on some rows either computes
+something else (``_refuse_rows``). So each parameter has an *owner* among the ranks that it is sharded over. A step sends
+the rows of gradients and parameters to their owners by one all-to-all, each owner updates what it owns, and another
+all-to-all takes the new rows back. An owner alone has its parameters' state, whole, as if nothing was sharded.
+
+The parameters travel too, though an owner could keep those it has updated: what changes the shards meanwhile, a loaded
+checkpoint or the user, is then respected, and between two steps no rank holds anything but state.
+
+Alternatives: gather each gradient on all ranks and update it on all of them, which multiplies computation and state by
+their number. Or distribute the matrix products of the optimizer itself, which needs an optimizer written for it, a
+collective for each product, and does not give the same bits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from thunder.core.module import ThunderModule
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .consistency import Agreement
+from .owners import OwnedParam, choose_owners, rows_from_owners, rows_to_owners
+from .transform import find_transform
+
+__all__ = ["WholeParameters"]
+
+_NAMES = ("params", "param_names")
+"""What of a parameter group is no option."""
+
+
+class WholeParameters(torch.optim.Optimizer):
+    """Runs a torch optimizer, unchanged, on whole parameters of a sharded model.
+
+    For optimizers that need more of a parameter than single elements: ``torch.optim.Muon``, ``torch.optim.Adafactor``.
+    Made of a sharded model's parameters directly, they take each rank's rows for a parameter and compute something else:
+    these two are refused at their first step, **others like them are not recognized**. AdamW and SGD need rows only, and
+    are faster without this::
+
+        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+        muon = tfs.WholeParameters(torch.optim.Muon, model, matrices, lr=0.02, weight_decay=0.1)
+        adamw = torch.optim.AdamW([p for p in model.parameters() if all(p is not m for m in matrices)], lr=3e-4)
+
+    Choose by names and ``ndim``, which are the same on all ranks; the number of rows is not. It is bit for bit what the
+    optimizer does to the unsharded model with the same gradients. A parameter's state is whole and on one rank, and
+    parameters are spread over the ranks that they are sharded over so that each has about as many elements.
+
+    A step sends the rows of gradients and parameters, and the new rows back, by two collectives for each process group and
+    dtype, and holds whole gradients and parameters of what a rank owns while it runs. Constructor, ``step`` and
+    ``add_param_group`` are collectives; ``state_dict`` has what this rank owns, and for other numbers of ranks
+    there is :func:`save_checkpoint`.
+
+    Args:
+        optimizer_class: any ``torch.optim.Optimizer`` whose ``step`` needs no closure.
+        model: the jitted, sharded module.
+        params: parameters of ``model``, named ones or groups, as ``optimizer_class`` takes them.
+        options: all else that ``optimizer_class`` takes.
+
+    Raises:
+        TypeError: ``optimizer_class`` is no such class, or ``model`` is not sharded by ``fsdp(...)``.
+        ValueError: a parameter is not the model's or not sharded.
+        ScheduleDisagreement: ranks have given other parameters, or in another order.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        model: ThunderModule,
+        params: Iterable[Any],
+        **options: Any,
+    ) -> None:
+        _check_class(optimizer_class)
+        self._class = optimizer_class
+        self._sharded = find_transform(model).sharded
+        self._names = {param: name for name, param in model.named_parameters()}
+        self._params: dict[torch.Tensor, OwnedParam] = {}
+        self._inner: torch.optim.Optimizer | None = None
+        super().__init__(params, {})
+        self._take(self.param_groups, options)
+
+    def owns(self, param: torch.Tensor) -> bool:
+        """Whether this rank is the one that updates ``param`` and has its state."""
+        return self._params[param].is_mine
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of the optimizer; a collective. Parameters without gradients, on all ranks alike, are left out."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # In an order that all ranks share, also those that parameters of several process groups differ for.
+        together: dict[tuple[Any, ...], list[OwnedParam]] = defaultdict(list)
+        for param in self._params.values():
+            if param.rows.grad is not None:
+                together[param.travels_with].append(param)
+        exchanges = [together[key] for key in sorted(together)]
+        for params in exchanges:
+            with torch.profiler.record_function("fsdp_rows_to_owners"):
+                rows_to_owners(params)
+        try:
+            self._update()
+        finally:  # also if this rank's update failed: the others wait for their rows
+            for params in exchanges:
+                with torch.profiler.record_function("fsdp_rows_from_owners"):
+                    rows_from_owners(params)
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if self._inner is not None:  # the constructor takes all groups together
+            try:
+                self._take(self.param_groups[-1:], {})
+            except Exception:
+                del self.param_groups[-1]
+                raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``state_dict()`` gave on this rank, in a run with the same ranks, parameters and groups.
+
+        Raises:
+            ValueError: it has the state of a parameter that another rank owns.
+        """
+        numbers = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, param in zip(numbers, params, strict=False):  # lengths are checked by who loads
+            if number in state_dict["state"] and not self.owns(param):
+                raise ValueError(
+                    f"state_dict: it has the state of {self._names[param]!r}, which another rank owns: it is of another "
+                    f"rank or another number of ranks. save_checkpoint and load_checkpoint do for any number"
+                )
+        super().load_state_dict(state_dict)
+
+    def _update(self) -> None:
+        """Lets the optimizer update what this rank owns, with the options and the state of today."""
+        assert self._inner is not None
+        for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
+            theirs.update(_options(ours))  # a scheduler may have changed them
+        owned = [param for param in self._params.values() if param.is_mine]
+        self._inner.state = defaultdict(dict, {p.whole: self.state[p.rows] for p in owned if p.rows in self.state})
+        self._inner.step()
+        self._keep_state()
+        for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
+            ours.update(_options(theirs))  # some optimizers count there
+
+    def _keep_state(self) -> None:
+        assert self._inner is not None
+        for param in self._params.values():
+            if param.is_mine and param.whole in self._inner.state:
+                self.state[param.rows] = self._inner.state[param.whole]
+        self._inner.state = defaultdict(dict)  # so that what a loaded state replaces is freed
+
+    def _take(self, groups: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
+        """Gives groups to the optimizer: checked, the same on all ranks, each parameter with its owner."""
+        new = {rows: self._param(rows) for group in groups for rows in group["params"]}
+        self._agree([[new[rows] for rows in group["params"]] for group in groups])
+        wholes = [{**_options(group), "params": [new[rows].whole for rows in group["params"]]} for group in groups]
+        # Every rank lets the optimizer look at all parameters: what it refuses, it refuses everywhere.
+        if self._inner is None:
+            self._inner = self._class(wholes, **options)
+            self.defaults = self._inner.defaults
+        else:
+            for whole in wholes:
+                self._inner.add_param_group(whole)
+        choose_owners(self._params.values(), new.values())
+        self._params |= new
+        for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
+            ours.update(_options(theirs))
+            theirs["params"] = [self._params[rows].whole for rows in ours["params"] if self.owns(rows)]
+        self._keep_state()  # some optimizers make it at once
+
+    def _param(self, rows: torch.Tensor) -> OwnedParam:
+        name = self._names.get(rows)
+        if name is None:
+            raise ValueError(
+                f"params: a tensor of shape {tuple(rows.shape)} is no parameter of the model: give parameters of the "
+                f"jitted module, model.parameters()"
+            )
+        if name not in self._sharded.places:
+            raise ValueError(
+                f"params: {name!r} is not sharded (ignored_params), every rank has it whole: give it to "
+                f"{self._class.__name__} itself"
+            )
+        return OwnedParam(rows, *self._sharded.places[name])
+
+    def _agree(self, groups: Sequence[Sequence[OwnedParam]]) -> None:
+        """Refuses parameters that differ between ranks, which would wait for each other in ``step``, or drift apart."""
+        sharing = {g.name: g for bucket in self._sharded.buckets for g in bucket.ranks.groups}
+        everyone, number = self._sharded.agreement, next(self._sharded.optimizer_numbers)
+        for group in sorted(sharing.values(), key=lambda g: (tuple(g.global_ranks), g.name)):
+            lines = [
+                f"group {i}: {param.spec}"
+                for i, params in enumerate(groups)
+                for param in params
+                if group.name in [g.name for g in param.ranks.groups]
+            ]
+            agreement = Agreement(group, f"{everyone.group.name} {everyone.name} optimizer {number}", everyone.timeout)
+            agreement.check_same(
+                f"what WholeParameters was given for {self._class.__name__}", lines, at="WholeParameters(...)"
+            )
+
+
+def _check_class(optimizer_class: object) -> None:
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise TypeError(
+            f"optimizer_class: expected a class of torch.optim, torch.optim.Muon for example, got {optimizer_class!r}"
+        )
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"optimizer_class: {optimizer_class.__name__} computes the loss several times in a step, and one direction for "
+            f"all parameters: it cannot be spread over ranks"
+        )
+
+
+_NEED_WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
+
+
+def _refuse_rows(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuses torch's own optimizers that would take rows for parameters, on all ranks alike."""
+    if isinstance(optimizer, _NEED_WHOLE):
+        for param in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            name = getattr(param, "_fsdp_rows_of", None)
+            if name is not None:
+                cls = type(optimizer).__name__
+                raise ValueError(
+                    f"{cls} needs whole parameters, but was given rows of {name!r}, which is sharded: make it by "
+                    f"thunder_fsdp_sched.WholeParameters({cls}, model, params, ...)"
+                )
+
+
+register_optimizer_step_pre_hook(_refuse_rows)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NAMES}
