@@ -21,6 +21,7 @@ from .checkpoint import (
     save_safetensors,
 )
 from .consistency import ScheduleDisagreement
+from .eager import eager
 from .gradients import clip_grad_norm_
 from .plugin import FSDPSched
 from .schedule import CommOp, Schedule, StepSchedule
@@ -44,6 +45,7 @@ __all__ = [
     "VerificationError",
     "WholeParameters",
     "clip_grad_norm_",
+    "eager",
     "fsdp",
     "full_state_dict",
     "get_model_state_dict",

@@ -147,6 +147,11 @@ class Arena:
             with torch.inference_mode(False):  # training may come after a first call for inference
                 self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
 
+    def let_go(self) -> None:
+        """Keeps the memory no longer than those do who hold views of it; slots know their arena, so it would stay."""
+        self._memory = None
+        self._views.clear()
+
     def views(self, bucket: Bucket, slot: Slot, dtype: torch.dtype) -> Views:
         """The slot as ``bucket`` lies in it, with elements of ``dtype``."""
         key = (bucket, slot.offset, dtype)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from thunder.core.module import ThunderModule
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["attach_casts", "cast_inputs"]
 
@@ -17,12 +17,14 @@ def cast_inputs(policy: MixedPrecisionPolicy, inputs: Any) -> Any:
     return _cast(inputs, policy.param_dtype if policy.cast_forward_inputs else None)
 
 
-def attach_casts(model: ThunderModule, policy: MixedPrecisionPolicy) -> None:
+def attach_casts(model: torch.nn.Module, policy: MixedPrecisionPolicy) -> list[RemovableHandle]:
     """Makes calls of ``model`` cast their inputs and outputs; autograd casts gradients back."""
+    hooks = []
     if policy.param_dtype is not None and policy.cast_forward_inputs:
-        model.register_forward_pre_hook(lambda _, *call: cast_inputs(policy, call), with_kwargs=True)
+        hooks.append(model.register_forward_pre_hook(lambda _, *call: cast_inputs(policy, call), with_kwargs=True))
     if policy.output_dtype is not None:
-        model.register_forward_hook(lambda _, inputs, output: _cast(output, policy.output_dtype))
+        hooks.append(model.register_forward_hook(lambda _, inputs, output: _cast(output, policy.output_dtype)))
+    return hooks
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:

@@ -44,6 +44,8 @@ class ShardedModule:
         kept: those of the buckets that stay unsharded between forward and backward.
         places: bucket and index in it of each sharded parameter, by each of its names.
         shards: this rank's rows of each sharded parameter, a view of its bucket's shard buffer, by each of its names.
+        running_eagerly: whether the module's own forward may be called right now (``eager``).
+        eager_runs: numbers the times that it could be.
     """
 
     def __init__(self, module: torch.nn.Module, plan: Plan, buckets: list[Bucket], agreement: Agreement) -> None:
@@ -57,6 +59,8 @@ class ShardedModule:
         self.optimizer_numbers = itertools.count()  # numbers those that ranks have to make alike
         self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
         self.kept = {bucket for bucket in buckets if not bucket.spec.reshard_after_forward}
+        self.running_eagerly = False
+        self.eager_runs = itertools.count()
         for bucket in buckets:
             bucket.explain_failure = self.agreement.explain
             for index, param in enumerate(bucket.spec.params):

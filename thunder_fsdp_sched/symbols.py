@@ -40,6 +40,7 @@ __all__ = [
     "GRAD_WRITERS",
     "ISSUES",
     "WAITS",
+    "all_gather",
     "executor",
     "fsdp_accumulate_grads",
     "fsdp_all_gather",
@@ -57,6 +58,7 @@ __all__ = [
     "fsdp_wait_params",
     "group_of",
     "payload",
+    "wait_params",
     "waited_by",
 ]
 
@@ -79,7 +81,7 @@ def _check_shards(bucket: Bucket, shards: Sequence[torch.Tensor | None]) -> None
             )
 
 
-def _all_gather(bucket: Bucket, slot: Slot, *shards: torch.Tensor | None, again: bool = False) -> InFlight:
+def all_gather(bucket: Bucket, slot: Slot, *shards: torch.Tensor | None, again: bool = False) -> InFlight:
     _check_shards(bucket, shards)
     arena = slot.arena
     arena.finish_leftovers(slot)
@@ -93,7 +95,7 @@ def _all_gather(bucket: Bucket, slot: Slot, *shards: torch.Tensor | None, again:
     return arena.issue(InFlight(bucket, "all-gather", slot, works, sent=sent))
 
 
-def _wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+def wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
     assert flight.slot is not None
     arena = flight.slot.arena
     arena.finish(flight)
@@ -319,8 +321,8 @@ def _only_in_between(*args: Any) -> None:
     raise AssertionError("fsdp_unshard, fsdp_reduce and fsdp_cut are gone before a trace runs")
 
 
-fsdp_all_gather = _register("fsdp_all_gather", _all_gather_meta, _all_gather)
-fsdp_wait_params = _register("fsdp_wait_params", _wait_params_meta, _wait_params)
+fsdp_all_gather = _register("fsdp_all_gather", _all_gather_meta, all_gather)
+fsdp_wait_params = _register("fsdp_wait_params", _wait_params_meta, wait_params)
 fsdp_reduce_scatter = _register("fsdp_reduce_scatter", _reduce_scatter_meta, _reduce_scatter)
 fsdp_matmul_into = _register("fsdp_matmul_into", _grad_meta, _matmul_into)
 fsdp_sum_into = _register("fsdp_sum_into", _grad_meta, _sum_into)

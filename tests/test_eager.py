@@ -1,0 +1,251 @@
+"""Evaluation and generation without compiling."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+from unittest import mock
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.transports.flat import Flat
+
+import pytest
+import thunder
+import torch
+from models import Block, Stack
+from ranks import Ranks
+from reference import Twins
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+class Positions(nn.Module):
+    """Gives a view of its parameter."""
+
+    def __init__(self, length: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(length, width))
+
+    def forward(self, length: int) -> torch.Tensor:
+        return self.table[:length]
+
+
+class LM(nn.Module):
+    """A causal language model with a norm that has buffers, a block that is called twice, and a cache of its own."""
+
+    def __init__(self, tied: bool = False, width: int = 16, vocab: int = 23) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width)
+        self.positions = Positions(16, width)
+        first = Block(width)
+        self.blocks = nn.ModuleList([first, Block(width), first])
+        self.norm = nn.BatchNorm1d(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.register_buffer("calls", torch.zeros(()))
+        self.fail = False
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1  # another tensor
+        x = self.embedding(tokens) + self.positions(tokens.shape[1])
+        for block in self.blocks:
+            x = block(x)
+            if self.fail:
+                raise ArithmeticError("a bad batch")
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(x)
+
+    @torch.no_grad()
+    def generate(self, tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Greedy: the sequence, and the last logits."""
+        for _ in range(count):
+            logits = self(tokens)
+            tokens = torch.cat((tokens, logits[:, -1].argmax(-1, keepdim=True)), 1)
+        return tokens, logits
+
+
+def _generate(rank: int, world_size: int, options: dict[str, Any], tied: bool, dtype: torch.dtype | None) -> None:
+    if "mesh" in options:
+        options["mesh"] = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
+    if dtype is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)
+    plain = LM(tied).eval()
+    for name in ("running_mean", "running_var"):  # torch's own norm on a CPU takes them in the dtype of its weight
+        setattr(plain.norm, name, torch.rand(16, dtype=dtype))
+    transform = fsdp(**options)
+    model = thunder.jit(copy.deepcopy(plain), transforms=[transform])
+    plain.to(dtype)
+    own = dict(model._model.named_parameters(remove_duplicate=False))
+    tokens = torch.randint(23, (2, 3), generator=torch.Generator().manual_seed(rank))
+    for reshard in (True, False):
+        with tfs.eager(model, reshard_after_forward=reshard) as module:
+            for mode in (torch.no_grad(), torch.inference_mode()):
+                with mode:
+                    ours, logits = module.generate(tokens, 5)
+            if not reshard:
+                assert torch.equal(module.embedding.weight, plain.embedding.weight)
+                assert tied == (module.embedding.weight is module.head.weight)
+        theirs, expected = plain.generate(tokens, 5)
+        assert torch.equal(ours, theirs) and ours.shape == (2, 8)
+        assert torch.equal(logits, expected.float()) and logits.dtype == torch.float32
+        now = dict(model._model.named_parameters(remove_duplicate=False))
+        assert all(now[name] is param for name, param in own.items()) and now.keys() == own.keys()
+    assert model.get_buffer("calls") == 20
+    hooks = [h for m in (model, *model._model.modules()) for h in (m._forward_hooks, m._forward_pre_hooks)]
+    assert sum(map(len, hooks)) == (2 if dtype is not None else 0)  # the model's own casts
+    assert not transform.compiled
+
+
+@pytest.mark.parametrize(
+    ("options", "tied", "dtype"),
+    [
+        ({}, False, None),
+        ({"bucketing_strategy": "layer"}, True, torch.bfloat16),
+        ({"mesh": "hybrid", "transport": "staged", "ignored_params": ["norm.weight"]}, True, None),
+    ],
+    ids=["blocks", "tied-layers-bfloat16", "tied-hybrid-staged-ignored"],
+)
+def test_generation_is_bit_equal_to_the_unsharded_module(
+    ranks: Ranks, options: dict[str, Any], tied: bool, dtype: torch.dtype | None
+) -> None:
+    ranks.run(_generate, options, tied, dtype)
+
+
+def _measure(rank: int, world_size: int) -> None:
+    transform = fsdp()
+    model = thunder.jit(LM(tied=True).eval(), transforms=[transform])
+    gathered: list[str] = []
+    most = [0]
+    flats: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def gather(self: Flat, bucket: Any, shard: Any, unsharded: Any) -> Any:
+        gathered.append(bucket.spec.name)
+        most[0] = max(
+            most[0], sum(f.untyped_storage().nbytes() for f in flats) + unsharded.flat.untyped_storage().nbytes()
+        )
+        flats.add(unsharded.flat)
+        return all_gather(self, bucket, shard, unsharded)
+
+    all_gather = Flat.all_gather
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    with mock.patch.object(Flat, "all_gather", gather), tfs.eager(model) as module:
+        tied = gathered.copy()
+        assert [transform.plan[name].params[0].names for name in tied] == [("embedding.weight", "head.weight")]
+        for length in (2, 3, 4):
+            gathered.clear()
+            module(tokens[:, :length])
+            assert gathered == ["positions", "blocks.0", "blocks.1", "blocks.0", "norm", "attention"]
+    sizes = {b.name: b.unsharded_bytes for b in transform.plan}
+    assert most[0] <= sizes[tied[0]] + sizes["blocks.0"] + 2 * 512, (most, sizes)
+
+
+def test_one_block_and_what_belongs_to_the_root_is_unsharded(ranks: Ranks) -> None:
+    ranks.run(_measure)
+
+
+def _misuse(rank: int, world_size: int) -> None:
+    model = thunder.jit(LM().eval(), transforms=[fsdp()])
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    own = dict(model._model.named_parameters(remove_duplicate=False))
+    with tfs.eager(model) as module:
+        expected = module(tokens)
+        with pytest.raises(RuntimeError, match="already inside eager"), tfs.eager(model):
+            pass
+        with pytest.raises(RuntimeError, match=r"the compiled model was called inside eager\(\.\.\.\)"):
+            model(tokens)
+        for called in (module, module.blocks[0]):
+            with torch.enable_grad(), pytest.raises(RuntimeError, match="with gradients enabled"):
+                called(tokens)
+        module.fail = True
+        with pytest.raises(ArithmeticError):
+            module(tokens)
+        assert all(p.is_meta for p in module.parameters())
+        module.fail = False
+        assert torch.equal(module(tokens), expected)
+    with pytest.raises(ArithmeticError), tfs.eager(model, reshard_after_forward=False) as module:
+        module.fail = True
+        module(tokens)
+    assert all(param is own[name] for name, param in model._model.named_parameters())
+    assert torch.is_grad_enabled()
+    with pytest.raises(TypeError, match="that no fsdp"), tfs.eager(LM()):
+        pass
+    with (
+        pytest.raises(tfs.ScheduleDisagreement, match=r"(?s)inside eager\(\.\.\.\).* 'embedding' was gathered 1 times"),
+        tfs.eager(model) as module,
+    ):
+        module.fail = False
+        for _ in range(1 + rank):
+            with mock.patch.object(Flat, "all_gather", return_value=[]):  # else the second waits for ever
+                module.embedding(tokens)
+
+
+def test_misuse_is_refused_and_an_exception_leaves_nothing_behind(ranks: Ranks) -> None:
+    ranks.run(_misuse)
+
+
+def _train_on(rank: int, world_size: int) -> None:
+    twins = Twins(rank, world_size, Stack(2).double())
+    twins.train(steps=1)
+    for step, batch in enumerate((3, 5, 6)):
+        (x,) = twins.inputs(step, batch=batch)
+        loss, reference = twins.forward(step)  # a live graph around it
+        with tfs.eager(twins.sharded) as module, torch.no_grad():
+            twins.close(module(x), twins.reference(x), "eager output")
+        loss.backward()
+        reference.backward()
+        twins.update()
+    assert len(twins.transform.compiled) == 1
+
+
+def test_training_goes_on_afterwards_without_compiling(ranks: Ranks) -> None:
+    ranks.run(_train_on)
+
+
+def _alternate(rank: int, world_size: int) -> None:
+    twins = Twins(rank, world_size, Stack(1).double())
+    for step, batch in enumerate((4, 8, 4, 8, 8, 4)):
+        twins.train(steps=1, batch=4)
+        with torch.no_grad():
+            twins.forward(step, batch=batch)
+    assert len(twins.transform.compiled) == 3  # training, and evaluation with two sizes
+
+
+def test_sizes_seen_before_are_not_compiled_again(ranks: Ranks) -> None:
+    ranks.run(_alternate)
+
+
+def _grow(rank: int, world_size: int) -> None:
+    model = LM().eval()
+    plain = copy.deepcopy(model)
+    del model.calls, plain.calls
+    transform = fsdp()
+    sharded = thunder.jit(_Head(model), transforms=[transform], cache="symbolic values")
+    tokens = torch.randint(23, (2, 9), generator=torch.Generator().manual_seed(rank))
+    with torch.no_grad():
+        for length in range(3, 9):
+            torch.testing.assert_close(sharded(tokens[:, :length]), _Head(plain)(tokens[:, :length]))
+    assert len(transform.compiled) == 1
+
+
+class _Head(nn.Module):
+    def __init__(self, model: LM) -> None:
+        super().__init__()
+        self.embedding, self.positions, self.head = model.embedding, nn.Embedding(16, 16), model.head
+        nn.init.ones_(self.positions.weight)
+        self.blocks = nn.ModuleList(list(model.blocks)[:1])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_symbolic_values_compile_a_growing_length_once(ranks: Ranks) -> None:
+    ranks.run(_grow)
