@@ -131,7 +131,7 @@ class Agreement:
                 store.wait([f"{prefix}/lines/{r}" for r in (0, other)], self.timeout)
                 texts = {self.group.global_ranks[r]: json.loads(store.get(f"{prefix}/lines/{r}")) for r in (0, other)}
                 verdict = f"{what}, {_difference(texts)}"
-        except Exception as error:
+        except RuntimeError as error:  # of the store
             verdict = f"rank {rank} has waited {self.timeout * 2} for the others ({error})"
         if verdict:
             raise ScheduleDisagreement(
