@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import Proxy, variableify
+from thunder.core.proxies import NumberProxy, Proxy, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
@@ -97,6 +97,8 @@ class _Regather:
         elif bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
             for part in bsym.subsymbols if bsym.sym.is_fusion else (bsym,):
                 if is_pure(part):
+                    # Numbers (sizes, under symbolic values) are no more to save than constants are.
+                    self.constants.update(p.name for p in part.flat_proxy_args if isinstance(p, NumberProxy))
                     inputs = args_of(part)
                     if all(a in self.constants for a in inputs):
                         self.constants.update(outs_of(part))
@@ -159,7 +161,7 @@ class _Regather:
 
 
 def _again(bucket: Bucket) -> dict[str, bool]:
-    """What a gather in backward says: see [Note: When a cast is used again] in ``buffers``."""
+    """What a gather in backward says: see [Note: When a cast is used again] in ``sending``."""
     return {"again": True} if bucket.spec.param_dtype != bucket.spec.dtype else {}
 
 
