@@ -210,5 +210,5 @@ def _check_gathers(sharded: ShardedModule, unsharded: Sequence[_Unsharded]) -> N
             if one.bucket.ranks.group.name == name
         ]
         Agreement(group, f"{sharded.agreement.name} eager {run}", sharded.agreement.timeout).check_same(
-            "what was called inside eager(...)", lines
+            "what was called inside eager(...)", lines, at="the end of eager(...)"
         )

@@ -321,13 +321,22 @@ def _specs(named: dict[str, torch.nn.Parameter], options: Options) -> list[tuple
 def _move(model: ThunderModule, ignored: set[str], options: Options) -> dict[str, torch.Tensor]:
     """Ignored parameters and buffers, on the device that was asked for."""
     moved: dict[str, torch.Tensor] = {}
-    device = options.device
+    copies: dict[int, torch.Tensor] = {}  # what has several names stays one tensor
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if options.device is None or tensor.device == options.device or tensor.is_meta:
+            return tensor
+        if id(tensor) not in copies:
+            copy = tensor.detach().to(options.device)
+            is_param = isinstance(tensor, torch.nn.Parameter)
+            copies[id(tensor)] = torch.nn.Parameter(copy, tensor.requires_grad) if is_param else copy
+        return copies[id(tensor)]
+
     for name, param in model.named_parameters(remove_duplicate=False):
         if name in ignored:
-            on_device = device is None or param.device == device or param.is_meta
-            moved[name] = param if on_device else torch.nn.Parameter(param.detach().to(device), param.requires_grad)
+            moved[name] = move(param)
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        moved[name] = buffer if device is None or buffer.is_meta else buffer.to(device)
+        moved[name] = move(buffer)
     return moved
 
 
