@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -35,6 +35,7 @@ class RealModel:
         batch: keyword arguments of its forward.
         loss: of what forward returned, and the batch.
         library: the package that ``make`` needs.
+        make_decorated: the module as its library makes it, where ``make`` changes it.
         tolerance: relative and absolute, of outputs, gradients and parameters. Models that cast to float32 inside (norms,
             rotary embeddings, softmax) round there, in another place under Thunder than in eager torch.
         strategies: ``sharding_strategy`` of each run.
@@ -44,6 +45,7 @@ class RealModel:
     batch: Callable[[torch.Generator], Batch]
     loss: Callable[[Any, Batch], torch.Tensor]
     library: str | None = None
+    make_decorated: Callable[[], nn.Module] | None = None
     tolerance: float = 1e-11
     strategies: tuple[str, ...] = ("zero3",)
 
@@ -104,28 +106,22 @@ def _litgpt(name: str, **config: Any) -> RealModel:
     return RealModel(make, _tokens("idx"), _next_token, "litgpt", tolerance=1e-5)
 
 
-def _transformers(
-    model: str, config: str, batch: Callable[[torch.Generator], Batch], *, plain_forward: bool = True, **options: Any
-) -> RealModel:
-    """A class of Hugging Face's, with its configuration's class and options.
-
-    Args:
-        plain_forward: takes the decorators off the forward of every module, see :func:`_plain_forward`.
-    """
+def _transformers(model: str, config: str, batch: Callable[[torch.Generator], Batch], **options: Any) -> RealModel:
+    """A class of Hugging Face's, with its configuration's class and options."""
 
     def make() -> nn.Module:
         transformers = import_module("transformers")
-        module = getattr(transformers, model)(getattr(transformers, config)(**options))
-        return _plain_forward(module) if plain_forward else module
+        return getattr(transformers, model)(getattr(transformers, config)(**options))
 
     loss = _next_token if "image_size" not in options else _label
-    return RealModel(make, batch, loss, "transformers", tolerance=1e-5)
+    return RealModel(lambda: _plain_forward(make()), batch, loss, "transformers", make_decorated=make, tolerance=1e-5)
 
 
 def _plain_forward(model: nn.Module) -> nn.Module:
-    """Takes off the decorators of transformers 5, which set flags in globals, and give attributes back to modules.
+    """Takes the decorators of transformers 5 off each module's forward.
 
-    They collect intermediate outputs, and fill in defaults, and Thunder does not trace assignments to globals.
+    They collect intermediate outputs and fill in defaults. They assign to attributes of a global while Thunder traces, which
+    it refuses. Nothing else changes: attention is what the library takes by itself, scaled_dot_product_attention.
     """
     for module in model.modules():
         forward = type(module).forward
@@ -156,7 +152,7 @@ _GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positi
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 MODELS: dict[str, RealModel] = {
-    "resnet": RealModel(ResNet, _images(4, 32, "images"), _label, strategies=("zero2", "zero3")),
+    "resnet": RealModel(ResNet, _images(4, 32, "images"), _label),
     "dlrm": RealModel(DLRM, _clicks, _clicked, strategies=("zero2", "zero3")),
     "dense_moe": RealModel(lambda: DenseMoE(VOCAB), _tokens("tokens"), _next_token),
     "litgpt_gpt_neox": _litgpt("pythia-14m"),
@@ -190,8 +186,10 @@ UNTRACEABLE: dict[str, tuple[RealModel, str]] = {
         _litgpt("Mixtral-8x7B-v0.1", n_query_groups=2, n_expert=4, n_expert_per_token=2),
         r"torch\.where\(\) does not support only specifying a condition",
     ),
-    "transformers_llama_decorated": (
-        _transformers("LlamaForCausalLM", "LlamaConfig", _tokens("input_ids"), plain_forward=False, **_DECODER),
-        r"trying to set \.global_var",
-    ),
+    # With eager attention, scaled_dot_product_attention and return_dict=False alike; MODELS has them without decorators.
+    **{
+        f"{name}_decorated": (replace(model, make=model.make_decorated), r"trying to set \.global_var of ")
+        for name, model in MODELS.items()
+        if model.make_decorated is not None
+    },
 }

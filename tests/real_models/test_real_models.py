@@ -115,6 +115,18 @@ def test_trains_like_unsharded_and_like_fsdp2(ranks: Ranks, name: str, strategy:
     print(name, strategy, *(f"{what} {max(r[what] for r in results):.2g}" for what in results[0]), sep=", ")
 
 
+@pytest.mark.parametrize("name", [name for name, case in MODELS.items() if case.make_decorated is not None])
+def test_models_without_decorators_compute_the_same(name: str) -> None:
+    case = MODELS[name]
+    _need(case)
+    losses = []
+    for make in (case.make, case.make_decorated):
+        torch.manual_seed(0)
+        model, batch = make().double(), case.batch(torch.Generator().manual_seed(0))
+        losses.append(case.loss(model(**batch), batch))
+    assert losses[0].item() == losses[1].item()
+
+
 @pytest.mark.parametrize("name", UNTRACEABLE)
 def test_thunder_alone_does_not_trace(name: str) -> None:
     """If this fails, Thunder has learned it: move the model to MODELS."""
