@@ -19,15 +19,17 @@ VERSIONS := $(subst =,,$(TORCH)-$(THUNDER))
 BASE := $(VENV)/.ready-$(VERSIONS)
 DEV := $(BASE)-dev
 NOTEBOOK := $(BASE)-notebook
+MODELS := $(BASE)-models
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help setup demo test lint format types wheel notebooks clean distclean
+.PHONY: help setup demo test models lint format types wheel notebooks clean distclean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       train a small GPT on 2 ranks and show the traces"
 	@echo "make test       run the tests"
+	@echo "make models     install LitGPT and transformers, train their models beside FSDP2"
 	@echo "make lint       ruff: rules and format      make format   let ruff mend what it can"
 	@echo "make types      mypy"
 	@echo "make wheel      build wheel and sdist, install the wheel elsewhere, import it"
@@ -39,6 +41,10 @@ demo: $(BASE)
 
 test: $(DEV)
 	$(PY) -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
+
+# Each test already keeps two processes busy, so one at a time.
+models: $(MODELS)
+	$(PY) -m pytest -q -rP tests/real_models $(PYTEST_ARGS)
 
 lint: $(DEV)
 	$(PY) -m ruff check .
@@ -106,6 +112,11 @@ $(BASE): pyproject.toml
 $(DEV): $(BASE)
 	@echo "installing what the tests and checks need ..."
 	$(PIP) install '$(TORCH)' '$(THUNDER)' -e '.[dev,plot]'
+	@touch $@
+
+$(MODELS): $(DEV)
+	@echo "installing libraries of models ..."
+	$(PIP) install '$(TORCH)' '$(THUNDER)' -e '.[dev,models]'
 	@touch $@
 
 $(NOTEBOOK): $(BASE)

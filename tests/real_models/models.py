@@ -1,0 +1,195 @@
+"""The models that are tried, each in a configuration of some thousand parameters, with random weights.
+
+``MODELS`` are those that Thunder traces. ``UNTRACEABLE`` are those that it does not, with its own error; where a change to
+the model helps, ``MODELS`` has the changed one. Libraries are imported by the factories: what is not installed is skipped.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .own_models import DLRM, DenseMoE, ResNet
+
+__all__ = ["MODELS", "UNTRACEABLE", "RealModel"]
+
+Batch = dict[str, torch.Tensor]
+
+VOCAB, LENGTH = 64, 8
+
+
+@dataclass(frozen=True)
+class RealModel:
+    """How a model is made and trained.
+
+    Attributes:
+        make: the module. It is trained in float64.
+        batch: keyword arguments of its forward.
+        loss: of what forward returned, and the batch.
+        library: the package that ``make`` needs.
+        make_decorated: the module as its library makes it, where ``make`` changes it.
+        tolerance: relative and absolute, of outputs, gradients and parameters. Models that cast to float32 inside (norms,
+            rotary embeddings, softmax) round there, in another place under Thunder than in eager torch.
+        strategies: ``sharding_strategy`` of each run.
+    """
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Batch]
+    loss: Callable[[Any, Batch], torch.Tensor]
+    library: str | None = None
+    make_decorated: Callable[[], nn.Module] | None = None
+    tolerance: float = 1e-11
+    strategies: tuple[str, ...] = ("zero3",)
+
+
+#
+# Batches and losses
+#
+
+
+def _tokens(name: str) -> Callable[[torch.Generator], Batch]:
+    return lambda generator: {name: torch.randint(VOCAB, (2, LENGTH), generator=generator)}
+
+
+def _images(batch: int, size: int, name: str) -> Callable[[torch.Generator], Batch]:
+    return lambda generator: {name: torch.randn(batch, 3, size, size, generator=generator, dtype=torch.float64)}
+
+
+def _clicks(generator: torch.Generator) -> Batch:
+    model = DLRM()
+    indices = [torch.randint(rows, (4, model.hots), generator=generator) for rows in model.rows]
+    return {
+        "dense": torch.randn(4, model.dense, generator=generator, dtype=torch.float64),
+        "indices": torch.stack(indices, 1),
+    }
+
+
+def _logits(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output.logits
+
+
+def _next_token(output: Any, batch: Batch) -> torch.Tensor:
+    (tokens,) = batch.values()
+    return F.cross_entropy(_logits(output)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _label(output: Any, batch: Batch) -> torch.Tensor:
+    logits = _logits(output)
+    return F.cross_entropy(logits, torch.arange(len(logits)) % logits.shape[1])
+
+
+def _clicked(output: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return F.binary_cross_entropy(output, (batch["indices"].sum((1, 2)) % 2).double())
+
+
+#
+# Libraries
+#
+
+
+def _litgpt(name: str, **config: Any) -> RealModel:
+    """A configuration that LitGPT knows by name, made small."""
+
+    def make() -> nn.Module:
+        litgpt = import_module("litgpt")
+        small = {"block_size": 16, "n_layer": 2, "n_embd": 32, "n_head": 4, "padded_vocab_size": VOCAB}
+        return litgpt.GPT(litgpt.Config.from_name(name, **small, intermediate_size=64, **config))
+
+    return RealModel(make, _tokens("idx"), _next_token, "litgpt", tolerance=1e-5)
+
+
+def _transformers(model: str, config: str, batch: Callable[[torch.Generator], Batch], **options: Any) -> RealModel:
+    """A class of Hugging Face's, with its configuration's class and options."""
+
+    def make() -> nn.Module:
+        transformers = import_module("transformers")
+        return getattr(transformers, model)(getattr(transformers, config)(**options))
+
+    loss = _next_token if "image_size" not in options else _label
+    return RealModel(lambda: _plain_forward(make()), batch, loss, "transformers", make_decorated=make, tolerance=1e-5)
+
+
+def _plain_forward(model: nn.Module) -> nn.Module:
+    """Takes the decorators of transformers 5 off each module's forward.
+
+    They collect intermediate outputs and fill in defaults. They assign to attributes of a global while Thunder traces, which
+    it refuses. Nothing else changes: attention is what the library takes by itself, scaled_dot_product_attention.
+    """
+    for module in model.modules():
+        forward = type(module).forward
+        if hasattr(forward, "__wrapped__"):
+            module.forward = types.MethodType(inspect.unwrap(forward), module)
+    return model
+
+
+_DECODER = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "use_cache": False,
+}
+_ENCODER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+_GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "use_cache": False}
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+MODELS: dict[str, RealModel] = {
+    "resnet": RealModel(ResNet, _images(4, 32, "images"), _label),
+    "dlrm": RealModel(DLRM, _clicks, _clicked, strategies=("zero2", "zero3")),
+    "dense_moe": RealModel(lambda: DenseMoE(VOCAB), _tokens("tokens"), _next_token),
+    "litgpt_gpt_neox": _litgpt("pythia-14m"),
+    "litgpt_llama_3": _litgpt("Llama-3-8B", n_query_groups=2),
+    "litgpt_gemma": _litgpt("Gemma-2b", head_size=16, n_query_groups=1),
+    "litgpt_gemma_2": _litgpt("Gemma-2-2b", head_size=16, n_query_groups=2),
+    "transformers_llama": _transformers("LlamaForCausalLM", "LlamaConfig", _tokens("input_ids"), **_DECODER),
+    "transformers_gpt2": _transformers("GPT2LMHeadModel", "GPT2Config", _tokens("input_ids"), **_GPT2, **_NO_DROPOUT),
+    "transformers_qwen2": _transformers("Qwen2ForCausalLM", "Qwen2Config", _tokens("input_ids"), **_DECODER),
+    "transformers_qwen3": _transformers(
+        "Qwen3ForCausalLM", "Qwen3Config", _tokens("input_ids"), **_DECODER, head_dim=8
+    ),
+    "transformers_bert": _transformers(
+        "BertForMaskedLM", "BertConfig", _tokens("input_ids"), vocab_size=VOCAB, max_position_embeddings=16, **_ENCODER
+    ),
+    "transformers_vit": _transformers(
+        "ViTForImageClassification",
+        "ViTConfig",
+        _images(2, 8, "pixel_values"),
+        image_size=8,
+        patch_size=4,
+        num_labels=5,
+        **_ENCODER,
+    ),
+}
+
+#: Thunder's own error, as a regular expression, beside the model.
+UNTRACEABLE: dict[str, tuple[RealModel, str]] = {
+    # Tokens are routed to experts by torch.where(mask): shapes that depend on data. dense_moe is the variant that works.
+    "litgpt_mixtral": (
+        _litgpt("Mixtral-8x7B-v0.1", n_query_groups=2, n_expert=4, n_expert_per_token=2),
+        r"torch\.where\(\) does not support only specifying a condition",
+    ),
+    # With eager attention, scaled_dot_product_attention and return_dict=False alike; MODELS has them without decorators.
+    **{
+        f"{name}_decorated": (replace(model, make=model.make_decorated), r"trying to set \.global_var of ")
+        for name, model in MODELS.items()
+        if model.make_decorated is not None
+    },
+}

@@ -1,0 +1,137 @@
+"""Models as people have them, on gloo ranks: three AdamW steps beside the unsharded model and beside FSDP2.
+
+``make models`` installs the libraries; without them only models of our own run. ``-rP`` shows seconds and differences.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+from thunder_fsdp_sched import full_state_dict
+
+import pytest
+import thunder
+import torch
+from ranks import Ranks
+from reference import Twins
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from .models import MODELS, UNTRACEABLE, RealModel
+
+
+class _Trio(Twins):
+    """A model sharded by us, its unsharded copy, and one that FSDP2 shards, at the same blocks."""
+
+    def __init__(self, rank: int, world_size: int, case: RealModel, strategy: str) -> None:
+        model = case.make().double()
+        model.inputs = None
+        self.case = case
+        self.peer = copy.deepcopy(model)
+        _fully_shard(self.peer, init_device_mesh("cpu", (world_size,)), reshard_after_forward=strategy == "zero3")
+        super().__init__(rank, world_size, model, tolerance=case.tolerance, sharding_strategy=strategy)
+        # Adam divides by the gradient's size. A gradient that is zero but for rounding (of a bias of attention's keys, for
+        # one) would move a parameter as far as any other, in a random direction; this eps lets it rest.
+        self.models = (self.sharded, self.reference, self.peer)
+        self.optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4) for model in self.models]
+        self.largest: dict[str, float] = defaultdict(float)
+        self.beside = "unsharded"
+
+    def step(self, step: int) -> None:
+        batch = self.case.batch(torch.Generator().manual_seed(1000 * step + self.rank))
+        losses = [self.case.loss(model(**batch), batch) for model in self.models]
+        for loss in losses:
+            loss.backward()
+        self._compare_peer({"loss": losses[0].detach()}, {"loss": losses[2].detach()})
+        self.close(losses[0], losses[1], "loss")
+        grads = {name: param.grad for name, param in self.peer.named_parameters(remove_duplicate=False)}
+        self._compare_peer(
+            {f"gradient of {name}": grad for name, grad in self.whole_grads().items()},
+            {f"gradient of {name}": grad for name, grad in grads.items()},
+        )
+        self.update()
+        self._compare_peer(full_state_dict(self.sharded), self.peer.state_dict())
+
+    def _compare_peer(self, ours: dict[str, torch.Tensor | None], theirs: dict[str, torch.Tensor | None]) -> None:
+        self.beside = "FSDP2"
+        for name, value in ours.items():
+            expected = theirs[name]
+            assert (value is None) == (expected is None), f"{name}: {value}, FSDP2 has {expected}"
+            if value is not None:
+                self.close(value, expected.full_tensor() if isinstance(expected, DTensor) else expected, name)
+        self.beside = "unsharded"
+
+    def close(self, ours: Any, theirs: Any, what: str) -> None:
+        if isinstance(ours, torch.Tensor) and ours.numel():
+            difference = (ours.detach() - theirs.detach()).abs().max().item()
+            self.largest[self.beside] = max(self.largest[self.beside], difference)
+        super().close(ours, theirs, f"{what} beside {self.beside}")
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            yield from child
+        else:
+            yield from _blocks(child)
+
+
+def _fully_shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+    for block in _blocks(model):
+        if any(True for _ in block.parameters()):
+            fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+
+
+def _train(rank: int, world_size: int, name: str, strategy: str) -> dict[str, float]:
+    trio = _Trio(rank, world_size, MODELS[name], strategy)
+    start = time.perf_counter()
+    for step in range(3):
+        trio.step(step)
+        if not step:
+            first = time.perf_counter() - start
+    assert len(trio.transform.compiled) == 1
+    return {"seconds of the first step": first, **trio.largest}
+
+
+def _need(case: RealModel) -> None:
+    if case.library is not None and find_spec(case.library) is None:
+        pytest.skip(f"{case.library} is not installed (make models)")
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"), [(name, strategy) for name, case in MODELS.items() for strategy in case.strategies]
+)
+def test_trains_like_unsharded_and_like_fsdp2(ranks: Ranks, name: str, strategy: str) -> None:
+    _need(MODELS[name])
+    results = ranks.run(_train, name, strategy, timeout=500)
+    print(name, strategy, *(f"{what} {max(r[what] for r in results):.2g}" for what in results[0]), sep=", ")
+
+
+@pytest.mark.parametrize("name", [name for name, case in MODELS.items() if case.make_decorated is not None])
+def test_models_without_decorators_compute_the_same(name: str) -> None:
+    case = MODELS[name]
+    _need(case)
+    losses = []
+    for make in (case.make, case.make_decorated):
+        torch.manual_seed(0)
+        model, batch = make().double(), case.batch(torch.Generator().manual_seed(0))
+        losses.append(case.loss(model(**batch), batch))
+    assert losses[0].item() == losses[1].item()
+
+
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_thunder_alone_does_not_trace(name: str) -> None:
+    """If this fails, Thunder has learned it: move the model to MODELS."""
+    case, error = UNTRACEABLE[name]
+    _need(case)
+    model = thunder.jit(case.make())
+    with pytest.raises(Exception, match=error):
+        model(**case.batch(torch.Generator().manual_seed(0)))
