@@ -136,6 +136,7 @@ class RandomModel(nn.Module):
         torch.manual_seed(17)
         self.spec = spec
         self.blocks = nn.ModuleList(RandomBlock(block, spec.width) for block in spec.blocks)
+        self.decayed = [name for name, _ in self.blocks[0].named_parameters()]
         self.head = nn.Linear(spec.width, 3).double()
         for source, target in spec.tied:
             _tie(self.blocks[source], self.blocks[target])
@@ -149,7 +150,9 @@ class RandomModel(nn.Module):
         y = self.head.forward(x)
         if self.spec.decay:
             # Two dimensions: Thunder cannot expand the gradient of a 0-dim value back (so without sharding, too).
-            y = y + 0.01 * sum(p.double().square().sum().reshape(1, 1) for p in self.blocks[0].parameters())
+            # By name: parameters() comes in another order on each rank when Thunder traces it (without sharding, too).
+            for name in self.decayed:
+                y = y + 0.01 * self.blocks[0].get_parameter(name).double().square().sum().reshape(1, 1)
         return y
 
 

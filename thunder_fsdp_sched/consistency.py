@@ -10,10 +10,11 @@ compile does not look: it learns of a verdict when its own collective fails (``e
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 from torch.distributed import DistNetworkError
@@ -137,6 +138,22 @@ class Agreement:
             raise ScheduleDisagreement(
                 f"fsdp: the ranks of process group {self.group.description!r} disagree: {verdict}"
             )
+
+    @contextlib.contextmanager
+    def all_or_none(self, what: str) -> Iterator[None]:
+        """Around what a rank does by itself and may refuse; if one refuses, no other goes on to wait for it.
+
+        Raises:
+            ScheduleDisagreement: another rank has refused; its message says why.
+        """
+        done = Agreement(self.group, f"{self.name} {what}", self.timeout)
+        try:
+            yield
+        except Exception as error:
+            with contextlib.suppress(ScheduleDisagreement):
+                done.check_same(what, [f"{type(error).__name__}: {error}"])
+            raise
+        done.check_same(what, ["it can"])
 
     def _first_other(self, prefix: str, at: str) -> str:
         """The first rank whose digest is not rank 0's, nothing if there is none, or what is wrong."""

@@ -93,11 +93,12 @@ class ShardedModule:
         placing = Placing(options, everyone)
         module = model._model
         named = dict(model.named_parameters(remove_duplicate=False))
-        ignored = _ignored_names(named, options)
-        moved = _move(model, ignored, options)
-        specs = _specs({n: p for n, p in named.items() if n not in ignored}, options)
         usual = placing.key(placing.usual)
-        over = {spec.name: placing.of(spec.name, param) for spec, param in specs}
+        with agreement.all_or_none("whether the module can be sharded"):
+            ignored = _ignored_names(named, options)
+            moved = _move(model, ignored, options)
+            specs = _specs({n: p for n, p in named.items() if n not in ignored}, options)
+            over = {spec.name: placing.of(spec.name, param) for spec, param in specs}
         for key in dict.fromkeys(over.values()):  # ranks of different groups may have different experts
             lines = [str(spec) for spec, _ in specs if over[spec.name] == key]
             # Modules are numbered for each `everyone`, and two of these may share this group's store.
