@@ -187,7 +187,7 @@ UNTRACEABLE: dict[str, tuple[RealModel, str]] = {
         _litgpt("Mixtral-8x7B-v0.1", n_query_groups=2, n_expert=4, n_expert_per_token=2),
         r"torch\.where\(\) does not support only specifying a condition",
     ),
-    # With eager attention, scaled_dot_product_attention and return_dict=False alike; MODELS has them without decorators.
+    # With eager attention, too: the decorator assigns before the model runs. MODELS has them without decorators.
     **{
         f"{name}_decorated": (replace(model, make=model.make_decorated), r"trying to set \.global_var of ")
         for name, model in MODELS.items()
