@@ -40,7 +40,7 @@ demo: $(BASE)
 	$(PY) -m thunder_fsdp_sched demo $(DEMO_ARGS)
 
 test: $(DEV)
-	$(PY) -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(PY) -m pytest -q -n 2 --dist worksteal $(PYTEST_ARGS)
 
 # Each test already keeps two processes busy, so one at a time.
 models: $(MODELS)
