@@ -82,12 +82,12 @@ def _train_bfloat16(rank: int, world_size: int, strategy: str) -> None:
     """Against the same computation by hand: bfloat16 copies of float32 parameters, gradients averaged in float32."""
     shared_memory.register()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    low = Mixed(scalar=False).bfloat16()  # Thunder adds up gradients of a 0-dim parameter wrongly in bfloat16
+    reference = thunder.jit(low)
     for transport in ON_CPU:
         torch.manual_seed(0)
-        model = Mixed(scalar=False)  # Thunder adds up gradients of a 0-dim parameter wrongly in bfloat16
+        model = Mixed(scalar=False)
         masters = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters()}
-        low = Mixed(scalar=False).bfloat16()
-        reference = thunder.jit(low)
         sharded = thunder.jit(
             model, transforms=[fsdp(sharding_strategy=strategy, transport=transport, mp_policy=policy)]
         )

@@ -46,8 +46,8 @@ class BatchedExperts(Model):
 
 
 CASES: dict[str, Callable[[], nn.Module]] = {
-    "gpt": GPT,
-    "gpt_with_tied_weights": lambda: GPT(tied=True),
+    "gpt": lambda: GPT(blocks=1),
+    "gpt_with_tied_weights": lambda: GPT(blocks=1, tied=True),
     "tied_weights": TiedWeights,
     "shared_blocks": SharedBlocks,
     "uneven_rows": UnevenRows,
@@ -97,10 +97,10 @@ def compiled(make: Callable[[], nn.Module], **options: Any) -> testing.CompiledT
 
 @pytest.mark.parametrize(("strategy", "bucketing"), [("zero2", "none"), ("zero3", "block")])
 def test_all_matmul_gradients_of_a_gpt_are_written_in_place(strategy: str, bucketing: str) -> None:
-    traces = compiled(GPT, sharding_strategy=strategy, bucketing_strategy=bucketing)
+    traces = compiled(CASES["gpt"], sharding_strategy=strategy, bucketing_strategy=bucketing)
     copied = {name for name, done in in_place(traces.backward).items() if not done}
     assert copied == {"wte.weight", "wpe.weight"}, "an embedding's backward has no out="
-    model = GPT()
+    model = GPT(blocks=1)
     embeddings = 8 * sum(model.get_parameter(name).numel() for name in copied)
     total = 8 * sum(p.numel() for p in model.parameters())
     assert share_written_in_place(traces.backward) == (total - embeddings, total)
@@ -128,7 +128,7 @@ def test_gradients_in_another_dtype_than_they_are_reduced_in_are_copied(reduced:
 
 
 def test_a_slot_is_in_use_from_the_first_gradient_in_it() -> None:
-    trace = compiled(GPT).backward
+    trace = compiled(CASES["gpt"]).backward
     for position, live in live_ranges(trace).items():
         if trace.bound_symbols[position].sym is fsdp_reduce_scatter and live.grads:
             assert live.start == min(live.grads) < position
@@ -137,8 +137,8 @@ def test_a_slot_is_in_use_from_the_first_gradient_in_it() -> None:
 
 
 def test_a_pinned_schedule_has_the_same_gradients_in_place() -> None:
-    first = compiled(GPT)
-    again = compiled(GPT, schedule=first.schedule)
+    first = compiled(CASES["gpt"])
+    again = compiled(CASES["gpt"], schedule=first.schedule)
     assert again.backward_schedule == first.backward_schedule
     assert in_place(again.backward) == in_place(first.backward)
 
@@ -241,7 +241,8 @@ class _Copies(TorchDispatchMode):
 
 
 def _count_copies(rank: int, world_size: int, strategy: str) -> None:
-    for make, context in ((GPT, contextlib.nullcontext()), (Stack, contextlib.nullcontext()), (GPT, with_copies())):
+    gpt = CASES["gpt"]
+    for make, context in ((gpt, contextlib.nullcontext()), (Stack, contextlib.nullcontext()), (gpt, with_copies())):
         with context:
             model = make().double()
             sharded = thunder.jit(model, transforms=[made := fsdp(sharding_strategy=strategy)])
