@@ -70,7 +70,7 @@ def test_every_promise_holds_on_fake_ranks(part: int, case: Case, world_size: in
     try:
         transform = compile_as_rank(make, ask, rank=rank, world_size=world_size)  # verifies
     except ValueError as error:
-        assert "bytes are too few: with prefetch=0" in str(error)
+        assert "bytes are too few: with prefetch=" in str(error)
         reject()
     note(str(transform.schedules[-1].forward))
     testing.assert_waits_right_before_first_consumer(transform)
