@@ -291,7 +291,7 @@ def _train_eval_train(rank: int, world_size: int, strategy: str) -> None:
     twins.train(steps=1)
 
 
-@each_strategy
+@with_zero3
 def test_evaluation_without_gradients_between_steps(ranks: Ranks, strategy: str) -> None:
     ranks.run(_train_eval_train, strategy)
 
@@ -448,7 +448,7 @@ def _retain_graph(rank: int, world_size: int, strategy: str) -> None:
     twins.train(steps=1)
 
 
-@each_strategy
+@with_zero3
 def test_a_second_backward_needs_retain_graph(ranks: Ranks, strategy: str) -> None:
     ranks.run(_retain_graph, strategy)
 
