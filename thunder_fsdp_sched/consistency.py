@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
@@ -45,6 +46,7 @@ class Agreement:
         self.timeout = timeout
         self.number = 0
         self.agreed: set[str] = set()
+        self._numbers: dict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
         self.alone = group.size == 1 or group.backend == "fake"
 
     def check(self, what: str, program: Sequence[Step]) -> None:
@@ -139,6 +141,14 @@ class Agreement:
                 f"fsdp: the ranks of process group {self.group.description!r} disagree: {verdict}"
             )
 
+    def about(self, what: str, group: Group) -> Agreement:
+        """An agreement of its own among the ranks of ``group``, for the same module; a new one each time.
+
+        Modules are numbered for each group of all their ranks, and two of these may share the store of ``group``.
+        """
+        number = next(self._numbers[what, group.name])
+        return Agreement(group, f"{self.group.name} {self.name} {what} {number}", self.timeout)
+
     @contextlib.contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
         """Around what a rank does by itself and may refuse; if one refuses, no other goes on to wait for it.
@@ -146,7 +156,7 @@ class Agreement:
         Raises:
             ScheduleDisagreement: another rank has refused; its message says why.
         """
-        done = Agreement(self.group, f"{self.name} {what}", self.timeout)
+        done = self.about(what, self.group)
         try:
             yield
         except Exception as error:

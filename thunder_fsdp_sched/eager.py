@@ -22,7 +22,6 @@ from thunder.core.module import ThunderModule
 from torch import nn
 
 from .buffers import Arena, Bucket, InFlight, slot_bytes
-from .consistency import Agreement
 from .groups import Group
 from .precision import attach_casts
 from .sharding import ShardedModule
@@ -202,13 +201,12 @@ def _refuse_gradients(*_: Any) -> None:
 def _check_gathers(sharded: ShardedModule, unsharded: Sequence[_Unsharded]) -> None:
     """Compares through the store: another collective of the same size would take a gather that others still wait for."""
     groups: dict[str, Group] = {one.bucket.ranks.group.name: one.bucket.ranks.group for one in unsharded}
-    run = next(sharded.eager_runs)
     for name, group in groups.items():
         lines = [
             f"bucket {one.bucket.spec.name!r} was gathered {one.gathers} times"
             for one in unsharded
             if one.bucket.ranks.group.name == name
         ]
-        Agreement(group, f"{sharded.agreement.name} eager {run}", sharded.agreement.timeout).check_same(
+        sharded.agreement.about("eager", group).check_same(
             "what was called inside eager(...)", lines, at="the end of eager(...)"
         )

@@ -45,7 +45,6 @@ class ShardedModule:
         places: bucket and index in it of each sharded parameter, by each of its names.
         shards: this rank's rows of each sharded parameter, a view of its bucket's shard buffer, by each of its names.
         running_eagerly: whether the module's own forward may be called right now (``eager``).
-        eager_runs: numbers the times that it could be.
     """
 
     def __init__(self, module: torch.nn.Module, plan: Plan, buckets: list[Bucket], agreement: Agreement) -> None:
@@ -56,11 +55,9 @@ class ShardedModule:
         self.agreement = agreement
         self.places: dict[str, tuple[Bucket, int]] = {}
         self.shards: dict[str, torch.nn.Parameter] = {}
-        self.optimizer_numbers = itertools.count()  # numbers those that ranks have to make alike
         self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
         self.kept = {bucket for bucket in buckets if not bucket.spec.reshard_after_forward}
         self.running_eagerly = False
-        self.eager_runs = itertools.count()
         for bucket in buckets:
             bucket.explain_failure = self.agreement.explain
             for index, param in enumerate(bucket.spec.params):
@@ -101,9 +98,7 @@ class ShardedModule:
             over = {spec.name: placing.of(spec.name, param) for spec, param in specs}
         for key in dict.fromkeys(over.values()):  # ranks of different groups may have different experts
             lines = [str(spec) for spec, _ in specs if over[spec.name] == key]
-            # Modules are numbered for each `everyone`, and two of these may share this group's store.
-            name = f"{everyone.name} {agreement.name} parameters"
-            Agreement(placing.ranks(key).group, name, _AGREEMENT_TIMEOUT).check_same("what is to be sharded", lines)
+            agreement.about("parameters", placing.ranks(key).group).check_same("what is to be sharded", lines)
         if options.broadcast_from is not None:
             if options.param_init_fn is None and any(p.is_meta for _, p in specs):
                 raise ValueError(

@@ -27,7 +27,6 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .consistency import Agreement
 from .owners import OwnedParam, choose_owners, rows_from_owners, rows_to_owners
 from .transform import find_transform
 
@@ -194,7 +193,6 @@ class WholeParameters(torch.optim.Optimizer):
     def _agree(self, groups: Sequence[Sequence[OwnedParam]]) -> None:
         """Refuses parameters that differ between ranks, which would wait for each other in ``step``, or drift apart."""
         sharing = {g.name: g for bucket in self._sharded.buckets for g in bucket.ranks.groups}
-        everyone, number = self._sharded.agreement, next(self._sharded.optimizer_numbers)
         for group in sorted(sharing.values(), key=lambda g: (tuple(g.global_ranks), g.name)):
             lines = [
                 f"group {i}: {param.spec}"
@@ -202,8 +200,7 @@ class WholeParameters(torch.optim.Optimizer):
                 for param in params
                 if group.name in [g.name for g in param.ranks.groups]
             ]
-            agreement = Agreement(group, f"{everyone.group.name} {everyone.name} optimizer {number}", everyone.timeout)
-            agreement.check_same(
+            self._sharded.agreement.about("optimizer", group).check_same(
                 f"what WholeParameters was given for {self._class.__name__}", lines, at="WholeParameters(...)"
             )
 
