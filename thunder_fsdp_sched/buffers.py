@@ -257,6 +257,12 @@ class Bucket:
         """The flat shard as it travels; ``again`` if backward gathers what its forward gathered."""
         return self.source.shard(again=again or self.whole.unreduced is not None)
 
+    def gather_into(self, unsharded: Views, *, again: bool) -> tuple[Sequence[Work], torch.Tensor]:
+        """Issues a gather into ``unsharded``; its works, and what it reads, to be kept until they are done."""
+        with self.source.sending():
+            sent = self.shard_to_send(again=again)
+            return self.transport.all_gather(self, sent, unsharded), sent
+
     def sharded_grads(self, reduced: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """A flat reduced gradient as that of each shard, in their dtype and on their device."""
         flat = reduced.to(self.spec.dtype)

@@ -317,8 +317,8 @@ def _pretend(bucket: Bucket, slot: Any, *tensors: Any, again: bool = False) -> I
 
 def _start_all_gather(bucket: Bucket, slot: Slot) -> Sequence[Work]:
     unsharded = slot.arena.views(bucket, slot, bucket.spec.param_dtype)
-    with bucket.source.sending():
-        return bucket.transport.all_gather(bucket, bucket.shard_to_send(again=True), unsharded)
+    works, _ = bucket.gather_into(unsharded, again=True)
+    return works
 
 
 def _start_reduce_scatter(bucket: Bucket, slot: Slot) -> Sequence[Work]:

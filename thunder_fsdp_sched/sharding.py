@@ -264,9 +264,9 @@ def _travel(options: Options, placing: Placing, name: str, params: tuple[ParamSp
         raise ValueError(f"{error} (bucket {name!r})") from error
     policy = options.offload_policy
     offload = isinstance(policy, CPUOffloadPolicy)
-    if offload and asked == "symmetric_memory":
+    if offload and transport.peers_read_shards:
         raise ValueError(
-            f"transport='symmetric_memory': peers read shards in the memory of the GPU, but offload_policy keeps them on "
+            f"transport={asked!r}: peers read shards in the memory of the GPU, but offload_policy keeps them on "
             f"the CPU (bucket {name!r}); choose another transport"
         )
     if offload:

@@ -87,9 +87,8 @@ def all_gather(bucket: Bucket, slot: Slot, *shards: torch.Tensor | None, again: 
     arena.finish_leftovers(slot)
     unsharded = arena.views(bucket, slot, bucket.spec.param_dtype)
     try:
-        with torch.profiler.record_function(bucket.all_gather_label), bucket.source.sending():
-            sent = bucket.shard_to_send(again=again)
-            works = bucket.transport.all_gather(bucket, sent, unsharded)
+        with torch.profiler.record_function(bucket.all_gather_label):
+            works, sent = bucket.gather_into(unsharded, again=again)
     except RuntimeError as error:
         raise failed(bucket, "all-gather", error) from error
     return arena.issue(InFlight(bucket, "all-gather", slot, works, sent=sent))

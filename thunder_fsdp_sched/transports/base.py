@@ -35,11 +35,13 @@ class Transport(ABC):
     Attributes:
         per_param: it needs a layout in which every parameter is cut into even rows (``plan_layout(per_param=True)``).
         staging: its slots have a second half, in the order in which the ranks send (``Views.staging``).
+        peers_read_shards: other ranks read a shard where it lies, so that it has to lie on the device.
     """
 
     name: str
     per_param = False
     staging = False
+    peers_read_shards = False
 
     def check(self, device: torch.device, dtypes: Sequence[torch.dtype], ranks: Ranks) -> None:
         """Checks whether it can carry these dtypes between these ranks.

@@ -34,6 +34,7 @@ class SymmetricMemory(Flat):
     """
 
     name = "symmetric_memory"
+    peers_read_shards = True
 
     def __init__(self, memory: ModuleType | Any = None, devices: Sequence[str] = ("cuda",)) -> None:
         self._memory = memory
