@@ -10,6 +10,7 @@ Needs root, ``ip`` and ``tc`` (Debian: ``apt-get install iproute2``). :class:`Lo
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Links", "Loopback", "sent_bytes", "why_not"]
+__all__ = ["Links", "Loopback", "add_link_options", "run_on_link", "sent_bytes", "why_not"]
 
 _MTU = 65000  # large packets: few interrupts, so that a transfer takes little CPU
 _BUFFERS = "4096 4194304 33554432"  # least, default and most bytes of a TCP socket's buffer
@@ -39,6 +40,28 @@ def why_not() -> str | None:
 def sent_bytes(interface: str) -> int:
     """Bytes that this namespace has sent through ``interface`` so far, as the kernel counts them: headers included."""
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
+
+def add_link_options(parser: argparse.ArgumentParser) -> None:
+    """The options that :func:`run_on_link` reads."""
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=1e9, help="bits/s that a rank can send")
+    parser.add_argument("--no-limit", action="store_true", help="plain loopback instead, which needs no root")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds until a rank counts as hanging")
+
+
+def run_on_link(script: str, arguments: argparse.Namespace) -> None:
+    """Runs ``script`` again with the same arguments, once for each rank, and prints what rank 0 prints.
+
+    Ends the process with a message if the links cannot be made.
+    """
+    reason = None if arguments.no_limit else why_not()
+    if reason is not None:
+        sys.exit(f"cannot make rate-limited links: {reason} (or give --no-limit, for plain loopback)")
+    ranks = arguments.ranks
+    with Loopback(ranks) if arguments.no_limit else Links(ranks, bits_per_second=arguments.rate) as links:
+        command = [sys.executable, "-W", "ignore", script, *sys.argv[1:]]
+        print(links.run(command, timeout=arguments.timeout, show_progress=True)[0], end="")
 
 
 class Loopback:

@@ -41,22 +41,16 @@ def main() -> None:
     if "RANK" in os.environ:
         run_rank(arguments)
         return
-    from netns import Links, Loopback, why_not
+    from netns import run_on_link
 
-    reason = None if arguments.no_limit else why_not()
-    if reason is not None:
-        sys.exit(f"cannot make rate-limited links: {reason} (or give --no-limit, for plain loopback)")
-    ranks = arguments.ranks
-    with Loopback(ranks) if arguments.no_limit else Links(ranks, bits_per_second=arguments.rate) as links:
-        command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:]]
-        print(links.run(command, timeout=arguments.timeout, show_progress=True)[0], end="")
+    run_on_link(__file__, arguments)
 
 
 def parse() -> argparse.Namespace:
+    from netns import add_link_options
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rate", type=float, default=1e9, help="bits/s that a rank can send")
-    parser.add_argument("--no-limit", action="store_true", help="plain loopback instead, which needs no root")
+    add_link_options(parser)
     parser.add_argument("--strategy", choices=("zero2", "zero3"), default="zero3")
     parser.add_argument("--prefetch", type=int, default=1)
     parser.add_argument("--blocks", type=int, default=8)
@@ -66,7 +60,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9, help="measured steps of each system")
     parser.add_argument("--only", choices=("transports", "precisions"), help="one of the two tables")
     parser.add_argument("--json", type=Path, help="file for all figures, those of single rounds too")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds until a rank counts as hanging")
     return parser.parse_args()
 
 

@@ -1,0 +1,227 @@
+"""How near a step comes to the longer of compute and communication: every system, on a link of a given rate.
+
+    sudo python benchmarks/overlap.py --save overlap              # 2 ranks, 1 Gbit/s, emulated compute, all systems
+    sudo python benchmarks/overlap.py --compute 0.45 0.9 1.8      # several ratios of compute to communication
+    sudo python benchmarks/overlap.py --real --length 512         # real compute, which shares the cores with gloo
+    sudo python benchmarks/overlap.py --ranks 4 --only defaults
+    python benchmarks/overlap.py --no-limit --blocks 2 --width 64 --compute 0.05 --rounds 3      # no root: plain loopback
+
+A GPT on gloo ranks, each in a network namespace of its own behind a token bucket (``netns.py``), pinned to a core, one
+thread. All systems take turns in one run, a step of each in every round, in another order each time. Seconds are forward
+and backward, of the slowest rank, without the optimizer.
+
+* Compute: Thunder's step on one rank, unsharded (and eager's for the systems that are not compiled). The others hold it
+  against the same emulated matrix multiplications.
+* Communication: the collectives of the schedule in its order, with nothing between them; of ZeRO-2 and of ZeRO-3, and for
+  each transport. Peers are held against those of ``flat``, which sends what they send.
+* /max: step over the longer of the two; 1.00 is what nothing can go below. /sum: over both; 1.00 is no overlap at all.
+
+FSDP2 overlaps through CUDA streams, so on a CPU it overlaps nothing, which says nothing about a GPU. "Overlapped" is FSDP2
+with asynchronous custom collectives and prefetching two blocks ahead, forward and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+DEFAULTS = ("ours zero2", "ours zero3")
+
+
+def main() -> None:
+    arguments = parse()
+    if "RANK" in os.environ:
+        run_rank(arguments)
+        return
+    from netns import run_on_link
+
+    run_on_link(__file__, arguments)
+
+
+def parse() -> argparse.Namespace:
+    from netns import add_link_options
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add_link_options(parser)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--length", type=int, default=16, help="bytes of text a rank and step")
+    parser.add_argument("--compute", type=float, nargs="+", default=[0.9], metavar="S", help="seconds to emulate")
+    parser.add_argument("--real", action="store_true", help="real compute, nothing emulated")
+    parser.add_argument("--rounds", type=int, default=9, help="steps of each system")
+    parser.add_argument(
+        "--only",
+        choices=("defaults", "ours", "peers"),
+        help="fewer systems; ours with default options are always there",
+    )
+    parser.add_argument("--save", type=Path, help="folder for all figures (overlap.json) and the picture (overlap.png)")
+    return parser.parse_args()
+
+
+def systems(only: str | None) -> dict[str, Callable[..., Any]]:
+    """What builds each system, by its name."""
+    from systems import ddp, fsdp2, ours, overlapped_fsdp2, thunders_fsdp
+
+    made: dict[str, Callable[..., Any]] = {
+        "ours zero2": partial(ours, sharding_strategy="zero2"),
+        "ours zero3": partial(ours, sharding_strategy="zero3"),
+        "ours zero2 flat": partial(ours, sharding_strategy="zero2", transport="flat"),
+        "ours zero3 flat": partial(ours, sharding_strategy="zero3", transport="flat"),
+    }
+    if only in (None, "ours"):
+        for strategy in ("zero2", "zero3"):
+            for prefetch in (0, 2):
+                made[f"ours {strategy} prefetch {prefetch}"] = partial(
+                    ours, sharding_strategy=strategy, prefetch=prefetch
+                )
+            for transport in ("staged", "coalesced", "all_reduce"):
+                made[f"ours {strategy} {transport}"] = partial(ours, sharding_strategy=strategy, transport=transport)
+    if only in (None, "peers", "defaults"):
+        bucketings = ("none", "layer", "block") if only != "defaults" else ("block",)
+        for strategy in ("zero2", "zero3"):
+            for bucketing in bucketings:
+                made[f"Thunder fsdp {strategy} {bucketing}"] = partial(
+                    thunders_fsdp, strategy=strategy, bucketing=bucketing
+                )
+        for strategy, reshard in (("zero2", False), ("zero3", True)):
+            made[f"FSDP2 {strategy}"] = partial(fsdp2, reshard=reshard)
+            made[f"FSDP2 overlapped {strategy}"] = partial(overlapped_fsdp2, reshard=reshard)
+        made["DDP"] = ddp
+    return made
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+    from systems import Emulation, Shape, System, communicate, interleave, say, step, unsharded, unsharded_eager
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], rank=rank, world_size=world_size)
+    length = min(arguments.length, 256)
+    shape = Shape(arguments.blocks, arguments.width, length, max(arguments.length // length, 1))
+    emulation = Emulation(shape)
+    tokens = shape.tokens(rank)
+    built: dict[str, System] = {}
+    for name, make in {"compute": unsharded, "compute, eager": unsharded_eager, **systems(arguments.only)}.items():
+        say(f"building: {name}")
+        built[name] = make(name, shape, emulation)
+        step(built[name], tokens)  # compiles
+    runs: dict[str, Callable[[], float]] = {n: partial(step, s, tokens) for n, s in built.items()}
+    for name, system in built.items():
+        if system.transform and "prefetch" not in name:  # the same collectives
+            runs[communication_of(name)] = partial(communicate, system)
+    results = []
+    for seconds in [0.0] if arguments.real else arguments.compute:
+        emulation.seconds = seconds
+        results.append({"emulated": seconds, "seconds": interleave(runs, arguments.rounds, say)})
+    if rank == 0:
+        losses = {name: system.losses for name, system in built.items()}
+        finish(arguments, results, losses)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def communication_of(name: str) -> str:
+    return name.replace("ours", "communication of")
+
+
+def finish(arguments: argparse.Namespace, results: list[dict[str, Any]], losses: dict[str, list[float]]) -> None:
+    from thunder_fsdp_sched.demo.show import make_console
+
+    console = make_console()
+    link = "plain loopback" if arguments.no_limit else f"{arguments.rate / 1e9:g} Gbit/s"
+    console.print(
+        f"{arguments.ranks} gloo ranks, {link}; GPT with {arguments.blocks} blocks, width {arguments.width}, "
+        f"{arguments.length} bytes a rank; {arguments.rounds} rounds",
+        highlight=False,
+    )
+    for result in results:
+        result["figures"] = figures_of(result["seconds"])
+        console.print(table(result), highlight=False)
+    sharded = [of_one for name, of_one in losses.items() if not name.startswith("compute")]  # which see one rank's text
+    spread = max(abs(a - b) for of_one in sharded for a, b in zip(of_one, sharded[0], strict=True))
+    console.print(f"Losses of all systems on this rank differ by {spread:.1g} at most.", highlight=False)
+    if arguments.save:
+        arguments.save.mkdir(parents=True, exist_ok=True)
+        setup = {key: value for key, value in vars(arguments).items() if key != "save"}
+        (arguments.save / "overlap.json").write_text(json.dumps({"setup": setup, "results": results}, indent=1))
+        draw(results, arguments.save / "overlap.png")
+
+
+def figures_of(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """For each system: seconds, and medians of the ratios in each round to compute, communication and ours."""
+    from systems import ratio
+
+    figures = {}
+    for name, steps in seconds.items():
+        figures[name] = {"seconds": statistics.median(steps), "least": min(steps), "most": max(steps)}
+        if name.startswith("comm"):
+            continue
+        strategy = "zero3" if "zero3" in name else "zero2"
+        own = communication_of(name) if name.startswith("ours") else ""
+        communication = seconds.get(own, seconds[communication_of(f"ours {strategy} flat")])
+        compute = seconds["compute"]
+        figures[name] |= {
+            "communication": statistics.median(communication),
+            "of_max": ratio(steps, [max(a, b) for a, b in zip(compute, communication, strict=True)]),
+            "of_sum": ratio(steps, [a + b for a, b in zip(compute, communication, strict=True)]),
+            "ours": ratio(seconds[f"ours {strategy}"], steps),
+        }
+    return figures
+
+
+def table(result: dict[str, Any]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    kind = f"{result['emulated']} s of emulated compute" if result["emulated"] else "real compute"
+    made = Table(title=f"{kind}", title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("", "step s", "least–most", "commu-\nnication", "/max", "/sum", "ours\n/ this"):
+        made.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for name, of_one in result["figures"].items():
+        row = [name, f"{of_one['seconds']:.3f}", f"{of_one['least']:.2f}–{of_one['most']:.2f}"]
+        if "of_max" in of_one and "compute" not in name:
+            row += [f"{of_one['communication']:.3f}", *(f"{of_one[key]:.2f}" for key in ("of_max", "of_sum", "ours"))]
+        made.add_row(*row)
+    made.caption = (
+        "Medians; ratios are medians of the ratios in each round. Ours: the default options of the same strategy."
+    )
+    made.caption_justify = "left"
+    return made
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [name for name, of_one in results[0]["figures"].items() if "of_max" in of_one and "compute" not in name]
+    figure, axes = pyplot.subplots(
+        1, len(results), figsize=(1.5 + 4.5 * len(results), 1 + 0.27 * len(names)), sharey=True, squeeze=False
+    )
+    for axis, result in zip(axes[0], results, strict=True):
+        values = [result["figures"][name]["of_max"] for name in names]
+        colors = ["tab:blue" if name.startswith("ours") else "tab:gray" for name in names]
+        bars = axis.barh(range(len(names)), values, color=colors)
+        axis.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
+        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.axvline(1.0, color="black", linewidth=1)
+        compute = result["figures"]["compute"]["seconds"]
+        axis.set_title(f"compute {compute:.2f} s", fontsize=9)
+        axis.set_xlabel("step / max(compute, communication)", fontsize=8)
+        axis.set_xlim(0.9, max(values) * 1.1)
+    axes[0][0].invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""The systems that the benchmarks compare: one model, trained by Thunder, FSDP2, DDP and this project in turns.
+
+Every system is a :class:`System` that does the same: ``step(system, batch)`` runs forward and backward and then the
+optimizer. Compute can be real or emulated (:class:`Emulation`): every matrix multiplication then sleeps behind its work, in
+proportion to its FLOPs, which leaves the processors to communication and makes ratios repeatable.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import thunder_fsdp_sched
+from thunder_fsdp_sched.compat import prepare  # noqa: F401  # before thunder
+from thunder_fsdp_sched.cost import flops_of
+from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
+from thunder_fsdp_sched.symbols import ISSUES, WAITS, fsdp_all_gather
+
+import thunder
+import torch
+import torch.distributed as dist
+from thunder.core.prims import OpTags
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+__all__ = [
+    "Emulation",
+    "Shape",
+    "System",
+    "communicate",
+    "ddp",
+    "fsdp2",
+    "interleave",
+    "ours",
+    "overlapped_fsdp2",
+    "ratio",
+    "say",
+    "step",
+    "thunders_fsdp",
+    "unsharded",
+    "unsharded_eager",
+]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A byte-level GPT and what it is trained on: ``batch`` sequences of ``length`` bytes a rank and step."""
+
+    blocks: int = 8
+    width: int = 384
+    length: int = 16
+    batch: int = 1
+
+    def model(self) -> GPT:
+        torch.manual_seed(0)
+        return GPT(blocks=self.blocks, width=self.width, heads=max(self.width // 64, 1), length=self.length)
+
+    def tokens(self, rank: int = 0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randint(VOCABULARY, (self.batch, self.length), generator=generator)
+
+    @property
+    def flops(self) -> float:
+        """Of the matrix multiplications with parameters, forward and backward."""
+        return 6.0 * self.batch * self.length * (12 * self.blocks * self.width + VOCABULARY) * self.width
+
+
+class Emulation:
+    """Makes matrix multiplications of a model sleep, so that forward and backward sleep ``seconds`` altogether.
+
+    ``seconds`` may change at any time, without compiling again; 0 emulates nothing.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self.seconds = 0.0
+        self._flops = shape.flops
+
+    def sleep(self, flops: float) -> None:
+        if self.seconds:
+            time.sleep(self.seconds * flops / self._flops)
+
+    def transform(self) -> thunder.Transform:
+        """For ``thunder.jit(transforms=[..., emulation.transform()])``."""
+
+        def attach(bsym: BoundSymbol) -> None:
+            bsym._call_ctx = {"emulated_compute": self.sleep}
+
+        symbol = Symbol(
+            "emulated_compute", lambda flops: None, is_prim=True, tags=[OpTags.DONT_DCE], _bind_postprocess=attach
+        )
+
+        class Sleeping(thunder.Transform):
+            def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
+                new = from_trace(trace)
+                for bsym in trace.bound_symbols:
+                    new.bound_symbols.append(bsym)
+                    flops = sum(flops_of(bsym).values())
+                    if flops:
+                        new.bound_symbols.append(symbol.bind(flops, output=None))
+                new.set_provenance(TraceProvenance("emulated compute"))
+                return new
+
+        return Sleeping()
+
+    def eager(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Has every ``Linear`` of a module that runs uncompiled sleep, in forward and in backward."""
+
+        class Sleep(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, y: torch.Tensor, flops: float) -> torch.Tensor:
+                ctx.flops = flops
+                self.sleep(flops)
+                return y.view_as(y)
+
+            @staticmethod
+            def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+                self.sleep(2 * ctx.flops)  # behind it come the products that give the gradients of input and weight
+                return grads[0], None
+
+        def slow_down(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            return Sleep.apply(output, 2.0 * inputs[0].numel() * module.out_features)
+
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_hook(slow_down)
+        return model
+
+
+@dataclass
+class System:
+    """One way of training, and what was measured of it.
+
+    Attributes:
+        module: called with tokens and targets, gives the loss.
+        before: called before each forward, in the time that is measured.
+        behind: called behind each backward, in the time that is measured.
+        transform: this project's, if it is this project's.
+        seconds: forward and backward of this rank, for each step.
+    """
+
+    name: str
+    module: Any
+    optimizer: torch.optim.Optimizer
+    before: Callable[[], object] = lambda: None
+    behind: Callable[[], object] = lambda: None
+    transform: Any = None
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+def _jitted(name: str, module: Any, transform: Any = None) -> System:
+    return System(name, module, _optimizer(module), transform=transform)
+
+
+def _optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=True)
+
+
+def unsharded(name: str, shape: Shape, emulation: Emulation) -> System:
+    """Thunder on one process, without communication: the time that compute takes."""
+    return _jitted(name, thunder.jit(shape.model(), transforms=[emulation.transform()]))
+
+
+def unsharded_eager(name: str, shape: Shape, emulation: Emulation) -> System:
+    """The same without a compiler."""
+    module = emulation.eager(shape.model())
+    return System(name, module, _optimizer(module))
+
+
+def ours(name: str, shape: Shape, emulation: Emulation, **options: Any) -> System:
+    """This project's ``fsdp(**options)``."""
+    transform = thunder_fsdp_sched.fsdp(**options)
+    return _jitted(name, thunder.jit(shape.model(), transforms=[transform, emulation.transform()]), transform)
+
+
+def thunders_fsdp(name: str, shape: Shape, emulation: Emulation, strategy: str, bucketing: str) -> System:
+    """Thunder's own ``fsdp``: strategy ``"zero2"`` or ``"zero3"``, bucketing ``"none"``, ``"layer"`` or ``"block"``."""
+    from thunder.distributed import FSDPBucketingStrategy, FSDPType
+
+    module = thunder.distributed.fsdp(
+        thunder.jit(shape.model(), transforms=[emulation.transform()]),
+        device=torch.device("cpu"),
+        sharding_strategy=FSDPType[strategy.upper()],
+        bucketing_strategy=FSDPBucketingStrategy[bucketing.upper()],
+    )
+    return _jitted(name, module)
+
+
+def ddp(name: str, shape: Shape, emulation: Emulation) -> System:
+    """PyTorch's ``DistributedDataParallel`` as it comes."""
+    module = torch.nn.parallel.DistributedDataParallel(emulation.eager(shape.model()))
+    return System(name, module, _optimizer(module))
+
+
+def _fully_shard(shape: Shape, emulation: Emulation, reshard: bool) -> Any:
+    model = emulation.eager(shape.model())
+    for part in (*model.blocks, model):
+        fully_shard(part, reshard_after_forward=reshard)
+    return model
+
+
+def fsdp2(name: str, shape: Shape, emulation: Emulation, *, reshard: bool) -> System:
+    """PyTorch's ``fully_shard`` on every block and on the whole, as it comes. On a CPU it overlaps nothing."""
+    model = _fully_shard(shape, emulation, reshard)
+    return System(name, model, _optimizer(model))
+
+
+def overlapped_fsdp2(name: str, shape: Shape, emulation: Emulation, *, reshard: bool, ahead: int = 2) -> System:
+    """FSDP2 with what it offers to overlap on a CPU: asynchronous custom collectives, and prefetching said by hand.
+
+    Args:
+        ahead: blocks that are gathered ahead.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+    class Allocating:
+        def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+    class Gather(Allocating, AllGather):
+        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=True)
+
+    class Reduce(Allocating, ReduceScatter):
+        def __init__(self) -> None:
+            self.works: list[Any] = []
+
+        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
+            # FSDP2 makes the gradients views of the output and does not look at them before the optimizer does.
+            work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=True)
+            self.works.append(work)
+
+        def finish(self) -> None:
+            for work in self.works:
+                work.wait()
+            self.works.clear()
+
+    model = _fully_shard(shape, emulation, reshard)
+    reduce = Reduce()
+    parts: list[FSDPModule] = [model, *model.blocks]
+    for part in parts:
+        part.set_custom_all_gather(Gather())
+        part.set_custom_reduce_scatter(reduce)
+    for index, part in enumerate(parts):
+        part.set_modules_to_forward_prefetch(parts[index + 1 : index + 1 + ahead])
+    for index, part in enumerate(parts[1:]):
+        before = parts[1:][max(0, index - ahead) : index][::-1]
+        part.set_modules_to_backward_prefetch(before)
+    return System(name, model, _optimizer(model), behind=reduce.finish)
+
+
+def step(system: System, tokens: torch.Tensor, counter: Any = None) -> float:
+    """One step; seconds of forward and backward on this rank. The optimizer follows, untimed."""
+    system.optimizer.zero_grad(set_to_none=True)
+    if dist.is_initialized():
+        dist.barrier()
+    started = time.perf_counter()
+    system.before()
+    with counter.phase("forward") if counter else nullcontext():
+        loss = system.module(tokens, tokens)
+    with counter.phase("backward") if counter else nullcontext():
+        loss.backward()
+        system.behind()
+    seconds = time.perf_counter() - started
+    system.optimizer.step()
+    system.losses.append(loss.item())
+    return seconds
+
+
+def communicate(system: System) -> float:
+    """The collectives of one of this project's steps, in their order, with nothing in between; seconds on this rank."""
+    compiled = system.transform.compiled[-1]
+    dist.barrier()
+    started = time.perf_counter()
+    for trace in (compiled.forward, compiled.backward):
+        flights: dict[str, Any] = {}
+        for bsym in trace.bound_symbols:
+            name = bsym.sym.name
+            if name in WAITS:
+                bsym._call_ctx[name](bsym.args[0], flights.pop(bsym.args[1].name))
+            elif name in ISSUES:
+                bucket, slot = bsym.args[:2]
+                tensors = bucket.params
+                if name != fsdp_all_gather.name:  # whatever lies in the slot is reduced
+                    tensors = slot.arena.views(bucket, slot, bucket.spec.reduce_dtype).tensors
+                flights[bsym.output.name] = bsym._call_ctx[name](bucket, slot, *tensors, **bsym.kwargs)
+    return time.perf_counter() - started
+
+
+def interleave(
+    runs: dict[str, Callable[[], float]], rounds: int, say: Callable[[str], object] = lambda text: None
+) -> dict[str, list[float]]:
+    """Runs everything once in every round, each round in another order; seconds of the slowest rank, a number a round."""
+    names = list(runs)
+    seconds = torch.zeros(len(names), rounds, dtype=torch.float64)
+    gc.collect()
+    gc.freeze()  # or a full collection, a second beside the traces that Thunder keeps, falls into some step
+    for round_ in range(rounds):
+        say(f"round {round_ + 1} of {rounds}")
+        for offset in range(len(names)):
+            number = (round_ * (len(names) // 2 + 1) + offset) % len(names)
+            seconds[number, round_] = runs[names[number]]()
+    gc.unfreeze()
+    if dist.is_initialized():
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return dict(zip(names, seconds.tolist(), strict=True))
+
+
+def ratio(of: Sequence[float], to: Sequence[float]) -> float:
+    """Median of the ratios in each round."""
+    return statistics.median(a / b for a, b in zip(of, to, strict=True))
+
+
+def say(text: str) -> None:
+    """Progress, on rank 0."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
