@@ -3,7 +3,7 @@
     sudo python benchmarks/overlap.py --save overlap              # 2 ranks, 1 Gbit/s, emulated compute, all systems
     sudo python benchmarks/overlap.py --compute 0.45 0.9 1.8      # several ratios of compute to communication
     sudo python benchmarks/overlap.py --real --length 512         # real compute, which shares the cores with gloo
-    sudo python benchmarks/overlap.py --ranks 4 --only defaults
+    sudo python benchmarks/overlap.py --ranks 4 --only 'block|FSDP2|DDP'
     python benchmarks/overlap.py --no-limit --blocks 2 --width 64 --compute 0.05 --rounds 3      # no root: plain loopback
 
 A GPT on gloo ranks, each in a network namespace of its own behind a token bucket (``netns.py``), pinned to a core, one
@@ -25,13 +25,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-DEFAULTS = ("ours zero2", "ours zero3")
 
 
 def main() -> None:
@@ -55,11 +54,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compute", type=float, nargs="+", default=[0.9], metavar="S", help="seconds to emulate")
     parser.add_argument("--real", action="store_true", help="real compute, nothing emulated")
     parser.add_argument("--rounds", type=int, default=9, help="steps of each system")
-    parser.add_argument(
-        "--only",
-        choices=("defaults", "ours", "peers"),
-        help="fewer systems; ours with default options are always there",
-    )
+    parser.add_argument("--only", metavar="REGEX", help="fewer systems: those, ours by default, and ours with flat")
     parser.add_argument("--save", type=Path, help="folder for all figures (overlap.json) and the picture (overlap.png)")
     return parser.parse_args()
 
@@ -68,32 +63,26 @@ def systems(only: str | None) -> dict[str, Callable[..., Any]]:
     """What builds each system, by its name."""
     from systems import ddp, fsdp2, ours, overlapped_fsdp2, thunders_fsdp
 
-    made: dict[str, Callable[..., Any]] = {
-        "ours zero2": partial(ours, sharding_strategy="zero2"),
-        "ours zero3": partial(ours, sharding_strategy="zero3"),
-        "ours zero2 flat": partial(ours, sharding_strategy="zero2", transport="flat"),
-        "ours zero3 flat": partial(ours, sharding_strategy="zero3", transport="flat"),
-    }
-    if only in (None, "ours"):
-        for strategy in ("zero2", "zero3"):
-            for prefetch in (0, 2):
-                made[f"ours {strategy} prefetch {prefetch}"] = partial(
-                    ours, sharding_strategy=strategy, prefetch=prefetch
-                )
-            for transport in ("staged", "coalesced", "all_reduce"):
-                made[f"ours {strategy} {transport}"] = partial(ours, sharding_strategy=strategy, transport=transport)
-    if only in (None, "peers", "defaults"):
-        bucketings = ("none", "layer", "block") if only != "defaults" else ("block",)
-        for strategy in ("zero2", "zero3"):
-            for bucketing in bucketings:
-                made[f"Thunder fsdp {strategy} {bucketing}"] = partial(
-                    thunders_fsdp, strategy=strategy, bucketing=bucketing
-                )
-        for strategy, reshard in (("zero2", False), ("zero3", True)):
-            made[f"FSDP2 {strategy}"] = partial(fsdp2, reshard=reshard)
-            made[f"FSDP2 overlapped {strategy}"] = partial(overlapped_fsdp2, reshard=reshard)
-        made["DDP"] = ddp
-    return made
+    made: dict[str, Callable[..., Any]] = {}
+    for strategy in ("zero2", "zero3"):
+        made[f"ours {strategy}"] = partial(ours, sharding_strategy=strategy)
+        made[f"ours {strategy} flat"] = partial(ours, sharding_strategy=strategy, transport="flat")
+    needed = list(made)
+    for strategy in ("zero2", "zero3"):
+        for prefetch in (0, 2):
+            made[f"ours {strategy} prefetch {prefetch}"] = partial(ours, sharding_strategy=strategy, prefetch=prefetch)
+        for transport in ("staged", "coalesced", "all_reduce"):
+            made[f"ours {strategy} {transport}"] = partial(ours, sharding_strategy=strategy, transport=transport)
+    for strategy in ("zero2", "zero3"):
+        for bucketing in ("none", "layer", "block"):
+            made[f"Thunder fsdp {strategy} {bucketing}"] = partial(
+                thunders_fsdp, strategy=strategy, bucketing=bucketing
+            )
+    for strategy, reshard in (("zero2", False), ("zero3", True)):
+        made[f"FSDP2 {strategy}"] = partial(fsdp2, reshard=reshard)
+        made[f"FSDP2 overlapped {strategy}"] = partial(overlapped_fsdp2, reshard=reshard)
+    made["DDP"] = ddp
+    return {n: make for n, make in made.items() if n in needed or only is None or re.search(only, n)}
 
 
 def run_rank(arguments: argparse.Namespace) -> None:

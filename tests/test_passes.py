@@ -157,14 +157,16 @@ def test_equal_blocks_need_one_slot_more_than_prefetch(prefetch):
         ([8, 8, 8, 8], 1, [0, 0, 1, 2]),
         ([8, 8, 8, 8], 2, [0, 0, 0, 1]),
         ([9, 1, 90, 90, 90, 1, 9], 0, [0, 1, 2, 3, 4, 5, 6]),
-        ([8, 1, 90, 90, 90, 1, 8], 1, [0, 0, 0, 2, 3, 4, 5]),  # the first block does not wait for the tables before it
-        ([8, 1, 90, 90, 90, 1, 8], 2, [0, 0, 0, 0, 2, 3, 4]),
+        ([8, 1, 90, 90, 90, 1, 8], 1, [0, 0, 0, 2, 3, 4, 4]),  # the first block does not wait for the tables before it
+        ([8, 1, 90, 90, 90, 1, 8], 2, [0, 0, 0, 0, 2, 3, 3]),
         ([90, 90, 1, 90, 90], 1, [0, 0, 1, 1, 3]),
         ([1] * 7 + [90] * 8, 1, [0, 0, 1, 2, 2, 2, 2, 2, 7, 8, 9, 10, 11, 12, 13]),
+        ([3, 5, 4, 12, 12, 4, 5, 3], 1, [0, 0, 0, 0, 3, 4, 4, 6]),  # parts of a block hide a whole one together
+        ([1, 3, 1, 3, 1, 3], 1, [0, 0, 1, 2, 3, 4]),  # two of the largest at most: 3 + 1, not 3 + 1 + 3
         ([], 1, []),
     ],
 )
-def test_small_steps_do_not_count_as_prefetch_of_bigger_ones(sizes, prefetch, points):
+def test_smaller_steps_count_for_less_as_prefetch_of_bigger_ones(sizes, prefetch, points):
     assert issue_points(sizes, prefetch) == points
 
 

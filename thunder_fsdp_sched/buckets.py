@@ -16,6 +16,16 @@ __all__ = ["BucketSpec", "BucketingStrategy", "ParamSpec", "Plan", "ShardedOver"
 
 BucketRule = Callable[[str, torch.nn.Parameter], str]
 
+# [Note: Edges]
+# Nothing hides the first gather of a forward, the last reduction of a backward (both of the first block) and, under
+# ZeRO-3, the first gather of a backward (of the last block). The smaller these are the less is exposed, so the two
+# blocks are cut into parts, runs of modules in order, which cost a collective each and hide one another.
+_PARTS = 4
+"""Into how many buckets an edge block is cut at most."""
+
+_LEAST_PART_BYTES = 1 << 20
+"""Bytes from which on a part is worth a collective of its own: with fewer, starting it takes longer than sending it."""
+
 
 class BucketingStrategy(enum.Enum):
     """How parameters are grouped; see :func:`thunder_fsdp_sched.fsdp`."""
@@ -269,8 +279,7 @@ def _rule(
     if strategy is BucketingStrategy.LAYER:
         return lambda spec, param: spec.name.rpartition(".")[0] or "root"
     if strategy is BucketingStrategy.BLOCK:
-        blocks = named_blocks(module)
-        return lambda spec, param: _innermost(spec.name, blocks)
+        return _by_block(module)
     if isinstance(strategy, int):
         return _by_size(strategy)
 
@@ -299,6 +308,45 @@ def _by_size(limit: int) -> Callable[[ParamSpec, torch.nn.Parameter], str]:
         return name
 
     return rule
+
+
+def _by_block(module: torch.nn.Module) -> Callable[[ParamSpec, torch.nn.Parameter], str]:
+    """A bucket for each block, but several for the first and the last big one: see [Note: Edges]."""
+    blocks = named_blocks(module)
+    modules = dict(module.named_modules(remove_duplicate=False))
+    in_turn = [b for b in blocks if _is_container(modules[b.rpartition(".")[0]])]  # not an embedding, not a head
+    bucket_of: dict[str, str] = {}
+    for block in dict.fromkeys((*in_turn[:1], *in_turn[-1:])):
+        bucket_of.update(_parts_of(modules[block], block))
+
+    def rule(spec: ParamSpec, param: torch.nn.Parameter) -> str:
+        block = _innermost(spec.name, blocks)
+        return bucket_of.get(spec.name.rpartition(".")[0], block)
+
+    return rule
+
+
+def _parts_of(block: torch.nn.Module, path: str) -> dict[str, str]:
+    """The bucket of each module of a block that owns parameters itself, if the block is big enough to be cut."""
+    sizes = {
+        f"{path}.{name}" if name else path: sum(p.nbytes for p in owner.parameters(recurse=False))
+        for name, owner in block.named_modules()
+    }
+    sizes = {name: size for name, size in sizes.items() if size}
+    least = sum(sizes.values()) / _PARTS
+    if least < _LEAST_PART_BYTES:
+        return {}
+    runs: list[list[str]] = [[]]
+    for name in sizes:
+        if sum(sizes[n] for n in runs[-1]) >= least:
+            runs.append([])
+        runs[-1].append(name)
+    if len(runs) > 1 and sum(sizes[n] for n in runs[-1]) < least:
+        last = runs.pop()
+        runs[-1] += last
+    if len(runs) == 1:
+        return {}
+    return {name: max(run, key=sizes.__getitem__) for run in runs for name in run}
 
 
 def _innermost(param_name: str, blocks: Iterable[str]) -> str:

@@ -18,13 +18,12 @@ from thunder.core.trace import TraceCtx
 
 from .buffers import Arena, Bucket, slot_bytes
 from .cost import CostModel
-from .groups import Group
 from .simulate import simulate
 from .symbols import fsdp_all_gather, fsdp_reduce_scatter
 from .traces import split_joint
 from .transforms import plan_slots, regather_for_backward, sort_communication, write_grads_in_place
 from .transforms.plan_slots import filling_bytes, slot_bytes_of
-from .transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
+from .transforms.sort_communication import bytes_in_flight
 
 __all__ = ["Candidate", "Choice", "choose", "room_for_gathers"]
 
@@ -126,11 +125,7 @@ def room_for_gathers(trace: TraceCtx, *, budget: int | None, kept: Collection[Bu
     """
     if budget is None:
         return None
-    reduced: dict[Group, list[int]] = {}
-    for bsym in trace.bound_symbols:
-        if bsym.sym is fsdp_reduce_scatter:
-            reduced.setdefault(bsym.args[0].ranks.reductions, []).append(slot_bytes_of(bsym))
-    in_flight = sum(sum(sorted(nbytes)[-MAX_REDUCTIONS_IN_FLIGHT:]) for nbytes in reduced.values())
+    in_flight = sum(bytes_in_flight(b for b in trace.bound_symbols if b.sym is fsdp_reduce_scatter).values())
     return max(budget - _private_bytes(trace, kept) - in_flight - filling_bytes(trace), 0)
 
 

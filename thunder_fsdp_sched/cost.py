@@ -118,7 +118,7 @@ class AnalyticCost:
             return ring_seconds(self.spec, nbytes, ranks, passes=2.0)
         if kind == fsdp_all_gather.name and bucket.spec.travel.transport == "all_reduce":
             return ring_seconds(self.spec, nbytes, ranks, passes=2.0)
-        if kind == fsdp_reduce_scatter.name:
+        if kind == fsdp_reduce_scatter.name and not bucket.transport.adds_up_itself:
             passes = self.spec.reduce_scatter_factor
         else:
             passes = 1.0
@@ -180,8 +180,10 @@ def _moved_beside(bsym: BoundSymbol, *, on_stream: bool) -> int:
         return 2 * spec.unsharded_bytes if travel.staging and not on_stream else 0
     if name == fsdp_reduce_scatter.name:
         return 2 * spec.grad_bytes if travel.staging else 0
-    if name == fsdp_wait_grads.name and spec.reduce_dtype != spec.dtype:
-        return shard * (spec.dtype.itemsize + spec.reduce_dtype.itemsize)
+    if name == fsdp_wait_grads.name:
+        cast = shard * (spec.dtype.itemsize + spec.reduce_dtype.itemsize) if spec.reduce_dtype != spec.dtype else 0
+        added = spec.grad_bytes + shard * spec.reduce_dtype.itemsize
+        return cast + (added if bsym.args[0].transport.adds_up_itself and not on_stream else 0)
     return 0
 
 

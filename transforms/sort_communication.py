@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from thunder.core.prims import PrimIDs
@@ -17,18 +16,19 @@ from ..symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsd
 from ..traces import Aliases, args_of, communicates, outs_of, statements, with_bound_symbols
 from .plan_slots import slot_bytes_of
 
-__all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "MAX_SMALL_STEPS", "issue_points", "sort_communication"]
+__all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "MAX_SMALL_STEPS", "bytes_in_flight", "issue_points", "sort_communication"]
 
 MAX_REDUCTIONS_IN_FLIGHT = 2
-"""Reductions of one process group between issue and wait. Each holds a slot of unsharded gradients; a third one hides
-nothing more, because the reductions of one process group run one after the other. Beside them the next bucket's slot
-may fill up with gradients that are written in place; copied gradients would need as much memory of their own."""
+"""Reductions of one process group between issue and wait, if they are equally large. Each holds a slot of unsharded
+gradients; a third one hides nothing more, because the reductions of one process group run one after the other. Beside
+them the next bucket's slot may fill up with gradients that are written in place; copied gradients would need as much
+memory of their own."""
 
 _SMALL = 10
 """What has fewer bytes than this part of something else hides nothing of that."""
 
 MAX_SMALL_STEPS = 4
-"""Small steps that a gather is issued ahead of beyond ``prefetch``."""
+"""Steps that a gather is issued ahead of beyond ``prefetch``, if they are smaller."""
 
 
 @dataclass(eq=False)
@@ -89,8 +89,9 @@ def sort_communication(trace: TraceCtx, *, prefetch: int, max_unsharded_bytes: i
     * A gather is issued ``prefetch`` steps ahead of its own wait, just before the wait of that step (0: right before its
       own wait), or already before a reduction that is ready there: on one communicator it would queue behind it.
       Small steps hide nothing and do not count: see ``issue_points``.
-    * A reduction is issued right after the last of its gradients. At most ``MAX_REDUCTIONS_IN_FLIGHT`` are in flight,
-      then the oldest is waited for; the others are waited for where their results are read, at the end usually.
+    * A reduction is issued right after the last of its gradients. In flight are at most as many bytes as the
+      ``MAX_REDUCTIONS_IN_FLIGHT`` largest have together, then the oldest is waited for; the others are waited for where
+      their results are read, at the end usually.
     * An all-reduce across replicas follows the reduce-scatter of the next bucket that is not small beside it: it has to
       wait for its own, which then had the compute between the two to finish, and the group inside goes on with the next.
     * No collective crosses a bound symbol that communicates and is not one of ours.
@@ -108,25 +109,35 @@ def sort_communication(trace: TraceCtx, *, prefetch: int, max_unsharded_bytes: i
     return with_bound_symbols(trace, bsyms, "fsdp: sort communication", started)
 
 
+def bytes_in_flight(reductions: Iterable[BoundSymbol]) -> dict[Group, int]:
+    """The most bytes of slots that reductions of each process group may hold between issue and wait."""
+    reduced: dict[Group, list[int]] = defaultdict(list)
+    for issue in reductions:
+        reduced[issue.args[0].ranks.reductions].append(slot_bytes_of(issue))
+    return {group: sum(sorted(nbytes)[-MAX_REDUCTIONS_IN_FLIGHT:]) for group, nbytes in reduced.items()}
+
+
 def issue_points(step_bytes: Sequence[int], prefetch: int) -> list[int]:
     """For each step of a trace, the step before whose wait its gathers are issued.
 
-    That is ``prefetch`` steps before it. But the compute of a small step (a norm, a table of positions) is too short to hide
-    a whole block, so for others than small ones it does not count, up to ``MAX_SMALL_STEPS`` of them. Small is less than a
-    tenth of the step in which the median byte travels. No gather overtakes another.
+    That is ``prefetch`` steps before it. But compute goes with bytes: that of a smaller step (a norm, a part of a block)
+    hides only as much of a bigger one, and counts for no more than that, up to ``MAX_SMALL_STEPS`` further steps and as long
+    as the steps from there on have no more bytes together than ``prefetch + 1`` of the largest (and a tenth of one, for what
+    is small). No gather overtakes another.
 
     Args:
         step_bytes: unsharded bytes of each step, in order.
     """
-    by_size = sorted(step_bytes)
-    half = bisect.bisect_left(list(itertools.accumulate(by_size)), sum(by_size) / 2)
-    small = by_size[half] / _SMALL if by_size else 0
+    most = (prefetch + 1 + 1 / _SMALL) * max(step_bytes, default=0)
     points = []
     for step, nbytes in enumerate(step_bytes):
-        point, hiding = step, 0
-        while point > max(0, step - prefetch - MAX_SMALL_STEPS) and hiding < prefetch:
+        point, hidden, held = step, 0, nbytes
+        while point > max(0, step - prefetch - MAX_SMALL_STEPS) and hidden * _SMALL < prefetch * nbytes * (_SMALL - 1):
+            held += step_bytes[point - 1]
+            if held > most:
+                break
             point -= 1
-            hiding += nbytes < small or step_bytes[point] >= small
+            hidden += min(nbytes, step_bytes[point])
         points.append(point)
     for step in range(len(points) - 2, -1, -1):
         points[step] = min(points[step], points[step + 1])
@@ -157,6 +168,7 @@ class _Sorter:
                 self.reductions.append(_Reduction(issues[future.name], bsym, behind))
             else:
                 self.compute.append(bsym)
+        self.most_in_flight = bytes_in_flight(r.issue for r in self.reductions)
         self._find_consumers(gathers)
         self.gathers = sorted((g for g in gathers if g.first_consumer >= 0), key=lambda g: g.first_consumer)
         self.steps: list[list[_Gather]] = []
@@ -279,10 +291,11 @@ class _Sorter:
 
     def _reduce(self, reduction: _Reduction, position: int) -> None:
         # One that goes on across replicas holds no slot any more.
-        while len(before := [r for r in self.in_flight if r.holds_slot and r.group is reduction.group]) >= (
-            MAX_REDUCTIONS_IN_FLIGHT
-        ):
-            reason = f"in-flight limit: {MAX_REDUCTIONS_IN_FLIGHT} reductions"
+        most = self.most_in_flight[reduction.group]
+        while before := [r for r in self.in_flight if r.holds_slot and r.group is reduction.group]:
+            if sum(slot_bytes_of(r.issue) for r in (*before, reduction)) <= most:
+                break
+            reason = f"in-flight limit: the bytes of the {MAX_REDUCTIONS_IN_FLIGHT} largest reductions"
             if before[0].across is not None:
                 self._go_across(before[0], reason)
             else:

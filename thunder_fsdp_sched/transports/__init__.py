@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..layout import plan_layout
 from .all_reduce import AllReduce
+from .all_to_all import AllToAll
 from .base import Transport, Work
 from .coalesced import Coalesced
 from .flat import Flat
@@ -23,7 +24,7 @@ def register_transport(transport: Transport) -> None:
     TRANSPORTS[transport.name] = transport
 
 
-for _transport in (Flat(), Coalesced(), AllReduce(), SymmetricMemory(), Staged()):
+for _transport in (Flat(), AllToAll(), Coalesced(), AllReduce(), SymmetricMemory(), Staged()):
     register_transport(_transport)
 
 
@@ -33,10 +34,13 @@ def choose_transport(
     """What ``transport="auto"`` takes for a bucket of parameters with these shapes, and the reason.
 
     ``flat`` is one collective and copies nothing. Where rows have widths without a small common multiple it needs a
-    collective for each width, and ``coalesced`` then has NCCL launch them as one kernel (gloo has no such thing). The
-    others send or copy more bytes, or (``symmetric_memory``) need memory and topology that only the user knows to be
-    there: they are used where they are asked for.
+    collective for each width, and ``coalesced`` then has NCCL launch them as one kernel. gloo has no such thing, and its
+    reduce-scatter sends everything twice, which ``all_to_all`` does not. The others send or copy more bytes, or
+    (``symmetric_memory``) need memory and topology that only the user knows to be there: they are used where they are
+    asked for.
     """
+    if backend == "gloo" and world_size > 1:
+        return "all_to_all", "auto, no copy, and gradients are sent once (gloo's reduce-scatter sends them twice)"
     flat = plan_layout(shapes, world_size, itemsize)
     segments = sum(1 for s in flat.segments if s.shard_numel)
     if segments <= 1:
