@@ -29,15 +29,19 @@ from thunder.core.prims import OpTags
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 __all__ = [
     "Emulation",
     "Shape",
     "System",
+    "arenas",
     "communicate",
     "ddp",
+    "forward_backward",
     "fsdp2",
     "interleave",
+    "local",
     "ours",
     "overlapped_fsdp2",
     "ratio",
@@ -46,6 +50,7 @@ __all__ = [
     "thunders_fsdp",
     "unsharded",
     "unsharded_eager",
+    "wire_bytes",
 ]
 
 
@@ -272,6 +277,43 @@ def step(system: System, tokens: torch.Tensor, counter: Any = None) -> float:
     system.optimizer.step()
     system.losses.append(loss.item())
     return seconds
+
+
+def forward_backward(system: System, tokens: torch.Tensor, watch: Any) -> None:
+    """A step of which ``watch`` sees forward and backward, but not the optimizer; it may have phases."""
+    phase = getattr(watch, "phase", lambda name: nullcontext())
+    system.optimizer.zero_grad(set_to_none=True)
+    with watch:
+        system.before()
+        with phase("forward"):
+            loss = system.module(tokens, tokens)
+        with phase("backward"):
+            loss.backward()
+            system.behind()
+    system.optimizer.step()
+    system.losses.append(loss.item())
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """What of a parameter is on this rank."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def arenas(system: System) -> list[torch.Tensor]:
+    """The memory of this project's slots: what outlives the step and holds unsharded buckets only."""
+    if system.transform is None:
+        return []
+    buckets = system.transform.sharded.buckets
+    found = {b.arena for b in buckets} | {b.private_slot.arena for b in buckets if b.private_slot is not None}
+    return [arena._memory for arena in found if arena._memory is not None]
+
+
+def wire_bytes(kind: str, nbytes: int, world_size: int, *, gloo: bool = False) -> float:
+    """What a rank sends for a collective on a tensor of ``nbytes`` bytes altogether."""
+    if kind == "broadcast_":
+        return nbytes
+    ring = nbytes * (world_size - 1) / world_size
+    return 2 * ring if "allreduce" in kind or (gloo and kind == "reduce_scatter") else ring
 
 
 def communicate(system: System) -> float:
