@@ -159,8 +159,7 @@ class LiveMemory(TorchDispatchMode):
                 kind = "cast"
         elif name in _SCALINGS:
             kind = "scaling"
-        reads = sources if kind in ("copy", "concatenation", "cast") else inputs
-        return _Event(kind, self._ranges(reads), self._ranges(targets, new=True), sum(t.nbytes for t in targets))
+        return _Event(kind, self._ranges(sources), self._ranges(targets, new=True), sum(t.nbytes for t in targets))
 
     def _ranges(self, tensors: Iterable[torch.Tensor], *, new: bool = False) -> list[_Range]:
         found = [(self._number(t, new=new), _extent(t)) for t in tensors]

@@ -5,7 +5,7 @@ The counter follows *memory ranges* (a storage and the bytes in it), because a s
 later. A range is a parameter's where shards lie, where an all-gather writes, where an all-reduce completes copies of
 shards, and where any of these is copied to. It is a gradient's where a reduce-scatter writes; and a copy into a range, or
 a multiplication or division by a number that makes a new tensor, is a gradient's if a reduce-scatter reads that range
-afterwards. Every other copy is the model's own.
+afterwards, or an all-reduce does (data parallel). Every other copy is the model's own.
 Operators that make views move no bytes and read none.
 """
 
@@ -194,6 +194,9 @@ class StepCounter(TorchDispatchMode):
             for tensor in outputs:
                 if self._kind(tensor) == "copied shard":
                     self._label(tensor, "unsharded")
+                elif "allreduce" in name and (copied := self._take_writes(tensor)):
+                    self._bytes["gradient"] += copied
+                    self._label(tensor, "gradient")
 
     def _compute(self, func: Any, args: Sequence[Any], kwargs: Any, inputs: list[torch.Tensor], result: Any) -> None:
         name = func.overloadpacket.__name__
