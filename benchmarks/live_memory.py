@@ -183,7 +183,7 @@ class LiveMemory(TorchDispatchMode):
             storage = torch.UntypedStorage._new_with_weak_ptr(known.ref.cdata)
             nbytes = 0 if storage is None else storage.nbytes()
             if nbytes != known.sizes[-1][1]:
-                known.sizes.append((len(self._events), nbytes))
+                known.sizes.append((len(self._events) - 1, nbytes))  # before this operator, or by it
             if storage is None:
                 gone.append(number)
         self._alive.difference_update(gone)

@@ -62,14 +62,17 @@ class Shape:
     width: int = 384
     length: int = 16
     batch: int = 1
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
 
     def model(self) -> GPT:
         torch.manual_seed(0)
-        return GPT(blocks=self.blocks, width=self.width, heads=max(self.width // 64, 1), length=self.length)
+        model = GPT(blocks=self.blocks, width=self.width, heads=max(self.width // 64, 1), length=self.length)
+        return model.to(self.device, self.dtype)
 
     def tokens(self, rank: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(rank)
-        return torch.randint(VOCABULARY, (self.batch, self.length), generator=generator)
+        return torch.randint(VOCABULARY, (self.batch, self.length), generator=generator).to(self.device)
 
     @property
     def flops(self) -> float:
@@ -191,7 +194,7 @@ def thunders_fsdp(name: str, shape: Shape, emulation: Emulation, strategy: str, 
 
     module = thunder.distributed.fsdp(
         thunder.jit(shape.model(), transforms=[emulation.transform()]),
-        device=torch.device("cpu"),
+        device=torch.device(shape.device),
         sharding_strategy=FSDPType[strategy.upper()],
         bucketing_strategy=FSDPBucketingStrategy[bucketing.upper()],
     )
@@ -362,6 +365,8 @@ def interleave(
             seconds[number, round_] = runs[names[number]]()
     gc.unfreeze()
     if dist.is_initialized():
+        if dist.get_backend() == "nccl":
+            seconds = seconds.cuda()
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return dict(zip(names, seconds.tolist(), strict=True))
 
