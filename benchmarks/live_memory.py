@@ -13,6 +13,7 @@ reduction gives; waits themselves are no operators.
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -109,6 +110,13 @@ class LiveMemory(TorchDispatchMode):
         self._whole = set(self._shards) if whole else set()
         for arena in arenas:
             self._storages[self._number(arena)].arena = True
+
+    def __enter__(self) -> LiveMemory:
+        for found in gc.get_objects():  # what is freed now can be filled before an operator sees it
+            if type(found) in (torch.Tensor, torch.nn.Parameter) and found.layout == torch.strided:
+                if found.numel() and not found.untyped_storage().nbytes():
+                    self._number(found)
+        return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -281,9 +289,13 @@ class LiveMemory(TorchDispatchMode):
                 for place in (
                     range(bisect_left(bounds, begin), bisect_left(bounds, end)) if its_number == number else ()
                 ):
-                    if place in current:
-                        current[place].last = max(current[place].last, until)
-                        current[place].reduced |= event.kind == "reduction"
+                    if place not in current:
+                        continue
+                    if event.kind == "reduction" and current[place].holds == "parameters":  # padding travels as well
+                        done.append(current[place])
+                        current[place] = _Use("gradients", current[place].nbytes, now, now)
+                    current[place].last = max(current[place].last, until)
+                    current[place].reduced |= event.kind == "reduction"
             what = "parameters" if event.holds == "placed" else event.holds
             for its_number, begin, end in event.writes if what else ():
                 for place in (
@@ -296,6 +308,7 @@ class LiveMemory(TorchDispatchMode):
                         old.last = max(old.last, now)
                         continue
                     if old is not None:
+                        old.last = min(old.last, now - 1)
                         done.append(old)
                     current[place] = _Use(what, bounds[place + 1] - bounds[place], now, now)
         return [*done, *current.values()]

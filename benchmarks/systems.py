@@ -208,7 +208,7 @@ def ddp(name: str, shape: Shape, emulation: Emulation) -> System:
 
         def reduce(state: None, bucket: Any) -> Any:
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            dist.all_reduce(bucket.buffer().div_(dist.get_world_size()))
+            dist.all_reduce(bucket.buffer())
             done.set_result(bucket.buffer())
             return done
 
