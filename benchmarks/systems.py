@@ -29,15 +29,19 @@ from thunder.core.prims import OpTags
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 __all__ = [
     "Emulation",
     "Shape",
     "System",
+    "arenas",
     "communicate",
     "ddp",
+    "forward_backward",
     "fsdp2",
     "interleave",
+    "local",
     "ours",
     "overlapped_fsdp2",
     "ratio",
@@ -46,6 +50,7 @@ __all__ = [
     "thunders_fsdp",
     "unsharded",
     "unsharded_eager",
+    "wire_bytes",
 ]
 
 
@@ -57,14 +62,17 @@ class Shape:
     width: int = 384
     length: int = 16
     batch: int = 1
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
 
     def model(self) -> GPT:
         torch.manual_seed(0)
-        return GPT(blocks=self.blocks, width=self.width, heads=max(self.width // 64, 1), length=self.length)
+        model = GPT(blocks=self.blocks, width=self.width, heads=max(self.width // 64, 1), length=self.length)
+        return model.to(self.device, self.dtype)
 
     def tokens(self, rank: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(rank)
-        return torch.randint(VOCABULARY, (self.batch, self.length), generator=generator)
+        return torch.randint(VOCABULARY, (self.batch, self.length), generator=generator).to(self.device)
 
     @property
     def flops(self) -> float:
@@ -186,7 +194,7 @@ def thunders_fsdp(name: str, shape: Shape, emulation: Emulation, strategy: str, 
 
     module = thunder.distributed.fsdp(
         thunder.jit(shape.model(), transforms=[emulation.transform()]),
-        device=torch.device("cpu"),
+        device=torch.device(shape.device),
         sharding_strategy=FSDPType[strategy.upper()],
         bucketing_strategy=FSDPBucketingStrategy[bucketing.upper()],
     )
@@ -196,6 +204,17 @@ def thunders_fsdp(name: str, shape: Shape, emulation: Emulation, strategy: str, 
 def ddp(name: str, shape: Shape, emulation: Emulation) -> System:
     """PyTorch's ``DistributedDataParallel`` as it comes."""
     module = torch.nn.parallel.DistributedDataParallel(emulation.eager(shape.model()))
+    if dist.get_backend() == "fake":  # whose collectives give nothing that the default hook could take over
+
+        def reduce(state: None, bucket: Any) -> Any:
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            dist.all_reduce(bucket.buffer())
+            done.set_result(bucket.buffer())
+            return done
+
+        # DDP looks at them, and they are texts in this file.
+        reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+        module.register_comm_hook(None, reduce)
     return System(name, module, _optimizer(module))
 
 
@@ -274,6 +293,43 @@ def step(system: System, tokens: torch.Tensor, counter: Any = None) -> float:
     return seconds
 
 
+def forward_backward(system: System, tokens: torch.Tensor, watch: Any) -> None:
+    """A step of which ``watch`` sees forward and backward, but not the optimizer; it may have phases."""
+    phase = getattr(watch, "phase", lambda name: nullcontext())
+    system.optimizer.zero_grad(set_to_none=True)
+    with watch:
+        system.before()
+        with phase("forward"):
+            loss = system.module(tokens, tokens)
+        with phase("backward"):
+            loss.backward()
+            system.behind()
+    system.optimizer.step()
+    system.losses.append(loss.item())
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """What of a parameter is on this rank."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def arenas(system: System) -> list[torch.Tensor]:
+    """The memory of this project's slots: what outlives the step and holds unsharded buckets only."""
+    if system.transform is None:
+        return []
+    buckets = system.transform.sharded.buckets
+    found = {b.arena for b in buckets} | {b.private_slot.arena for b in buckets if b.private_slot is not None}
+    return [arena._memory for arena in found if arena._memory is not None]
+
+
+def wire_bytes(kind: str, nbytes: int, world_size: int, *, gloo: bool = False) -> float:
+    """What a rank sends for a collective on a tensor of ``nbytes`` bytes altogether."""
+    if kind == "broadcast_":
+        return nbytes
+    ring = nbytes * (world_size - 1) / world_size
+    return 2 * ring if "allreduce" in kind or (gloo and kind == "reduce_scatter") else ring
+
+
 def communicate(system: System) -> float:
     """The collectives of one of this project's steps, in their order, with nothing in between; seconds on this rank."""
     compiled = system.transform.compiled[-1]
@@ -309,6 +365,8 @@ def interleave(
             seconds[number, round_] = runs[names[number]]()
     gc.unfreeze()
     if dist.is_initialized():
+        if dist.get_backend() == "nccl":
+            seconds = seconds.cuda()
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return dict(zip(names, seconds.tolist(), strict=True))
 

@@ -180,6 +180,19 @@ def gradients_into_a_live_slot(trace: TraceCtx) -> None:
         change_args(trace, position, {1: slot})
 
 
+def parameter_read_behind_its_gradient(trace: TraceCtx) -> None:
+    slots = {trace.bound_symbols[i].args[:2]: trace.bound_symbols[i].output for i in positions(trace, fsdp_all_gather)}
+    reductions = positions(trace, fsdp_reduce_scatter)
+    reduction = next(i for i in reductions if trace.bound_symbols[i].args[:2] in slots)
+    future = slots[trace.bound_symbols[reduction].args[:2]]
+    params = next(b.output for b in trace.bound_symbols if b.sym is fsdp_wait_params and b.args[1] is future)
+    grad = grads_in_place(trace, reduction)[0]
+    weight = params[trace.bound_symbols[grad].args[2]]
+    late = new_like(trace, weight)
+    with tracectx(trace):
+        trace.bound_symbols.insert(grad + 1, prims.neg.bind(weight, output=late))
+
+
 def gradient_into_another_slot(trace: TraceCtx) -> None:
     grad = a_grad_in_place(trace)
     slots = [trace.bound_symbols[gather].args[1] for gather in positions(trace, fsdp_all_gather)]
@@ -308,6 +321,11 @@ MUTATIONS: list[tuple[Callable[[TraceCtx], None], tuple[str, ...], str]] = [
     (wait_for_params_as_grads, EVERYWHERE, r"waits for '\w+', which is not what bucket '\S+' issued"),
     (reuse_a_live_slot, EVERYWHERE, r"writes slot_\d+ for bucket '\S+' while bucket '\S+' in slot_\d+ is read until"),
     (gradients_into_a_live_slot, BACKWARD, r"writes slot_\d+ for bucket '\S+' while bucket '\S+' in slot_\d+ is read"),
+    (
+        parameter_read_behind_its_gradient,
+        BACKWARD,
+        r"writes slot_\d+ for bucket '\S+' while bucket '\S+' in slot_\d+ is read until",
+    ),
     (gradient_into_another_slot, BACKWARD, _ELSEWHERE),
     (gradient_into_another_place, BACKWARD, _ELSEWHERE),
     (gradient_into_another_bucket, BACKWARD, _ELSEWHERE),

@@ -12,9 +12,10 @@ from thunder_fsdp_sched.buffers import Bucket, Slot
 from thunder_fsdp_sched.cost import AnalyticCost, flops_of
 from thunder_fsdp_sched.planner import plan_step
 from thunder_fsdp_sched.report import planned_step_table
-from thunder_fsdp_sched.symbols import GRAD_WRITERS, fsdp_reduce_scatter
+from thunder_fsdp_sched.symbols import GRAD_WRITERS, fsdp_all_gather, fsdp_reduce_scatter
 from thunder_fsdp_sched.transforms import share_written_in_place
-from thunder_fsdp_sched.transforms.plan_slots import live_ranges
+from thunder_fsdp_sched.transforms.plan_slots import grads_over_params, live_ranges, shared_slots
+from thunder_fsdp_sched.transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 
 import pytest
 import thunder
@@ -134,6 +135,27 @@ def test_a_slot_is_in_use_from_the_first_gradient_in_it() -> None:
             assert live.start == min(live.grads) < position
             slots = {trace.bound_symbols[i].args[1] for i in (*live.grads, position)}
             assert len(slots) == 1
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_gradients_need_no_slot_while_their_parameters_have_one(prefetch: int) -> None:
+    traces = compiled(lambda: Stack(8), prefetch=prefetch)
+    trace = traces.backward
+    gathers = {b.args[0]: b.args[1] for b in trace.bound_symbols if b.sym is fsdp_all_gather}
+    reductions = {b.args[0]: b.args[1] for b in trace.bound_symbols if b.sym is fsdp_reduce_scatter}
+    together = [bucket for bucket in gathers if reductions[bucket] is gathers[bucket]]
+    used, least = shared_slots(trace)
+    block = max(slot.nbytes for slot in gathers.values())
+    assert len(together) > 4
+    assert least == used
+    # Those gathered ahead, the one that is read and then filled, and the reductions in flight.
+    assert used <= (prefetch + 1 + MAX_REDUCTIONS_IN_FLIGHT) * block
+
+
+def test_gradients_of_another_dtype_have_slots_of_their_own() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    trace = compiled(lambda: Stack(8), mp_policy=policy).backward
+    assert not grads_over_params(trace, live_ranges(trace))
 
 
 def test_a_pinned_schedule_has_the_same_gradients_in_place() -> None:

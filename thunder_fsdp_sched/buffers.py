@@ -6,7 +6,8 @@ Three kinds of memory hold parameters and gradients, and each has one rule.
 *Private slots* (ZeRO-2) belong to one bucket; a gather overwrites them with the same bytes as long as the parameters do
 not change, and a change under a live graph is an error (``fsdp_params_unchanged``).
 *Shared slots* are ranges of the arena. They hold nothing between two traces, and within a trace the ``plan_slots`` pass
-gives a range to another collective only after the last reader of the old one; ``verify`` proves it.
+gives a range to another collective only after the last reader of the old one, or each parameter's to its own gradient
+after the last reader of that; ``verify`` proves it.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 The counter follows *memory ranges* (a storage and the bytes in it), because a slot holds parameters now and gradients
 later. A range is a parameter's where shards lie, where an all-gather writes, where an all-reduce completes copies of
 shards, and where any of these is copied to. It is a gradient's where a reduce-scatter writes; and a copy into a range, or
-a multiplication or division by a number that makes a new tensor, is a gradient's if a reduce-scatter reads that range
-afterwards. Every other copy is the model's own.
+a multiplication or division by a number, is a gradient's if a reduce-scatter reads that range afterwards, or in plain data
+parallelism an all-reduce does. Every other copy is the model's own.
 Operators that make views move no bytes and read none.
 """
 
@@ -180,7 +180,7 @@ class StepCounter(TorchDispatchMode):
             self._collectives.append(Collective(self._phase, "reduce_scatter", sum(t.nbytes for t in inputs)))
             for tensor in inputs:
                 self._bytes["gradient"] += self._take_writes(tensor)
-                self._read(tensor)
+                self._label(tensor, None)  # no parameters any more: padding that a gather wrote travels as well
             for tensor in outputs:
                 self._label(tensor, "gradient")
         elif "gather" in name:
@@ -194,6 +194,9 @@ class StepCounter(TorchDispatchMode):
             for tensor in outputs:
                 if self._kind(tensor) == "copied shard":
                     self._label(tensor, "unsharded")
+                elif "allreduce" in name and (copied := self._take_writes(tensor)):
+                    self._bytes["gradient"] += copied
+                    self._label(tensor, "gradient")
 
     def _compute(self, func: Any, args: Sequence[Any], kwargs: Any, inputs: list[torch.Tensor], result: Any) -> None:
         name = func.overloadpacket.__name__
@@ -212,7 +215,7 @@ class StepCounter(TorchDispatchMode):
             return
         for tensor in targets:
             self._label(tensor, None)
-        if name in _SCALINGS and not written:
+        if name in _SCALINGS:
             scaled = [t for t in sources if t.numel() == targets[0].numel()]
             if len(scaled) == 1 and all(t.numel() == 1 for t in sources if t is not scaled[0]):
                 self._note_write(targets[0], targets[0].nbytes + self._take_writes(scaled[0]))

@@ -266,6 +266,7 @@ class _SlotUses:
         self.uses: list[list[Any]] = []
         self.of_value: dict[str, tuple[int, ...]] = {}  # by the name of a future, a gathered parameter or a view of it
         self.written: dict[str, float] = {}  # by the name of a gradient in place: when its producer began
+        self.gathered: dict[tuple[str, str], int] = {}  # by slot and bucket
 
     def issue(self, bsym: BoundSymbol, flight: _Flight, began: float) -> None:
         bucket, slot = bsym.args[0], bsym.args[1]
@@ -275,6 +276,11 @@ class _SlotUses:
         name = slot.name if isinstance(slot, Slot) else ""
         self.of_value[bsym.output.name] = (len(self.uses),)
         nbytes, _ = payload(bsym.sym.name, bucket.spec)
+        if bsym.sym is fsdp_all_gather:
+            self.gathered[name, bucket.spec.name] = len(self.uses)
+        elif name and (name, bucket.spec.name) in self.gathered:  # gradients in the place of their parameters
+            use = self.uses[self.gathered[name, bucket.spec.name]]
+            use[-1] = max(min(use[-1], start), use[-2])
         self.uses.append([name, bucket.spec.name, bsym.sym.name, nbytes, start, start])
 
     def wait(self, bsym: BoundSymbol, now: float) -> None:

@@ -7,6 +7,12 @@ the arena are handed out one by one, each at the lowest offset that is free duri
 largest first (greedy by size, Pisarchyk and Lee 2020, arXiv:2001.03288), by start, by area. The one that needs least
 memory wins. Buckets of one size get exactly as many slots as are live at once; with several sizes the result may miss the
 lower bound, the most bytes live at once: ``shared_slots`` tells both.
+
+[Note: Gradients in the place of their parameters]
+In backward each parameter of a bucket is read for the last time before its gradient is written, or copied. Both lie at
+the same place in the bucket, so the reduction can have the slot of the gather: no bytes are needed for gradients while
+the bucket is still read. That spares a slot without waiting for anything earlier. It is done where the trace shows that
+it is right, for parameters and gradients of one dtype, and if the arena is smaller with it.
 """
 
 from __future__ import annotations
@@ -32,7 +38,15 @@ from ..symbols import (
 )
 from ..traces import Aliases, args_of, outs_of, with_bound_symbols
 
-__all__ = ["filling_bytes", "live_ranges", "peak_live_bytes", "plan_slots", "shared_slots", "slot_bytes_of"]
+__all__ = [
+    "filling_bytes",
+    "grads_over_params",
+    "live_ranges",
+    "peak_live_bytes",
+    "plan_slots",
+    "shared_slots",
+    "slot_bytes_of",
+]
 
 
 @dataclass(eq=False)
@@ -41,6 +55,8 @@ class LiveRange:
 
     Attributes:
         grads: positions of what writes gradients into it before a reduction is issued.
+        touched: by the index in the bucket: of a gather, the last read of each parameter, or the wait if nothing reads
+            it; of a reduction, the write of each gradient in place.
     """
 
     bucket: Bucket
@@ -48,6 +64,7 @@ class LiveRange:
     end: int
     nbytes: int
     grads: list[int] = field(default_factory=list)
+    touched: dict[int, int] = field(default_factory=dict)
     offset: int = 0
     neighbours: list[LiveRange] = field(default_factory=list)
 
@@ -68,7 +85,18 @@ def plan_slots(
     started = time.perf_counter()
     ranges = live_ranges(trace)
     private = {i for i, r in ranges.items() if r.bucket.whole in kept and trace.bound_symbols[i].sym is fsdp_all_gather}
-    _allocate([r for i, r in ranges.items() if i not in private])
+    shared = {i: r for i, r in ranges.items() if i not in private}
+    offsets = _allocate(list(shared.values()))
+    gather_of = grads_over_params(trace, shared)
+    both = {r: LiveRange(g.bucket, g.start, r.end, max(g.nbytes, r.nbytes)) for r, g in gather_of.items()}
+    alone = [r for r in shared.values() if r not in gather_of and r not in gather_of.values()]
+    joined = _allocate([*alone, *both.values()])
+    if _end(joined) < _end(offsets):
+        offsets = joined
+        for reduction, gather in gather_of.items():
+            offsets[reduction] = offsets[gather] = joined[both[reduction]]
+    for live in shared.values():
+        live.offset = offsets[live]
     bsyms = list(trace.bound_symbols)
     for position, live in ranges.items():
         if position in private:
@@ -84,7 +112,7 @@ def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
     """The live range of each gather and reduction, by the position of its issue in the trace."""
     ranges: dict[int, LiveRange] = {}
     issued: dict[str, LiveRange] = {}
-    owner: dict[str, LiveRange] = {}
+    owner: dict[str, tuple[LiveRange, int]] = {}
     written: dict[str, int] = {}
     aliases = Aliases()
     for position, bsym in enumerate(trace.bound_symbols):
@@ -92,6 +120,10 @@ def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
             grads = [written[arg] for arg in args_of(bsym) if arg in written]
             start = min([*grads, position])
             live = LiveRange(bsym.args[0], start, position, slot_bytes_of(bsym), grads)
+            if bsym.sym is fsdp_reduce_scatter:
+                live.touched = {
+                    i: written[g.name] for i, g in enumerate(bsym.args[2:]) if g is not None and g.name in written
+                }
             ranges[position] = issued[bsym.output.name] = live
         elif bsym.sym in (fsdp_wait_params, fsdp_wait_grads, fsdp_all_reduce):
             flight = issued.get(bsym.args[1].name)
@@ -99,7 +131,8 @@ def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
                 continue
             flight.end = position
             if bsym.sym is fsdp_wait_params:
-                owner.update(dict.fromkeys(outs_of(bsym), flight))
+                flight.touched = dict.fromkeys(range(len(bsym.output)), position)
+                owner.update({param.name: (flight, index) for index, param in enumerate(bsym.output)})
         else:
             if bsym.sym.name in GRAD_WRITERS:
                 written[bsym.output.name] = position
@@ -108,8 +141,33 @@ def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
             for arg in args_of(bsym):
                 for root in aliases.roots(arg):
                     if root in owner:
-                        owner[root].end = position
+                        live, index = owner[root]
+                        live.end = live.touched[index] = position
     return ranges
+
+
+def grads_over_params(trace: TraceCtx, ranges: dict[int, LiveRange]) -> dict[LiveRange, LiveRange]:
+    """The reductions that can have the slot of a gather of their bucket, with that gather.
+
+    See [Note: Gradients in the place of their parameters].
+
+    Args:
+        ranges: those of :func:`live_ranges` that lie in shared slots.
+    """
+    gathers: dict[Bucket, LiveRange] = {}
+    found = {}
+    for position, live in sorted(ranges.items()):
+        spec = live.bucket.spec
+        if trace.bound_symbols[position].sym is fsdp_all_gather:
+            gathers[live.bucket] = live
+            continue
+        gather = gathers.get(live.bucket)
+        if gather is None or not gather.start < live.start <= gather.end or spec.param_dtype != spec.reduce_dtype:
+            continue
+        writes = [live.touched.get(index, position) for index in gather.touched]
+        if gather.end < position and all(r < w for r, w in zip(gather.touched.values(), writes, strict=True)):
+            found[live] = gathers.pop(live.bucket)
+    return found
 
 
 def slot_bytes_of(issue: BoundSymbol) -> int:
@@ -130,12 +188,14 @@ def shared_slots(trace: TraceCtx) -> tuple[int, int]:
 
 def peak_live_bytes(trace: TraceCtx) -> int:
     """Most bytes of unsharded parameters and gradients in shared slots at one position: a lower bound for any arena."""
-    spans = []
-    for position, live in live_ranges(trace).items():
-        slot = trace.bound_symbols[position].args[1]
-        if slot is None or slot is not live.bucket.private_slot:
-            spans.append((live.start, live.end, live.nbytes))
-    return _most_at_once(spans)
+    ranges = live_ranges(trace)
+    slots = {i: trace.bound_symbols[i].args[1] for i in ranges}
+    shared = {i: r for i, r in ranges.items() if slots[i] is None or slots[i] is not r.bucket.private_slot}
+    slot_of = {r: slots[i] for i, r in shared.items()}
+    for reduction, gather in grads_over_params(trace, shared).items():
+        if slot_of[gather] is not None and slot_of[gather].overlaps(slot_of[reduction]):
+            gather.end = reduction.start - 1
+    return _most_at_once((r.start, r.end, r.nbytes) for r in shared.values())
 
 
 def filling_bytes(trace: TraceCtx) -> int:
@@ -161,8 +221,11 @@ def _most_at_once(spans: Iterable[tuple[int, int, int]]) -> int:
     return max(itertools.accumulate((changes[position] for position in sorted(changes)), initial=0))
 
 
-def _allocate(ranges: list[LiveRange]) -> None:
+def _allocate(ranges: list[LiveRange]) -> dict[LiveRange, int]:
+    """An offset for each range."""
     active: list[LiveRange] = []
+    for live in ranges:
+        live.neighbours.clear()
     for live in sorted(ranges, key=lambda r: r.start):
         active = [other for other in active if other.end >= live.start]
         for other in active:
@@ -170,11 +233,11 @@ def _allocate(ranges: list[LiveRange]) -> None:
                 other.neighbours.append(live)
                 live.neighbours.append(other)
         active.append(live)
-    tried = [_first_fit(sorted(ranges, key=order)) for order in _ORDERS]
-    for live, offset in min(
-        tried, key=lambda offsets: max((r.nbytes + o for r, o in offsets.items()), default=0)
-    ).items():
-        live.offset = offset
+    return min((_first_fit(sorted(ranges, key=order)) for order in _ORDERS), key=_end)
+
+
+def _end(offsets: dict[LiveRange, int]) -> int:
+    return max((live.nbytes + offset for live, offset in offsets.items()), default=0)
 
 
 _ORDERS: tuple[Callable[[LiveRange], tuple[int, ...]], ...] = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from thunder.core.prims import PrimIDs
@@ -38,12 +38,32 @@ class VerificationError(AssertionError):
 
 @dataclass
 class _Occupied:
-    """A slot that a collective uses, from the position that writes it first to the one that uses it last."""
+    """A slot that a collective uses, from the position that writes it first to the one that uses it last.
+
+    Attributes:
+        reads: of a gather, where each parameter is used last (its wait is a use), by its index.
+        writes: of a reduction, where each gradient is written in place, by its index. The others are at ``issue``.
+    """
 
     bucket: Bucket
     slot: Slot
     begin: int
     last_use: int
+    issue: int = -1
+    reads: dict[int, int] = field(default_factory=dict)
+    writes: dict[int, int] = field(default_factory=dict)
+
+    def replaces(self, old: _Occupied) -> bool:
+        """Whether these are gradients each of which comes to lie where the parameter lay, when that is over."""
+        spec = self.bucket.spec
+        return (
+            self.bucket is old.bucket
+            and (self.slot.arena, self.slot.offset) == (old.slot.arena, old.slot.offset)
+            and spec.param_dtype == spec.reduce_dtype
+            and len(old.reads) == len(spec.params)
+            and old.last_use < self.issue
+            and all(read < self.writes.get(index, self.issue) for index, read in old.reads.items())
+        )
 
 
 def verify(trace: TraceCtx) -> TraceCtx:
@@ -52,7 +72,8 @@ def verify(trace: TraceCtx) -> TraceCtx:
     * Every value is defined before it is read.
     * Every issue has exactly one wait, of its kind and bucket; gradients of a bucket with replicas are reduced across them.
     * No collective writes a slot while an earlier value in overlapping memory, views included, is still to be read.
-      What writes a gradient in place counts as the begin of its reduction.
+      What writes a gradient in place counts as the begin of its reduction. The gradients of a bucket may lie where its
+      parameters lay, if each is written behind the last read of its parameter.
     * A gradient that is written in place is written where its own bucket's reduction expects it, and nothing else reads it.
     * Gathers are issued in the order of their first consumers.
     * Between a gather's issue and its first consumer, and between a reduction's last gradient and its issue, nothing
@@ -75,6 +96,7 @@ class _Verifier:
         self.closed: dict[str, BoundSymbol] = {}
         self.occupied: list[_Occupied] = []
         self.of_param: dict[str, _Occupied] = {}
+        self.index_of: dict[str, int] = {}  # of parameters, in their buckets
         self.reduction_of = {a: b for b in trace.bound_symbols if b.sym is fsdp_reduce_scatter for a in args_of(b)}
         self.in_place: set[str] = set()
         self.filling: dict[str, _Occupied] = {}  # slots of reductions that are still to be issued, by their futures
@@ -117,7 +139,7 @@ class _Verifier:
             self.fail(position, f"bucket {bucket.spec.name!r} has no slot")
         future = bsym.output.name
         occupied = self.filling.pop(future) if future in self.filling else self._occupy(bucket, slot, position)
-        occupied.last_use = position
+        occupied.last_use = occupied.issue = position
         self.of_param[future] = occupied
 
     def _occupy(self, bucket: Bucket, slot: Slot, position: int) -> _Occupied:
@@ -146,6 +168,7 @@ class _Verifier:
         self.in_place.add(grad)
         if reduction.output.name not in self.filling:
             self.filling[reduction.output.name] = self._occupy(bucket, slot, position)
+        self.filling[reduction.output.name].writes[index] = position
 
     def _wait(self, position: int, bsym: BoundSymbol) -> None:
         bucket, future = bsym.args[0], bsym.args[1].name
@@ -157,6 +180,8 @@ class _Verifier:
         self.closed[future] = bsym
         if bsym.sym is fsdp_wait_params:
             self.of_param.update(dict.fromkeys(outs_of(bsym), self.of_param[future]))
+            self.of_param[future].reads = dict.fromkeys(range(len(bsym.output)), position)
+            self.index_of.update({param.name: index for index, param in enumerate(bsym.output)})
         elif bsym.sym is fsdp_wait_grads and (issue.sym is fsdp_all_reduce) is (bucket.ranks.replicas is None):
             self.fail(position, f"bucket {bucket.spec.name!r} is not reduced across its replicas, or has none")
 
@@ -165,6 +190,8 @@ class _Verifier:
             for root in self.aliases.roots(arg):
                 if root in self.of_param:
                     self.of_param[root].last_use = position
+                    if root in self.index_of:
+                        self.of_param[root].reads[self.index_of[root]] = position
                 if root in self.in_place and bsym is not self.reduction_of[root]:
                     bucket = self.reduction_of[root].args[0]
                     self.fail(
@@ -177,7 +204,7 @@ class _Verifier:
         for new in self.occupied:
             live = [old for old in live if old.last_use >= new.begin]
             for old in live:
-                if old.slot.overlaps(new.slot):
+                if old.slot.overlaps(new.slot) and not new.replaces(old):
                     self.fail(
                         new.begin,
                         f"writes {new.slot} for bucket {new.bucket.spec.name!r} while bucket {old.bucket.spec.name!r} "

@@ -1,0 +1,124 @@
+"""What a step on a GPU did, out of the trace that ``torch.profiler`` exports: pure functions, no GPU needed.
+
+[Note: What counts as what]
+The compute stream is the one whose kernels, NCCL's not counted, run longest. Communication is NCCL's kernels wherever they
+run, and everything on other streams: copy engines of symmetric memory, gloo's copies between GPU and host, the copies of a
+transport. All else is compute, copies on the compute stream too.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thunder_fsdp_sched.timeline import _outside, _union
+
+__all__ = ["Activity", "contention", "counts", "exposed", "idle", "read", "split"]
+
+_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+_NCCL = re.compile(r"nccl", re.IGNORECASE)
+_COPIES = re.compile(
+    r"memcpy|CatArrayBatchedCopy|copy_kernel|direct_copy|split_with_sizes_copy|chunk_cat", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Activity:
+    """Something that the GPU did, from ``start`` to ``end`` (seconds).
+
+    Attributes:
+        category: ``"kernel"``, ``"gpu_memcpy"`` or ``"gpu_memset"``.
+        shape: of a kernel, what was launched: runs of one name and shape do the same work.
+    """
+
+    name: str
+    category: str
+    stream: int
+    start: float
+    end: float
+    shape: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+def read(trace: Mapping[str, Any], device: int | None = None) -> list[Activity]:
+    """The GPU's activities in a trace that ``profile.export_chrome_trace`` wrote, in order.
+
+    Args:
+        device: index of the GPU; ``None`` for all.
+    """
+    found = []
+    for event in trace["traceEvents"]:
+        arguments = event.get("args", {})
+        if event.get("ph") != "X" or event.get("cat") not in _CATEGORIES:
+            continue
+        if device is not None and arguments.get("device") != device:
+            continue
+        start = float(event["ts"]) * 1e-6
+        shape = f"{arguments.get('grid', '')}{arguments.get('block', '')}"
+        stream = int(arguments.get("stream", -1))
+        found.append(Activity(event["name"], event["cat"], stream, start, start + float(event["dur"]) * 1e-6, shape))
+    return sorted(found, key=lambda a: (a.start, a.end))
+
+
+def split(activities: Sequence[Activity]) -> tuple[list[Activity], list[Activity]]:
+    """Compute, and communication: see [Note: What counts as what]."""
+    busy: dict[int, float] = defaultdict(float)
+    for activity in activities:
+        if activity.category == "kernel" and not _NCCL.search(activity.name):
+            busy[activity.stream] += activity.seconds
+    stream = max(busy, key=lambda s: busy[s], default=None)
+    compute = [a for a in activities if a.stream == stream and not _NCCL.search(a.name)]
+    return compute, [a for a in activities if a.stream != stream or _NCCL.search(a.name)]
+
+
+def exposed(compute: Iterable[Activity], communication: Iterable[Activity]) -> float:
+    """Seconds in which something communicates and nothing computes."""
+    return sum(_outside(_spans(communication), _spans(compute)))
+
+
+def idle(activities: Sequence[Activity]) -> float:
+    """Seconds between the first and the last activity in which the GPU does nothing."""
+    spans = _spans(activities)
+    return spans[-1][1] - spans[0][0] - sum(end - start for start, end in spans) if spans else 0.0
+
+
+def contention(compute: Sequence[Activity], communication: Iterable[Activity]) -> float | None:
+    """By which factor kernels are slower while something communicates; ``None`` if none ran both ways.
+
+    Kernels of one name and shape that run beside communication all the time are held against the median of those that
+    never do, weighted by their time.
+    """
+    kernels = [a for a in compute if a.category == "kernel" and a.seconds > 0]
+    alone: dict[tuple[str, str], list[float]] = defaultdict(list)
+    beside: dict[tuple[str, str], list[float]] = defaultdict(list)
+    outside = _outside([(a.start, a.end) for a in kernels], _spans(communication))
+    for kernel, free in zip(kernels, outside, strict=True):
+        share = free / kernel.seconds
+        if share > 0.999:
+            alone[kernel.name, kernel.shape].append(kernel.seconds)
+        elif share < 0.001:
+            beside[kernel.name, kernel.shape].append(kernel.seconds)
+    both = beside.keys() & alone.keys()
+    expected = sum(statistics.median(alone[key]) * len(beside[key]) for key in both)
+    return sum(sum(beside[key]) for key in both) / expected if expected else None
+
+
+def counts(compute: Sequence[Activity], communication: Sequence[Activity]) -> dict[str, int]:
+    """Kernels that compute, and that communicate; copies and concatenations of either, by kernel or by copy engine."""
+    both = [*compute, *communication]
+    return {
+        "kernels": sum(a.category == "kernel" for a in compute),
+        "communication_kernels": sum(a.category == "kernel" for a in communication),
+        "copies": sum(a.category == "gpu_memcpy" or bool(_COPIES.search(a.name)) for a in both),
+    }
+
+
+def _spans(activities: Iterable[Activity]) -> list[tuple[float, float]]:
+    return _union((a.start, a.end) for a in activities)
