@@ -128,8 +128,8 @@ def steps_tables(steps: dict[str, Any], bars: list[tuple[str, float, str, bool]]
             bars.append(
                 (f"{strategy}: {what}, of FSDP2's", mine / other, f"{MOST_OF_FSDP2:g}", mine <= MOST_OF_FSDP2 * other)
             )
-    whole.caption = "Each: beyond the collectives' own calls, for one bucket and direction, whatever in the step costs it."
-    inside.caption = "FSDP2's copies to and from its buffers are part of it, as are its reshards. Own calls: alone in a loop."
+    whole.caption = "Each: beyond the own calls, for one bucket and direction, whatever in the step costs it."
+    inside.caption = "FSDP2's copies and reshards are part of it. Own calls: of the collective alone, in a loop."
     return [whole, inside]
 
 
@@ -152,7 +152,9 @@ def compile_table(
     for key, text in (("symbols", "bound symbols"), ("gigabytes", "peak memory, GB"), ("thunder", "Thunder's own, s")):
         table.add_row(text, *(f"{one[key]:,.1f}".removesuffix(".0") for one in compiled))
     table.add_row("our passes, s", *(f"{one['ours']:.2f}" for one in compiled))
-    table.add_row("ours / Thunder's own", *(f"{one['ours'] / one['thunder']:.1%}" for one in compiled), end_section=True)
+    table.add_row(
+        "ours / Thunder's own", *(f"{one['ours'] / one['thunder']:.1%}" for one in compiled), end_section=True
+    )
     last = compiled[-1]["passes"]
     for name in sorted(last, key=last.get, reverse=True):
         table.add_row(name, *(f"{one['passes'].get(name, 0.0):.3f}" for one in compiled))
