@@ -85,7 +85,7 @@ def all_gather(bucket: Bucket, slot: Slot, *shards: torch.Tensor | None, again: 
     _check_shards(bucket, shards)
     arena = slot.arena
     arena.finish_leftovers(slot)
-    unsharded = arena.views(bucket, slot, bucket.spec.param_dtype)
+    unsharded = slot.params[bucket]
     try:
         with torch.profiler.record_function(bucket.all_gather_label):
             works, sent = bucket.gather_into(unsharded, again=again)
@@ -95,16 +95,16 @@ def all_gather(bucket: Bucket, slot: Slot, *shards: torch.Tensor | None, again: 
 
 
 def wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-    assert flight.slot is not None
-    arena = flight.slot.arena
-    arena.finish(flight)
-    return arena.views(bucket, flight.slot, bucket.spec.param_dtype).tensors
+    slot = flight.slot
+    assert slot is not None
+    slot.arena.finish(flight)
+    return slot.params[bucket].tensors
 
 
 def _place_of_grad(bucket: Bucket, slot: Slot, index: int) -> torch.Tensor:
     # A reduction's memory is in use from its first gradient on: also what an exception left in flight ends before that.
     slot.arena.finish_leftovers(slot)
-    return slot.arena.views(bucket, slot, bucket.spec.reduce_dtype).tensors[index]
+    return slot.grads[bucket].tensors[index]
 
 
 def _matmul_into(bucket: Bucket, slot: Slot, index: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ def _sum_into(
 def _reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> InFlight:
     arena = slot.arena
     arena.finish_leftovers(slot)
-    unsharded = arena.views(bucket, slot, bucket.spec.reduce_dtype)
+    unsharded = slot.grads[bucket]
     unreduced, unreduced_params = bucket.take_unreduced()
     for view, grad in zip(unsharded.tensors, grads, strict=True):
         if grad is not None:
