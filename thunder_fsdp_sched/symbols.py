@@ -35,6 +35,7 @@ from thunder.extend import OperatorExecutor, register_executor
 from .buckets import BucketSpec
 from .buffers import Bucket, InFlight, Slot, Views, address, failed
 from .groups import Group
+from .transports.base import labelled
 
 __all__ = [
     "GRAD_WRITERS",
@@ -87,7 +88,7 @@ def all_gather(bucket: Bucket, slot: Slot, *shards: torch.Tensor | None, again: 
     arena.finish_leftovers(slot)
     unsharded = slot.params[bucket]
     try:
-        with torch.profiler.record_function(bucket.all_gather_label):
+        with labelled(bucket.all_gather_label):
             works, sent = bucket.gather_into(unsharded, again=again)
     except RuntimeError as error:
         raise failed(bucket, "all-gather", error) from error
@@ -135,7 +136,7 @@ def _reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> 
     # Autograd keeps the sharded gradients as `.grad` without a copy and adds to them, so they are fresh each time.
     shard = torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.spec.device)
     try:
-        with torch.profiler.record_function(bucket.reduce_scatter_label):
+        with labelled(bucket.reduce_scatter_label):
             works = bucket.transport.reduce_scatter(bucket, unsharded, shard)
     except RuntimeError as error:
         raise failed(bucket, "reduce-scatter", error) from error
@@ -151,7 +152,7 @@ def _all_reduce(bucket: Bucket, flight: InFlight) -> InFlight:
 
 def _average_replicas(bucket: Bucket, shard: torch.Tensor) -> torch.distributed.Work:
     assert bucket.ranks.replicas is not None
-    with torch.profiler.record_function(bucket.all_reduce_label):
+    with labelled(bucket.all_reduce_label):
         return torch.distributed.all_reduce(
             shard, op=torch.distributed.ReduceOp.AVG, group=bucket.ranks.replicas.process_group, async_op=True
         )
