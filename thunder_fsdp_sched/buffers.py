@@ -267,6 +267,7 @@ class Bucket:
         self.arena = arena
         self.handle = handle
         self.private_slot: Slot | None = None
+        self._strided = _strided(spec, self.rank)
         self.all_gather_label = f"fsdp_all_gather({spec.name})"
         self.reduce_scatter_label = f"fsdp_reduce_scatter({spec.name})"
         self.all_reduce_label = f"fsdp_all_reduce({spec.name})"
@@ -299,7 +300,8 @@ class Bucket:
             # The host waits for it: autograd may add it to a gradient at once, and an optimizer reads it.
             on_host = torch.empty_like(flat, device="cpu", pin_memory=self.spec.travel.pin_memory)
             flat = on_host.copy_(flat)
-        return shard_views(self.spec, self.rank, flat)
+        assert flat.storage_offset() == 0
+        return tuple(map(flat.as_strided, *self._strided))
 
     @functools.cached_property
     def own_pieces(self) -> list[tuple[slice, slice]]:
@@ -361,12 +363,14 @@ def _aligned(nbytes: int) -> int:
 
 def shard_views(spec: BucketSpec, rank: int, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The rows that ``rank`` owns of each parameter, as views of a flat shard buffer (or of sharded gradients)."""
-    views = []
-    for placement in spec.layout.placements:
-        shape = placement.shard_shape(rank)
-        stride = _contiguous_strides(shape)
-        views.append(flat.as_strided(shape, stride, flat.storage_offset() + placement.shard_offsets[rank]))
-    return tuple(views)
+    shapes, strides, offsets = _strided(spec, rank)
+    return tuple(map(flat.as_strided, shapes, strides, (flat.storage_offset() + offset for offset in offsets)))
+
+
+def _strided(spec: BucketSpec, rank: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[int]]:
+    """Shapes, strides and offsets of the rows that ``rank`` owns of each parameter, within the flat shard."""
+    shapes = [placement.shard_shape(rank) for placement in spec.layout.placements]
+    return shapes, list(map(_contiguous_strides, shapes)), [p.shard_offsets[rank] for p in spec.layout.placements]
 
 
 def unsharded_views(spec: BucketSpec, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
