@@ -295,10 +295,11 @@ class Bucket:
 
     def sharded_grads(self, reduced: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """A flat reduced gradient as that of each shard, in their dtype and on their device."""
-        flat = reduced.to(self.spec.dtype)
-        if self.spec.travel.offload:
+        spec = self.spec
+        flat = reduced if reduced.dtype is spec.dtype else reduced.to(spec.dtype)
+        if spec.travel.offload:
             # The host waits for it: autograd may add it to a gradient at once, and an optimizer reads it.
-            on_host = torch.empty_like(flat, device="cpu", pin_memory=self.spec.travel.pin_memory)
+            on_host = torch.empty_like(flat, device="cpu", pin_memory=spec.travel.pin_memory)
             flat = on_host.copy_(flat)
         assert flat.storage_offset() == 0
         return tuple(map(flat.as_strided, *self._strided))

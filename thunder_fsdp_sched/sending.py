@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .transports.base import labelled, side_stream
+from .transports.base import NOWHERE, labelled, side_stream
 
 if TYPE_CHECKING:
     from .buffers import Bucket
@@ -39,7 +39,7 @@ class Source:
 
     def sending(self) -> contextlib.AbstractContextManager[Any]:
         """Where to call :meth:`shard` and to issue the gather."""
-        return contextlib.nullcontext()
+        return NOWHERE
 
 
 class Cast(Source):
@@ -77,7 +77,7 @@ class Load(Source):
         """On a GPU a stream beside the computation, which waits for what was computed so far."""
         device = self._bucket.spec.device
         if device.type != "cuda":
-            return contextlib.nullcontext()
+            return NOWHERE
         stream = side_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(stream)
