@@ -144,6 +144,7 @@ def _add_unreduced(bucket: Bucket, unsharded: Views, grads: Sequence[torch.Tenso
         if grad is None:
             view.zero_()
     unreduced, unreduced_params = bucket.take_unreduced()
+    assert unreduced is not None
     unsharded.flat.add_(unreduced)
     return tuple(i for i in unreduced_params if grads[i] is None)
 

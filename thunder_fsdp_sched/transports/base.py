@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch._C._autograd import _profiler_enabled
 
 if TYPE_CHECKING:
     from ..buckets import BucketSpec
@@ -94,7 +95,7 @@ NOWHERE = nullcontext()
 
 def labelled(name: str) -> AbstractContextManager[Any]:
     """Has a profiler show what happens inside under ``name``. Without a profiler a label would cost 6 microseconds."""
-    return torch.profiler.record_function(name) if torch.autograd._profiler_enabled() else NOWHERE
+    return torch.profiler.record_function(name) if _profiler_enabled() else NOWHERE
 
 
 class _OnStream:
