@@ -192,7 +192,8 @@ class Arena:
                 begin, end = _aligned(nbytes), _aligned(nbytes) + spec.sent_numel * dtype.itemsize
                 staging = self._memory[slot.offset + begin : slot.offset + end].view(dtype).data
             assert end <= slot.nbytes, (bucket, slot)
-            return Views(flat, unsharded_views(spec, flat.data), staging)
+            # Nor are parameters views to autograd: Thunder detaches each view that backward reads, in every step.
+            return Views(flat, tuple(view.data for view in unsharded_views(spec, flat)), staging)
 
     @property
     def in_flight(self) -> tuple[InFlight, ...]:
