@@ -124,10 +124,15 @@ def _reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> 
     arena = slot.arena
     arena.finish_leftovers(slot)
     unsharded = slot.grads[bucket]
+    unreduced, unreduced_params = bucket.take_unreduced()
     for view, grad in zip(unsharded.tensors, grads, strict=True):
-        if grad is not None and grad is not view:  # else its producer wrote it there
-            view.copy_(grad)
-    only_unreduced = _add_unreduced(bucket, unsharded, grads) if bucket.unreduced is not None else ()
+        if grad is not None:
+            if grad is not view:  # else its producer wrote it there
+                view.copy_(grad)
+        elif unreduced is not None:
+            view.zero_()
+    if unreduced is not None:
+        unsharded.flat.add_(unreduced)
     # Autograd keeps the sharded gradients as `.grad` without a copy and adds to them, so they are fresh each time.
     shard = torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.spec.device)
     try:
@@ -135,18 +140,8 @@ def _reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> 
             works = bucket.transport.reduce_scatter(bucket, unsharded, shard)
     except RuntimeError as error:
         raise failed(bucket, "reduce-scatter", error) from error
+    only_unreduced = tuple(i for i in unreduced_params if grads[i] is None)
     return arena.issue(InFlight(bucket, "reduce-scatter", slot, works, shard, only_unreduced))
-
-
-def _add_unreduced(bucket: Bucket, unsharded: Views, grads: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
-    """Adds what earlier backwards left to gradients that lie in their slot; which parameters only those had one for."""
-    for view, grad in zip(unsharded.tensors, grads, strict=True):
-        if grad is None:
-            view.zero_()
-    unreduced, unreduced_params = bucket.take_unreduced()
-    assert unreduced is not None
-    unsharded.flat.add_(unreduced)
-    return tuple(i for i in unreduced_params if grads[i] is None)
 
 
 def _all_reduce(bucket: Bucket, flight: InFlight) -> InFlight:
