@@ -70,7 +70,6 @@ class _Lying(dict["Bucket", "Views"]):
     """The views that buckets have of a slot, each made when it is first asked for: a step only looks them up."""
 
     def __init__(self, make: Callable[[Bucket], Views]) -> None:
-        super().__init__()
         self._make = make
 
     def __missing__(self, bucket: Bucket) -> Views:
