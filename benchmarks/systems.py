@@ -345,7 +345,7 @@ def communicate(system: System) -> float:
                 bucket, slot = bsym.args[:2]
                 tensors = bucket.params
                 if name != fsdp_all_gather.name:  # whatever lies in the slot is reduced
-                    tensors = slot.arena.views(bucket, slot, bucket.spec.reduce_dtype).tensors
+                    tensors = slot.grads[bucket].tensors
                 flights[bsym.output.name] = bsym._call_ctx[name](bucket, slot, *tensors, **bsym.kwargs)
     return time.perf_counter() - started
 

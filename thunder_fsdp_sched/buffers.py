@@ -39,6 +39,11 @@ class Slot:
     """A range of bytes that holds one unsharded bucket (parameters, or gradients before they are reduced).
 
     It is an opaque argument in traces, compared by identity, and prints under its name.
+
+    Attributes:
+        params: the slot as each bucket's parameters lie in it.
+        grads: the slot as each bucket's gradients lie in it.
+        sharing: all slots that share memory with it, itself among them.
     """
 
     def __init__(self, name: str, arena: Arena, offset: int, nbytes: int) -> None:
@@ -46,6 +51,9 @@ class Slot:
         self.arena = arena
         self.offset = offset
         self.nbytes = nbytes
+        self.params = _Lying(lambda bucket: arena.lay(bucket, self, bucket.spec.param_dtype))
+        self.grads = _Lying(lambda bucket: arena.lay(bucket, self, bucket.spec.reduce_dtype))
+        self.sharing = {self}
 
     def __repr__(self) -> str:
         return self.name
@@ -57,6 +65,17 @@ class Slot:
     def overlaps(self, other: Slot) -> bool:
         """Whether the two share memory."""
         return self.arena is other.arena and self.offset < other.end and other.offset < self.end
+
+
+class _Lying(dict["Bucket", "Views"]):
+    """The views that buckets have of a slot, each made when it is first asked for: a step only looks them up."""
+
+    def __init__(self, make: Callable[[Bucket], Views]) -> None:
+        self._make = make
+
+    def __missing__(self, bucket: Bucket) -> Views:
+        views = self[bucket] = self._make(bucket)
+        return views
 
 
 class Views(NamedTuple):
@@ -125,21 +144,24 @@ class Arena:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.nbytes = 0
-        self.in_flight: list[InFlight] = []
+        self._in_flight: dict[Slot, InFlight] = {}
         self._memory: torch.Tensor | None = None
         self._slots: dict[tuple[int, int], Slot] = {}
-        self._views: dict[tuple[Bucket, int, torch.dtype], Views] = {}
 
     def slot(self, offset: int, nbytes: int, name: str | None = None) -> Slot:
         """The slot at ``offset`` bytes with ``nbytes`` bytes; the same object for the same range."""
         assert offset % SLOT_ALIGNMENT == 0
         slot = self._slots.get((offset, nbytes))
         if slot is None:
-            slot = self._slots[offset, nbytes] = Slot(name or f"slot_{len(self._slots)}", self, offset, nbytes)
+            slot = Slot(name or f"slot_{len(self._slots)}", self, offset, nbytes)
+            for other in self._slots.values():
+                if other.overlaps(slot):
+                    other.sharing.add(slot)
+                    slot.sharing.add(other)
+            self._slots[offset, nbytes] = slot
             if slot.end > self.nbytes:
                 self.nbytes = slot.end
-                self._memory = None
-                self._views.clear()
+                self.let_go()
         return slot
 
     def allocate(self) -> None:
@@ -151,41 +173,48 @@ class Arena:
     def let_go(self) -> None:
         """Keeps the memory no longer than those do who hold views of it; slots know their arena, so it would stay."""
         self._memory = None
-        self._views.clear()
+        for slot in self._slots.values():
+            slot.params.clear()
+            slot.grads.clear()
 
-    def views(self, bucket: Bucket, slot: Slot, dtype: torch.dtype) -> Views:
+    def lay(self, bucket: Bucket, slot: Slot, dtype: torch.dtype) -> Views:
         """The slot as ``bucket`` lies in it, with elements of ``dtype``."""
-        key = (bucket, slot.offset, dtype)
-        views = self._views.get(key)
-        if views is None:
-            self.allocate()
-            assert self._memory is not None
-            spec = bucket.spec
-            nbytes = spec.layout.unsharded_numel * dtype.itemsize
-            with torch.inference_mode(False):
-                # What is written is not what parameters are views of: `.data` gives it a version of its own. gloo bumps
-                # it from a thread, and autograd compares that of saved views of the parameters.
-                flat = self._memory[slot.offset : slot.offset + nbytes].view(dtype).data
-                staging, end = None, nbytes
-                if spec.travel.staging:
-                    begin, end = _aligned(nbytes), _aligned(nbytes) + spec.sent_numel * dtype.itemsize
-                    staging = self._memory[slot.offset + begin : slot.offset + end].view(dtype).data
-                assert end <= slot.nbytes, (bucket, slot)
-                views = self._views[key] = Views(flat, unsharded_views(spec, flat.data), staging)
-        return views
+        self.allocate()
+        assert self._memory is not None
+        spec = bucket.spec
+        nbytes = spec.layout.unsharded_numel * dtype.itemsize
+        with torch.inference_mode(False):
+            # What is written is not what parameters are views of: `.data` gives it a version of its own. gloo bumps
+            # it from a thread, and autograd compares that of saved views of the parameters.
+            flat = self._memory[slot.offset : slot.offset + nbytes].view(dtype).data
+            staging, end = None, nbytes
+            if spec.travel.staging:
+                begin, end = _aligned(nbytes), _aligned(nbytes) + spec.sent_numel * dtype.itemsize
+                staging = self._memory[slot.offset + begin : slot.offset + end].view(dtype).data
+            assert end <= slot.nbytes, (bucket, slot)
+            # Nor are parameters views to autograd: Thunder detaches each view that backward reads, in every step.
+            return Views(flat, tuple(view.data for view in unsharded_views(spec, flat)), staging)
+
+    @property
+    def in_flight(self) -> tuple[InFlight, ...]:
+        """What was issued and not yet waited for; one at most for a slot."""
+        return tuple(self._in_flight.values())
 
     def issue(self, flight: InFlight) -> InFlight:
-        self.in_flight.append(flight)
+        assert flight.slot is not None
+        self._in_flight[flight.slot] = flight
         return flight
 
     def finish(self, flight: InFlight) -> None:
+        assert flight.slot is not None
         flight.wait()
-        self.in_flight = [other for other in self.in_flight if other is not flight]
+        self._in_flight.pop(flight.slot, None)
 
     def finish_leftovers(self, slot: Slot) -> None:
         """Waits for collectives on the memory of ``slot`` that an exception in an earlier step left in flight."""
-        for flight in [f for f in self.in_flight if f.slot is not None and f.slot.overlaps(slot)]:
-            self.finish(flight)
+        if not self._in_flight.keys().isdisjoint(slot.sharing):
+            for flight in [flight for other, flight in self._in_flight.items() if other in slot.sharing]:
+                self.finish(flight)
 
 
 class Bucket:
@@ -239,6 +268,7 @@ class Bucket:
         self.arena = arena
         self.handle = handle
         self.private_slot: Slot | None = None
+        self._strided = _strided(spec, self.rank)
         self.all_gather_label = f"fsdp_all_gather({spec.name})"
         self.reduce_scatter_label = f"fsdp_reduce_scatter({spec.name})"
         self.all_reduce_label = f"fsdp_all_reduce({spec.name})"
@@ -266,12 +296,14 @@ class Bucket:
 
     def sharded_grads(self, reduced: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """A flat reduced gradient as that of each shard, in their dtype and on their device."""
-        flat = reduced.to(self.spec.dtype)
-        if self.spec.travel.offload:
+        spec = self.spec
+        flat = reduced if reduced.dtype is spec.dtype else reduced.to(spec.dtype)
+        if spec.travel.offload:
             # The host waits for it: autograd may add it to a gradient at once, and an optimizer reads it.
-            on_host = torch.empty_like(flat, device="cpu", pin_memory=self.spec.travel.pin_memory)
+            on_host = torch.empty_like(flat, device="cpu", pin_memory=spec.travel.pin_memory)
             flat = on_host.copy_(flat)
-        return shard_views(self.spec, self.rank, flat)
+        assert flat.storage_offset() == 0
+        return tuple(map(flat.as_strided, *self._strided))
 
     @functools.cached_property
     def own_pieces(self) -> list[tuple[slice, slice]]:
@@ -333,12 +365,14 @@ def _aligned(nbytes: int) -> int:
 
 def shard_views(spec: BucketSpec, rank: int, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The rows that ``rank`` owns of each parameter, as views of a flat shard buffer (or of sharded gradients)."""
-    views = []
-    for placement in spec.layout.placements:
-        shape = placement.shard_shape(rank)
-        stride = _contiguous_strides(shape)
-        views.append(flat.as_strided(shape, stride, flat.storage_offset() + placement.shard_offsets[rank]))
-    return tuple(views)
+    shapes, strides, offsets = _strided(spec, rank)
+    return tuple(map(flat.as_strided, shapes, strides, (flat.storage_offset() + offset for offset in offsets)))
+
+
+def _strided(spec: BucketSpec, rank: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[int]]:
+    """Shapes, strides and offsets of the rows that ``rank`` owns of each parameter, within the flat shard."""
+    shapes = [placement.shard_shape(rank) for placement in spec.layout.placements]
+    return shapes, list(map(_contiguous_strides, shapes)), [p.shard_offsets[rank] for p in spec.layout.placements]
 
 
 def unsharded_views(spec: BucketSpec, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:

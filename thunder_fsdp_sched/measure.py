@@ -316,13 +316,13 @@ def _pretend(bucket: Bucket, slot: Any, *tensors: Any, again: bool = False) -> I
 
 
 def _start_all_gather(bucket: Bucket, slot: Slot) -> Sequence[Work]:
-    unsharded = slot.arena.views(bucket, slot, bucket.spec.param_dtype)
+    unsharded = slot.params[bucket]
     works, _ = bucket.gather_into(unsharded, again=True)
     return works
 
 
 def _start_reduce_scatter(bucket: Bucket, slot: Slot) -> Sequence[Work]:
-    unsharded = slot.arena.views(bucket, slot, bucket.spec.reduce_dtype)
+    unsharded = slot.grads[bucket]
     return bucket.transport.reduce_scatter(bucket, unsharded, _empty_shard(bucket))
 
 

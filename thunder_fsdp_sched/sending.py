@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .transports.base import side_stream
+from .transports.base import NOWHERE, labelled, side_stream
 
 if TYPE_CHECKING:
     from .buffers import Bucket
@@ -39,7 +39,7 @@ class Source:
 
     def sending(self) -> contextlib.AbstractContextManager[Any]:
         """Where to call :meth:`shard` and to issue the gather."""
-        return contextlib.nullcontext()
+        return NOWHERE
 
 
 class Cast(Source):
@@ -58,7 +58,7 @@ class Cast(Source):
                 )
         elif again and of == self._of:
             return self._cast
-        with torch.no_grad(), torch.profiler.record_function(f"fsdp_cast({bucket.spec.name})"):
+        with torch.no_grad(), labelled(f"fsdp_cast({bucket.spec.name})"):
             self._cast.copy_(bucket.shard)
         self._of = of
         return self._cast
@@ -69,7 +69,7 @@ class Load(Source):
 
     def shard(self, *, again: bool) -> torch.Tensor:
         bucket = self._bucket
-        with torch.no_grad(), torch.profiler.record_function(f"fsdp_load({bucket.spec.name})"):
+        with torch.no_grad(), labelled(f"fsdp_load({bucket.spec.name})"):
             copy = torch.empty_like(bucket.shard, dtype=bucket.spec.param_dtype, device=bucket.spec.device)
             return copy.copy_(bucket.shard, non_blocking=True)
 
@@ -77,7 +77,7 @@ class Load(Source):
         """On a GPU a stream beside the computation, which waits for what was computed so far."""
         device = self._bucket.spec.device
         if device.type != "cuda":
-            return contextlib.nullcontext()
+            return NOWHERE
         stream = side_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(stream)

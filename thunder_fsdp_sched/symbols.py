@@ -35,6 +35,7 @@ from thunder.extend import OperatorExecutor, register_executor
 from .buckets import BucketSpec
 from .buffers import Bucket, InFlight, Slot, Views, address, failed
 from .groups import Group
+from .transports.base import labelled
 
 __all__ = [
     "GRAD_WRITERS",
@@ -85,9 +86,9 @@ def all_gather(bucket: Bucket, slot: Slot, *shards: torch.Tensor | None, again: 
     _check_shards(bucket, shards)
     arena = slot.arena
     arena.finish_leftovers(slot)
-    unsharded = arena.views(bucket, slot, bucket.spec.param_dtype)
+    unsharded = slot.params[bucket]
     try:
-        with torch.profiler.record_function(bucket.all_gather_label):
+        with labelled(bucket.all_gather_label):
             works, sent = bucket.gather_into(unsharded, again=again)
     except RuntimeError as error:
         raise failed(bucket, "all-gather", error) from error
@@ -95,16 +96,16 @@ def all_gather(bucket: Bucket, slot: Slot, *shards: torch.Tensor | None, again: 
 
 
 def wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-    assert flight.slot is not None
-    arena = flight.slot.arena
-    arena.finish(flight)
-    return arena.views(bucket, flight.slot, bucket.spec.param_dtype).tensors
+    slot = flight.slot
+    assert slot is not None
+    slot.arena.finish(flight)
+    return slot.params[bucket].tensors
 
 
 def _place_of_grad(bucket: Bucket, slot: Slot, index: int) -> torch.Tensor:
     # A reduction's memory is in use from its first gradient on: also what an exception left in flight ends before that.
     slot.arena.finish_leftovers(slot)
-    return slot.arena.views(bucket, slot, bucket.spec.reduce_dtype).tensors[index]
+    return slot.grads[bucket].tensors[index]
 
 
 def _matmul_into(bucket: Bucket, slot: Slot, index: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -122,7 +123,7 @@ def _sum_into(
 def _reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> InFlight:
     arena = slot.arena
     arena.finish_leftovers(slot)
-    unsharded = arena.views(bucket, slot, bucket.spec.reduce_dtype)
+    unsharded = slot.grads[bucket]
     unreduced, unreduced_params = bucket.take_unreduced()
     for view, grad in zip(unsharded.tensors, grads, strict=True):
         if grad is not None:
@@ -135,7 +136,7 @@ def _reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> 
     # Autograd keeps the sharded gradients as `.grad` without a copy and adds to them, so they are fresh each time.
     shard = torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.spec.device)
     try:
-        with torch.profiler.record_function(bucket.reduce_scatter_label):
+        with labelled(bucket.reduce_scatter_label):
             works = bucket.transport.reduce_scatter(bucket, unsharded, shard)
     except RuntimeError as error:
         raise failed(bucket, "reduce-scatter", error) from error
@@ -151,7 +152,7 @@ def _all_reduce(bucket: Bucket, flight: InFlight) -> InFlight:
 
 def _average_replicas(bucket: Bucket, shard: torch.Tensor) -> torch.distributed.Work:
     assert bucket.ranks.replicas is not None
-    with torch.profiler.record_function(bucket.all_reduce_label):
+    with labelled(bucket.all_reduce_label):
         return torch.distributed.all_reduce(
             shard, op=torch.distributed.ReduceOp.AVG, group=bucket.ranks.replicas.process_group, async_op=True
         )

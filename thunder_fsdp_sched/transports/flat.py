@@ -46,5 +46,9 @@ def pieces(bucket: Bucket, unsharded: torch.Tensor, shard: torch.Tensor) -> Iter
     layout = bucket.spec.layout
     for s in layout.segments:
         if s.shard_numel:
-            whole = unsharded.narrow(0, s.unsharded_offset, layout.world_size * s.shard_numel)
-            yield whole, shard.narrow(0, s.shard_offset, s.shard_numel)
+            whole = _piece(unsharded, s.unsharded_offset, layout.world_size * s.shard_numel)
+            yield whole, _piece(shard, s.shard_offset, s.shard_numel)
+
+
+def _piece(flat: torch.Tensor, start: int, numel: int) -> torch.Tensor:
+    return flat if numel == flat.numel() else flat.narrow(0, start, numel)  # usually there is one segment, and no rest

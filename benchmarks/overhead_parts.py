@@ -1,0 +1,318 @@
+"""The measurements of ``overhead.py``: each function runs in a process of its own and returns what is to be shown."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import statistics
+import sys
+import time
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import thunder_fsdp_sched
+from thunder_fsdp_sched.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
+
+import thunder
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+WORLD_SIZE = 8
+STEPS = 10  # of one system in a round
+CALLS = 200  # of one collective in a round
+
+
+def steps(options: Namespace) -> dict[str, Any]:
+    """Host time of steps, of what gathers and reduces in them, and of the collectives alone."""
+    _fake_ranks()
+    systems = {name: _Stepping(make) for name, make in _systems(options).items()}
+    bucket = systems["ours zero3"].transform.sharded.buckets[0]
+    own_calls = _own_calls(bucket)
+    seconds: dict[str, list[float]] = defaultdict(list)
+    inside: dict[str, list[dict[str, float]]] = defaultdict(list)
+    _stop_collecting()
+    for _ in range(options.rounds):
+        for name, call in own_calls.items():
+            seconds[name].append(_time(call, CALLS))
+        for name, system in systems.items():
+            seconds[name].append(statistics.median(system.step() for _ in range(STEPS)))
+        for name, system in systems.items():
+            if "zero" in name:
+                inside[name].append(system.inside())
+    micro = {name: statistics.median(values) * 1e6 for name, values in seconds.items()}
+    result: dict[str, Any] = {}
+    for name in systems:
+        result[name] = {"step": micro[name]}
+        if "zero" not in name:
+            continue
+        twin = "eager" if "FSDP2" in name else "Thunder"
+        counts = {kind: round(_median(inside[name], f"{kind}s")) for kind in ("gather", "reduce")}
+        own = sum(counts[kind] * micro[kind] for kind in counts)
+        difference = statistics.median(a - b for a, b in zip(seconds[name], seconds[twin], strict=True)) * 1e6
+        result[name] |= {
+            "unsharded": micro[twin],
+            "difference": difference,
+            "gathers": counts["gather"],
+            "reductions": counts["reduce"],
+            "own_calls": own,
+            "beyond": difference - own,
+            "each": (difference - own) / sum(counts.values()),
+        }
+        for kind in counts:
+            issue, wait = (_median(inside[name], f"{kind} {what}") * 1e6 for what in ("issue", "wait"))
+            result[name][kind] = {"issue": issue, "wait": wait, "own_call": micro[kind]}
+            result[name][kind]["beyond"] = issue + wait - micro[kind]
+    return {"blocks": options.tiny_blocks, "parameters": 2 * options.layers, "systems": result}
+
+
+def _systems(options: Namespace) -> dict[str, Callable[[], Any]]:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return _Blocks(options.tiny_blocks, options.layers)
+
+    def ours(strategy: str) -> Any:
+        return thunder.jit(model(), transforms=[thunder_fsdp_sched.fsdp(sharding_strategy=strategy)])
+
+    def fsdp2(reshard: bool) -> nn.Module:
+        module = model()
+        for part in (*module.blocks, module):
+            fully_shard(part, reshard_after_forward=reshard)
+        return module
+
+    return {
+        "Thunder": lambda: thunder.jit(model()),
+        "ours zero2": lambda: ours("zero2"),
+        "ours zero3": lambda: ours("zero3"),
+        "eager": model,
+        "FSDP2 zero2": lambda: fsdp2(False),
+        "FSDP2 zero3": lambda: fsdp2(True),
+    }
+
+
+class _Blocks(nn.Module):
+    """Blocks of linear layers so small that the host is all there is to time."""
+
+    def __init__(self, blocks: int, layers: int, width: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))) for _ in range(blocks)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+class _Stepping:
+    """One system, stepped again and again."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.module = make()
+        self.parameters = list(self.module.parameters())
+        self.x = torch.ones(8, 8)
+        for _ in range(3):
+            self.step()
+
+    @property
+    def transform(self) -> Any:
+        return self.module._lc_transforms[0]
+
+    def step(self) -> float:
+        """Seconds of forward and backward."""
+        started = time.perf_counter()
+        self.module(self.x).backward()
+        seconds = time.perf_counter() - started
+        for parameter in self.parameters:
+            parameter.grad = None
+        return seconds
+
+    def inside(self) -> dict[str, float]:
+        """Of a few steps: collectives a step, and seconds to issue one and to wait for it."""
+        spent: dict[str, list[float]] = defaultdict(list)
+        with _watch_ours(self.module, spent) if isinstance(self.module, thunder.ThunderModule) else _watch_fsdp2(spent):
+            for _ in range(STEPS):
+                self.step()
+        result: dict[str, float] = {}
+        for kind in ("gather", "reduce"):
+            count = len(spent[f"{kind} issue"])
+            result[f"{kind}s"] = count / STEPS
+            for what in ("issue", "wait"):  # some of FSDP2's waits find nothing to do
+                result[f"{kind} {what}"] = sum(spent[f"{kind} {what}"]) / count
+        return result
+
+
+def _timed(function: Callable[..., Any], spent: list[float], counts: Callable[..., bool]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not counts(*args):
+            return function(*args, **kwargs)
+        started = time.perf_counter()
+        result = function(*args, **kwargs)
+        spent.append(time.perf_counter() - started)
+        return result
+
+    return call
+
+
+@contextmanager
+def _watch_ours(module: Any, spent: dict[str, list[float]]) -> Iterator[None]:
+    """Times our symbols where the compiled traces call them."""
+    names = {
+        fsdp_all_gather.name: "gather issue",
+        fsdp_wait_params.name: "gather wait",
+        fsdp_reduce_scatter.name: "reduce issue",
+        fsdp_wait_grads.name: "reduce wait",
+    }
+    entry = thunder.compile_stats(module).interpreter_cache[-1]
+    patches = []
+    for function in (entry.computation_fn, entry.backward_fn):
+        scope = _traced(function).__globals__
+        patched = {n: _timed(scope[n], spent[k], lambda *_: True) for n, k in names.items() if n in scope}
+        patches.append(mock.patch.dict(scope, patched))
+    with patches[0], patches[1]:
+        yield
+
+
+def _traced(function: Any) -> Any:
+    """The function made of a trace, out of what wraps it."""
+    while not function.__code__.co_filename.startswith("thunder."):
+        function = function.__wrapped__
+    return function
+
+
+@contextmanager
+def _watch_fsdp2(spent: dict[str, list[float]]) -> Iterator[None]:
+    """Times the methods of FSDP2's parameter groups that gather and reduce; calls that find nothing to do do not count."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    methods = {
+        "unshard": ("gather issue", lambda group, *_: group._all_gather_result is None and not group.is_unsharded),
+        "wait_for_unshard": ("gather wait", lambda group: group._all_gather_result is not None),
+        "post_backward": ("reduce issue", lambda *_: True),
+        "finalize_backward": ("reduce wait", lambda *_: True),
+    }
+    patched = {n: _timed(getattr(FSDPParamGroup, n), spent[k], counts) for n, (k, counts) in methods.items()}
+    with mock.patch.multiple(FSDPParamGroup, **patched):
+        yield
+
+
+def _own_calls(bucket: Any) -> dict[str, Callable[[], object]]:
+    """The collectives of a bucket and the waits for them, with nothing around."""
+    [segment] = bucket.spec.layout.segments
+    own = bucket.shard.narrow(0, segment.shard_offset, segment.shard_numel)
+    whole, group = torch.empty(WORLD_SIZE * segment.shard_numel), dist.group.WORLD
+    return {
+        "gather": lambda: all_gather_flat(whole, own, group=group, async_op=True).wait(),
+        "reduce": lambda: reduce_scatter_flat(own, whole, op=dist.ReduceOp.AVG, group=group, async_op=True).wait(),
+    }
+
+
+def prologue(options: Namespace) -> dict[str, float]:
+    """Milliseconds of the checks that a call begins with."""
+    _fake_ranks()
+    [count] = options.parameters
+    modules = {
+        "thunder": thunder.jit(_Parameters(count)),
+        "ours": thunder.jit(_Parameters(count), transforms=[thunder_fsdp_sched.fsdp()]),
+    }
+    x = torch.ones(8)
+    milliseconds: dict[str, list[float]] = defaultdict(list)
+    with torch.no_grad():  # less to trace, and the same checks
+        for module in modules.values():
+            module(x)
+        _stop_collecting()
+        for _ in range(options.rounds):
+            for name, module in modules.items():
+                module(x)
+                stats = thunder.compile_stats(module)  # Thunder times its prologues itself
+                nanoseconds = stats.last_prologue_execution_stop - stats.last_prologue_execution_start
+                milliseconds[name].append(nanoseconds / 1e6)
+    return {"parameters": count, **{name: statistics.median(values) for name, values in milliseconds.items()}}
+
+
+class _Parameters(nn.Module):
+    """Many parameters and next to nothing to trace: blocks of 12, as a GPT's are."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ParameterList(nn.Parameter(torch.ones(8)) for _ in range(min(12, count - first)))
+            for first in range(0, count, 12)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, *(parameter for block in self.blocks for parameter in block)]).sum()
+
+
+def compiling(options: Namespace) -> dict[str, Any]:
+    """Processor seconds of compiling, as rank 0 of 8; nothing runs."""
+    [blocks] = options.blocks
+
+    def make() -> tuple[Any, ...]:
+        with torch.device("meta"):
+            return MODELS[options.blocks_of](blocks)
+
+    sys.setrecursionlimit(100_000)  # Thunder's split of deep models
+    if options.no_gc:
+        gc.disable()
+    started = time.process_time()
+    transform = compile_as_rank(make, thunder_fsdp_sched.fsdp(), rank=0, world_size=WORLD_SIZE)
+    total = time.process_time() - started
+    [compiled] = transform.compiled
+    ours = sum(compiled.pass_seconds.values())
+    assert compiled.forward is not None and compiled.backward is not None
+    return {
+        "blocks": blocks,
+        "symbols": len(compiled.forward.bound_symbols) + len(compiled.backward.bound_symbols),
+        "gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+        "thunder": total - ours,
+        "ours": ours,
+        "passes": compiled.pass_seconds,
+    }
+
+
+def _gpt(blocks: int) -> tuple[Any, ...]:
+    from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
+
+    tokens = torch.randint(0, VOCABULARY, (2, 128))
+    return GPT(blocks=blocks, width=384, heads=6, length=128), (tokens, tokens)
+
+
+def _linear(blocks: int) -> tuple[Any, ...]:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(blocks)))
+    return model, (torch.empty(2, 64),)
+
+
+MODELS = {"gpt": _gpt, "linear": _linear}
+
+
+def _fake_ranks() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+
+
+def _stop_collecting() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # a collection would fall into some step
+
+
+def _time(call: Callable[[], object], times: int) -> float:
+    started = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - started) / times
+
+
+def _median(of: list[dict[str, float]], key: str) -> float:
+    return statistics.median(one[key] for one in of)
