@@ -51,12 +51,13 @@ def fsdp(
         sharding_strategy: ``"zero3"`` frees unsharded parameters after their last use in forward and gathers them again
             in backward: least memory, half as much communication again. ``"zero2"`` keeps them until backward.
         bucketing_strategy: which parameters travel in one collective. ``"block"``: those of one block of the module
-            tree (a child of a ModuleList or Sequential), and of each module outside any block. ``"layer"``: those that
-            one module owns. ``"none"``: each parameter alone. An int: consecutive parameters, until the bucket holds
+            tree (a child of a ModuleList or Sequential), and of each module outside any block; the first and the last
+            block in several parts if they have 4 MiB or more, as nothing hides them whole. ``"layer"``: those that one
+            module owns. ``"none"``: each parameter alone. An int: consecutive parameters, until the bucket holds
             that many bytes. A callable ``(parameter name, parameter) -> bucket name``. No bucket spans dtypes, devices,
             or trainable and frozen parameters.
-        prefetch: how many buckets ahead of its own wait an all-gather is issued (small buckets in between, norms and the
-            like, do not count for blocks). ZeRO-3 needs memory for about
+        prefetch: how many buckets ahead of its own wait an all-gather is issued (smaller ones in between, norms or parts
+            of a block, count for their share of its bytes). ZeRO-3 needs memory for about
             ``prefetch + 1`` unsharded buckets. 0 overlaps nothing. ``"auto"`` takes the distance with the least
             simulated step time.
         device: where shards and unsharded parameters live; default is where each parameter is.
@@ -76,11 +77,13 @@ def fsdp(
             ``prefetch="auto"`` both are chosen together for the least simulated step time. ``.compiled[-1].choice``
             shows what was considered.
         transport: how buckets travel, or a callable ``(bucket name, parameters) -> transport``. ``"flat"``: the bucket as
-            one vector, one collective, no copy; cuts between ranks fall between rows. ``"coalesced"``: each parameter cut
-            evenly, one launch of one collective each, no copy. ``"all_reduce"``: completes a buffer in which each rank's
-            shards stand at their place; twice the bytes. ``"symmetric_memory"``: copy engines pull from peers' memory,
+            one vector, one collective, no copy; cuts between ranks fall between rows. ``"all_to_all"``: the same, but for
+            reductions ranks exchange pieces and add them up themselves, at half the bytes of gloo's reduce-scatter.
+            ``"coalesced"``: each parameter cut evenly, one launch of one collective each, no copy. ``"all_reduce"``:
+            completes a buffer in which each rank's shards stand at their place; twice the bytes.
+            ``"symmetric_memory"``: copy engines pull from peers' memory,
             CUDA within a node. ``"staged"``: one collective and one copy. ``"auto"``: flat, or with NCCL coalesced where
-            flat would need several collectives; the plan says why.
+            flat would need several collectives, or with gloo all_to_all; the plan says why.
         mp_policy: torch's own :class:`~torch.distributed.fsdp.MixedPrecisionPolicy`. Shards are cast once when they have
             changed and gathered in ``param_dtype``; gradients are averaged in ``reduce_dtype`` (default ``param_dtype``) and
             summed up in it under ``no_sync``; shards, their gradients and the optimizer keep the parameters' dtype.

@@ -183,6 +183,11 @@ class StepCounter(TorchDispatchMode):
                 self._label(tensor, None)  # no parameters any more: padding that a gather wrote travels as well
             for tensor in outputs:
                 self._label(tensor, "gradient")
+        elif "alltoall" in name:  # the gradients of a transport whose ranks add up themselves
+            self._collectives.append(Collective(self._phase, name, sum(t.nbytes for t in inputs)))
+            for tensor in inputs:
+                self._bytes["gradient"] += self._take_writes(tensor)
+                self._label(tensor, None)
         elif "gather" in name:
             self._collectives.append(Collective(self._phase, "all_gather", sum(t.nbytes for t in outputs)))
             for tensor in outputs:
