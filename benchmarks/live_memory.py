@@ -1,9 +1,10 @@
 """Bytes that a training step holds: unsharded parameters, unsharded gradients, and everything, over the step's operators.
 
 [Note: What is live]
-A storage is live as long as it exists and has bytes; FSDP2 frees and fills its own by resizing them. Its bytes are
-unsharded parameters if an all-gather writes it or a copy out of such a storage, and unsharded gradients if a reduction
-reads it, or a copy, a concatenation or a scaling of it. All of it counts, padding too.
+A storage is live as long as it exists and has bytes; FSDP2 frees and fills its own by resizing them. What no operator made,
+gloo's own buffers, is live from when an operator first sees it. The bytes of a storage are unsharded parameters if an
+all-gather writes it or a copy out of such a storage, and unsharded gradients if a reduction reads it, or a copy, a
+concatenation or a scaling of it. All of it counts, padding too.
 
 An *arena* outlives the step and holds nothing but unsharded buckets, so it is counted twice. *Allocated*: all of it, all the
 time. *Live*: of its bytes those that are still to be read. Parameters are live from the issue of their gather to their
@@ -106,6 +107,7 @@ class LiveMemory(TorchDispatchMode):
         self._events: list[_Event] = [_Event("", [], [], 0)]
         self._alive: set[int] = set()
         self._results: dict[int, list[_Event]] = defaultdict(list)  # reductions by the storages they write
+        self._there: set[int] = set()
         self._shards = {self._number(parameter) for parameter in parameters}
         self._whole = set(self._shards) if whole else set()
         for arena in arenas:
@@ -114,6 +116,7 @@ class LiveMemory(TorchDispatchMode):
     def __enter__(self) -> LiveMemory:
         for found in gc.get_objects():  # what is freed now can be filled before an operator sees it
             if type(found) in (torch.Tensor, torch.nn.Parameter) and found.layout == torch.strided:
+                self._there.add(found.untyped_storage()._cdata)
                 if found.numel() and not found.untyped_storage().nbytes():
                     self._number(found)
         return super().__enter__()
@@ -178,7 +181,8 @@ class LiveMemory(TorchDispatchMode):
         number = self._numbers.get(storage._cdata)
         if number is None:  # the weak reference keeps the address from being used again
             number = self._numbers[storage._cdata] = len(self._storages)
-            since = len(self._events) if new else 0
+            there = storage._cdata in self._there  # if not, no operator made it: gloo's own
+            since = 0 if there and not new else len(self._events)
             self._storages.append(_Storage(StorageWeakRef(storage), new, [(since, storage.nbytes())]))
             self._alive.add(number)
         return number
