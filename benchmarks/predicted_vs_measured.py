@@ -62,28 +62,29 @@ def parse() -> argparse.Namespace:
 
 def run_rank(arguments: argparse.Namespace) -> None:
     import thunder_fsdp_sched
-    from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
     from thunder_fsdp_sched.measure import measure
 
     import thunder
     import torch
     import torch.distributed as dist
+    from systems import Emulation, Shape
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], rank=rank, world_size=world_size)
     count = 16 if arguments.emulate else arguments.tokens
     length = min(count, 256)
-    tokens = torch.randint(0, VOCABULARY, (max(count // length, 1), length))
+    shape = Shape(arguments.blocks, arguments.width, length, max(count // length, 1))
+    tokens, emulation = shape.tokens(), Emulation(shape)
+    emulation.seconds = arguments.emulate or 0.0
 
     jitted: dict[tuple[str, int], Any] = {}
     for strategy, prefetch in CONFIGURATIONS:
-        torch.manual_seed(0)
-        model = GPT(blocks=arguments.blocks, width=arguments.width, heads=6, length=length)
+        model = shape.model()
         parameters = sum(p.numel() for p in model.parameters())
         transforms = [thunder_fsdp_sched.fsdp(sharding_strategy=strategy, prefetch=prefetch)]
         if arguments.emulate:
-            transforms.append(sleeping(arguments.emulate / (6 * parameters * tokens.numel())))
+            transforms.append(emulation.transform())
         jitted[strategy, prefetch] = thunder.jit(model, transforms=transforms)
         step(jitted[strategy, prefetch], tokens)
 
@@ -163,36 +164,6 @@ def report(
             timeline.exposed_seconds,
         )
         print(f"{strategy} prefetch {prefetch} " + "".join(f"{figure:10.3f}" for figure in figures))
-
-
-def sleeping(seconds_per_flop: float) -> Any:
-    """A transform that makes every matrix multiplication sleep behind its work, in proportion to its FLOPs."""
-    from thunder_fsdp_sched.cost import flops_of
-
-    import thunder
-    from thunder.core.prims import OpTags
-    from thunder.core.symbol import BoundSymbol, Symbol
-    from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
-
-    def attach(bsym: BoundSymbol) -> None:
-        bsym._call_ctx = {"emulated_compute": time.sleep}
-
-    sleep = Symbol(
-        "emulated_compute", lambda seconds: None, is_prim=True, tags=[OpTags.DONT_DCE], _bind_postprocess=attach
-    )
-
-    class Sleeping(thunder.Transform):
-        def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-            new = from_trace(trace)
-            for bsym in trace.bound_symbols:
-                new.bound_symbols.append(bsym)
-                flops = sum(flops_of(bsym).values())
-                if flops:
-                    new.bound_symbols.append(sleep.bind(flops * seconds_per_flop, output=None))
-            new.set_provenance(TraceProvenance("emulated compute"))
-            return new
-
-    return Sleeping()
 
 
 if __name__ == "__main__":

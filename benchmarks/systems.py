@@ -46,6 +46,7 @@ __all__ = [
     "overlapped_fsdp2",
     "ratio",
     "say",
+    "sleeping",
     "step",
     "thunders_fsdp",
     "unsharded",
@@ -80,6 +81,30 @@ class Shape:
         return 6.0 * self.batch * self.length * (12 * self.blocks * self.width + VOCABULARY) * self.width
 
 
+def sleeping(sleep: Callable[[float], object]) -> thunder.Transform:
+    """A transform that calls ``sleep`` behind every matrix multiplication, with its FLOPs."""
+
+    def attach(bsym: BoundSymbol) -> None:
+        bsym._call_ctx = {"emulated_compute": sleep}
+
+    symbol = Symbol(
+        "emulated_compute", lambda flops: None, is_prim=True, tags=[OpTags.DONT_DCE], _bind_postprocess=attach
+    )
+
+    class Sleeping(thunder.Transform):
+        def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
+            new = from_trace(trace)
+            for bsym in trace.bound_symbols:
+                new.bound_symbols.append(bsym)
+                flops = sum(flops_of(bsym).values())
+                if flops:
+                    new.bound_symbols.append(symbol.bind(flops, output=None))
+            new.set_provenance(TraceProvenance("emulated compute"))
+            return new
+
+    return Sleeping()
+
+
 class Emulation:
     """Makes matrix multiplications of a model sleep, so that forward and backward sleep ``seconds`` altogether.
 
@@ -96,26 +121,7 @@ class Emulation:
 
     def transform(self) -> thunder.Transform:
         """For ``thunder.jit(transforms=[..., emulation.transform()])``."""
-
-        def attach(bsym: BoundSymbol) -> None:
-            bsym._call_ctx = {"emulated_compute": self.sleep}
-
-        symbol = Symbol(
-            "emulated_compute", lambda flops: None, is_prim=True, tags=[OpTags.DONT_DCE], _bind_postprocess=attach
-        )
-
-        class Sleeping(thunder.Transform):
-            def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-                new = from_trace(trace)
-                for bsym in trace.bound_symbols:
-                    new.bound_symbols.append(bsym)
-                    flops = sum(flops_of(bsym).values())
-                    if flops:
-                        new.bound_symbols.append(symbol.bind(flops, output=None))
-                new.set_provenance(TraceProvenance("emulated compute"))
-                return new
-
-        return Sleeping()
+        return sleeping(self.sleep)
 
     def eager(self, model: torch.nn.Module) -> torch.nn.Module:
         """Has every ``Linear`` of a module that runs uncompiled sleep, in forward and in backward."""

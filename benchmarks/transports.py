@@ -18,17 +18,14 @@ Seconds are of forward and backward without the optimizer, of the slowest rank. 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import statistics
-import sys
-import time
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-TRANSPORTS = ("flat", "staged", "coalesced", "all_reduce", "symmetric_memory")
+TRANSPORTS = ("flat", "all_to_all", "staged", "coalesced", "all_reduce", "symmetric_memory")
 PRECISIONS = {  # param_dtype, reduce_dtype
     "float32": (None, None),
     "bf16, float32 sums": ("bfloat16", "float32"),
@@ -61,20 +58,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", choices=("transports", "precisions"), help="one of the two tables")
     parser.add_argument("--json", type=Path, help="file for all figures, those of single rounds too")
     return parser.parse_args()
-
-
-@dataclass
-class System:
-    """One way of training the model, and what was measured of it."""
-
-    name: str
-    module: Any
-    transform: Any
-    optimizer: Any
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    sent: list[int] = field(default_factory=list)
-    figures: dict[str, Any] = field(default_factory=dict)
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
@@ -111,95 +94,50 @@ def policy(param_dtype: str | None, reduce_dtype: str | None) -> Any:
 
 def measure(arguments: argparse.Namespace, ways: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Figures of each way to train, or ``{"refused": why}``."""
-    from thunder_fsdp_sched.demo.model import VOCABULARY
-
-    import torch
     import torch.distributed as dist
     from netns import sent_bytes
+    from systems import Emulation, Shape, System, interleave, ours, ratio, say, step
 
     count = 16 if arguments.emulate else arguments.tokens
     length = min(count, 256)
-    tokens = torch.randint(
-        VOCABULARY, (max(count // length, 1), length), generator=torch.Generator().manual_seed(dist.get_rank())
-    )
+    shape = Shape(arguments.blocks, arguments.width, length, max(count // length, 1))
+    emulation = Emulation(shape)
+    emulation.seconds = arguments.emulate or 0.0
+    tokens = shape.tokens(dist.get_rank())
     figures: dict[str, dict[str, Any]] = {}
-    systems = []
+    systems: dict[str, System] = {}
     for name, options in ways.items():
         say(f"compiling: {name}")
+        usual = {"sharding_strategy": arguments.strategy, "prefetch": arguments.prefetch}
         try:
-            system = build(arguments, name, length, tokens.numel(), options)
+            system = ours(name, shape, emulation, **usual, **options)
         except ValueError as error:
             figures[name] = {"refused": str(error)}
             continue
-        train(system, tokens)  # compiles
-        system.figures = {**by_formula(system.transform), **counted(system, tokens)}
-        figures[name] = system.figures
-        systems.append(system)
-    gc.collect()
-    gc.freeze()  # or a full collection, a second beside the traces that Thunder keeps, falls into some step
-    for round_ in range(arguments.rounds):
-        say(f"round {round_ + 1} of {arguments.rounds}")
-        for offset in range(len(systems)):
-            system = systems[(round_ + offset) % len(systems)]
-            dist.barrier()
-            before = 0 if arguments.no_limit else sent_bytes("eth0")
-            system.seconds.append(train(system, tokens))
-            dist.barrier()
-            system.sent.append(0 if arguments.no_limit else sent_bytes("eth0") - before)
-    gc.unfreeze()
-    slowest = torch.tensor([system.seconds for system in systems], dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    base = slowest[0].tolist()
-    for system, seconds in zip(systems, slowest.tolist(), strict=True):
-        system.figures |= {
-            "sent_bytes": None if arguments.no_limit else round(statistics.median(system.sent)),
-            "seconds": statistics.median(seconds),
-            "ratio": statistics.median(s / b for s, b in zip(seconds, base, strict=True)),
-            "seconds_of_rounds": seconds,
+        step(system, tokens)  # compiles
+        figures[name] = {**by_formula(system.transform), **counted(system, tokens)}
+        systems[name] = system
+    sent: dict[str, list[int]] = {name: [] for name in systems}
+
+    def run(name: str) -> float:
+        dist.barrier()
+        before = 0 if arguments.no_limit else sent_bytes("eth0")
+        seconds = step(systems[name], tokens)
+        dist.barrier()
+        sent[name].append(0 if arguments.no_limit else sent_bytes("eth0") - before)
+        return seconds
+
+    seconds = interleave({name: partial(run, name) for name in systems}, arguments.rounds, say)
+    base = next(iter(seconds.values()))
+    for name, system in systems.items():
+        figures[name] |= {
+            "sent_bytes": None if arguments.no_limit else round(statistics.median(sent[name])),
+            "seconds": statistics.median(seconds[name]),
+            "ratio": ratio(seconds[name], base),
+            "seconds_of_rounds": seconds[name],
             "losses": system.losses,
         }
     return figures
-
-
-def build(arguments: argparse.Namespace, name: str, length: int, count: int, options: dict[str, Any]) -> System:
-    import thunder_fsdp_sched
-    from thunder_fsdp_sched.demo.model import GPT
-
-    import thunder
-    import torch
-
-    torch.manual_seed(0)
-    model = GPT(blocks=arguments.blocks, width=arguments.width, heads=max(arguments.width // 64, 1), length=length)
-    parameters = sum(p.numel() for p in model.parameters())
-    transform = thunder_fsdp_sched.fsdp(
-        sharding_strategy=arguments.strategy, prefetch=arguments.prefetch, bucketing_strategy="block", **options
-    )
-    transforms = [transform]
-    if arguments.emulate:
-        from predicted_vs_measured import sleeping
-
-        transforms.append(sleeping(arguments.emulate / (6 * parameters * count)))
-    module = thunder.jit(model, transforms=transforms)
-    return System(name, module, transform, torch.optim.AdamW(module.parameters(), lr=1e-3))
-
-
-def train(system: System, tokens: Any, counter: Any = None) -> float:
-    """One step; seconds of forward and backward on this rank."""
-    from contextlib import nullcontext
-
-    import torch.distributed as dist
-
-    system.optimizer.zero_grad()
-    dist.barrier()
-    started = time.perf_counter()
-    with counter.phase("forward") if counter else nullcontext():
-        loss = system.module(tokens, tokens)
-    with counter.phase("backward") if counter else nullcontext():
-        loss.backward()
-    seconds = time.perf_counter() - started
-    system.optimizer.step()
-    system.losses.append(loss.item())
-    return seconds
 
 
 def by_formula(transform: Any) -> dict[str, int]:
@@ -208,29 +146,32 @@ def by_formula(transform: Any) -> dict[str, int]:
     from thunder_fsdp_sched.transports import TRANSPORTS
 
     schedule = transform.compiled[-1].schedule
-    gathered = reduced = launches = 0
+    gathered = reduced = through_gloo = launches = 0
     for op in (*schedule.forward, *schedule.backward):
         transport, spec = TRANSPORTS[op.transport], transform.plan[op.bucket]
         gathers, reduces = op.kind == fsdp_all_gather.name, op.kind == fsdp_reduce_scatter.name
         gathered += gathers * transport.gather_wire_bytes(spec)
         reduced += reduces * transport.reduce_wire_bytes(spec)
+        through_gloo += reduces * transport.reduce_wire_bytes(spec) * (1 if transport.adds_up_itself else 2)
         launches += (gathers or reduces) * transport.launches(spec)
     return {
         "formula_bytes": gathered + reduced,
-        "formula_bytes_through_gloo": gathered + 2 * reduced,
+        "formula_bytes_through_gloo": gathered + through_gloo,
         "formula_launches": launches,
     }
 
 
-def counted(system: System, tokens: Any) -> dict[str, int]:
+def counted(system: Any, tokens: Any) -> dict[str, int]:
     """What one step copies, casts, issues and keeps live on this rank."""
     from thunder_fsdp_sched.measuring import StepCounter
 
+    from systems import step
+
     counter, casts = StepCounter(system.module.parameters()), cast_counter()
     with counter:
-        train(system, tokens, counter)
+        step(system, tokens, counter)
     with casts:  # not in the same step: it holds on to memory
-        train(system, tokens)
+        step(system, tokens)
     counts = counter.counts()
     number, nbytes, by_model = casts.total()
     collectives = [c for c in counts.collectives if c.phase]  # without the barrier before the step
@@ -342,12 +283,6 @@ def table(title: str, figures: dict[str, dict[str, Any]]) -> Any:
     )
     made.caption_justify = "left"
     return made
-
-
-def say(what: str) -> None:
-    """Progress, on rank 0."""
-    if os.environ["RANK"] == "0":
-        print(what, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

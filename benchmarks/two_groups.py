@@ -252,9 +252,10 @@ def build(arguments: argparse.Namespace, name: str, groups: dict[str, Any], ledg
     )
     transforms = [transform]
     if not arguments.real:
-        from predicted_vs_measured import sleeping
+        from systems import sleeping
 
-        transforms.append(sleeping(arguments.emulate / (6 * parameters * 16)))
+        seconds_per_flop = arguments.emulate / (6 * parameters * 16)
+        transforms.append(sleeping(lambda flops: time.sleep(flops * seconds_per_flop)))
     return thunder.jit(model, transforms=transforms), transform
 
 

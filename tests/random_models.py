@@ -218,7 +218,7 @@ def cases(draw: Any, *, numeric: bool = False) -> Case:
         "sharding_strategy": strategy,
         "bucketing_strategy": draw(st.sampled_from(["block", "block", "layer", "none", 64, 300])),
         "prefetch": draw(st.sampled_from([0, 1, 1, 2, 5, "auto"])),
-        "transport": draw(st.sampled_from(["auto", "flat", "coalesced", "all_reduce", "staged"])),
+        "transport": draw(st.sampled_from(["auto", "flat", "all_to_all", "coalesced", "all_reduce", "staged"])),
     }
     if strategy == "zero3" and draw(st.integers(0, 4)) == 0:
         options["max_unsharded_bytes"] = draw(

@@ -96,6 +96,29 @@ def test_children_of_a_module_list_are_blocks_and_the_rest_makes_buckets_of_its_
     assert members(Decoder())["root"] == ["scale"]
 
 
+def test_the_first_and_the_last_big_block_are_cut_into_runs_of_layers():
+    class Big(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(256)
+            self.query = nn.Linear(256, 3 * 256, bias=False)
+            self.out = nn.Linear(256, 256)
+            self.up = nn.Linear(256, 4 * 256)
+            self.down = nn.Linear(4 * 256, 256)
+            self.end = nn.LayerNorm(256)
+
+    blocks = nn.ModuleList([Big(), Big(), Big()])  # 3.2 MB each: too small for parts that are worth a collective
+    assert list(members(nn.ModuleDict({"blocks": blocks}))) == ["blocks.0", "blocks.1", "blocks.2"]
+    grouped = members(nn.ModuleDict({"blocks": blocks.double()}))  # 6.3 MB
+    edge = ["query", "up", "down"]
+    assert list(grouped) == [*(f"blocks.0.{n}" for n in edge), "blocks.1", *(f"blocks.2.{n}" for n in edge)]
+    first = ["norm.weight", "norm.bias", "query.weight", "out.weight", "out.bias"]
+    assert grouped["blocks.0.query"] == [f"blocks.0.{n}" for n in first]
+    assert [n for n in grouped["blocks.2.down"] if "end" in n] == ["blocks.2.end.weight", "blocks.2.end.bias"]
+    one = members(nn.Sequential(nn.Linear(1200, 1200, bias=False)))
+    assert list(one) == ["0"], "a block of one layer cannot be cut"
+
+
 def test_blocks_are_found_inside_the_stages_of_a_vision_model():
     assert named_blocks(Staged()) == (
         "patch", "stages.0.blocks.0", "stages.0.blocks.1", "stages.0.down", "stages.1.blocks.0", "stages.1.blocks.1",

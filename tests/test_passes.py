@@ -102,6 +102,28 @@ def test_a_sorted_trace_keeps_every_promise(trace, prefetch):
     testing.assert_reductions_right_after_last_gradient(done)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "in_flight"),
+    [([3, 3, 3, 3], [1, 2, 2, 2]), ([3, 1, 1, 3, 3], [1, 2, 3, 3, 2]), ([1, 1, 1], [1, 2, 2])],
+)
+def test_reductions_in_flight_are_counted_in_bytes(sizes, in_flight):
+    """As many as the two largest have: small ones do not hold up big ones, nor one another."""
+    trace = TraceCtx()
+    with tracectx(trace):
+        grads = []
+        for bucket in make_buckets(sizes):
+            value = prims.full(SHAPE, 1.0, device=devices.cpu, dtype=dtypes.float32)
+            own = [prims.neg(value) for _ in bucket.spec.params]
+            grads += fsdp_wait_grads(bucket, fsdp_reduce_scatter(bucket, None, *own))
+        prims.python_return(tuple(grads))
+    flying, counts = 0, []
+    for bsym in sort_communication(trace, prefetch=1).bound_symbols:
+        flying += (bsym.sym is fsdp_reduce_scatter) - (bsym.sym is fsdp_wait_grads)
+        if bsym.sym is fsdp_reduce_scatter:
+            counts.append(flying)
+    assert counts == in_flight
+
+
 @settings(max_examples=100, deadline=None)
 @given(traces(), st.integers(0, 4))
 def test_sorting_twice_changes_nothing(trace, prefetch):

@@ -16,7 +16,7 @@ from reference import Twins
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-ON_CPU = ("staged", "flat", "coalesced", "all_reduce", "shared_files")
+ON_CPU = ("staged", "flat", "all_to_all", "coalesced", "all_reduce", "shared_files")
 
 
 class Mixed(Model):
