@@ -52,7 +52,7 @@ def fsdp(
             in backward: least memory, half as much communication again. ``"zero2"`` keeps them until backward.
         bucketing_strategy: which parameters travel in one collective. ``"block"``: those of one block of the module
             tree (a child of a ModuleList or Sequential), and of each module outside any block; the first and the last
-            block in several parts if they have 4 MiB or more, as nothing hides them whole. ``"layer"``: those that one
+            block in several parts if they have 3 MiB or more, as nothing hides them whole. ``"layer"``: those that one
             module owns. ``"none"``: each parameter alone. An int: consecutive parameters, until the bucket holds
             that many bytes. A callable ``(parameter name, parameter) -> bucket name``. No bucket spans dtypes, devices,
             or trainable and frozen parameters.

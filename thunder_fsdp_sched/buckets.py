@@ -20,10 +20,10 @@ BucketRule = Callable[[str, torch.nn.Parameter], str]
 # Nothing hides the first gather of a forward, the last reduction of a backward (both of the first block) and, under
 # ZeRO-3, the first gather of a backward (of the last block). The smaller these are the less is exposed, so the two
 # blocks are cut into parts, runs of modules in order, which cost a collective each and hide one another.
-_PARTS = 4
-"""Into how many buckets an edge block is cut at most."""
+_PARTS = 6
+"""Into how many buckets an edge block is cut at most: a part has at least this share of it."""
 
-_LEAST_PART_BYTES = 1 << 20
+_LEAST_PART_BYTES = 1 << 19
 """Bytes from which on a part is worth a collective of its own: with fewer, starting it takes longer than sending it."""
 
 
