@@ -154,8 +154,8 @@ def figures_of(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
         if name.startswith("comm"):
             continue
         strategy = "zero3" if "zero3" in name else "zero2"
-        own = communication_of(name) if name.startswith("ours") else ""
-        communication = seconds.get(own, seconds[communication_of(f"ours {strategy} flat")])
+        same = name.split(" prefetch")[0] if name.startswith("ours") else f"ours {strategy} flat"
+        communication = seconds[communication_of(same)]
         compute = seconds["compute"]
         figures[name] |= {
             "communication": statistics.median(communication),
