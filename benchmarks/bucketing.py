@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -33,13 +32,10 @@ BUCKETINGS = {"none": "none", "layer": "layer", "block": "block", "1 MB": 10**6,
 
 
 def main() -> None:
-    arguments = parse()
-    if "RANK" in os.environ:
-        run_rank(arguments)
-        return
-    from netns import run_on_link
+    from netns import run_on_ranks
 
-    run_on_link(__file__, arguments)
+    arguments = parse()
+    run_on_ranks(__file__, arguments, run_rank, bits_per_second=arguments.rate)
 
 
 def parse() -> argparse.Namespace:
@@ -73,13 +69,11 @@ def systems(only: str | None) -> dict[str, Callable[..., Any]]:
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
-    import torch
     import torch.distributed as dist
+    from netns import join_ranks
     from systems import Emulation, Shape, communicate, interleave, say, step, unsharded
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], rank=rank, world_size=world_size)
+    rank, world_size = join_ranks()
     length = min(arguments.length, 256)
     shape = Shape(arguments.blocks, arguments.width, length, max(arguments.length // length, 1))
     emulation = Emulation(shape)
@@ -109,10 +103,10 @@ def count(system: Any, tokens: Any, world_size: int) -> dict[str, Any]:
     """Collectives, the bytes that gloo sends for them, and bytes of copies, in one step of this rank."""
     from thunder_fsdp_sched.measuring import StepCounter
 
-    from systems import forward_backward, local, wire_bytes
+    from systems import local, step, wire_bytes
 
     counter = StepCounter([local(p) for p in system.module.parameters()])
-    forward_backward(system, tokens, counter)
+    step(system, tokens, counter)
     counts = counter.counts()
     return {
         "calls": len(counts.collectives),

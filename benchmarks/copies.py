@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -38,15 +37,13 @@ SHOWN = ("ours zero2", "ours zero3", "Thunder fsdp zero3 block", "FSDP2 zero3")
 
 
 def main() -> None:
+    from netns import run_on_ranks
+
     arguments = parse()
     if arguments.fake:
         run_fake(arguments)
-    elif "RANK" in os.environ:
-        run_rank(arguments)
     else:
-        from netns import run_on_link
-
-        run_on_link(__file__, arguments)
+        run_on_ranks(__file__, arguments, run_rank, bits_per_second=arguments.rate)
 
 
 def parse() -> argparse.Namespace:
@@ -75,11 +72,9 @@ def run_fake(arguments: argparse.Namespace) -> None:
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
-    import torch.distributed as dist
+    from netns import join_ranks
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], rank=rank, world_size=world_size)
-    run(arguments, rank, world_size)
+    run(arguments, *join_ranks())
 
 
 def run(arguments: argparse.Namespace, rank: int, world_size: int) -> None:
@@ -111,7 +106,7 @@ def count(system: Any, tokens: Any, world_size: int, whole_bytes: int, arguments
 
     from live_memory import LiveMemory
     from netns import sent_bytes
-    from systems import arenas, forward_backward, local, step, wire_bytes
+    from systems import arenas, local, step, wire_bytes
 
     whole = system.name == "DDP"
     for _ in range(2):
@@ -121,9 +116,9 @@ def count(system: Any, tokens: Any, world_size: int, whole_bytes: int, arguments
     memory = LiveMemory(parameters, arenas(system), whole=whole)
     counted = not (arguments.fake or arguments.no_limit)
     before = sent_bytes("eth0") if counted else 0
-    forward_backward(system, tokens, counter)
+    step(system, tokens, counter)
     figures: dict[str, Any] = {"sent_bytes": sent_bytes("eth0") - before if counted else None}
-    forward_backward(system, tokens, memory)
+    step(system, tokens, memory)
     counts, held = counter.counts(), memory.held()
     collectives = [(c.kind, c.nbytes) for c in counts.collectives]
     figures |= {

@@ -17,11 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Links", "Loopback", "add_link_options", "run_on_link", "sent_bytes", "why_not"]
+__all__ = ["Links", "Loopback", "add_link_options", "join_ranks", "run_on_ranks", "sent_bytes", "why_not"]
 
 _MTU = 65000  # large packets: few interrupts, so that a transfer takes little CPU
 _BUFFERS = "4096 4194304 33554432"  # least, default and most bytes of a TCP socket's buffer
@@ -43,25 +43,49 @@ def sent_bytes(interface: str) -> int:
 
 
 def add_link_options(parser: argparse.ArgumentParser) -> None:
-    """The options that :func:`run_on_link` reads."""
+    """The options that :func:`run_on_ranks` reads."""
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rate", type=float, default=1e9, help="bits/s that a rank can send")
     parser.add_argument("--no-limit", action="store_true", help="plain loopback instead, which needs no root")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds until a rank counts as hanging")
 
 
-def run_on_link(script: str, arguments: argparse.Namespace) -> None:
-    """Runs ``script`` again with the same arguments, once for each rank, and prints what rank 0 prints.
+def run_on_ranks(
+    script: str,
+    arguments: argparse.Namespace,
+    run_rank: Callable[[argparse.Namespace], object],
+    *,
+    bits_per_second: float | Sequence[float],
+) -> None:
+    """In a rank ``run_rank(arguments)``; else starts ``script`` with the same arguments on all, and prints what rank 0 does.
 
     Ends the process with a message if the links cannot be made.
+
+    Args:
+        arguments: those of :func:`add_link_options` among them.
+        bits_per_second: what a rank can send; of each link, if there are several.
     """
+    if "RANK" in os.environ:
+        run_rank(arguments)
+        return
     reason = None if arguments.no_limit else why_not()
     if reason is not None:
         sys.exit(f"cannot make rate-limited links: {reason} (or give --no-limit, for plain loopback)")
     ranks = arguments.ranks
-    with Loopback(ranks) if arguments.no_limit else Links(ranks, bits_per_second=arguments.rate) as links:
+    with Loopback(ranks) if arguments.no_limit else Links(ranks, bits_per_second=bits_per_second) as links:
         command = [sys.executable, "-W", "ignore", script, *sys.argv[1:]]
         print(links.run(command, timeout=arguments.timeout, show_progress=True)[0], end="")
+
+
+def join_ranks() -> tuple[int, int]:
+    """Makes the default process group of a rank that was started here, with one thread; its rank and their number."""
+    import torch
+    import torch.distributed as dist
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], rank=rank, world_size=world_size)
+    return rank, world_size
 
 
 class Loopback:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import statistics
 from collections.abc import Callable
@@ -34,13 +33,10 @@ from typing import Any
 
 
 def main() -> None:
-    arguments = parse()
-    if "RANK" in os.environ:
-        run_rank(arguments)
-        return
-    from netns import run_on_link
+    from netns import run_on_ranks
 
-    run_on_link(__file__, arguments)
+    arguments = parse()
+    run_on_ranks(__file__, arguments, run_rank, bits_per_second=arguments.rate)
 
 
 def parse() -> argparse.Namespace:
@@ -86,13 +82,11 @@ def systems(only: str | None) -> dict[str, Callable[..., Any]]:
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
-    import torch
     import torch.distributed as dist
+    from netns import join_ranks
     from systems import Emulation, Shape, System, communicate, interleave, say, step, unsharded, unsharded_eager
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], rank=rank, world_size=world_size)
+    rank, _ = join_ranks()
     length = min(arguments.length, 256)
     shape = Shape(arguments.blocks, arguments.width, length, max(arguments.length // length, 1))
     emulation = Emulation(shape)

@@ -67,11 +67,10 @@ def run_rank(arguments: argparse.Namespace) -> None:
     import thunder
     import torch
     import torch.distributed as dist
+    from netns import join_ranks
     from systems import Emulation, Shape
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], rank=rank, world_size=world_size)
+    rank, world_size = join_ranks()
     count = 16 if arguments.emulate else arguments.tokens
     length = min(count, 256)
     shape = Shape(arguments.blocks, arguments.width, length, max(count // length, 1))

@@ -38,7 +38,6 @@ __all__ = [
     "arenas",
     "communicate",
     "ddp",
-    "forward_backward",
     "fsdp2",
     "interleave",
     "local",
@@ -153,20 +152,16 @@ class System:
 
     Attributes:
         module: called with tokens and targets, gives the loss.
-        before: called before each forward, in the time that is measured.
         behind: called behind each backward, in the time that is measured.
         transform: this project's, if it is this project's.
-        seconds: forward and backward of this rank, for each step.
     """
 
     name: str
     module: Any
     optimizer: torch.optim.Optimizer
-    before: Callable[[], object] = lambda: None
     behind: Callable[[], object] = lambda: None
     transform: Any = None
     losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
 
 
 def _jitted(name: str, module: Any, transform: Any = None) -> System:
@@ -281,37 +276,27 @@ def overlapped_fsdp2(name: str, shape: Shape, emulation: Emulation, *, reshard: 
     return System(name, model, _optimizer(model), behind=reduce.finish)
 
 
-def step(system: System, tokens: torch.Tensor, counter: Any = None) -> float:
-    """One step; seconds of forward and backward on this rank. The optimizer follows, untimed."""
+def step(system: System, tokens: torch.Tensor, watch: Any = None) -> float:
+    """One step; seconds of forward and backward on this rank. The optimizer follows, untimed.
+
+    Args:
+        watch: a context around forward and backward, which may have phases.
+    """
+    phase = getattr(watch, "phase", lambda name: nullcontext())
     system.optimizer.zero_grad(set_to_none=True)
     if dist.is_initialized():
         dist.barrier()
-    started = time.perf_counter()
-    system.before()
-    with counter.phase("forward") if counter else nullcontext():
-        loss = system.module(tokens, tokens)
-    with counter.phase("backward") if counter else nullcontext():
-        loss.backward()
-        system.behind()
-    seconds = time.perf_counter() - started
-    system.optimizer.step()
-    system.losses.append(loss.item())
-    return seconds
-
-
-def forward_backward(system: System, tokens: torch.Tensor, watch: Any) -> None:
-    """A step of which ``watch`` sees forward and backward, but not the optimizer; it may have phases."""
-    phase = getattr(watch, "phase", lambda name: nullcontext())
-    system.optimizer.zero_grad(set_to_none=True)
-    with watch:
-        system.before()
+    with watch or nullcontext():
+        started = time.perf_counter()
         with phase("forward"):
             loss = system.module(tokens, tokens)
         with phase("backward"):
             loss.backward()
             system.behind()
+        seconds = time.perf_counter() - started
     system.optimizer.step()
     system.losses.append(loss.item())
+    return seconds
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from functools import partial
 from pathlib import Path
@@ -34,13 +33,10 @@ PRECISIONS = {  # param_dtype, reduce_dtype
 
 
 def main() -> None:
-    arguments = parse()
-    if "RANK" in os.environ:
-        run_rank(arguments)
-        return
-    from netns import run_on_link
+    from netns import run_on_ranks
 
-    run_on_link(__file__, arguments)
+    arguments = parse()
+    run_on_ranks(__file__, arguments, run_rank, bits_per_second=arguments.rate)
 
 
 def parse() -> argparse.Namespace:
@@ -61,12 +57,10 @@ def parse() -> argparse.Namespace:
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
-    import torch
     import torch.distributed as dist
+    from netns import join_ranks
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], rank=rank, world_size=world_size)
+    rank, _ = join_ranks()
     tables = {}
     if arguments.only != "precisions":
         tables["transports"] = measure(arguments, {t: {"transport": t} for t in TRANSPORTS})
@@ -168,18 +162,15 @@ def counted(system: Any, tokens: Any) -> dict[str, int]:
     from systems import step
 
     counter, casts = StepCounter(system.module.parameters()), cast_counter()
-    with counter:
-        step(system, tokens, counter)
-    with casts:  # not in the same step: it holds on to memory
-        step(system, tokens)
+    step(system, tokens, counter)
+    step(system, tokens, casts)  # not in the same step: it holds on to memory
     counts = counter.counts()
     number, nbytes, by_model = casts.total()
-    collectives = [c for c in counts.collectives if c.phase]  # without the barrier before the step
     return {
         "parameter_bytes_copied": counts.parameter_bytes_copied - by_model,
         "gradient_bytes_copied": counts.gradient_bytes_copied,
         "backend_bytes_copied": counts.backend_bytes_copied,
-        "collectives": len(collectives),
+        "collectives": len(counts.collectives),
         "peak_unsharded_bytes": max(counts.peak_unsharded_bytes.values()),
         "casts": number,
         "cast_bytes": nbytes,

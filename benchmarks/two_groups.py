@@ -27,7 +27,6 @@ import gc
 import json
 import os
 import statistics
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -74,19 +73,10 @@ class Model(nn.Module):
 
 
 def main() -> None:
-    arguments = parse()
-    if "RANK" in os.environ:
-        run_rank(arguments)
-        return
-    from netns import Links, Loopback, why_not
+    from netns import run_on_ranks
 
-    reason = None if arguments.no_limit else why_not()
-    if reason is not None:
-        sys.exit(f"cannot make rate-limited links: {reason} (or give --no-limit, to see that it runs)")
-    ranks = arguments.ranks
-    with Loopback(ranks) if arguments.no_limit else Links(ranks, bits_per_second=arguments.rates) as links:
-        command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:]]
-        print(links.run(command, timeout=arguments.timeout, show_progress=True)[0], end="")
+    arguments = parse()
+    run_on_ranks(__file__, arguments, run_rank, bits_per_second=arguments.rates)
 
 
 def parse() -> argparse.Namespace:
@@ -110,10 +100,10 @@ def parse() -> argparse.Namespace:
 
 def run_rank(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
+    from netns import join_ranks
+    from systems import say
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], rank=rank, world_size=world_size)
+    rank, world_size = join_ranks()
     groups = {}
     for number, name in enumerate(("dense", "experts")):
         if not arguments.no_limit:
@@ -358,12 +348,6 @@ def report(arguments: argparse.Namespace, figures: dict[str, dict[str, Any]], nb
     )
     console = make_console()
     console.print(table, highlight=False)
-
-
-def say(what: str) -> None:
-    """Progress, on rank 0."""
-    if os.environ["RANK"] == "0":
-        print(what, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -65,8 +65,6 @@ class LiveRange:
     nbytes: int
     grads: list[int] = field(default_factory=list)
     touched: dict[int, int] = field(default_factory=dict)
-    offset: int = 0
-    neighbours: list[LiveRange] = field(default_factory=list)
 
 
 def plan_slots(
@@ -95,14 +93,12 @@ def plan_slots(
         offsets = joined
         for reduction, gather in gather_of.items():
             offsets[reduction] = offsets[gather] = joined[both[reduction]]
-    for live in shared.values():
-        live.offset = offsets[live]
     bsyms = list(trace.bound_symbols)
     for position, live in ranges.items():
         if position in private:
             slot = live.bucket.keep_unsharded()
         else:
-            slot = arena_of(live.bucket).slot(live.offset, live.nbytes)
+            slot = arena_of(live.bucket).slot(offsets[live], live.nbytes)
         for user in (*live.grads, position):
             bsyms[user] = bsyms[user].from_bsym(args=(live.bucket, slot, *bsyms[user].args[2:]))
     return with_bound_symbols(trace, bsyms, "fsdp: plan slots", started)
@@ -224,16 +220,15 @@ def _most_at_once(spans: Iterable[tuple[int, int, int]]) -> int:
 def _allocate(ranges: list[LiveRange]) -> dict[LiveRange, int]:
     """An offset for each range."""
     active: list[LiveRange] = []
-    for live in ranges:
-        live.neighbours.clear()
+    neighbours: dict[LiveRange, list[LiveRange]] = {live: [] for live in ranges}
     for live in sorted(ranges, key=lambda r: r.start):
         active = [other for other in active if other.end >= live.start]
         for other in active:
             if other.bucket.arena is live.bucket.arena:
-                other.neighbours.append(live)
-                live.neighbours.append(other)
+                neighbours[other].append(live)
+                neighbours[live].append(other)
         active.append(live)
-    return min((_first_fit(sorted(ranges, key=order)) for order in _ORDERS), key=_end)
+    return min((_first_fit(sorted(ranges, key=order), neighbours) for order in _ORDERS), key=_end)
 
 
 def _end(offsets: dict[LiveRange, int]) -> int:
@@ -248,11 +243,11 @@ _ORDERS: tuple[Callable[[LiveRange], tuple[int, ...]], ...] = (
 )
 
 
-def _first_fit(ranges: list[LiveRange]) -> dict[LiveRange, int]:
+def _first_fit(ranges: list[LiveRange], neighbours: dict[LiveRange, list[LiveRange]]) -> dict[LiveRange, int]:
     """Each range's offset, handed out in this order: the lowest that no range handed out before has at the same time."""
     offsets: dict[LiveRange, int] = {}
     for live in ranges:
-        taken = sorted((offsets[n], offsets[n] + n.nbytes) for n in live.neighbours if n in offsets)
+        taken = sorted((offsets[n], offsets[n] + n.nbytes) for n in neighbours[live] if n in offsets)
         offset = 0
         for begin, end in taken:
             if begin - offset >= live.nbytes:

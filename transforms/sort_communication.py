@@ -88,7 +88,7 @@ def sort_communication(trace: TraceCtx, *, prefetch: int, max_unsharded_bytes: i
     * Gathers are issued in the order of their first consumers; a wait stands right before its first consumer.
     * A gather is issued ``prefetch`` steps ahead of its own wait, just before the wait of that step (0: right before its
       own wait), or already before a reduction that is ready there: on one communicator it would queue behind it.
-      Small steps hide nothing and do not count: see ``issue_points``.
+      Smaller steps count for their share of its bytes: see ``issue_points``.
     * A reduction is issued right after the last of its gradients. In flight are at most as many bytes as the
       ``MAX_REDUCTIONS_IN_FLIGHT`` largest have together, then the oldest is waited for; the others are waited for where
       their results are read, at the end usually.

@@ -38,7 +38,7 @@ class Transport(ABC):
         per_param: it needs a layout in which every parameter is cut into even rows (``plan_layout(per_param=True)``).
         staging: its slots have a second half, in the order in which the ranks send (``Views.staging``).
         peers_read_shards: other ranks read a shard where it lies, so that it has to lie on the device.
-        adds_up_itself: its reductions only move gradients, and whoever waits adds them up.
+        adds_up_itself: its reductions only move gradients, and the transport adds them up.
     """
 
     name: str
