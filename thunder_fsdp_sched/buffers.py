@@ -5,9 +5,10 @@ Three kinds of memory hold parameters and gradients, and each has one rule.
 *Shard buffers* belong to the optimizer: parameters are views of them and a step never writes them.
 *Private slots* (ZeRO-2) belong to one bucket; a gather overwrites them with the same bytes as long as the parameters do
 not change, and a change under a live graph is an error (``fsdp_params_unchanged``).
-*Shared slots* are ranges of the arena. They hold nothing between two traces, and within a trace the ``plan_slots`` pass
-gives a range to another collective only after the last reader of the old one, or each parameter's to its own gradient
-after the last reader of that; ``verify`` proves it.
+*Shared slots* are ranges of the arena. Within a trace the ``plan_slots`` pass gives a range to another collective only
+after the last reader of the old one, or each parameter's to its own gradient after the last reader of that; ``verify``
+proves it. Between two traces they hold nothing, or, for the backward that follows, what the end of forward left there:
+see [Note: What forward leaves] in ``transforms.reuse_from_forward``.
 """
 
 from __future__ import annotations
@@ -145,6 +146,8 @@ class Arena:
         self.device = device
         self.nbytes = 0
         self._in_flight: dict[Slot, InFlight] = {}
+        self._issued = 0
+        self._left: dict[Bucket, tuple[Slot, int]] = {}  # by forward: where, and the number of issues at its end
         self._memory: torch.Tensor | None = None
         self._slots: dict[tuple[int, int], Slot] = {}
 
@@ -173,6 +176,7 @@ class Arena:
     def let_go(self) -> None:
         """Keeps the memory no longer than those do who hold views of it; slots know their arena, so it would stay."""
         self._memory = None
+        self._left.clear()
         for slot in self._slots.values():
             slot.params.clear()
             slot.grads.clear()
@@ -203,7 +207,20 @@ class Arena:
     def issue(self, flight: InFlight) -> InFlight:
         assert flight.slot is not None
         self._in_flight[flight.slot] = flight
+        self._issued += 1
         return flight
+
+    def leave(self, bucket: Bucket, slot: Slot, followed_by: int) -> None:
+        """What was issued last is a gather whose memory the next ``followed_by`` issues leave alone."""
+        self._left[bucket] = slot, self._issued + followed_by
+
+    def take_left(self, bucket: Bucket, slot: Slot, preceded_by: int | None) -> bool:
+        """Whether forward left ``bucket`` in ``slot`` and exactly ``preceded_by`` issues came behind that forward.
+
+        Either way the next issue may write there: nobody else finds it.
+        """
+        left = self._left.pop(bucket, None)
+        return left is not None and preceded_by is not None and left == (slot, self._issued - preceded_by)
 
     def finish(self, flight: InFlight) -> None:
         assert flight.slot is not None

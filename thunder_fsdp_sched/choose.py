@@ -21,7 +21,14 @@ from .cost import CostModel
 from .simulate import simulate
 from .symbols import fsdp_all_gather, fsdp_reduce_scatter
 from .traces import split_joint
-from .transforms import plan_slots, regather_for_backward, sort_communication, write_grads_in_place
+from .transforms import (
+    mark_left_by_forward,
+    plan_slots,
+    regather_for_backward,
+    reuse_from_forward,
+    sort_communication,
+    write_grads_in_place,
+)
 from .transforms.plan_slots import filling_bytes, slot_bytes_of
 from .transforms.sort_communication import bytes_in_flight
 
@@ -179,16 +186,13 @@ class _Search:
             return scratch.setdefault(bucket.arena, Arena(bucket.arena.device))
 
         joint = regather_for_backward(self.joint, kept=kept)
-        halves = [
-            plan_slots(
-                sort_communication(
-                    half, prefetch=prefetch, max_unsharded_bytes=room_for_gathers(half, budget=self.budget, kept=kept)
-                ),
-                kept=kept,
-                arena_of=arena_of,
-            )
-            for half in map(write_grads_in_place, split_joint(joint))
-        ]
+        halves: list[TraceCtx] = []
+        for half in map(write_grads_in_place, split_joint(joint)):
+            forward = halves[0] if halves else None
+            room = room_for_gathers(half, budget=self.budget, kept=kept)
+            half = sort_communication(half, prefetch=prefetch, max_unsharded_bytes=room)
+            half = plan_slots(half, kept=kept, arena_of=arena_of, forward=forward)
+            halves.append(mark_left_by_forward(half) if forward is None else reuse_from_forward(half, forward=forward))
         private = _private_bytes(halves[0], kept)
         return halves, private + sum(arena.nbytes for arena in scratch.values())
 

@@ -44,6 +44,7 @@ from .symbols import (
     fsdp_wait_grads,
     fsdp_wait_params,
     group_of,
+    is_there,
     payload,
 )
 from .traces import outs_of
@@ -171,6 +172,8 @@ def _moved_beside(bsym: BoundSymbol, *, on_stream: bool) -> int:
     """
     name, spec = bsym.sym.name, bsym.args[0].spec
     shard, travel = spec.layout.shard_numel, spec.travel
+    if is_there(bsym):
+        return 0
     if name == fsdp_all_gather.name:
         again = bsym.kwargs.get("again", False)
         cast = travel.offload or (spec.param_dtype != spec.dtype and not again)  # loading counts as if memory were one

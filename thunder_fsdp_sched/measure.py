@@ -31,7 +31,7 @@ from .buffers import Bucket, InFlight, Slot
 from .cost import runs_nothing
 from .groups import Group
 from .profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of, symbol_of
-from .symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter, payload
+from .symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter, is_there, payload
 from .traces import with_bound_symbols
 from .transform import find_transform
 from .transports import Work
@@ -158,7 +158,7 @@ class _Measurement:
         return tuple(OpTime(symbol_of(b), shapes_of(b), next(means), next(means)) for _, b in computing)
 
     def _collectives(self, trace: TraceCtx, medians: dict[Any, tuple[float, float]]) -> Iterator[CollectiveTime]:
-        issued = {b.output.name: (i, b) for i, b in enumerate(trace.bound_symbols) if b.sym.name in ISSUES}
+        issued = {b.output.name: (i, b) for i, b in enumerate(trace.bound_symbols) if _travels(b)}
         waited = {b.args[1].name: i for i, b in enumerate(trace.bound_symbols) if b.sym.name in WAITS}
         issues = [medians[_OP, i] for i, _ in issued.values()]
         # What goes on across replicas is waited for there, as a part of that.
@@ -301,6 +301,10 @@ class _Probe:
         self.callable = with_bound_symbols(trace, bsyms, "fsdp: measured", time.perf_counter()).python_callable()
 
 
+def _travels(bsym: BoundSymbol) -> bool:
+    return bsym.sym.name in ISSUES and not is_there(bsym)
+
+
 def _hook(name: str, call: Callable[..., Any]) -> Symbol:
     def attach(bsym: BoundSymbol) -> None:
         bsym._call_ctx = {name: call}
@@ -308,7 +312,7 @@ def _hook(name: str, call: Callable[..., Any]) -> Symbol:
     return Symbol(name, lambda *_: None, is_prim=True, tags=[OpTags.DONT_DCE], _bind_postprocess=attach)
 
 
-def _pretend(bucket: Bucket, slot: Any, *tensors: Any, again: bool = False) -> InFlight:
+def _pretend(bucket: Bucket, slot: Any, *tensors: Any, **how: Any) -> InFlight:
     """A collective that is done at once; its slot keeps what is there."""
     if isinstance(slot, InFlight):  # goes on across replicas
         return slot._replace(slot=None, works=[])

@@ -16,7 +16,16 @@ from thunder.core.trace import TraceCtx
 
 from .buffers import Slot
 from .deadlock import Step
-from .symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_all_reduce, fsdp_reduce_scatter, group_of, payload
+from .symbols import (
+    ISSUES,
+    WAITS,
+    fsdp_accumulate_grads,
+    fsdp_all_reduce,
+    fsdp_reduce_scatter,
+    group_of,
+    marks,
+    payload,
+)
 from .traces import args_of, outs_of, statements
 
 __all__ = ["CommOp", "Schedule", "StepSchedule", "load_schedules", "read_program", "read_schedule", "save_schedules"]
@@ -115,6 +124,7 @@ def read_program(trace: TraceCtx) -> list[Step]:
             nbytes, dtype = payload(kind, bucket.spec)
             group = group_of(kind, bucket)
             line = f"{kind} {bucket.spec.name} {nbytes} bytes {dtype} {bucket.spec.travel.transport}"
+            line += "".join(f" {mark}={number}" for mark, number in marks(bsym).items())
             steps.append(Step(line, group.name or group.description, tuple(group.global_ranks), False, len(issued)))
             issued[bsym.output.name] = steps[-1]
     return steps

@@ -29,7 +29,17 @@ from thunder.core.trace import TraceCtx
 
 from .buffers import Bucket, Slot
 from .cost import CostModel, Seconds
-from .symbols import GRAD_WRITERS, ISSUES, WAITS, fsdp_all_gather, fsdp_all_reduce, fsdp_wait_params, group_of, payload
+from .symbols import (
+    GRAD_WRITERS,
+    ISSUES,
+    WAITS,
+    fsdp_all_gather,
+    fsdp_all_reduce,
+    fsdp_wait_params,
+    group_of,
+    is_there,
+    payload,
+)
 from .timeline import COMPUTE, Interval, SlotUse, Timeline
 from .traces import aliased_inputs, args_of, outs_of
 
@@ -169,11 +179,13 @@ class _Step:
         self.compute = 0.0
         self.links: dict[str, _Link] = {}
         self.flights: dict[str, tuple[_Link, _Flight]] = {}
+        self.there: set[str] = set()  # gathers that have nothing to wait for
         self.full_speed = 0.0
         self.lost = 0.0
 
     def run(self, number: int, trace: TraceCtx, uses: _SlotUses) -> None:
         self.flights.clear()
+        self.there.clear()
         position = 0
         for bsym, seconds in zip(trace.bound_symbols, self.cost.seconds(trace), strict=True):
             if bsym.sym.id is PrimIDs.DEL:
@@ -184,12 +196,16 @@ class _Step:
                 uses.wait(bsym, self.compute)
                 self._work(bsym, seconds, number, position)
                 self._communicate(bsym, number, position)
+            elif is_there(bsym):
+                self.there.add(bsym.output.name)
+                uses.find(bsym, self.compute)
             elif name in ISSUES:
                 began = self.compute
                 self._work(bsym, seconds, number, position)
                 uses.issue(bsym, self._communicate(bsym, number, position), began)
             elif name in WAITS:
-                self._wait(bsym, seconds, number, position)
+                if bsym.args[1].name not in self.there:
+                    self._wait(bsym, seconds, number, position)
                 uses.wait(bsym, self.compute)
             else:
                 began = self.compute
@@ -282,6 +298,15 @@ class _SlotUses:
             use = self.uses[self.gathered[name, bucket.spec.name]]
             use[-1] = max(min(use[-1], start), use[-2])
         self.uses.append([name, bucket.spec.name, bsym.sym.name, nbytes, start, start])
+
+    def find(self, bsym: BoundSymbol, now: float) -> None:
+        """A gather whose bucket lies in its slot since forward: that use goes on."""
+        slot, name = str(bsym.args[1]), bsym.args[0].spec.name
+        number = self.gathered.get((slot, name))
+        if number is None:  # backward alone is simulated
+            number = self.gathered[slot, name] = len(self.uses)
+            self.uses.append([slot, name, bsym.sym.name, payload(bsym.sym.name, bsym.args[0].spec)[0], 0.0, now])
+        self.of_value[bsym.output.name] = (number,)
 
     def wait(self, bsym: BoundSymbol, now: float) -> None:
         numbers = self.of_value.get(bsym.args[1].name, ())

@@ -7,6 +7,11 @@ A forward and a backward trace hold, per bucket::
     ft1 = fsdp_reduce_scatter(bucket_h_0, slot_1, dw, db)    # issue; slot_1 holds the unsharded gradients
     (g_w, g_b) = fsdp_wait_grads(bucket_h_0, ft1)            # views of one fresh flat buffer
 
+``again=True`` marks a gather of what forward gathered already. A gather of forward says ``followed_by=3`` if that many
+issues follow it, none of which touches its memory: the bucket lies there still behind forward. If backward gathers it into
+the same slot, which the ``preceded_by=2`` issues before that leave alone, too, then nothing travels, unless something else
+was issued on the arena in between.
+
 A gradient that its producer can write in place is in the slot already, by ``dw = fsdp_matmul_into(bucket_h_0, slot_1, 0,
 x, y)`` or ``fsdp_sum_into`` for parameter 0 of the bucket. The reduction copies the others there.
 
@@ -58,6 +63,8 @@ __all__ = [
     "fsdp_wait_grads",
     "fsdp_wait_params",
     "group_of",
+    "is_there",
+    "marks",
     "payload",
     "wait_params",
     "waited_by",
@@ -82,9 +89,18 @@ def _check_shards(bucket: Bucket, shards: Sequence[torch.Tensor | None]) -> None
             )
 
 
-def all_gather(bucket: Bucket, slot: Slot, *shards: torch.Tensor | None, again: bool = False) -> InFlight:
+def all_gather(
+    bucket: Bucket,
+    slot: Slot,
+    *shards: torch.Tensor | None,
+    again: bool = False,
+    followed_by: int | None = None,
+    preceded_by: int | None = None,
+) -> InFlight:
     _check_shards(bucket, shards)
     arena = slot.arena
+    if arena.take_left(bucket, slot, preceded_by):
+        return arena.issue(InFlight(bucket, "all-gather", slot, ()))
     arena.finish_leftovers(slot)
     unsharded = slot.params[bucket]
     try:
@@ -92,7 +108,10 @@ def all_gather(bucket: Bucket, slot: Slot, *shards: torch.Tensor | None, again: 
             works, sent = bucket.gather_into(unsharded, again=again)
     except RuntimeError as error:
         raise failed(bucket, "all-gather", error) from error
-    return arena.issue(InFlight(bucket, "all-gather", slot, works, sent=sent))
+    arena.issue(flight := InFlight(bucket, "all-gather", slot, works, sent=sent))
+    if followed_by is not None:
+        arena.leave(bucket, slot, followed_by)
+    return flight
 
 
 def wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -217,7 +236,12 @@ def _future(bucket: Bucket, numel: int, dtype: torch.dtype) -> FutureTensorProxy
 
 
 def _all_gather_meta(
-    bucket: Bucket, slot: Slot | None, *shards: TensorProxy | None, again: bool = False
+    bucket: Bucket,
+    slot: Slot | None,
+    *shards: TensorProxy | None,
+    again: bool = False,
+    followed_by: int | None = None,
+    preceded_by: int | None = None,
 ) -> FutureTensorProxy:
     return _future(bucket, bucket.spec.layout.unsharded_numel, bucket.spec.param_dtype)
 
@@ -288,7 +312,8 @@ def _print(
     args = list(bsym.args)
     while args and args[-1] is None and bsym.sym is fsdp_wait_params:
         args.pop()  # no token
-    shown = [*map(show, args), *(f"{key}={codeutils.prettyprint(value)}" for key, value in bsym.kwargs.items())]
+    named = {key: value for key, value in bsym.kwargs.items() if value is not None}
+    shown = [*map(show, args), *(f"{key}={codeutils.prettyprint(value)}" for key, value in named.items())]
     call = f"{bsym.sym.name}({', '.join(shown)})"
     if isinstance(bsym.output, Proxy):
         call = f"{bsym.output.name} = {call}"
@@ -296,7 +321,7 @@ def _print(
         call = f"({', '.join(o.name for o in bsym.output)},) = {call}"
     if bsym.sym.name in ISSUES:
         nbytes, dtype = payload(bsym.sym.name, bsym.args[0].spec)
-        call += f"  # {nbytes:,} bytes {str(dtype).removeprefix('torch.')}"
+        call += f"  # {nbytes:,} bytes {str(dtype).removeprefix('torch.')}{', there still' * is_there(bsym)}"
     return call
 
 
@@ -341,6 +366,16 @@ WAITS = frozenset({fsdp_wait_params.name, fsdp_wait_grads.name})
 
 GRAD_WRITERS = {fsdp_matmul_into.name: "matmul", fsdp_sum_into.name: "sum"}
 """Symbols that write a gradient into the slot of its reduction, and those that they stand for."""
+
+
+def is_there(issue: BoundSymbol) -> bool:
+    """Whether a gather finds its bucket where forward left it, so that nothing travels."""
+    return issue.kwargs.get("preceded_by") is not None
+
+
+def marks(issue: BoundSymbol) -> dict[str, int]:
+    """What a gather says about issues around it: ``followed_by`` and ``preceded_by``, as far as it does."""
+    return {k: v for k in ("followed_by", "preceded_by") if (v := issue.kwargs.get(k)) is not None}
 
 
 def payload(kind: str, spec: BucketSpec) -> tuple[int, torch.dtype]:

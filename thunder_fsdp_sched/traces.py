@@ -20,6 +20,7 @@ __all__ = [
     "communicates",
     "derivation",
     "forward_part",
+    "has_backward",
     "is_backward_trace",
     "is_pure",
     "names",
@@ -81,6 +82,11 @@ def return_of(trace: TraceCtx) -> BoundSymbol:
     bsym = trace.bound_symbols[-1]
     assert bsym.sym.id is PrimIDs.RETURN, f"the trace ends in {bsym.sym.name}, not in its return"
     return bsym
+
+
+def has_backward(trace: TraceCtx) -> bool:
+    """Whether ``trace`` is a forward trace that saves values for a backward trace."""
+    return isinstance(next(iter(return_of(trace).args), None), dict)
 
 
 def statement(bsym: BoundSymbol) -> str:

@@ -52,10 +52,12 @@ from .transforms import (
     guard_kept,
     insert_unshard,
     keep_fusions_apart,
+    mark_left_by_forward,
     plan_slots,
     regather_for_backward,
     remove_cuts,
     replay_schedule,
+    reuse_from_forward,
     shard_prologue,
     sort_communication,
     unpacked_parameters,
@@ -260,7 +262,13 @@ class FSDPTransform(Transform):
         backward = is_backward_trace(computation_trace)
         compiled = self.compiled[-1]
         unsorted = compiled.run([write_grads_in_place], computation_trace)
-        passes: list[Pass] = [self._order(unsorted, backward), partial(plan_slots, kept=self.sharded.kept), verify]
+        forward = compiled.forward if backward else None
+        passes: list[Pass] = [
+            self._order(unsorted, backward),
+            partial(plan_slots, kept=self.sharded.kept, forward=forward),
+            mark_left_by_forward if forward is None else partial(reuse_from_forward, forward=forward),
+            partial(verify, forward=forward),
+        ]
         sorted_trace = compiled.run(passes, unsorted)
         schedule = read_schedule(sorted_trace)
         self.sharded.agreement.check(

@@ -11,6 +11,7 @@ from .keep_fusions_apart import keep_fusions_apart, remove_cuts
 from .plan_slots import plan_slots
 from .regather_for_backward import regather_for_backward
 from .replay_schedule import ScheduleMismatch, replay_schedule
+from .reuse_from_forward import mark_left_by_forward, reuse_from_forward
 from .shard_prologue import shard_prologue, unpacked_parameters
 from .sort_communication import sort_communication
 from .verify import VerificationError, verify
@@ -24,10 +25,12 @@ __all__ = [
     "guard_kept",
     "insert_unshard",
     "keep_fusions_apart",
+    "mark_left_by_forward",
     "plan_slots",
     "regather_for_backward",
     "remove_cuts",
     "replay_schedule",
+    "reuse_from_forward",
     "shard_prologue",
     "share_written_in_place",
     "sort_communication",

@@ -4,9 +4,9 @@
 A gather holds its slot from its issue to the last consumer of its parameters, views included; a reduction from the first
 gradient that is written in place (from its issue if none is) to its wait, or until it goes on across replicas. Ranges of
 the arena are handed out one by one, each at the lowest offset that is free during its whole life, in several orders:
-largest first (greedy by size, Pisarchyk and Lee 2020, arXiv:2001.03288), by start, by area. The one that needs least
-memory wins. Buckets of one size get exactly as many slots as are live at once; with several sizes the result may miss the
-lower bound, the most bytes live at once: ``shared_slots`` tells both.
+largest first (greedy by size, Pisarchyk and Lee 2020, arXiv:2001.03288), by start, by area, by end from the back. The one
+that needs least memory wins. Buckets of one size get exactly as many slots as are live at once; with several sizes the
+result may miss the lower bound, the most bytes live at once: ``shared_slots`` tells both.
 
 [Note: Gradients in the place of their parameters]
 In backward each parameter of a bucket is read for the last time before its gradient is written, or copied. Both lie at
@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..buffers import Arena, Bucket, slot_bytes
+from ..buffers import Arena, Bucket, Slot, slot_bytes
 from ..symbols import (
     GRAD_WRITERS,
     fsdp_all_gather,
@@ -34,19 +35,26 @@ from ..symbols import (
     fsdp_reduce_scatter,
     fsdp_wait_grads,
     fsdp_wait_params,
+    is_there,
+    marks,
     payload,
 )
-from ..traces import Aliases, args_of, outs_of, with_bound_symbols
+from ..traces import Aliases, args_of, has_backward, outs_of, with_bound_symbols
 
 __all__ = [
     "filling_bytes",
     "grads_over_params",
+    "left_by_forward",
     "live_ranges",
     "peak_live_bytes",
     "plan_slots",
     "shared_slots",
     "slot_bytes_of",
 ]
+
+
+BEFORE = -1
+"""Where what lies in memory already begins: before the first position of a trace."""
 
 
 @dataclass(eq=False)
@@ -72,6 +80,7 @@ def plan_slots(
     *,
     kept: Collection[Bucket] = (),
     arena_of: Callable[[Bucket], Arena] = lambda bucket: bucket.arena,
+    forward: TraceCtx | None = None,
 ) -> TraceCtx:
     """Writes a slot into each ``fsdp_all_gather`` and ``fsdp_reduce_scatter``, and into what writes gradients there.
 
@@ -79,20 +88,24 @@ def plan_slots(
         kept: buckets that stay unsharded (ZeRO-2): they are gathered into a private slot. The others, and all gradients,
             share an arena.
         arena_of: gives a bucket's arena; trying out plans on another one leaves the real one as it is.
+        forward: of a backward trace its forward, marked: see [Note: What forward leaves] in ``reuse_from_forward``.
     """
     started = time.perf_counter()
     ranges = live_ranges(trace)
     private = {i for i, r in ranges.items() if r.bucket.whole in kept and trace.bound_symbols[i].sym is fsdp_all_gather}
     shared = {i: r for i, r in ranges.items() if i not in private}
-    offsets = _allocate(list(shared.values()))
     gather_of = grads_over_params(trace, shared)
-    both = {r: LiveRange(g.bucket, g.start, r.end, max(g.nbytes, r.nbytes)) for r, g in gather_of.items()}
-    alone = [r for r in shared.values() if r not in gather_of and r not in gather_of.values()]
-    joined = _allocate([*alone, *both.values()])
-    if _end(joined) < _end(offsets):
-        offsets = joined
-        for reduction, gather in gather_of.items():
-            offsets[reduction] = offsets[gather] = joined[both[reduction]]
+    offsets = _plan(list(shared.values()), gather_of, {})
+    gathers = [r for i, r in shared.items() if trace.bound_symbols[i].sym is fsdp_all_gather]
+    if forward is not None and (left := left_by_forward(forward)):
+        first = {r.bucket: r for r in reversed(gathers)}
+        staying = {r: (BEFORE, r.end) for r in reversed(first.values()) if r.bucket in left}
+        fixed = {r: left[r.bucket].offset for r in staying}
+        limit = max(_end(offsets), *(slot.end for slot in left.values()))
+        offsets = _plan_stretched(list(shared.values()), gather_of, staying, limit, fixed) or offsets
+    elif has_backward(trace):
+        staying = {r: (r.start, len(trace.bound_symbols)) for r in reversed(gathers)}
+        offsets = _plan_stretched(gathers, {}, staying, _end(offsets), {}) or offsets
     bsyms = list(trace.bound_symbols)
     for position, live in ranges.items():
         if position in private:
@@ -104,8 +117,17 @@ def plan_slots(
     return with_bound_symbols(trace, bsyms, "fsdp: plan slots", started)
 
 
+def left_by_forward(forward: TraceCtx) -> dict[Bucket, Slot]:
+    """The buckets that lie in shared slots still at the end of a marked forward trace, and where."""
+    gathers = (b for b in forward.bound_symbols if b.sym is fsdp_all_gather)
+    return {b.args[0]: b.args[1] for b in gathers if "followed_by" in marks(b)}
+
+
 def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
-    """The live range of each gather and reduction, by the position of its issue in the trace."""
+    """The live range of each gather and reduction, by the position of its issue in the trace.
+
+    That of a bucket which forward left in its slot starts before the trace.
+    """
     ranges: dict[int, LiveRange] = {}
     issued: dict[str, LiveRange] = {}
     owner: dict[str, tuple[LiveRange, int]] = {}
@@ -114,7 +136,7 @@ def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
     for position, bsym in enumerate(trace.bound_symbols):
         if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter):
             grads = [written[arg] for arg in args_of(bsym) if arg in written]
-            start = min([*grads, position])
+            start = BEFORE if is_there(bsym) else min([*grads, position])
             live = LiveRange(bsym.args[0], start, position, slot_bytes_of(bsym), grads)
             if bsym.sym is fsdp_reduce_scatter:
                 live.touched = {
@@ -217,8 +239,61 @@ def _most_at_once(spans: Iterable[tuple[int, int, int]]) -> int:
     return max(itertools.accumulate((changes[position] for position in sorted(changes)), initial=0))
 
 
-def _allocate(ranges: list[LiveRange]) -> dict[LiveRange, int]:
-    """An offset for each range."""
+def _plan_stretched(
+    ranges: list[LiveRange],
+    gather_of: dict[LiveRange, LiveRange],
+    stretched: dict[LiveRange, tuple[int, int]],
+    limit: int,
+    fixed: Mapping[LiveRange, int],
+) -> dict[LiveRange, int] | None:
+    """Offsets with some of ``stretched``, the first before the others, live from and to there instead.
+
+    They are as many as fit into ``limit`` bytes. If one does not, it may take the place of the last one before it.
+    """
+    spans = {live: (live.start, live.end) for live in stretched}
+    found = None
+
+    def fit(chosen: list[LiveRange]) -> bool:
+        nonlocal found
+        for live, (start, end) in (spans | {live: stretched[live] for live in chosen}).items():
+            live.start, live.end = start, end
+        offsets = _plan(ranges, gather_of, {live: fixed[live] for live in chosen if live in fixed})
+        if _end(offsets) <= limit:
+            found = offsets
+            return True
+        return False
+
+    candidates = list(stretched)
+    chosen = candidates[: bisect_left(range(1, len(candidates) + 1), True, key=lambda n: not fit(candidates[:n]))]
+    for live in candidates[len(chosen) :]:
+        if fit([*chosen, live]):
+            chosen.append(live)
+        elif chosen and chosen[-1].nbytes < live.nbytes and fit([*chosen[:-1], live]):
+            chosen[-1] = live
+        else:
+            break
+    return found
+
+
+def _plan(
+    ranges: list[LiveRange], gather_of: dict[LiveRange, LiveRange], fixed: dict[LiveRange, int]
+) -> dict[LiveRange, int]:
+    """An offset for each range, with gradients in the place of their parameters if that needs less memory."""
+    offsets = _allocate(ranges, fixed)
+    over = {r: g for r, g in gather_of.items() if g not in fixed or r.nbytes <= g.nbytes}
+    both = {r: LiveRange(g.bucket, g.start, r.end, max(g.nbytes, r.nbytes)) for r, g in over.items()}
+    alone = [r for r in ranges if r not in over and r not in over.values()]
+    there = {both[r]: fixed[g] for r, g in over.items() if g in fixed}
+    joined = _allocate([*alone, *both.values()], {r: o for r, o in fixed.items() if r in alone} | there)
+    if _end(joined) < _end(offsets):
+        offsets = joined
+        for reduction, gather in over.items():
+            offsets[reduction] = offsets[gather] = joined[both[reduction]]
+    return offsets
+
+
+def _allocate(ranges: list[LiveRange], fixed: dict[LiveRange, int]) -> dict[LiveRange, int]:
+    """An offset for each range; those that are ``fixed`` stay."""
     active: list[LiveRange] = []
     neighbours: dict[LiveRange, list[LiveRange]] = {live: [] for live in ranges}
     for live in sorted(ranges, key=lambda r: r.start):
@@ -228,7 +303,8 @@ def _allocate(ranges: list[LiveRange]) -> dict[LiveRange, int]:
                 neighbours[other].append(live)
                 neighbours[live].append(other)
         active.append(live)
-    return min((_first_fit(sorted(ranges, key=order), neighbours) for order in _ORDERS), key=_end)
+    free = [live for live in ranges if live not in fixed]
+    return min((_first_fit(sorted(free, key=order), neighbours, fixed) for order in _ORDERS), key=_end)
 
 
 def _end(offsets: dict[LiveRange, int]) -> int:
@@ -240,12 +316,15 @@ _ORDERS: tuple[Callable[[LiveRange], tuple[int, ...]], ...] = (
     lambda r: (-r.nbytes, r.start - r.end, r.start),
     lambda r: (r.start, -r.nbytes),
     lambda r: ((r.start - r.end) * r.nbytes, r.start),
+    lambda r: (-r.end, r.start),
 )
 
 
-def _first_fit(ranges: list[LiveRange], neighbours: dict[LiveRange, list[LiveRange]]) -> dict[LiveRange, int]:
+def _first_fit(
+    ranges: list[LiveRange], neighbours: dict[LiveRange, list[LiveRange]], fixed: dict[LiveRange, int]
+) -> dict[LiveRange, int]:
     """Each range's offset, handed out in this order: the lowest that no range handed out before has at the same time."""
-    offsets: dict[LiveRange, int] = {}
+    offsets = dict(fixed)
     for live in ranges:
         taken = sorted((offsets[n], offsets[n] + n.nbytes) for n in neighbours[live] if n in offsets)
         offset = 0

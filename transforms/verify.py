@@ -20,8 +20,11 @@ from ..symbols import (
     fsdp_reduce_scatter,
     fsdp_wait_grads,
     fsdp_wait_params,
+    is_there,
+    marks,
 )
 from ..traces import Aliases, args_of, communicates, names, outs_of, return_of, statement, with_bound_symbols
+from .plan_slots import BEFORE, left_by_forward
 
 __all__ = ["VerificationError", "verify"]
 
@@ -66,7 +69,7 @@ class _Occupied:
         )
 
 
-def verify(trace: TraceCtx) -> TraceCtx:
+def verify(trace: TraceCtx, *, forward: TraceCtx | None = None) -> TraceCtx:
     """Checks a sorted trace with slots and returns it.
 
     * Every value is defined before it is read.
@@ -79,18 +82,21 @@ def verify(trace: TraceCtx) -> TraceCtx:
     * Between a gather's issue and its first consumer, and between a reduction's last gradient and its issue, nothing
       communicates that is not ours.
     * What forward returns aliases no slot, and what it saves for backward no slot that others share.
+    * A gather of backward that expects its bucket where forward left it is right: nothing writes its memory behind that in
+      forward (``forward``, if that is given) or before it in backward, and both say how many issues there are.
 
     Raises:
         VerificationError: naming the bound symbol and the bucket.
     """
     started = time.perf_counter()
-    _Verifier(trace).run()
+    _Verifier(trace, forward).run()
     return with_bound_symbols(trace, trace.bound_symbols, "fsdp: verified", started)
 
 
 class _Verifier:
-    def __init__(self, trace: TraceCtx) -> None:
+    def __init__(self, trace: TraceCtx, forward: TraceCtx | None) -> None:
         self.trace = trace
+        self.forward = forward
         self.defined: set[str] = set(names(tree_iter((trace.args, trace.kwargs))))
         self.open: dict[str, BoundSymbol] = {}
         self.closed: dict[str, BoundSymbol] = {}
@@ -129,6 +135,7 @@ class _Verifier:
         self._check_order()
         self._check_barriers()
         self._check_return()
+        self._check_left()
 
     def _issue(self, position: int, bsym: BoundSymbol) -> None:
         bucket, slot = bsym.args[:2]
@@ -138,7 +145,8 @@ class _Verifier:
         if not isinstance(slot, Slot):
             self.fail(position, f"bucket {bucket.spec.name!r} has no slot")
         future = bsym.output.name
-        occupied = self.filling.pop(future) if future in self.filling else self._occupy(bucket, slot, position)
+        begin = BEFORE if is_there(bsym) else position
+        occupied = self.filling.pop(future) if future in self.filling else self._occupy(bucket, slot, begin)
         occupied.last_use = occupied.issue = position
         self.of_param[future] = occupied
 
@@ -201,7 +209,7 @@ class _Verifier:
 
     def _check_memory(self) -> None:
         live: list[_Occupied] = []
-        for new in self.occupied:
+        for new in sorted(self.occupied, key=lambda o: o.begin):
             live = [old for old in live if old.last_use >= new.begin]
             for old in live:
                 if old.slot.overlaps(new.slot) and not new.replaces(old):
@@ -274,4 +282,23 @@ class _Verifier:
                         position,
                         f"saves {name!r} for backward, which lies in {occupied.slot} of bucket "
                         f"{occupied.bucket.spec.name!r}; others use that slot again",
+                    )
+
+    def _check_left(self) -> None:
+        """That what marked gathers say is true: how many issues there are on the other side, and what they leave alone."""
+        left = left_by_forward(self.forward) if self.forward is not None else None
+        kinds = (fsdp_all_gather, fsdp_reduce_scatter)
+        issues = [(i, b) for i, b in enumerate(self.trace.bound_symbols) if b.sym in kinds]
+        for number, (position, bsym) in enumerate(issues):
+            bucket, slot = bsym.args[:2]
+            for mark, said in marks(bsym).items():
+                others = issues[:number] if mark == "preceded_by" else issues[number + 1 :]
+                slots = [b.args[1] for _, b in others if b.args[1].arena is slot.arena]
+                if said != len(slots):
+                    self.fail(position, f"says {mark}={said} for bucket {bucket.spec.name!r}: it is {len(slots)}")
+                if mark == "followed_by" and any(map(slot.overlaps, slots)):
+                    self.fail(position, f"leaves bucket {bucket.spec.name!r} in {slot}, which is written behind it")
+                if mark == "preceded_by" and left is not None and left.pop(bucket, None) is not slot:
+                    self.fail(
+                        position, f"expects bucket {bucket.spec.name!r} in {slot}, where forward did not leave it"
                     )
