@@ -117,7 +117,7 @@ def count(system: Any, tokens: Any, world_size: int) -> dict[str, Any]:
 
 def latency(system: Any) -> float:
     """The collectives of a step in their order, on one element a rank; seconds on this rank."""
-    from thunder_fsdp_sched.symbols import ISSUES, WAITS, fsdp_all_gather, group_of
+    from thunder_fsdp_sched.symbols import ISSUES, WAITS, fsdp_all_gather, group_of, is_there
     from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
 
     import torch
@@ -128,7 +128,7 @@ def latency(system: Any) -> float:
         bsym
         for trace in (compiled.forward, compiled.backward)
         for bsym in trace.bound_symbols
-        if bsym.sym.name in ISSUES or bsym.sym.name in WAITS
+        if (bsym.sym.name in ISSUES and not is_there(bsym)) or bsym.sym.name in WAITS
     ]
     own, whole = torch.zeros(1), torch.zeros(dist.get_world_size())
     dist.barrier()
@@ -137,7 +137,8 @@ def latency(system: Any) -> float:
     for bsym in order:
         kind = bsym.sym.name
         if kind in WAITS:
-            works.pop(bsym.args[1].name).wait()
+            if bsym.args[1].name in works:
+                works.pop(bsym.args[1].name).wait()
             continue
         group = group_of(kind, bsym.args[0]).process_group
         gathers = kind == fsdp_all_gather.name

@@ -141,7 +141,7 @@ def by_formula(transform: Any) -> dict[str, int]:
 
     schedule = transform.compiled[-1].schedule
     gathered = reduced = through_gloo = launches = 0
-    for op in (*schedule.forward, *schedule.backward):
+    for op in filter(lambda op: op.travels, (*schedule.forward, *schedule.backward)):
         transport, spec = TRANSPORTS[op.transport], transform.plan[op.bucket]
         gathers, reduces = op.kind == fsdp_all_gather.name, op.kind == fsdp_reduce_scatter.name
         gathered += gathers * transport.gather_wire_bytes(spec)

@@ -273,7 +273,7 @@ class Alone:
         self.nbytes = dict.fromkeys(groups, 0)
         schedule = transform.compiled[-1].schedule
         for op in (*schedule.forward, *schedule.backward):
-            if op.kind in (fsdp_all_gather.name, fsdp_reduce_scatter.name):
+            if op.travels and op.kind in (fsdp_all_gather.name, fsdp_reduce_scatter.name):
                 layout, gathers = transform.plan[op.bucket].layout, op.kind == fsdp_all_gather.name
                 whole, own = torch.zeros(layout.unsharded_numel), torch.zeros(layout.shard_numel)
                 whole = whole[: own.numel() * layout.world_size]

@@ -19,6 +19,7 @@ from thunder_fsdp_sched.symbols import (
     fsdp_reduce_scatter,
     fsdp_wait_grads,
     fsdp_wait_params,
+    marks,
 )
 from thunder_fsdp_sched.traces import args_of, outs_of, return_of
 from thunder_fsdp_sched.transforms import VerificationError, plan_slots, sort_communication, verify
@@ -306,6 +307,28 @@ def save_a_parameter(trace: TraceCtx) -> None:
     trace.bound_symbols[-1] = last.from_bsym(args=(last.args[0], ((weight,), ())))
 
 
+def miscount_issues(trace: TraceCtx) -> None:
+    position = next(i for i in positions(trace, fsdp_all_gather) if marks(trace.bound_symbols[i]))
+    bsym = trace.bound_symbols[position]
+    off_by_one = {mark: number + 1 for mark, number in marks(bsym).items()}
+    trace.bound_symbols[position] = bsym.from_bsym(kwargs=bsym.kwargs | off_by_one)
+
+
+def leave_what_is_overwritten(trace: TraceCtx) -> None:
+    gathers = positions(trace, fsdp_all_gather)
+    bsym = trace.bound_symbols[gathers[0]]
+    trace.bound_symbols[gathers[0]] = bsym.from_bsym(kwargs=bsym.kwargs | {"followed_by": len(gathers) - 1})
+
+
+def expect_two_in_one_place(trace: TraceCtx) -> None:
+    first, *_, last = positions(trace, fsdp_all_gather)
+    before = sum(b.sym in (fsdp_all_gather, fsdp_reduce_scatter) for b in trace.bound_symbols[:last])
+    bucket, _, *shards = trace.bound_symbols[last].args
+    trace.bound_symbols[last] = trace.bound_symbols[last].from_bsym(
+        args=(bucket, trace.bound_symbols[first].args[1], *shards), kwargs={"preceded_by": before}
+    )
+
+
 EVERYWHERE, FORWARD, BACKWARD = ("chain", "forward", "backward"), ("chain", "forward"), ("backward",)
 
 _ELSEWHERE = r"of '\S+' to place \d+ of bucket '\S+' in slot_\d+, but bucket '\S+' reduces it in slot_\d+, place \d+"
@@ -350,6 +373,9 @@ MUTATIONS: list[tuple[Callable[[TraceCtx], None], tuple[str, ...], str]] = [
     (unknown_communication_before_a_reduction, BACKWARD, r"communicates, but a collective of bucket '\S+' was moved"),
     (reduce_before_the_last_gradient, BACKWARD, r"reads '\w+', which nothing before it defines"),
     (return_a_parameter, FORWARD, r"returns '\w+', which lies in slot_\d+"),
+    (miscount_issues, ("forward", "backward"), r"says (followed|preceded)_by=\d+ for bucket '\S+': it is \d+"),
+    (leave_what_is_overwritten, ("forward",), r"leaves bucket '\S+' in slot_\d+, which is written behind it"),
+    (expect_two_in_one_place, BACKWARD, r"writes slot_\d+ for bucket '\S+' while bucket '\S+' in slot_\d+ is read"),
     (save_a_parameter, FORWARD, r"saves '\w+' for backward, which lies in slot_\d+ of bucket '\S+'"),
 ]
 
@@ -372,3 +398,13 @@ def test_verify_catches(mutate: Callable[[TraceCtx], None], name: str, message: 
     mutate(trace)
     with pytest.raises(VerificationError, match=message):
         verify(trace)
+
+
+def test_backward_expects_only_what_its_forward_left() -> None:
+    verify(right("backward"), forward=right("forward"))
+    forward = right("forward")
+    for position in positions(forward, fsdp_all_gather):
+        bsym = forward.bound_symbols[position]
+        forward.bound_symbols[position] = bsym.from_bsym(kwargs=bsym.kwargs | {"followed_by": None})
+    with pytest.raises(VerificationError, match=r"expects bucket '\S+' in slot_\d+, where forward did not leave it"):
+        verify(right("backward"), forward=forward)

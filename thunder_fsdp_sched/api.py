@@ -49,7 +49,8 @@ def fsdp(
 
     Args:
         sharding_strategy: ``"zero3"`` frees unsharded parameters after their last use in forward and gathers them again
-            in backward: least memory, half as much communication again. ``"zero2"`` keeps them until backward.
+            in backward: least memory, half as much communication again. The last ones lie in their slots still when
+            backward begins with them, and do not travel again. ``"zero2"`` keeps all until backward.
         bucketing_strategy: which parameters travel in one collective. ``"block"``: those of one block of the module
             tree (a child of a ModuleList or Sequential), and of each module outside any block; the first and the last
             block in several parts if they have 3 MiB or more, as nothing hides them whole. ``"layer"``: those that one

@@ -32,7 +32,7 @@ from .transforms import (
 from .transforms.plan_slots import filling_bytes, slot_bytes_of
 from .transforms.sort_communication import bytes_in_flight
 
-__all__ = ["Candidate", "Choice", "choose", "room_for_gathers"]
+__all__ = ["Candidate", "Choice", "choose", "room_for_gathers", "room_for_slots"]
 
 _FARTHEST = 8
 """Steps of prefetch that are tried at most; what is not hidden by then does not fit into the step."""
@@ -130,10 +130,16 @@ def room_for_gathers(trace: TraceCtx, *, budget: int | None, kept: Collection[Bu
 
     These are as many reductions as may be in flight, and the slots that gradients are being written to beside them.
     """
-    if budget is None:
+    room = room_for_slots(trace, budget=budget, kept=kept)
+    if room is None:
         return None
     in_flight = sum(bytes_in_flight(b for b in trace.bound_symbols if b.sym is fsdp_reduce_scatter).values())
-    return max(budget - _private_bytes(trace, kept) - in_flight - filling_bytes(trace), 0)
+    return max(room - in_flight - filling_bytes(trace), 0)
+
+
+def room_for_slots(trace: TraceCtx, *, budget: int | None, kept: Collection[Bucket]) -> int | None:
+    """Bytes that shared slots may take: the budget less kept buckets."""
+    return None if budget is None else budget - _private_bytes(trace, kept)
 
 
 def _private_bytes(trace: TraceCtx, kept: Collection[Bucket]) -> int:
@@ -191,7 +197,8 @@ class _Search:
             forward = halves[0] if halves else None
             room = room_for_gathers(half, budget=self.budget, kept=kept)
             half = sort_communication(half, prefetch=prefetch, max_unsharded_bytes=room)
-            half = plan_slots(half, kept=kept, arena_of=arena_of, forward=forward)
+            most = room_for_slots(half, budget=self.budget, kept=kept)
+            half = plan_slots(half, kept=kept, arena_of=arena_of, forward=forward, max_bytes=most)
             halves.append(mark_left_by_forward(half) if forward is None else reuse_from_forward(half, forward=forward))
         private = _private_bytes(halves[0], kept)
         return halves, private + sum(arena.nbytes for arena in scratch.values())

@@ -106,7 +106,7 @@ def schedule_table(schedule: Schedule, *, title: str) -> Table:
             f"{op.nbytes:,}",
             op.slot,
             "" if op.first_consumer is None else str(op.first_consumer),
-            Text(op.reason),
+            Text(op.reason if op.travels else f"{op.reason}, there still"),
         )
     return table
 

@@ -23,6 +23,7 @@ from .symbols import (
     fsdp_all_reduce,
     fsdp_reduce_scatter,
     group_of,
+    is_there,
     marks,
     payload,
 )
@@ -49,6 +50,7 @@ class CommOp:
         slot: the memory of the unsharded bucket, for the issue and its wait.
         first_consumer: of a wait: position of the first bound symbol that reads what it gives, ``None`` if none does.
         reason: why it stands where it stands: first consumer, prefetch, producer, in-flight limit, ...
+        travels: of a gather, false if backward finds its bucket where forward left it.
     """
 
     position: int
@@ -61,12 +63,13 @@ class CommOp:
     slot: str
     first_consumer: int | None
     reason: str
+    travels: bool = True
 
     def __str__(self) -> str:
         read = f"first read at {self.first_consumer}" if self.first_consumer is not None else ""
         return (
             f"{self.position:5d}  {self.kind:19s}  {self.bucket:20s} {self.nbytes:>13,} B {self.dtype:8s} "
-            f"{self.slot:12s} {read:20s} {self.reason}"
+            f"{self.slot:12s} {read:20s} {self.reason}{'' if self.travels else ', there still'}"
         ).rstrip()
 
 
@@ -183,6 +186,7 @@ def read_schedule(trace: TraceCtx) -> Schedule:
                 slot,
                 consumer,
                 str(bsym.header),
+                not is_there(bsym),
             )
         )
     return Schedule(tuple(ops), len(bsyms), compute_digest(bsyms))

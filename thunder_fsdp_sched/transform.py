@@ -13,8 +13,8 @@ for each new set of shapes and flags
     (Thunder: fusion executors)
     ``_JointPasses`` behind the fusions       remove_cuts, regather_for_backward
     (Thunder: the joint trace is split)
-    ``transform_trace_post_optimization``     write_grads_in_place, sort_communication, plan_slots, verify,
-                                              del_last_used,
+    ``transform_trace_post_optimization``     write_grads_in_place, sort_communication, plan_slots,
+                                              mark_left_by_forward or reuse_from_forward, verify, del_last_used,
                                               for the forward and then for the backward trace
 """
 
@@ -39,7 +39,7 @@ from thunder.extend import Executor, FusionExecutor
 
 from . import symbols
 from .buckets import Plan
-from .choose import Choice, choose, room_for_gathers
+from .choose import Choice, choose, room_for_gathers, room_for_slots
 from .options import Options
 from .precision import attach_casts, cast_inputs
 from .schedule import Schedule, StepSchedule, compute_digest, read_program, read_schedule, save_schedules
@@ -262,10 +262,11 @@ class FSDPTransform(Transform):
         backward = is_backward_trace(computation_trace)
         compiled = self.compiled[-1]
         unsorted = compiled.run([write_grads_in_place], computation_trace)
-        forward = compiled.forward if backward else None
+        forward, kept = compiled.forward if backward else None, self.sharded.kept
+        room = room_for_slots(unsorted, budget=self.options.max_unsharded_bytes, kept=kept)
         passes: list[Pass] = [
             self._order(unsorted, backward),
-            partial(plan_slots, kept=self.sharded.kept, forward=forward),
+            partial(plan_slots, kept=kept, forward=forward, max_bytes=room),
             mark_left_by_forward if forward is None else partial(reuse_from_forward, forward=forward),
             partial(verify, forward=forward),
         ]

@@ -56,6 +56,10 @@ __all__ = [
 BEFORE = -1
 """Where what lies in memory already begins: before the first position of a trace."""
 
+_FOR_STAYING = 1 / 32
+"""Share of its bytes that backward may take more so that what forward left can stay: the parts of a block that is cut have a
+little more padding together than a block."""
+
 
 @dataclass(eq=False)
 class LiveRange:
@@ -81,6 +85,7 @@ def plan_slots(
     kept: Collection[Bucket] = (),
     arena_of: Callable[[Bucket], Arena] = lambda bucket: bucket.arena,
     forward: TraceCtx | None = None,
+    max_bytes: int | None = None,
 ) -> TraceCtx:
     """Writes a slot into each ``fsdp_all_gather`` and ``fsdp_reduce_scatter``, and into what writes gradients there.
 
@@ -89,6 +94,7 @@ def plan_slots(
             share an arena.
         arena_of: gives a bucket's arena; trying out plans on another one leaves the real one as it is.
         forward: of a backward trace its forward, marked: see [Note: What forward leaves] in ``reuse_from_forward``.
+        max_bytes: of the arena, as far as what stays between forward and backward is concerned.
     """
     started = time.perf_counter()
     ranges = live_ranges(trace)
@@ -97,15 +103,20 @@ def plan_slots(
     gather_of = grads_over_params(trace, shared)
     offsets = _plan(list(shared.values()), gather_of, {})
     gathers = [r for i, r in shared.items() if trace.bound_symbols[i].sym is fsdp_all_gather]
-    if forward is not None and (left := left_by_forward(forward)):
+    staying: dict[LiveRange, tuple[int, int]] = {}
+    fixed: dict[LiveRange, int] = {}
+    limit = _end(offsets)
+    if has_backward(trace):
+        staying = {r: (r.start, len(trace.bound_symbols)) for r in reversed(gathers)}
+    elif forward is not None:
+        left = left_by_forward(forward)
+        needed = max([limit, *(slot.end for slot in left.values())])
+        limit = needed + int(needed * _FOR_STAYING)
+        limit = limit if max_bytes is None else max(needed, min(limit, max_bytes))
         first = {r.bucket: r for r in reversed(gathers)}
         staying = {r: (BEFORE, r.end) for r in reversed(first.values()) if r.bucket in left}
         fixed = {r: left[r.bucket].offset for r in staying}
-        limit = max(_end(offsets), *(slot.end for slot in left.values()))
-        offsets = _plan_stretched(list(shared.values()), gather_of, staying, limit, fixed) or offsets
-    elif has_backward(trace):
-        staying = {r: (r.start, len(trace.bound_symbols)) for r in reversed(gathers)}
-        offsets = _plan_stretched(gathers, {}, staying, _end(offsets), {}) or offsets
+    offsets = _plan_stretched(list(shared.values()), gather_of, staying, limit, fixed) or offsets
     bsyms = list(trace.bound_symbols)
     for position, live in ranges.items():
         if position in private:

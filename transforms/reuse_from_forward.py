@@ -3,7 +3,7 @@
 [Note: What forward leaves]
 Backward reads first what forward gathered last, and that lies in its slot until another collective gets the memory. So
 ``plan_slots`` lets as many of forward's last gathers lie until its end as fit into the memory that it needs anyway, and
-gives them the same slots in backward as far as that, too, takes no more memory than without. Here their gathers are
+gives them the same slots in backward as far as that takes no more memory there (or a thirty-second). Here their gathers are
 marked: nothing travels if backward runs right behind its forward, the usual step. Backward's first gather, which no
 compute could hide, is gone with it. (FSDP2's users spend memory on the same: they do not reshard the last block.)
 

@@ -1,0 +1,142 @@
+"""What forward leaves in its slots, backward takes instead of gathering it again, but only if it lies there still."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from thunder_fsdp_sched.measuring import StepCounter
+from thunder_fsdp_sched.symbols import fsdp_all_gather, is_there
+from thunder_fsdp_sched.testing import compile_on_fake_ranks
+from thunder_fsdp_sched.traces import has_backward, return_of
+from thunder_fsdp_sched.transforms import plan_slots
+from thunder_fsdp_sched.transforms.plan_slots import shared_slots
+
+import pytest
+import torch
+from models import Stack
+from ranks import Ranks
+from reference import Twins
+from thunder.core.trace import TraceCtx, from_trace
+
+WIDTH = 16
+
+
+def _usual(twins: Twins) -> None:
+    twins.backward()
+
+
+def _evaluation_in_between(twins: Twins) -> None:
+    losses = twins.forward()
+    with torch.no_grad():
+        twins.forward(1)
+    for loss in losses:
+        loss.backward()
+
+
+def _last_in_first_out(twins: Twins) -> None:
+    for losses in reversed([twins.forward(step) for step in (0, 1)]):
+        for loss in losses:
+            loss.backward()
+
+
+def _first_in_first_out(twins: Twins) -> None:
+    for losses in [twins.forward(step) for step in (0, 1)]:
+        for loss in losses:
+            loss.backward()
+
+
+def _another_shape_in_between(twins: Twins) -> None:
+    losses = twins.forward()
+    twins.backward(1, batch=5)  # compiles in the first step: the arena may grow
+    for loss in losses:
+        loss.backward()
+
+
+def _never_goes_backward(twins: Twins) -> None:
+    twins.forward()
+    twins.backward(1)
+
+
+class History(NamedTuple):
+    """What happens between two changes of the parameters."""
+
+    run: Callable[[Twins], None]
+    forwards: int
+    backwards: int
+    reuses: int
+    """Backwards that find what the last forward left: the same for all, as the parameters are (without gradients, too,
+    Thunder runs the traces that are there)."""
+
+
+HISTORIES = {
+    "usual": History(_usual, 1, 1, 1),
+    "evaluation in between": History(_evaluation_in_between, 2, 1, 1),
+    "last in first out": History(_last_in_first_out, 2, 2, 1),
+    "first in first out": History(_first_in_first_out, 2, 2, 1),
+    "another shape in between": History(_another_shape_in_between, 2, 2, 1),
+    "never goes backward": History(_never_goes_backward, 2, 1, 1),
+}
+
+
+def _gathers(trace: TraceCtx) -> list[Any]:
+    return [b for b in trace.bound_symbols if b.sym is fsdp_all_gather]
+
+
+def _train(rank: int, world_size: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    twins = Twins(rank, world_size, Stack(4, WIDTH).double(), transport="flat", **options)
+    issued = []
+    for _ in range(3):
+        with StepCounter(twins.sharded.parameters()) as counter, counter.phase("step"):
+            HISTORIES[name].run(twins)
+        issued.append(sum(c.kind == "all_gather" for c in counter.counts().collectives))
+        twins.update()  # compares gradients and parameters with the unsharded model's
+    compiled = twins.transform.compiled[0]
+    again = _gathers(compiled.backward)
+    return {
+        "issued": issued,
+        "forward": len(_gathers(compiled.forward)),
+        "backward": len(again),
+        "there": sum(map(is_there, again)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in HISTORIES), ("last in first out", {"prefetch": 2, "bucketing_strategy": "layer"})],
+)
+def test_backward_gathers_only_what_does_not_lie_there(ranks: Ranks, name: str, options: dict[str, Any]) -> None:
+    history = HISTORIES[name]
+    for found in ranks.run(_train, name, options):
+        assert 0 < found["there"] < found["backward"]
+        everything = history.forwards * found["forward"] + history.backwards * found["backward"]
+        assert found["issued"] == [everything - history.reuses * found["there"]] * 3
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_what_stays_takes_hardly_more_memory(prefetch: int) -> None:
+    torch.manual_seed(0)
+    model = Stack(6, 256).double()
+    inputs = model.inputs(torch.Generator())
+    [compiled] = compile_on_fake_ranks(lambda: (model, inputs), 8, prefetch=prefetch)
+    forward, backward = compiled.forward, compiled.backward
+    assert forward is not None and backward is not None
+    there = [b.args[0].spec.unsharded_bytes for b in _gathers(backward) if is_there(b)]
+    block = max(b.args[0].spec.unsharded_bytes for b in _gathers(backward))
+    assert is_there(_gathers(backward)[0]), "what nothing could hide"
+    assert sum(there) >= prefetch * block
+    for trace, more in ((forward, 1.0), (backward, 33 / 32)):
+        alone = plan_slots(_unmarked(trace))
+        assert shared_slots(trace)[0] <= more * shared_slots(alone)[0]
+
+
+def _unmarked(trace: TraceCtx) -> TraceCtx:
+    """The trace as it would be if forward and backward had nothing to do with each other."""
+    alone = from_trace(trace)
+    for bsym in trace.bound_symbols:
+        if bsym.sym is fsdp_all_gather:
+            bsym = bsym.from_bsym(kwargs=bsym.kwargs | {"followed_by": None, "preceded_by": None})
+        alone.bound_symbols.append(bsym)
+    if has_backward(trace):
+        alone.bound_symbols[-1] = alone.bound_symbols[-1].from_bsym(args=(return_of(trace).args[0]["output"],))
+    return alone
