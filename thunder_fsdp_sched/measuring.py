@@ -208,8 +208,10 @@ class StepCounter(TorchDispatchMode):
         written = _written(func, args, kwargs)
         is_copy = name in _COPIES
         sources = [t for t in inputs if not any(t is w for w in written)]
-        for tensor in sources if is_copy else inputs:
-            self._read(tensor)
+        only_written = written if is_copy else _written(func, args, kwargs, only=True)
+        for tensor in inputs:
+            if not any(tensor is w for w in only_written):
+                self._read(tensor)
         targets = written or _tensors(result)
         for tensor in targets:
             self._find(tensor, new=True)
@@ -340,11 +342,11 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Any) -> list[torch.Tensor]:
-    """The arguments that ``func`` writes, by its schema."""
+def _written(func: Any, args: Sequence[Any], kwargs: Any, *, only: bool = False) -> list[torch.Tensor]:
+    """The arguments that ``func`` writes, by its schema; with ``only`` those that it does not read (``out=``)."""
     written = []
     for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if argument.alias_info is not None and argument.alias_info.is_write and (argument.is_out or not only):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             written += _tensors(value)
     return written

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from thunder.core.prims import PrimIDs
@@ -104,8 +104,8 @@ def plan_slots(
     offsets = _plan(list(shared.values()), gather_of, {})
     gathers = [r for i, r in shared.items() if trace.bound_symbols[i].sym is fsdp_all_gather]
     staying: dict[LiveRange, tuple[int, int]] = {}
-    fixed: dict[LiveRange, int] = {}
-    limit = _end(offsets)
+    fixed: dict[LiveRange, int] = {}  # if they stay
+    limit, most = _end(offsets), _most_live(gathers)
     if has_backward(trace):
         staying = {r: (r.start, len(trace.bound_symbols)) for r in reversed(gathers)}
     elif forward is not None:
@@ -113,10 +113,17 @@ def plan_slots(
         needed = max([limit, *(slot.end for slot in left.values())])
         limit = needed + int(needed * _FOR_STAYING)
         limit = limit if max_bytes is None else max(needed, min(limit, max_bytes))
+        most = max(most, peak_live_bytes(forward))
         first = {r.bucket: r for r in reversed(gathers)}
         staying = {r: (BEFORE, r.end) for r in reversed(first.values()) if r.bucket in left}
         fixed = {r: left[r.bucket].offset for r in staying}
-    offsets = _plan_stretched(list(shared.values()), gather_of, staying, limit, fixed) or offsets
+
+    def plan() -> dict[LiveRange, int] | None:
+        there = {r: offset for r, offset in fixed.items() if r.start == BEFORE}
+        planned = _plan(list(shared.values()), gather_of, there)
+        return planned if _end(planned) <= limit and _most_live(gathers) <= most else None
+
+    offsets = _stretch(staying, plan) or offsets
     bsyms = list(trace.bound_symbols)
     for position, live in ranges.items():
         if position in private:
@@ -224,7 +231,7 @@ def peak_live_bytes(trace: TraceCtx) -> int:
     for reduction, gather in grads_over_params(trace, shared).items():
         if slot_of[gather] is not None and slot_of[gather].overlaps(slot_of[reduction]):
             gather.end = reduction.start - 1
-    return _most_at_once((r.start, r.end, r.nbytes) for r in shared.values())
+    return _most_live(shared.values())
 
 
 def filling_bytes(trace: TraceCtx) -> int:
@@ -241,6 +248,10 @@ def filling_bytes(trace: TraceCtx) -> int:
     return _most_at_once(spans)
 
 
+def _most_live(ranges: Iterable[LiveRange]) -> int:
+    return _most_at_once((r.start, r.end, r.nbytes) for r in ranges)
+
+
 def _most_at_once(spans: Iterable[tuple[int, int, int]]) -> int:
     """The largest sum of bytes of spans ``(start, end, bytes)``, both ends included, at one position."""
     changes: dict[int, int] = {}
@@ -250,31 +261,25 @@ def _most_at_once(spans: Iterable[tuple[int, int, int]]) -> int:
     return max(itertools.accumulate((changes[position] for position in sorted(changes)), initial=0))
 
 
-def _plan_stretched(
-    ranges: list[LiveRange],
-    gather_of: dict[LiveRange, LiveRange],
-    stretched: dict[LiveRange, tuple[int, int]],
-    limit: int,
-    fixed: Mapping[LiveRange, int],
+def _stretch(
+    spans: dict[LiveRange, tuple[int, int]], plan: Callable[[], dict[LiveRange, int] | None]
 ) -> dict[LiveRange, int] | None:
-    """Offsets with some of ``stretched``, the first before the others, live from and to there instead.
+    """Stretches live ranges to those spans, the first before the others, as many as ``plan`` finds offsets for.
 
-    They are as many as fit into ``limit`` bytes. If one does not, it may take the place of the last one before it.
+    If there are none with one more, that may take the place of the last one before it.
     """
-    spans = {live: (live.start, live.end) for live in stretched}
+    before = {live: (live.start, live.end) for live in spans}
     found = None
 
     def fit(chosen: list[LiveRange]) -> bool:
         nonlocal found
-        for live, (start, end) in (spans | {live: stretched[live] for live in chosen}).items():
+        for live, (start, end) in (before | {live: spans[live] for live in chosen}).items():
             live.start, live.end = start, end
-        offsets = _plan(ranges, gather_of, {live: fixed[live] for live in chosen if live in fixed})
-        if _end(offsets) <= limit:
-            found = offsets
-            return True
-        return False
+        offsets = plan()
+        found = offsets or found
+        return offsets is not None
 
-    candidates = list(stretched)
+    candidates = list(spans)
     chosen = candidates[: bisect_left(range(1, len(candidates) + 1), True, key=lambda n: not fit(candidates[:n]))]
     for live in candidates[len(chosen) :]:
         if fit([*chosen, live]):

@@ -3,9 +3,10 @@
 [Note: What forward leaves]
 Backward reads first what forward gathered last, and that lies in its slot until another collective gets the memory. So
 ``plan_slots`` lets as many of forward's last gathers lie until its end as fit into the memory that it needs anyway, and
-gives them the same slots in backward as far as that takes no more memory there (or a thirty-second). Here their gathers are
-marked: nothing travels if backward runs right behind its forward, the usual step. Backward's first gather, which no
-compute could hide, is gone with it. (FSDP2's users spend memory on the same: they do not reshard the last block.)
+gives them the same slots in backward as far as parameters take no more memory there, and all slots together no more (or a
+thirty-second). Here their gathers are marked: nothing travels if backward runs right behind its forward, the usual step.
+Backward's first gather, which no compute could hide, is gone with it. (FSDP2's users spend memory on the same: they do
+not reshard the last block.)
 
 Each gather says how many issues on its arena come between it and the end of its forward, or the begin of its backward.
 At run time the arena counts issues: is there one more (another forward in between, an exception, a second backward), the
