@@ -17,6 +17,7 @@ from thunder_fsdp_sched.measure import measure
 from thunder_fsdp_sched.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes
 from thunder_fsdp_sched.simulate import simulate
 from thunder_fsdp_sched.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params, is_there
+from thunder_fsdp_sched.transports.all_to_all import AllToAll
 from thunder_fsdp_sched.transports.flat import Flat
 
 import pytest
@@ -420,3 +421,13 @@ def test_transports_and_precision_cost_what_they_move():
     assert gather_seconds(spec, transport="staged", staging=True) == 2 * 64
     # The buffer is zeroed, and the own shard copied to its place.
     assert gather_seconds(spec, transport="all_reduce") == 64 + 2 * 32
+
+
+def test_the_sum_behind_an_exchange_is_a_part_of_the_collective():
+    cost = AnalyticCost(PLAIN)
+    made = bucket([(4, 4)])
+    reduced = cost.collective_seconds("fsdp_reduce_scatter", made)
+    made.transport = AllToAll()
+    added = cost.collective_seconds("fsdp_reduce_scatter", made) - reduced
+    assert added == pytest.approx((64 + 32) / PLAIN.bytes_per_second)  # reads what it received, writes its own
+    assert cost.collective_seconds("fsdp_all_gather", made) == pytest.approx(reduced)

@@ -130,6 +130,8 @@ class AnalyticCost:
         seconds = sum(ring_seconds(self.spec, n, ranks, passes=passes) for n in pieces)
         if bucket.spec.travel.staging and kind == fsdp_all_gather.name and not self.synchronous:
             seconds += 2 * nbytes / self.spec.bytes_per_second  # the interleaving copy follows on the same stream
+        if kind == fsdp_reduce_scatter.name and bucket.transport.adds_up_itself:  # behind the exchange, not in its wait
+            seconds += (nbytes + layout.shard_numel * dtype.itemsize) / self.spec.bytes_per_second
         return seconds
 
     def contention(self, kind: str) -> float:
@@ -184,9 +186,7 @@ def _moved_beside(bsym: BoundSymbol, *, on_stream: bool) -> int:
     if name == fsdp_reduce_scatter.name:
         return 2 * spec.grad_bytes if travel.staging else 0
     if name == fsdp_wait_grads.name:
-        cast = shard * (spec.dtype.itemsize + spec.reduce_dtype.itemsize) if spec.reduce_dtype != spec.dtype else 0
-        added = spec.grad_bytes + shard * spec.reduce_dtype.itemsize
-        return cast + (added if bsym.args[0].transport.adds_up_itself and not on_stream else 0)
+        return shard * (spec.dtype.itemsize + spec.reduce_dtype.itemsize) if spec.reduce_dtype != spec.dtype else 0
     return 0
 
 

@@ -269,7 +269,8 @@ def _shorter(text: str) -> Iterator[str]:
     names = [name.strip() for name in args.split(",")]
     fixed = 1 if symbol in WAITS or symbol == "fsdp_all_reduce" else 2  # the bucket; of what issues, also the slot
     nbytes = re.search(r"([\d,]+) bytes", comment)
-    brief = f"  # {human_bytes(int(nbytes.group(1).replace(',', '')))}" if nbytes else comment
+    there = ", there still" * comment.endswith(", there still")
+    brief = f"  # {human_bytes(int(nbytes.group(1).replace(',', '')))}{there}" if nbytes else comment
     for keep, note, slot_width in (
         (2, comment, 99),
         (1, comment, 99),

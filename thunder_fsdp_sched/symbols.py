@@ -7,10 +7,10 @@ A forward and a backward trace hold, per bucket::
     ft1 = fsdp_reduce_scatter(bucket_h_0, slot_1, dw, db)    # issue; slot_1 holds the unsharded gradients
     (g_w, g_b) = fsdp_wait_grads(bucket_h_0, ft1)            # views of one fresh flat buffer
 
-``again=True`` marks a gather of what forward gathered already. A gather of forward says ``followed_by=3`` if that many
-issues follow it, none of which touches its memory: the bucket lies there still behind forward. If backward gathers it into
-the same slot, which the ``preceded_by=2`` issues before that leave alone, too, then nothing travels, unless something else
-was issued on the arena in between.
+A gather with ``again=True`` sends the cast that forward sent. One of forward says ``followed_by=3`` if that many issues on
+its arena follow it and none of them touches its memory: the bucket lies there still behind forward. If backward gathers it
+into the same slot, which the ``preceded_by=2`` issues before that leave alone, too, then nothing travels, unless something
+else was issued on the arena in between.
 
 A gradient that its producer can write in place is in the slot already, by ``dw = fsdp_matmul_into(bucket_h_0, slot_1, 0,
 x, y)`` or ``fsdp_sum_into`` for parameter 0 of the bucket. The reduction copies the others there.
