@@ -117,7 +117,7 @@ def count(system: Any, tokens: Any, world_size: int) -> dict[str, Any]:
 
 def latency(system: Any) -> float:
     """The collectives of a step in their order, on one element a rank; seconds on this rank."""
-    from thunder_fsdp_sched.symbols import ISSUES, WAITS, fsdp_all_gather, group_of, is_there
+    from thunder_fsdp_sched.symbols import WAITS, fsdp_all_gather, group_of, travels
     from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
 
     import torch
@@ -128,7 +128,7 @@ def latency(system: Any) -> float:
         bsym
         for trace in (compiled.forward, compiled.backward)
         for bsym in trace.bound_symbols
-        if (bsym.sym.name in ISSUES and not is_there(bsym)) or bsym.sym.name in WAITS
+        if travels(bsym) or bsym.sym.name in WAITS
     ]
     own, whole = torch.zeros(1), torch.zeros(dist.get_world_size())
     dist.barrier()

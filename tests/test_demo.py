@@ -36,18 +36,8 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-TINY = [
-    "--steps",
-    "3",
-    "--blocks",
-    "3",
-    "--width",
-    "192",
-    "--length",
-    "16",
-    "--dtype",
-    "float64",
-]  # edge blocks are cut
+# With blocks of which the first and the last are cut.
+TINY = ["--steps", "3", "--blocks", "3", "--width", "192", "--length", "16", "--dtype", "float64"]
 
 
 def command(*arguments: str, cwd: Path, columns: int = 132) -> subprocess.CompletedProcess[str]:

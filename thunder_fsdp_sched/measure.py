@@ -31,7 +31,7 @@ from .buffers import Bucket, InFlight, Slot
 from .cost import runs_nothing
 from .groups import Group
 from .profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of, symbol_of
-from .symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter, is_there, payload
+from .symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter, payload, travels
 from .traces import with_bound_symbols
 from .transform import find_transform
 from .transports import Work
@@ -158,7 +158,7 @@ class _Measurement:
         return tuple(OpTime(symbol_of(b), shapes_of(b), next(means), next(means)) for _, b in computing)
 
     def _collectives(self, trace: TraceCtx, medians: dict[Any, tuple[float, float]]) -> Iterator[CollectiveTime]:
-        issued = {b.output.name: (i, b) for i, b in enumerate(trace.bound_symbols) if _travels(b)}
+        issued = {b.output.name: (i, b) for i, b in enumerate(trace.bound_symbols) if travels(b)}
         waited = {b.args[1].name: i for i, b in enumerate(trace.bound_symbols) if b.sym.name in WAITS}
         issues = [medians[_OP, i] for i, _ in issued.values()]
         # What goes on across replicas is waited for there, as a part of that.
@@ -299,10 +299,6 @@ class _Probe:
                 pretend = _hook("fsdp_pretend", _pretend)
                 bsyms.append(bsym.from_bsym(sym=pretend, _call_ctx={"fsdp_pretend": _pretend}))
         self.callable = with_bound_symbols(trace, bsyms, "fsdp: measured", time.perf_counter()).python_callable()
-
-
-def _travels(bsym: BoundSymbol) -> bool:
-    return bsym.sym.name in ISSUES and not is_there(bsym)
 
 
 def _hook(name: str, call: Callable[..., Any]) -> Symbol:

@@ -66,6 +66,7 @@ __all__ = [
     "is_there",
     "marks",
     "payload",
+    "travels",
     "wait_params",
     "waited_by",
 ]
@@ -371,6 +372,11 @@ GRAD_WRITERS = {fsdp_matmul_into.name: "matmul", fsdp_sum_into.name: "sum"}
 def is_there(issue: BoundSymbol) -> bool:
     """Whether a gather finds its bucket where forward left it, so that nothing travels."""
     return issue.kwargs.get("preceded_by") is not None
+
+
+def travels(bsym: BoundSymbol) -> bool:
+    """Whether ``bsym`` issues a collective, other than a gather whose bucket is there already."""
+    return bsym.sym.name in ISSUES and not is_there(bsym)
 
 
 def marks(issue: BoundSymbol) -> dict[str, int]:

@@ -119,9 +119,11 @@ def plan_slots(
         fixed = {r: left[r.bucket].offset for r in staying}
 
     def plan() -> dict[LiveRange, int] | None:
+        if _most_live(gathers) > most:
+            return None
         there = {r: offset for r, offset in fixed.items() if r.start == BEFORE}
         planned = _plan(list(shared.values()), gather_of, there)
-        return planned if _end(planned) <= limit and _most_live(gathers) <= most else None
+        return planned if _end(planned) <= limit else None
 
     offsets = _stretch(staying, plan) or offsets
     bsyms = list(trace.bound_symbols)

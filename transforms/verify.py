@@ -23,7 +23,17 @@ from ..symbols import (
     is_there,
     marks,
 )
-from ..traces import Aliases, args_of, communicates, names, outs_of, return_of, statement, with_bound_symbols
+from ..traces import (
+    Aliases,
+    args_of,
+    communicates,
+    has_backward,
+    names,
+    outs_of,
+    return_of,
+    statement,
+    with_bound_symbols,
+)
 from .plan_slots import BEFORE, left_by_forward
 
 __all__ = ["VerificationError", "verify"]
@@ -265,11 +275,10 @@ class _Verifier:
     def _check_return(self) -> None:
         last = return_of(self.trace)
         position = len(self.trace.bound_symbols) - 1
-        forward = last.args[0] if last.args and isinstance(last.args[0], dict) else None
-        if forward is None:  # backward: its gradients are fresh memory
+        if has_backward(self.trace):
+            returned, saved = last.args[0]["output"], last.args[1:]
+        else:  # of backward, gradients are fresh memory
             returned, saved = last.args, ()
-        else:
-            returned, saved = forward["output"], last.args[1:]
         for name in names(tree_iter(returned)):
             for root in self.aliases.roots(name):
                 if root in self.of_param:

@@ -9,7 +9,7 @@ from thunder.core.trace import TraceCtx
 
 from ..buckets import Plan
 from ..report import human_bytes
-from ..symbols import ISSUES, is_there
+from ..symbols import travels
 from ..testing import (
     assert_gathers_in_consumer_order,
     assert_prefetch_distance,
@@ -74,8 +74,7 @@ def check_run(run: Run, strategy: str, unsharded: Run, stock: Run, options: Demo
         human_bytes(counts.unsharded_bytes_allocated),
     )
     check("every rank issues the same collectives in the same order", run.alike, f"{len(counts.collectives)} a rank")
-    issues = [bsym for trace in _traces(run) for bsym in trace.bound_symbols if bsym.sym.name in ISSUES]
-    planned = sum(not is_there(bsym) for bsym in issues)
+    planned = sum(travels(bsym) for trace in _traces(run) for bsym in trace.bound_symbols)
     check(
         "the step issues as many collectives as its traces",
         planned == len(counts.collectives),
