@@ -13,6 +13,8 @@ is left is the host time of whoever calls them. (Of real gloo ranks the wait for
   apart in the same rounds on the same tensors, are taken off. A second table has the time within the calls that gather
   and reduce, in steps of their own.
 * Prologue: what Thunder checks in every call, with shards and without, for the same number of parameters.
+* Agreement: two real gloo ranks tell each other what they run, as each trace that communicates does. A round's host time is
+  that of posting it and of settling it once the other rank's token has arrived; a step has two rounds.
 * Compiling: a model on the meta device, a process for each number of blocks; seconds of processor time. Python collects
   garbage in whatever pass happens to be running, and a full collection takes longer the more traces Thunder keeps;
   ``--no-gc`` shows the passes without it.
@@ -27,9 +29,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PARTS = ("steps", "prologue", "compile")
+PARTS = ("steps", "prologue", "agreement", "compile")
 MOST_A_COLLECTIVE = 60.0  # microseconds beyond the collective's own call
 MOST_OF_FSDP2 = 0.5
+MOST_A_ROUND = 100.0  # microseconds of the host for a round of agreement
 MOST_OF_COMPILING = 0.10  # of Thunder's own time, at 32 blocks of a GPT
 
 
@@ -45,6 +48,8 @@ def main() -> None:
         results["steps"] = run("steps")
     if "prologue" in arguments.only:
         results["prologue"] = [run("prologue", "--parameters", str(n)) for n in arguments.parameters]
+    if "agreement" in arguments.only:
+        results["agreement"] = run("agreement")
     if "compile" in arguments.only:
         results["compile"] = [run("compiling", "--blocks", str(n)) for n in arguments.blocks]
     show(arguments, results)
@@ -88,6 +93,8 @@ def show(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
             console.print(table, highlight=False)
     if "prologue" in results:
         console.print(prologue_table(results["prologue"]), highlight=False)
+    if "agreement" in results:
+        console.print(agreement_table(results["agreement"], bars), highlight=False)
     if "compile" in results:
         console.print(compile_table(arguments, results["compile"], bars), highlight=False)
     results["bars"] = [dict(zip(("what", "figure", "limit", "passed"), bar, strict=True)) for bar in bars]
@@ -138,6 +145,21 @@ def prologue_table(prologues: list[dict[str, Any]]) -> Any:
     for one in prologues:
         ratio = f"{one['ours'] / one['thunder']:.2f}"
         table.add_row(f"{one['parameters']:,}", f"{one['thunder']:.3f}", f"{one['ours']:.3f}", ratio)
+    return table
+
+
+def agreement_table(found: dict[str, Any], bars: list[tuple[str, float, str, bool]]) -> Any:
+    table = _table("Microseconds of a round of agreement, 2 gloo ranks", "", "median", "10th percentile")
+    for key, text in (
+        ("post", "post"),
+        ("post, processor", "post, processor time of the host's thread"),
+        ("settle", "settle, once the token has arrived"),
+        ("settle, processor", "settle, processor time of the host's thread"),
+        ("blocking", "post and settle at once, the other rank's answer included"),
+    ):
+        table.add_row(text, *(f"{found[key][of]:.1f}" for of in ("median", "tenth")))
+    host = found["post, processor"]["median"] + found["settle, processor"]["median"]
+    bars.append(("agreement: host time of a round", host, f"{MOST_A_ROUND:g} us", host <= MOST_A_ROUND))
     return table
 
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import gc
+import json
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched
+from thunder_fsdp_sched.channel import announce
+from thunder_fsdp_sched.consistency import Agreed
+from thunder_fsdp_sched.control import Control, Run
 from thunder_fsdp_sched.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.groups import Group
 from thunder_fsdp_sched.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
 
@@ -71,6 +78,45 @@ def steps(options: Namespace) -> dict[str, Any]:
             result[name][kind] = {"issue": issue, "wait": wait, "own_call": micro[kind]}
             result[name][kind]["beyond"] = issue + wait - micro[kind]
     return {"blocks": options.tiny_blocks, "parameters": 2 * options.layers, "systems": result}
+
+
+def agreement(options: Namespace) -> dict[str, Any]:
+    """Host time of a round on the control channel."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_agree, (Path(folder), options.rounds), nprocs=2)
+        return json.loads((Path(folder) / "seconds").read_text())
+
+
+def _agree(rank: int, folder: Path, rounds: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    everyone = Group.of(dist.distributed_c10d._get_default_group())
+    control = Control(everyone, announce(everyone, "agreement")(), "model", "the model")
+    run = Run(control, "forward_0", Agreed(1, True, True), "forward", (), (), 0)
+    seconds: dict[str, list[float]] = defaultdict(list)
+    _stop_collecting()
+    for _ in range(rounds * STEPS):
+        run.post()
+        run.settle()  # together
+        for name, call in (("post", run.post), ("settle", run.settle)):
+            started, on_processor = time.perf_counter(), time.thread_time()
+            call()
+            seconds[f"{name}, processor"].append(time.thread_time() - on_processor)
+            seconds[name].append(time.perf_counter() - started)
+            time.sleep(0.002)
+
+    def both() -> None:
+        run.post()
+        run.settle()
+
+    for _ in range(rounds * STEPS):
+        seconds["blocking"].append(_time(both, 1))
+    if rank == 0:
+        tenths = {name: statistics.quantiles(of_one, n=10) for name, of_one in seconds.items()}
+        micro = {name: {"tenth": t[0] * 1e6, "median": t[4] * 1e6} for name, t in tenths.items()}
+        (folder / "seconds").write_text(json.dumps(micro))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _systems(options: Namespace) -> dict[str, Callable[[], Any]]:

@@ -65,6 +65,8 @@ def systems(only: str | None) -> dict[str, Callable[..., Any]]:
         made[f"ours {strategy} flat"] = partial(ours, sharding_strategy=strategy, transport="flat")
     needed = list(made)
     for strategy in ("zero2", "zero3"):
+        made[f"ours {strategy} without agreement"] = partial(ours, sharding_strategy=strategy, agrees=False)
+    for strategy in ("zero2", "zero3"):
         for prefetch in (0, 2):
             made[f"ours {strategy} prefetch {prefetch}"] = partial(ours, sharding_strategy=strategy, prefetch=prefetch)
         for transport in ("staged", "coalesced", "all_reduce"):
@@ -98,7 +100,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         step(built[name], tokens)  # compiles
     runs: dict[str, Callable[[], float]] = {n: partial(step, s, tokens) for n, s in built.items()}
     for name, system in built.items():
-        if system.transform and "prefetch" not in name:  # the same collectives
+        if system.transform and "prefetch" not in name and "agreement" not in name:  # the same collectives
             runs[communication_of(name)] = partial(communicate, system)
     results = []
     for seconds in [0.0] if arguments.real else arguments.compute:
@@ -148,7 +150,7 @@ def figures_of(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
         if name.startswith("comm"):
             continue
         strategy = "zero3" if "zero3" in name else "zero2"
-        same = name.split(" prefetch")[0] if name.startswith("ours") else f"ours {strategy} flat"
+        same = name.split(" prefetch")[0].split(" without")[0] if name.startswith("ours") else f"ours {strategy} flat"
         communication = seconds[communication_of(same)]
         compute = seconds["compute"]
         figures[name] |= {

@@ -183,9 +183,10 @@ def unsharded_eager(name: str, shape: Shape, emulation: Emulation) -> System:
     return System(name, module, _optimizer(module))
 
 
-def ours(name: str, shape: Shape, emulation: Emulation, **options: Any) -> System:
-    """This project's ``fsdp(**options)``."""
+def ours(name: str, shape: Shape, emulation: Emulation, *, agrees: bool = True, **options: Any) -> System:
+    """This project's ``fsdp(**options)``; without agreement at run time if it is to be shown what that costs."""
     transform = thunder_fsdp_sched.fsdp(**options)
+    transform._agrees = agrees
     return _jitted(name, thunder.jit(shape.model(), transforms=[transform, emulation.transform()]), transform)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["BlockSpec", "Case", "ModelSpec", "RandomModel", "cases"]
+__all__ = ["BlockSpec", "Case", "ModelSpec", "RandomModel", "cases", "options_of"]
 
 KINDS = ("linear", "mlp", "branches", "norm", "scale", "nested", "twice", "sliced", "embedding")
 
@@ -167,6 +168,9 @@ class RandomModel(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index in self.order:
             x = self.blocks[index].forward(x)
+        return self.end(x)
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
         y = self.head.forward(x)
         if self.decay:
             # Two dimensions: Thunder cannot expand the gradient of a 0-dim value back (so without sharding, too).
@@ -235,3 +239,15 @@ def cases(draw: Any, *, numeric: bool = False) -> Case:
     if draw(st.integers(0, 4)) == 0:
         options["separate_reduce_scatter_group"] = True
     return Case(model, options, groups)
+
+
+def options_of(case: Case, new_group: Callable[[], Any]) -> dict[str, Any]:
+    """The case's options, with process groups that ``new_group`` makes for blocks that have one of their own."""
+    options = dict(case.options)
+    if case.groups:
+        group = new_group()
+        prefixes = tuple(f"blocks.{number}." for number in case.groups)
+        tied = {n for pair in case.model.tied for n in pair}
+        if not tied & set(case.groups):  # a tied parameter has one group
+            options["process_group_for"] = lambda name, param: group if name.startswith(prefixes) else None
+    return options

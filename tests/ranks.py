@@ -76,7 +76,9 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        # A server that has imported everything forks the workers: importing torch and Thunder takes longer than most tests.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["thunder_fsdp_sched", "thunder", "hypothesis"])
         store = self._folder / f"store-{next(self._starts)}"
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

@@ -153,12 +153,12 @@ def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
 
 
 def test_a_cache_hit_on_one_rank_and_a_new_schedule_on_the_other_is_an_error_on_both(ranks: Ranks) -> None:
-    with pytest.raises(RankError) as caught:
-        ranks.run(_only_rank_1_compiles_something_new, timeout=60)
-    message = str(caught.value)
-    assert "ScheduleDisagreement" in message
-    assert "rank 0 has compiled nothing within" in message
-    assert "rank 0: the all-gather of bucket 'left' failed" in message
+    ranks.run(
+        _told,
+        _only_rank_1_compiles_something_new,
+        r"rank 0: the forward for inputs float32\[2, 4\], True .*\n    rank 1: compiling the forward of a trace of module",
+        timeout=60,
+    )
 
 
 def test_batches_of_different_sizes_need_no_agreement_where_the_collectives_are_the_same(ranks: Ranks) -> None:

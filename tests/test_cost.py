@@ -423,7 +423,7 @@ def test_transports_and_precision_cost_what_they_move():
     assert gather_seconds(spec, transport="all_reduce") == 64 + 2 * 32
 
 
-def test_the_sum_behind_an_exchange_is_a_part_of_the_collective():
+def test_the_sum_after_an_exchange_is_a_part_of_the_collective_on_a_stream_and_of_the_wait_on_a_cpu():
     cost = AnalyticCost(PLAIN)
     made = bucket([(4, 4)])
     reduced = cost.collective_seconds("fsdp_reduce_scatter", made)
@@ -431,3 +431,12 @@ def test_the_sum_behind_an_exchange_is_a_part_of_the_collective():
     added = cost.collective_seconds("fsdp_reduce_scatter", made) - reduced
     assert added == pytest.approx((64 + 32) / PLAIN.bytes_per_second)  # reads what it received, writes its own
     assert cost.collective_seconds("fsdp_all_gather", made) == pytest.approx(reduced)
+    on_cpu = AnalyticCost(dataclasses.replace(PLAIN, synchronous=True))
+    assert on_cpu.collective_seconds("fsdp_reduce_scatter", made) == pytest.approx(reduced)
+    trace = TraceCtx()
+    with tracectx(trace):
+        future = fsdp_reduce_scatter(made, None, None)
+        fsdp_wait_grads(made, future)
+        prims.python_return(None)
+    waiting = sum(s.device for s in on_cpu.seconds(trace)) - sum(s.device for s in cost.seconds(trace))
+    assert waiting == pytest.approx(added)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -34,6 +35,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 # With blocks of which the first and the last are cut.
@@ -134,12 +136,15 @@ def test_script_in_the_readme_trains(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "weights.pt")["0.weight"].shape == (256, 64)
 
 
-def test_the_readmes_other_script_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
+def _restartable_script() -> str:
     readme = (Path(__file__).parents[1] / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    return next(block for block in blocks if "latest_checkpoint" in block)
+
+
+def test_the_readmes_other_script_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(
-        next(block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "latest_checkpoint" in block)
-    )
+    script.write_text(_restartable_script())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     killed = subprocess.Popen(
         [*command, "--max-restarts", "1", str(script), str(tmp_path / "killed")],
@@ -161,9 +166,87 @@ def test_the_readmes_other_script_goes_on_after_a_rank_was_killed(tmp_path: Path
     assert killed.returncode == 0 or at_exit, output
     assert len(re.findall(r"rank \d goes on with step 50|rank \d goes on with step 1\d0", output)) == 2, output
 
-    losses = re.findall(r"rank \d: loss ([\d.e+-]+)", output)  # both may be in one line
+    losses = re.findall(r"rank \d: step 199, loss ([\d.e+-]+)", output)  # both may be in one line
     assert len(losses) == 2 and all(float(loss) < 1 for loss in losses), output
     assert (tmp_path / "killed" / "model" / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.slow
+def test_the_readmes_other_script_ends_well_after_kills_while_it_saves(tmp_path: Path) -> None:
+    """Each start of the script but the last dies at another point; all are one call of torchrun."""
+    script = _restartable_script()
+    for long, short in (("(first, 200)", "(first, 4)"), ("step % 50 == 49", "step % 2 == 1")):
+        assert long in script
+        script = script.replace(long, short)
+    (tmp_path / "train.py").write_text(_KILLS + script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "--max-restarts", "3", str(tmp_path / "train.py"), str(tmp_path / "run")],
+        env={**_environment(), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+    )
+    output = done.stdout
+    at_exit = "terminate called without an active exception" in output  # as above
+    assert done.returncode == 0 or at_exit, output
+    assert re.findall(r"dies \d", output) == ["dies 0", "dies 1", "dies 2"], output
+    assert "goes on with step 2" in output and "goes on with step 4" in output, output
+    checkpoints = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert checkpoints == ["model", "step-1", "step-3"]
+    index = json.loads((tmp_path / "run" / "model" / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert {path.name for path in (tmp_path / "run" / "model").iterdir()} == {*files, "model.safetensors.index.json"}
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        tensors |= load_file(tmp_path / "run" / "model" / file)
+    assert tensors["0.weight"].shape == (256, 64) and len(tensors) == 11
+
+
+_KILLS = """
+import os, sys
+from pathlib import Path
+
+import safetensors.torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+_points = Path(sys.argv[1]).parent / "points"
+_points.mkdir(exist_ok=True)
+
+
+def _die_once(point):
+    if os.environ["RANK"] == "0" and not (_points / str(point)).exists():
+        (_points / str(point)).touch()
+        print(f"dies {point}", flush=True)
+        os._exit(9)
+
+
+def _count(function, *points):
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        for point, call, after in points:
+            if len(calls) == call and not after:
+                _die_once(point)
+        result = function(*args, **kwargs)
+        for point, call, after in points:
+            if len(calls) == call and after:
+                _die_once(point)
+        return result
+
+    return counted
+
+
+# 0: all of a checkpoint is written, but its list of contents is not in its place yet. 1: a file of the whole model is
+# written. 2: everything is saved.
+FileSystemWriter.finish = _count(FileSystemWriter.finish, (0, 2, True))
+safetensors.torch.save_file = _count(safetensors.torch.save_file, (1, 2, False))
+import torch.distributed
+
+torch.distributed.destroy_process_group = _count(torch.distributed.destroy_process_group, (2, 1, False))
+"""
 
 
 #

@@ -61,3 +61,36 @@ def test_an_unknown_model_or_cluster_is_refused_by_name():
         find_model("no-such-model", batch=1, length=8, dtype=torch.bfloat16)
     assert "nowhere" in invoke("plan", "--model", "test_planner:make_on_meta", "--cluster", "nowhere").output
     assert "no_such_module" in invoke("plan", "--model", "no_such_module:make").output
+
+
+def make_nothing():
+    return 1
+
+
+def make_a_list():
+    return [torch.nn.Linear(2, 2), torch.randn(1, 2)]
+
+
+NOT_A_FUNCTION = 3
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("plan", "--model", "test_planner:make_on_meta", "--dtype", "foo"), "torch has no dtype 'foo'"),
+        (("plan", "--model", "test_planner:make_on_meta", "--dtype", "nn"), "torch has no dtype 'nn'"),
+        (("plan", "--model", "test_planner:make_nothing"), "'make_nothing' must return (module, args)"),
+        (("plan", "--model", "test_planner:make_a_list"), "but returned a list"),
+        (("plan", "--model", "test_planner:NOT_A_FUNCTION"), "is of type int, not a function that makes a model"),
+        (("plan", "--model", "test_planner:make_on_meta", "--bucketing", "foo"), "foo"),
+        (("plan", "--model", ":make"), "cannot be imported"),
+        (("trace", "test_planner:make_nothing"), "must return (module, args)"),
+        (("trace", "test_planner:NOT_A_FUNCTION"), "is of type int, not a function that makes a model"),
+        (("trace", "test_planner:make_on_meta", "--bucketing", "foo"), "foo"),
+        (("diff", "nowhere.json", "nowhere.json"), "nowhere.json"),
+    ],
+)
+def test_wrong_arguments_are_errors_of_the_command_line(arguments, message):
+    done = invoke(*arguments)
+    assert done.exit_code == 2, done.output
+    assert message in " ".join(done.output.replace("\u2502", " ").split()), done.output

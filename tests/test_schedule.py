@@ -1,6 +1,7 @@
 """A schedule is a value: it explains itself, survives a file, is compared, replayed, and refused where it does not fit."""
 
 import dataclasses
+import json
 import threading
 import weakref
 from datetime import timedelta
@@ -9,7 +10,7 @@ import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.consistency import Agreement, ScheduleDisagreement
 from thunder_fsdp_sched.deadlock import Step
 from thunder_fsdp_sched.groups import Group
-from thunder_fsdp_sched.schedule import StepSchedule, load_schedules, read_schedule, save_schedules
+from thunder_fsdp_sched.schedule import _OP_TYPES, CommOp, StepSchedule, load_schedules, read_schedule, save_schedules
 from thunder_fsdp_sched.symbols import fsdp_all_gather
 from thunder_fsdp_sched.transforms import ScheduleMismatch, plan_slots, replay_schedule, sort_communication, verify
 
@@ -50,6 +51,55 @@ def test_a_file_that_holds_no_schedule_is_refused_by_name(tmp_path, content):
     path.write_text(content)
     with pytest.raises(ValueError, match=r"broken\.json holds no schedule"):
         load_schedules(path)
+
+
+def _spoiled(content, path, value):
+    """``content`` with another value at a path, or without what is there if the value is ``...``."""
+    *above, last = path
+    place = content
+    for key in above:
+        place = place[key]
+    if value is ...:
+        del place[last]
+    else:
+        place[last] = value
+    return content
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        (("steps",), {}, r"the file\.steps: expected list, got dict"),
+        (("steps", 0), 1, r"steps\[0\]: expected dict, got int"),
+        (("steps", 0, "no_sync"), 0, r"steps\[0\]\.no_sync: expected bool, got int"),
+        (("steps", 0, "forward"), None, r"steps\[0\]\.forward: expected dict, got NoneType"),
+        (("steps", 0, "backward"), [], r"steps\[0\]\.backward: expected dict or null, got list"),
+        (("steps", 0, "forward", "statements"), "9", r"forward\.statements: expected int, got str"),
+        (("steps", 0, "forward", "compute"), ..., r"steps\[0\]\.forward has no 'compute'"),
+        (("steps", 0, "forward", "ops", 1, "position"), True, r"forward\.ops\[1\]\.position: expected int, got bool"),
+        (("steps", 0, "forward", "ops", 1, "bucket"), ["b"], r"forward\.ops\[1\]\.bucket: expected str, got list"),
+        (("steps", 0, "forward", "ops", 1, "first_consumer"), 1.5, r"first_consumer: expected int or null, got float"),
+        (("steps", 0, "forward", "ops", 1, "when"), 1, r"forward\.ops\[1\]\.when is unknown"),
+        (("format",), ..., "format None, this version reads"),
+    ],
+)
+def test_a_field_of_another_type_is_refused_by_name(tmp_path, path, value, message):
+    file = tmp_path / "spoiled.json"
+    save_schedules([StepSchedule(read_schedule(done(chain(3))), None)], file)
+    file.write_text(json.dumps(_spoiled(json.loads(file.read_text()), path, value)))
+    with pytest.raises(ValueError, match=rf"spoiled\.json holds no schedule: .*{message}"):
+        load_schedules(file)
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused_by_name(tmp_path):
+    file = tmp_path / "deep.json"
+    file.write_text("[" * 200_000 + "]" * 200_000)
+    with pytest.raises(ValueError, match=r"deep\.json holds no schedule"):
+        load_schedules(file)
+
+
+def test_the_fields_of_a_file_are_those_of_an_op():
+    assert list(_OP_TYPES) == [field.name for field in dataclasses.fields(CommOp)]
 
 
 def test_a_diff_shows_what_moved():
@@ -151,7 +201,7 @@ def test_a_rank_that_compiles_nothing_is_named_on_all_ranks(idle):
     told = agree(compiled, seconds=0.5)
     for rank, message in enumerate(told):
         if rank != idle:
-            assert f"rank {idle} has compiled nothing" in message
+            assert f"rank {idle} has compiled nothing within 0.5 s while rank" in message
 
 
 def test_the_collectives_of_a_schedule_hold_nothing_that_differs_between_ranks():

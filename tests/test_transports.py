@@ -158,6 +158,25 @@ def test_gradients_of_no_sync_travel_through_staging(ranks: Workers) -> None:
     ranks.run(_unreduced_through_staging)
 
 
+def _alone(rank: int, world_size: int) -> None:
+    for transport in ("all_to_all", "flat"):
+        group = dist.new_group([rank], use_local_synchronization=True)
+        twins = Twins(
+            rank,
+            1,
+            Stack(1).double(),
+            group=group,
+            process_group=group,
+            transport=transport,
+            bucketing_strategy="layer",
+        )
+        twins.train(steps=2)
+
+
+def test_a_group_of_one_rank_trains(ranks: Workers) -> None:
+    ranks.run(_alone)
+
+
 #
 # What cannot be had
 #

@@ -285,7 +285,8 @@ def unknown_communication_before_a_reduction(trace: TraceCtx) -> None:
     reduction = positions(trace, fsdp_reduce_scatter)[0]
     last_gather = positions(trace, fsdp_all_gather)[-1]
     reduction = next(i for i in positions(trace, fsdp_reduce_scatter) if i > last_gather + 1)
-    trace.bound_symbols.insert(reduction, _foreign(trace, trace.bound_symbols[reduction].flat_proxy_args[-1]))
+    shard = trace.bound_symbols[last_gather].flat_proxy_args[0]
+    trace.bound_symbols.insert(reduction, _foreign(trace, shard))
 
 
 def reduce_before_the_last_gradient(trace: TraceCtx) -> None:

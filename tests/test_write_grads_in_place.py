@@ -275,7 +275,7 @@ def _count_copies(rank: int, world_size: int, strategy: str) -> None:
         with _Copies(arena._memory) as copies:
             loss.backward()
         assert copies.nbytes == total - written
-        assert total == 8 * sum(p.numel() for p in made.sharded.module.parameters())
+        assert total == 8 * sum(param.numel for bucket in made.plan for param in bucket.params)
         assert (written > 0) is isinstance(context, contextlib.nullcontext)
 
 

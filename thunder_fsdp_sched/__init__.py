@@ -22,7 +22,7 @@ from .checkpoint import (
 )
 from .consistency import ScheduleDisagreement
 from .eager import eager
-from .gradients import clip_grad_norm_
+from .gradients import clip_grad_norm_, discard_unreduced
 from .plugin import FSDPSched
 from .schedule import CommOp, Schedule, StepSchedule
 from .transform import CompiledTraces, FSDPTransform
@@ -45,6 +45,7 @@ __all__ = [
     "VerificationError",
     "WholeParameters",
     "clip_grad_norm_",
+    "discard_unreduced",
     "eager",
     "fsdp",
     "full_state_dict",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from .api import fsdp
 from .demo import DemoOptions, run_demo
 from .demo.show import make_console
 from .fake_ranks import compile_as_rank
-from .planner import find_model, plan_step
+from .planner import check_made, find_model, plan_step
 from .plot import plot_timelines, save_perfetto
 from .report import before_and_after, plan_table, planned_step_table
 from .schedule import load_schedules
@@ -108,13 +109,16 @@ def trace(
     make = _load(factory)
     console = make_console()
     for strategy in sharding.strategies:
-        transform = fsdp(
-            sharding_strategy=strategy,
-            bucketing_strategy=int(bucketing) if bucketing.isdigit() else bucketing,
-            prefetch=prefetch,
-        )
+        try:
+            transform = fsdp(
+                sharding_strategy=strategy,
+                bucketing_strategy=int(bucketing) if bucketing.isdigit() else bucketing,
+                prefetch=prefetch,
+            )
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
         with console.status(f"tracing {factory} for {world_size} ranks"):
-            compile_as_rank(lambda: _made(make(), factory), transform, rank=0, world_size=world_size)
+            compile_as_rank(lambda: _made(make, factory), transform, rank=0, world_size=world_size)
         console.print(plan_table(transform.plan), highlight=False)
         traces = transform.compiled[-1]
         for name, before, after in (
@@ -160,7 +164,7 @@ def plan(
     if sharding is Sharding.both:
         raise typer.BadParameter("plan takes zero2 or zero3, not both")
     try:
-        make = find_model(model, batch=batch, length=length, dtype=getattr(torch, dtype))
+        make = find_model(model, batch=batch, length=length, dtype=_dtype(dtype))
         with console.status(f"tracing {model} as rank 0 of {world_size}"):
             step = plan_step(
                 make,
@@ -217,17 +221,27 @@ def _load(factory: str) -> Any:
     module, _, name = factory.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        return getattr(importlib.import_module(module), name)
+        made = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise typer.BadParameter(f"{factory!r} cannot be imported: {error}") from error
+    if not callable(made):
+        raise typer.BadParameter(f"{factory!r} is of type {type(made).__name__}, not a function that makes a model")
+    return made
 
 
-def _made(made: Any, factory: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
-    parts = made if isinstance(made, tuple) else ()
-    module, args, kwargs = (*parts, {})[:3] if len(parts) in (2, 3) else (None, (), {})
-    if not isinstance(module, torch.nn.Module) or not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
-        raise typer.BadParameter(f"{factory!r} must return (module, args) or (module, args, kwargs)")
-    return module, tuple(args), kwargs
+def _made(make: Callable[[], object], factory: str) -> tuple[Any, ...]:
+    made = make()
+    try:
+        return check_made(made, factory)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise typer.BadParameter(f"dtype: torch has no dtype {name!r}; bfloat16, float16 and float32 are some")
+    return dtype
 
 
 if __name__ == "__main__":

@@ -41,11 +41,15 @@ def fsdp(
     separate_reduce_scatter_group: bool = False,
     param_init_fn: Callable[[torch.nn.Module], object] | None = None,
     offload_policy: OffloadPolicy | None = None,
+    allow_different_computation: bool = False,
+    audit: bool = True,
 ) -> FSDPTransform:
     """Fully sharded data parallel training for ``thunder.jit(model, transforms=[fsdp(...)])``.
 
     ``thunder.jit`` shards the module at once: each rank keeps its rows of every parameter, as views of one flat buffer
-    a bucket, and the module's own parameters move to the meta device. Give ``jitted.parameters()`` to the optimizer.
+    a bucket. The module's own ``nn.Parameter`` objects are these rows from then on, so optimizers and hooks may have been
+    made before. What takes rows for parameters is refused; initializing in place afterwards (``nn.init``) is not,
+    and sees rows.
 
     Args:
         sharding_strategy: ``"zero3"`` frees unsharded parameters after their last use in forward and gathers them again
@@ -101,6 +105,11 @@ def fsdp(
             optimizer's state are on the CPU, in pinned memory if the policy says so and there is a GPU. A gather copies a
             shard to ``device`` first, on a stream of its own; the host waits for each sharded gradient to arrive. On a CPU
             it copies as well, and saves nothing.
+        allow_different_computation: let ranks compute different things, as long as their collectives agree. By default
+            ranks whose traces have other operators in between, such as another activation, raise
+            :class:`ScheduleDisagreement`. Shapes may always differ.
+        audit: checks during the first run of each compiled trace that no operator returns memory of a slot, or changes an
+            unsharded parameter, unless the plan says so. Later steps pay nothing.
         cluster: what the simulator takes for granted, a :class:`ClusterSpec` or the name of a preset; default is the
             preset nearest to the device at hand.
 
@@ -132,5 +141,7 @@ def fsdp(
             separate_reduce_scatter_group=separate_reduce_scatter_group,
             param_init_fn=param_init_fn,
             offload_policy=offload_policy,
+            allow_different_computation=allow_different_computation,
+            audit=audit,
         )
     )

@@ -4,11 +4,23 @@
 Three kinds of memory hold parameters and gradients, and each has one rule.
 *Shard buffers* belong to the optimizer: parameters are views of them and a step never writes them.
 *Private slots* (ZeRO-2) belong to one bucket; a gather overwrites them with the same bytes as long as the parameters do
-not change, and a change under a live graph is an error (``fsdp_params_unchanged``).
+not change, and a change under a live graph is an error (``fsdp_params_unchanged``). Backward begins with a look at each
+slot: if a forward without gradients, or one that failed, has written it since, the bucket is gathered again.
 *Shared slots* are ranges of the arena. Within a trace the ``plan_slots`` pass gives a range to another collective only
 after the last reader of the old one, or each parameter's to its own gradient after the last reader of that; ``verify``
 proves it. Between two traces they hold nothing, or, for the backward that follows, what the end of forward left there:
 see [Note: What forward leaves] in ``transforms.reuse_from_forward``.
+
+[Note: What an exception leaves]
+An exception (an index out of range, no memory, an interrupt) may end a forward or a backward between any two lines.
+*Collectives in flight* stay known to their arena until somebody waits for them. Whoever uses memory next finishes first
+what is in flight on any byte of it (``Arena.claim``), and a later reader of a private slot finishes that slot. If an
+issue itself was interrupted, nobody knows what is in flight: every later use of that memory is an error.
+*Resident buckets* are taken only by the backward of the forward that left them, and only if exactly the issues of these
+two have used the arena since: an aborted run in between, however far it came, rules that out.
+*Gradients of* ``no_sync`` stay in ``Bucket.unreduced`` until the backward that reduces them has run to its end, where
+``fsdp_backward_done`` drops them. A ``no_sync`` backward that fails after it has added some of its own leaves a sum that
+nothing can undo: every later backward raises until ``discard_unreduced`` was called.
 """
 
 from __future__ import annotations
@@ -17,20 +29,25 @@ import functools
 import linecache
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .compat import replace_data
+from .runs import forward_number, is_backward_of
 from .sending import Source, source_of
+from .shard_grads import mark, mark_after_backward
 
 if TYPE_CHECKING:
     from .buckets import BucketSpec
+    from .control import Control
     from .groups import Ranks
     from .transports import Transport, Work
 
-__all__ = ["SLOT_ALIGNMENT", "Arena", "Bucket", "InFlight", "Slot", "Views", "failed", "slot_bytes"]
+__all__ = ["SLOT_ALIGNMENT", "Arena", "Bucket", "InFlight", "Slot", "Tally", "Views", "failed", "slot_bytes"]
 
 SLOT_ALIGNMENT = 512
 """Bytes to which each slot's offset in the arena is aligned (what CUDA's caching allocator does)."""
@@ -66,6 +83,10 @@ class Slot:
     def overlaps(self, other: Slot) -> bool:
         """Whether the two share memory."""
         return self.arena is other.arena and self.offset < other.end and other.offset < self.end
+
+    def contains(self, span: tuple[int, int]) -> bool:
+        """Whether a range of bytes of the arena lies in the slot."""
+        return self.offset <= span[0] and span[1] <= self.end
 
 
 class _Lying(dict["Bucket", "Views"]):
@@ -133,13 +154,17 @@ def failed(bucket: Bucket, what: str, error: RuntimeError) -> RuntimeError:
     if frame is not None:
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         text += f"\nin line {frame.f_lineno} of {frame.f_code.co_name}: {line}"
-    return RuntimeError(f"{text}\n{why}" if (why := bucket.whole.explain_failure()) else text)
+    control = bucket.whole.control
+    return RuntimeError(f"{text}\n{why}" if control is not None and (why := control.explain(text)) else text)
 
 
 class Arena:
     """One allocation per device that all shared slots are ranges of.
 
     It grows to the largest end of any slot of any trace, at compile time; a step allocates nothing.
+
+    Attributes:
+        scratch: memory that transports use for nothing at the moment, by dtype and number of elements.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -147,7 +172,8 @@ class Arena:
         self.nbytes = 0
         self._in_flight: dict[Slot, InFlight] = {}
         self._issued = 0
-        self._left: dict[Bucket, tuple[Slot, int]] = {}  # by forward: where, and the number of issues at its end
+        self._left: dict[Bucket, _Left] = {}
+        self.scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
         self._memory: torch.Tensor | None = None
         self._slots: dict[tuple[int, int], Slot] = {}
 
@@ -199,39 +225,123 @@ class Arena:
             # Nor are parameters views to autograd: Thunder detaches each view that backward reads, in every step.
             return Views(flat, tuple(view.data for view in unsharded_views(spec, flat)), staging)
 
+    def span_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Return the range of bytes of the arena that ``tensor`` spans, or ``None`` if it lies elsewhere."""
+        memory = self._memory
+        if memory is None or tensor.device != memory.device or tensor.numel() == 0 or memory.is_meta:
+            return None
+        begin = tensor.data_ptr() - memory.data_ptr()
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        end = begin + (last + 1) * tensor.element_size()
+        return (begin, end) if begin < memory.numel() and end > 0 else None
+
     @property
     def in_flight(self) -> tuple[InFlight, ...]:
         """What was issued and not yet waited for; one at most for a slot."""
         return tuple(self._in_flight.values())
 
-    def issue(self, flight: InFlight) -> InFlight:
-        assert flight.slot is not None
-        self._in_flight[flight.slot] = flight
+    def claim(self, slot: Slot) -> None:
+        """Prepare the memory of ``slot`` for an issue: nothing that an exception left in flight uses it any more.
+
+        It counts as an issue whether or not that succeeds: from here on the memory may be written.
+        """
         self._issued += 1
+        self.finish_leftovers(slot)
+
+    def issue(self, flight: InFlight) -> InFlight:
+        """Note that ``flight``, whose slot was claimed, is in flight."""
+        assert flight.slot is not None and flight.slot not in self._in_flight, flight
+        self._in_flight[flight.slot] = flight
         return flight
 
+    def lose(self, bucket: Bucket, what: str, slot: Slot) -> None:
+        """Note that an issue on the memory of ``slot`` was interrupted: what is in flight there is unknown."""
+        self._in_flight[slot] = InFlight(bucket, what, slot, (_Lost(),))
+
     def leave(self, bucket: Bucket, slot: Slot, followed_by: int) -> None:
-        """What was issued last is a gather whose memory the next ``followed_by`` issues leave alone."""
-        self._left[bucket] = slot, self._issued + followed_by
+        """Note that the last issue is a gather whose memory the next ``followed_by`` issues of its forward leave alone."""
+        self._left[bucket] = _Left(slot, self._issued + followed_by, forward_number())
 
     def take_left(self, bucket: Bucket, slot: Slot, preceded_by: int | None) -> bool:
-        """Whether forward left ``bucket`` in ``slot`` and exactly ``preceded_by`` issues came behind that forward.
+        """Return whether the running backward finds ``bucket`` in ``slot``, which it has claimed.
 
-        Either way the next issue may write there: nobody else finds it.
+        That is so if its own forward left the bucket there, and nothing was issued since but the end of that forward and
+        ``preceded_by`` issues of this backward. Either way nobody else finds it.
         """
         left = self._left.pop(bucket, None)
-        return left is not None and preceded_by is not None and left == (slot, self._issued - preceded_by)
+        return (
+            left is not None
+            and preceded_by is not None
+            and left.slot is slot
+            and left.issued == self._issued - 1 - preceded_by
+            and is_backward_of(left.number)
+        )
+
+    def write_gradient(self, slot: Slot) -> None:
+        """Prepare the memory of ``slot`` for gradients before their reduction claims it.
+
+        The backward of an earlier forward may fail before it issues anything: then what it has overwritten must not be
+        taken for what the latest forward left.
+        """
+        self.finish_leftovers(slot)
+        if self._left and not all(is_backward_of(left.number) for left in self._left.values()):
+            self._left.clear()
 
     def finish(self, flight: InFlight) -> None:
-        assert flight.slot is not None
+        """Wait for ``flight``. If that fails it stays in flight, and its memory stays unusable."""
+        slot = flight.slot
+        assert slot is not None
         flight.wait()
-        self._in_flight.pop(flight.slot, None)
+        if self._in_flight.get(slot) is flight:
+            del self._in_flight[slot]
 
     def finish_leftovers(self, slot: Slot) -> None:
-        """Waits for collectives on the memory of ``slot`` that an exception in an earlier step left in flight."""
+        """Wait for collectives on the memory of ``slot`` that an exception in an earlier step left in flight."""
         if not self._in_flight.keys().isdisjoint(slot.sharing):
             for flight in [flight for other, flight in self._in_flight.items() if other in slot.sharing]:
                 self.finish(flight)
+
+
+class Tally:
+    """Counts the collectives of one model on this rank; see [Note: When ranks agree] in ``control``.
+
+    Each counts twice, before and after it is issued: one whose issue failed halfway differs from both.
+
+    Attributes:
+        issued: those that were issued.
+        expected: those of all traces that were begun.
+        settle: ends a round of agreement that has not ended yet.
+    """
+
+    __slots__ = ("expected", "issued", "settle")
+
+    def __init__(self) -> None:
+        self.issued = self.expected = 0
+        self.settle: Callable[[], None] = _nothing
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Left(NamedTuple):
+    """A bucket that a forward leaves in shared memory.
+
+    ``issued`` is the arena's number of issues at the end of that forward, ``number`` its ``forward_number``.
+    """
+
+    slot: Slot
+    issued: int
+    number: int
+
+
+class _Lost:
+    """Stands for works that an interrupted issue may have started."""
+
+    def wait(self) -> None:
+        raise RuntimeError(
+            "it was interrupted while it was issued, so its memory cannot be used again: restart the process"
+        )
 
 
 class Bucket:
@@ -245,50 +355,75 @@ class Bucket:
         transport: moves the bucket.
         arena: memory for the slots that the bucket shares with others.
         handle: the name under which it prints.
+        whole: the bucket whose shard and parameters this is another handle of.
 
     Attributes:
         source: what is sent of it.
         whole: itself; for a handle under which a bucket is gathered in another way (``parts``) that bucket.
-        shard: the flat shard buffer; ``params`` are this rank's rows of each parameter, views of it.
+        shard: the flat shard buffer; ``params`` are this rank's rows of each parameter, views of it with version counters
+            of their own.
     """
 
     source: Source
+    shard: torch.Tensor
+    params: tuple[torch.nn.Parameter, ...]
+    tally: Tally
 
-    def __init__(self, spec: BucketSpec, ranks: Ranks, transport: Transport, arena: Arena, handle: str) -> None:
-        self._adopt(spec, ranks, transport, arena, handle)
-        self.shard = transport.allocate(spec.layout.shard_numel, spec.dtype, spec.shard_device, ranks)
-        if spec.travel.pin_memory:
-            self.shard = self.shard.pin_memory()
-        self.shard_views = shard_views(spec, self.rank, self.shard)
-        self.shard_pointers = tuple(map(address, self.shard_views))
-        self.params = tuple(
-            torch.nn.Parameter(view, param.requires_grad)
-            for view, param in zip(self.shard_views, spec.params, strict=True)
-        )
-        self.explain_failure: Callable[[], str] = str
-        """Gives what is known about why a collective failed, or nothing."""
-        self.unreduced: torch.Tensor | None = None
-        """Flat unsharded gradients that ``no_sync`` backwards have summed up and no reduction has taken yet."""
-        self.unreduced_params: set[int] = set()
-        self.blank_version: int | None = None
-        """The version of the shard as long as nobody has written to it, if its parameters were on the meta device."""
-        self.source = source_of(self)
-        self.parts: dict[Any, Bucket] = {}
-        """Handles under which it is gathered in another way: see ``parts``."""
-
-    def _adopt(self, spec: BucketSpec, ranks: Ranks, transport: Transport, arena: Arena, handle: str) -> None:
+    def __init__(
+        self,
+        spec: BucketSpec,
+        ranks: Ranks,
+        transport: Transport,
+        arena: Arena,
+        handle: str,
+        *,
+        whole: Bucket | None = None,
+    ) -> None:
         self.spec = spec
-        self.whole: Bucket = self
+        self.whole: Bucket = whole or self
         self.ranks = ranks
         self.rank = ranks.group.rank
         self.transport = transport
         self.arena = arena
         self.handle = handle
         self.private_slot: Slot | None = None
+        self.tally = Tally() if whole is None else whole.tally
+        self.kept_since: int | None = None
+        """The ``forward_number`` of the last gather into the private slot; ``None`` until it is waited for."""
         self._strided = _strided(spec, self.rank)
         self.all_gather_label = f"fsdp_all_gather({spec.name})"
         self.reduce_scatter_label = f"fsdp_reduce_scatter({spec.name})"
         self.all_reduce_label = f"fsdp_all_reduce({spec.name})"
+        if whole is None:
+            self.shard = transport.allocate(spec.layout.shard_numel, spec.dtype, spec.shard_device, ranks)
+            if spec.travel.pin_memory:
+                self.shard = self.shard.pin_memory()
+        else:
+            self.shard = whole.shard
+        self.shard_views = shard_views(spec, self.rank, self.shard)
+        self.shard_pointers = tuple(map(address, self.shard_views))
+        if whole is None:
+            self.params = tuple(
+                torch.nn.Parameter(view, param.requires_grad)
+                for view, param in zip(self.shard_views, spec.params, strict=True)
+            )
+        else:
+            by_name = {param.name: whole.params[i] for i, param in enumerate(whole.spec.params)}
+            self.params = tuple(by_name[param.name] for param in spec.params)
+        self.control: Control | None = None
+        """How the model agrees with the other ranks on what runs next."""
+        self.unreduced: torch.Tensor | None = None
+        """Flat unsharded gradients that ``no_sync`` backwards have summed up and no reduction has taken yet."""
+        self.unreduced_params: set[int] = set()
+        self.adding = False
+        """Whether a ``no_sync`` backward has added gradients to :attr:`unreduced` and has not run to its end."""
+        self.adding_first = False
+        """Whether there is nothing else in :attr:`unreduced` then."""
+        self.late_grads: dict[int, torch.Tensor] = {}
+        """Sharded gradients of parameters that only earlier ``no_sync`` backwards had; for the end of backward."""
+        self.source = source_of(self)
+        self.parts: dict[Any, Bucket] = {}
+        """Handles under which it is gathered in another way: see ``parts``."""
 
     def __repr__(self) -> str:
         return self.handle
@@ -303,13 +438,20 @@ class Bucket:
 
     def shard_to_send(self, *, again: bool) -> torch.Tensor:
         """The flat shard as it travels; ``again`` if backward gathers what its forward gathered."""
-        return self.source.shard(again=again or self.whole.unreduced is not None)
-
-    def gather_into(self, unsharded: Views, *, again: bool) -> tuple[Sequence[Work], torch.Tensor]:
-        """Issues a gather into ``unsharded``; its works, and what it reads, to be kept until they are done."""
         with self.source.sending():
-            sent = self.shard_to_send(again=again)
-            return self.transport.all_gather(self, sent, unsharded), sent
+            return self.source.shard(again=again)
+
+    def gather_into(self, unsharded: Views, sent: torch.Tensor) -> Sequence[Work]:
+        """Issue a gather of ``sent`` into ``unsharded`` and return its works; ``sent`` has to live until they are done."""
+        with self.source.sending():
+            return self.transport.all_gather(self, sent, unsharded)
+
+    def is_kept_for_this_backward(self) -> bool:
+        """Return whether the private slot holds what the running backward's own forward gathered.
+
+        Another forward may have gathered other values since: parameters swapped in through ``.data`` change no version.
+        """
+        return self.kept_since is not None and is_backward_of(self.kept_since)
 
     def sharded_grads(self, reduced: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """A flat reduced gradient as that of each shard, in their dtype and on their device."""
@@ -338,26 +480,64 @@ class Bucket:
 
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Adds unsharded gradients, one per parameter or ``None``, to :attr:`unreduced`."""
+        self._refuse_half_a_sum()
+        self.adding_first = self.unreduced is None
         if self.unreduced is None:
             self.unreduced = torch.zeros(
                 self.spec.layout.unsharded_numel, dtype=self.spec.reduce_dtype, device=self.spec.device
             )
+        self.adding = True
         for index, view in enumerate(unsharded_views(self.spec, self.unreduced)):
             grad = grads[index]
             if grad is not None:
                 view.add_(grad)
                 self.unreduced_params.add(index)
 
-    def take_unreduced(self) -> tuple[torch.Tensor | None, set[int]]:
-        """Hands over :attr:`unreduced` and the parameters it holds gradients of."""
-        taken = self.unreduced, self.unreduced_params
-        self.unreduced, self.unreduced_params = None, set()
-        return taken
+    def unreduced_grads(self) -> tuple[torch.Tensor | None, set[int]]:
+        """Return :attr:`unreduced` and the parameters it holds gradients of, for a reduction.
+
+        Raises:
+            RuntimeError: a backward under ``no_sync`` failed after it had added some of its gradients.
+        """
+        self._refuse_half_a_sum()
+        return self.unreduced, self.unreduced_params
+
+    def drop_unreduced(self) -> None:
+        """Forget :attr:`unreduced`, after adding to ``.grad`` what the backward that reduced it cannot return."""
+        for index, grad in self.late_grads.items():
+            self.add_to_grad(index, grad)
+        self.discard_unreduced()
+
+    def discard_unreduced(self) -> None:
+        """Forget :attr:`unreduced`."""
+        self.unreduced, self.unreduced_params, self.late_grads, self.adding = None, set(), {}, False
+
+    def _refuse_half_a_sum(self) -> None:
+        if self.adding and self.adding_first:  # all of it is of the backward that failed
+            self.discard_unreduced()
+        elif self.adding:
+            raise RuntimeError(
+                f"a backward under no_sync failed after it had added gradients to bucket {self.spec.name!r}, so the sum is "
+                f"not that of whole backwards. Call thunder_fsdp_sched.discard_unreduced(model) and repeat the "
+                f"accumulation from its first batch"
+            )
 
     def add_to_grad(self, index: int, grad: torch.Tensor) -> None:
         """Adds a sharded gradient to ``.grad`` as autograd does."""
         param = self.params[index]
         param.grad = grad if param.grad is None else param.grad.add_(grad)
+        if self.ranks.group.size > 1:
+            mark(param)
+
+    def adopt(self, index: int, param: torch.nn.Parameter) -> None:
+        """Makes ``param``, until now the unsharded parameter ``index``, this rank's shard; the object stays the same."""
+        replace_data(param, self.shard_views[index])
+        self.params = (*self.params[:index], param, *self.params[index + 1 :])
+        # What is loaded through it counts as a change of the parameter, which a live graph has saved.
+        view = param.detach()
+        self.shard_views = (*self.shard_views[:index], view, *self.shard_views[index + 1 :])
+        if self.ranks.group.size > 1:
+            mark_after_backward(param)
 
     def copy_in(self, index: int, unsharded: torch.Tensor) -> None:
         """Fills this rank's shard of parameter ``index`` from the unsharded parameter."""

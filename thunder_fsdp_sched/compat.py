@@ -1,4 +1,4 @@
-"""What newer releases of torch need so that Lightning Thunder imports.
+"""Additions that Lightning Thunder needs to import with newer releases of torch, and all uses of private names.
 
 ``thunder_fsdp_sched/__init__.py`` calls :func:`prepare` before anything imports ``thunder``. It does two things.
 
@@ -18,18 +18,51 @@
    every custom autograd function, so its replacement works: it hands each call on to torch's own ``apply``.
 
 Only what is missing is added, whatever the version says, and a second call adds nothing.
+
+At the end are the functions that read private names of torch and Thunder for other modules.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.metadata
 import inspect
 import re
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-__all__ = ["SUPPORTED", "SupportedVersions", "check_versions", "prepare"]
+if TYPE_CHECKING:  # this module is imported before torch and Thunder can be
+    import torch
+    from thunder.core.module import ThunderModule
+
+__all__ = [
+    "SUPPORTED",
+    "SupportedVersions",
+    "TraceCache",
+    "all_gather_on_host",
+    "check_versions",
+    "explain_fixed_data",
+    "function_called_by",
+    "is_group_name_taken",
+    "next_node_number",
+    "prepare",
+    "process_groups",
+    "refuse_foreign_state_dicts",
+    "replace_data",
+    "running_node_number",
+    "schema_of",
+    "shape_of",
+    "timeout_of",
+    "torch_function_of",
+    "watch_cache_misses",
+    "without_torch_function",
+]
 
 
 class SupportedVersions(NamedTuple):
@@ -151,3 +184,255 @@ def _add_function_apply_func() -> list[str]:
     apply.__doc__ = getattr(own_apply, "__doc__", None)
     Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
     return ["torch.autograd.Function.apply.__func__"]
+
+
+#
+# What torch has under private names alone
+#
+
+
+def all_gather_on_host(group: Any) -> Callable[[Any, Any], Any]:
+    """Return what issues an all-gather of host memory on ``group``: ``(gathered, own) -> work``.
+
+    It is the backend's own method, which leaves out checks of arguments, logging and the dispatcher: less than half of
+    the host time of ``dist.all_gather_into_tensor``. It keeps the backend alive.
+    """
+    import torch
+    import torch.distributed as dist
+
+    backend = group._get_backend(torch.device("cpu"))
+    issue = getattr(backend, "_allgather_base", None)
+    if issue is None:
+        return lambda gathered, own: dist.all_gather_into_tensor(gathered, own, group=group, async_op=True)
+    return issue
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Return how long a collective of ``group`` may take."""
+    import torch
+    import torch.distributed as dist
+
+    for device in ("cuda", "cpu"):
+        try:
+            options = group._get_backend(torch.device(device)).options
+        except (AttributeError, RuntimeError):  # the group has no backend for the device, or the backend no options
+            continue
+        found = getattr(options, "_timeout", None)
+        if isinstance(found, timedelta):
+            return found
+    return dist.distributed_c10d.default_pg_timeout
+
+
+def next_node_number() -> int:
+    """Return the number that autograd gives the next node that this thread creates."""
+    import torch
+
+    return torch._C._autograd._get_sequence_nr()
+
+
+def running_node_number() -> int | None:
+    """Return the number of the autograd node whose backward this thread runs, ``None`` outside of a backward."""
+    import torch
+
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def is_group_name_taken(ranks: Collection[int], number: int) -> bool:
+    """Return whether a group of ``ranks`` has the name that torch gives it in a process that knows ``number`` groups."""
+    from torch.distributed.distributed_c10d import _world
+
+    text = "_".join(map(str, (*sorted(ranks), number)))
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() in _world.pg_names.values()
+
+
+def process_groups() -> list[Any]:
+    """Return the process groups that this process knows, in the order in which they were made."""
+    from torch.distributed.distributed_c10d import _world
+
+    return list(_world.pg_names)
+
+
+def refuse_foreign_state_dicts(module: Any, names: Collection[str]) -> None:
+    """Make other libraries' functions for sharded state dicts raise on a module whose parameters are sharded here.
+
+    They know nothing of these shards, and take each rank's rows for whole parameters. No function is replaced; the module
+    gets attributes that these functions, and nothing else, ask for before they look at parameters:
+
+    - ``torch.distributed.checkpoint.state_dict`` calls a module's ``_fqn_modifiers()``, if it has them, at each module with
+      children. A jitted module has one child, the original module, and finds the attribute there.
+    - At a module without children it only asks whether another composable API was applied (``fully_shard`` asks, too).
+    - Thunder's ``thunder.distributed.checkpoint`` asks each module for ``use_fsdp``. Thunder asks the root for it on other
+      occasions, so the answer there depends on who asks.
+
+    Args:
+        module: the original module.
+        names: its sharded parameters.
+    """
+    from torch.distributed._composable.contract import REGISTRY_KEY
+
+    owners = {""}
+    for name in names:
+        path = name.rpartition(".")[0]
+        while path:
+            owners.add(path)
+            path = path.rpartition(".")[0]
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        if path in owners:
+            submodule._fqn_modifiers = _refuse_foreign
+            submodule.use_fsdp = _RefusedByCheckpoints()
+            if not any(True for _ in submodule.children()):
+                setattr(submodule, REGISTRY_KEY, _RefusedRegistry())
+
+
+def _refuse_foreign() -> NoReturn:
+    raise RuntimeError(
+        "the module's parameters are sharded by thunder_fsdp_sched: this function would take the rows that this rank holds "
+        "for whole parameters. Call thunder_fsdp_sched's full_state_dict, get_model_state_dict or get_optimizer_state_dict "
+        "with the jitted module to save it, and load_checkpoint or the jitted module's load_original_state_dict to load it"
+    )
+
+
+class _RefusedByCheckpoints:
+    """The value of ``use_fsdp``: false, and an error for Thunder's checkpoint functions."""
+
+    def __bool__(self) -> bool:
+        if sys._getframe(1).f_globals.get("__name__") == "thunder.distributed.checkpoint":
+            _refuse_foreign()
+        return False
+
+
+class _RefusedRegistry(dict[str, Any]):
+    """The composable APIs that were applied to a module: asking for one is an error."""
+
+    def __contains__(self, name: object) -> bool:
+        _refuse_foreign()
+
+
+def schema_of(op: Any) -> Any:
+    """Return the schema of an operator overload of torch."""
+    return op._schema
+
+
+def shape_of(proxy: Any) -> tuple[Any, ...]:
+    """Return the shape of a tensor proxy. Under symbolic values ``proxy.shape`` records a bound symbol while tracing."""
+    return proxy._shape
+
+
+def function_called_by(bsym: Any) -> Callable[..., Any] | None:
+    """Return the function that a bound symbol of an executor calls, if it is one of torch or of Thunder itself."""
+    called = (bsym._call_ctx or {}).get(bsym.sym.name)
+    if called is not None:
+        return called if _is_library_function(called) else None
+    module = bsym.sym.module
+    name = module.__name__ if isinstance(module, ModuleType) else getattr(module, "__module__", "")
+    if name.partition(".")[0] != "torch":
+        return None
+    called = getattr(module, bsym.sym.name, None)
+    return called if callable(called) else None
+
+
+def torch_function_of(id: Any) -> Callable[..., Any] | None:
+    """Return the function of torch that a symbol's id names by its path: ``torch.nn.functional.gelu``, ``Tensor.half``."""
+    root, _, path = id.partition(".") if isinstance(id, str) else ("", "", "")
+    if root not in ("torch", "Tensor"):
+        return None
+    found: Any = sys.modules["torch"]
+    for name in path.split(".") if root == "torch" else ("Tensor", path):
+        found = getattr(found, name, None)
+    return found if callable(found) else None
+
+
+def _is_library_function(function: Any) -> bool:
+    """Whether a callable is a function of torch, an operator overload, or a function of Thunder's that calls torch."""
+    import torch
+
+    if isinstance(function, functools.partial):
+        return _is_library_function(function.func)
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return True
+    if isinstance(function, FunctionType):
+        module: Any = function.__module__ or ""
+    elif isinstance(function, (BuiltinFunctionType, MethodDescriptorType)):
+        owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
+        module = str(getattr(owner, "__module__", None) or getattr(owner, "__name__", ""))
+    else:
+        return False
+    return str(module).partition(".")[0] in ("torch", "thunder")
+
+
+class TraceCache(list[Any]):
+    """Thunder's compiled traces of one module; says when none of them fits a call, right before Thunder traces.
+
+    Thunder tries its entries in reversed order and stops at the first that fits.
+    """
+
+    def __init__(self, entries: Iterable[Any], on_miss: Callable[[], object]) -> None:
+        super().__init__(entries)
+        self._on_miss = on_miss
+
+    def __reversed__(self) -> Iterator[Any]:
+        yield from super().__reversed__()
+        self._on_miss()
+
+
+def watch_cache_misses(model: ThunderModule, on_miss: Callable[[], object]) -> Callable[[], object]:
+    """Have ``on_miss`` called before Thunder traces ``model`` for new inputs.
+
+    Returns what to call before each call of ``model``: ``on_miss`` if Thunder looks nothing up with its cache option.
+    """
+    import thunder
+    from thunder.core.options import CACHE_OPTIONS
+
+    stats = thunder.compile_stats(model)
+    stats.interpreter_cache = TraceCache(stats.interpreter_cache, on_miss)
+    if thunder.cache_option(model) in (CACHE_OPTIONS.CONSTANT_VALUES, CACHE_OPTIONS.SYMBOLIC_VALUES):
+        return lambda: None
+    return on_miss
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Treat tensors of subclasses as plain ones."""
+    import torch
+
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def explain_fixed_data(param: torch.nn.Parameter, data: torch.Tensor) -> str:
+    """Say why :func:`replace_data` cannot give ``data`` to ``param``; empty if it can."""
+    import torch
+
+    if param.is_meta == data.is_meta:
+        return ""
+    if weakref.getweakrefs(param):
+        return "something holds a weak reference to it"
+    # Its Python object is one, a node that accumulates its gradient the other.
+    limit = 2 if param.requires_grad else 1
+    if torch.Tensor._use_count(param) > limit:  # type: ignore[attr-defined]
+        return "a graph of an earlier forward still holds it"
+    return ""
+
+
+def replace_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
+    """Give ``param`` the memory, shape and device of ``data``. The object, its attributes and its hooks stay.
+
+    It has a version counter of its own. From the meta device on, what :func:`explain_fixed_data` names cannot be done.
+    """
+    import torch
+
+    if param.is_meta == data.is_meta:
+        # The node that accumulates its gradient knows the old shape. Another dtype makes autograd forget it.
+        other = torch.float32 if param.dtype is torch.float64 else torch.float64
+        if param.requires_grad:
+            param.data = torch.empty(0, dtype=other, device=param.device)
+        param.data = data
+        return
+    new = torch.nn.Parameter(data.data, param.requires_grad)
+    new.__dict__.update(param.__dict__)
+    hooks, accumulated_hooks = param._backward_hooks, param._post_accumulate_grad_hooks
+    torch.utils.swap_tensors(param, new)
+    if hooks:
+        param._backward_hooks = None
+        param._backward_hooks = hooks
+    if accumulated_hooks:
+        param._post_accumulate_grad_hooks = accumulated_hooks

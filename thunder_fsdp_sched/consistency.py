@@ -1,11 +1,14 @@
-"""All ranks shard the same module alike and compile the same schedule, or all say where they differ; none hangs.
+"""All ranks shard the same module alike and compile schedules that fit, or all say where they differ; none hangs.
 
 [Note: Agreement through the store]
 Collectives on one process group have to be issued in the same order by every rank. Ranks that compile differently (other
-shapes, another parameter order, a cache hit here and a miss there) would wait for each other inside a collective without
-a word. So whenever a rank compiles, it puts the lines of its schedule into the group's *store*, which needs no
-collective and has timeouts. Rank 0 of the group compares them and puts its verdict beside them. A rank that does not
-compile does not look: it learns of a verdict when its own collective fails (``explain``).
+shapes, another parameter order) would wait for each other inside a collective without a word. So whenever a rank compiles
+a program that the ranks have not agreed on, it meets the others on the control channel, where a rank that does something
+else is found at once, and puts the lines of its program into the group's *store*. Rank 0 of the group compares them and
+puts its verdict beside them. The last rank that has read the verdict deletes the keys.
+
+Ranks whose programs are equal must compute the same, too: another activation on one rank would otherwise train on without
+a word. Their computations are compared without shapes, which may differ between ranks.
 """
 
 from __future__ import annotations
@@ -15,19 +18,36 @@ import hashlib
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 from torch.distributed import DistNetworkError
+from torch.distributed.distributed_c10d import Store
 
+from .channel import ScheduleDisagreement
+from .control import Control, number_of
 from .deadlock import Step, find_fault
 from .groups import Group
 
-__all__ = ["Agreement", "ScheduleDisagreement"]
+__all__ = ["Agreed", "Agreement", "ScheduleDisagreement"]
+
+_SLACK = timedelta(seconds=30)
+"""How long rank 0 may take to compare once all ranks have come."""
 
 
-class ScheduleDisagreement(RuntimeError):
-    """The ranks of a process group have compiled different schedules, or some have compiled and others have not."""
+class Agreed(NamedTuple):
+    """The result of comparing a program among the ranks.
+
+    Attributes:
+        program: the number under which it goes on the control channel, the same on all ranks whose programs fit together.
+        communicates: whether any rank issues a collective.
+        compares_computation: whether the computations of the ranks have to be equal.
+    """
+
+    program: int
+    communicates: bool
+    compares_computation: bool
 
 
 class Agreement:
@@ -38,18 +58,24 @@ class Agreement:
             nobody to compare with.
         name: what is compared, the same on all ranks and different for each module.
         timeout: how long to wait for the other ranks.
+        compares_computation: whether computations have to be equal where programs are.
+
+    Attributes:
+        control: the control channel of the module, once there is one.
     """
 
-    def __init__(self, group: Group, name: str, timeout: timedelta) -> None:
+    def __init__(self, group: Group, name: str, timeout: timedelta, *, compares_computation: bool = True) -> None:
         self.group = group
         self.name = name
         self.timeout = timeout
+        self.compares_computation = compares_computation
         self.number = 0
-        self.agreed: set[str] = set()
+        self.agreed: dict[str, Agreed] = {}
+        self.control: Control | None = None
         self._numbers: dict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
         self.alone = group.size == 1 or group.backend == "fake"
 
-    def check(self, what: str, program: Sequence[Step]) -> None:
+    def check(self, what: str, program: Sequence[Step], computation: Sequence[str] = ()) -> Agreed:
         """Looks at the programs of all ranks together; returns when they end (see [Note: What is proved] in ``deadlock``).
 
         What the ranks have agreed on before is not compared again: a rank whose batch has another shape compiles alone,
@@ -58,50 +84,45 @@ class Agreement:
         Args:
             what: which trace the program is.
             program: what this rank issues and waits for.
+            computation: a line for each bound symbol that computes.
 
         Raises:
-            ScheduleDisagreement: on every rank that compares, naming the first line that differs and the ranks, where
-                they would hold each other up, or the ranks that compiled nothing within the timeout.
+            ScheduleDisagreement: on every rank, naming the first line that differs and the ranks, where they would hold
+                each other up, or the ranks that do something else or did not come.
         """
         if self.alone:
-            return
+            return Agreed(0, False, False)
         content = json.dumps([what, program])
         digest = hashlib.sha256(content.encode()).hexdigest()
-        if digest in self.agreed:
-            return
-        try:
-            verdict = self._ask(what, content)
-        except DistNetworkError as error:
-            raise ScheduleDisagreement(
-                f"fsdp: rank {self.group.rank} has compiled {what} and cannot tell the other ranks of process group "
-                f"{self.group.description!r}: its store is gone ({error})"
-            ) from error
-        if verdict:
-            raise ScheduleDisagreement(
-                f"fsdp: the ranks of process group {self.group.description!r} disagree: {verdict}"
-            )
-        self.agreed.add(digest)
+        if digest not in self.agreed:
+            if self.control is not None:
+                self.control.meet(f"compiling the {what}")
+            try:
+                self.agreed[digest] = self._ask(what, content, computation)
+            except DistNetworkError as error:
+                raise ScheduleDisagreement(
+                    f"fsdp: rank {self.group.rank} has compiled {what} and cannot tell the other ranks of process group "
+                    f"{self.group.description!r}: its store is gone ({error})"
+                ) from error
+        return self.agreed[digest]
 
-    def _ask(self, what: str, content: str) -> str:
-        """Rank 0's verdict on what all ranks have compiled; empty if nothing is wrong."""
+    def _ask(self, what: str, content: str, computation: Sequence[str]) -> Agreed:
         prefix = f"thunder_fsdp_sched/{self.name}/{self.number}"
         self.number += 1
-        store = self.group.process_group.get_group_store()
-        rank = self.group.rank
-        store.set(f"{prefix}/program/{rank}", content)
-        if rank == 0:
-            store.set(f"{prefix}/verdict", self._judge(prefix, what))
-        try:
-            # Rank 0 itself may wait that long for the others.
-            store.wait([f"{prefix}/verdict"], self.timeout * 2)
-            verdict = store.get(f"{prefix}/verdict").decode()
-        except DistNetworkError:
-            raise
-        except Exception as error:
-            verdict = f"rank 0 has compiled nothing within {self.timeout} while rank {rank} compiled {what} ({error})"
-        if verdict:
-            store.set(f"thunder_fsdp_sched/{self.name}/disagreement", verdict)
-        return verdict
+        found = self._compare(
+            prefix,
+            json.dumps([content, hashlib.sha256("\n".join(computation).encode()).hexdigest()]),
+            computation,
+            judge=lambda texts: self._judge(texts, what),
+            absent=lambda ranks, seconds: (
+                f"{ranks} has compiled nothing within {seconds:g} s while rank {self._me} compiled {what}: it found its "
+                f"inputs in the cache or is somewhere else in the program. Do all ranks get inputs of the same shapes and "
+                f"flags?"
+            ),
+            of=f"{what}: the collectives agree but the computations differ (if they are meant to, give "
+            "fsdp(allow_different_computation=True))",
+        )
+        return Agreed(*found)
 
     def check_same(
         self, what: str, lines: Sequence[str], *, at: str = "thunder.jit(..., transforms=[fsdp(...)])"
@@ -119,27 +140,109 @@ class Agreement:
         """
         if self.alone:
             return
-        store = self.group.process_group.get_group_store()
-        rank, prefix = self.group.rank, f"thunder_fsdp_sched/{self.name}/same"
-        store.set(f"{prefix}/digest/{rank}", hashlib.sha256("\n".join(lines).encode()).hexdigest())
-        try:
-            if rank == 0:
-                store.set(f"{prefix}/other", self._first_other(prefix, at))
-            store.wait([f"{prefix}/other"], self.timeout * 2)
-            verdict = store.get(f"{prefix}/other").decode()
-            if verdict.isdigit():
-                other = int(verdict)
-                if rank in (0, other):
-                    store.set(f"{prefix}/lines/{rank}", json.dumps(list(lines)))
-                store.wait([f"{prefix}/lines/{r}" for r in (0, other)], self.timeout)
-                texts = {self.group.global_ranks[r]: json.loads(store.get(f"{prefix}/lines/{r}")) for r in (0, other)}
-                verdict = f"{what}, {_difference(texts)}"
-        except RuntimeError as error:  # of the store
-            verdict = f"rank {rank} has waited {self.timeout * 2} for the others ({error})"
-        if verdict:
-            raise ScheduleDisagreement(
-                f"fsdp: the ranks of process group {self.group.description!r} disagree: {verdict}"
-            )
+
+        def judge(digests: Sequence[str]) -> dict[str, Any]:
+            other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+            return {"lines": None if other is None else [0, other]}
+
+        self._compare(
+            f"thunder_fsdp_sched/{self.name}/same",
+            hashlib.sha256("\n".join(lines).encode()).hexdigest(),
+            lines,
+            judge=judge,
+            absent=lambda ranks, seconds: f"{ranks} did not come to {at} within {seconds:g} s of rank {self._me}",
+            of=what,
+        )
+
+    @property
+    def _me(self) -> int:
+        return self.group.global_ranks[self.group.rank]
+
+    def _compare(
+        self,
+        prefix: str,
+        own: str,
+        lines: Sequence[str],
+        *,
+        judge: Callable[[list[str]], dict[str, Any]],
+        absent: Callable[[str, float], str],
+        of: str,
+    ) -> list[Any]:
+        """Lets rank 0 judge the texts of all ranks.
+
+        Args:
+            own: this rank's text.
+            lines: what to show of this rank if its lines are asked for.
+            judge: takes the texts of all ranks; gives ``fault``, or ``lines`` for the two ranks whose lines differ, or
+                ``result``.
+            absent: says which ranks did not come within how many seconds.
+            of: what the lines are about.
+
+        Returns:
+            The judge's result.
+
+        Raises:
+            ScheduleDisagreement: there is a fault, on all ranks, also those that come too late.
+        """
+        store, rank, size = self.group.process_group.get_group_store(), self.group.rank, self.group.size
+        keys, verdict_key = [f"{prefix}/{r}" for r in range(size)], f"{prefix}/verdict"
+        store.set(keys[rank], own)
+        if rank == 0:
+            missing = _wait(store, keys, self.timeout)
+            verdict = self._missing(missing, absent) if missing else judge([store.get(key).decode() for key in keys])
+            verdict = json.loads(store.compare_set(verdict_key, "", json.dumps(verdict)))
+        else:
+            if _wait(store, [verdict_key], self.timeout):
+                missing = [key for key in keys if not store.check([key])]
+                if not missing and _wait(store, [verdict_key], _SLACK):  # rank 0 was comparing
+                    missing = keys[:1]
+                if missing:
+                    store.compare_set(verdict_key, "", json.dumps(self._missing(missing, absent)))
+            verdict = json.loads(store.get(verdict_key))
+        shown: list[str] = []
+        fault = verdict.get("fault", "")
+        if verdict.get("lines"):
+            shown = [f"{prefix}/lines/{r}" for r in verdict["lines"]]
+            if rank in verdict["lines"]:
+                store.set(f"{prefix}/lines/{rank}", json.dumps(list(lines)))
+            if missing := _wait(store, shown, self.timeout):
+                fault = f"{of}; {', '.join(missing)} has not come"
+            else:
+                texts = {
+                    self.group.global_ranks[r]: json.loads(store.get(f"{prefix}/lines/{r}")) for r in verdict["lines"]
+                }
+                fault = f"{of}, {_difference(texts)}"
+        if store.add(f"{prefix}/read", 1) == size:
+            for key in (*keys, verdict_key, *shown, f"{prefix}/read"):
+                store.delete_key(key)
+        if fault:
+            raise ScheduleDisagreement(f"fsdp: the ranks of process group {self.group.description!r} disagree: {fault}")
+        return verdict.get("result") or []
+
+    def _missing(self, keys: Sequence[str], absent: Callable[[str, float], str]) -> dict[str, Any]:
+        ranks = sorted(self.group.global_ranks[int(key.rpartition("/")[2])] for key in keys)
+        named = f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {ranks}"
+        return {"fault": absent(named, self.timeout.total_seconds())}
+
+    def _judge(self, texts: Sequence[str], what: str) -> dict[str, Any]:
+        programs: dict[int, list[Step]] = {}
+        contents, computations = zip(*(json.loads(text) for text in texts), strict=True)
+        for rank, content in zip(self.group.global_ranks, contents, strict=True):
+            other_what, program = json.loads(content)
+            if other_what != what:
+                return {"fault": f"rank {self._me} compiled {what}, rank {rank} compiled {other_what}"}
+            programs[rank] = [Step(line, group, tuple(ranks), *rest) for line, group, ranks, *rest in program]
+        fault = find_fault(programs)
+        if fault:
+            return {"fault": f"{what}, {fault}"}
+        if self.compares_computation:
+            first: dict[str, int] = {}  # of the ranks with a program
+            for rank, content in enumerate(contents):
+                like = first.setdefault(content, rank)
+                if computations[like] != computations[rank]:
+                    return {"lines": [like, rank]}
+        alike = len(set(contents)) == 1
+        return {"result": [number_of("\n".join(contents)), any(programs.values()), self.compares_computation and alike]}
 
     def about(self, what: str, group: Group) -> Agreement:
         """An agreement of its own among the ranks of ``group``, for the same module; a new one each time.
@@ -165,54 +268,16 @@ class Agreement:
             raise
         done.check_same(what, ["it can"])
 
-    def _first_other(self, prefix: str, at: str) -> str:
-        """The first rank whose digest is not rank 0's, nothing if there is none, or what is wrong."""
-        store = self.group.process_group.get_group_store()
-        own = store.get(f"{prefix}/digest/0")
-        for rank in range(1, self.group.size):
-            try:
-                store.wait([f"{prefix}/digest/{rank}"], self.timeout)
-            except Exception:
-                return (
-                    f"rank {self.group.global_ranks[rank]} did not come to {at} within "
-                    f"{self.timeout.total_seconds():g} s of rank {self.group.global_ranks[0]}"
-                )
-            if store.get(f"{prefix}/digest/{rank}") != own:
-                return str(rank)
-        return ""
 
-    def _judge(self, prefix: str, what: str) -> str:
-        """What is wrong, for all ranks to read; empty if nothing is."""
-        store = self.group.process_group.get_group_store()
-        programs: dict[int, list[Step]] = {}
-        for rank, global_rank in enumerate(self.group.global_ranks):
-            try:
-                store.wait([f"{prefix}/program/{rank}"], self.timeout)
-            except DistNetworkError:
-                raise
-            except Exception:
-                return (
-                    f"rank {rank} has compiled nothing within {self.timeout.total_seconds():g} s while rank 0 compiled "
-                    f"{what}: it found its inputs in the cache or is somewhere else in the program. Do all ranks get "
-                    f"inputs of the same shapes and flags?"
-                )
-            other_what, program = json.loads(store.get(f"{prefix}/program/{rank}"))
-            if other_what != what:
-                return f"rank 0 compiled {what}, rank {rank} compiled {other_what}"
-            programs[global_rank] = [Step(line, group, tuple(ranks), *rest) for line, group, ranks, *rest in program]
-        fault = find_fault(programs)
-        return f"{what}, {fault}" if fault else ""
-
-    def explain(self) -> str:
-        """The verdict of ranks that compared and disagreed, if there is one: why a collective here may have failed."""
-        if self.alone:
-            return ""
-        try:
-            store = self.group.process_group.get_group_store()
-            key = f"thunder_fsdp_sched/{self.name}/disagreement"
-            return store.get(key).decode() if store.check([key]) else ""
-        except Exception:  # the store may be gone with the rank that held it
-            return ""
+def _wait(store: Store, keys: Sequence[str], timeout: timedelta) -> list[str]:
+    """Wait until all keys are set; those that are not within the timeout."""
+    try:
+        store.wait(list(keys), timeout)
+    except DistNetworkError:
+        raise
+    except RuntimeError:  # each kind of store raises another
+        return [key for key in keys if not store.check([key])]
+    return []
 
 
 def _difference(texts: dict[int, list[str]]) -> str:

@@ -47,7 +47,7 @@ from .symbols import (
     is_there,
     payload,
 )
-from .traces import outs_of
+from .traces import AGREEMENT, outs_of
 
 __all__ = ["AnalyticCost", "CostModel", "Seconds", "bytes_of", "flops_of", "ring_seconds", "runs_nothing"]
 
@@ -130,7 +130,7 @@ class AnalyticCost:
         seconds = sum(ring_seconds(self.spec, n, ranks, passes=passes) for n in pieces)
         if bucket.spec.travel.staging and kind == fsdp_all_gather.name and not self.synchronous:
             seconds += 2 * nbytes / self.spec.bytes_per_second  # the interleaving copy follows on the same stream
-        if kind == fsdp_reduce_scatter.name and bucket.transport.adds_up_itself:  # behind the exchange, not in its wait
+        if kind == fsdp_reduce_scatter.name and bucket.transport.adds_up_itself and not self.synchronous:  # same stream
             seconds += (nbytes + layout.shard_numel * dtype.itemsize) / self.spec.bytes_per_second
         return seconds
 
@@ -163,14 +163,14 @@ class AnalyticCost:
 
 def runs_nothing(bsym: BoundSymbol) -> bool:
     """Whether ``bsym`` is bookkeeping of the trace: unpacking, ``del``, return, comments."""
-    return bsym.sym.id in _BOOKKEEPING or bsym.sym.name == "clear_mutable_collection"
+    return bsym.sym.id in _BOOKKEEPING or bsym.sym.name == "clear_mutable_collection" or bsym.sym.name in AGREEMENT
 
 
 def _moved_beside(bsym: BoundSymbol, *, on_stream: bool) -> int:
     """Bytes that an issue or a wait reads and writes beside copying gradients: casts of shards, staging, placing shards.
 
     Args:
-        on_stream: whether what follows a gather runs on the communication stream, and not at the wait.
+        on_stream: whether what follows a gather or an exchange runs on the communication stream, and not at the wait.
     """
     name, spec = bsym.sym.name, bsym.args[0].spec
     shard, travel = spec.layout.shard_numel, spec.travel
@@ -186,7 +186,9 @@ def _moved_beside(bsym: BoundSymbol, *, on_stream: bool) -> int:
     if name == fsdp_reduce_scatter.name:
         return 2 * spec.grad_bytes if travel.staging else 0
     if name == fsdp_wait_grads.name:
-        return shard * (spec.dtype.itemsize + spec.reduce_dtype.itemsize) if spec.reduce_dtype != spec.dtype else 0
+        cast = shard * (spec.dtype.itemsize + spec.reduce_dtype.itemsize) if spec.reduce_dtype != spec.dtype else 0
+        added = spec.grad_bytes + shard * spec.reduce_dtype.itemsize
+        return cast + (added if bsym.args[0].transport.adds_up_itself and not on_stream else 0)
     return 0
 
 

@@ -13,7 +13,7 @@ knows every reader; hooks do not.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,8 +42,8 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
     written to is not. Other transforms of the model have no effect here.
 
     All ranks call the module the same number of times: one whose sequences have ended goes on with the others. That is
-    compared at the end. Call modules, not their ``forward``; a parameter that is used by another module than its own is on
-    the meta device then, unless both are in one block.
+    compared before each gather and at the end. Call modules, not their ``forward``; a parameter that is used by another
+    module than its own is on the meta device then, unless both are in one block.
 
     Args:
         model: what ``thunder.jit(module, transforms=[fsdp(...)])`` gave.
@@ -54,14 +54,21 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
         RuntimeError: inside of another ``eager`` of the same model; ``model`` itself was called inside, or the module with
             gradients; a collective failed.
-        ScheduleDisagreement: ranks have gathered other buckets or not as often, found out at the end.
+        ScheduleDisagreement: ranks gather other buckets, or not as often.
     """
     sharded, module = find_transform(model).sharded, model._model
     if sharded.running_eagerly:
         raise RuntimeError("eager: already inside eager(...) of this model; use the module that it gave")
-    sharded.check_dtypes()
+    sharded.own.check()
+    sharded.own.check_shards()
     sharded.check_initialized()
-    unsharded = [_Unsharded(model, bucket) for bucket in sharded.buckets]
+    if found := sharded.own.in_containers():
+        path, name = next(iter(found.items()))
+        raise RuntimeError(
+            f"eager: {path} of the module holds parameter {name!r} beside its name: forward could read this rank's rows "
+            f"there. Remove it"
+        )
+    unsharded = [_Unsharded(model, bucket, sharded.own.placeholders) for bucket in sharded.buckets]
     inside: dict[nn.Module, list[_Unsharded]] = {}
     for one in unsharded:
         inside.setdefault(one.innermost if reshard_after_forward else module, []).append(one)
@@ -69,6 +76,8 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
     with torch.no_grad(), contextlib.ExitStack() as undo:
         sharded.running_eagerly = True
         undo.callback(setattr, sharded, "running_eagerly", False)
+        sharded.own.show_whole()
+        undo.callback(sharded.own.show_shards)
         _use_current(model, sharded, undo)
         undo.callback(_reshard, unsharded, finally_=True)
         _unshard(stay)
@@ -81,7 +90,8 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
         for hook in hooks:
             undo.callback(hook.remove)
         yield module
-    _check_gathers(sharded, unsharded)
+    sharded.control.meet("the end of eager(...)")
+    _check_gathers(sharded, [one for one in unsharded if not sharded.control.concerns_all(one.bucket)])
 
 
 class _Unsharded:
@@ -93,7 +103,7 @@ class _Unsharded:
         gathers: how often the bucket was gathered.
     """
 
-    def __init__(self, model: ThunderModule, bucket: Bucket) -> None:
+    def __init__(self, model: ThunderModule, bucket: Bucket, placeholders: Mapping[str, nn.Parameter]) -> None:
         self.model, self.bucket = model, bucket
         self.users = self.gathers = 0
         names = [(name, index) for index, param in enumerate(bucket.spec.params) for name in param.names]
@@ -108,12 +118,13 @@ class _Unsharded:
             if own.get(leaf) is None:
                 raise RuntimeError(f"eager: the module has no parameter {name!r}: another transform has made it")
             ways.append(way)
-            self.places.append((own, leaf, index, own[leaf]))
+            self.places.append((own, leaf, index, placeholders[name]))
         self.innermost = _innermost(ways)
 
     def issue(self) -> InFlight:
         bucket, spec = self.bucket, self.bucket.spec
         self.gathers += 1
+        bucket.tally.expected += 2
         slot = Arena(spec.device).slot(0, slot_bytes(spec, spec.param_dtype))
         return all_gather(bucket, slot, *(self.model.get_parameter(param.name) for param in spec.params))
 
@@ -128,8 +139,8 @@ class _Unsharded:
             own[leaf] = params[index]
 
     def free(self) -> None:
-        for own, leaf, _, on_meta in self.places:
-            own[leaf] = on_meta
+        for own, leaf, _, placeholder in self.places:
+            own[leaf] = placeholder
 
 
 def _innermost(ways: Sequence[Sequence[nn.Module]]) -> nn.Module:
@@ -152,6 +163,11 @@ def _unshard(members: Sequence[_Unsharded], *_: Any) -> None:
     for one in members:
         one.users += 1  # before anything that may fail: the hook behind the call runs in any case
     _refuse_gradients()
+    control = wanted[0].bucket.control if wanted else None
+    if control is not None:
+        names = [one.bucket.spec.name for one in wanted if control.concerns_all(one.bucket)]
+        if names:
+            control.meet("gathering inside eager(...)", *names)
     flights = [one.issue() for one in wanted]
     for one, flight in zip(wanted, flights, strict=True):
         one.fill(flight)

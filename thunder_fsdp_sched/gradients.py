@@ -1,4 +1,4 @@
-"""Norm and clipping of sharded gradients."""
+"""Norm and clipping of sharded gradients; dropping those that were not reduced yet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thunder.core.module import ThunderModule
 
 from .transform import find_transform
 
-__all__ = ["clip_grad_norm_"]
+__all__ = ["clip_grad_norm_", "discard_unreduced"]
 
 
 def clip_grad_norm_(
@@ -27,22 +27,27 @@ def clip_grad_norm_(
         norm_type: p of the p-norm, or ``math.inf``.
         error_if_nonfinite: raise if the norm is nan or infinite, on all ranks, before anything is scaled.
 
+    torch's own function would take the norm of this rank's rows alone: gradients of shards refuse it.
+
     Returns:
         The norm before clipping, a 0-dim tensor, bit for bit the same on all ranks; float64 if a gradient is, else float32.
 
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
         ValueError: ``norm_type`` is not positive, or ``max_norm`` is negative.
-        RuntimeError: the norm is not finite (``error_if_nonfinite``); it names this rank's parameters that are to blame.
+        RuntimeError: the norm is not finite (``error_if_nonfinite``); it names the ranks and parameters whose gradients are
+            not finite, or says that the norm of finite gradients overflows.
+        ScheduleDisagreement: other ranks do something else.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type: expected a positive number or inf, got {norm_type!r}")
     if not max_norm >= 0:
         raise ValueError(f"max_norm: expected a number of at least 0, got {max_norm!r}")
     sharded = find_transform(model).sharded
-    everyone = sharded.everyone
+    everyone, control = sharded.everyone, sharded.control
+    control.begin("clip_grad_norm_", f"with norm_type={norm_type}")
     weighed: list[tuple[float, list[torch.Tensor]]] = [
-        (1 / bucket.spec.replicas, [p.grad for p in bucket.params if p.grad is not None and p.grad.numel()])
+        (1 / bucket.spec.replicas, [g for p in bucket.params if p.grad is not None and (g := _plain(p.grad)).numel()])
         for bucket in sharded.buckets
     ]
     whole = [p.grad for n, p in model.named_parameters() if n not in sharded.places and p.grad is not None]
@@ -58,16 +63,45 @@ def clip_grad_norm_(
             total = torch.maximum(total, norms.max())
         else:
             total += weight * norms.pow(norm_type).sum()
-    if everyone.size > 1 and everyone.backend != "fake":
+    if not control.alone:
         reduce = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-        dist.all_reduce(total, reduce, group=everyone.process_group)
+        control.settle()
+        with control.doing("the all-reduce of clip_grad_norm_"):
+            dist.all_reduce(total, reduce, group=everyone.process_group)
     if not math.isinf(norm_type):
         total = total.pow(1 / norm_type)
     if error_if_nonfinite and not total.isfinite():
         names = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
-        raise RuntimeError(
-            f"the gradients' norm of order {norm_type} is {total.item()}, so they cannot be clipped; not finite on rank "
-            f"{dist.get_rank() if dist.is_initialized() else 0}: {', '.join(names) or 'nothing (see the other ranks)'}"
+        per_rank = zip(
+            everyone.global_ranks, control.exchange("the names of gradients that are not finite", names), strict=True
         )
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, total)
+        culprits = [f"not finite on rank {rank}: {', '.join(theirs)}" for rank, theirs in per_rank if theirs]
+        why = "; ".join(culprits) or f"every gradient is finite, but their norm overflows {dtype}"
+        raise RuntimeError(
+            f"the gradients' norm of order {norm_type} is {total.item()}, so they cannot be clipped; {why}"
+        )
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch does it
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for param in model.parameters():
+        if param.grad is not None:
+            by_device.setdefault(param.grad.device, []).append(_plain(param.grad))
+    for on, grads in by_device.items():
+        torch._foreach_mul_(grads, scale.to(on))
     return total
+
+
+def discard_unreduced(model: ThunderModule) -> None:
+    """Forget the gradients that backwards under ``no_sync`` have accumulated and no backward has reduced yet.
+
+    ``zero_grad()`` reaches only ``.grad``. Call it on all ranks, to start an accumulation again; after a backward under
+    ``no_sync`` has failed halfway it is the only way on.
+
+    Raises:
+        TypeError: ``model`` is not sharded by ``fsdp(...)``.
+    """
+    for bucket in find_transform(model).sharded.buckets:
+        bucket.discard_unreduced()
+
+
+def _plain(grad: torch.Tensor) -> torch.Tensor:
+    return grad.as_subclass(torch.Tensor)

@@ -3,7 +3,7 @@
 [Note: Process groups are not kept alive]
 ``destroy_process_group`` tears down a group's threads when nobody holds the group any more. A thread of gloo that still
 drops the tensors of its last collective while the interpreter shuts down aborts the process, so models, buckets and
-traces, which live until then, hold process groups weakly.
+traces, which live until then, hold process groups weakly. See [Note: Threads of gloo at exit] in ``exiting``, too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+
+from . import exiting
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,6 +45,7 @@ class Group:
     @classmethod
     def of(cls, group: ProcessGroup) -> Group:
         """Describes ``group``, which this process belongs to."""
+        exiting.register()
         description = getattr(group, "group_desc", "")
         return cls(
             description if description and description != "undefined" else group.group_name,
@@ -56,6 +59,18 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.global_ranks)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process group still exists."""
+        group = self._process_group() if self._process_group is not None else None
+        if group is None:
+            return False
+        try:
+            dist.get_process_group_ranks(group)
+        except (KeyError, RuntimeError, ValueError):  # torch does not know it any more, though somebody holds it
+            return False
+        return True
 
     @property
     def process_group(self) -> ProcessGroup:

@@ -29,8 +29,9 @@ from thunder.core.trace import TraceCtx
 
 from .buffers import Bucket, InFlight, Slot
 from .cost import runs_nothing
-from .groups import Group
 from .profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of, symbol_of
+from .runs import as_backward_of_latest_forward
+from .sharding import ShardedModule
 from .symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter, payload, travels
 from .traces import with_bound_symbols
 from .transform import find_transform
@@ -67,7 +68,7 @@ def measure(jitted: Any, *inputs: Any, repeats: int = 5, **kwargs: Any) -> Profi
     entry, arguments, _ = thunder.compile_data(jitted).get_computation_and_inputs(*args, **named)
     traces = [entry.computation_traces[-1], *(entry.backward_traces[-1:] if entry.backward_fn else ())]
     device = buckets[0].spec.device if buckets else torch.device("cpu")
-    return _Measurement(traces, arguments, transform.sharded.everyone, device, repeats).run(
+    return _Measurement(traces, arguments, transform.sharded, device, repeats).run(
         entry.computation_fn, entry.backward_fn
     )
 
@@ -77,11 +78,12 @@ _MEAN, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 class _Measurement:
     def __init__(
-        self, traces: Sequence[TraceCtx], arguments: Any, group: Group, device: torch.device, repeats: int
+        self, traces: Sequence[TraceCtx], arguments: Any, sharded: ShardedModule, device: torch.device, repeats: int
     ) -> None:
         self.traces = traces
         self.arguments = arguments
-        self.group = group
+        self.group = sharded.everyone
+        self.control = sharded.control
         self.device = device
         self.repeats = repeats
         self.clock = _CudaClock(device) if device.type == "cuda" else _Clock()
@@ -122,7 +124,7 @@ class _Measurement:
         return results[1:]
 
     def _align(self) -> None:
-        dist.barrier(self.group.process_group)
+        self.control.meet("measure")
         self.clock.settle()
 
     def _timed_step(self, step: Sequence[Callable[..., Any]]) -> float:
@@ -140,7 +142,8 @@ class _Measurement:
         gradients = [torch.ones_like(o) if isinstance(o, torch.Tensor) else None for o in outputs["flat_output"]]
         saved = [list(saved_tensors), saved_other]
         del result, outputs, saved_tensors
-        step[1](saved, gradients)
+        with as_backward_of_latest_forward():
+            step[1](saved, gradients)
 
     def _run_probes(self, probes: Sequence[_Probe]) -> list[tuple[float, float]]:
         self.clock.reads.clear()
@@ -252,9 +255,8 @@ class _Measurement:
         return _Probe(trace, self.clock, self._align, finish=finish)
 
     def _over_ranks(self, values: Sequence[float], op: Any = _MEAN) -> list[float]:
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=op, group=self.group.process_group)
-        return (tensor / (self.group.size if op is _MEAN else 1)).tolist()
+        reduced = self.control.reduce("measure", values, op)
+        return [value / (self.group.size if op is _MEAN else 1) for value in reduced]
 
 
 _OP, _WIRE, _BETWEEN = "op", "wire", "between"
@@ -317,8 +319,7 @@ def _pretend(bucket: Bucket, slot: Any, *tensors: Any, **how: Any) -> InFlight:
 
 def _start_all_gather(bucket: Bucket, slot: Slot) -> Sequence[Work]:
     unsharded = slot.params[bucket]
-    works, _ = bucket.gather_into(unsharded, again=True)
-    return works
+    return bucket.gather_into(unsharded, bucket.shard_to_send(again=True))
 
 
 def _start_reduce_scatter(bucket: Bucket, slot: Slot) -> Sequence[Work]:

@@ -55,6 +55,8 @@ class Options:
     separate_reduce_scatter_group: bool
     param_init_fn: Callable[[torch.nn.Module], Any] | None
     offload_policy: OffloadPolicy
+    allow_different_computation: bool
+    audit: bool
 
     def cost_model(self) -> CostModel:
         """What the simulator charges: for the cluster that was named, else for what this process runs on."""
@@ -117,6 +119,8 @@ def check_options(
     separate_reduce_scatter_group: Any,
     param_init_fn: Any,
     offload_policy: Any,
+    allow_different_computation: Any,
+    audit: Any,
 ) -> Options:
     """Turns a user's arguments into options.
 
@@ -148,7 +152,9 @@ def check_options(
     if isinstance(broadcast_from, bool) or not isinstance(broadcast_from, (int, type(None))):
         raise TypeError(f"broadcast_from: expected a global rank (int) or None, got {broadcast_from!r}")
     _check_type("move_state_dict_to_cpu", move_state_dict_to_cpu, bool, "a bool")
+    _check_type("allow_different_computation", allow_different_computation, bool, "a bool")
     _check_type("separate_reduce_scatter_group", separate_reduce_scatter_group, bool, "a bool")
+    _check_type("audit", audit, bool, "a bool")
     _check_type(
         "offload_policy", offload_policy, (OffloadPolicy, type(None)), "a CPUOffloadPolicy, OffloadPolicy or None"
     )
@@ -183,6 +189,8 @@ def check_options(
         separate_reduce_scatter_group=separate_reduce_scatter_group,
         param_init_fn=param_init_fn,
         offload_policy=offload_policy or OffloadPolicy(),
+        allow_different_computation=allow_different_computation,
+        audit=audit,
     )
 
 

@@ -32,6 +32,7 @@ class OwnedParam:
         self.spec = bucket.spec.params[index]
         self.ranks = bucket.ranks
         self.group = bucket.ranks.group
+        self.control = bucket.control
         self.owner = 0
         self._placement = bucket.spec.layout.placements[index]
         self.whole = torch.nn.Parameter(self._blank(), rows.requires_grad)
@@ -123,12 +124,8 @@ def _all_to_all(
         incoming = rows.new_empty(sum(map(sum, lengths)), device=device)
         counts = [sum(t.numel() for t in of_rank) for of_rank in sent]
         process_group = group.process_group
-        try:
+        assert of.control is not None
+        with of.control.doing("the exchange of rows with the owners of whole parameters"):
             dist.all_to_all_single(incoming, outgoing.to(device), list(map(sum, lengths)), counts, group=process_group)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {group.global_ranks[group.rank]}: the exchange of rows with the owners of whole parameters failed: "
-                f"{error}"
-            ) from error
     flat = iter(incoming.to(rows.device).split(list(itertools.chain.from_iterable(lengths))))
     return [[next(flat).view(shape) for shape in of_rank] for of_rank in shapes]

@@ -11,9 +11,8 @@ from dataclasses import replace
 import torch
 
 from .buckets import BucketSpec
-from .buffers import Bucket, address, handle_name, shard_views
+from .buffers import Bucket, handle_name
 from .layout import ALIGNMENT, Layout, Placement
-from .sending import source_of
 from .transports import TRANSPORTS
 
 __all__ = ["bytes_of_rest", "in_dtype", "only"]
@@ -21,14 +20,8 @@ __all__ = ["bytes_of_rest", "in_dtype", "only"]
 
 class _Part(Bucket):
     def __init__(self, whole: Bucket, spec: BucketSpec, pieces: list[tuple[slice, slice]] | None = None) -> None:
-        self._adopt(spec, whole.ranks, TRANSPORTS[spec.travel.transport], whole.arena, handle_name(spec.name))
-        self.whole = whole
-        self.shard = whole.shard
-        self.shard_views = shard_views(spec, self.rank, self.shard)
-        self.shard_pointers = tuple(map(address, self.shard_views))
-        by_name = {param.name: whole.params[i] for i, param in enumerate(whole.spec.params)}
-        self.params = tuple(by_name[param.name] for param in spec.params)
-        self.source = source_of(self)
+        transport = TRANSPORTS[spec.travel.transport]
+        super().__init__(spec, whole.ranks, transport, whole.arena, handle_name(spec.name), whole=whole)
         if pieces is not None:
             self.own_pieces = pieces
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -9,10 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .buckets import ShardedOver
+from .compat import is_group_name_taken, process_groups
 from .groups import Group, Ranks
 from .options import Options
 
-__all__ = ["Placing", "everyone_of"]
+__all__ = ["Placing", "everyone_of", "new_group"]
 
 
 class Placing:
@@ -146,42 +150,88 @@ def _group_of_mesh(mesh: DeviceMesh) -> Group:
     ranks = sorted(mesh.mesh.flatten().tolist())
     if len(ranks) == dist.get_world_size():
         return _default_group()
-    return _new_group(ranks, mesh.get_group(0), "mesh")
+    return _companion(mesh.get_group(0), ranks, "mesh")
 
 
 def _twin(group: Group) -> Group:
     """The same ranks with a communicator of its own."""
-    return _new_group(list(group.global_ranks), group.process_group, f"{group.description}_reductions")
+    return _companion(group.process_group, list(group.global_ranks), f"{group.description}_reductions")
 
 
-def _new_group(ranks: list[int], like: dist.ProcessGroup, description: str) -> Group:
+_companions: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], Group]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Process groups made here, by the process group of the user's that they go with: one for all models, for as long as that
+lives. Each has threads and connections, or on GPUs a communicator."""
+
+
+def _companion(of: dist.ProcessGroup, ranks: list[int], description: str) -> Group:
+    """Return a process group of ``ranks`` with the backend of the group ``of``, destroyed with it; the same each time."""
+    known = _companions.setdefault(of, {})
+    key = description, tuple(ranks)
+    group = known.get(key)
+    if group is None or not group.is_alive:
+        group = known[key] = new_group(ranks, of, description)
+    return group
+
+
+def new_group(
+    ranks: list[int],
+    of: dist.ProcessGroup,
+    description: str,
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> Group:
+    """Make a process group of ``ranks``, destroyed with the group ``of`` and with its backend unless another is given."""
     # Only its members make it: the rest of the world may be busy with something else.
-    _level_group_counts(ranks)
-    made = dist.new_group(ranks, backend=dist.get_backend(like), use_local_synchronization=True, group_desc=description)
-    return Group.of(made)
+    levels = _level_group_counts(ranks)
+    made = dist.new_group(
+        ranks,
+        timeout=timeout,
+        backend=backend or dist.get_backend(of),
+        use_local_synchronization=True,
+        group_desc=description,
+    )
+    for level in levels:
+        dist.destroy_process_group(level)
+    group = Group.of(made)
+    weakref.finalize(of, _destroy, group).atexit = False
+    return group
 
 
-def _level_group_counts(ranks: list[int]) -> None:
+def _destroy(group: Group) -> None:
+    if group.is_alive and dist.is_initialized() and group.process_group in process_groups():
+        dist.destroy_process_group(group.process_group)
+
+
+def _level_group_counts(ranks: list[int]) -> list[dist.ProcessGroup]:
     """Makes all members know the same number of process groups.
 
     torch names a group that only its members make after their ranks and the number of groups that the process knows
     already. Members with different numbers, such as ranks of different expert groups, would wait for each other for ever
-    under different names. So they exchange their numbers through the store, and those behind make groups of themselves.
+    under different names, and a number that has come down since, because groups were destroyed, may give a name that is
+    taken. So members exchange their numbers through the store, agree on one whose name is free, and those with less make
+    groups of themselves, which are returned and may be destroyed as soon as the group is made.
     """
     everybody = _default_group()
     if everybody.backend == "fake":
-        return
+        return []
     store = everybody.process_group.get_group_store()
     prefix = f"thunder_fsdp_sched/groups/{'_'.join(map(str, sorted(ranks)))}"
-    me, known = dist.get_rank(), len(dist.distributed_c10d._world.pg_names)
+    me, known = dist.get_rank(), len(process_groups())
     call = store.add(f"{prefix}/calls/{me}", 1)
-    store.set(f"{prefix}/{call}/{me}", str(known))
+
+    def largest(what: str, number: int) -> int:
+        store.set(f"{prefix}/{call}/{what}/{me}", str(number))
+        return max(int(store.get(f"{prefix}/{call}/{what}/{rank}")) for rank in ranks)
+
     try:
-        counts = [int(store.get(f"{prefix}/{call}/{rank}")) for rank in ranks]
+        number = largest("known", known)
+        number = largest("free", next(n for n in itertools.count(number) if not is_group_name_taken(ranks, n)))
     except Exception as error:
         raise RuntimeError(
             f"fsdp: not all of the ranks {ranks} came to make a process group of theirs; call thunder.jit() with the same "
             f"options on all of them ({error})"
         ) from error
-    for _ in range(max(counts) - known):
-        dist.new_group([me], use_local_synchronization=True, group_desc="level")
+    return [dist.new_group([me], use_local_synchronization=True, group_desc="level") for _ in range(number - known)]

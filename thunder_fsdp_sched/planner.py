@@ -17,7 +17,7 @@ from .fake_ranks import Made, compile_as_rank
 from .simulate import Timeline, simulate
 from .transform import FSDPTransform
 
-__all__ = ["PlannedStep", "find_model", "plan_step"]
+__all__ = ["PlannedStep", "check_made", "find_model", "plan_step"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def plan_step(
 
     Raises:
         RuntimeError: this process already has a default process group.
-        ValueError: the cluster is unknown, or options do not fit.
+        ValueError: the cluster is unknown, options do not fit, or ``make`` gives something else.
     """
     spec = cluster(on)
     if replicas < 1 or world_size % replicas:
@@ -62,7 +62,10 @@ def plan_step(
             options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         return fsdp(cluster=spec, **options)
 
-    transform = compile_as_rank(make, make_transform, rank=0, world_size=world_size)
+    def make_checked() -> tuple[Any, ...]:
+        return check_made(make(), getattr(make, "__name__", "make"))
+
+    transform = compile_as_rank(make_checked, make_transform, rank=0, world_size=world_size)
     compiled = transform.compiled[-1]
     assert compiled.forward is not None and compiled.forward_before is not None
     cost = AnalyticCost(spec)
@@ -72,6 +75,20 @@ def plan_step(
         simulate(compiled.forward_before, compiled.backward_before, cost),
         simulate(compiled.forward, compiled.backward, cost),
     )
+
+
+def check_made(made: object, factory: str) -> tuple[Any, ...]:
+    """Return what a factory made: a module, its arguments and, maybe, its keyword arguments.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    parts = made if isinstance(made, tuple) else ()
+    module, args, kwargs = (*parts, {})[:3] if len(parts) in (2, 3) else (None, (), {})
+    if not isinstance(module, torch.nn.Module) or not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
+        got = f"({', '.join(type(part).__name__ for part in parts)})" if parts else f"a {type(made).__name__}"
+        raise ValueError(f"{factory!r} must return (module, args) or (module, args, kwargs), but returned {got}")
+    return module, tuple(args), kwargs
 
 
 def find_model(name: str, *, batch: int, length: int, dtype: torch.dtype) -> Callable[[], Made]:
@@ -97,9 +114,12 @@ def find_model(name: str, *, batch: int, length: int, dtype: torch.dtype) -> Cal
 def _imported(name: str) -> Callable[[], Made]:
     module, _, attribute = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        make = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"model: {name!r} cannot be imported: {error}") from error
+    if not callable(make):
+        raise ValueError(f"model: {name!r} is of type {type(make).__name__}, not a function that makes a model")
+    return make
 
 
 def _litgpt(name: str, batch: int, length: int, dtype: torch.dtype) -> Callable[[], Made]:

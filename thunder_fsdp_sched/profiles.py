@@ -21,6 +21,7 @@ from .symbols import (
     GRAD_WRITERS,
     ISSUES,
     WAITS,
+    fsdp_backward_done,
     fsdp_params_unchanged,
     fsdp_reduce_unreduced,
     waited_by,
@@ -212,7 +213,7 @@ def _mean_collective(times: Sequence[CollectiveTime]) -> CollectiveTime:
     return dataclasses.replace(times[0], **means)
 
 
-_DO_NOT_COMPUTE = ISSUES | WAITS | {fsdp_params_unchanged.name, fsdp_reduce_unreduced.name}
+_DO_NOT_COMPUTE = ISSUES | WAITS | {fsdp_backward_done.name, fsdp_params_unchanged.name, fsdp_reduce_unreduced.name}
 
 
 def computes(bsym: BoundSymbol) -> bool:

@@ -216,17 +216,63 @@ def load_schedules(path: str | Path) -> list[StepSchedule]:
         ValueError: the file is not such a file; the message names it and what is wrong.
     """
     try:
-        content = json.loads(Path(path).read_text())
-        if content["format"] != _FORMAT:
-            raise ValueError(f"format {content['format']}, this version reads {_FORMAT}")
-        return [
-            StepSchedule(_schedule(s["forward"]), s["backward"] and _schedule(s["backward"]), s["no_sync"])
-            for s in content["steps"]
-        ]
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"schedule: {path} holds no schedule: {type(error).__name__}: {error}") from error
+        content = _typed(json.loads(Path(path).read_text()), dict, "the file")
+        if content.get("format") != _FORMAT:
+            raise ValueError(f"format {content.get('format')!r}, this version reads {_FORMAT}")
+        steps = _field(content, "steps", list, "the file")
+        return [_step(step, f"steps[{number}]") for number, step in enumerate(steps)]
+    except RecursionError:
+        raise ValueError(f"schedule: {path} holds no schedule: it is nested too deeply") from None
+    except ValueError as error:  # JSON's own are ValueErrors, too
+        raise ValueError(f"schedule: {path} holds no schedule: {error}") from error
 
 
-def _schedule(content: dict[str, Any]) -> Schedule:
-    ops = tuple(CommOp(**op) for op in content["ops"])
-    return Schedule(ops, content["statements"], content["compute"])
+def _step(content: object, place: str) -> StepSchedule:
+    step = _typed(content, dict, place)
+    backward = _field(step, "backward", (dict, type(None)), place)
+    return StepSchedule(
+        _schedule(_field(step, "forward", dict, place), f"{place}.forward"),
+        None if backward is None else _schedule(backward, f"{place}.backward"),
+        _field(step, "no_sync", bool, place),
+    )
+
+
+def _schedule(content: dict[str, Any], place: str) -> Schedule:
+    ops = []
+    for number, op in enumerate(_field(content, "ops", list, place)):
+        at = f"{place}.ops[{number}]"
+        fields = _typed(op, dict, at)
+        if unknown := fields.keys() - _OP_TYPES.keys():
+            raise ValueError(f"{at}.{sorted(unknown)[0]} is unknown")
+        ops.append(CommOp(**{name: _field(fields, name, types, at) for name, types in _OP_TYPES.items()}))
+    return Schedule(tuple(ops), _field(content, "statements", int, place), _field(content, "compute", str, place))
+
+
+_OP_TYPES: dict[str, type | tuple[type, ...]] = {
+    "position": int,
+    "kind": str,
+    "bucket": str,
+    "nbytes": int,
+    "dtype": str,
+    "group": str,
+    "transport": str,
+    "slot": str,
+    "first_consumer": (int, type(None)),
+    "reason": str,
+    "travels": bool,
+}
+"""The types that the fields of a :class:`CommOp` have in a file."""
+
+
+def _field(content: dict[str, Any], name: str, types: type | tuple[type, ...], place: str) -> Any:
+    if name not in content:
+        raise ValueError(f"{place} has no {name!r}")
+    return _typed(content[name], types, f"{place}.{name}")
+
+
+def _typed(value: Any, types: type | tuple[type, ...], place: str) -> Any:
+    types = types if isinstance(types, tuple) else (types,)
+    if type(value) not in types:  # not isinstance: a bool is no int here
+        names = " or ".join("null" if cls is type(None) else cls.__name__ for cls in types)
+        raise ValueError(f"{place}: expected {names}, got {type(value).__name__}")
+    return value

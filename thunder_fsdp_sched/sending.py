@@ -1,10 +1,11 @@
 """What a bucket sends to be gathered: its shard, a cast of it, or a copy of it on the device.
 
 [Note: When a cast is used again]
-Backward gathers what its forward gathered, so it sends the same cast again; and so does a forward as long as
-gradients of ``no_sync`` wait to be reduced, which are all of the same parameters. In both cases only if neither a
-version of a parameter nor the number of optimizer steps in this process has changed since the cast. Other forwards
-cast anew: an optimizer of one's own kernels, or a write through ``.data``, changes a parameter without a trace.
+Every forward casts anew: an optimizer with kernels of its own, or a write through ``.data`` such as swapping in averaged
+parameters for an evaluation, changes a parameter without a trace. Backward sends the cast of its own forward again, as
+long as no forward has cast since and neither a version of a parameter nor the number of optimizer steps in this process
+has changed. So each micro-batch under ``no_sync`` costs one cast: it reads the shard and writes a shard in lower
+precision, the same share of the work of a step as without ``no_sync``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .runs import forward_number, is_backward_of
 from .transports.base import NOWHERE, labelled, side_stream
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ class Source:
         """The flat shard on the device and in the dtype in which it travels. It lives until the gather is done.
 
         Args:
-            again: the caller wants what was sent last, as far as parameters have not changed.
+            again: backward asks for what its forward sent, as far as that is known to be still right.
         """
         return self._bucket.shard
 
@@ -43,10 +45,11 @@ class Source:
 
 
 class Cast(Source):
-    """A shard in the lower precision in which it travels, cast by one kernel and only when it changed."""
+    """A shard in the lower precision in which it travels, cast by one kernel for each forward."""
 
     _cast: torch.Tensor | None = None
     _of: tuple[int, ...] = ()
+    _number = 0
 
     def shard(self, *, again: bool) -> torch.Tensor:
         bucket = self._bucket
@@ -56,11 +59,12 @@ class Cast(Source):
                 self._cast = bucket.transport.allocate(
                     bucket.shard.numel(), bucket.spec.param_dtype, bucket.shard.device, bucket.ranks
                 )
-        elif again and of == self._of:
+        elif again and of == self._of and is_backward_of(self._number):
             return self._cast
+        self._of = ()  # until it is whole
         with torch.no_grad(), labelled(f"fsdp_cast({bucket.spec.name})"):
             self._cast.copy_(bucket.shard)
-        self._of = of
+        self._of, self._number = of, forward_number()
         return self._cast
 
 

@@ -1,26 +1,39 @@
-"""The module's side: builds shard buffers from a module and makes its parameters views of them."""
+"""The module's side: builds shard buffers from a module and makes its parameters views of them.
+
+The module's own parameters become the shards: see [Note: The module's own parameters] in ``own_parameters``.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import itertools
+import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from .buckets import BucketSpec, ParamSpec, Plan, ShardedOver, Travel, make_plan
+from .adoption import own_object, refuse_fixed, refuse_shards_and_grads, refuse_views
+from .buckets import ParamSpec, Plan, ShardedOver, Travel, make_plan
 from .buffers import Arena, Bucket, handle_name
+from .channel import announce
+from .compat import replace_data, watch_cache_misses
 from .consistency import Agreement
-from .initialize import initialize
+from .control import Control, control_of
+from .initialize import initialize, is_blank, make_blank
 from .options import Options, check_transport
+from .own_parameters import OwnParameters, find_owner
 from .placing import Placing, everyone_of
+from .stale_state import mark_as_shard
 from .transports import TRANSPORTS, choose_transport
 
 __all__ = ["ShardedModule", "gather_param"]
@@ -37,46 +50,62 @@ class ShardedModule:
     """The shards of one module on this rank.
 
     Attributes:
-        module: the user's module; its sharded parameters are on the meta device from now on, for tracing.
+        module: the user's module; its own parameters are the shards from now on.
+        own: the parameters of ``module``.
         plan: the buckets as planned.
         buckets: the buckets with their memory, in the order of the plan.
         everyone: all ranks that parameters are shared with.
+        control: agrees with them on what runs next.
         kept: those of the buckets that stay unsharded between forward and backward.
         places: bucket and index in it of each sharded parameter, by each of its names.
         shards: this rank's rows of each sharded parameter, a view of its bucket's shard buffer, by each of its names.
         running_eagerly: whether the module's own forward may be called right now (``eager``).
     """
 
-    def __init__(self, module: torch.nn.Module, plan: Plan, buckets: list[Bucket], agreement: Agreement) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        plan: Plan,
+        buckets: list[Bucket],
+        agreement: Agreement,
+        control: Control,
+    ) -> None:
         self.module = module
         self.plan = plan
         self.buckets = buckets
         self.everyone = agreement.group
         self.agreement = agreement
+        self.control = control
         self.places: dict[str, tuple[Bucket, int]] = {}
         self.shards: dict[str, torch.nn.Parameter] = {}
         self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
+        self.began_on_meta: set[str] = set()  # until it is known that they have values
         self.kept = {bucket for bucket in buckets if not bucket.spec.reshard_after_forward}
         self.running_eagerly = False
         for bucket in buckets:
-            bucket.explain_failure = self.agreement.explain
+            bucket.control = control
+            bucket.tally = control.tally
             for index, param in enumerate(bucket.spec.params):
                 if bucket.spec.layout.placements[index].is_cut:  # for optimizers that rows will not do for
                     bucket.params[index]._fsdp_rows_of = param.name  # type: ignore[attr-defined]
+                mark_as_shard(bucket.params[index], param.name, param.shape)
                 for name in param.names:
                     self.places[name] = (bucket, index)
                     self.shards[name] = bucket.params[index]
+        self.own = OwnParameters(module, buckets)
+        self._model: weakref.ref[ThunderModule] | None = None
 
     @classmethod
     def shard(cls, model: ThunderModule, options: Options) -> ShardedModule:
-        """Plans, allocates the shard buffers, fills them, and moves the module's own parameters to the meta device.
+        """Plans, allocates the shard buffers, fills them, and makes the module's own parameters views of them.
 
         The peak is one unsharded parameter above module and shards, and the module's memory is freed as far as nobody
-        else holds its parameters.
+        else holds it.
 
         Raises:
             TypeError: the jitted function is not a module, or a parameter is no plain strided tensor.
-            ValueError: parameters that share memory without being tied, unknown ``ignored_params``, a
+            ValueError: parameters that share memory with others without being tied, or with buffers; parameters that have
+                gradients, or are shards already; unknown ``ignored_params``, a
                 ``broadcast_from`` outside the process group, a transport that cannot carry a bucket, parameters of one
                 bucket that are sharded over different groups.
             RuntimeError: no process group.
@@ -84,20 +113,31 @@ class ShardedModule:
                 parameters.
         """
         everyone = everyone_of(options)
-        agreement = Agreement(everyone, f"module {next(_numbers[everyone.name])}", _AGREEMENT_TIMEOUT)
+        name = f"module {next(_numbers[everyone.name])}"
+        agreement = Agreement(
+            everyone, name, _AGREEMENT_TIMEOUT, compares_computation=not options.allow_different_computation
+        )
+        find_channel = None if agreement.alone else announce(everyone, f"{everyone.name} {name}")
         # Before anything that ranks do together: groups are made, parameters are broadcast.
         agreement.check_same("what fsdp(...) was given", [*_versions(), *options.lines()])
+        title = f"{name} ({type(model._model).__name__})"
+        control = Control(everyone, find_channel and find_channel(), f"{everyone.name} {name}", title)
+        agreement.control = control
         placing = Placing(options, everyone)
         module = model._model
         named = dict(model.named_parameters(remove_duplicate=False))
         usual = placing.key(placing.usual)
         with agreement.all_or_none("whether the module can be sharded"):
+            refuse_shards_and_grads(named)
             ignored = _ignored_names(named, options)
-            moved = _move(model, ignored, options)
             specs = _specs({n: p for n, p in named.items() if n not in ignored}, options)
+            refuse_views(model, named, ignored, options)
+            own = {spec.name: own_object(module, spec, param) for spec, param in specs}
+            refuse_fixed(own, specs)
+            moved = _move(model, ignored, options)
             over = {spec.name: placing.of(spec.name, param) for spec, param in specs}
         for key in dict.fromkeys(over.values()):  # ranks of different groups may have different experts
-            lines = [str(spec) for spec, _ in specs if over[spec.name] == key]
+            lines = [f"{spec}{' on meta' * p.is_meta}" for spec, p in specs if over[spec.name] == key]
             agreement.about("parameters", placing.ranks(key).group).check_same("what is to be sharded", lines)
         if options.broadcast_from is not None:
             if options.param_init_fn is None and any(p.is_meta for _, p in specs):
@@ -117,36 +157,50 @@ class ShardedModule:
             over=over,
             travel=partial(_travel, options, placing),
         )
-        sharded = cls(module, plan, _allocate(plan, placing), agreement)
-        sharded.replaced = moved
+        buckets = _allocate(plan, placing)
+        places = {name: (b, i) for b in buckets for i, param in enumerate(b.spec.params) for name in param.names}
+        began_on_meta = {n for n, p in (*named.items(), *model.named_buffers()) if p.is_meta}
         for spec, param in specs:
-            bucket, index = sharded.places[spec.name]
+            bucket, index = places[spec.name]
+            if param.is_meta:
+                make_blank(bucket.shard_views[index])
+        if options.param_init_fn is not None:
+            _initialize(module, options, placing, places, moved)
+        for spec, param in specs:
+            bucket, index = places[spec.name]
             if not param.is_meta:
                 with torch.no_grad():
                     bucket.copy_in(index, param)
-            elif not bucket.shard.is_meta and bucket.shard.numel():
-                bucket.blank_version = bucket.shard._version
-            _release(module, spec, bucket.spec)
-        if options.param_init_fn is not None:
-            sharded.initialize(options, placing)
+                param.data = param.new_empty(0)  # its memory, if a transform made it beside the module's own
+            bucket.adopt(index, own[spec.name])
+        sharded = cls(module, plan, buckets, agreement, control)
+        sharded.replaced = moved
+        sharded.began_on_meta = began_on_meta
+        sharded._update_module()
         return sharded
 
-    def initialize(self, options: Options, placing: Placing) -> None:
-        """Fills the shards, buffers and ignored parameters that were on the meta device."""
-        assert options.param_init_fn is not None and options.device is not None
-
-        def take(name: str, tensor: torch.Tensor) -> None:
-            bucket, index = self.places.get(name, (None, 0))
-            over = placing.key(placing.usual if bucket is None else bucket.ranks)
-            if options.broadcast_from is not None:
-                _broadcast([(tensor, over)], options.broadcast_from, placing)
-            if bucket is None:
-                self.replaced[name] = tensor
+    def _update_module(self) -> None:
+        """Gives the module its ignored parameters and buffers on their new device; its own objects stay parameters."""
+        for name, tensor in self.replaced.items():
+            path, _, leaf = name.rpartition(".")
+            if isinstance(tensor, torch.nn.Parameter):
+                found = find_owner(self.module, name)
+                if found is None:
+                    continue
+                owner, leaf = found
+                own = owner._parameters[leaf]
+                if own is tensor or own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
+                    continue  # one of another shape is what a transform has made of it
+                if own.is_meta == tensor.is_meta:
+                    replace_data(own, tensor.detach())
+                    self.replaced[name] = own
+                else:
+                    owner._parameters[leaf] = tensor
             else:
-                with torch.no_grad():
-                    bucket.copy_in(index, tensor)
-
-        initialize(self.module, options.param_init_fn, options.device, self.places, take)
+                with contextlib.suppress(AttributeError):  # a transform has made it
+                    buffers = self.module.get_submodule(path)._buffers
+                    if leaf in buffers:
+                        buffers[leaf] = tensor
 
     def keep(self, names: Collection[str]) -> None:
         """Lets the named buckets stay unsharded between forward and backward from now on, and no others."""
@@ -159,12 +213,49 @@ class ShardedModule:
 
     def attach(self, model: ThunderModule) -> None:
         """Makes ``model`` use the shards: what its prologue unpacks, what ``parameters()`` gives to the optimizer."""
+        self._model = weakref.ref(model)
         model._overrides_parameters.update(self.shards)
         for name, tensor in self.replaced.items():
             overrides = (
                 model._overrides_parameters if isinstance(tensor, torch.nn.Parameter) else model._overrides_buffers
             )
             overrides[name] = tensor
+        show_whole_unless_looked_up = watch_cache_misses(model, self.before_trace)
+
+        def before_call(*_: Any) -> None:
+            if not self.running_eagerly:
+                self.own.show_shards()  # they stay away if somebody compiled without calling, and that failed
+                self.own.check()
+                show_whole_unless_looked_up()
+
+        def after_call(*_: Any) -> None:
+            if not self.running_eagerly and self.own.are_whole:  # tracing has failed
+                self.own.show_shards()
+                self._warn_of_containers()
+
+        model.register_forward_pre_hook(before_call)
+        model.register_forward_hook(after_call, always_call=True)
+
+    def before_trace(self) -> None:
+        """Checks the module and puts placeholders of whole shape into it: Thunder is about to trace it."""
+        self.own.show_shards()
+        self.own.check()
+        self.own.check_shards()
+        self.check_initialized()
+        self.own.show_whole()
+
+    def known(self) -> Collection[str]:
+        """Names of all parameters that Thunder may unpack, those that other transforms have made among them."""
+        model = None if self._model is None else self._model()
+        return self.shards.keys() if model is None else model._overrides_parameters.keys()
+
+    def _warn_of_containers(self) -> None:
+        for path, name in self.own.in_containers().items():
+            warnings.warn(
+                f"fsdp: {path} holds parameter {name!r}, which is sharded: if forward reads it there, tracing sees this "
+                f"rank's rows. Read it as {name}",
+                stacklevel=3,
+            )
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """All names of a parameter, the leading one first; what is not sharded has the one that is given."""
@@ -173,36 +264,28 @@ class ShardedModule:
         bucket, index = self.places[name]
         return bucket.spec.params[index].names
 
-    def check_dtypes(self) -> None:
-        """Refuses what has converted the module since: ``module.double()`` reaches its own parameters, not the shards.
-
-        Raises:
-            RuntimeError: naming the parameter.
-        """
-        own = dict(self.module.named_parameters())
-        for bucket in self.buckets:
-            for spec in bucket.spec.params:
-                param = own.get(spec.name)  # a transform before this one may have made it
-                if param is not None and param.dtype != bucket.spec.param_dtype:
-                    raise RuntimeError(
-                        f"parameter {spec.name!r} was sharded as {bucket.spec.param_dtype}, but the module was converted to "
-                        f"{param.dtype} afterwards: convert it before thunder.jit(module, transforms=[fsdp(...)])"
-                    )
-
     def check_initialized(self) -> None:
-        """Refuses to compute with parameters that nobody has given values.
+        """Refuses to compute with parameters and buffers that nobody has given values; the first time, on all ranks.
 
         Raises:
-            RuntimeError: naming the parameters.
+            RuntimeError: naming them.
+            ScheduleDisagreement: naming those of another rank.
         """
-        blank = [b for b in self.buckets if b.blank_version == b.shard._version]
-        if blank and self.everyone.backend != "fake":  # a plan needs no values
-            names = [param.name for bucket in blank for param in bucket.spec.params]
-            raise RuntimeError(
-                f"parameters that were on the meta device have no values yet: {', '.join(names[:3])}"
-                f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}. Give fsdp(param_init_fn=...), or load them "
-                f"(load_checkpoint, load_safetensors) before the first call"
-            )
+        if not self.began_on_meta or self.everyone.backend == "fake":  # a plan needs no values
+            return
+        with self.agreement.all_or_none("whether all parameters have values"):
+            assert self._model is not None
+            model = self._model()
+            assert model is not None
+            tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+            blank = [n for n, t in tensors.items() if t.is_meta or (n in self.began_on_meta and is_blank(t))]
+            if blank:
+                raise RuntimeError(
+                    f"parameters or buffers that were on the meta device have no values yet: {', '.join(blank[:3])}"
+                    f"{f' and {len(blank) - 3} more' if len(blank) > 3 else ''}. Give fsdp(param_init_fn=...), or load "
+                    f"parameters (load_checkpoint, load_safetensors) before the first call"
+                )
+        self.began_on_meta.clear()
 
     def shard_entry(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """This rank's rows of an unsharded state dict entry; entries that are not sharded pass through.
@@ -228,14 +311,19 @@ def gather_param(bucket: Bucket, index: int, shard: torch.Tensor) -> torch.Tenso
     Returns:
         A new tensor of the unsharded shape on the bucket's device, on every rank.
     """
+    group, name = bucket.ranks.group, bucket.spec.params[index].name
+    control = bucket.whole.control
+    if control is not None and control.concerns_all(bucket):
+        control.meet("gathering for a state dict the parameter", name)
     placement = bucket.spec.layout.placements[index]
     whole = torch.empty(placement.shape, dtype=bucket.spec.dtype, device=bucket.spec.device)
     rows = whole.reshape(1) if whole.ndim == 0 else whole
     bucket.own_rows(index, whole).copy_(shard)
-    for rank, global_rank in enumerate(bucket.ranks.group.global_ranks):
-        start, end = placement.row_starts[rank : rank + 2]
-        if rows[start:end].numel():
-            dist.broadcast(rows[start:end], src=global_rank, group=bucket.ranks.group.process_group)
+    with control.doing(f"gathering the parameter {name}") if control is not None else contextlib.nullcontext():
+        for rank, global_rank in enumerate(group.global_ranks):
+            start, end = placement.row_starts[rank : rank + 2]
+            if rows[start:end].numel():
+                dist.broadcast(rows[start:end], src=global_rank, group=group.process_group)
     return whole
 
 
@@ -341,7 +429,8 @@ def _broadcast(tensors: Iterable[tuple[torch.Tensor, ShardedOver]], source: int,
         for tensor, over in tensors:
             if tensor.is_meta:
                 continue  # param_init_fn is still to make it
-            placing.broadcast(tensor.detach(), source, over)
+            with control_of(placing.everyone).doing("broadcast_from"):
+                placing.broadcast(tensor.detach(), source, over)
 
 
 def _allocate(plan: Plan, placing: Placing) -> list[Bucket]:
@@ -359,18 +448,25 @@ def _allocate(plan: Plan, placing: Placing) -> list[Bucket]:
     return buckets
 
 
-def _release(module: torch.nn.Module, spec: ParamSpec, bucket: BucketSpec) -> None:
-    """Replaces the module's own parameter by one on the meta device: tracing reads its shape, nobody its values.
+def _initialize(
+    module: torch.nn.Module,
+    options: Options,
+    placing: Placing,
+    places: dict[str, tuple[Bucket, int]],
+    moved: dict[str, torch.Tensor],
+) -> None:
+    """Fills the shards, buffers and ignored parameters that were on the meta device."""
+    assert options.param_init_fn is not None and options.device is not None
 
-    Its dtype is that of the unsharded parameter: in lower precision if the bucket travels so.
-    """
-    meta = torch.nn.Parameter(torch.empty(spec.shape, dtype=bucket.param_dtype, device="meta"), spec.requires_grad)
-    meta._thunder_device = spec.device  # type: ignore[attr-defined]  # what Thunder takes for the device of a parameter on the meta device
-    for name in spec.names:
-        path, _, leaf = name.rpartition(".")
-        try:
-            owner = module.get_submodule(path)
-        except AttributeError:  # a transform before this one made the parameter
-            continue
-        if leaf in owner._parameters:
-            owner.register_parameter(leaf, meta)
+    def take(name: str, tensor: torch.Tensor) -> None:
+        bucket, index = places.get(name, (None, 0))
+        over = placing.key(placing.usual if bucket is None else bucket.ranks)
+        if options.broadcast_from is not None:
+            _broadcast([(tensor, over)], options.broadcast_from, placing)
+        if bucket is None:
+            moved[name] = tensor
+        else:
+            with torch.no_grad():
+                bucket.copy_in(index, tensor)
+
+    initialize(module, options.param_init_fn, options.device, places, take)

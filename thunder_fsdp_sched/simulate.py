@@ -41,7 +41,7 @@ from .symbols import (
     payload,
 )
 from .timeline import COMPUTE, Interval, SlotUse, Timeline
-from .traces import aliased_inputs, args_of, outs_of
+from .traces import AGREEMENT, aliased_inputs, args_of, outs_of
 
 __all__ = ["COMPUTE", "Interval", "SlotUse", "Timeline", "simulate"]
 
@@ -188,7 +188,7 @@ class _Step:
         self.there.clear()
         position = 0
         for bsym, seconds in zip(trace.bound_symbols, self.cost.seconds(trace), strict=True):
-            if bsym.sym.id is PrimIDs.DEL:
+            if bsym.sym.id is PrimIDs.DEL or bsym.sym.name in AGREEMENT:
                 continue
             name = bsym.sym.name
             if bsym.sym is fsdp_all_reduce:

@@ -7,10 +7,10 @@ A forward and a backward trace hold, per bucket::
     ft1 = fsdp_reduce_scatter(bucket_h_0, slot_1, dw, db)    # issue; slot_1 holds the unsharded gradients
     (g_w, g_b) = fsdp_wait_grads(bucket_h_0, ft1)            # views of one fresh flat buffer
 
-A gather with ``again=True`` sends the cast that forward sent. One of forward says ``followed_by=3`` if that many issues on
-its arena follow it and none of them touches its memory: the bucket lies there still behind forward. If backward gathers it
-into the same slot, which the ``preceded_by=2`` issues before that leave alone, too, then nothing travels, unless something
-else was issued on the arena in between.
+A gather with ``again=True`` sends the cast that its forward sent. One of forward says ``followed_by=3`` if that many issues
+on its arena follow it and none of them touches its memory: the bucket lies there still behind forward. If backward gathers
+it into the same slot, which the ``preceded_by=2`` issues before that leave alone, too, then nothing travels, unless
+something else was issued on the arena in between.
 
 A gradient that its producer can write in place is in the slot already, by ``dw = fsdp_matmul_into(bucket_h_0, slot_1, 0,
 x, y)`` or ``fsdp_sum_into`` for parameter 0 of the bucket. The reduction copies the others there.
@@ -19,6 +19,9 @@ With hybrid sharding there is ``ft2 = fsdp_all_reduce(bucket_h_0, ft1)`` between
 inside the group and issues the one across the replicas, whose future the wait then takes.
 
 Shards and gradients stand in the order of the bucket's parameters, ``None`` for one that the trace does not use.
+A backward that reduces or accumulates gradients ends in ``fsdp_backward_done(False, bucket_h_0, bucket_h_1)``: only then
+are the gradients that earlier ``no_sync`` backwards have summed up dropped, see [Note: What an exception leaves].
+
 ``fsdp_unshard`` and ``fsdp_reduce`` exist only until the ``bucket_communication`` pass: one parameter each, so that
 autograd decides for each parameter alone whether it has a gradient. ``fsdp_cut`` and a wait's third argument, a token,
 exist only around the fusion executors: see [Note: Cuts] in ``transforms.keep_fusions_apart``.
@@ -40,6 +43,7 @@ from thunder.extend import OperatorExecutor, register_executor
 from .buckets import BucketSpec
 from .buffers import Bucket, InFlight, Slot, Views, address, failed
 from .groups import Group
+from .runs import forward_number
 from .transports.base import labelled
 
 __all__ = [
@@ -51,6 +55,7 @@ __all__ = [
     "fsdp_accumulate_grads",
     "fsdp_all_gather",
     "fsdp_all_reduce",
+    "fsdp_backward_done",
     "fsdp_check_no_sync",
     "fsdp_cut",
     "fsdp_matmul_into",
@@ -99,32 +104,51 @@ def all_gather(
     preceded_by: int | None = None,
 ) -> InFlight:
     _check_shards(bucket, shards)
-    arena = slot.arena
+    arena, tally = slot.arena, bucket.tally
+    tally.issued += 1
+    arena.claim(slot)
     if arena.take_left(bucket, slot, preceded_by):
+        tally.issued += 1
         return arena.issue(InFlight(bucket, "all-gather", slot, ()))
-    arena.finish_leftovers(slot)
+    if preceded_by is not None:
+        tally.settle()  # the trace settles the round only before the first gather that is sure to travel
     unsharded = slot.params[bucket]
+    if slot is bucket.private_slot:
+        bucket.kept_since = None
+    sent = bucket.shard_to_send(again=again)
     try:
         with labelled(bucket.all_gather_label):
-            works, sent = bucket.gather_into(unsharded, again=again)
+            works = bucket.gather_into(unsharded, sent)
+        arena.issue(flight := InFlight(bucket, "all-gather", slot, works, sent=sent))
     except RuntimeError as error:
         raise failed(bucket, "all-gather", error) from error
-    arena.issue(flight := InFlight(bucket, "all-gather", slot, works, sent=sent))
+    except BaseException as error:
+        _interrupted(bucket, "all-gather", slot, error)
+        raise
+    tally.issued += 1
     if followed_by is not None:
         arena.leave(bucket, slot, followed_by)
     return flight
+
+
+def _interrupted(bucket: Bucket, what: str, slot: Slot, error: BaseException) -> None:
+    # An Exception is the transport's, which leaves nothing in flight then; an interrupt may have come at any time.
+    if not isinstance(error, Exception):
+        slot.arena.lose(bucket, what, slot)
 
 
 def wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
     slot = flight.slot
     assert slot is not None
     slot.arena.finish(flight)
+    if slot is bucket.private_slot:
+        bucket.kept_since = forward_number()
     return slot.params[bucket].tensors
 
 
 def _place_of_grad(bucket: Bucket, slot: Slot, index: int) -> torch.Tensor:
-    # A reduction's memory is in use from its first gradient on: also what an exception left in flight ends before that.
-    slot.arena.finish_leftovers(slot)
+    # A reduction's memory is in use from its first gradient on.
+    slot.arena.write_gradient(slot)
     return slot.grads[bucket].tensors[index]
 
 
@@ -142,9 +166,9 @@ def _sum_into(
 
 def _reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> InFlight:
     arena = slot.arena
-    arena.finish_leftovers(slot)
+    arena.claim(slot)
     unsharded = slot.grads[bucket]
-    unreduced, unreduced_params = bucket.take_unreduced()
+    unreduced, unreduced_params = bucket.unreduced_grads()
     for view, grad in zip(unsharded.tensors, grads, strict=True):
         if grad is not None:
             if grad is not view:  # else its producer wrote it there
@@ -153,15 +177,21 @@ def _reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> 
             view.zero_()
     if unreduced is not None:
         unsharded.flat.add_(unreduced)
+    bucket.tally.issued += 1
     # Autograd keeps the sharded gradients as `.grad` without a copy and adds to them, so they are fresh each time.
     shard = torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.spec.device)
     try:
         with labelled(bucket.reduce_scatter_label):
             works = bucket.transport.reduce_scatter(bucket, unsharded, shard)
+        only_unreduced = tuple(i for i in unreduced_params if grads[i] is None)
+        arena.issue(flight := InFlight(bucket, "reduce-scatter", slot, works, shard, only_unreduced))
     except RuntimeError as error:
         raise failed(bucket, "reduce-scatter", error) from error
-    only_unreduced = tuple(i for i in unreduced_params if grads[i] is None)
-    return arena.issue(InFlight(bucket, "reduce-scatter", slot, works, shard, only_unreduced))
+    except BaseException as error:
+        _interrupted(bucket, "reduce-scatter", slot, error)
+        raise
+    bucket.tally.issued += 1
+    return flight
 
 
 def _all_reduce(bucket: Bucket, flight: InFlight) -> InFlight:
@@ -172,10 +202,16 @@ def _all_reduce(bucket: Bucket, flight: InFlight) -> InFlight:
 
 def _average_replicas(bucket: Bucket, shard: torch.Tensor) -> torch.distributed.Work:
     assert bucket.ranks.replicas is not None
-    with labelled(bucket.all_reduce_label):
-        return torch.distributed.all_reduce(
-            shard, op=torch.distributed.ReduceOp.AVG, group=bucket.ranks.replicas.process_group, async_op=True
-        )
+    bucket.tally.issued += 1
+    try:
+        with labelled(bucket.all_reduce_label):
+            work = torch.distributed.all_reduce(
+                shard, op=torch.distributed.ReduceOp.AVG, group=bucket.ranks.replicas.process_group, async_op=True
+            )
+    except RuntimeError as error:
+        raise failed(bucket, "all-reduce", error) from error
+    bucket.tally.issued += 1
+    return work
 
 
 def _wait_grads(bucket: Bucket, flight: InFlight) -> tuple[torch.Tensor, ...]:
@@ -185,8 +221,7 @@ def _wait_grads(bucket: Bucket, flight: InFlight) -> tuple[torch.Tensor, ...]:
         flight.slot.arena.finish(flight)
     assert flight.output is not None
     grads = bucket.sharded_grads(flight.output)
-    for index in flight.only_unreduced:
-        bucket.add_to_grad(index, grads[index])
+    bucket.late_grads = {index: grads[index] for index in flight.only_unreduced} if flight.only_unreduced else {}
     return grads
 
 
@@ -200,24 +235,44 @@ def _check_no_sync(module: Any, no_sync: bool) -> None:
 
 
 def _reduce_unreduced(bucket: Bucket) -> None:
-    unreduced, unreduced_params = bucket.take_unreduced()
+    unreduced, unreduced_params = bucket.unreduced_grads()
     if unreduced is None:
         return
+    unreduced = unreduced.clone()  # a transport may write to it, and this backward may still fail
     spec = bucket.spec
     shard = torch.empty(bucket.shard.numel(), dtype=spec.reduce_dtype, device=spec.device)
     staging = torch.empty(spec.sent_numel, dtype=shard.dtype, device=shard.device) if spec.travel.staging else None
-    for work in bucket.transport.reduce_scatter(bucket, Views(unreduced, (), staging), shard):
-        work.wait()
+    bucket.tally.issued += 1
+    try:
+        works = bucket.transport.reduce_scatter(bucket, Views(unreduced, (), staging), shard)
+    except RuntimeError as error:
+        raise failed(bucket, "reduce-scatter", error) from error
+    bucket.tally.issued += 1
+    InFlight(bucket, "reduce-scatter", None, works).wait()
     if bucket.ranks.replicas is not None:
-        _average_replicas(bucket, shard).wait()
+        InFlight(bucket, "all-reduce", None, [_average_replicas(bucket, shard)]).wait()
     grads = bucket.sharded_grads(shard)
-    for index in unreduced_params:
-        bucket.add_to_grad(index, grads[index])
+    bucket.late_grads = {index: grads[index] for index in unreduced_params}
+
+
+def _backward_done(no_sync: bool, *buckets: Bucket) -> None:
+    for bucket in buckets:
+        if no_sync:
+            bucket.adding = False
+        elif bucket.unreduced is not None:
+            bucket.drop_unreduced()
 
 
 def _params_unchanged(bucket: Bucket, *shards: torch.Tensor | None) -> None:
     # Backward receives the shards as saved tensors, and autograd itself compares their versions when it hands them out.
     _check_shards(bucket, shards)
+    slot = bucket.private_slot
+    assert slot is not None
+    slot.arena.finish_leftovers(slot)
+    if bucket.is_kept_for_this_backward():
+        return
+    bucket.tally.settle()  # the trace settles the round only before its own collectives
+    wait_params(bucket, all_gather(bucket, slot, *shards, again=True))
 
 
 #
@@ -279,6 +334,10 @@ def _check_no_sync_meta(module: Any, no_sync: bool) -> None:
 
 
 def _none_meta(bucket: Bucket, *tensors: TensorProxy | None) -> None:
+    return None
+
+
+def _backward_done_meta(no_sync: bool, *buckets: Bucket) -> None:
     return None
 
 
@@ -358,6 +417,7 @@ fsdp_accumulate_grads = _register("fsdp_accumulate_grads", _none_meta, _accumula
 fsdp_check_no_sync = _register("fsdp_check_no_sync", _check_no_sync_meta, _check_no_sync, keep=True)
 fsdp_params_unchanged = _register("fsdp_params_unchanged", _none_meta, _params_unchanged, keep=True)
 fsdp_reduce_unreduced = _register("fsdp_reduce_unreduced", _none_meta, _reduce_unreduced, keep=True)
+fsdp_backward_done = _register("fsdp_backward_done", _backward_done_meta, _backward_done, keep=True)
 fsdp_cut = _register("fsdp_cut", _cut_meta, _only_in_between)
 fsdp_unshard = _register("fsdp_unshard", _unshard_meta, _only_in_between)
 fsdp_reduce = _register("fsdp_reduce", _reduce_meta, _only_in_between)

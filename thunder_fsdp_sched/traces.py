@@ -6,14 +6,16 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import thunder.torch as ltorch
-from thunder.core.prims import OpTags, PrimIDs
-from thunder.core.proxies import Proxy, TensorProxy, variableify
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import Proxy, variableify
 from thunder.core.pytree import tree_iter
-from thunder.core.symbol import BoundSymbol, has_tags
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace
 
+from .operator_facts import facts_of
+
 __all__ = [
+    "AGREEMENT",
     "Aliases",
     "aliased_inputs",
     "args_of",
@@ -33,28 +35,10 @@ __all__ = [
     "with_bound_symbols",
 ]
 
-_VIEW_PRIMS = frozenset(
-    {
-        PrimIDs.BROADCAST_IN_DIM,
-        PrimIDs.RESHAPE,
-        PrimIDs.SLICE,
-        PrimIDs.SQUEEZE,
-        PrimIDs.TRANSPOSE,
-        PrimIDs.UNFOLD,
-        PrimIDs.VIEW,
-        PrimIDs.SHALLOW_COPY,
-        PrimIDs.STRIDE_ORDER,  # may return its input
-        PrimIDs.REAL,
-        PrimIDs.IMAG,
-        PrimIDs.BITCAST,
-        PrimIDs.UPDATE_ALIASES,
-        PrimIDs.CONVERT_ELEMENT_TYPE,  # returns its input where nothing is to convert
-        PrimIDs.DEVICE_PUT,
-        PrimIDs.COPY_,
-    }
-)
+AGREEMENT = frozenset({"fsdp_agree", "fsdp_agreed"})
+"""Symbols by which ranks agree on what they run; see ``transforms.insert_agreement``."""
 
-_NOT_VALUES = frozenset({PrimIDs.DEL, PrimIDs.COMMENT})
+_NOT_COUNTED = AGREEMENT | {"clear_mutable_collection"}
 
 
 def names(proxies: Iterable[Any]) -> Iterator[str]:
@@ -98,12 +82,12 @@ def statement(bsym: BoundSymbol) -> str:
 
 
 def statements(trace: TraceCtx) -> list[BoundSymbol]:
-    """The bound symbols of ``trace`` without ``del`` and the clearing of lists that comes with it.
+    """The bound symbols of ``trace`` without ``del``, the clearing of lists that comes with it, and agreement.
 
     A position in a schedule, a report or an assertion is an index of this list: it stays what it is when Thunder puts
-    the ``del`` in.
+    the ``del`` in, and whether there are other ranks to agree with.
     """
-    return [b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL and b.sym.name != "clear_mutable_collection"]
+    return [b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL and b.sym.name not in _NOT_COUNTED]
 
 
 def with_bound_symbols(trace: TraceCtx, bsyms: Sequence[BoundSymbol], pass_name: str, started: float) -> TraceCtx:
@@ -192,29 +176,8 @@ def _defined(bsym: BoundSymbol) -> tuple[Proxy, ...]:
 
 
 def aliased_inputs(bsym: BoundSymbol) -> dict[str, tuple[str, ...]]:
-    """For each output of ``bsym`` that may share memory with inputs, the names of these inputs.
-
-    Composite symbols and fusions are looked through. A symbol without subsymbols that is not one of Thunder's prims is
-    taken to return a view if it has a single tensor input, or if Thunder lists it among those that may.
-    """
-    if bsym.sym.id in _NOT_VALUES:
-        return {}
-    outs = outs_of(bsym)
-    if bsym.subsymbols:
-        inner = Aliases(frozenset(args_of(bsym)))
-        for sub in bsym.subsymbols:
-            inner.add(sub)
-        return {out: tuple(roots) for out in outs if (roots := inner.roots(out) - {out})}
-    tensors = tuple(p.name for p in bsym.flat_proxy_args if isinstance(p, TensorProxy))
-    if not tensors:
-        return {}
-    if isinstance(bsym.sym.id, PrimIDs):
-        viewed = tensors if bsym.sym.id in _VIEW_PRIMS else ()
-    elif bsym.sym in ltorch._syms_returning_views or bsym.sym in ltorch._syms_that_may_return_views:
-        viewed = tensors[:1]
-    else:
-        viewed = tensors if len(tensors) == 1 else ()
-    return dict.fromkeys(outs, viewed) if viewed else {}
+    """Return, for each output of ``bsym`` that may share memory with inputs, the names of these inputs."""
+    return facts_of(bsym).aliases
 
 
 class Aliases:
@@ -231,6 +194,10 @@ class Aliases:
         """Takes in the next bound symbol in trace order."""
         for out, inputs in aliased_inputs(bsym).items():
             self._roots[out] = frozenset().union(*(self.roots(name) for name in inputs))
+
+    def link(self, name: str, to: str) -> None:
+        """Count ``name`` as a view of ``to``."""
+        self._roots[name] = self.roots(to)
 
     def roots(self, name: str) -> frozenset[str]:
         """Values whose memory ``name`` may share, itself if it is no view."""
@@ -251,11 +218,8 @@ def derivation(bsym: BoundSymbol, out: str) -> list[BoundSymbol]:
 
 
 def is_pure(bsym: BoundSymbol) -> bool:
-    """Whether running ``bsym`` again gives the same values and changes nothing."""
-    return not has_tags(bsym, {OpTags.RANDOM_OP, OpTags.IN_PLACE, OpTags.DONT_DCE}) and bsym.sym.id not in (
-        PrimIDs.COPY_,
-        PrimIDs.RETURN,
-    )
+    """Whether running ``bsym`` again is known to give the same values and to change nothing."""
+    return facts_of(bsym).pure
 
 
 def swap_args(bsym: BoundSymbol, swaps: dict[str, Proxy]) -> BoundSymbol:

@@ -13,14 +13,18 @@ for each new set of shapes and flags
     (Thunder: fusion executors)
     ``_JointPasses`` behind the fusions       remove_cuts, regather_for_backward
     (Thunder: the joint trace is split)
-    ``transform_trace_post_optimization``     write_grads_in_place, sort_communication, plan_slots,
-                                              mark_left_by_forward or reuse_from_forward, verify, del_last_used,
-                                              for the forward and then for the backward trace
+    ``transform_trace_post_optimization``     write_grads_in_place, guard_first, sort_communication, plan_slots,
+                                              mark_left_by_forward or reuse_from_forward, verify, insert_agreement,
+                                              end_backward, del_last_used, for the forward and then for the backward
+                                              trace; what Thunder gets is audited once: see [Note: The audit] in ``audit``
 """
 
 from __future__ import annotations
 
+import itertools
 import time
+import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,8 +42,12 @@ from thunder.executors.passes import del_last_used
 from thunder.extend import Executor, FusionExecutor
 
 from . import symbols
+from .audit import audited
 from .buckets import Plan
 from .choose import Choice, choose, room_for_gathers, room_for_slots
+from .compat import refuse_foreign_state_dicts
+from .control import Run
+from .describing import computation_lines, count_issues, describe_inputs, trace_lines
 from .options import Options
 from .precision import attach_casts, cast_inputs
 from .schedule import Schedule, StepSchedule, compute_digest, read_program, read_schedule, save_schedules
@@ -48,12 +56,17 @@ from .traces import is_backward_trace, split_joint, statements
 from .transforms import (
     ScheduleMismatch,
     bucket_communication,
+    end_backward,
     fuse_downcast,
+    guard_first,
     guard_kept,
+    insert_agreement,
     insert_unshard,
     keep_fusions_apart,
     mark_left_by_forward,
     plan_slots,
+    refuse_foreign_parameters,
+    refuse_redrawn_gradients,
     regather_for_backward,
     remove_cuts,
     replay_schedule,
@@ -69,6 +82,13 @@ __all__ = ["CompiledTraces", "FSDPTransform", "find_transform"]
 
 Pass = Callable[[TraceCtx], TraceCtx]
 
+WARN_COMPILED = 32
+"""Sets of shapes and flags compiled for one module above which a warning says what to do instead."""
+
+MAX_COMPILED = 128
+"""Sets of shapes and flags that are kept for one module; the oldest is forgotten for a new one, and compiled again if it
+comes again. Ranks need not forget the same: a program that they have agreed on is not compared again."""
+
 
 @dataclass
 class CompiledTraces:
@@ -76,6 +96,8 @@ class CompiledTraces:
 
     Attributes:
         no_sync: whether it was compiled for ``no_sync``.
+        number: how many were compiled before.
+        text: describes the inputs and flags.
         prefetch: steps that gathers are issued ahead.
         choice: how ``prefetch="auto"`` or ``max_unsharded_bytes`` was settled, ``None`` without them.
         joint: the joint trace with bucketed communication, before fusion (forward alone without gradients).
@@ -86,6 +108,8 @@ class CompiledTraces:
     """
 
     no_sync: bool
+    number: int = 0
+    text: str = ""
     prefetch: int = 0
     choice: Choice | None = None
     joint: TraceCtx | None = None
@@ -122,12 +146,16 @@ class FSDPTransform(Transform):
     def __init__(self, options: Options) -> None:
         self.options = options
         self.compiled: list[CompiledTraces] = []
+        self._compilations = itertools.count()
+        self._making: CompiledTraces | None = None
         self._sharded: ShardedModule | None = None
         self._executors = (
             _JointPasses(f"fsdp_sched_before_fusion_{id(self)}", self._before_fusion),
             _JointPasses(f"fsdp_sched_behind_fusion_{id(self)}", self._behind_fusion),
         )
         self._fusions: list[FusionExecutor] = []
+        self._agrees = True  # at run time; off to measure what that costs
+        self._stats: weakref.WeakSet[Any] = weakref.WeakSet()  # Thunder's, of the jitted modules that run the traces
         self._settled = False  # whether it is decided which buckets stay unsharded
 
     def __repr__(self) -> str:
@@ -179,6 +207,8 @@ class FSDPTransform(Transform):
         # Adding a transform to a jitted module makes a new ThunderModule: it gets the same shards.
         self._sharded.attach(model)
         attach_casts(model, self.options.mp_policy)
+        refuse_foreign_state_dicts(model._model, self._sharded.places)
+        self._stats.add(thunder.compile_stats(model))
         compile_data = thunder.compile_data(model)
         before, behind = self._executors
         others = _without(compile_data.executors_list, (symbols.executor, before, behind))
@@ -193,10 +223,13 @@ class FSDPTransform(Transform):
                 "fsdp: thunder.jit was given a function; give it the torch.nn.Module whose parameters are to be sharded, "
                 "thunder.jit(module, transforms=[fsdp(...)]), and call the result in your function"
             )
-        self._sharded.check_dtypes()
-        self._sharded.check_initialized()
+        assert self._sharded.own.are_whole, "Thunder has traced the module without asking its cache"
+        self._sharded.own.show_shards()
+        refuse_foreign_parameters(prologue_trace, self._sharded.module, self._sharded.shards, self._sharded.known())
         no_sync = get_skip_data_parallel_grad_sync()
-        self.compiled.append(CompiledTraces(no_sync))
+        self._forget_oldest()
+        text = describe_inputs(prologue_trace, no_sync=no_sync)
+        self._making = CompiledTraces(no_sync, next(self._compilations), text)
         places, shards = self.sharded.places, self.sharded.shards
         unpacked = unpacked_parameters(prologue_trace)
         inputs = {
@@ -204,7 +237,7 @@ class FSDPTransform(Transform):
             for value, argument in zip(prologue_trace.output[0], computation_trace.args, strict=True)
             if getattr(value, "name", None) in unpacked
         }
-        run = self.compiled[-1].run
+        run = self._making.run
         prologue_trace = run([partial(shard_prologue, shards=shards, no_sync=no_sync)], prologue_trace)
         computation_trace = run(
             [partial(insert_unshard, inputs=inputs, buckets=places, shards=shards)], computation_trace
@@ -212,7 +245,7 @@ class FSDPTransform(Transform):
         return prologue_trace, computation_trace, epilogue_trace
 
     def _before_fusion(self, trace: TraceCtx) -> TraceCtx:
-        compiled = self.compiled[-1]
+        compiled = self._current
         bucketed = compiled.run(
             [
                 partial(bucket_communication, buckets=self.sharded.buckets, no_sync=compiled.no_sync),
@@ -231,7 +264,7 @@ class FSDPTransform(Transform):
 
     def _choose(self, joint: TraceCtx) -> None:
         """Settles how far ahead to gather, and once for the module which buckets stay unsharded until backward."""
-        options, compiled, budget = self.options, self.compiled[-1], self.options.max_unsharded_bytes
+        options, compiled, budget = self.options, self._current, self.options.max_unsharded_bytes
         if isinstance(options.prefetch, int):
             compiled.prefetch = options.prefetch
             if budget is None:
@@ -256,12 +289,13 @@ class FSDPTransform(Transform):
         if not self._fusions:
             return trace
         passes: list[Pass] = [remove_cuts, partial(regather_for_backward, kept=self.sharded.kept)]
-        return self.compiled[-1].run(passes, trace)
+        return self._current.run(passes, trace)
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         backward = is_backward_trace(computation_trace)
-        compiled = self.compiled[-1]
-        unsorted = compiled.run([write_grads_in_place], computation_trace)
+        compiled = self._current
+        checks: list[Pass] = [refuse_redrawn_gradients] if backward else []
+        unsorted = compiled.run([*checks, write_grads_in_place, guard_first], computation_trace)
         forward, kept = compiled.forward if backward else None, self.sharded.kept
         room = room_for_slots(unsorted, budget=self.options.max_unsharded_bytes, kept=kept)
         passes: list[Pass] = [
@@ -272,25 +306,70 @@ class FSDPTransform(Transform):
         ]
         sorted_trace = compiled.run(passes, unsorted)
         schedule = read_schedule(sorted_trace)
-        self.sharded.agreement.check(
-            f"{'backward' if backward else 'forward'} of a {'no_sync ' if compiled.no_sync else ''}trace",
-            read_program(sorted_trace),
-        )
-        trace = compiled.run([partial(del_last_used, clear_mutable_collections=backward)], sorted_trace)
+        finish = self._agree(sorted_trace, backward)
+        if backward:
+            finish.append(partial(end_backward, no_sync=compiled.no_sync))
+        finish.append(partial(del_last_used, clear_mutable_collections=backward))
+        trace = compiled.run(finish, sorted_trace)
         if backward:
             compiled.backward_before, compiled.backward = computation_trace, trace
             compiled.backward_schedule = schedule
         else:
             compiled.forward_before, compiled.forward = computation_trace, trace
             compiled.forward_schedule = schedule
-        return trace
+        assert compiled.joint is not None
+        if backward or len(split_joint(compiled.joint)) == 1:
+            self._finish(compiled)
+        return audited(trace, forward=forward, stats=self._stats) if self.options.audit else trace
+
+    def _agree(self, trace: TraceCtx, backward: bool) -> list[Pass]:
+        """Compare what the ranks have compiled; the pass that lets them agree at run time, if that is needed."""
+        compiled, control, name = self._current, self.sharded.control, "backward" if backward else "forward"
+        bsyms = statements(trace)
+        program, computation = read_program(trace), computation_lines(bsyms)
+        agreed = self.sharded.agreement.check(
+            f"{name} of a {'no_sync ' if compiled.no_sync else ''}trace", program, computation
+        )
+        if control.alone or not agreed.communicates or not self._agrees:
+            return []
+        text = f"{name} for {compiled.text}"
+        run = Run(
+            control, f"{name}_{compiled.number}", agreed, text, computation, trace_lines(bsyms), count_issues(bsyms)
+        )
+        on_device = all(b.spec.device.type == "cuda" and b.ranks.group.backend == "nccl" for b in self.sharded.buckets)
+        return [partial(insert_agreement, run=run, before_issue=not on_device)]
+
+    @property
+    def _current(self) -> CompiledTraces:
+        """The traces that are being compiled. If that fails they are never among :attr:`compiled`."""
+        return self.compiled[-1] if self._making is None else self._making
+
+    def _finish(self, compiled: CompiledTraces) -> None:
+        if self._making is None:  # an empty backward after its forward
+            return
+        self.compiled.append(compiled)
+        self._making = None
+        if len(self.compiled) == WARN_COMPILED + 1:
+            texts = list(dict.fromkeys(c.text for c in self.compiled))
+            warnings.warn(
+                f"fsdp: {len(self.compiled)} sets of input shapes and flags have been compiled for one module, and each "
+                f"takes time and memory. The last were for {'; '.join(texts[-4:])}. Pad batches to a few lengths, use "
+                f"thunder_fsdp_sched.eager(model) without gradients, or thunder.jit(..., cache='symbolic values'). After "
+                f"{MAX_COMPILED} the oldest are forgotten",
+                stacklevel=2,
+            )
+
+    def _forget_oldest(self) -> None:
+        """Make room for one more set of traces here and in Thunder's cache."""
+        for kept in (self.compiled, *(stats.interpreter_cache for stats in self._stats)):
+            del kept[: max(len(kept) - MAX_COMPILED + 1, 0)]
 
     def _order(self, trace: TraceCtx, backward: bool) -> Pass:
         """The pass that orders communication: the sorting pass, or the replay of a pinned schedule."""
         if self.options.schedule is None:
             room = room_for_gathers(trace, budget=self.options.max_unsharded_bytes, kept=self.sharded.kept)
-            return partial(sort_communication, prefetch=self.compiled[-1].prefetch, max_unsharded_bytes=room)
-        compiled = self.compiled[-1]
+            return partial(sort_communication, prefetch=self._current.prefetch, max_unsharded_bytes=room)
+        compiled = self._current
         if not backward:
             digest = compute_digest(statements(trace))
             pinned = [s for s in self.options.schedule if s.no_sync is compiled.no_sync]
@@ -307,12 +386,14 @@ class FSDPTransform(Transform):
         self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
         """Takes this rank's rows of each unsharded entry (for ``load_original_state_dict``)."""
+        self.sharded.own.check()
         return {k: self.sharded.shard_entry(_join(submodule_name, k), v) for k, v in state_dict.items()}
 
     def reverse_transform_state_dict_for_submodule(
         self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
         """Gathers each sharded entry (for ``original_state_dict``); a collective, on all ranks together."""
+        self.sharded.own.check()
         unsharded = {}
         for key, value in state_dict.items():
             name = _join(submodule_name, key)
@@ -330,6 +411,7 @@ def find_transform(model: object) -> FSDPTransform:
 
     Raises:
         TypeError: there is none.
+        RuntimeError: a parameter or submodule of it was replaced since.
     """
     transform = next((t for t in getattr(model, "_lc_transforms", ()) if isinstance(t, FSDPTransform)), None)
     if transform is None:
@@ -337,6 +419,8 @@ def find_transform(model: object) -> FSDPTransform:
             f"model: expected the result of thunder.jit(module, transforms=[fsdp(...)]), got a {type(model).__name__} "
             f"that no fsdp(...) shards"
         )
+    if transform._sharded is not None:
+        transform._sharded.own.check()
     return transform
 
 

@@ -91,7 +91,11 @@ class WholeParameters(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of the optimizer; a collective. Parameters without gradients, on all ranks alike, are left out."""
+        """One step of the optimizer; a collective. Parameters without gradients, on all ranks alike, are left out.
+
+        Raises:
+            ScheduleDisagreement: ranks have gradients of other parameters, or do something else.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -102,6 +106,9 @@ class WholeParameters(torch.optim.Optimizer):
             if param.rows.grad is not None:
                 together[param.travels_with].append(param)
         exchanges = [together[key] for key in sorted(together)]
+        control, places = self._sharded.control, self._sharded.places
+        names = [p.spec.name for params in exchanges for p in params]
+        control.meet("WholeParameters.step for", *(n for n in names if control.concerns_all(places[n][0])))
         for params in exchanges:
             with torch.profiler.record_function("fsdp_rows_to_owners"):
                 rows_to_owners(params)

@@ -4,15 +4,17 @@ Where each runs in Thunder's pipeline is written down in ``thunder_fsdp_sched.tr
 """
 
 from .bucket_communication import bucket_communication
+from .end_backward import end_backward
 from .fuse_downcast import fuse_downcast
-from .guard_kept import guard_kept
+from .guard_kept import guard_first, guard_kept
+from .insert_agreement import insert_agreement
 from .insert_unshard import insert_unshard
 from .keep_fusions_apart import keep_fusions_apart, remove_cuts
 from .plan_slots import plan_slots
-from .regather_for_backward import regather_for_backward
+from .regather_for_backward import refuse_redrawn_gradients, regather_for_backward
 from .replay_schedule import ScheduleMismatch, replay_schedule
 from .reuse_from_forward import mark_left_by_forward, reuse_from_forward
-from .shard_prologue import shard_prologue, unpacked_parameters
+from .shard_prologue import refuse_foreign_parameters, shard_prologue, unpacked_parameters
 from .sort_communication import sort_communication
 from .verify import VerificationError, verify
 from .write_grads_in_place import share_written_in_place, write_grads_in_place
@@ -21,12 +23,17 @@ __all__ = [
     "ScheduleMismatch",
     "VerificationError",
     "bucket_communication",
+    "end_backward",
     "fuse_downcast",
+    "guard_first",
     "guard_kept",
+    "insert_agreement",
     "insert_unshard",
     "keep_fusions_apart",
     "mark_left_by_forward",
     "plan_slots",
+    "refuse_foreign_parameters",
+    "refuse_redrawn_gradients",
     "regather_for_backward",
     "remove_cuts",
     "replay_schedule",

@@ -74,8 +74,8 @@ def bucket_communication(trace: TraceCtx, *, buckets: Sequence[Bucket], no_sync:
             unsynced = {b.output.name for bsyms in reduces.values() for b in bsyms.values()}
             last = _return_none_for(last, unsynced)
         if reduces and not no_sync:
-            for bucket in buckets:
-                if bucket.spec.requires_grad and bucket not in reduces:
+            for bucket in buckets:  # also frozen ones, which may have been trained under no_sync
+                if bucket not in reduces:
                     idle = fsdp_reduce_unreduced.bind(bucket, output=None)
                     idle.tags.add(BoundSymbolTag.BACKWARD)
                     new.bound_symbols.append(idle)

@@ -10,15 +10,16 @@ from thunder.core.trace import TraceCtx, tracectx
 
 from ..buffers import Bucket
 from ..symbols import fsdp_all_gather, fsdp_params_unchanged
-from ..traces import forward_part, return_of, with_bound_symbols
+from ..traces import args_of, forward_part, outs_of, return_of, with_bound_symbols
 
-__all__ = ["guard_kept"]
+__all__ = ["guard_kept", "guard_first"]
 
 
 def guard_kept(trace: TraceCtx, *, kept: Collection[Bucket]) -> TraceCtx:
     """Makes backward hold the shards of every kept bucket: autograd compares the versions of what it saved.
 
-    Under ZeRO-3 backward holds them anyway, to gather them again.
+    Under ZeRO-3 backward holds them anyway, to gather them again. At run time a guard also gathers a bucket again that an
+    aborted forward, or an evaluation, may have overwritten since (``guard_first``).
     """
     started = time.perf_counter()
     gathers = [b for b in trace.bound_symbols if b.sym is fsdp_all_gather and b.args[0].whole in kept]
@@ -32,3 +33,21 @@ def guard_kept(trace: TraceCtx, *, kept: Collection[Bucket]) -> TraceCtx:
             new.bound_symbols.append(guard)
     new.bound_symbols.append(return_of(trace))
     return new
+
+
+def guard_first(trace: TraceCtx) -> TraceCtx:
+    """Move the guards of a backward trace to its begin, right after the shards that they check are unpacked.
+
+    Runs on the split trace, before communication is sorted: until then a fusion executor may move them. Without guards the
+    trace stays as it is.
+    """
+    started = time.perf_counter()
+    guards = [b for b in trace.bound_symbols if b.sym is fsdp_params_unchanged]
+    if not guards:
+        return trace
+    checked = {arg for guard in guards for arg in args_of(guard)}
+    others = [b for b in trace.bound_symbols if b.sym is not fsdp_params_unchanged]
+    begin = 1 + max((i for i, b in enumerate(others) if checked.intersection(outs_of(b))), default=-1)
+    return with_bound_symbols(
+        trace, [*others[:begin], *guards, *others[begin:]], "fsdp: guard kept buckets first", started
+    )

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import thunder.torch as ltorch
 import torch
+from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..buffers import Bucket
+from ..operator_facts import facts_of
 from ..symbols import fsdp_unshard
-from ..traces import Aliases, args_of, return_of, with_bound_symbols
+from ..traces import Aliases, args_of, is_pure, outs_of, return_of, with_bound_symbols
 from .shard_prologue import become_shard
 
 __all__ = ["insert_unshard"]
@@ -31,7 +33,8 @@ def insert_unshard(
     """Replaces each parameter that ``trace`` takes by a shard and an ``fsdp_unshard`` before its first use.
 
     The names of a tied parameter share one unshard. An output that is an unsharded parameter or a view of one is
-    cloned: the slot in which it lies is used again.
+    cloned: the slot in which it lies is used again. So is such a view that backward could not
+    compute again from parameters alone, because nothing is known about the operator or because it reads activations too.
 
     Args:
         inputs: parameter name of each argument of the trace that is one, by the argument's name.
@@ -53,7 +56,11 @@ def insert_unshard(
 
     unsharded: dict[str, TensorProxy] = {}  # by the name of any argument that is this parameter
     parameters: dict[str, str] = {}  # of each unsharded value, by its name
+    from_params: set[str] = set()  # what derives from parameters alone
+    copies: dict[Any, TensorProxy] = {}  # of views that backward could not compute again
+    copied: dict[str, str] = {}  # the values that those may be views of, with the operator's name
     aliases = Aliases()
+    model_aliases = Aliases()  # as they are in the model, where nothing is copied
     new = with_bound_symbols(trace, (), "fsdp: insert unshard", started)
     with tracectx(new):
         for bsym in trace.bound_symbols[:-1]:
@@ -66,11 +73,22 @@ def insert_unshard(
                     full = fsdp_unshard(*place, tied[place][0])
                     unsharded.update({arg.name: full for arg in tied[place]})
                     parameters[full.name] = inputs[name]
+                    from_params.add(full.name)
             swaps = {variableify(p): unsharded[p.name] for p in bsym.flat_proxy_args if p.name in unsharded}
             bsym = bsym.from_bsym_swap_proxies(swaps) if swaps else bsym
+            bsym = bsym.from_bsym_swap_proxies(copies, skip_output=True) if copies else bsym
             aliases.add(bsym)
-            _refuse_in_place(bsym, aliases, parameters)
+            model_aliases.add(bsym)
+            _refuse_in_place(bsym, model_aliases, parameters, copied)
             new.bound_symbols.append(bsym)
+            if _reads_only(bsym, from_params):
+                from_params.update(outs_of(bsym))
+            elif not bsym.subsymbols and not isinstance(bsym.sym.id, PrimIDs):
+                for out in bsym.flat_proxy_outs:
+                    if isinstance(out, TensorProxy) and aliases.roots(out.name) & parameters.keys():
+                        copies[variableify(out)] = copy = ltorch.clone(out)
+                        model_aliases.link(copy.name, out.name)
+                        copied.update(dict.fromkeys(aliases.roots(out.name), bsym.sym.name))
 
         slots = {u.name for u in unsharded.values()}
 
@@ -82,6 +100,7 @@ def insert_unshard(
                 unsharded[output.name] = fsdp_unshard(*place, tied[place][0])
                 slots.add(unsharded[output.name].name)
             output = unsharded.get(output.name, output)
+            output = copies.get(variableify(output), output)
             return ltorch.clone(output) if aliases.roots(output.name) & slots else output
 
         last = return_of(trace)
@@ -90,12 +109,23 @@ def insert_unshard(
     return new
 
 
-def _refuse_in_place(bsym: BoundSymbol, aliases: Aliases, parameters: Mapping[str, str]) -> None:
-    for sub in (bsym, *bsym.subsymbols):
-        if sub.sym.name == "copy_":
-            for root in aliases.roots(sub.args[1].name):
-                if root in parameters:
-                    raise NotImplementedError(
-                        f"fsdp: the model changes parameter {parameters[root]!r} in place during forward, which would be "
-                        f"lost with the unsharded copy. Make it a buffer, or list it in ignored_params."
-                    )
+def _reads_only(bsym: BoundSymbol, values: Collection[str]) -> bool:
+    """Whether ``bsym`` can be computed again from these values."""
+    return is_pure(bsym) and all(p.name in values for p in bsym.flat_proxy_args if isinstance(p, TensorProxy))
+
+
+def _refuse_in_place(
+    bsym: BoundSymbol, aliases: Aliases, parameters: Mapping[str, str], copied: Mapping[str, str]
+) -> None:
+    for root in sorted({root for written in facts_of(bsym).writes for root in aliases.roots(written)}):
+        if root in parameters:
+            raise NotImplementedError(
+                f"fsdp: the model changes parameter {parameters[root]!r} in place during forward "
+                f"({bsym.sym.name}), which would be lost with the unsharded copy. Make it a buffer, or list it in "
+                f"ignored_params."
+            )
+        if root in copied:
+            raise NotImplementedError(
+                f"fsdp: the model changes a tensor in place ({bsym.sym.name}) that {copied[root]} may have returned a view "
+                f"of, together with one of a parameter. Clone the tensor first."
+            )

@@ -18,10 +18,36 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..buffers import Bucket
+from ..operator_facts import facts_of
 from ..symbols import fsdp_all_gather, fsdp_wait_params
 from ..traces import args_of, derivation, forward_part, is_pure, outs_of, swap_args, with_bound_symbols
 
-__all__ = ["regather_for_backward"]
+__all__ = ["refuse_redrawn_gradients", "regather_for_backward"]
+
+
+def refuse_redrawn_gradients(trace: TraceCtx) -> TraceCtx:
+    """Return a backward trace unless it draws the random numbers of a forward operator again.
+
+    Thunder computes the gradient of an operator that it registers automatically by running it again, so the gradient of a
+    random one belongs to another sample than the one that forward drew, with and without sharding.
+
+    Raises:
+        NotImplementedError: naming the operator.
+    """
+    needed: set[str] = set()  # for gradients that arrive somewhere: that of a detached value is zero, whatever came in
+    for bsym in reversed(trace.bound_symbols):
+        outs = set(outs_of(bsym))
+        if (outs and outs.isdisjoint(needed)) or bsym.sym.name == "detach_vjp" or bsym.sym.id is PrimIDs.DEL:
+            continue
+        needed.update(args_of(bsym))
+        if bsym.sym.name.endswith("_vjp") and (facts := facts_of(bsym)).known and not facts.pure:
+            name = bsym.sym.name.removesuffix("_vjp")
+            raise NotImplementedError(
+                f"fsdp: thunder runs the random operator {name!r} again to compute its gradient, with another sample than "
+                f"forward's, so gradients would be wrong. Use an operator that thunder implements, such as "
+                f"torch.nn.functional.dropout or torch.rand_like, or call {name!r} under torch.no_grad()."
+            )
+    return trace
 
 
 def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket]) -> TraceCtx:

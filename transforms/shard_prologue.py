@@ -3,22 +3,82 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..symbols import fsdp_check_no_sync
 from ..traces import with_bound_symbols
 
-__all__ = ["shard_prologue", "unpacked_parameters"]
+__all__ = ["refuse_foreign_parameters", "shard_prologue", "unpacked_parameters"]
 
 
 def unpacked_parameters(prologue: TraceCtx) -> dict[str, str]:
     """Parameter name of each proxy that the prologue unpacks from the module, by the proxy's name."""
     return {bsym.output.name: bsym.args[1] for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_parameter}
+
+
+def refuse_foreign_parameters(
+    prologue: TraceCtx,
+    module: torch.nn.Module,
+    shards: Mapping[str, torch.nn.Parameter],
+    known: Collection[str],
+) -> None:
+    """Refuses traces that read a parameter otherwise than by its name in the module: its gradient would not be reduced.
+
+    Args:
+        module: the user's module, which the prologue unpacks.
+        shards: this rank's shard of each parameter, by each of its names.
+        known: names of parameters that the prologue may unpack.
+
+    Raises:
+        ValueError: naming the attribute, or the parameter.
+    """
+    for name in unpacked_parameters(prologue).values():
+        if name not in known:
+            raise ValueError(
+                f"fsdp: forward reads parameter {name!r}, which the module did not have at thunder.jit, so it is neither "
+                f"sharded nor are its gradients reduced. Add it before thunder.jit"
+            )
+    read: dict[str, tuple[Any, str]] = {}
+    for bsym in prologue.bound_symbols:
+        if bsym.sym is prims.unpack_function_obj:
+            read[bsym.output.name] = module, "self"
+        elif bsym.sym in _READS and getattr(bsym.args[0], "name", None) in read:
+            source, path = read[bsym.args[0].name]
+            value, path = _read(bsym, source, path)
+            if isinstance(value, torch.nn.Parameter):
+                names = [name for name, shard in shards.items() if shard is value]
+                instead = f"which is parameter {names[0]!r}: read it as self.{names[0]}" if names else "a parameter"
+                raise ValueError(
+                    f"fsdp: forward reads {path}, {instead}. Only what named_parameters() of the module names is sharded "
+                    f"and has its gradients reduced"
+                    + ("" if names else "; register it as a parameter, or make it a buffer if it is constant")
+                )
+            read[bsym.output.name] = value, path
+
+
+_READS = (prims.unpack_thunder_module, prims.unpack_submodule, prims.unpack_attr, prims.unpack_getitem)
+
+
+def _read(bsym: BoundSymbol, source: Any, path: str) -> tuple[Any, str]:
+    """The value that a prologue's symbol reads of ``source``, and the expression for it."""
+    if bsym.sym is prims.unpack_thunder_module:
+        return source, path
+    key = bsym.args[1]
+    if bsym.sym is prims.unpack_submodule:
+        return source.get_submodule(key), f"{path}.{key}"
+    if bsym.sym is prims.unpack_attr:
+        return getattr(source, key, None), f"{path}.{key}"
+    try:
+        return source[key], f"{path}[{key!r}]"
+    except Exception:  # an index that is computed
+        return None, path
 
 
 def shard_prologue(prologue: TraceCtx, *, shards: Mapping[str, torch.nn.Parameter], no_sync: bool) -> TraceCtx:

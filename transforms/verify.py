@@ -46,7 +46,7 @@ _WAITED_BY = {
 
 
 class VerificationError(AssertionError):
-    """A trace breaks a promise: a defect of this plugin (or of a pass that ran behind it), caught before it runs."""
+    """A trace breaks a promise: a defect of this plugin (or of a later pass), caught before it runs or in its first run."""
 
 
 @dataclass

@@ -2,41 +2,61 @@
 
 [Note: All or nothing]
 DCP writes every rank's file first and the list of their contents, ``.metadata``, last. So a folder is a checkpoint if
-that file is there, and each checkpoint gets a folder of its own: saving over an old one would damage it before the new
-one is complete. Loading compares names and shapes with that list before anything is read, reads into memory of its own,
-and changes model and optimizers after every rank has read everything.
+that file is there, and each checkpoint gets a folder of its own, which is claimed before it is written (see ``claim``).
+Loading compares the ranks' lists, then names and shapes with that list, before anything is read; it reads into memory of
+its own, verifies what it has read, and changes model and optimizers after every rank has read everything.
+
+[Note: What is trusted]
+Nothing in a checkpoint is run. Its list is read by a restricted unpickler (see ``metadata``); values that are no tensors,
+which DCP pickles, by ``torch.load(weights_only=True)``; ``extra`` is JSON and tensors (see ``extra``).
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
+import json
+import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from thunder.core.module import ThunderModule
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ..control import control_of
 from ..groups import Group
-from ..sharding import ShardedModule
 from ..transform import find_transform
-from .pieces import as_entry, local_rows
-from .state_dict import get_model_state_dict, get_optimizer_state_dict, listed, names_of_params, owned_names
+from . import extra as extras
+from .claim import METADATA, check_claim, claim, leave
+from .exchange import exchange
+from .fitting import Cast, blank_optimizer_state, compare, optimizer_state_dicts, tell_casts
+from .metadata import check_files, contents_of, read_metadata
+from .pieces import local_rows
+from .reading import CheckedReader, PlainPlanner, blank_values, check_plain
+from .state_dict import get_model_state_dict, get_optimizer_state_dict, listed
+from .writing import ClaimedWriter
 
-__all__ = ["CheckpointError", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "together"]
+__all__ = [
+    "CheckpointError",
+    "claim_together",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "refuse_different",
+    "save_checkpoint",
+    "together",
+]
 
 Result = TypeVar("Result")
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
-_METADATA = ".metadata"
+_log = logging.getLogger(__name__)
+
+_EXTRA = "extra"
+"""Name under which ``extra`` is saved: ``json``, a text as bytes, and ``tensors`` by their names."""
 
 
 class CheckpointError(RuntimeError):
@@ -50,44 +70,68 @@ def save_checkpoint(
     *,
     extra: dict[str, Any] | None = None,
     keys: tuple[str, str] = ("model", "optim"),
+    checksums: bool = True,
 ) -> Path:
     """Saves model and optimizers, each rank its part; a collective.
 
-    It is ``dcp.save({"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizers), **extra})``
-    with checks. FSDP2, and any other number of ranks, can load it.
+    It is ``dcp.save({"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizers)})`` with
+    checks, checksums and ``extra``. FSDP2, and any other number of ranks, can load it.
 
     Args:
-        folder: a folder that holds no checkpoint yet, on a disk that all ranks see.
+        folder: a folder that holds no checkpoint yet, on a disk that all ranks see. It is claimed first: if another run
+            saves into it, one of the two gets an error, and no file is overwritten.
         optimizers: one or several; none saves the model alone.
-        extra: what else to save, by name: the step's number, the state dicts of schedulers and data loaders. Equal on all
-            ranks.
+        extra: what else to save, by name: the step's number, the state dicts of schedulers and data loaders. Numbers, texts,
+            bytes, tensors, NumPy arrays, ``None``, and lists, tuples and dictionaries of them. Equal on all ranks.
         keys: names under which model and optimizers are saved.
+        checksums: save checksums, which are taken while data is written.
 
     Returns:
         The folder.
 
     Raises:
-        CheckpointError: on all ranks, if one of them could not do it: the folder has a checkpoint, the disk is full, an
-            optimizer has other parameters. The folder is no checkpoint then, and others are as they were.
+        CheckpointError: on all ranks, if one of them could not do it: the folder has a checkpoint, or another run saves
+            into it, the disk is full, an optimizer has other parameters, ``extra`` differs between ranks or holds what
+            cannot be stored without pickle. The folder is no checkpoint then, and others are as they were.
     """
     path = Path(folder)
-    sharded = find_transform(model).sharded
+    group = find_transform(model).sharded.everyone
 
-    def collect() -> dict[str, Any]:
-        if (path / _METADATA).exists():
+    def collect() -> tuple[dict[str, Any], dict[str, str]]:
+        if (path / METADATA).exists():
             raise ValueError(f"folder: {path} holds a checkpoint already; save each one into a folder of its own")
         state: dict[str, Any] = {keys[0]: get_model_state_dict(model)}
         if listed(optimizers):
             state[keys[1]] = get_optimizer_state_dict(model, optimizers)
+            check_plain(state[keys[1]], keys[1])
         if taken := state.keys() & (extra or {}).keys():
             raise ValueError(f"extra: the name {sorted(taken)[0]!r} is taken by the model or its optimizers (keys)")
-        return {**state, **(extra or {})}
+        if _EXTRA in keys:
+            raise ValueError(f"keys: the name {_EXTRA!r} is taken by extra")
+        if not extra:
+            return state, {}
+        text, tensors = extras.encode(extra)
+        state[_EXTRA] = {"json": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), "tensors": tensors}
+        return state, extras.digests(extra)
 
-    state = together(sharded.everyone, collect)
+    state, digests = together(group, collect)
+    everyones = exchange(group, "save_checkpoint, extra", digests)
+    if any(other != everyones[0] for other in everyones):
+        names = [n for n in everyones[0] if any(other.get(n) != everyones[0][n] for other in everyones)]
+        raise CheckpointError(
+            f"fsdp: extra: {names[0] if names else 'its names'!r} differs between ranks, and one of them would be saved for "
+            f"all: give what is equal on all ranks, or collect it (all_gather_object) before"
+        )
+    run = claim_together(group, path, METADATA)
     try:
-        save(state, checkpoint_id=path, process_group=sharded.everyone.process_group)
+        writer = ClaimedWriter(path, run, checksums=checksums)
+        save(state, storage_writer=writer, process_group=control_of(group).process_group(group))
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"fsdp: the checkpoint {path} was not saved: {_reason(error)}") from error
+        complete = "; it is complete nevertheless, by this run or another" if (path / METADATA).exists() else ""
+        raise CheckpointError(f"fsdp: the checkpoint {path} was not saved: {_reason(error)}{complete}") from error
+    finally:
+        if group.rank == 0:
+            leave(path, METADATA, run)
     return path
 
 
@@ -99,66 +143,151 @@ def load_checkpoint(
     extra: dict[str, Any] | None = None,
     keys: tuple[str, str] = ("model", "optim"),
     strict: bool = True,
+    verify_checksums: bool = True,
 ) -> dict[str, Any]:
     """Loads what :func:`save_checkpoint`, or ``dcp.save`` of FSDP2's state dicts, has saved; a collective.
 
     The number of ranks, the strategy, the buckets may be others than when it was saved. Beside the model's shards it takes
-    as much memory again while it reads.
+    as much memory again while it reads. Entries of another dtype are cast, as DCP does, with a warning on the first rank.
 
     Args:
         folder: the checkpoint.
         optimizers: made of the jitted module's parameters; none loads the model alone.
-        extra: names and structure of what else to load.
+        extra: names and structure of what else to load. Keys of dictionaries have to be in the checkpoint, numbers and
+            texts may be anything.
         keys: names under which model and optimizers were saved.
         strict: refuse a checkpoint with parameters that the model does not have.
+        verify_checksums: verify what is read, before anything is changed. Each rank verifies the pieces that it reads.
 
     Returns:
         What ``extra`` names, as it was saved.
 
     Raises:
         CheckpointError: on all ranks, if the folder is no checkpoint or one that does not fit, with the names and shapes
-            that do not, or if a file cannot be read. Nothing is changed then.
+            that do not, if ranks were given different checkpoints, or if a file cannot be read or is damaged. Nothing is
+            changed then.
     """
     path = Path(folder)
-    sharded = find_transform(model).sharded
+    group = find_transform(model).sharded.everyone
+    metadata, digest = together(group, lambda: read_metadata(path))
+    refuse_different(group, path, digest)
+    reader = CheckedReader(path, metadata, verify=verify_checksums)
+    if verify_checksums and not reader.has_checksums and group.rank == 0:
+        _log.warning("%s has no checksums of its own: those of its archives are verified", path)
+    casts: list[Cast] = []
+    saved_extra = ""
 
     def prepare() -> dict[str, Any]:
-        contents = _contents(path)
+        nonlocal saved_extra
+        contents = contents_of(metadata)
+        names = dict.fromkeys(contents)
+        if ("json",) in contents.get(_EXTRA, ()):  # else saved by FSDP2, or before there was such a thing
+            try:
+                saved_extra = reader.read_tensor(f"{_EXTRA}.json").numpy().tobytes().decode()
+            except Exception as error:
+                raise ValueError(f"the checkpoint {path} was not loaded, nothing is changed: {error}") from error
+            del names[_EXTRA]
+            names |= dict.fromkeys(json.loads(saved_extra))
         for name in [keys[0], *([keys[1]] if listed(optimizers) else []), *(extra or {})]:
-            if name not in contents:
-                raise ValueError(f"the checkpoint {path} holds no {name!r}, but {list(contents)} (see keys, extra)")
+            if name not in names:
+                raise ValueError(f"the checkpoint {path} holds no {name!r}, but {list(names)} (see keys, extra)")
         entries = get_model_state_dict(model)
-        _compare(contents[keys[0]], entries, strict=strict)
-        target = {**copy.deepcopy(extra or {}), keys[0]: {n: torch.empty_like(e) for n, e in entries.items()}}
+        casts.extend(compare(contents[keys[0]], entries, strict=strict))
+        target: dict[str, Any] = {keys[0]: {n: torch.empty_like(e) for n, e in entries.items()}}
         if listed(optimizers):
-            target[keys[1]] = _blank_optimizer_state(contents[keys[1]], model, listed(optimizers))
+            target[keys[1]], more = blank_optimizer_state(contents[keys[1]], model, listed(optimizers))
+            casts.extend(more)
+        if saved_extra:
+            tensors = {b[1]: found for b, found in contents[_EXTRA].items() if b[0] == "tensors"}
+            targets = extras.tensor_targets(extra or {}, extras.decode(saved_extra, extras.TensorName), tensors)
+            target[_EXTRA] = {"tensors": targets}
+        else:
+            target |= blank_values(extra or {}, metadata)
         return target
 
-    target = together(sharded.everyone, prepare)
+    target = together(group, prepare)
     try:
-        load(target, checkpoint_id=path, process_group=sharded.everyone.process_group)
+        process_group = control_of(group).process_group(group)
+        load(target, storage_reader=reader, planner=PlainPlanner(), process_group=process_group)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"fsdp: the checkpoint {path} was not loaded, nothing is changed: {_reason(error)}"
         ) from error
 
-    # Every rank has read everything. What is left can fail on all ranks alike only, before anything is changed.
-    states = _optimizer_state_dicts(target[keys[1]], model, listed(optimizers)) if listed(optimizers) else []
+    def finish() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        states = optimizer_state_dicts(target[keys[1]], model, listed(optimizers)) if listed(optimizers) else []
+        source = target
+        if saved_extra:
+            wanted = {name: value for name, value in json.loads(saved_extra).items() if name in (extra or {})}
+            source = extras.decode(json.dumps(wanted), target[_EXTRA]["tensors"].__getitem__)
+        return states, {name: source[name] for name in extra or {}}
+
+    # Every rank has read everything, and nothing is changed yet.
+    states, rest = together(group, finish)
+    if casts and group.rank == 0:
+        warnings.warn(f"load_checkpoint casts what {path} holds: {tell_casts(casts)}", stacklevel=2)
     with torch.no_grad():
         for name, value in model.state_dict().items():
             value.copy_(local_rows(target[keys[0]][name]))
     for optimizer, state in zip(listed(optimizers), states, strict=True):
         optimizer.load_state_dict(state)
-    return {name: target[name] for name in extra or {}}
+    return rest
+
+
+def claim_together(group: Group, folder: Path, complete: str) -> str:
+    """Claim a folder from the first rank, which has to leave it; a collective.
+
+    Returns:
+        The run's id.
+
+    Raises:
+        CheckpointError: on all ranks, if the folder is complete, if another run saves into it, or ranks name other folders.
+    """
+    [run, *_] = exchange(
+        group, "claiming a folder", together(group, lambda: claim(folder, complete) if group.rank == 0 else "")
+    )
+    try:
+        together(group, lambda: check_claim(folder, run))
+    except CheckpointError:
+        if group.rank == 0:
+            leave(folder, complete, run)
+        raise
+    return run
+
+
+def refuse_different(group: Group, source: Path, digest: str) -> None:
+    """Compare what ranks are about to load; a collective.
+
+    Raises:
+        CheckpointError: on all ranks, if it is not the same; with the ranks of each.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    sources: dict[str, str] = {}
+    for rank, (theirs, path) in zip(
+        group.global_ranks, exchange(group, "comparing what to load", (digest, str(source))), strict=False
+    ):
+        ranks_of.setdefault(theirs, []).append(rank)
+        sources.setdefault(theirs, path)
+    if len(ranks_of) > 1:
+        parts = [f"ranks {ranks} {sources[theirs]}" for theirs, ranks in ranks_of.items()]
+        raise CheckpointError(f"fsdp: ranks load different checkpoints, nothing is changed: {'; '.join(parts)}")
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """The checkpoint in a subfolder of ``folder`` that was completed last, if there is one.
 
-    Ranks have to see the same disk. Folders that a save has left incomplete do not count.
+    Ranks have to see the same disk. Folders that a save has left incomplete do not count, nor do those whose list of
+    contents is damaged or names files that are missing or cut; a warning names these.
     """
-    complete = [p.parent for p in Path(folder).glob(f"*/{_METADATA}")]
-    return max(complete, key=lambda p: ((p / _METADATA).stat().st_mtime_ns, p.name), default=None)
+    complete = [p.parent for p in Path(folder).glob(f"*/{METADATA}")]
+    for path in sorted(complete, key=lambda p: ((p / METADATA).stat().st_mtime_ns, p.name), reverse=True):
+        try:
+            check_files(path, read_metadata(path)[0])
+        except (OSError, ValueError) as error:
+            warnings.warn(f"latest_checkpoint leaves out {path}: {error}", stacklevel=2)
+        else:
+            return path
+    return None
 
 
 def together(group: Group, do: Callable[[], Result]) -> Result:
@@ -171,11 +300,9 @@ def together(group: Group, do: Callable[[], Result]) -> Result:
     try:
         result = do()
     except Exception as error:
-        message, cause = f"{error}", error
-    messages: list[Any] = [message]
-    if group.size > 1 and group.backend != "fake":
-        messages = [None] * group.size
-        dist.all_gather_object(messages, message, group=group.process_group)
+        message, cause = str(error) or repr(error), error
+    what = getattr(do, "__qualname__", "a checkpoint").partition(".")[0]
+    messages = exchange(group, what, message)
     ranks_of: dict[str, list[int]] = {}
     for rank, text in zip(group.global_ranks, messages, strict=False):
         if text:
@@ -191,102 +318,3 @@ def _reason(error: BaseException) -> str:
     if not isinstance(error, CheckpointException):
         return str(error)
     return "; ".join(f"rank {rank}: {type(e).__name__} {e}" for rank, (e, _) in error.failures.items())
-
-
-def _contents(path: Path) -> dict[str, dict[tuple[Any, ...], Any]]:
-    """What a checkpoint holds: for each top-level name the path below it of each leaf, and its metadata."""
-    if not (path / _METADATA).exists():
-        begun = path.is_dir() and any(path.iterdir())
-        raise ValueError(f"{path} is {'a checkpoint whose save did not end' if begun else 'no checkpoint'}")
-    try:
-        metadata = FileSystemReader(path).read_metadata()
-    except Exception as error:
-        raise ValueError(f"{path / _METADATA} cannot be read: {type(error).__name__} {error}") from error
-    contents: dict[str, dict[tuple[Any, ...], Any]] = {}
-    for name, (top, *below) in (metadata.planner_data or {}).items():
-        contents.setdefault(str(top), {})[tuple(below)] = metadata.state_dict_metadata[name]
-    return contents
-
-
-def _compare(saved: dict[tuple[Any, ...], Any], entries: dict[str, torch.Tensor], *, strict: bool) -> None:
-    """Refuses a saved model with other names or shapes."""
-    faults = [f"{name!r} is missing" for name in entries if (name,) not in saved]
-    if strict:
-        faults += [f"{'.'.join(map(str, below))!r} is unknown" for below in saved if below[0] not in entries]
-    for name, entry in entries.items():
-        found = saved.get((name,))
-        if isinstance(found, TensorStorageMetadata) and found.size != entry.shape:
-            faults.append(f"{name!r} has shape {tuple(found.size)} there, {tuple(entry.shape)} in the model")
-    if faults:
-        more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise ValueError(f"the checkpoint does not fit the model: {'; '.join(faults[:8])}{more}")
-
-
-def _blank_optimizer_state(
-    saved: dict[tuple[Any, ...], Any], model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]
-) -> dict[str, Any]:
-    """Somewhere to load to: the state that the checkpoint holds of each of the optimizers' parameters, and their groups."""
-    sharded = find_transform(model).sharded
-    names = names_of_params(model, optimizers)
-    owned = owned_names(names, optimizers)
-    aliases = {alias: name for name in names.values() for alias in sharded.names_of(name)}
-    state: dict[str, dict[str, Any]] = {}
-    groups: dict[int, dict[str, Any]] = {}
-    for below, found in saved.items():
-        if below[0] == "param_groups":
-            groups.setdefault(below[1], {})[below[2]] = None
-        elif below[1] in aliases and owned.get(aliases[below[1]], True):
-            state.setdefault(below[1], {})[below[2]] = (
-                _blank_state(sharded, aliases[below[1]], below[2], found, whole=aliases[below[1]] in owned)
-                if isinstance(found, TensorStorageMetadata)
-                else None
-            )
-    return {"state": state, "param_groups": [groups[i] for i in sorted(groups)]}
-
-
-def _blank_state(
-    sharded: ShardedModule, name: str, what: str, found: TensorStorageMetadata, *, whole: bool
-) -> torch.Tensor:
-    dtype = found.properties.dtype
-    if whole or not found.size or name not in sharded.places:
-        return torch.empty(found.size, dtype=dtype)
-    bucket, index = sharded.places[name]
-    expected = bucket.spec.params[index].shape or (1,)
-    if tuple(found.size) != expected:
-        raise ValueError(
-            f"the checkpoint does not fit the optimizers: {what!r} of {name!r} has shape {tuple(found.size)} there, the "
-            f"parameter {expected}"
-        )
-    return as_entry(bucket, index, torch.empty_like(bucket.params[index], dtype=dtype).detach(), as_rows=True)
-
-
-def _optimizer_state_dicts(
-    loaded: dict[str, Any], model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]
-) -> list[dict[str, Any]]:
-    """What ``load_state_dict`` of each optimizer takes: parameters by their numbers, groups in its own order."""
-    sharded = find_transform(model).sharded
-    names = names_of_params(model, optimizers)
-    states = {sharded.names_of(name)[0]: state for name, state in loaded["state"].items()}
-    groups = {frozenset(sharded.names_of(n)[0] for n in group["params"]): group for group in loaded["param_groups"]}
-    result = []
-    for optimizer in optimizers:
-        numbers = itertools.count()
-        state_dict: dict[str, Any] = {"state": {}, "param_groups": []}
-        for number, group in enumerate(optimizer.param_groups):
-            mine = [names[param] for param in group["params"]]
-            if frozenset(mine) not in groups:
-                raise CheckpointError(
-                    f"fsdp: the checkpoint does not fit the optimizers, nothing is changed: it has no group of the same "
-                    f"parameters as param_groups[{number}] of {type(optimizer).__name__} ({mine[0]!r} and "
-                    f"{len(mine) - 1} more)"
-                )
-            numbered = list(itertools.islice(numbers, len(mine)))
-            values = {k: v for k, v in groups[frozenset(mine)].items() if k != "params"}
-            state_dict["param_groups"].append({**group, **values, "params": numbered})
-            for i, name in zip(numbered, mine, strict=True):
-                if name in states:
-                    state_dict["state"][i] = {
-                        what: local_rows(v) if isinstance(v, torch.Tensor) else v for what, v in states[name].items()
-                    }
-        result.append(state_dict)
-    return result

@@ -40,8 +40,6 @@ def get_model_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
     for name, value in model.state_dict().items():
         for known_as in sharded.names_of(name):
             place = sharded.places.get(known_as)
-            if place is not None:
-                place[0].blank_version = None  # who takes the entries may load into them
             entries[known_as] = value if place is None else as_entry(*place, value)
     return entries
 

@@ -1,62 +1,113 @@
 """Whole models in safetensors files, written bucket by bucket and read rows by rows: no rank holds the whole model.
 
 The folder looks as Hugging Face's do: one file a bucket, and ``model.safetensors.index.json``, written last, which says
-where each parameter is. Of tied parameters only the first name is written, as is usual there.
+where each parameter is. Of tied parameters only the first name is written, as is usual there. The index also has the
+checksum of each file (``metadata``, ``crc32``), for which other tools do not look.
+
+[Note: Verifying whole files]
+A rank reads rows, which are not what a file's checksum is about. So before anything is changed ranks verify whole files,
+each some of them if they all see the same files, else (copies on disks of several hosts) each rank all. They are the same
+if inode, size and time of change are equal on all ranks. Files without checksums that are not are compared by content.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
+import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from thunder.core.module import ThunderModule
 
+from ..groups import Group
 from ..sharding import ShardedModule, gather_param
 from ..transform import find_transform
-from .files import together
+from .claim import INDEX, complete_folder, leave
+from .exchange import exchange
+from .files import CheckpointError, claim_together, refuse_different, together
+from .fitting import Cast, tell_casts
 from .state_dict import check_names
 
 __all__ = ["load_safetensors", "save_safetensors"]
 
-_INDEX = "model.safetensors.index.json"
+_log = logging.getLogger(__name__)
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The names that safetensors has for dtypes."""
 
 
-def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str]) -> Path:
+def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str], *, checksums: bool = True) -> Path:
     """Writes the whole model into a folder, from the first rank; a collective.
 
-    At most one unsharded bucket is in memory at a time, in the dtype of the shards.
+    At most one unsharded bucket is in memory at a time, in the dtype of the shards. The folder is claimed first: if another
+    run saves into it, one of the two gets an error, and no file is overwritten.
+
+    Args:
+        folder: a folder that holds no whole model yet, on a disk that all ranks see.
+        checksums: save the checksum of each file.
 
     Returns:
         The folder's index file, ``model.safetensors.index.json``.
 
     Raises:
         ImportError: safetensors is not installed.
-        CheckpointError: on all ranks, if the folder has an index already or cannot be written.
+        CheckpointError: on all ranks, if the folder has an index already, or another run saves into it, or if it cannot be
+            written.
     """
     torch_files = _import("safetensors.torch")
     sharded = find_transform(model).sharded
     check_names(sharded)
     path = Path(folder)
+
+    def begin() -> None:
+        if (path / INDEX).exists():
+            raise ValueError(f"folder: {path} holds a model already; give a folder of its own")
+
+    together(sharded.everyone, begin)
+    run = claim_together(sharded.everyone, path, INDEX)
+    try:
+        _write(model, sharded, path, run, torch_files, checksums=checksums)
+    except CheckpointError as error:
+        if (path / INDEX).exists():
+            raise CheckpointError(f"{error}; {path} is complete nevertheless, by this run or another") from error
+        raise
+    finally:
+        if sharded.everyone.rank == 0:
+            leave(path, INDEX, run)
+    return path / INDEX
+
+
+def _write(
+    model: ThunderModule, sharded: ShardedModule, path: Path, run: str, torch_files: Any, *, checksums: bool
+) -> None:
     writes = sharded.everyone.rank == 0
-    files = {f"model-{i + 1:05d}.safetensors": bucket for i, bucket in enumerate(sharded.buckets)}
+    files = {f"model-{i + 1:05d}-{run}.safetensors": bucket for i, bucket in enumerate(sharded.buckets)}
     where: dict[str, str] = {}
+    crcs: dict[str, str] = {}
     total = 0
 
     def write(file: str, tensors: dict[str, torch.Tensor]) -> None:
         if writes:
             torch_files.save_file(tensors, path / file, metadata={"format": "pt"})
+            if checksums:
+                crcs[file] = f"{_crc32(path / file):08x}"
 
-    def begin() -> None:
-        if writes:
-            if (path / _INDEX).exists():
-                raise ValueError(f"folder: {path} holds a model already; give a folder of its own")
-            path.mkdir(parents=True, exist_ok=True)
-
-    together(sharded.everyone, begin)
     for file, bucket in files.items():
         tensors = {}
         for index, spec in enumerate(bucket.spec.params):
@@ -68,40 +119,55 @@ def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str]) -> Pa
         together(sharded.everyone, lambda file=file, tensors=tensors: write(file, tensors))  # type: ignore[misc]
     rest = _unsharded(model, sharded)
     if rest:
-        where |= dict.fromkeys(rest, "model-rest.safetensors")
+        file = f"model-rest-{run}.safetensors"
+        where |= dict.fromkeys(rest, file)
         total += sum(t.numel() * t.dtype.itemsize for t in rest.values())
         copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in rest.items()} if writes else {}
-        together(sharded.everyone, lambda: write("model-rest.safetensors", copies))
+        together(sharded.everyone, lambda: write(file, copies))
 
     def end() -> None:
         if writes:
-            index = {"metadata": {"total_size": total}, "weight_map": where}
-            partial = path / f"{_INDEX}.partial"
-            partial.write_text(json.dumps(index, indent=2))
-            partial.replace(path / _INDEX)
+            metadata = {"total_size": total, **({"crc32": crcs} if checksums else {})}
+            if missing := [name for name in sorted(set(where.values())) if not (path / name).exists()]:
+                raise ValueError(f"folder: {path / missing[0]} was deleted by somebody else")
+            partial = path / f"{INDEX}.{run}"
+            partial.write_text(json.dumps({"metadata": metadata, "weight_map": where}, indent=2))
+            try:
+                complete_folder(path, INDEX, run, partial)
+            finally:
+                partial.unlink()
 
     together(sharded.everyone, end)
-    return path / _INDEX
 
 
-def load_safetensors(model: ThunderModule, source: str | os.PathLike[str], *, strict: bool = True) -> None:
-    """Loads a whole model; each rank reads the rows that it holds, and no more. A collective.
+def load_safetensors(
+    model: ThunderModule, source: str | os.PathLike[str], *, strict: bool = True, verify_checksums: bool = True
+) -> None:
+    """Loads a whole model; each rank reads the rows that it holds, and verifies its share of the files. A collective.
+
+    Tensors of another dtype are cast, with a warning on the first rank.
 
     Args:
         source: a ``.safetensors`` file, or a folder with some (with or without an index).
         strict: refuse files with tensors that the model does not have.
+        verify_checksums: verify the checksums that the index has (those of :func:`save_safetensors`), before anything is
+            changed.
 
     Raises:
         ImportError: safetensors is not installed.
-        CheckpointError: on all ranks, if names or shapes do not fit or a file is damaged. Nothing is changed then.
+        CheckpointError: on all ranks, if names or shapes do not fit, a file is damaged, or ranks were given different files.
+            Nothing is changed then.
     """
     safetensors = _import("safetensors")
     sharded = find_transform(model).sharded
     rest = _unsharded(model, sharded)
+    files, crcs = together(sharded.everyone, lambda: _files(Path(source)))
+    _verify(sharded.everyone, Path(source), files, crcs, verify=verify_checksums)
+    casts: list[Cast] = []
 
     def open_all() -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for file in _files(Path(source)):
+        for file in files:
             try:
                 opened = safetensors.safe_open(file, framework="pt")
             except Exception as error:
@@ -111,6 +177,8 @@ def load_safetensors(model: ThunderModule, source: str | os.PathLike[str], *, st
         known: set[str] = set()
         expected = {s.names: s.shape for b in sharded.buckets for s in b.spec.params}
         expected |= {(name,): tuple(tensor.shape) for name, tensor in rest.items()}
+        dtypes = {s.name: s.dtype for b in sharded.buckets for s in b.spec.params}
+        dtypes |= {name: tensor.dtype for name, tensor in rest.items()}
         slices = {}
         for names, shape in expected.items():
             known.update(names)
@@ -122,6 +190,9 @@ def load_safetensors(model: ThunderModule, source: str | os.PathLike[str], *, st
             shape_there = tuple(slices[names[0]].get_shape() if shape else slices[names[0]].shape)
             if shape_there != shape:
                 faults.append(f"{name!r} has shape {shape_there} there, {shape} in the model")
+            dtype = _DTYPES.get(slices[names[0]].get_dtype()) if shape else slices[names[0]].dtype
+            if dtype is not None and dtype != dtypes[names[0]]:
+                casts.append((name, dtype, dtypes[names[0]]))
         if strict:
             faults += [f"{name!r} is unknown" for name in found if name not in known]
         if faults:
@@ -130,6 +201,8 @@ def load_safetensors(model: ThunderModule, source: str | os.PathLike[str], *, st
         return slices
 
     slices = together(sharded.everyone, open_all)
+    if casts and sharded.everyone.rank == 0:
+        warnings.warn(f"load_safetensors casts what {source} holds: {tell_casts(casts)}", stacklevel=2)
     with torch.no_grad():
         for bucket in sharded.buckets:
             for index, spec in enumerate(bucket.spec.params):
@@ -147,18 +220,64 @@ def _unsharded(model: ThunderModule, sharded: ShardedModule) -> dict[str, torch.
     return {name: tensor for name, tensor in model.state_dict().items() if name not in sharded.places}
 
 
-def _files(source: Path) -> list[Path]:
+def _files(source: Path) -> tuple[list[Path], dict[str, str]]:
+    """Return the files of a whole model, and their checksums as far as there are any."""
     if source.is_file():
-        return [source]
-    index = source / _INDEX
+        return [source], {}
+    index = source / INDEX
     if index.exists():
-        return [source / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        try:
+            content = json.loads(index.read_text())
+            names = sorted(set(content["weight_map"].values()))
+            crcs = dict(content.get("metadata", {}).get("crc32", {}))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{index} cannot be read: {type(error).__name__} {error}") from error
+        if any(Path(name).name != name for name in names):
+            raise ValueError(f"{index} cannot be read: it names files outside its folder")
+        if crcs and crcs.keys() != set(names):
+            raise ValueError(f"{index} cannot be read: it has checksums of other files than it names")
+        return [source / name for name in names], crcs
     files = sorted(source.glob("*.safetensors"))
     if not files:
         raise ValueError(f"source: {source} is no .safetensors file and no folder with one")
     if any(source.glob("model-[0-9]*.safetensors")):
-        raise ValueError(f"source: {source} has no {_INDEX}: its export did not end")
-    return files
+        raise ValueError(f"source: {source} has no {INDEX}: its export did not end")
+    return files, {}
+
+
+def _verify(group: Group, source: Path, files: list[Path], crcs: dict[str, str], *, verify: bool) -> None:
+    """Verify that all ranks are about to read the same files, and that these are as they were saved; a collective."""
+
+    def look() -> tuple[list[tuple[int, ...]], str]:
+        stats = [file.stat() for file in files]
+        known = repr([(file.name, stat.st_size, crcs.get(file.name)) for file, stat in zip(files, stats, strict=True)])
+        return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats], known
+
+    identities, digest = together(group, look)
+    everyones = exchange(group, "load_safetensors", identities)
+    refuse_different(group, source, digest)
+    same = all(other == everyones[0] for other in everyones)
+    if not same and not crcs:
+        refuse_different(group, source, repr(together(group, lambda: [_crc32(file) for file in files])))
+
+    def check() -> None:
+        for file in (files[group.rank :: group.size] if same else files) if verify and crcs else ():
+            if f"{_crc32(file):08x}" != crcs[file.name]:
+                raise ValueError(
+                    f"{file} is damaged, nothing is changed: its checksum is wrong (verify_checksums=False ignores that)"
+                )
+
+    together(group, check)
+    if verify and not crcs and group.rank == 0:
+        _log.warning("%s has no checksums", source)
+
+
+def _crc32(file: Path) -> int:
+    crc = 0
+    with file.open("rb") as stream:
+        while data := stream.read(1 << 22):
+            crc = zlib.crc32(data, crc)
+    return crc
 
 
 def _import(module: str) -> Any:

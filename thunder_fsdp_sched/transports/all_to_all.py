@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from .base import Work, behind
+from .base import Work, behind, issue_each
 from .flat import Flat, pieces
 
 if TYPE_CHECKING:
@@ -23,40 +22,55 @@ class AllToAll(Flat):
     """For backends whose reduce-scatter sends more than it has to.
 
     gloo does a reduce-scatter as an all-reduce, which sends every byte twice. Here each rank sends every other rank its
-    piece, ``(W - 1) / W`` of the bucket, and adds up what it received: gloo's thread does, or on a GPU a side stream.
-    Ranks are added in their order, so a result does not depend on where in the bucket a gradient lies. What is received
-    needs as much memory as the bucket, which is used again: for as many buckets as are in flight at once.
+    piece, ``(W - 1) / W`` of the bucket, and adds up what it received: at the wait, or on a GPU on a side stream. (A
+    callback that gloo's thread runs, and has to destroy, may need the interpreter after that has begun to shut down, which
+    aborts the process.) Ranks are added in their order, so a result does not depend on where in the bucket a gradient lies.
+    What is received needs as much memory as the bucket, which is used again: for as many buckets as are in flight at once.
+    It belongs to the model's arena and is freed with it.
     """
 
     name = "all_to_all"
     adds_up_itself = True
 
-    def __init__(self) -> None:
-        # Of no bucket at the moment, by process group, dtype and number of elements.
-        self._free: dict[tuple[dist.ProcessGroup, torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
-
     def reduce_scatter(self, bucket: Bucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
-        return [self._reduce(bucket, whole, own) for whole, own in pieces(bucket, unsharded.flat, shard)]
+        return issue_each(
+            partial(self._reduce, bucket, whole, own) for whole, own in pieces(bucket, unsharded.flat, shard)
+        )
 
     def _reduce(self, bucket: Bucket, whole: torch.Tensor, own: torch.Tensor) -> Work:
+        world_size = bucket.spec.layout.world_size
         group = bucket.ranks.reductions.process_group
-        free = self._free[group, whole.dtype, whole.numel()]
+        free = bucket.arena.scratch[whole.dtype, whole.numel()]
         received = free.pop() if free else torch.empty_like(whole)
 
         def add_up() -> None:
-            first, second, *others = received.view(bucket.spec.layout.world_size, -1).unbind()
-            torch.add(first, second, out=own)
-            for other in others:
-                own.add_(other)
-            own.div_(bucket.spec.layout.world_size)
-            free.append(received)
+            first, *others = received.view(world_size, -1).unbind()
+            if others:
+                torch.add(first, others[0], out=own)
+                for other in others[1:]:
+                    own.add_(other)
+                own.div_(world_size)
+            else:
+                own.copy_(first)
 
-        exchange = partial(dist.all_to_all_single, received, whole, group=group, async_op=True)
-        if whole.device.type == "cuda":
-            return behind(lambda: [exchange()], add_up, whole.device)
+        def exchange() -> Sequence[Work]:
+            return [dist.all_to_all_single(received, whole, group=group, async_op=True)]
 
-        def when_done(exchanged: torch.futures.Future[Any]) -> None:
-            exchanged.value()  # raises what went wrong
-            add_up()
+        work = behind(exchange, add_up, whole.device)
+        return _Returning(work, received, free)
 
-        return exchange().get_future().then(when_done)
+
+class _Returning:
+    """Hands its buffer back once it is dropped after a wait; never while the exchange may still write it."""
+
+    def __init__(self, work: Work, buffer: torch.Tensor, free: list[torch.Tensor]) -> None:
+        self._work, self._buffer, self._free = work, buffer, free
+        self._done = False
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._done = True
+
+    def __del__(self) -> None:
+        if self._done:
+            self._free.append(self._buffer)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..buffers import Bucket, Views
     from ..groups import Ranks
 
-__all__ = ["NOWHERE", "Transport", "Work", "behind", "labelled"]
+__all__ = ["NOWHERE", "Transport", "Work", "behind", "issue_each", "labelled"]
 
 
 _GLOO = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -32,7 +32,8 @@ class Transport(ABC):
     """Moves a bucket between its sharded and its interleaved unsharded form.
 
     A transport is one object a process and keeps nothing between a call and the wait for it, except what it caches for a
-    bucket. Every method issues its collectives at once and in an order that is the same on all ranks.
+    bucket. Every method issues its collectives at once and in an order that is the same on all ranks. If it raises, nothing
+    that it has issued is in flight any more (``issue_each``).
 
     Attributes:
         per_param: it needs a layout in which every parameter is cut into even rows (``plan_layout(per_param=True)``).
@@ -98,6 +99,20 @@ NOWHERE = nullcontext()
 def labelled(name: str) -> AbstractContextManager[Any]:
     """Has a profiler show what happens inside under ``name``. Without a profiler a label would cost 6 microseconds."""
     return torch.profiler.record_function(name) if _profiler_enabled() else NOWHERE
+
+
+def issue_each(issues: Iterable[Callable[[], Work]]) -> list[Work]:
+    """Issue one work after the other and return them; if one cannot be issued, wait for those that were."""
+    works: list[Work] = []
+    try:
+        for issue in issues:
+            works.append(issue())
+    except Exception:
+        for work in works:
+            with suppress(Exception):  # the first error says more
+                work.wait()
+        raise
+    return works
 
 
 class _OnStream:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from .base import Transport, Work
+from .base import Transport, Work, issue_each
 
 if TYPE_CHECKING:
     from ..buffers import Bucket, Views
@@ -27,18 +28,18 @@ class Flat(Transport):
 
     def all_gather(self, bucket: Bucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
         group = bucket.ranks.group.process_group
-        return [
-            all_gather_flat(whole, own, group=group, async_op=True)
+        return issue_each(
+            partial(all_gather_flat, whole, own, group=group, async_op=True)
             for whole, own in pieces(bucket, unsharded.flat, shard)
-        ]
+        )
 
     def reduce_scatter(self, bucket: Bucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
         group = bucket.ranks.reductions.process_group
         # The division by the world size is part of the collective.
-        return [
-            reduce_scatter_flat(own, whole, op=dist.ReduceOp.AVG, group=group, async_op=True)
+        return issue_each(
+            partial(reduce_scatter_flat, own, whole, op=dist.ReduceOp.AVG, group=group, async_op=True)
             for whole, own in pieces(bucket, unsharded.flat, shard)
-        ]
+        )
 
 
 def pieces(bucket: Bucket, unsharded: torch.Tensor, shard: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

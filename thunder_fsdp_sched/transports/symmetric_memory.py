@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .base import Work, behind
 from .flat import Flat
@@ -39,7 +40,8 @@ class SymmetricMemory(Flat):
     def __init__(self, memory: ModuleType | Any = None, devices: Sequence[str] = ("cuda",)) -> None:
         self._memory = memory
         self._devices = devices
-        self._handles: dict[tuple[int, str], Any] = {}
+        # Of each tensor for as long as it lives, by the name of the group.
+        self._handles: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @property
     def memory(self) -> Any:
@@ -101,16 +103,17 @@ class SymmetricMemory(Flat):
         return super().launches(spec) * spec.layout.world_size
 
     def _rendezvous(self, shard: torch.Tensor, group: Group) -> Any:
-        key = shard.data_ptr(), group.process_group.group_name
-        if key not in self._handles:
+        handles = self._handles.setdefault(shard, {})
+        name = group.process_group.group_name
+        if name not in handles:
             try:
-                self._handles[key] = self.memory.rendezvous(shard, group=key[1])
+                handles[name] = self.memory.rendezvous(shard, group=name)
             except RuntimeError as error:
                 raise ValueError(
                     f"transport={self.name!r}: rank {group.rank} cannot share memory with the other ranks of "
                     f"{group.description!r}: {error}"
                 ) from error
-        return self._handles[key]
+        return handles[name]
 
 
 def _one_device_for_all() -> bool:

@@ -1,0 +1,90 @@
+"""A process that has used gloo ends with its own exit code, however late gloo's threads come to drop their tensors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import thunder_fsdp_sched
+
+import pytest
+
+REPETITIONS = 2
+
+_SCRIPT = """
+import os, sys, threading
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import symbols
+from thunder_fsdp_sched.buffers import slot_bytes
+import thunder, torch, torch.distributed as dist
+from datetime import timedelta
+
+def rank_of():
+    '''In each of two children its rank; the parent returns when they have ended.'''
+    pids = []
+    for rank in range(2):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            return rank
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    print(*codes, flush=True)
+    return None
+
+def run(rank, store, how):
+    main = threading.get_native_id()
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    transform = tfs.fsdp(bucketing_strategy="layer", separate_reduce_scatter_group=how == "twin")
+    model = thunder.jit(torch.nn.Sequential(torch.nn.Linear(64, 64)), transforms=[transform])
+    for task in os.listdir("/proc/self/task"):
+        if int(task) != main:
+            os.sched_setscheduler(int(task), os.SCHED_IDLE, os.sched_param(0))
+    bucket, = transform.sharded.buckets
+    slot = bucket.arena.slot(0, slot_bytes(bucket.spec, bucket.spec.param_dtype))
+    for step in range(3):
+        if how == "failed" and rank == 1 and step == 1:
+            sys.exit(3)
+        grads = [torch.ones(param.shape) for param in bucket.spec.params]
+        reduction = symbols._reduce_scatter(bucket, slot, *grads)
+        symbols._wait_grads(bucket, reduction)
+        symbols.wait_params(bucket, symbols.all_gather(bucket, slot, *bucket.params))
+    if how == "in flight":
+        reduction = symbols._reduce_scatter(bucket, slot, *grads)
+    if how in ("destroyed", "twin"):
+        dist.destroy_process_group()
+
+torch.set_num_threads(1)
+folder, repetitions, *hows = sys.argv[1:]
+for name in hows * int(repetitions):
+    store = f"{folder}/store-{len(os.listdir(folder))}"
+    open(store, "w").close()
+    print(name, end=": ", flush=True)
+    rank = rank_of()
+    if rank is not None:
+        run(rank, store, name)
+        break
+"""
+
+EXPECTED = {"destroyed": "0 0", "left": "0 0", "twin": "0 0", "in flight": "0 0", "failed": "1 3"}
+"""How a process ends, and the exit codes of two ranks: in the middle of a collective, or after one has failed."""
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux's scheduling classes")
+def test_exit_codes_are_the_programs_own(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    stores = tmp_path / "stores"
+    stores.mkdir()
+    done = subprocess.run(
+        [sys.executable, str(script), str(stores), str(REPETITIONS), *EXPECTED],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(Path(thunder_fsdp_sched.__file__).parents[1])},
+    )
+    expected = [f"{how}: {codes}" for how, codes in EXPECTED.items()]
+    assert done.stdout.splitlines() == expected * REPETITIONS, done.stderr[-3000:]

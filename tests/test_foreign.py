@@ -1,0 +1,82 @@
+"""Other libraries' functions for sharded state dicts: refused, until they give what the model is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from thunder_fsdp_sched import fsdp, full_state_dict, get_model_state_dict, get_optimizer_state_dict
+
+import pytest
+import thunder
+import torch
+from ranks import Ranks
+from thunder.distributed import checkpoint as thunder_checkpoint
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+
+REFUSED = "sharded by thunder_fsdp_sched"
+
+
+class Wrapper(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+
+def _refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    with pytest.raises(RuntimeError, match=REFUSED):
+        call(*args, **kwargs)
+
+
+def _every_foreign_function(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    nested = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 3)))
+    for module in (nested, nn.Linear(4, 6)):
+        whole = copy.deepcopy(module.state_dict())
+        jitted = thunder.jit(module, transforms=[fsdp()])
+        optimizer = torch.optim.AdamW(jitted.parameters(), lr=0.1)
+        jitted(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        rows = {name: value.clone() for name, value in jitted.state_dict().items()}
+        seen = (
+            jitted,
+            module,
+            Wrapper(jitted),
+            *(m for m in module.modules() if next(m.parameters(), None) is not None),
+        )
+        for model in seen:
+            for full in (False, True):
+                options = torch_state_dict.StateDictOptions(full_state_dict=full)
+                _refused(torch_state_dict.get_model_state_dict, model, options=options)
+                _refused(torch_state_dict.set_model_state_dict, model, dict(whole), options=options)
+                _refused(torch_state_dict.get_optimizer_state_dict, model, optimizer, options=options)
+                _refused(torch_state_dict.get_state_dict, model, optimizer, options=options)
+                for rank0_only in (False, True):
+                    theirs = thunder_checkpoint.StateDictOptions(full_state_dict=full, rank0_only=rank0_only)
+                    _refused(thunder_checkpoint.get_model_state_dict, model, theirs, rank)
+                    _refused(thunder_checkpoint.load_model_state_dict, dict(whole), model, theirs, rank)
+
+        # What is documented to hold rows, or to be ours, works as before; training does, too.
+        assert {name: value.shape for name, value in jitted.state_dict().items()} == {
+            name: value.shape for name, value in rows.items()
+        }
+        jitted.load_state_dict(rows)
+        assert get_model_state_dict(jitted).keys() == whole.keys()
+        assert get_optimizer_state_dict(jitted, optimizer)["state"].keys() == whole.keys()
+        assert {n: v.shape for n, v in full_state_dict(jitted).items()} == {n: v.shape for n, v in whole.items()}
+        with jitted.no_sync():
+            jitted(torch.randn(2, 4)).sum().backward()
+        jitted(torch.randn(2, 4)).sum().backward()
+        assert all(p.grad is not None for p in jitted.parameters() if p.numel())
+
+    # A module that nobody has sharded is none of our business.
+    plain = nn.Linear(4, 6)
+    options = torch_state_dict.StateDictOptions(full_state_dict=True)
+    assert torch_state_dict.get_model_state_dict(plain, options=options).keys() == {"weight", "bias"}
+    assert thunder_checkpoint.get_model_state_dict(plain, thunder_checkpoint.StateDictOptions(True), rank)
+
+
+def test_foreign_functions_do_not_take_rows_for_the_model(ranks: Ranks) -> None:
+    ranks.run(_every_foreign_function)

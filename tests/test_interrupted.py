@@ -1,0 +1,307 @@
+"""Exceptions at any position of forward and backward: whatever was in flight, later steps compute the right numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from thunder_fsdp_sched import discard_unreduced, fsdp, symbols
+from thunder_fsdp_sched.buffers import Arena, Bucket, slot_bytes
+from thunder_fsdp_sched.parts import in_dtype
+from thunder_fsdp_sched.transports import TRANSPORTS
+from thunder_fsdp_sched.transports.base import issue_each
+
+import pytest
+import thunder
+import torch
+from models import Stack
+from ranks import Ranks
+from reference import Twins
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+class _Injected(Exception):
+    """Raised in the middle of a run."""
+
+
+class _Steps:
+    """Raises at a chosen call of the run time, or after it. Rank 1 is late for each collective while ``straggle`` is set.
+
+    Transports are wrapped, and so is what every run-time function calls first, because compiled traces hold the functions.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.left, self.calls, self.straggle = rank, -1, 0, False
+
+    def tick(self) -> None:
+        self.calls += 1
+        if self.left == 0:
+            self.left = -1
+            raise _Injected
+        self.left -= self.left > 0
+
+    def late(self) -> None:
+        if self.straggle and self.rank == 1:
+            time.sleep(0.01)
+
+    @contextlib.contextmanager
+    def installed(self, transport: str) -> Iterator[None]:
+        def around(owner: Any, name: str, before: bool = True, after: bool = True) -> Any:
+            call = getattr(owner, name)
+
+            def ticking(*args: Any, **kwargs: Any) -> Any:
+                if before:
+                    self.tick()
+                if owner is TRANSPORTS[transport]:
+                    self.late()
+                result = call(*args, **kwargs)
+                if after:
+                    self.tick()
+                return result
+
+            return mock.patch.object(owner, name, ticking)
+
+        with contextlib.ExitStack() as stack:
+            for name in ("all_gather", "reduce_scatter"):
+                # Not after it: between a transport's return and the arena's note only an interrupt can come.
+                stack.enter_context(around(TRANSPORTS[transport], name, after=False))
+            stack.enter_context(around(Arena, "claim"))
+            stack.enter_context(around(Arena, "issue", before=False))
+            stack.enter_context(around(Arena, "finish"))
+            stack.enter_context(around(Arena, "write_gradient"))
+            stack.enter_context(around(Bucket, "accumulate"))
+            stack.enter_context(around(Bucket, "sharded_grads"))
+            stack.enter_context(around(Bucket, "is_kept_for_this_backward"))
+            stack.enter_context(around(torch, "tanh"))
+            yield
+
+    def count(self, run: Callable[[], Any]) -> int:
+        self.calls = 0
+        run()
+        return self.calls
+
+    def fail(self, at: int, run: Callable[[], Any]) -> bool:
+        """Whether the call number ``at`` of ``run`` came, and raised."""
+        self.left = at
+        try:
+            run()
+        except _Injected:
+            return True
+        finally:
+            self.left = -1
+        return False
+
+
+def _fail_everywhere(rank: int, world_size: int, strategy: str) -> None:
+    for transport in ("flat", "all_reduce"):
+        torch.manual_seed(0)
+        model = Stack(2).double()
+        _fail_everywhere_through(
+            Twins(rank, world_size, model, sharding_strategy=strategy, transport=transport), transport
+        )
+
+
+def _fail_everywhere_through(twins: Twins, transport: str) -> None:
+    steps = _Steps(twins.rank)
+    x, other = twins.inputs(0)[0], twins.inputs(1)[0]
+    with steps.installed(transport):
+        twins.train(steps=1)
+        forward_calls = steps.count(lambda: twins.sharded(x))
+        backward_calls = steps.count(twins.sharded(x).sum().backward)
+        for p in twins.sharded.parameters():
+            p.grad = None
+        assert forward_calls > 15 and backward_calls > 25, (forward_calls, backward_calls)
+        steps.straggle = True
+        for at in range(forward_calls):
+            ours, theirs = twins.forward(2)
+            assert steps.fail(at, lambda: twins.sharded(other))
+            if at % 2:  # what the first left in flight meets a second one
+                assert steps.fail(at // 3, lambda: twins.sharded(x))
+            ours.backward()
+            theirs.backward()
+            twins.update()
+        for at in range(backward_calls):
+            older, newer = twins.forward(3), twins.forward(4)
+            assert steps.fail(at, newer[0].backward)
+            for loss in older:
+                loss.backward()
+            twins.update()
+        steps.straggle = False
+        twins.train(steps=1)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_an_earlier_graph_and_fresh_steps_are_right_after_an_exception_anywhere(ranks: Ranks, strategy: str) -> None:
+    ranks.run(_fail_everywhere, strategy)
+
+
+@contextlib.contextmanager
+def _swapped(model: Any) -> Iterator[None]:
+    """Other parameters, as an average of them is swapped in for an evaluation: no version tells."""
+    for param in model.parameters():
+        param.data.mul_(2)
+    yield
+    for param in model.parameters():
+        param.data.mul_(0.5)
+
+
+def _swap_around_a_forward(rank: int, world_size: int, strategy: str) -> None:
+    """A later forward, with gradients too, leaves other values in what the earlier one has kept."""
+    twins = Twins(rank, world_size, Stack(2).double(), sharding_strategy=strategy)
+    twins.train(steps=1)
+    losses = twins.forward(0)
+    with _swapped(twins.sharded), _swapped(twins.reference):
+        twins.forward(1)
+    for loss in losses:
+        loss.backward()
+    twins.check_grads()
+
+
+def _swap_parameters(rank: int, world_size: int, strategy: str) -> None:
+    _swap_around_a_forward(rank, world_size, strategy)
+    policy = MixedPrecisionPolicy(torch.float32, torch.float64, output_dtype=torch.float64)
+    for options, tolerance in (({}, 1e-11), ({"mp_policy": policy}, 1e-5)):
+        twins = Twins(
+            rank,
+            world_size,
+            Stack(2).double(),
+            tolerance=tolerance,
+            sharding_strategy=strategy,
+            transport="flat",
+            **options,
+        )
+        steps = _Steps(rank)
+        (x,) = twins.inputs(1)
+        with steps.installed("flat"):
+            twins.train(steps=1)
+            usual = twins.sharded(x).detach()
+            for at in (None, 3, 8, 12):
+                losses = twins.forward(2)
+                with _swapped(twins.sharded), torch.no_grad():
+                    if at is None:
+                        assert not torch.allclose(usual, twins.sharded(x))
+                    else:
+                        assert steps.fail(at, partial(twins.sharded, x))
+                for loss in losses:
+                    loss.backward()
+                twins.check_grads()
+                twins.sharded.zero_grad()
+                twins.reference.zero_grad()
+            with twins.sharded.no_sync():
+                twins.backward(3)
+                usual = twins.sharded(x).detach()
+                with _swapped(twins.sharded):
+                    assert not torch.allclose(usual, twins.sharded(x))
+                assert torch.equal(usual, twins.sharded(x))
+            twins.backward(4)
+            twins.update()
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_parameters_swapped_in_between_reach_no_other_forward_or_backward(ranks: Ranks, strategy: str) -> None:
+    ranks.run(_swap_parameters, strategy)
+
+
+def _fail_while_accumulating(rank: int, world_size: int) -> None:
+    twins = Twins(rank, world_size, Stack(1).double(), transport="flat")
+    steps = _Steps(rank)
+    with steps.installed("flat"):
+        twins.train(steps=1)
+
+        def accumulate(step: int) -> None:
+            with twins.sharded.no_sync():
+                for loss in twins.forward(step):
+                    loss.backward()
+
+        def fail_and_go_on(synced: bool, at: int) -> bool:
+            """One window of accumulation in which a further backward fails at that call."""
+            accumulate(5)
+            context = contextlib.nullcontext() if synced else twins.sharded.no_sync()
+            with context:
+                loss = twins.sharded(*twins.inputs(6)).square().sum()
+                failed = steps.fail(at, loss.backward)
+            if failed and any(bucket.adding for bucket in twins.transform.sharded.buckets):
+                with pytest.raises(
+                    RuntimeError, match=r"failed after it had added gradients to bucket .*discard_unreduced"
+                ):
+                    twins.sharded(*twins.inputs(6)).sum().backward()
+                discard_unreduced(twins.sharded)
+                twins.reference.zero_grad()
+                accumulate(5)
+            elif not failed:
+                discard_unreduced(twins.sharded)
+                twins.sharded.zero_grad()
+                twins.reference.zero_grad()
+                return False
+            assert all(p.grad is None for p in twins.sharded.parameters())
+            twins.backward(7)  # no gradient of the window is lost, and none counts twice
+            twins.update()
+            return True
+
+        for synced in (True, False):
+            at = 0
+            while fail_and_go_on(synced, at):
+                at += 1
+            assert at > 10
+        # Nothing was there before the backward that failed: what it has added is dropped without a word.
+        with twins.sharded.no_sync():
+            loss = twins.sharded(*twins.inputs(6)).square().sum()
+            assert steps.fail(at - 1, loss.backward)
+        accumulate(8)
+        twins.backward(9)
+        twins.update()
+
+
+def test_gradients_of_no_sync_survive_a_failed_backward_or_are_refused(ranks: Ranks) -> None:
+    ranks.run(_fail_while_accumulating)
+
+
+def _interrupt_an_issue(rank: int, world_size: int) -> None:
+    transform = fsdp(bucketing_strategy="layer", transport="flat")
+    thunder.jit(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), transforms=[transform])
+    first, second = transform.sharded.buckets
+    nbytes = slot_bytes(first.spec, torch.float32)
+    slot, overlapping, apart = (
+        first.arena.slot(*place) for place in ((0, nbytes), (0, 2 * nbytes), (8 * nbytes, nbytes))
+    )
+    with (
+        mock.patch.object(TRANSPORTS["flat"], "all_gather", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        symbols.all_gather(first, slot, *first.params)
+    for lost in (slot, overlapping):
+        with pytest.raises(RuntimeError, match=r"bucket '0' failed: it was interrupted while it was issued"):
+            symbols.all_gather(second, lost, *second.params)
+    symbols.wait_params(second, symbols.all_gather(second, apart, *second.params))
+
+    # Another handle of a bucket has all that a bucket has.
+    part = in_dtype(first, torch.bfloat16)
+    assert vars(part).keys() == vars(first).keys() and part.shard is first.shard and part.params[0] is first.params[0]
+
+
+def test_memory_of_an_interrupted_issue_is_never_used_again(ranks: Ranks) -> None:
+    ranks.run(_interrupt_an_issue)
+
+
+class _Work:
+    waited = 0
+
+    def wait(self) -> None:
+        self.waited += 1
+        raise RuntimeError("failed, too")
+
+
+def test_a_transport_that_fails_leaves_nothing_in_flight() -> None:
+    works = [_Work(), _Work()]
+
+    def fail() -> _Work:
+        raise ValueError("no memory")
+
+    with pytest.raises(ValueError, match="no memory"):
+        issue_each([lambda: works[0], lambda: works[1], fail])
+    assert [work.waited for work in works] == [1, 1]
+    assert issue_each([lambda: works[0]]) == works[:1] and works[0].waited == 1

@@ -1,0 +1,139 @@
+"""A model that is dropped leaves nothing behind, and shapes do not pile up without limit."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+import weakref
+from typing import Any
+
+from thunder_fsdp_sched import fsdp, transform
+from thunder_fsdp_sched.compat import process_groups
+
+import pytest
+import thunder
+import torch
+import torch.distributed as dist
+from models import Stack
+from ranks import Ranks
+
+
+def _resources() -> dict[str, Any]:
+    gc.collect()
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "groups": [group.group_name for group in process_groups()],
+        "bytes": sum(o.untyped_storage().nbytes() for o in gc.get_objects() if isinstance(o, torch.Tensor)),
+    }
+
+
+def _make_and_drop(rank: int, world_size: int) -> None:
+    pair = dist.new_group([0, 1])
+    for options in (
+        {"separate_reduce_scatter_group": True, "process_group": pair},
+        {"transport": "all_to_all", "sharding_strategy": "zero2"},
+    ):
+        seen, refs = [], []
+        for _ in range(3):
+            ours = fsdp(**options)
+            model = thunder.jit(Stack(1).double(), transforms=[ours])
+            for batch in (2, 3):
+                model(torch.ones(batch, 4, dtype=torch.float64)).sum().backward()
+            refs += [weakref.ref(o) for o in (ours, model, ours.sharded.buckets[0], ours.sharded.buckets[0].arena)]
+            del ours, model
+            seen.append(_resources())
+        for later in seen[1:]:  # the first makes what all share; what an earlier test has left may end meanwhile
+            assert later["groups"] == seen[0]["groups"] and later["bytes"] == seen[0]["bytes"], seen
+            assert later["threads"] <= seen[0]["threads"] and later["descriptors"] <= seen[0]["descriptors"], seen
+        assert not [ref() for ref in refs if ref() is not None]
+    before = _resources()
+    dist.destroy_process_group(pair)
+    del pair
+    after = _resources()
+    ended = set(before["groups"]) - set(after["groups"])
+    assert len(ended) == 3, "the companion of a group, and the control channel over it, end with it"
+    assert after["threads"] < before["threads"] and after["descriptors"] < before["descriptors"]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts through /proc")
+def test_dropped_models_leave_nothing_behind(ranks: Ranks) -> None:
+    ranks.run(_make_and_drop)
+
+
+def _level(rank: int, world_size: int) -> None:
+    known = len(process_groups())
+    if rank == 0:
+        mine = [dist.new_group([0], use_local_synchronization=True) for _ in range(2)]
+    model = thunder.jit(Stack(1), transforms=[fsdp(separate_reduce_scatter_group=True)])
+    del model
+    # The default group's companion and control channel, and nothing of what made the numbers of groups equal.
+    made = [g.group_desc for g in process_groups()][known:]
+    assert len(made) <= 2 + (2 if rank == 0 else 0), made
+    if rank == 0:
+        for group in mine:
+            dist.destroy_process_group(group)
+    # Fewer groups than when the last one was named: its name is not given twice.
+    other = dist.new_group([0, 1])
+    thunder.jit(Stack(1), transforms=[fsdp(process_group=other)])
+    another = dist.new_group([0, 1])
+    dist.destroy_process_group(other)
+    thunder.jit(Stack(1), transforms=[fsdp(process_group=another, separate_reduce_scatter_group=True)])
+    dist.destroy_process_group(another)
+
+
+def test_groups_that_level_numbers_are_destroyed(ranks: Ranks) -> None:
+    ranks.run(_level)
+
+
+def _many_shapes(rank: int, world_size: int) -> None:
+    ours = fsdp()
+    model = thunder.jit(torch.nn.Sequential(torch.nn.Linear(4, 4)), transforms=[ours])
+    limits = pytest.MonkeyPatch()
+    limits.setattr(transform, "WARN_COMPILED", 2)
+    limits.setattr(transform, "MAX_COMPILED", 4)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for batch in range(1, 7):
+                model(torch.ones(batch, 4)).sum().backward()
+        texts = [str(w.message) for w in caught if "sets of input shapes" in str(w.message)]
+        assert len(texts) == 1 and "float32[3, 4]" in texts[0] and "symbolic values" in texts[0], texts
+        assert [c.text.split(" (")[0] for c in ours.compiled] == [f"inputs float32[{n}, 4]" for n in (3, 4, 5, 6)]
+        assert len(thunder.compile_stats(model).interpreter_cache) == 4
+        misses = thunder.compile_stats(model).cache_misses
+        # Rank 1 has what was forgotten in its cache no more than rank 0; one that compiles alone does not wait.
+        model(torch.ones(6 if rank == 0 else 1, 4)).sum().backward()
+        assert thunder.compile_stats(model).cache_misses == misses + rank
+    finally:
+        limits.undo()
+
+
+def test_the_oldest_shapes_are_forgotten_after_a_warning(ranks: Ranks) -> None:
+    ranks.run(_many_shapes)
+
+
+def _fail_to_compile(rank: int, world_size: int) -> None:
+    ours = fsdp()
+    model = thunder.jit(Stack(1).double(), transforms=[ours])
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("insert_unshard", "verify", "bucket_communication"):
+
+            def refuse(*args: Any, **kwargs: Any) -> Any:
+                raise ArithmeticError("in a pass")
+
+            with patch.context() as one:
+                one.setattr(transform, name, refuse)
+                with pytest.raises(ArithmeticError):
+                    model(torch.ones(2, 4, dtype=torch.float64))
+            assert ours.compiled == [] and ours.schedules == []
+    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    assert len(ours.compiled) == 1 and ours.schedules[0].backward is not None
+    with torch.no_grad():
+        model(torch.ones(3, 4, dtype=torch.float64))
+    assert len(ours.compiled) == 2 and ours.schedules[1].backward is None
+
+
+def test_a_failed_compile_leaves_no_traces(ranks: Ranks) -> None:
+    ranks.run(_fail_to_compile)

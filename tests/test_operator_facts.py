@@ -1,0 +1,183 @@
+"""Running every operator that Thunder registers, on the CPU, does not contradict the facts about it."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched.operator_facts import facts_of
+from thunder_fsdp_sched.traces import Aliases
+
+import torch
+from operator_calls import Call, calls
+from thunder.core.devices import to_device
+from thunder.core.dtypes import to_dtype
+from thunder.core.langctxs import Languages, reset_langctx, resolve_language, set_langctx
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, tracectx
+from thunder.executors import pythonex, torchex
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+DECOMPOSED = "torch.einsum('ii->i'"
+"""A call that Thunder runs as other operators, which copy, while torch's own function returns a view."""
+
+
+UNKNOWN = {"adaptive_avg_pool2d_backward as traced", "torch.argsort as traced", "torch.Tensor.is_cpu as traced"}
+"""Thunder's own forms of operators that torch calls with other arguments; known as soon as an executor claims them."""
+
+
+class Outcome(NamedTuple):
+    """The effects of a call, such as the arguments whose memory each returned tensor shares."""
+
+    aliases: list[set[int]]
+    pure: bool
+    writes: set[int]
+
+
+def run(call: Call) -> Outcome | None:
+    """Calls the function twice, with random numbers of another seed."""
+    results = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        args, kwargs = tree_map_only(torch.Tensor, torch.clone, (call.args, call.kwargs))
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        before = [t.clone() for t in given]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            outs = [o for o in tree_leaves(call.function(*args, **kwargs)) if isinstance(o, torch.Tensor)]
+        if any(o.layout is not torch.strided or o.numel() == 0 for o in outs):
+            return None
+        aliases = [{i for i, t in enumerate(given) if _shares_memory(o, t)} for o in outs]
+        writes = {i for i, (t, b) in enumerate(zip(given, before, strict=True)) if not _same(t, b)}
+        results.append((outs, Outcome(aliases, True, writes)))
+    (first, outcome), (second, _) = results
+    same = len(first) == len(second) and all(map(_same, first, second))
+    return outcome._replace(pure=same and not outcome.writes)
+
+
+def _shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and b.numel() > 0
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def trace_of(call: Call) -> tuple[TraceCtx, list[str], list[TensorProxy]] | None:
+    """The call as Thunder traces it, the names of its arguments, and what it returns; ``None`` if Thunder cannot."""
+    trace = TraceCtx()
+    token = set_langctx(resolve_language(Languages.TORCH))
+    try:
+        with tracectx(trace), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            args, kwargs = tree_map_only(
+                torch.Tensor,
+                lambda t: TensorProxy(shape=t.shape, device=to_device(t.device), dtype=to_dtype(t.dtype)),
+                (call.args, call.kwargs),
+            )
+            given = [p.name for p in tree_leaves((args, kwargs)) if isinstance(p, TensorProxy)]
+            trace.push_scope(bsyms := [])
+            outs = call.symbol(*args, **kwargs)
+            trace.pop_scope()
+            trace.bound_symbols = bsyms
+    except Exception:
+        return None
+    finally:
+        reset_langctx(token)
+    return trace, given, [o for o in tree_leaves(outs) if isinstance(o, TensorProxy)]
+
+
+def claim(trace: TraceCtx, bsyms: Iterable[BoundSymbol]) -> list[BoundSymbol]:
+    """The bound symbols as Thunder's executors for torch and Python claim them, with their own outputs' names."""
+    claimed: list[BoundSymbol] = []
+    for bsym in bsyms:
+        for executor in (torchex.ex, pythonex.ex):
+            if not executor.can_execute(bsym):
+                continue
+            transform = executor.get_execution_transform(bsym) or executor.implmap[bsym.sym.id].symbol
+            with tracectx(trace):
+                trace.push_scope(new := [])
+                out = transform(*bsym.args, **bsym.kwargs)
+                trace.pop_scope()
+            renamed = {
+                new_out.name: old_out
+                for new_out, old_out in zip(_proxies(out), _proxies(bsym.output), strict=True)
+                if new_out.name != old_out.name
+            }
+            from thunder.core.proxies import variableify
+
+            swaps = {variableify(p): renamed[p.name] for b in new for p in b.flat_proxy_outs if p.name in renamed}
+            claimed += [b.from_bsym_swap_proxies(swaps) for b in new]
+            break
+        else:
+            claimed += claim(trace, bsym.subsymbols)
+    return claimed
+
+
+def _proxies(value: Any) -> list[TensorProxy]:
+    return [p for p in tree_leaves(value) if isinstance(p, TensorProxy)]
+
+
+def reported(bsyms: Iterable[BoundSymbol], given: list[str], outs: list[TensorProxy]) -> tuple[Outcome, bool]:
+    """The facts about several bound symbols together, and whether all are known."""
+    aliases = Aliases(frozenset(given))
+    pure = known = True
+    writes: set[str] = set()
+    for bsym in bsyms:
+        facts = facts_of(bsym)
+        pure, known = pure and facts.pure, known and facts.known
+        writes.update(root for name in facts.writes for root in aliases.roots(name))
+        aliases.add(bsym)
+    roots = [{i for i, name in enumerate(given) if name in aliases.roots(o.name)} for o in outs]
+    return Outcome(roots, pure, {i for i, name in enumerate(given) if name in writes}), known
+
+
+def contradictions(said: Outcome, known: bool, done: Outcome) -> list[str]:
+    found = []
+    if done.writes - said.writes and known:
+        found.append(f"it writes arguments {done.writes}, the facts say {said.writes}")
+    if said.pure and not done.pure:
+        found.append("it is not pure, the facts say that it is")
+    if len(said.aliases) != len(done.aliases):
+        if any(done.aliases) and not any(said.aliases):
+            found.append(f"outputs alias {done.aliases}, the facts say {said.aliases}")
+    else:
+        for number, (ours, real) in enumerate(zip(said.aliases, done.aliases, strict=True)):
+            if real - ours:
+                found.append(f"output {number} shares memory with arguments {real}, the facts say {ours}")
+    return found
+
+
+def test_no_operator_contradicts_what_is_reported_about_it() -> None:
+    wrong: list[str] = []
+    unknown: set[str] = set()
+    symbols: set[str] = set()
+    count: Counter[str] = Counter()
+    for call in calls():
+        done, traced = run(call), trace_of(call)
+        if done is None or traced is None:
+            continue
+        trace, given, outs = traced
+        symbols.add(call.symbol.id)
+        levels = {"traced": trace.bound_symbols}
+        with contextlib.suppress(NotImplementedError, RuntimeError, TypeError, ValueError):  # Thunder could not run it
+            levels["claimed"] = claim(trace, trace.bound_symbols)
+        for level, bsyms in levels.items():
+            said, known = reported(bsyms, given, outs)
+            wrong += [f"{call} as {level}: {text}" for text in contradictions(said, known, done)]
+            count[level] += 1
+            count["views"] += any(done.aliases)
+            count["impure"] += not done.pure
+            count["writing"] += bool(done.writes)
+            if not known:
+                unknown.add(f"{call.symbol.id} as {level}")
+    wrong = [text for text in wrong if not text.startswith(DECOMPOSED)]
+    assert not wrong, f"{len(wrong)}:\n" + "\n".join(wrong)
+    assert len(symbols) > 500
+    assert min(count["views"], count["impure"], count["writing"]) > 100
+    assert unknown <= UNKNOWN

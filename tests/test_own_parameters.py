@@ -1,0 +1,414 @@
+"""The module's own parameters: they are the shards, and what takes them for whole parameters is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+from typing import Any
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import fsdp, full_state_dict
+
+import pytest
+import thunder
+import torch
+from models import Model, Stack
+from ranks import Ranks
+from reference import Twins, loss_of
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+class Wrapper(nn.Module):
+    """Holds a jitted module, as a user's own training module does."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def _train(rank: int, world_size: int, strategy: str) -> None:
+    model = Stack(1).double()
+    before = dict(model.named_parameters())
+    early = _sgd(model.parameters())
+    fired: list[tuple[str, tuple[int, ...]]] = []
+    model.first.weight.register_hook(lambda grad: fired.append(("early", tuple(grad.shape))))
+    loss_of(model(torch.ones(2, 4, dtype=torch.float64)))  # autograd knows the unsharded shapes
+    twins = Twins(rank, world_size, model, sharding_strategy=strategy)
+    assert all(model.get_parameter(n) is p is twins.sharded.get_parameter(n) for n, p in before.items())
+    rows = tuple(model.first.weight.shape)
+    assert rows[0] < 4
+
+    # An optimizer made before thunder.jit, and hooks.
+    model.first.weight.register_post_accumulate_grad_hook(lambda p: fired.append(("late", tuple(p.grad.shape))))
+    twins.optimizers[0] = early
+    twins.train(steps=2)
+    assert fired == [("early", rows), ("late", rows)] * 2
+
+    # Through a module that holds the jitted one, and by submodules.
+    twins.optimizers = [
+        torch.optim.AdamW(m.parameters(), lr=0.1) for m in (Wrapper(twins.sharded), Wrapper(twins.reference))
+    ]
+    twins.train(steps=1)
+    twins.optimizers = [
+        torch.optim.AdamW([{"params": m.first.parameters(), "lr": 0.01}, {"params": m.last.parameters()}], lr=0.1)
+        for m in (model, twins.reference)
+    ]
+    twins.train(steps=1)
+
+    # Frozen after compiling, and trained again.
+    models, compiled = (model, twins.reference), len(twins.transform.compiled)
+    twins.use(_sgd)
+    twins.optimizers = [_sgd(m.parameters()) for m in models]
+    for m in models:
+        m.zero_grad()
+        m.blocks.requires_grad_(False)
+        m.first.bias.requires_grad_(False)
+    twins.backward()
+    assert len(twins.transform.compiled) == compiled + 1
+    assert model.blocks[0].up.weight.grad is None and model.first.bias.grad is None
+    twins.update()
+    for m in models:
+        m.requires_grad_(True)
+    twins.train(steps=1)
+    assert len(twins.transform.compiled) == compiled + 1
+
+    # Gradients of a submodule, in-place initialization, and whole entries.
+    twins.backward()
+    for m in models:
+        m.last.zero_grad()
+    assert model.last.weight.grad is None and model.first.weight.grad is not None
+    twins.update()
+    with torch.no_grad():
+        for m in models:
+            nn.init.constant_(m.first.weight, 0.25)
+            m.blocks.apply(lambda module: nn.init.ones_(module.down.weight) if hasattr(module, "down") else None)
+            m.last.weight.data.mul_(2)
+    twins.forward()
+    other = Stack(1).double()
+    for m in models:
+        m.first.load_state_dict(other.first.state_dict())
+        m.blocks.load_state_dict(other.blocks.state_dict())
+    twins.forward()
+    model.load_state_dict(other.state_dict())
+    twins.reference.load_state_dict(other.state_dict())
+    twins.train(steps=1)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_optimizers_hooks_and_freezing_work_on_the_module(ranks: Ranks, strategy: str) -> None:
+    ranks.run(_train, strategy)
+
+
+class Optional(Model):
+    """Uses its second layer or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.requires_grad_(False)
+        self.use_second = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first.forward(x))
+        return self.second.forward(x) if self.use_second else x
+
+
+def _unfreeze(rank: int, world_size: int) -> None:
+    model = Optional().double()
+    twins = Twins(rank, world_size, model)
+    for m in (model, twins.reference):
+        m.second.requires_grad_(True)
+    with twins.sharded.no_sync():
+        twins.backward()
+    for m in (model, twins.reference):
+        m.use_second = False
+    twins.backward(step=1)
+    twins.optimizers = [_sgd(m.parameters()) for m in (model, twins.reference)]
+    twins.update()
+
+
+def test_a_layer_that_was_frozen_at_first_is_reduced_with_what_no_sync_has_left(ranks: Ranks) -> None:
+    ranks.run(_unfreeze)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last.forward(torch.tanh(self.first.forward(x)))
+
+
+def _train_from_meta(rank: int, world_size: int) -> None:
+    torch.manual_seed(3)
+    expected = Plain()
+    for linear in (expected.first, expected.last):
+        linear.reset_parameters()
+    with torch.device("meta"):
+        module = Plain()
+    module.first.weight.group = "matrices"
+    fired = []
+    module.first.weight.register_hook(lambda grad: fired.append("grad"))
+    module.last.bias.register_post_accumulate_grad_hook(lambda p: fired.append("accumulated"))
+    before = dict(module.named_parameters())
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    torch.manual_seed(3)
+    torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)
+    options = {"device": "cpu", "param_init_fn": lambda m: m.reset_parameters(), "ignored_params": ["last.weight"]}
+    model = thunder.jit(module, transforms=[fsdp(**options)])
+    assert all(module.get_parameter(n) is p is model.get_parameter(n) and not p.is_meta for n, p in before.items())
+    assert module.first.weight.group == "matrices" and not hasattr(module.first.weight, "_thunder_device")
+    theirs = torch.optim.AdamW(expected.parameters(), lr=0.1)
+    x = torch.ones(2, 4)  # the same on all ranks, so that gradients need no averaging
+    for _ in range(2):
+        for m, o in ((model, optimizer), (expected, theirs)):
+            loss_of(m(x)).backward()
+            o.step()
+            o.zero_grad()
+    assert sorted(fired) == ["accumulated"] * 2 + ["grad"] * 2
+    for name, value in full_state_dict(model).items():
+        torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+    with torch.device("meta"):
+        module = Plain()
+    reference = weakref.ref(module.last.weight)
+    with pytest.raises(ValueError, match=r"'last\.weight' is on the meta device and cannot become a shard.*weak ref"):
+        thunder.jit(module, transforms=[fsdp(device="cpu")])
+    del reference
+    thunder.jit(module, transforms=[fsdp(device="cpu")])
+
+
+def test_parameters_from_the_meta_device_stay_the_same_objects(ranks: Ranks) -> None:
+    ranks.run(_train_from_meta)
+
+
+def _forget_values(rank: int, world_size: int) -> None:
+    def on_meta() -> Plain:
+        with torch.device("meta"):
+            return Plain()
+
+    x = torch.ones(2, 4)
+    model = thunder.jit(on_meta(), transforms=[fsdp(device="cpu")])
+    nn.init.normal_(model.get_submodule("first").weight)
+    model.get_submodule("last").bias.data.zero_()
+    for call in (lambda: model(x), lambda: tfs.eager(model).__enter__()):
+        with pytest.raises(RuntimeError, match=r"have no values yet: (first\.bias, last\.weight|last\.weight)\. Give"):
+            call()
+    for name in ("first.bias", "last.weight"):
+        model.get_parameter(name).data.fill_(0.5)
+    model(x)
+
+    # An initialization that leaves something out, and buffers that nobody has made.
+    def forgets(module: nn.Module) -> None:
+        nn.init.ones_(module.weight)
+
+    model = thunder.jit(on_meta(), transforms=[fsdp(device="cpu", param_init_fn=forgets)])
+    with pytest.raises(RuntimeError, match=r"have no values yet: first\.bias, last\.bias\. Give"):
+        model(x)
+    module = on_meta()
+    module.register_buffer("mask", torch.empty(4, device="meta"))
+    model = thunder.jit(module, transforms=[fsdp(device="cpu")])
+    model.load_original_state_dict(Plain().state_dict())
+    with pytest.raises(RuntimeError, match=r"have no values yet: mask\. Give"):
+        model(x)
+    model = thunder.jit(on_meta(), transforms=[fsdp()])
+    with pytest.raises(RuntimeError, match=r"have no values yet: first\.weight, first\.bias, last\.weight and 1 more"):
+        model(x)
+
+
+def test_values_that_nobody_gave_are_named(ranks: Ranks) -> None:
+    ranks.run(_forget_values)
+
+
+def _refuse(rank: int, world_size: int) -> None:
+    x = torch.ones(2, 4)
+    module = Stack(1)
+    early = torch.optim.AdamW(module.parameters(), lr=0.1)
+    loss_of(module(x)).backward()
+    early.step()
+    with pytest.raises(ValueError, match=r"'first\.weight' has a gradient.*zero_grad\(set_to_none=True\) before"):
+        thunder.jit(module, transforms=[fsdp()])
+    early.zero_grad()
+    model = thunder.jit(module, transforms=[fsdp()])
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    loss = loss_of(model(x))
+    loss.backward()
+
+    # An optimizer that has trained whole parameters, or loads such a state.
+    for wrong in (early, optimizer):
+        if wrong is optimizer:
+            optimizer.load_state_dict(early.state_dict())
+        with pytest.raises(
+            ValueError, match=r"AdamW: state 'exp_avg' of parameter 'first\.weight' has the shape \(4, 4\)"
+        ):
+            wrong.step()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    optimizer.step()
+
+    # Norms, of all gradients and of a submodule's; what works on each element does not need whole gradients.
+    for params in (module.parameters(), module.last.parameters(), model.parameters()):
+        with pytest.raises(RuntimeError, match=r"of sharded gradients.*thunder_fsdp_sched\.clip_grad_norm_"):
+            nn.utils.clip_grad_norm_(params, 1.0)
+    grads = [p.grad for p in module.parameters()]
+    for foreach in (None, False, True):
+        with pytest.raises(RuntimeError):
+            nn.utils.get_total_norm(grads, foreach=foreach)
+    with pytest.raises(RuntimeError, match="norm of sharded gradients"):
+        grads[0].norm()
+    nn.utils.clip_grad_value_(module.parameters(), 1e-3)
+    assert all(g.abs().max() <= 1e-3 for g in grads if g.numel())
+    assert (
+        type(grads[0] * 2)
+        is type(copy.deepcopy(grads[0]))
+        is type(pickle.loads(pickle.dumps(grads[0])))
+        is torch.Tensor
+    )
+    loss_of(model(x)).backward()  # accumulated
+    with pytest.raises(RuntimeError):
+        grads[0].norm()
+    tfs.clip_grad_norm_(model, 1.0)
+    optimizer.zero_grad()
+    loss = loss_of(model(x))
+    [bucket] = [b for b in model._lc_transforms[-1].sharded.buckets if b.spec.name == "last"]
+    bucket.copy_in(0, torch.zeros(3, 4))  # as loading does, under a live graph
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+    # Calls, copies and state dicts of what holds rows.
+    for submodule, path in ((module, "the module"), (model.get_submodule("blocks.0"), r"blocks\.0")):
+        with pytest.raises(RuntimeError, match=rf"{path} \(.*called by itself.*Call the jitted model, or.*eager"):
+            submodule(x)
+        with pytest.raises(RuntimeError, match=rf"state_dict of {path} .*rows.*full_state_dict"):
+            submodule.state_dict()
+        for make_copy in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="cannot be copied or pickled"):
+                make_copy(submodule)
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match=r"size mismatch for weight: the unsharded parameter has shape \(4, 4\)"):
+        module.first.load_state_dict({"weight": module.first.weight.detach().clone(), "bias": torch.zeros(4)})
+    with pytest.raises(ValueError, match=r"'weight' is sharded.*load without assign"):
+        module.first.load_state_dict(nn.Linear(4, 4).state_dict(), assign=True)
+    for again in (module, model, nn.Sequential(module.first)):
+        with pytest.raises(ValueError, match=r"is a shard already, of 'first\.weight'"):
+            thunder.jit(again, transforms=[fsdp()])
+    with tfs.eager(model) as whole:
+        assert whole.first(x).shape == (2, 4)
+    expected = model(x)
+
+    # Replaced parameters and submodules, on a cache hit; put back, they work again.
+    for owner, name in ((module.last, "weight"), (module, "last"), (module.blocks, "0")):
+        old = getattr(owner, name)
+        new = nn.Parameter(torch.ones(3, 4)) if name == "weight" else copy.copy(old)
+        setattr(owner, name, new)
+        what = "parameter 'last.weight'" if name == "weight" else "submodule '(last|blocks.0)'"
+        for use in (lambda: model(x), lambda: full_state_dict(model), lambda: tfs.clip_grad_norm_(model, 1.0)):
+            with pytest.raises(RuntimeError, match=rf"{what} of a sharded module was replaced or removed"):
+                use()
+        setattr(owner, name, old)
+    assert torch.equal(model(x), expected)
+
+    # Converted on a cache hit.
+    module.last.bfloat16()
+    for batch in (x, torch.ones(3, 4)):
+        with pytest.raises(
+            RuntimeError, match=r"'last\.weight' was sharded as torch\.float32.*converted to torch\.bfloat16"
+        ):
+            model(batch)
+    module.last.float()
+    with pytest.raises(RuntimeError, match=r"'last\.weight' no longer lies in the shard buffer"):
+        model(x)
+
+
+def test_what_takes_rows_for_parameters_is_refused(ranks: Ranks) -> None:
+    ranks.run(_refuse)
+
+
+class Listed(Model):
+    """Reads a parameter through a list."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+        self.hidden = {"weights": [self.a.bias]}
+        self.through_list = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.b.forward(torch.tanh(self.a.forward(x)))
+        return x + self.hidden["weights"][0].sum() if self.through_list else x
+
+
+class Foreign(Model):
+    """Reads a parameter that no module registers, or one that is added later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.__dict__["foreign"] = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a.forward(x) + self.foreign
+
+
+def _read_otherwise(rank: int, world_size: int) -> None:
+    x = torch.ones(2, 4)
+    module = Listed()
+    model = thunder.jit(module, transforms=[fsdp()])
+    with pytest.raises(
+        ValueError, match=r"reads self\.hidden\['weights'\]\[0\], which is parameter 'a\.bias'.*self\.a\.bias"
+    ):
+        model(x)
+    with pytest.raises(RuntimeError, match=r"eager: hidden\['weights'\]\[0\] of the module holds parameter 'a\.bias'"):
+        tfs.eager(model).__enter__()
+    module.through_list = False
+    model(x)
+    foreign = thunder.jit(Foreign(), transforms=[fsdp()])
+    with pytest.raises(ValueError, match=r"reads self\.foreign, a parameter.*register it as a parameter"):
+        foreign(x)
+    module = Foreign()
+    del module.__dict__["foreign"]
+    late = thunder.jit(module, transforms=[fsdp()])
+    module.foreign = nn.Parameter(torch.ones(4))
+    with pytest.raises(ValueError, match=r"reads parameter 'foreign', which the module did not have at thunder\.jit"):
+        late(x)
+    module = Stack(1)
+    module.register_buffer("shown", module.first.weight.detach()[0])
+    with pytest.raises(ValueError, match=r"buffer 'shown' shares memory with parameter 'first\.weight'.*Clone it"):
+        thunder.jit(module, transforms=[fsdp()])
+    module = Stack(1)
+    module.last.bias = nn.Parameter(module.first.bias.data[:3])
+    with pytest.raises(ValueError, match=r"ignored parameter 'last\.bias' shares memory with parameter 'first\.bias'"):
+        thunder.jit(module, transforms=[fsdp(ignored_params=["last.bias"])])
+
+
+def test_parameters_read_otherwise_than_by_their_names_are_refused(ranks: Ranks) -> None:
+    ranks.run(_read_otherwise)
+
+
+def _convert_with_policy(rank: int, world_size: int) -> None:
+    model = thunder.jit(Stack(1), transforms=[fsdp(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))])
+    model.to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"was sharded as torch\.float32.*converted to torch\.bfloat16.*mp_policy"):
+        model(torch.ones(2, 4))
+    for cache in ("no caching", "constant values"):
+        model = thunder.jit(Stack(1), transforms=[fsdp()], cache=cache)
+        for size in (2, 2, 3):
+            assert model.to("cpu").float()(torch.ones(size, 4)).shape == (size, 3)
+        assert model.first.weight.shape == (2, 4)
+        with pytest.raises(Exception, match=r"(?i)shape|dim|broadcast|size|mul"):
+            model(torch.ones(2, 5))  # while tracing
+        assert model.first.weight.shape == (2, 4) and model._model.first._forward_pre_hooks
+
+
+def test_conversions_and_failed_traces_leave_shards(ranks: Ranks) -> None:
+    ranks.run(_convert_with_policy)

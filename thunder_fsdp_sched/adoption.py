@@ -1,0 +1,71 @@
+"""Checks that a module's own parameters can become shards, before anything is changed."""
+
+from __future__ import annotations
+
+import torch
+from thunder.core.module import ThunderModule
+
+from .buckets import ParamSpec
+from .compat import explain_fixed_data
+from .options import Options
+from .own_parameters import find_owner
+from .stale_state import SHARD_OF
+
+__all__ = ["own_object", "refuse_fixed", "refuse_shards_and_grads", "refuse_views"]
+
+
+def own_object(module: torch.nn.Module, spec: ParamSpec, param: torch.nn.Parameter) -> torch.nn.Parameter:
+    """The module's own object for a parameter; ``param`` itself if another transform has put another one in its place."""
+    found = find_owner(module, spec.name)
+    own = None if found is None else found[0]._parameters[found[1]]
+    return param if own is None or own.shape != param.shape or own.dtype != param.dtype else own
+
+
+def refuse_shards_and_grads(named: dict[str, torch.nn.Parameter]) -> None:
+    """Refuse parameters that are shards already, or whose gradient has the unsharded shape."""
+    for name, param in named.items():
+        if hasattr(param, SHARD_OF):
+            raise ValueError(
+                f"parameter {name!r} is a shard already, of {getattr(param, SHARD_OF)[0]!r}: fsdp(...) was given the "
+                f"module, or one that shares the parameter, before. Make the module anew, and jit it once"
+            )
+        if param.grad is not None:
+            raise ValueError(
+                f"parameter {name!r} has a gradient, which is not sharded with it: call "
+                f"module.zero_grad(set_to_none=True) before thunder.jit(module, transforms=[fsdp(...)])"
+            )
+
+
+def refuse_views(
+    model: ThunderModule, named: dict[str, torch.nn.Parameter], ignored: set[str], options: Options
+) -> None:
+    """Refuses buffers and ignored parameters that share memory with a parameter, which is about to get other memory."""
+    leaves = {
+        _storage_of(p): n
+        for n, p in named.items()
+        if p.numel() and not p.is_meta and (n not in ignored or options.device not in (None, p.device))
+    }
+    others = [(n, named[n]) for n in ignored] + list(model.named_buffers(remove_duplicate=False))
+    for name, tensor in others:
+        shared = None if tensor.is_meta or tensor.layout is not torch.strided else leaves.get(_storage_of(tensor))
+        if shared is not None and tensor is not named[shared]:
+            kind = "ignored parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
+            raise ValueError(
+                f"{kind} {name!r} shares memory with parameter {shared!r}, which is going to have other memory: it would "
+                f"keep the values of today. Clone it, or read the parameter itself in forward"
+            )
+
+
+def _storage_of(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def refuse_fixed(own: dict[str, torch.nn.Parameter], specs: list[tuple[ParamSpec, torch.nn.Parameter]]) -> None:
+    """Refuse objects on the meta device that cannot be given memory."""
+    for spec, _ in specs:
+        why = explain_fixed_data(own[spec.name], torch.empty(0, device=spec.device))
+        if why:
+            raise ValueError(
+                f"parameter {spec.name!r} is on the meta device and cannot become a shard there: {why}. Let go of it, or "
+                f"make the module anew"
+            )

@@ -1,0 +1,291 @@
+"""Audits the first run of each compiled trace: memory that a value really shares with a slot is what the plan says.
+
+[Note: The audit]
+Slots are reused as soon as the last value that may alias them has been read, so the plan is as good as its facts about
+operators (``operator_facts``). The first run of a forward or backward trace therefore contains an ``fsdp_audit`` after each
+bound symbol. It compares addresses: an output that lies in a slot although the plan says otherwise is an error, and so is
+a change of an unsharded parameter in place (by its version, or by its bytes if nothing is known about the operator). All
+ranks run the same trace and raise together, before the optimizer can step.
+
+When the first run is complete, Thunder's cache entry gets the trace without the audit, so later steps pay nothing. If
+the run fails, for whatever reason, the next one is audited again. The audit reads addresses and versions on the host
+and does not wait for a device. Its cost, once for each trace: ``python benchmarks/audit.py``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from thunder.common import transform_to_torch_types
+from thunder.core import codeutils
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, from_trace
+
+from .buffers import Arena, Bucket, Slot
+from .operator_facts import facts_of
+from .symbols import GRAD_WRITERS, ISSUES, WAITS, executor, fsdp_all_gather, fsdp_wait_params
+from .traces import Aliases, args_of, outs_of, statement
+from .transforms import VerificationError
+
+__all__ = ["Auditor", "audited", "fsdp_audit", "without_audit"]
+
+
+class _Param(NamedTuple):
+    """An unsharded parameter in its slot."""
+
+    bucket: Bucket
+    slot: Slot
+    number: int
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.slot.params[self.bucket].tensors[self.number]
+
+
+class _Planned(NamedTuple):
+    """The plan for one bound symbol.
+
+    Attributes:
+        bsym: the bound symbol.
+        outs: names of the tensors that it defines.
+        slots: for each of them the slots in which it may lie.
+        read: the unsharded parameters that it can reach.
+        known: whether it is known what it writes.
+    """
+
+    bsym: BoundSymbol
+    outs: tuple[TensorProxy, ...]
+    slots: tuple[frozenset[Slot], ...]
+    read: tuple[_Param, ...]
+    known: bool
+
+
+class Auditor:
+    """The plan of one trace, and the opaque argument by which ``fsdp_audit`` finds it.
+
+    Args:
+        trace: the trace with slots.
+        forward: of a backward trace, its forward: what that saves may lie in private slots.
+        on_success: called once, after the first run.
+    """
+
+    def __init__(self, trace: TraceCtx, *, forward: TraceCtx | None, on_success: Callable[[], None]) -> None:
+        self.name = "audit_forward" if forward is None else "audit_backward"
+        self.planned: dict[int, _Planned] = {}
+        self._on_success: Callable[[], None] | None = on_success
+        self._before: list[tuple[int, torch.Tensor | None]] = []
+        self._aliases = Aliases()
+        self._slots: dict[str, Slot] = {}  # of gathers, by their futures
+        self._params: dict[str, _Param] = {}
+        self._gathers: list[tuple[int, Slot, str]] = []
+        for bsym in forward.bound_symbols if forward is not None else ():
+            self._follow(bsym, -1)
+        for position, bsym in enumerate(trace.bound_symbols):
+            self._follow(bsym, position)
+            if not _is_own(bsym) and bsym.sym.id not in _NO_OPERATORS:
+                self._plan(bsym, position)
+        self._arenas: tuple[Arena, ...] = tuple({slot.arena: None for _, slot, _ in self._gathers})
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def done(self) -> bool:
+        """Whether the trace has run once, without an error."""
+        return self._on_success is None
+
+    def _follow(self, bsym: BoundSymbol, position: int) -> None:
+        if bsym.sym.name in ISSUES:
+            if isinstance(bsym.args[1], Slot):
+                self._gathers.append((position, bsym.args[1], bsym.args[0].spec.name))
+            if bsym.sym is fsdp_all_gather:
+                self._slots[bsym.output.name] = bsym.args[1]
+        elif bsym.sym is fsdp_wait_params:
+            slot = self._slots[bsym.args[1].name]
+            self._params.update({p.name: _Param(bsym.args[0], slot, i) for i, p in enumerate(bsym.output)})
+        elif bsym.sym.name not in WAITS and bsym.sym.name not in GRAD_WRITERS:
+            self._aliases.add(bsym)
+
+    def _plan(self, bsym: BoundSymbol, position: int) -> None:
+        defined = set(outs_of(bsym))
+        tensors = (p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy) and p.name in defined)
+        outs = tuple({p.name: p for p in tensors}.values())
+        slots = tuple(frozenset(p.slot for p in self._roots(out.name)) for out in outs)
+        read = tuple(dict.fromkeys(p for arg in args_of(bsym) for p in self._roots(arg)))
+        if outs or read:
+            self.planned[position] = _Planned(bsym, outs, slots, read, facts_of(bsym).known)
+
+    def _roots(self, name: str) -> list[_Param]:
+        return [self._params[root] for root in sorted(self._aliases.roots(name)) if root in self._params]
+
+    def before(self, position: int) -> None:
+        """Take down the state of the parameters that the bound symbol at ``position`` is about to read."""
+        planned = self.planned[position]
+        self._before = [(p.tensor._version, None if planned.known else p.tensor.clone()) for p in planned.read]
+
+    def after(self, position: int, outputs: Sequence[torch.Tensor]) -> None:
+        """Compare what the bound symbol at ``position`` did with the plan.
+
+        Raises:
+            VerificationError: it returned memory of a slot, or changed a parameter, although the plan says otherwise.
+        """
+        planned, state, self._before = self.planned[position], self._before, []
+        for proxy, output, slots in zip(planned.outs, outputs, planned.slots, strict=True):
+            for arena in self._arenas:
+                span = arena.span_of(output)
+                if span is not None and not any(s.arena is arena and s.contains(span) for s in slots):
+                    self._fail(position, self._misplaced(position, proxy.name, arena, span, slots))
+        for param, (version, copy) in zip(planned.read, state, strict=True):
+            if param.tensor._version != version or (copy is not None and not _same_bytes(param.tensor, copy)):
+                spec = param.bucket.spec
+                what = "is known not to write it" if planned.known else "an unknown operator may not write it"
+                self._fail(
+                    position,
+                    f"changes parameter {spec.params[param.number].name!r} of bucket {spec.name!r} in {param.slot} in "
+                    f"place, but {what}",
+                )
+
+    def _misplaced(self, position: int, name: str, arena: Arena, span: tuple[int, int], slots: frozenset[Slot]) -> str:
+        found = [
+            (slot, bucket)
+            for at, slot, bucket in self._gathers
+            if at <= position and slot.arena is arena and slot.offset < span[1] and span[0] < slot.end
+        ]
+        where = (
+            f"{found[-1][0]} of bucket {found[-1][1]!r}" if found else "memory of slots that nothing was gathered into"
+        )
+        planned = f"the plan says {', '.join(sorted(map(str, slots)))}" if slots else "the plan says it lies in none"
+        return f"returns {name!r}, which lies in {where}; {planned}"
+
+    def _fail(self, position: int, what: str) -> None:
+        raise VerificationError(
+            f"{self.name}: bound symbol {position} {what}. What this project knows about the operator is wrong; please "
+            f"report it. Nothing was updated with the wrong values.\n    {statement(self.planned[position].bsym)}"
+        )
+
+    def succeeded(self) -> None:
+        """Take note that the trace has run to its end."""
+        on_success, self._on_success = self._on_success, None
+        if on_success is not None:
+            on_success()
+
+
+def audited(trace: TraceCtx, *, forward: TraceCtx | None, stats: Iterable[Any]) -> TraceCtx:
+    """Return ``trace``, complete with ``del`` statements, with the audit of its first run.
+
+    Args:
+        forward: of a backward trace, its forward.
+        stats: Thunder's statistics of the jitted modules that may run it. After the first run their cache gets the trace
+            without the audit.
+    """
+    new = from_trace(trace)
+    in_cache, of_modules, backward = weakref.ref(new), weakref.WeakSet(stats), forward is not None
+
+    def exchange() -> None:
+        found = in_cache()
+        if found is not None:
+            for one in of_modules:
+                _exchange(one, found, backward)
+
+    auditor = Auditor(trace, forward=forward, on_success=exchange)
+    for position, bsym in enumerate(trace.bound_symbols):
+        planned = auditor.planned.get(position)
+        if bsym.sym.id is PrimIDs.RETURN:
+            new.bound_symbols.append(fsdp_audit_done.bind(auditor, output=None))
+        if planned is not None and planned.read:
+            new.bound_symbols.append(fsdp_audit_before.bind(auditor, position, output=None))
+        new.bound_symbols.append(bsym)
+        if planned is not None:
+            new.bound_symbols.append(fsdp_audit.bind(auditor, position, *planned.outs, output=None))
+    new._any_future_tensors = trace._any_future_tensors
+    return new
+
+
+def without_audit(trace: TraceCtx) -> TraceCtx:
+    """Return ``trace`` without the audit, the same object if it has none."""
+    bsyms = [b for b in trace.bound_symbols if b.sym not in _AUDIT]
+    if len(bsyms) == len(trace.bound_symbols):
+        return trace
+    new = from_trace(trace)
+    new.bound_symbols = bsyms
+    new._any_future_tensors = trace._any_future_tensors
+    return new
+
+
+def _exchange(stats: Any, trace: TraceCtx, backward: bool) -> None:
+    """Take the audit out of the traces of the cache entry that ``trace`` belongs to, and compile the last one again."""
+    for number, entry in enumerate(stats.interpreter_cache):
+        traces = entry.backward_traces if backward else entry.computation_traces
+        if not any(t is trace for t in traces):
+            continue
+        for i, t in enumerate(traces):
+            traces[i] = without_audit(t)
+        # As in thunder.jit: of a forward trace, Thunder's types are replaced at the very end.
+        if backward:
+            entry = entry._replace(backward_fn=traces[-1].python_callable())
+        else:
+            entry = entry._replace(computation_fn=transform_to_torch_types(traces[-1]).python_callable())
+        stats.interpreter_cache[number] = entry
+        return
+
+
+_NO_OPERATORS = frozenset(i for i in PrimIDs if i.name.startswith("UNPACK_")) | {
+    PrimIDs.COMMENT,
+    PrimIDs.DEL,
+    PrimIDs.RETURN,
+}
+
+
+def _is_own(bsym: BoundSymbol) -> bool:
+    return bsym.sym.executor is executor
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def _before(auditor: Auditor, position: int) -> None:
+    if not auditor.done:
+        auditor.before(position)
+
+
+def _after(auditor: Auditor, position: int, *outputs: torch.Tensor) -> None:
+    if not auditor.done:
+        auditor.after(position, outputs)
+
+
+def _done(auditor: Auditor) -> None:
+    auditor.succeeded()
+
+
+def _meta(auditor: Auditor, *args: Any) -> None:
+    return None
+
+
+def _print(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    auditor, *others = bsym.args
+    return f"{bsym.sym.name}({', '.join((str(auditor), *map(codeutils.prettyprint, others)))})"
+
+
+def _bind_auditor(bsym: BoundSymbol) -> None:
+    bsym._call_ctx = {**(bsym._call_ctx or {}), str(bsym.args[0]): bsym.args[0]}
+
+
+def _register(name: str, fn: Callable[..., None]) -> Symbol:
+    symbol = executor.register_operator(
+        name, meta=_meta, fn=fn, tags=[OpTags.DONT_DCE], bind_postprocess=_bind_auditor, python_printer=_print
+    )
+    executor.register_implementation(symbol, symbol)
+    return symbol
+
+
+fsdp_audit_before = _register("fsdp_audit_before", _before)
+fsdp_audit = _register("fsdp_audit", _after)
+fsdp_audit_done = _register("fsdp_audit_done", _done)
+
+_AUDIT = frozenset({fsdp_audit_before, fsdp_audit, fsdp_audit_done})

@@ -1,0 +1,305 @@
+"""The control channel: a small gloo group of its own, on which ranks tell each other what they are about to do.
+
+[Note: Rounds]
+Traffic on the channel is a sequence of *rounds*. In each round every rank posts a token of a few integers, an
+asynchronous all-gather that costs the host some tens of microseconds, and settles it later: it waits for all tokens and
+compares them. All ranks see all tokens, so tokens that differ are a ``ScheduleDisagreement`` on every rank. Only then do
+the ranks exchange descriptions, through the group's store, so that the message on each of them names all sides.
+
+A round that has been settled leaves the channel consistent, whatever its result: every rank has taken part in as many
+rounds. Ranks that catch the disagreement can go on if nothing else was issued. A round that cannot be settled, because a
+rank does not come or is gone, closes the channel for good.
+
+The group is gloo's whatever the backend of the training group is, and tokens lie in host memory: the device is never
+synchronized. One channel serves all models of a process that are shared among the same ranks. As explained in
+[Note: Process groups are not kept alive] in ``groups``, the channel does not keep its group alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import struct
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from .compat import all_gather_on_host, timeout_of
+from .groups import Group
+from .placing import new_group
+
+__all__ = ["TOKEN", "Channel", "ScheduleDisagreement", "Subject", "announce"]
+
+TOKEN = struct.Struct("<5q")
+"""A token as it travels: what is done, of which model, by which program and computation, in which state."""
+
+_PATIENCE = timedelta(seconds=5)
+"""How long ranks wait for each other's descriptions once they know that they disagree."""
+
+_FAILURE_PATIENCE = timedelta(seconds=2)
+"""How long a rank whose collective failed waits for the others to report what happened to them."""
+
+
+class ScheduleDisagreement(RuntimeError):
+    """The ranks of a process group do different things: compiled other schedules, run other traces, or some did not come."""
+
+
+class Subject(Protocol):
+    """The action that a rank announces in a round."""
+
+    def describe(self) -> str:
+        """One line for the message of a disagreement."""
+
+    def details(self) -> Sequence[str]:
+        """Lines to compare if ranks describe themselves alike, or none."""
+
+    def cancel(self) -> None:
+        """Take note that it will not be done."""
+
+
+class Channel:
+    """Rounds among the ranks of a group; see [Note: Rounds].
+
+    Args:
+        everyone: the ranks.
+        timeout: how long a rank waits for the others in a round.
+
+    Attributes:
+        rounds: how many were settled; the same on all ranks.
+        pending: what was posted and is not settled yet.
+    """
+
+    def __init__(self, everyone: Group, timeout: timedelta) -> None:
+        ranks = list(everyone.global_ranks)
+        made = new_group(ranks, everyone.process_group, "fsdp_control", backend="gloo", timeout=timeout)
+        self.group = dataclasses.replace(made, description=everyone.description)
+        self.size = made.size
+        self._issue: Callable[[Any, Any], Any] | None = all_gather_on_host(made.process_group)
+        # The method keeps the group's backend and threads alive, so it goes when the group goes.
+        channel = weakref.ref(self)
+
+        def let_go(_: object) -> None:
+            if (self := channel()) is not None:
+                self._issue = None
+
+        self._end = weakref.ref(made.process_group, let_go)
+        self.rounds = 0
+        self.pending: Subject | None = None
+        self.last: Subject | None = None
+        self.closed = ""  # why no further round is possible
+        # Tensors that share memory with what Python reads and writes: no tensor operation is needed to compare.
+        self._sent, self._received = bytearray(TOKEN.size), bytearray(TOKEN.size * self.size)
+        self._send = torch.frombuffer(self._sent, dtype=torch.int64)
+        self._receive = torch.frombuffer(self._received, dtype=torch.int64)
+        self._work: Any = None
+        self._posted = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its group still exists and every rank has come to every round."""
+        return not self.closed and self.group.is_alive
+
+    @property
+    def me(self) -> int:
+        """This process's global rank."""
+        return self.group.global_ranks[self.group.rank]
+
+    def post(self, token: bytes, subject: Subject) -> None:
+        """Begin a round, after the previous one has been settled.
+
+        Raises:
+            ScheduleDisagreement: of a round that an exception left unsettled, or the channel is closed.
+        """
+        if self.pending is not None:
+            self.settle()
+        if self.closed:
+            raise ScheduleDisagreement(f"{self.closed}\nrank {self.me} has come to {subject.describe()} since")
+        issue = self._issue
+        if issue is None:
+            raise RuntimeError(
+                f"fsdp: process group {self.group.description!r}, over which parameters are sharded, is destroyed"
+            )
+        self._sent[:] = token
+        self.pending = subject
+        self._posted = time.monotonic()
+        try:
+            self._work = issue(self._receive, self._send)
+        except RuntimeError as error:
+            raise self._close(error) from error
+
+    def settle(self) -> None:
+        """End the round, if one is pending.
+
+        Raises:
+            ScheduleDisagreement: the ranks do different things, or one did not come.
+        """
+        subject, work = self.pending, self._work
+        if subject is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._close(error) from error
+        self.pending = self._work = None
+        self.rounds += 1
+        if self._received != self._sent * self.size:
+            raise self._disagreement(subject)
+        self.last = subject
+
+    def gather(self, value: Any) -> list[Any]:
+        """Exchange a picklable object with every rank, after a round."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group.process_group)
+        return values
+
+    def explain(self, text: str) -> str:
+        """Publish what failed here, wait shortly for the others, and return what they have published."""
+        key = f"failure/{self.group.rank}"
+        reported: dict[int, str] = {}
+        with contextlib.suppress(Exception):  # the store may be gone with the rank that held it
+            store = self._store()
+            store.set(key, json.dumps([self.rounds, text]))
+            deadline = time.monotonic() + _FAILURE_PATIENCE.total_seconds()
+            waiting = [r for r in range(self.size) if r != self.group.rank]
+            while waiting and time.monotonic() < deadline:
+                for rank in list(waiting):
+                    if store.check([f"failure/{rank}"]):
+                        rounds, theirs = json.loads(store.get(f"failure/{rank}"))
+                        if rounds >= self.rounds - 1:  # not of a failure long ago
+                            reported[self.group.global_ranks[rank]] = theirs
+                            waiting.remove(rank)
+                if waiting:
+                    time.sleep(0.05)
+        lines = [f"    rank {rank}: {_first_line(theirs)}" for rank, theirs in reported.items()]
+        silent = [r for r in self.group.global_ranks if r != self.me and r not in reported]
+        if silent:
+            lines.append(f"    {_named(silent)} reported nothing within {_FAILURE_PATIENCE.total_seconds():g} s")
+        agreed = f"All ranks had agreed on {self.last.describe()}. " if self.last is not None else ""
+        return "\n".join([f"{agreed}The other ranks:", *lines])
+
+    def _store(self) -> Store:
+        return self.group.process_group.get_group_store()
+
+    def _close(self, error: RuntimeError) -> ScheduleDisagreement:
+        """Find out who is missing, by what the others publish, and close the channel."""
+        waited = time.monotonic() - self._posted
+        subject = self.pending
+        assert subject is not None
+        what = subject.describe()
+        subject.cancel()
+        self.pending = self._work = None
+        came: dict[int, str] = {}
+        with contextlib.suppress(Exception):
+            store = self._store()
+            prefix = f"absent/{self.rounds}"
+            store.set(f"{prefix}/{self.group.rank}", what)
+            came = self._collect(store, prefix, _FAILURE_PATIENCE)
+        came[self.me] = what
+        missing = [rank for rank in self.group.global_ranks if rank not in came]
+        who = f"{_named(missing)} did not come" if missing else "the ranks did not come together"
+        absent = f"\n    {_named(missing)}: stopped, failed, hung, or busy with something else" if missing else ""
+        self.closed = (
+            f"fsdp: the ranks of process group {self.group.description!r} disagree: {who} within {waited:.1f} s:\n"
+            f"{_sides(came)}{absent}\n({_first_line(str(error))})"
+        )
+        return ScheduleDisagreement(self.closed)
+
+    def _disagreement(self, subject: Subject) -> ScheduleDisagreement:
+        tokens = [bytes(self._received[i : i + TOKEN.size]) for i in range(0, len(self._received), TOKEN.size)]
+        own = json.dumps([subject.describe(), list(subject.details())])
+        subject.cancel()
+        texts: dict[int, str] = {}
+        with contextlib.suppress(Exception):  # the store may be gone; the disagreement is certain
+            store = self._store()
+            prefix = f"differ/{self.rounds}"
+            store.set(f"{prefix}/{self.group.rank}", own)
+            texts = self._collect(store, prefix, _PATIENCE)
+            if store.add(f"{prefix}/read", 1) == self.size:
+                for rank in range(self.size):
+                    store.delete_key(f"{prefix}/{rank}")
+                store.delete_key(f"{prefix}/read")
+        texts[self.me] = own
+        what = {rank: json.loads(texts[rank]) for rank in sorted(texts)}
+        sides = {rank: text for rank, (text, _) in what.items()}
+        for rank in self.group.global_ranks:
+            sides.setdefault(rank, "(it has not said what it does)")
+        message = f"fsdp: the ranks of process group {self.group.description!r} disagree:\n{_sides(sides)}"
+        first, other = self._two_sides(tokens)
+        if first in what and other in what and what[first][0] == what[other][0]:
+            message += "\n" + _first_difference({rank: what[rank][1] for rank in (first, other)})
+        return ScheduleDisagreement(message)
+
+    def _two_sides(self, tokens: Sequence[bytes]) -> tuple[int, int]:
+        """The first rank, and the first that does something else."""
+        other = next(i for i, token in enumerate(tokens) if token != tokens[0])
+        return self.group.global_ranks[0], self.group.global_ranks[other]
+
+    def _collect(self, store: Store, prefix: str, patience: timedelta) -> dict[int, str]:
+        """Return the texts that ranks have put under ``prefix``, by global rank, without those that come too late."""
+        keys = {f"{prefix}/{i}": rank for i, rank in enumerate(self.group.global_ranks)}
+        with contextlib.suppress(RuntimeError):
+            store.wait(list(keys), patience)
+        return {rank: store.get(key).decode() for key, rank in keys.items() if store.check([key])}
+
+
+_channels: dict[tuple[tuple[int, ...], timedelta], Channel] = {}
+
+
+def announce(everyone: Group, name: str) -> Callable[[], Channel]:
+    """Tell the other ranks whether this one lacks an open channel.
+
+    Args:
+        name: unique to this call, the same on all ranks.
+
+    Returns:
+        What finds the channel of these ranks, or makes one if any of them lacks it; a collective, to be called once all
+        ranks have announced.
+    """
+    timeout = timeout_of(everyone.process_group)
+    key = tuple(everyone.global_ranks), timeout
+    known = _channels.get(key)
+    store = everyone.process_group.get_group_store()
+    lacking = f"thunder_fsdp_sched/{name}/lacking"
+    store.add(lacking, int(known is None or not known.is_open))
+
+    def find() -> Channel:
+        if store.add(lacking, 0):
+            _channels[key] = Channel(everyone, timeout)
+        if store.add(f"{lacking}/read", 1) == everyone.size:
+            store.delete_key(lacking)
+            store.delete_key(f"{lacking}/read")
+        return _channels[key]
+
+    return find
+
+
+def _sides(texts: dict[int, str]) -> str:
+    """A line for each thing that is done, with the ranks that do it."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        ranks_of.setdefault(text, []).append(rank)
+    return "\n".join(f"    {_named(ranks)}: {text}" for text, ranks in ranks_of.items())
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+
+
+def _first_line(text: str) -> str:
+    return text.split("\n", 1)[0]
+
+
+def _first_difference(lines: dict[int, list[str]]) -> str:
+    (first, ours), (other, theirs) = lines.items()
+    for number in range(max(len(ours), len(theirs))):
+        a, b = (text[number] if number < len(text) else "(nothing)" for text in (ours, theirs))
+        if a != b:
+            return f"Line {number + 1} of their traces differs:\n    rank {first}: {a}\n    rank {other}: {b}"
+    return "(their tokens differ, their descriptions do not)"

@@ -1,0 +1,21 @@
+"""Values that each rank gives to all others, over the control channel."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from ..control import control_of
+from ..groups import Group
+
+__all__ = ["exchange"]
+
+Value = TypeVar("Value")
+
+
+def exchange(group: Group, what: str, value: Value) -> list[Value]:
+    """Return every rank's value, in the order of ranks; a collective that all ranks call for the same purpose.
+
+    Args:
+        what: the purpose, for the message if a rank does something else.
+    """
+    return control_of(group).exchange(what, value)

@@ -1,0 +1,139 @@
+"""Whether a checkpoint fits a model and its optimizers, and memory to load it into."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from thunder.core.module import ThunderModule
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ..sharding import ShardedModule
+from ..transform import find_transform
+from .pieces import as_entry, local_rows
+from .state_dict import names_of_params, owned_names
+
+__all__ = ["Cast", "blank_optimizer_state", "compare", "optimizer_state_dicts", "tell_casts"]
+
+Cast = tuple[str, torch.dtype, torch.dtype]
+"""Name of an entry, its dtype in the checkpoint, and that in memory."""
+
+
+def compare(saved: dict[tuple[Any, ...], Any], entries: dict[str, torch.Tensor], *, strict: bool) -> list[Cast]:
+    """Return what is of another dtype than what was saved.
+
+    Raises:
+        ValueError: the saved model has other names or shapes.
+    """
+    faults = [f"{name!r} is missing" for name in entries if (name,) not in saved]
+    if strict:
+        faults += [f"{'.'.join(map(str, below))!r} is unknown" for below in saved if below[0] not in entries]
+    casts = []
+    for name, entry in entries.items():
+        found = saved.get((name,))
+        if isinstance(found, TensorStorageMetadata):
+            if found.size != entry.shape:
+                faults.append(f"{name!r} has shape {tuple(found.size)} there, {tuple(entry.shape)} in the model")
+            elif found.properties.dtype != entry.dtype:
+                casts.append((name, found.properties.dtype, entry.dtype))
+        elif found is not None:
+            faults.append(f"{name!r} is no tensor there")
+    if faults:
+        more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise ValueError(f"the checkpoint does not fit the model: {'; '.join(faults[:8])}{more}")
+    return casts
+
+
+def blank_optimizer_state(
+    saved: dict[tuple[Any, ...], Any], model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[dict[str, Any], list[Cast]]:
+    """Return somewhere to load to: the state that the checkpoint holds of each parameter, and the optimizers' groups.
+
+    Besides it returns what ``load_state_dict`` of an optimizer will cast: it takes over the parameter's dtype.
+    """
+    sharded = find_transform(model).sharded
+    names = names_of_params(model, optimizers)
+    owned = owned_names(names, optimizers)
+    dtypes = {name: param.dtype for param, name in names.items()}
+    aliases = {alias: name for name in names.values() for alias in sharded.names_of(name)}
+    state: dict[str, dict[str, Any]] = {}
+    groups: dict[int, dict[str, Any]] = {}
+    casts: list[Cast] = []
+    for below, found in saved.items():
+        is_tensor = isinstance(found, TensorStorageMetadata)
+        if below[0] == "param_groups":
+            blank = torch.empty(found.size, dtype=found.properties.dtype) if is_tensor else None
+            groups.setdefault(below[1], {})[below[2]] = blank
+        elif below[1] in aliases and owned.get(aliases[below[1]], True):
+            name = aliases[below[1]]
+            state.setdefault(below[1], {})[below[2]] = (
+                _blank_state(sharded, name, below[2], found, whole=name in owned) if is_tensor else None
+            )
+            if is_tensor and below[2] != "step" and found.properties.dtype.is_floating_point:
+                if found.properties.dtype != dtypes[name] and dtypes[name].is_floating_point:
+                    casts.append((f"{below[2]} of {name}", found.properties.dtype, dtypes[name]))
+    return {"state": state, "param_groups": [groups[i] for i in sorted(groups)]}, casts
+
+
+def _blank_state(
+    sharded: ShardedModule, name: str, what: str, found: TensorStorageMetadata, *, whole: bool
+) -> torch.Tensor:
+    dtype = found.properties.dtype
+    if whole or not found.size or name not in sharded.places:
+        return torch.empty(found.size, dtype=dtype)
+    bucket, index = sharded.places[name]
+    expected = bucket.spec.params[index].shape or (1,)
+    if tuple(found.size) != expected:
+        raise ValueError(
+            f"the checkpoint does not fit the optimizers: {what!r} of {name!r} has shape {tuple(found.size)} there, the "
+            f"parameter {expected}"
+        )
+    return as_entry(bucket, index, torch.empty_like(bucket.params[index], dtype=dtype).detach(), as_rows=True)
+
+
+def optimizer_state_dicts(
+    loaded: dict[str, Any], model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]
+) -> list[dict[str, Any]]:
+    """Return what ``load_state_dict`` of each optimizer takes: parameters by their numbers, groups in its own order.
+
+    Raises:
+        ValueError: the checkpoint's parameter groups are others.
+    """
+    sharded = find_transform(model).sharded
+    names = names_of_params(model, optimizers)
+    states = {sharded.names_of(name)[0]: state for name, state in loaded["state"].items()}
+    groups = {frozenset(sharded.names_of(n)[0] for n in group["params"]): group for group in loaded["param_groups"]}
+    result = []
+    for optimizer in optimizers:
+        numbers = itertools.count()
+        state_dict: dict[str, Any] = {"state": {}, "param_groups": []}
+        for number, group in enumerate(optimizer.param_groups):
+            mine = [names[param] for param in group["params"]]
+            if frozenset(mine) not in groups:
+                raise ValueError(
+                    f"the checkpoint does not fit the optimizers, nothing is changed: it has no group of the same "
+                    f"parameters as param_groups[{number}] of {type(optimizer).__name__} ({mine[0]!r} and "
+                    f"{len(mine) - 1} more)"
+                )
+            numbered = list(itertools.islice(numbers, len(mine)))
+            values = {k: v for k, v in groups[frozenset(mine)].items() if k != "params"}
+            state_dict["param_groups"].append({**group, **values, "params": numbered})
+            for i, name in zip(numbered, mine, strict=True):
+                if name in states:
+                    state_dict["state"][i] = {
+                        what: local_rows(v) if isinstance(v, torch.Tensor) else v for what, v in states[name].items()
+                    }
+        result.append(state_dict)
+    return result
+
+
+def tell_casts(casts: Sequence[Cast]) -> str:
+    """Say which entries are loaded into another dtype."""
+    lines = [f"{name} from {_short(there)} to {_short(here)}" for name, there, here in casts[:8]]
+    return f"{'; '.join(lines)}{f'; and {len(casts) - 8} more' if len(casts) > 8 else ''}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,162 @@
+"""The list of a checkpoint's contents, ``.metadata``: read without running code from it, and checked.
+
+[Note: Metadata is a pickle]
+DCP pickles its metadata, and unpickling calls whatever the file names. So only the classes that such a list is made of are
+looked up, anything else is refused before it is called. The same bytes are checked and used: ranks compare their digest, and
+what is read from the data files follows the list that was checked.
+
+A list of ours ends with its own checksum, after the pickle, where other readers do not look. It holds the checksum of each
+piece of data (``crc32`` of its ``storage_data``), so that checksums, data and list cannot come from different saves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import re
+import zlib
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from .claim import METADATA
+
+__all__ = ["Contents", "check_files", "contents_of", "read_metadata", "seal"]
+
+Contents = dict[str, dict[tuple[Any, ...], Any]]
+"""For each top-level name the path below it of each leaf, and its metadata."""
+
+_SEAL = re.compile(rb"\nthunder_fsdp_sched crc32 ([0-9a-f]{8})\n\Z")
+
+
+def seal(data: bytes) -> bytes:
+    """Append the checksum of ``data`` to it."""
+    return data + b"\nthunder_fsdp_sched crc32 %08x\n" % zlib.crc32(data)
+
+
+def read_metadata(folder: Path) -> tuple[Metadata, str]:
+    """Read the list of a checkpoint's contents, and return it with the digest of its bytes.
+
+    Raises:
+        ValueError: the folder is no checkpoint, or one whose save did not end, or the list is damaged or contains anything
+            that such a list is not made of.
+    """
+    file = folder / METADATA
+    if not file.exists():
+        begun = folder.is_dir() and any(folder.iterdir())
+        raise ValueError(f"{folder} is {'a checkpoint whose save did not end' if begun else 'no checkpoint'}")
+    try:
+        data = file.read_bytes()
+        sealed = _SEAL.search(data)
+        if sealed is not None and int(sealed[1], 16) != zlib.crc32(data[: sealed.start()]):
+            raise ValueError("its checksum is wrong: the file was damaged")
+        found = _Unpickler(io.BytesIO(data)).load()
+        _check_types(found)
+        if sealed is None and any(hasattr(info, "crc32") for info in found.storage_data.values()):
+            raise ValueError("its checksum is missing: the file was damaged")
+    except Exception as error:
+        raise ValueError(f"{file} cannot be read: {type(error).__name__} {error}") from error
+    return found, hashlib.sha256(data).hexdigest()
+
+
+def contents_of(found: Metadata) -> Contents:
+    """Arrange what a checkpoint holds by top-level name."""
+    contents: Contents = {}
+    for name, (top, *below) in (found.planner_data or {}).items():
+        contents.setdefault(str(top), {})[tuple(below)] = found.state_dict_metadata[name]
+    return contents
+
+
+def check_files(folder: Path, found: Metadata) -> None:
+    """Raise unless the data files are there, and as long as the list says.
+
+    Raises:
+        ValueError: one is cut.
+        OSError: one is missing.
+    """
+    ends: dict[str, int] = {}
+    for info in found.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in ends.items():
+        if (folder / name).stat().st_size < end:
+            raise ValueError(f"{folder / name} is cut")
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = _KNOWN.get((module, name))
+        if known is None and module == "torch":  # a dtype is pickled by its name
+            dtype = getattr(torch, name, None) if name.isidentifier() else None
+            known = dtype if isinstance(dtype, torch.dtype) else None
+        if known is None:
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which no list of a checkpoint's contents is made of; it was not called"
+            )
+        return known
+
+
+def _layout(name: str) -> torch.layout:
+    layout = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(layout, torch.layout):
+        raise pickle.UnpicklingError(f"{name!r} is no layout")
+    return layout
+
+
+def _path(*parts: str) -> PurePosixPath:
+    return PurePosixPath(*parts)
+
+
+_KNOWN: dict[tuple[str, str], Any] = {
+    **{
+        ("torch.distributed.checkpoint.metadata", name): getattr(metadata, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): getattr(filesystem, "_StorageInfo"),  # noqa: B009
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("collections", "OrderedDict"): dict,
+    # Where it was saved, which nobody asks for.
+    **{
+        (module, name): _path
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+}
+
+
+def _check_types(found: object) -> None:
+    """Raise unless the list is made as a list should be: what follows takes that for granted."""
+    if not isinstance(found, Metadata):
+        raise ValueError(f"it holds a {type(found).__name__}")
+    planner_data = found.planner_data or {}
+    if not isinstance(planner_data, dict) or not all(isinstance(p, tuple) and p for p in planner_data.values()):
+        raise ValueError("its planner_data are no paths")
+    if not isinstance(found.state_dict_metadata, dict) or not all(
+        isinstance(entry, (TensorStorageMetadata, BytesStorageMetadata)) for entry in found.state_dict_metadata.values()
+    ):
+        raise ValueError("its state_dict_metadata describe no tensors and bytes")
+    if missing := planner_data.keys() - found.state_dict_metadata.keys():
+        raise ValueError(f"it describes no {sorted(missing)[0]!r}")
+    if not isinstance(found.storage_data, dict):
+        raise ValueError("it has no storage_data")
+    for index, info in found.storage_data.items():
+        path = getattr(info, "relative_path", None)
+        if not isinstance(index, MetadataIndex) or not isinstance(path, str):
+            raise ValueError("its storage_data name no files")
+        if Path(path).is_absolute() or ".." in Path(path).parts:
+            raise ValueError(f"it names a file outside its folder, {path!r}")
+        if not isinstance(info.offset, int) or not isinstance(info.length, int) or min(info.offset, info.length) < 0:
+            raise ValueError(f"it names no range of {path!r}")

@@ -1,0 +1,98 @@
+"""Descriptions of compiled traces for messages: the inputs and flags that they were compiled for, and their lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from thunder.core import prims
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import Proxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from .schedule import is_communication
+from .symbols import ISSUES
+
+__all__ = ["computation_lines", "count_issues", "describe_inputs", "trace_lines"]
+
+_VALUE_CHECKS = frozenset({PrimIDs.CHECK_NUMBER_TYPE_AND_VALUE, PrimIDs.CHECK_STRING_VALUE, PrimIDs.CHECK_NONE})
+_SHOWN = 8
+"""Inputs and flags that a description lists at most, each."""
+
+
+def describe_inputs(prologue: TraceCtx, *, no_sync: bool) -> str:
+    """Describe what a prologue checks: shapes and values of inputs, flags of the module, modes."""
+    given: set[str] = set()  # proxies that come from the arguments of the call
+    module = ""
+    attributes: dict[str, str] = {}
+    training: set[str] = set()
+    modes: dict[str, str] = {}
+    inputs: list[str] = []
+    flags: list[str] = []
+    grads = autocast = False
+    for bsym in prologue.bound_symbols:
+        first = bsym.args[0] if bsym.args and isinstance(bsym.args[0], Proxy) else None
+        out = bsym.output if isinstance(bsym.output, Proxy) else None
+        if bsym.sym.id is PrimIDs.UNPACK_TRIVIAL and out is not None:
+            given.add(out.name)
+        elif bsym.sym is prims.unpack_thunder_module and out is not None:
+            module = out.name
+        elif bsym.sym.id is PrimIDs.UNPACK_ATTR and first is not None and out is not None:
+            if bsym.args[1] == "training":
+                training.add(out.name)
+            elif first.name == module:
+                attributes[out.name] = bsym.args[1]
+        elif bsym.sym.id is PrimIDs.UNPACK_GETITEM and first is not None and first.name.startswith("cache_info"):
+            if out is not None:
+                modes[out.name] = str(bsym.args[1])
+        elif first is not None and first.name in given and not bsym.sym.name.startswith("check"):
+            given.update(p.name for p in bsym.flat_proxy_outs)
+        elif bsym.sym.id is PrimIDs.CHECK_TENSOR_SHAPE_AND_METADATA and first is not None and first.name in given:
+            _, shape, _, dtype, requires_grad = bsym.args
+            inputs.append(f"{str(dtype).rpartition('.')[2]}{list(shape)}{' with gradient' * requires_grad}")
+        elif bsym.sym.id in _VALUE_CHECKS and first is not None:
+            value = bsym.args[1] if len(bsym.args) > 1 else None
+            if first.name in given:
+                inputs.append(repr(value))
+            elif first.name in attributes and isinstance(value, (bool, str)):  # numbers are mostly sizes
+                flags.append(f"{attributes[first.name]}={value!r}")
+            elif first.name in training and value:
+                training.add("any")
+            elif first.name in modes:
+                grads |= modes[first.name] == "is_grad_enabled" and bool(value)
+                autocast |= modes[first.name] == "is_autocast_enabled" and bool(value)
+    words = ["gradients enabled" if grads else "no gradients"]
+    if training:
+        words.append("training" if "any" in training else "evaluating")
+    words += ["no_sync"] * no_sync + ["autocast"] * autocast + _some(flags)
+    return f"inputs {', '.join(_some(inputs)) or '(none)'} ({', '.join(words)})"
+
+
+def trace_lines(bsyms: Iterable[BoundSymbol]) -> list[str]:
+    """A line for each bound symbol: collectives by their buckets, the others as :func:`computation_lines` has them."""
+    return [f"{b.sym.name} {b.args[0].spec.name}" if is_communication(b) else _computation_line(b) for b in bsyms]
+
+
+def computation_lines(bsyms: Iterable[BoundSymbol]) -> list[str]:
+    """A line for each bound symbol that computes: its name and the dtypes of its outputs, but no shapes."""
+    return [_computation_line(b) for b in bsyms if not is_communication(b)]
+
+
+def count_issues(bsyms: Iterable[BoundSymbol]) -> int:
+    """The number of collectives, those included whose bucket is resident."""
+    return sum(b.sym.name in ISSUES for b in bsyms)
+
+
+def _computation_line(bsym: BoundSymbol) -> str:
+    # A fusion's own name is the same whatever it holds.
+    made_of = f" of {', '.join(sub.sym.name for sub in bsym.subsymbols)}" if bsym.sym.is_fusion else ""
+    dtypes = " ".join(dtype for p in bsym.flat_proxy_outs if (dtype := _dtype(p)))
+    return f"{bsym.sym.name}{made_of} {dtypes}".rstrip()
+
+
+def _dtype(proxy: Proxy) -> str:
+    return str(getattr(proxy, "dtype", "")).rpartition(".")[2]
+
+
+def _some(texts: list[str]) -> list[str]:
+    return texts if len(texts) <= _SHOWN else [*texts[:_SHOWN], f"and {len(texts) - _SHOWN} more"]

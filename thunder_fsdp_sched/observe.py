@@ -1,0 +1,259 @@
+"""Runs a torch function on fake tensors and reports which outputs share memory with inputs, and whether it is pure.
+
+[Note: How a function is observed]
+The very function that a trace calls runs once on fake tensors of the same shapes and dtypes. They have storages but no
+data, so this takes no memory and draws no random numbers. A dispatch mode sees every base operator that the function
+is made of: its schema says which arguments it writes, its tags whether it draws random numbers. Afterwards storages are
+compared. Schemas of composite operators are not asked, because some are wrong: ``dropout`` and ``einsum`` may return their
+input without saying so.
+
+Fake inputs are contiguous. If the call names another memory format it runs again with inputs of that format, since
+``contiguous`` and ``to`` return such an input as it is. The audit of the first run covers what else depends on strides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from thunder.core import devices, dtypes
+from thunder.core.dtypes import to_torch_dtype
+from thunder.core.proxies import NumberProxy, TensorProxy
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .compat import schema_of, shape_of
+
+__all__ = ["Observed", "observe", "observe_call"]
+
+_TRUSTED_NAMESPACES = frozenset({"aten", "prim", "prims"})
+"""Namespaces whose operators carry the tag ``nondeterministic_seeded`` if they draw random numbers. Others need not."""
+
+_UNINITIALIZED = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
+)
+
+_DEVICE = re.compile(r"(cpu|cuda|meta|xpu|mps|hpu|privateuseone)(:\d+)?")
+
+_OTHER_FORMATS = (torch.channels_last, torch.channels_last_3d)
+
+_MAX_CACHED = 10_000
+"""Calls whose facts are kept; a model has a few hundred."""
+
+
+class Observed(NamedTuple):
+    """Facts about one call of a function.
+
+    Attributes:
+        aliases: for each tensor that it returns, the indices of the tensor arguments with which it shares memory.
+        pure: whether the same arguments give the same values, and nothing else changes.
+        writes: indices of the tensor arguments that it changes in place.
+    """
+
+    aliases: tuple[frozenset[int], ...]
+    pure: bool
+    writes: frozenset[int]
+
+
+_cache: dict[Any, Observed | None] = {}
+
+
+def observe_call(
+    function: Callable[..., Any], leaves: Sequence[Any], unflatten: Callable[[list[Any]], Any], structure: Any
+) -> Observed | None:
+    """Return the facts about a call of ``function`` in a trace, or ``None`` if it cannot be run on fake tensors.
+
+    Args:
+        leaves: the arguments of the bound symbol, flattened. Tensor proxies of one name are one tensor.
+        unflatten: makes ``(args, kwargs)`` of a list as long as ``leaves``.
+        structure: hashable, tells calls of different structure apart.
+    """
+    described = _describe(leaves)
+    if described is None:
+        return None
+    key = (function, structure, described)
+    if key not in _cache:
+        if len(_cache) >= _MAX_CACHED:
+            _cache.clear()
+        _cache[key] = _try(function, leaves, unflatten)
+    return _cache[key]
+
+
+def observe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Observed:
+    """Run ``function`` with tensors of a :class:`FakeTensorMode` that is active, and return the facts.
+
+    Tensor arguments are numbered in the order in which they appear, each tensor once.
+    """
+    inputs = _unique(t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+    recorder = _Recorder(inputs)
+    with recorder:
+        outputs = function(*args, **kwargs)
+    outs = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+    everything = frozenset(range(len(inputs)))
+    aliases = tuple(
+        everything if recorder.custom_alias else recorder.inputs.get(_storage(out), frozenset()) for out in outs
+    )
+    blank = any(_storage(out) in recorder.uninitialized for out in outs)
+    pure = recorder.deterministic and not recorder.writes and not blank
+    return Observed(aliases, pure, frozenset(recorder.writes))
+
+
+class _Recorder(TorchDispatchMode):
+    """Collects facts from the schemas and tags of all base operators that run under it."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.inputs: dict[StorageWeakRef, frozenset[int]] = {}
+        for index, tensor in enumerate(inputs):
+            self.inputs[_storage(tensor)] = self.inputs.get(_storage(tensor), frozenset()) | {index}
+        self.deterministic = True
+        self.custom_alias = False
+        self.writes: set[int] = set()
+        self.uninitialized: set[StorageWeakRef] = set()
+        self._alive: list[Any] = []  # storages are told apart by address
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        schema = schema_of(func)
+        out = func(*args, **kwargs)
+        self._alive.append(out)
+        named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+        for argument in schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in tree_leaves(named.get(argument.name)):
+                    if isinstance(tensor, torch.Tensor):
+                        self.writes |= self.inputs.get(_storage(tensor), frozenset())
+                        self.uninitialized.discard(_storage(tensor))
+        if func.namespace not in _TRUSTED_NAMESPACES:
+            self.deterministic = False
+            self.custom_alias |= any(r.alias_info is not None for r in schema.returns)
+        elif torch.Tag.nondeterministic_seeded in func.tags and named.get("dropout_p", None) != 0.0:
+            self.deterministic = False
+        if schema.name.removeprefix("aten::") in _UNINITIALIZED:
+            self.uninitialized.update(_storage(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor))
+        return out
+
+
+def _try(function: Callable[..., Any], leaves: Sequence[Any], unflatten: Callable[[list[Any]], Any]) -> Observed | None:
+    """Observe a call, with torch's dtypes and devices and if that fails with Thunder's; ``None`` if both fail."""
+    formats = [x for x in leaves if isinstance(x, torch.memory_format) and x in _OTHER_FORMATS]
+    observed = [_try_with(function, leaves, unflatten, layout) for layout in (torch.contiguous_format, *formats)]
+    found = [o for o in observed if o is not None]
+    if not found:
+        return None
+    first = found[0]
+    for other in found[1:]:
+        aliases = tuple(a | b for a, b in zip(first.aliases, other.aliases, strict=True))
+        first = Observed(aliases, first.pure and other.pure, first.writes | other.writes)
+    return first
+
+
+def _try_with(
+    function: Callable[..., Any],
+    leaves: Sequence[Any],
+    unflatten: Callable[[list[Any]], Any],
+    layout: torch.memory_format,
+) -> Observed | None:
+    for convert in (True, False):
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")
+                stack.enter_context(_quiet(logging.getLogger("torch._subclasses.fake_tensor")))
+                stack.enter_context(torch.device("cpu"))
+                stack.enter_context(torch.autocast("cpu", enabled=False))
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+                tensors: dict[str, torch.Tensor] = {}
+                args, kwargs = unflatten([_fake(leaf, tensors, convert, layout) for leaf in leaves])
+                return observe(function, *args, **kwargs)
+        except Exception:  # whatever it is: nothing is known about the function then
+            continue
+    return None
+
+
+@contextlib.contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """Keep torch from logging each operator that does not take these arguments."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _fake(leaf: Any, tensors: dict[str, torch.Tensor], convert: bool, layout: torch.memory_format) -> Any:
+    if isinstance(leaf, TensorProxy):
+        if leaf.name not in tensors:
+            shape = tuple(int(_value(size)) for size in shape_of(leaf))
+            fits = {torch.channels_last: 4, torch.channels_last_3d: 5}.get(layout, len(shape)) == len(shape)
+            tensors[leaf.name] = torch.empty(
+                shape,
+                dtype=to_torch_dtype(leaf.dtype),
+                device="cpu",
+                memory_format=layout if fits else torch.contiguous_format,
+            )
+        return tensors[leaf.name]
+    if isinstance(leaf, NumberProxy):
+        return leaf.value
+    if isinstance(leaf, torch.device) or (isinstance(leaf, str) and _DEVICE.fullmatch(leaf)):
+        return torch.device("cpu")
+    if convert and isinstance(leaf, devices.Device):
+        return torch.device("cpu")
+    if convert and isinstance(leaf, dtypes.dtype):
+        return to_torch_dtype(leaf)
+    return leaf
+
+
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    slice,
+    type(None),
+    type(Ellipsis),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    dtypes.dtype,
+    devices.Device,
+)
+
+
+def _describe(leaves: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Return a key that is equal for calls with equal facts, or ``None`` for arguments that cannot be made fake."""
+    described: list[Any] = []
+    first: dict[str, int] = {}
+    for leaf in leaves:
+        if isinstance(leaf, TensorProxy):
+            number = first.setdefault(leaf.name, len(first))
+            described.append((number, tuple(_value(size) for size in shape_of(leaf)), leaf.dtype))
+        elif isinstance(leaf, NumberProxy):
+            described.append((type(leaf.value), leaf.value))
+        elif isinstance(leaf, _PLAIN):
+            described.append((type(leaf), str(leaf)))
+        else:
+            return None
+    return tuple(described)
+
+
+def _value(size: Any) -> Any:
+    return size.value if isinstance(size, NumberProxy) else size
+
+
+def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(t): t for t in tensors}.values())
+
+
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())

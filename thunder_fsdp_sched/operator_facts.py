@@ -1,0 +1,247 @@
+"""Facts about operators: what an output may alias, what is pure, what is written. What is not known counts as unsafe.
+
+[Note: Where facts come from]
+1. *This project's symbols* are exact by construction: they hand out slots, and passes follow those by themselves.
+2. *Thunder's prims* are in an explicit table. A prim that is not there is unknown.
+3. *Functions of torch*, under whatever symbol Thunder calls them, are observed: see [Note: How a function is observed] in
+   ``observe``. So are Thunder's own small implementations, which call torch.
+4. *Composite symbols and fusions* are looked through. Where the function behind a composite can be observed too, an output
+   aliases what either of them says, and the symbol is pure only if both say so.
+5. *Symbols of other executors* that replace exactly one operator have the facts of that.
+
+The rest is unknown: all outputs may alias all tensor inputs, and it is not computed a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any, NamedTuple
+
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.pytree import tree_unflatten
+from thunder.core.symbol import BoundSymbol
+
+from .compat import function_called_by, torch_function_of
+from .observe import Observed, observe_call
+
+__all__ = ["Facts", "facts_of"]
+
+
+class Facts(NamedTuple):
+    """The facts about one bound symbol.
+
+    Attributes:
+        aliases: for each output that may share memory with inputs, the names of these inputs.
+        pure: whether running it again gives the same values and changes nothing.
+        writes: names of the inputs that it changes in place.
+        known: whether a trustworthy source says so. If not, ``aliases`` and ``pure`` are the safe answers, and it may
+            write any of its inputs.
+    """
+
+    aliases: dict[str, tuple[str, ...]]
+    pure: bool
+    writes: frozenset[str] = frozenset()
+    known: bool = True
+
+
+_OUR_EXECUTOR = "fsdp_sched"
+
+_NOT_VALUES = frozenset({PrimIDs.COMMENT, PrimIDs.DEL, PrimIDs.GET_GRAD, PrimIDs.PUT_GRAD, PrimIDs.RETURN})
+
+_VIEW_PRIMS = frozenset(
+    {
+        PrimIDs.BITCAST,
+        PrimIDs.BROADCAST_IN_DIM,
+        PrimIDs.CONVERT_ELEMENT_TYPE,  # returns its input where nothing is to convert
+        PrimIDs.DEVICE_PUT,
+        PrimIDs.IMAG,
+        PrimIDs.REAL,
+        PrimIDs.RESHAPE,
+        PrimIDs.SHALLOW_COPY,
+        PrimIDs.SLICE,
+        PrimIDs.SQUEEZE,
+        PrimIDs.STRIDE_ORDER,  # may return its input
+        PrimIDs.TRANSPOSE,
+        PrimIDs.UNFOLD,
+        PrimIDs.VIEW,
+    }
+)
+
+# fmt: off
+_FRESH_PRIMS = frozenset(p for p in PrimIDs if p.name == "_GROUPED_MM") | frozenset({
+    PrimIDs.ABS, PrimIDs.ACOS, PrimIDs.ACOSH, PrimIDs.ADD, PrimIDs.AMAX, PrimIDs.AMIN, PrimIDs.ARGMAX,
+    PrimIDs.ARGMIN, PrimIDs.ASIN, PrimIDs.ASINH, PrimIDs.ATAN, PrimIDs.ATAN2, PrimIDs.ATANH, PrimIDs.BITWISE_AND,
+    PrimIDs.BITWISE_LEFT_SHIFT, PrimIDs.BITWISE_NOT, PrimIDs.BITWISE_OR, PrimIDs.BITWISE_RIGHT_SHIFT,
+    PrimIDs.BITWISE_XOR, PrimIDs.CAT, PrimIDs.CEIL, PrimIDs.CLONE, PrimIDs.CONVOLUTION, PrimIDs.COPY_WITH_SETITEM,
+    PrimIDs.COS, PrimIDs.COSH, PrimIDs.DIGAMMA, PrimIDs.DIV, PrimIDs.EMBEDDING, PrimIDs.EMBEDDING_BACKWARD,
+    PrimIDs.EQ, PrimIDs.ERF, PrimIDs.ERFC, PrimIDs.ERFCINV, PrimIDs.ERFINV, PrimIDs.EXP, PrimIDs.EXP2,
+    PrimIDs.EXPM1, PrimIDs.FLIP, PrimIDs.FLOOR, PrimIDs.FMOD, PrimIDs.FREXP, PrimIDs.FULL, PrimIDs.GATHER,
+    PrimIDs.GE, PrimIDs.GT, PrimIDs.INDEX_ADD, PrimIDs.INDEX_COPY, PrimIDs.INDEX_PUT, PrimIDs.IOTA,
+    PrimIDs.ISFINITE, PrimIDs.ITEM, PrimIDs.LE, PrimIDs.LERP, PrimIDs.LGAMMA, PrimIDs.LINEAR, PrimIDs.LOG,
+    PrimIDs.LOG10, PrimIDs.LOG1P, PrimIDs.LOG2, PrimIDs.LT, PrimIDs.MATMUL, PrimIDs.MAXIMUM, PrimIDs.MINIMUM,
+    PrimIDs.MUL, PrimIDs.NDTRI, PrimIDs.NE, PrimIDs.NEG, PrimIDs.NEXTAFTER, PrimIDs.PAD, PrimIDs.POW,
+    PrimIDs.PROD, PrimIDs.PY_ABS, PrimIDs.PY_FLOORDIV, PrimIDs.RECIPROCAL, PrimIDs.REMAINDER, PrimIDs.ROUND,
+    PrimIDs.RSQRT, PrimIDs.SCATTER, PrimIDs.SCATTER_ADD, PrimIDs.SHAPE, PrimIDs.SIGN, PrimIDs.SIGNBIT,
+    PrimIDs.SIN, PrimIDs.SINH, PrimIDs.SORT, PrimIDs.SQRT, PrimIDs.STD, PrimIDs.SUB, PrimIDs.SUM, PrimIDs.TAKE,
+    PrimIDs.TAKE_ALONG_AXIS, PrimIDs.TAN, PrimIDs.TANH, PrimIDs.TENSOR_FROM_SEQUENCE, PrimIDs.TOPK, PrimIDs.TRUNC,
+    PrimIDs.UNIFORM_PHILOX, PrimIDs.VAR, PrimIDs.VAR_MEAN, PrimIDs.WHERE, PrimIDs.ZETA,
+})
+# fmt: on
+"""Prims that return new memory, the same for the same inputs, and change nothing."""
+
+_IMPURE_PRIMS = frozenset(
+    {
+        PrimIDs.EMPTY,  # whatever was in memory
+        PrimIDs.GET_AND_UPDATE_RNG_STATE,
+        PrimIDs.MULTINOMIAL,
+        PrimIDs.RANDINT,
+        PrimIDs.RANDN,
+        PrimIDs.UNIFORM,
+    }
+)
+"""Prims that return new memory, but not the same each time."""
+
+_IMPURE_TAGS: set[Any] = {OpTags.RANDOM_OP, OpTags.IN_PLACE, OpTags.DONT_DCE}
+
+
+def facts_of(bsym: BoundSymbol) -> Facts:
+    """Return the facts about ``bsym``; see [Note: Where facts come from]."""
+    facts = _facts_of(bsym)
+    if facts.pure and not _IMPURE_TAGS.isdisjoint((*bsym.tags, *(bsym.sym.tags or ()))):
+        return facts._replace(pure=False)
+    return facts
+
+
+def _facts_of(bsym: BoundSymbol) -> Facts:
+    sym = bsym.sym
+    if sym.id in _NOT_VALUES:
+        return Facts({}, pure=False)
+    if sym.executor is not None and sym.executor.name == _OUR_EXECUTOR:
+        return Facts(_of_cut(bsym) if sym.name == "fsdp_cut" else {}, pure=True)
+    if isinstance(sym.id, PrimIDs):
+        return _of_prim(sym.id, bsym)
+    looked_through = _look_through(bsym) if bsym.subsymbols else None
+    if sym.is_fusion:
+        return looked_through or _unknown(bsym)
+    observed = _observe(bsym)
+    if observed is None:
+        return looked_through or _of_implemented(bsym) or _unknown(bsym)
+    if looked_through is None or not looked_through.known:
+        return observed
+    return Facts(
+        _merged(observed.aliases, looked_through.aliases),
+        pure=observed.pure and looked_through.pure,
+        writes=observed.writes | looked_through.writes,
+    )
+
+
+def _tensors(bsym: BoundSymbol) -> tuple[str, ...]:
+    """Names of the tensors, or futures of tensors, that ``bsym`` reads, each once."""
+    return tuple(dict.fromkeys(p.name for p in bsym.flat_proxy_args if isinstance(p, (TensorProxy, FutureTensorProxy))))
+
+
+def _outs(bsym: BoundSymbol) -> Iterator[str]:
+    """Names of the proxies that ``bsym`` defines."""
+    args = {p.name for p in bsym.flat_proxy_args}
+    yield from (p.name for p in bsym.flat_proxy_outs if p.name not in args)
+
+
+def _unknown(bsym: BoundSymbol) -> Facts:
+    tensors = _tensors(bsym)
+    return Facts(dict.fromkeys(_outs(bsym), tensors) if tensors else {}, pure=False, known=False)
+
+
+def _of_cut(bsym: BoundSymbol) -> dict[str, tuple[str, ...]]:
+    return {out.name: (arg.name,) for out, arg in zip(bsym.output, bsym.args, strict=True)}
+
+
+def _of_prim(prim: Hashable, bsym: BoundSymbol) -> Facts:
+    """The facts about ``bsym`` if it is, or implements, ``prim``."""
+    tensors = _tensors(bsym)
+    if prim is PrimIDs.COPY_:
+        destination = bsym.args[1].name
+        return Facts(dict.fromkeys(_outs(bsym), (destination,)), pure=False, writes=frozenset({destination}))
+    if prim is PrimIDs.UPDATE_ALIASES:  # new names for the same tensors
+        return Facts(
+            {o.name: (i.name,) for o, i in zip(bsym.flat_proxy_outs, bsym.flat_proxy_args, strict=True)}, pure=True
+        )
+    if prim in _VIEW_PRIMS:
+        return Facts(dict.fromkeys(_outs(bsym), tensors) if tensors else {}, pure=True)
+    if prim in _FRESH_PRIMS or prim in _IMPURE_PRIMS:
+        return Facts({}, pure=prim in _FRESH_PRIMS)
+    return _unknown(bsym)
+
+
+def _look_through(bsym: BoundSymbol) -> Facts:
+    """The facts that follow from those about the subsymbols of ``bsym``."""
+    roots: dict[str, frozenset[str]] = {}
+    inputs = {p.name for p in bsym.flat_proxy_args}
+    pure = known = True
+    writes: frozenset[str] = frozenset()
+    for sub in bsym.subsymbols:
+        facts = facts_of(sub)
+        pure, known = pure and facts.pure, known and facts.known
+        for written in facts.writes:
+            writes |= roots.get(written, frozenset({written})) & inputs
+        for out, read in facts.aliases.items():
+            roots[out] = frozenset().union(*(roots.get(name, frozenset({name})) for name in read))
+    aliases = {out: tuple(sorted(of)) for out in _outs(bsym) if (of := roots.get(out, frozenset()) & inputs)}
+    return Facts(aliases, pure, writes, known)
+
+
+def _observe(bsym: BoundSymbol) -> Facts | None:
+    """The facts from a run of the function of torch that ``bsym`` calls, or stands for until executors claim it."""
+    return _observe_function(function_called_by(bsym) or torch_function_of(bsym.sym.id), bsym)
+
+
+def _observe_function(function: Any, bsym: BoundSymbol) -> Facts | None:
+    if function is None:
+        return None
+    leaves, spec = bsym.flat_args_and_spec
+    observed = observe_call(function, leaves, lambda flat: tree_unflatten(flat, spec), spec)
+    return None if observed is None else _named(observed, bsym)
+
+
+def _named(observed: Observed, bsym: BoundSymbol) -> Facts:
+    """``observed`` with the names of the inputs and outputs of ``bsym``."""
+    inputs = tuple(dict.fromkeys(p.name for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)))
+    outs = [p.name for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
+    of_outs = observed.aliases
+    if len(outs) != len(of_outs):  # the meta function returns another structure: any output may be any of the outputs
+        of_outs = (frozenset().union(*of_outs),) * len(outs)
+    defined = set(_outs(bsym))
+    aliases = {
+        out: tuple(inputs[i] for i in sorted(of))
+        for out, of in zip(outs, of_outs, strict=True)
+        if of and out in defined
+    }
+    return Facts(aliases, observed.pure, frozenset(inputs[i] for i in observed.writes))
+
+
+def _of_implemented(bsym: BoundSymbol) -> Facts | None:
+    """The facts about what an executor's symbol replaces, with the same arguments; ``None`` if that is not known."""
+    executor = bsym.sym.executor
+    if executor is None:
+        return None
+    replaced = [
+        id for id, info in executor.implmap.items() if info.symbol is bsym.sym and info.execution_transform is None
+    ]
+    found: Facts | None = None
+    for id in replaced:
+        if isinstance(id, PrimIDs):
+            facts: Facts | None = _of_prim(id, bsym)
+        else:
+            facts = _observe_function(torch_function_of(id), bsym)
+        if facts is None or not facts.known:
+            return None
+        found = facts if found is None else _either(found, facts)
+    return found
+
+
+def _either(a: Facts, b: Facts) -> Facts:
+    return Facts(_merged(a.aliases, b.aliases), a.pure and b.pure, a.writes | b.writes)
+
+
+def _merged(a: dict[str, tuple[str, ...]], b: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    return {out: tuple(dict.fromkeys((*a.get(out, ()), *b.get(out, ())))) for out in {**a, **b}}

@@ -1,0 +1,278 @@
+"""The shards as the user's module holds them: its own parameters, outside of tracing and of ``eager``.
+
+[Note: The module's own parameters]
+A sharded module keeps its ``nn.Parameter`` objects; each of them now holds this rank's rows, a view of a shard buffer.
+So optimizers, parameter groups by submodule, ``requires_grad_``, hooks and ``zero_grad`` work on the module as on any
+other, whether they were made before ``thunder.jit`` or after. Thunder's prologue reads the same objects.
+
+Thunder traces with the shapes that it finds in the module, which have to be whole there. So placeholders on the meta
+device take the shards' place while it traces: they are put in when a look-up in Thunder's cache has missed
+(``compat.watch_cache_misses``), and taken out when the first transform sees the trace, or when tracing has failed.
+``eager`` uses them too, for what is not gathered.
+
+Code that knows nothing of this would compute with rows, or save them as if they were the parameter. *Guards*, hooks on
+each module that has sharded parameters, refuse calls outside of tracing and ``eager``, ``state_dict``, ``deepcopy`` and
+pickling, and cut what ``load_state_dict`` loads. Those of calls are removed while Thunder traces, since it would
+interpret them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .buffers import Bucket, address
+
+__all__ = ["OwnParameters", "find_owner", "params_in_containers"]
+
+
+class _Entry(NamedTuple):
+    name: str
+    owner: nn.Module
+    leaf: str
+    shard: nn.Parameter
+    placeholder: nn.Parameter
+
+    def put(self, param: nn.Parameter) -> None:
+        self.owner._parameters[self.leaf] = param
+
+
+class OwnParameters:
+    """The parameters of one sharded module: shards, or placeholders while something needs whole shapes.
+
+    Attributes:
+        are_whole: whether placeholders are in the module now.
+        placeholders: parameters of whole shape on the meta device, by each name.
+    """
+
+    def __init__(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
+        self.are_whole = False
+        self._module = module
+        self._buckets = buckets
+        self._entries = list(_entries(module, buckets))
+        self.placeholders = {entry.name: entry.placeholder for entry in self._entries}
+        for entry in self._entries:
+            entry.put(entry.shard)
+        # What has to stay as it is: parameters in their owners, and modules in their parents.
+        children = [
+            (parent._modules, key, child, f"{path}.{key}".lstrip("."))
+            for path, parent in module.named_modules(remove_duplicate=False)
+            for key, child in parent._modules.items()
+            if child is not None
+        ]
+        links = [(e.owner._parameters, e.leaf, e.shard, e.name) for e in self._entries] + children
+        self._dicts, self._keys, self._values, self._names = ([link[i] for link in links] for i in range(4))
+        owners = {id(e.owner) for e in self._entries}
+        self._guarded = [
+            (path or "the module", m)
+            for path, m in module.named_modules()
+            if any(id(child) in owners for child in m.modules())
+        ]
+        self._call_guards: list[RemovableHandle] = []
+        for path, guarded in self._guarded:
+            guard = _Guard(path, self)
+            guarded.register_state_dict_pre_hook(guard.refuse_state_dict)
+            guarded.register_load_state_dict_pre_hook(guard.cut_loaded)
+        self._guard_calls()
+
+    def check(self) -> None:
+        """Refuses a module of which a parameter or a submodule was replaced: nothing would train or read the new one.
+
+        Cheap enough for every call.
+
+        Raises:
+            RuntimeError: naming what was replaced.
+        """
+        if self.are_whole or all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._values)):
+            return
+        for entries, key, value, name in zip(self._dicts, self._keys, self._values, self._names, strict=True):
+            if entries.get(key) is not value:
+                what, how = ("parameter", "copy into it: `with torch.no_grad(): p.copy_(rows)`, or load_state_dict")
+                if isinstance(value, nn.Module):
+                    what, how = "submodule", "change the module before thunder.jit, and make another sharded module"
+                raise RuntimeError(
+                    f"{what} {name!r} of a sharded module was replaced or removed after thunder.jit; the shards of the "
+                    f"old one would still be used. Instead, {how}"
+                )
+
+    def check_shards(self) -> None:
+        """Refuses shards that were converted or moved (``module.double()``), or given other memory.
+
+        Raises:
+            RuntimeError: naming the parameter.
+        """
+        for bucket in self._buckets:
+            for spec, shard, pointer in zip(bucket.spec.params, bucket.params, bucket.shard_pointers, strict=True):
+                before = "before thunder.jit(module, transforms=[fsdp(...)])"
+                if shard.dtype != bucket.spec.dtype:
+                    advice = f"convert it {before}, or pass fsdp(mp_policy=...) to compute in lower precision"
+                    raise RuntimeError(
+                        f"parameter {spec.name!r} was sharded as {bucket.spec.dtype}, but the module was converted to "
+                        f"{shard.dtype} afterwards: {advice}"
+                    )
+                if shard.device != bucket.shard.device:
+                    raise RuntimeError(
+                        f"parameter {spec.name!r} was sharded on {bucket.shard.device}, but the module was moved to "
+                        f"{shard.device} afterwards: move it {before}, or pass fsdp(device=...)"
+                    )
+                if address(shard) != pointer:
+                    raise RuntimeError(
+                        f"parameter {spec.name!r} no longer lies in the shard buffer of bucket {bucket.spec.name!r}: it was "
+                        f"given other memory (`p.data = ...`, or a conversion there and back). Copy into the parameter "
+                        f"instead: `with torch.no_grad(): p.copy_(new)`"
+                    )
+
+    def show_whole(self) -> None:
+        """Puts placeholders of whole shape into the module, and stops guarding calls."""
+        if not self.are_whole:
+            for entry in self._entries:
+                if entry.placeholder.requires_grad is not entry.shard.requires_grad:
+                    entry.placeholder.requires_grad_(entry.shard.requires_grad)
+                entry.put(entry.placeholder)
+            for handle in self._call_guards:
+                handle.remove()
+            self._call_guards.clear()
+            self.are_whole = True
+
+    def show_shards(self) -> None:
+        """Puts the shards back."""
+        if self.are_whole:
+            for entry in self._entries:
+                entry.put(entry.shard)
+            self.are_whole = False
+            self._guard_calls()
+
+    def place_of(self, owner: nn.Module, leaf: str) -> tuple[Bucket, int] | None:
+        """Bucket and index of a sharded parameter that ``owner`` has itself."""
+        shard = next((e.shard for e in self._entries if e.owner is owner and e.leaf == leaf), None)
+        for bucket in self._buckets:
+            for index, param in enumerate(bucket.params):
+                if param is shard:
+                    return bucket, index
+        return None
+
+    def in_containers(self) -> dict[str, str]:
+        """Where a module keeps a sharded parameter in a list, tuple or dict: by the path, the parameter's name."""
+        return params_in_containers(self._module, {id(e.shard): e.name for e in reversed(self._entries)})
+
+    def _guard_calls(self) -> None:
+        self._call_guards = [
+            guarded.register_forward_pre_hook(_Guard(path, self), prepend=True) for path, guarded in self._guarded
+        ]
+
+
+class _Guard:
+    """Refuses what would take the rows in a module for its parameters."""
+
+    def __init__(self, path: str, own: OwnParameters) -> None:
+        self._path = path
+        self._own = own
+
+    def __call__(self, module: nn.Module, args: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{self._path} ({type(module).__name__}) of a sharded model was called by itself, but its parameters are this "
+            f"rank's rows. Call the jitted model, or use `with thunder_fsdp_sched.eager(model) as module:`"
+        )
+
+    def refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> NoReturn:
+        raise RuntimeError(
+            f"state_dict of {self._path} ({type(module).__name__}) would give this rank's rows as if they were the "
+            f"parameters. Use thunder_fsdp_sched.full_state_dict(model), or state_dict() of the jitted model for the rows"
+        )
+
+    def cut_loaded(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        """Cuts this rank's rows out of whole entries, before torch copies them into the shards."""
+        for leaf in module._parameters:
+            place, value = self._own.place_of(module, leaf), state_dict.get(prefix + leaf)
+            if place is None or not isinstance(value, torch.Tensor):
+                continue
+            if local_metadata.get("assign_to_params_buffers", False):
+                raise ValueError(
+                    f"load_state_dict(assign=True): {prefix + leaf!r} is sharded, and its memory belongs to a bucket; load "
+                    f"without assign"
+                )
+            bucket, index = place
+            expected = bucket.spec.params[index].shape
+            if tuple(value.shape) != expected:
+                errors.append(
+                    f"size mismatch for {prefix + leaf}: the unsharded parameter has shape {expected}, the entry "
+                    f"{tuple(value.shape)}. load_state_dict of a submodule takes whole entries"
+                )
+                del state_dict[prefix + leaf]
+            else:
+                rows = bucket.own_rows(index, value.detach())
+                state_dict[prefix + leaf] = rows.reshape(bucket.shard_views[index].shape)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"{self._path} belongs to a sharded model, which cannot be copied or pickled: its parameters are views of shard "
+            f"buffers. Copy the module before thunder.jit, or save full_state_dict(model)"
+        )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__reduce_ex__(4)
+
+
+def find_owner(module: nn.Module, name: str) -> tuple[nn.Module, str] | None:
+    """The submodule that has the parameter ``name``, and the name it has there; ``None`` if a transform has made it."""
+    path, _, leaf = name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError:
+        return None
+    return (owner, leaf) if owner._parameters.get(leaf) is not None else None
+
+
+def params_in_containers(module: nn.Module, names: dict[int, str]) -> dict[str, str]:
+    """Paths below ``module`` to parameters that attributes, lists, tuples and dicts hold beside the registered ones.
+
+    Args:
+        names: of the parameters to look for, by their ``id``.
+    """
+    found: dict[str, str] = {}
+
+    def look(path: str, value: Any, depth: int) -> None:
+        if isinstance(value, nn.Parameter):
+            if id(value) in names:
+                found[path] = names[id(value)]
+        elif depth and isinstance(value, (list, tuple)):
+            for number, item in enumerate(value):
+                look(f"{path}[{number}]", item, depth - 1)
+        elif depth and isinstance(value, dict):
+            for key, item in value.items():
+                look(f"{path}[{key!r}]", item, depth - 1)
+
+    for path, submodule in module.named_modules():
+        for key, value in vars(submodule).items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                look(f"{path}.{key}".lstrip("."), value, depth=3)
+    return found
+
+
+def _entries(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[_Entry]:
+    for bucket in buckets:
+        for spec, shard in zip(bucket.spec.params, bucket.params, strict=True):
+            # Its dtype is that of the unsharded parameter: in lower precision if the bucket travels so.
+            whole = torch.empty(spec.shape, dtype=bucket.spec.param_dtype, device="meta")
+            placeholder = nn.Parameter(whole, shard.requires_grad)
+            # What Thunder takes for the device of a parameter on the meta device.
+            placeholder._thunder_device = spec.device  # type: ignore[attr-defined]
+            for name in spec.names:
+                found = find_owner(module, name)
+                if found is not None:
+                    yield _Entry(name, *found, shard, placeholder)

@@ -1,0 +1,58 @@
+"""Which forward a running backward belongs to.
+
+[Note: The backward of the most recent forward]
+Backward may reuse what its own forward gathered or cast, and nothing that another forward did: a write through ``.data``
+between two forwards (an evaluation with averaged parameters) leaves no trace in any version counter. Autograd numbers the
+nodes that a thread creates, and Thunder creates a node for each forward right after it has run. So a forward that noted
+the number of the next node before the node of a backward was created ran before that backward's own forward ended: it is
+that forward or an earlier one. What a later forward wrote has a larger number. Numbers depend on the order of calls
+alone, so all ranks decide alike. Where the order is unknown (forwards in several threads, a backward outside of autograd)
+nothing is reused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from .compat import next_node_number, running_node_number
+
+__all__ = [
+    "as_backward_of_latest_forward",
+    "forward_number",
+    "is_backward_of",
+]
+
+_LATEST = 1 << 63  # larger than any number of a node
+
+_thread: int | None = None
+_several_threads = False
+_assumed: int | None = None
+
+
+def forward_number() -> int:
+    """Return the number to keep with what a running forward writes, for :func:`is_backward_of`."""
+    global _thread, _several_threads
+    ident = threading.get_ident()
+    if ident != _thread:
+        _several_threads = _thread is not None  # each thread counts its own nodes
+        _thread = ident
+    return next_node_number()
+
+
+def is_backward_of(number: int) -> bool:
+    """Return whether the running backward's forward ended after :func:`forward_number` returned ``number``."""
+    node = running_node_number() if _assumed is None else _assumed
+    return node is not None and number <= node and not _several_threads
+
+
+@contextlib.contextmanager
+def as_backward_of_latest_forward() -> Iterator[None]:
+    """Treat a backward that is called outside of autograd as that of the most recent forward."""
+    global _assumed
+    _assumed = _LATEST
+    try:
+        yield
+    finally:
+        _assumed = None

@@ -1,0 +1,81 @@
+"""Puts in where the ranks agree that they run the same trace: see [Note: When ranks agree] in ``control``."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from thunder.core import prims
+from thunder.core.prims import PrimIDs
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, tracectx
+
+from ..control import Run
+from ..symbols import WAITS, executor, fsdp_params_unchanged, fsdp_reduce_unreduced, travels
+from ..traces import AGREEMENT, with_bound_symbols
+
+__all__ = ["fsdp_agree", "fsdp_agreed", "insert_agreement"]
+
+_UNPACKING = frozenset({PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT})
+
+
+def insert_agreement(trace: TraceCtx, *, run: Run, before_issue: bool) -> TraceCtx:
+    """Insert ``fsdp_agree`` at the head and ``fsdp_agreed`` before the first collective, or before its first wait.
+
+    For traces of which at least one rank communicates. A gather that finds its bucket resident issues nothing. Should it
+    not find it, it settles the round itself.
+
+    Args:
+        before_issue: settle the round before anything is issued, not just before anything is waited for.
+    """
+    started = time.perf_counter()
+    bsyms = list(trace.bound_symbols)
+    issued: set[str] = set()
+    head = end = None
+    for position, bsym in enumerate(bsyms):
+        if head is None and bsym.sym.id not in _UNPACKING:
+            head = position
+        if travels(bsym):
+            issued.add(bsym.output.name)
+        waits = bsym.sym.name in WAITS and bsym.args[1].name in issued
+        if (travels(bsym) and before_issue) or waits or bsym.sym is fsdp_reduce_unreduced:
+            end = position
+            break
+    if end is None:  # the other ranks communicate, this one does not
+        end = len(bsyms) - 1
+    head = min(head if head is not None else end, end)
+    run.left_over = [weakref.ref(b.args[0]) for b in bsyms if b.sym is fsdp_reduce_unreduced]
+    run.guarded = [weakref.ref(b.args[0]) for b in bsyms if b.sym is fsdp_params_unchanged]
+    with tracectx(trace):
+        posts, settles = (symbol.bind(run, output=None) for symbol in (fsdp_agree, fsdp_agreed))
+    bsyms[end:end] = [settles]
+    bsyms[head:head] = [posts]
+    return with_bound_symbols(trace, bsyms, "fsdp: insert agreement", started)
+
+
+def _print(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    return f"{bsym.sym.name}({bsym.args[0]})"
+
+
+def _bind_run(bsym: BoundSymbol) -> None:
+    bsym._call_ctx = {**(bsym._call_ctx or {}), str(bsym.args[0]): bsym.args[0]}
+
+
+def _register(name: str, fn: Callable[[Run], None]) -> Symbol:
+    assert name in AGREEMENT
+    symbol = executor.register_operator(
+        name,
+        meta=lambda run: None,
+        fn=fn,
+        tags=[prims.OpTags.DONT_DCE],
+        bind_postprocess=_bind_run,
+        python_printer=_print,
+    )
+    executor.register_implementation(symbol, symbol)
+    return symbol
+
+
+fsdp_agree = _register("fsdp_agree", Run.post)
+fsdp_agreed = _register("fsdp_agreed", Run.settle)
