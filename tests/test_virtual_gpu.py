@@ -1,0 +1,64 @@
+"""Compiled models on a virtual GPU: nothing races, nothing waits for the device, whatever carries the buckets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thunder_fsdp_sched import fsdp
+
+import pytest
+import thunder
+import torch
+from models import Stack
+from virtual_gpu import guard
+from virtual_gpu.world import Rank, Result, run
+
+pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
+
+TRANSPORTS = ("flat", "coalesced", "all_to_all", "all_reduce", "staged", "symmetric_memory")
+
+
+def train(rank: Rank, steps: int = 3, **options: Any) -> None:
+    """Take some steps of plain gradient descent."""
+    with torch.device(rank.device):
+        module = Stack(3, width=8)
+    model = thunder.jit(module, transforms=[fsdp(**options)])
+    for step in range(steps):
+        with rank.phase(f"forward {step}"):
+            loss = model(torch.randn(4, 8, device=rank.device)).sum()
+        with rank.phase(f"backward {step}"):
+            loss.backward()
+        with rank.phase("optimizer"), torch.no_grad():
+            for param in model.parameters():
+                param.sub_(param.grad)
+                param.grad = None
+
+
+def assert_never_synchronizes(result: Result) -> None:
+    """Fail if a rank's host waited for its device in a step after the first."""
+    __tracebackhide__ = True
+    for log in result.logs:
+        for entry in log.entries:
+            later = entry.phase in ("forward 1", "backward 1", "forward 2", "backward 2")
+            assert not (later and (entry.blocks or entry.kind == "sync_event")), str(entry)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_training_has_no_race_and_no_synchronization(transport: str) -> None:
+    result = run(train, transport=transport)
+    result.assert_clean()
+    assert_never_synchronizes(result)
+
+
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "flat",
+        *(
+            pytest.param(t, marks=pytest.mark.xfail(strict=True, reason="waits on the stream of the current device"))
+            for t in ("staged", "all_to_all", "symmetric_memory")
+        ),
+    ],
+)
+def test_training_has_no_race_if_the_current_device_is_another(transport: str) -> None:
+    run(train, transport=transport, set_device=False).assert_clean()

@@ -1,0 +1,251 @@
+"""Walks the logs of all ranks side by side with vector clocks and reports what is not ordered.
+
+A clock says of every stream, and of every rank's host, how much of its work is known to have finished. An access happens
+after another if its clock has reached that one. Work on a stream happens after what its host had done when it launched it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from .log import HOST, Access, Entry, Log, Region, Stream, covers, overlap
+
+__all__ = ["Fault", "check"]
+
+Thread = tuple[int, Stream]
+"""A stream of a rank, or its host."""
+
+Clock = dict[Thread, int]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What would go wrong on a GPU, now and then.
+
+    Attributes:
+        kind: ``race``, ``reuse`` (memory is handed out again while a stream still uses it), ``host race`` (one side is the
+            host: pinned memory), ``mismatch`` or ``deadlock`` of collectives.
+    """
+
+    kind: str
+    rank: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} on rank {self.rank}: {self.text}"
+
+
+@dataclass
+class _Past:
+    """An access that later ones are compared with."""
+
+    thread: Thread
+    epoch: int
+    region: Region
+    write: bool
+    entry: Entry
+
+    def before(self, clock: Clock) -> bool:
+        return clock.get(self.thread, 0) >= self.epoch
+
+
+@dataclass
+class _Storage:
+    past: list[_Past] = field(default_factory=list)
+    stream: Stream | None = None  # of the allocation
+    recorded: set[Stream] = field(default_factory=set)
+
+
+def check(logs: Sequence[Log]) -> list[Fault]:
+    """Return the faults of these ranks' logs, each pair of places once."""
+    return _Walk(logs).run()
+
+
+class _Walk:
+    def __init__(self, logs: Sequence[Log]) -> None:
+        self.logs = {log.rank: log for log in logs}
+        self.next = dict.fromkeys(self.logs, 0)
+        self.clocks: defaultdict[Thread, Clock] = defaultdict(dict)
+        self.events: dict[tuple[int, int], Clock] = {}
+        self.storages: defaultdict[tuple[int, int], _Storage] = defaultdict(_Storage)
+        self.freed: defaultdict[Thread, list[tuple[str, _Past]]] = defaultdict(list)
+        self.signals: defaultdict[tuple[object, ...], list[Clock]] = defaultdict(list)
+        self.faults: dict[object, Fault] = {}
+
+    def run(self) -> list[Fault]:
+        progress = True
+        while progress:
+            progress = False
+            for rank in self.logs:
+                while (entry := self._entry(rank)) is not None and self._step(rank, entry):
+                    progress = True
+            progress = self._meet() or progress
+        for rank in self.logs:
+            if (entry := self._entry(rank)) is not None:
+                others = "; ".join(
+                    f"rank {r} is at {e}" if (e := self._entry(r)) else f"rank {r} has finished"
+                    for r in self.logs
+                    if r != rank
+                )
+                self._report("deadlock", rank, ("deadlock", rank), f"{entry} waits for ever: {others}")
+        return list(self.faults.values())
+
+    def _entry(self, rank: int) -> Entry | None:
+        entries = self.logs[rank].entries
+        return entries[self.next[rank]] if self.next[rank] < len(entries) else None
+
+    def _step(self, rank: int, entry: Entry) -> bool:
+        """Do ``entry`` unless it has to wait for other ranks; return whether it was done."""
+        if entry.kind in ("collective", "barrier", "split") and len(self._members(rank, entry)) > 1:
+            return False
+        if entry.kind == "take":
+            sent = self.signals[entry.group, entry.peer, rank, entry.signature]
+            if not sent:
+                return False
+            _join(self.clocks[rank, entry.stream], sent.pop(0))
+        self._do(rank, entry)
+        return True
+
+    def _members(self, rank: int, entry: Entry) -> list[int]:
+        """The ranks, of those with a log, that ``entry`` waits for."""
+        return [r for r in self.logs[rank].members.get(entry.group, (rank,)) if r in self.logs]
+
+    def _meet(self) -> bool:
+        """Do one collective that all of its ranks have come to."""
+        for rank in self.logs:
+            entry = self._entry(rank)
+            if entry is None or entry.kind == "take":
+                continue
+            members = self._members(rank, entry)
+            entries = {r: self._entry(r) for r in members}
+            if all(e is not None and e.group == entry.group and e.kind == entry.kind for e in entries.values()):
+                for r, e in entries.items():
+                    assert e is not None
+                    if e.signature != entry.signature:
+                        key = ("mismatch", str(entry), str(e))
+                        self._report(
+                            "mismatch", r, key, f"{e} {e.signature}, but rank {rank}: {entry} {entry.signature}"
+                        )
+                together: Clock = {}
+                for r, e in entries.items():
+                    assert e is not None
+                    _join(together, self.clocks[r, e.stream])
+                    _join(together, self.clocks[r, HOST])
+                for r, e in entries.items():
+                    assert e is not None
+                    _join(self.clocks[r, e.stream], together)
+                    self._do(r, e)
+                return True
+        return False
+
+    def _do(self, rank: int, entry: Entry) -> None:
+        self.next[rank] += 1
+        thread = rank, entry.stream
+        host = rank, HOST
+        clock = self.clocks[thread]
+        if entry.stream != HOST:
+            _join(clock, self.clocks[host])
+        kind = entry.kind
+        if kind == "record":
+            self.events[rank, entry.event] = dict(clock)
+        elif kind == "wait_event":
+            _join(clock, self.events.get((rank, entry.event), {}))
+        elif kind == "sync_event":
+            _join(self.clocks[host], self.events.get((rank, entry.event), {}))
+        elif kind == "sync_device":
+            for (r, stream), other in list(self.clocks.items()):
+                if r == rank and stream.device == entry.stream.device:
+                    _join(self.clocks[host], other)
+        elif kind == "alloc":
+            self._allocate(rank, entry, clock)
+        elif kind == "free":
+            self._free(rank, entry, clock)
+        elif kind == "record_stream":
+            self.storages[self._key(rank, entry.storage)].recorded.add(entry.stream)
+        elif kind == "put":
+            self._tick(thread)
+            self.signals[entry.group, rank, entry.peer, entry.signature].append(dict(clock))
+        else:
+            self._tick(thread)
+            for access in entry.accesses:
+                self._access(rank, thread, access, entry)
+        if entry.blocks:
+            _join(self.clocks[host], clock)
+
+    def _tick(self, thread: Thread) -> int:
+        clock = self.clocks[thread]
+        clock[thread] = clock.get(thread, 0) + 1
+        return clock[thread]
+
+    def _key(self, rank: int, storage: int) -> tuple[int, int]:
+        """The rank and number of a storage, also of one that lies in another rank's memory."""
+        remote = self.logs[rank].remote.get(storage)
+        if remote is None:
+            return rank, storage
+        group, number, peer = remote
+        owner = self.logs[rank].members[group][peer]
+        if owner not in self.logs:
+            return rank, storage
+        return owner, self.logs[owner].shared[group, number]
+
+    def _allocate(self, rank: int, entry: Entry, clock: Clock) -> None:
+        thread = rank, entry.stream
+        waiting = self.freed.pop(thread, [])
+        for name, past in waiting:
+            if not past.before(clock):
+                self._pair("reuse", rank, past, entry, f"{name} was freed and may be handed out again")
+        storage = self.storages[rank, entry.storage] = _Storage(stream=entry.stream)
+        if entry.stream != HOST:
+            # The memory may be that of an earlier tensor, which this stream may still be using.
+            region = ((0, 1 << 62),)
+            storage.past.append(_Past(thread, self._tick(thread), region, True, entry))
+
+    def _free(self, rank: int, entry: Entry, clock: Clock) -> None:
+        storage = self.storages.pop((rank, entry.storage), None)
+        if storage is None or storage.stream is None or storage.stream == HOST:
+            return
+        name = self.logs[rank].names.get(entry.storage, "memory")
+        for past in storage.past:
+            recorded = past.thread in {(rank, stream) for stream in storage.recorded}
+            if past.thread != (rank, storage.stream) and not recorded and not past.before(clock):
+                self.freed[rank, storage.stream].append((name, past))
+
+    def _access(self, rank: int, thread: Thread, access: Access, entry: Entry) -> None:
+        clock = self.clocks[thread]
+        storage = self.storages[self._key(rank, access.storage)]
+        kept = []
+        for past in storage.past:
+            ordered = past.before(clock)
+            if not ordered and (past.write or access.write) and overlap(past.region, access.region):
+                name = self.logs[rank].names.get(access.storage, "memory")
+                kind = "host race" if HOST in (past.thread[1], thread[1]) else "race"
+                self._pair(kind, rank, past, entry, f"{name} is {'written' if access.write else 'read'}")
+            superseded = ordered and (access.write or not past.write) and covers(access.region, past.region)
+            if not superseded:
+                kept.append(past)
+        kept.append(_Past(thread, clock.get(thread, 0), access.region, access.write, entry))
+        storage.past = kept
+
+    def _pair(self, kind: str, rank: int, past: _Past, entry: Entry, text: str) -> None:
+        verb = "writes" if past.write else "reads"
+        if past.entry.kind == "alloc":
+            verb = "may still use, as the memory of an earlier tensor,"
+        key = (kind, past.entry.where, past.entry.name, entry.where, entry.name)
+        other = f"rank {past.thread[0]}'s " if past.thread[0] != rank else ""
+        self._report(kind, rank, key, f"{text} by {entry}, unordered with {other}{past.entry}, which {verb} it")
+
+    def _report(self, kind: str, rank: int, key: object, text: str) -> None:
+        self.faults.setdefault(key, Fault(kind, rank, text))
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for thread, epoch in other.items():
+        if clock.get(thread, 0) < epoch:
+            clock[thread] = epoch
+
+
+def kinds(faults: Iterable[Fault]) -> set[str]:
+    """Return the kinds of these faults."""
+    return {fault.kind for fault in faults}

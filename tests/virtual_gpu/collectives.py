@@ -1,0 +1,251 @@
+"""Process groups that log collectives as NCCL does them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .log import HOST, Access, Stream
+from .mode import Recording
+
+__all__ = ["make_group_class"]
+
+
+class Work:
+    """A collective on the communicator's stream.
+
+    ``wait`` orders the current stream of the device after it. As in torch, the work holds the tensors until then.
+    """
+
+    def __init__(self, group: Any, tensors: Sequence[torch.Tensor], device: torch.device | None, event: int) -> None:
+        self._group, self._device, self._event = group, device, event
+        self._stash: tuple[torch.Tensor, ...] = tuple(tensors)
+
+    def wait(self, timeout: object = None) -> bool:
+        if self._device is not None and self._event:
+            self._group.recording.log.add(
+                "wait_event", "nccl wait", self._group.recording.cuda.key(self._device), event=self._event
+            )
+        self._stash = ()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return False
+
+    def exception(self) -> None:
+        return None
+
+
+class _Options:
+    """A stand-in for ``ProcessGroupNCCL.Options``."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.split_from: Any = None
+        self.split_color = 0
+        self.global_ranks_in_group: list[int] = []
+        self.group_name = ""
+        self._timeout: Any = None
+
+
+def make_group_class(recording: Recording) -> type[dist.ProcessGroup]:
+    """Return what stands for ``ProcessGroupNCCL``: whole process groups of one rank."""
+
+    class VirtualNccl(dist.ProcessGroup):
+        Options = _Options
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any = None) -> None:
+            super().__init__(rank, size)
+            self.recording = recording
+            self.options = options or _Options()
+            self._streams: dict[int, Stream] = {}
+            self._batch: list[tuple[str, Sequence[torch.Tensor], Sequence[torch.Tensor], tuple[Any, ...]]] | None = None
+            name, ranks = self.options.group_name, tuple(self.options.global_ranks_in_group) or tuple(range(size))
+            self._name = name or "default"
+            recording.log.members[self._name] = ranks
+            if self.options.split_from is not None:
+                parent = self.options.split_from
+                recording.log.add("split", "ncclCommSplit", HOST, group=parent._name, signature=("split",))
+
+        def getBackendName(self) -> str:
+            return "nccl"
+
+        @property
+        def supports_splitting(self) -> bool:
+            return True
+
+        @property
+        def group_name(self) -> str:
+            return distributed_c10d._world.pg_names[self]
+
+        @property
+        def group_desc(self) -> str:
+            return self._desc
+
+        def _set_group_name(self, name: str) -> None:
+            pass
+
+        def _set_group_desc(self, desc: str) -> None:
+            self._desc = desc
+
+        def _set_sequence_number_for_group(self) -> None:
+            pass
+
+        def _get_backend(self, device: torch.device) -> Any:
+            return self
+
+        def perform_nocolor_split(self, device: torch.device) -> None:
+            recording.log.add("split", "ncclCommSplit", HOST, group=self._name, signature=("split",))
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            pass
+
+        def _start_coalescing(self, device: torch.device) -> None:
+            self._batch = []
+
+        def _end_coalescing(self, device: torch.device) -> Any:
+            batch, self._batch = self._batch or [], None
+            return self._launch("coalesced", batch, True)
+
+        def _issue(
+            self,
+            name: str,
+            outputs: Sequence[torch.Tensor],
+            inputs: Sequence[torch.Tensor],
+            options: Any = None,
+            *details: Any,
+        ) -> Any:
+            if self._batch is not None:
+                self._batch.append((name, outputs, inputs, details))
+                return None
+            return self._launch(name, [(name, outputs, inputs, details)], bool(getattr(options, "asyncOp", True)))
+
+        def _launch(self, name: str, batch: Sequence[Any], async_op: bool) -> Any:
+            """Log one launch: of NCCL's stream after the current one if asynchronous, else of the current one."""
+            recording.memory.collect()
+            tensors = [t for _, outputs, inputs, _ in batch for t in (*outputs, *inputs)]
+            devices = {t.device for t in tensors}
+            if any(device.type != "cuda" for device in devices):
+                raise RuntimeError(f"No backend type associated with device type {next(iter(devices)).type}")
+            assert len(devices) == 1, f"one collective on {devices}"
+            [device] = devices
+            log, cuda = recording.log, recording.cuda
+            accesses = [recording.memory.access(t, False) for _, _, inputs, _ in batch for t in inputs]
+            accesses += [recording.memory.access(t, True) for _, outputs, _, _ in batch for t in outputs]
+            signature = tuple((n, *_signature(o, i), *details) for n, o, i, details in batch)
+            current = cuda.key(device)
+            if not async_op:
+                log.add("collective", name, current, _writes_win(accesses), group=self._name, signature=signature)
+                return Work(self, (), None, 0)
+            stream = self._streams.setdefault(
+                current.device, Stream(current.device, cuda.guard.virtual_gpu_new_stream())
+            )
+            started, done = cuda.guard.virtual_gpu_new_event(), cuda.guard.virtual_gpu_new_event()
+            log.add("record", "nccl start", current, event=started)
+            log.add("wait_event", "nccl start", stream, event=started)
+            log.add("collective", name, stream, _writes_win(accesses), group=self._name, signature=signature)
+            log.add("record", "nccl end", stream, event=done)
+            return Work(self, tensors, device, done)
+
+        def barrier(self, options: Any = None) -> Any:
+            device = torch.device("cuda", recording.cuda.index(None))
+            log = recording.log
+            log.add(
+                "collective",
+                "barrier",
+                recording.cuda.key(device),
+                group=self._name,
+                signature=("barrier",),
+                blocks=True,
+            )
+            return Work(self, (), None, 0)
+
+        def shutdown(self) -> None:
+            pass
+
+        def abort(self) -> None:
+            pass
+
+    for method, issue in _METHODS.items():
+        setattr(VirtualNccl, method, issue)
+    return VirtualNccl
+
+
+def _gather(self: Any, output: torch.Tensor, own: torch.Tensor, options: Any = None) -> Any:
+    return self._issue("all_gather", [output], [own], options)
+
+
+def _gathers(self: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], options: Any = None) -> Any:
+    batch = [("all_gather", [o], [i], ()) for o, i in zip(outputs, inputs, strict=True)]
+    return self._launch("all_gather_coalesced", batch, bool(getattr(options, "asyncOp", True)))
+
+
+def _scatter(self: Any, output: torch.Tensor, whole: torch.Tensor, options: Any = None) -> Any:
+    return self._issue("reduce_scatter", [output], [whole], options, _op(options))
+
+
+def _scatters(self: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], options: Any = None) -> Any:
+    batch = [("reduce_scatter", [o], [i], (_op(options),)) for o, i in zip(outputs, inputs, strict=True)]
+    return self._launch("reduce_scatter_coalesced", batch, bool(getattr(options, "asyncOp", True)))
+
+
+def _all_to_all(
+    self: Any, output: torch.Tensor, own: torch.Tensor, sent: Any = None, received: Any = None, options: Any = None
+) -> Any:
+    return self._issue("all_to_all", [output], [own], options)
+
+
+def _all_reduce(self: Any, tensors: Sequence[torch.Tensor], options: Any = None) -> Any:
+    return self._issue("all_reduce", tensors, tensors, options, _op(options))
+
+
+def _broadcast(self: Any, tensors: Sequence[torch.Tensor], options: Any = None) -> Any:
+    root = getattr(options, "rootRank", 0)
+    mine = root == self.rank()
+    return self._issue("broadcast", [] if mine else tensors, tensors if mine else [], options, root)
+
+
+def _all_gather_list(self: Any, outputs: Any, inputs: Sequence[torch.Tensor], options: Any = None) -> Any:
+    return self._issue("all_gather_list", outputs[0], inputs, options)
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "_allgather_base": _gather,
+    "all_gather_single": _gather,
+    "allgather_into_tensor_coalesced": _gathers,
+    "all_gather_single_coalesced": _gathers,
+    "_reduce_scatter_base": _scatter,
+    "reduce_scatter_single": _scatter,
+    "reduce_scatter_tensor_coalesced": _scatters,
+    "reduce_scatter_single_coalesced": _scatters,
+    "alltoall_base": _all_to_all,
+    "all_to_all_single": _all_to_all,
+    "allreduce": _all_reduce,
+    "allreduce_coalesced": _all_reduce,
+    "broadcast": _broadcast,
+    "allgather": _all_gather_list,
+}
+
+
+def _op(options: Any) -> str:
+    return next(
+        (name for name in ("SUM", "AVG", "MAX", "MIN") if options.reduceOp == getattr(dist.ReduceOp, name)), "?"
+    )
+
+
+def _signature(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """What all ranks have to agree on: dtype and the number of elements of the larger side, and of the smaller one."""
+    tensors = [*outputs, *inputs]
+    return (tensors[0].dtype, *sorted({sum(t.numel() for t in outputs), sum(t.numel() for t in inputs)} - {0}))
+
+
+def _writes_win(accesses: Sequence[Access]) -> list[Access]:
+    written = {(a.storage, a.region) for a in accesses if a.write}
+    return [a for a in accesses if a.write or (a.storage, a.region) not in written]

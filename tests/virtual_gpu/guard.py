@@ -1,0 +1,75 @@
+"""Builds and loads ``guard.cpp``, through which torch's C++ asks for the current CUDA device and streams."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["library", "missing"]
+
+_SOURCE = Path(__file__).with_name("guard.cpp")
+
+Callback = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+def missing() -> str:
+    """Return why there can be no virtual GPU here, or an empty string."""
+    if torch.backends.cuda.is_built():
+        return "this torch has a CUDA of its own"
+    if shutil.which("g++") is None:
+        return "g++ is not installed"
+    return ""
+
+
+@functools.cache
+def library() -> Any:
+    """Load the guard, built for the installed torch, once. Without a virtual GPU nobody asks it."""
+    loaded = ctypes.PyDLL(str(_build()))
+    for name in ("devices", "device", "stream", "new_stream", "new_event"):
+        getattr(loaded, f"virtual_gpu_{name}").restype = ctypes.c_int64
+    return loaded
+
+
+def listen(record: Callable[[int, int, int], None], block: Callable[[int, int, int], None]) -> tuple[Any, Any]:
+    """Have engine's event records and waits reported; the result has to live as long."""
+    callbacks = Callback(record), Callback(block)
+    library().virtual_gpu_listen(*callbacks)
+    return callbacks
+
+
+def _build() -> Path:
+    digest = hashlib.sha256(_SOURCE.read_bytes() + torch.__version__.encode() + torch.__file__.encode()).hexdigest()[
+        :16
+    ]
+    built = Path(tempfile.gettempdir()) / f"virtual_gpu_guard_{digest}.so"
+    if not built.exists():
+        root = Path(torch.__file__).parent
+        with tempfile.TemporaryDirectory(dir=built.parent) as folder:
+            fresh = Path(folder) / built.name
+            command = [
+                "g++",
+                "-shared",
+                "-fPIC",
+                "-std=c++20",
+                "-O1",
+                f"-I{root}/include",
+                str(_SOURCE),
+                "-o",
+                str(fresh),
+            ]
+            libraries = [f"-L{root}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root}/lib"]
+            abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+            done = subprocess.run([*command, abi, *libraries], capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"guard.cpp does not compile:\n{done.stderr}")
+            fresh.rename(built)
+    return built

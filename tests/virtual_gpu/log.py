@@ -1,0 +1,194 @@
+"""What one rank's host asked of its devices, in the order in which it asked."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+__all__ = ["HOST", "Access", "Entry", "Log", "Region", "Stream", "Where", "region_of"]
+
+Region = tuple[tuple[int, int], ...]
+"""Sorted, disjoint ranges of bytes of a storage."""
+
+
+class Stream(NamedTuple):
+    """A stream of a rank's device; 0 is the default stream."""
+
+    device: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"cuda:{self.device} stream {self.number}"
+
+
+HOST = Stream(-1, -1)
+"""Stands for the host thread, whose reads and writes are done when its call returns."""
+
+Where = tuple[tuple[str, int, str], ...]
+"""File, line and function of some callers, innermost first."""
+
+
+class Access(NamedTuple):
+    """Bytes of a storage that an operation reads or writes."""
+
+    storage: int
+    region: Region
+    write: bool
+
+
+@dataclass
+class Entry:
+    """One thing that the host asked for.
+
+    Attributes:
+        kind: ``kernel``, ``copy``, ``collective``, ``barrier``, ``put``, ``take`` (signals), ``split``; ``record``,
+            ``wait_event``; ``sync`` of a stream, ``sync_event``, ``sync_device``; ``alloc``, ``free``,
+            ``record_stream``; ``host`` for work of the host itself.
+        stream: where it runs, ``HOST`` for what the host does itself.
+        blocks: the host waits until the stream has finished it.
+        event: of ``record``, ``wait_event`` and ``sync_event``.
+        storage: of ``alloc``, ``free`` and ``record_stream``.
+        group, signature: of what other ranks have to match; ``signature`` has to be equal, and ``peer`` is who a signal
+            goes to or comes from.
+    """
+
+    kind: str
+    name: str
+    stream: Stream
+    accesses: tuple[Access, ...] = ()
+    where: Where = ()
+    blocks: bool = False
+    event: int = 0
+    storage: int = 0
+    group: str = ""
+    signature: tuple[Any, ...] = ()
+    peer: int = -1
+    launches: int = 1
+    phase: str = ""
+
+    def __str__(self) -> str:
+        at = " <- ".join(_show(frame) for frame in self.where)
+        return f"{self.kind} {self.name} on {'the host' if self.stream == HOST else self.stream} at {at or 'unknown'}"
+
+
+def _show(frame: tuple[str, int, str]) -> str:
+    file, line, function = frame
+    if file.startswith("thunder."):
+        return f"{function}: {linecache.getline(file, line).strip()[:120]}"
+    return f"{file.rpartition('/')[2]}:{line} {function}"
+
+
+@dataclass
+class Log:
+    """One rank's log.
+
+    Attributes:
+        names: what storages are, for messages.
+        remote: storages that are memory of another rank: group, number of the rendezvous in it, and the rank in the group.
+        shared: storages that take part in a rendezvous: by the same group and number.
+        members: the global ranks of each group.
+        phase: what the test is doing, for counters.
+    """
+
+    rank: int
+    entries: list[Entry] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
+    remote: dict[int, tuple[str, int, int]] = field(default_factory=dict)
+    shared: dict[tuple[str, int], int] = field(default_factory=dict)
+    members: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    phase: str = ""
+
+    def add(self, kind: str, name: str, stream: Stream, accesses: Iterable[Access] = (), **more: Any) -> Entry:
+        """Append an entry, with the callers that a reader of a fault wants to see."""
+        entry = Entry(kind, name, stream, tuple(accesses), callers(), phase=self.phase, **more)
+        self.entries.append(entry)
+        return entry
+
+
+def callers() -> Where:
+    """Return the innermost caller in the package, the line of the trace, and the caller in a test."""
+    found: list[tuple[str, int, str]] = []
+    frame = sys._getframe(2)
+    package = False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/virtual_gpu/" in file and "/test" not in file.rpartition("/virtual_gpu/")[2]:
+            pass
+        elif file.startswith("thunder."):
+            found.append((file, frame.f_lineno, frame.f_code.co_name))
+            break
+        elif "/thunder_fsdp_sched/" in file or ("/transforms/" in file and "/thunder/" not in file):
+            if not package:
+                found.append((file, frame.f_lineno, frame.f_code.co_name))
+                package = True
+        elif "/tests/" in file:
+            found.append((file, frame.f_lineno, frame.f_code.co_name))
+            break
+        frame = frame.f_back
+    return tuple(found)
+
+
+_MOST_RANGES = 1 << 16
+
+
+@lru_cache(maxsize=1 << 16)
+def region_of(offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Region:
+    """Return the bytes that a strided tensor covers.
+
+    Args:
+        offset: its first element, in elements of the storage.
+    """
+    if 0 in sizes:
+        return ()
+    dims = sorted((stride, size) for size, stride in zip(sizes, strides, strict=True) if size > 1 and stride)
+    run = 1  # elements that follow each other without a gap
+    while dims and dims[0][0] <= run:
+        stride, size = dims.pop(0)
+        run = stride * (size - 1) + run
+    starts = [offset]
+    for stride, size in reversed(dims):
+        if len(starts) * size > _MOST_RANGES:  # their bounds, then
+            last = sum(st * (si - 1) for si, st in zip(sizes, strides, strict=True))
+            return ((offset * itemsize, (offset + last + 1) * itemsize),)
+        starts = [start + i * stride for start in starts for i in range(size)]
+    return _merge(sorted((start * itemsize, (start + run) * itemsize) for start in starts))
+
+
+def _merge(ranges: list[tuple[int, int]]) -> Region:
+    merged = [ranges[0]]
+    for begin, end in ranges[1:]:
+        if begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return tuple(merged)
+
+
+def overlap(a: Region, b: Region) -> bool:
+    """Return whether two regions have a byte in common."""
+    if not a or not b or a[-1][1] <= b[0][0] or b[-1][1] <= a[0][0]:
+        return False
+    i = j = 0
+    while i < len(a) and j < len(b):
+        if a[i][0] < b[j][1] and b[j][0] < a[i][1]:
+            return True
+        if a[i][1] <= b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return False
+
+
+def covers(outer: Region, inner: Region) -> bool:
+    """Return whether every byte of ``inner`` lies in ``outer``."""
+    j = 0
+    for begin, end in inner:
+        while j < len(outer) and outer[j][1] < end:
+            j += 1
+        if j == len(outer) or outer[j][0] > begin:
+            return False
+    return True

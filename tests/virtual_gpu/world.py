@@ -1,0 +1,211 @@
+"""Runs a function as each rank of a world of virtual GPUs, one rank after the other, and checks what they logged."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+from thunder_fsdp_sched import consistency, placing, sharding
+from thunder_fsdp_sched.transports import base
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from .clocks import Fault, check
+from .collectives import make_group_class
+from .guard import library, listen
+from .log import Log
+from .memory import Memory, is_fake
+from .mode import Recording
+from .streams import Cuda, engine_listeners
+from .symmetric import SymmetricMemory
+
+__all__ = ["DEVICES", "Rank", "Result", "run"]
+
+DEVICES = 8
+
+
+@dataclass
+class Rank:
+    """What a test's function gets: the rank that it runs as.
+
+    Attributes:
+        device: of this rank.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    recording: Recording
+
+    @property
+    def log(self) -> Log:
+        return self.recording.log
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Label what is logged meanwhile, for counters."""
+        before, self.log.phase = self.log.phase, name
+        try:
+            yield
+        finally:
+            self.log.phase = before
+
+
+@dataclass(frozen=True)
+class Result:
+    """What all ranks logged and what is wrong with it.
+
+    Attributes:
+        values: what the function returned for each rank.
+    """
+
+    logs: Sequence[Log]
+    values: Sequence[Any]
+
+    @property
+    def faults(self) -> list[Fault]:
+        """The faults; worked out anew each time."""
+        return check(self.logs)
+
+    def assert_clean(self) -> None:
+        """Fail with a description of each fault, if there is one."""
+        __tracebackhide__ = True
+        faults = self.faults
+        assert not faults, f"{len(faults)} faults:\n" + "\n".join(map(str, faults[:10]))
+
+    def count(self, phase: str | None = None, rank: int = 0) -> Counter[str]:
+        """Count what one rank's host asked for in a phase, by kind; ``syncs`` are its waits for a device."""
+        counts: Counter[str] = Counter()
+        for entry in self.logs[rank].entries:
+            if phase is None or entry.phase == phase:
+                counts[entry.kind] += 1
+                counts["syncs"] += entry.blocks or entry.kind == "sync_event"
+        return counts
+
+
+def run(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int = 2,
+    ranks: Sequence[int] | None = None,
+    set_device: bool = True,
+    bind_device: bool = False,
+    **kwargs: Any,
+) -> Result:
+    """Run ``function(rank, *args, **kwargs)`` as each rank, on ``cuda:<rank>`` and with a NCCL process group.
+
+    Data are fake, so no rank depends on what another has computed. Ranks take it for granted that they compiled the same:
+    nobody compares.
+
+    Args:
+        ranks: those to run as; all. Collectives are matched among them.
+        set_device: call ``torch.cuda.set_device``; else every rank's current device is 0.
+        bind_device: give ``init_process_group`` the device, so that further groups split the default communicator.
+    """
+    logs, values = [], []
+    for rank in range(world_size) if ranks is None else ranks:
+        with virtual_rank(rank, world_size, set_device=set_device, bind_device=bind_device) as as_rank:
+            values.append(function(as_rank, *args, **kwargs))
+        logs.append(as_rank.log)
+    return Result(logs, values)
+
+
+@contextlib.contextmanager
+def virtual_rank(rank: int, world_size: int, *, set_device: bool = True, bind_device: bool = False) -> Iterator[Rank]:
+    """Be one rank: on virtual GPUs, with fake tensors and a process group. Everything is undone afterwards."""
+    guard = library()
+    log = Log(rank)
+    cuda = Cuda(log, DEVICES)
+    recording = Recording(log, Memory(log, cuda.key), cuda)
+    device = torch.device("cuda", rank % DEVICES)
+    with contextlib.ExitStack() as stack:
+        for where, name, value in _replaced(recording, alone=True):
+            stack.enter_context(mock.patch.object(where, name, value, create=name in ("ProcessGroupNCCL", "type")))
+        guard.virtual_gpu_set_available(1)
+        stack.callback(guard.virtual_gpu_set_available, 0)
+        callbacks = listen(*engine_listeners(log))
+        stack.callback(guard.virtual_gpu_listen, None, None)
+        guard.virtual_gpu_set_device(device.index if set_device else 0)
+        stack.callback(guard.virtual_gpu_set_device, 0)
+        for index in range(DEVICES):
+            guard.virtual_gpu_set_stream(index, 0)
+            stack.callback(guard.virtual_gpu_set_stream, index, 0)
+        # Fake tensors are not for several threads. Each node of autograd still runs on the stream of its forward.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(SymmetricMemory(recording).installed())
+        stack.enter_context(_process_group(rank, world_size, device if bind_device else None))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(recording)
+        yield Rank(rank, world_size, device, recording)
+        del callbacks
+
+
+def _replaced(recording: Recording, *, alone: bool) -> Iterator[tuple[Any, str, Any]]:
+    """What is another object meanwhile: owner, name, value."""
+    memory = recording.memory
+    for name, value in recording.cuda.replacements().items():
+        yield torch.cuda, name, value
+    yield torch.cuda.nvtx, "range_push", lambda *args, **kwargs: None
+    yield torch.cuda.nvtx, "range_pop", lambda *args, **kwargs: None
+    pointer, storage_pointer = torch.Tensor.data_ptr, torch.UntypedStorage.data_ptr
+
+    def data_ptr(tensor: torch.Tensor) -> int:
+        return memory.address_of(tensor) if is_fake(tensor) else pointer(tensor)
+
+    def storage_data_ptr(storage: torch.UntypedStorage) -> int:
+        return memory.address_of_storage(storage) or storage_pointer(storage)
+
+    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+        memory.record_stream(tensor, stream.key)
+
+    yield torch.Tensor, "data_ptr", data_ptr
+    yield torch.UntypedStorage, "data_ptr", storage_data_ptr
+    yield torch.Tensor, "record_stream", record_stream
+    yield distributed_c10d, "_NCCL_AVAILABLE", True
+    yield distributed_c10d, "ProcessGroupNCCL", make_group_class(recording)
+    yield base, "_side_streams", {}
+    yield sharding, "type", _type_of
+    if alone:  # ranks run one after the other: none can answer another
+        yield sharding, "Agreement", _Alone
+        yield consistency, "Agreement", _Alone
+        yield placing, "_level_group_counts", lambda ranks: []
+
+
+def _type_of(value: Any) -> type:
+    """Return the type, that of a plain parameter for a fake one, whose class is ``FakeTensor``."""
+    return torch.nn.Parameter if is_fake(value) and getattr(value, "_is_param", False) else type(value)
+
+
+class _Alone(consistency.Agreement):
+    """Takes it for granted that all ranks agree."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.alone = True
+
+
+@contextlib.contextmanager
+def _process_group(rank: int, world_size: int, device: torch.device | None) -> Iterator[None]:
+    dist.init_process_group(
+        "nccl",
+        store=FakeStore(),
+        rank=rank,
+        world_size=world_size,
+        device_id=device,
+        timeout=timedelta(minutes=5),
+    )
+    try:
+        if device is not None:
+            dist.group.WORLD.bound_device_id = device
+        yield
+    finally:
+        dist.destroy_process_group()
