@@ -74,7 +74,12 @@ def _level(rank: int, world_size: int) -> None:
     if rank == 0:
         for group in mine:
             dist.destroy_process_group(group)
-    # Fewer groups than when the last one was named: its name is not given twice.
+    # Fewer groups than when the last one was named: its name is not given twice, not even after it was destroyed, since its
+    # members' addresses stay in the store.
+    for _ in range(3):
+        passing = dist.new_group([0, 1])
+        thunder.jit(Stack(1), transforms=[fsdp(process_group=passing)])
+        dist.destroy_process_group(passing)
     other = dist.new_group([0, 1])
     thunder.jit(Stack(1), transforms=[fsdp(process_group=other)])
     another = dist.new_group([0, 1])

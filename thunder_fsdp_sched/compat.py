@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 if TYPE_CHECKING:  # this module is imported before torch and Thunder can be
     import torch
+    from torch._C._distributed_c10d import Store
     from thunder.core.module import ThunderModule
 
 __all__ = [
@@ -238,12 +239,18 @@ def running_node_number() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
-def is_group_name_taken(ranks: Collection[int], number: int) -> bool:
-    """Return whether a group of ``ranks`` has the name that torch gives it in a process that knows ``number`` groups."""
+def is_group_name_taken(ranks: Collection[int], number: int, store: Store) -> bool:
+    """Return whether a group of ``ranks`` had the name that torch gives it in a process that knows ``number`` groups.
+
+    A group that was destroyed counts as well: its members' addresses stay in ``store``, the default group's, and a new
+    group of the same name would try to reach them.
+    """
     from torch.distributed.distributed_c10d import _world
 
     text = "_".join(map(str, (*sorted(ranks), number)))
-    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() in _world.pg_names.values()
+    name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+    # Where gloo and NCCL leave the first member's address and the first communicator's id.
+    return name in _world.pg_names.values() or any(store.check([f"{name}//{key}"]) for key in ("cpu//0/0", "cuda//0"))
 
 
 def process_groups() -> list[Any]:

@@ -222,13 +222,19 @@ def _level_group_counts(ranks: list[int]) -> list[dist.ProcessGroup]:
     me, known = dist.get_rank(), len(process_groups())
     call = store.add(f"{prefix}/calls/{me}", 1)
 
+    def keys(what: str) -> list[str]:
+        return [f"{prefix}/{call}/{what}/{rank}" for rank in ranks]
+
     def largest(what: str, number: int) -> int:
         store.set(f"{prefix}/{call}/{what}/{me}", str(number))
-        return max(int(store.get(f"{prefix}/{call}/{what}/{rank}")) for rank in ranks)
+        return max(int(store.get(key)) for key in keys(what))
 
     try:
         number = largest("known", known)
-        number = largest("free", next(n for n in itertools.count(number) if not is_group_name_taken(ranks, n)))
+        number = largest("free", next(n for n in itertools.count(number) if not is_group_name_taken(ranks, n, store)))
+        if store.add(f"{prefix}/{call}/read", 1) == len(ranks):  # everybody has read everything
+            for key in (*keys("known"), *keys("free"), f"{prefix}/{call}/read"):
+                store.delete_key(key)
     except Exception as error:
         raise RuntimeError(
             f"fsdp: not all of the ranks {ranks} came to make a process group of theirs; call thunder.jit() with the same "
