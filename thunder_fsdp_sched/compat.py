@@ -39,8 +39,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 if TYPE_CHECKING:  # this module is imported before torch and Thunder can be
     import torch
-    from torch._C._distributed_c10d import Store
     from thunder.core.module import ThunderModule
+    from torch._C._distributed_c10d import Store
 
 __all__ = [
     "SUPPORTED",
