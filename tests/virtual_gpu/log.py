@@ -7,7 +7,14 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import thunder_fsdp_sched
+
+_HERE = str(Path(__file__).parent)
+_TESTS = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(thunder_fsdp_sched.__file__).parent)
 
 __all__ = ["HOST", "Access", "Entry", "Log", "Region", "Stream", "Where", "region_of"]
 
@@ -109,25 +116,20 @@ class Log:
         return entry
 
 
+_MOST_FRAMES = 3
+
+
 def callers() -> Where:
-    """Return the innermost caller in the package, the line of the trace, and the caller in a test."""
+    """Return the innermost callers in the package, then the line of the trace or the caller in a test."""
     found: list[tuple[str, int, str]] = []
     frame = sys._getframe(2)
-    package = False
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/virtual_gpu/" in file and "/test" not in file.rpartition("/virtual_gpu/")[2]:
-            pass
-        elif file.startswith("thunder."):
+        if file.startswith("thunder.") or (_TESTS in file and _HERE not in file):
             found.append((file, frame.f_lineno, frame.f_code.co_name))
             break
-        elif "/thunder_fsdp_sched/" in file or ("/transforms/" in file and "/thunder/" not in file):
-            if not package:
-                found.append((file, frame.f_lineno, frame.f_code.co_name))
-                package = True
-        elif "/tests/" in file:
+        if _PACKAGE in file and len(found) < _MOST_FRAMES:
             found.append((file, frame.f_lineno, frame.f_code.co_name))
-            break
         frame = frame.f_back
     return tuple(found)
 

@@ -52,9 +52,9 @@ class Memory:
         self._end += -(-max(storage.nbytes(), 1) // 512) * 512
         self._storages[storage._cdata] = known
         if device.type != "meta":
-            name = f"{device} memory {self._numbers} ({str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)})"
-            self._log.names[known.number] = name
-            self._log.add("alloc", name, stream, storage=known.number)
+            what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            self._log.names[known.number] = f"{device} memory {self._numbers} ({what})"
+            self._log.add("alloc", what, stream, storage=known.number)
         return known
 
     def is_known(self, tensor: torch.Tensor) -> bool:
@@ -93,7 +93,7 @@ class Memory:
         dead = [cdata for cdata in self._storages if expired(cdata)]
         for cdata in dead:
             known = self._storages.pop(cdata)
-            self._log.add("free", self._log.names.get(known.number, "memory"), known.stream, storage=known.number)
+            self._log.add("free", "", known.stream, storage=known.number)
 
 
 def is_fake(value: object) -> bool:

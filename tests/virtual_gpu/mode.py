@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .log import HOST, Access, Log, Stream
@@ -58,12 +59,19 @@ class Recording(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         self.memory.collect()
+        inputs = list(_tensors((args, kwargs)))
+        if inputs and not any(map(is_fake, inputs)) and all(t.device.type == "cpu" for t in inputs):
+            with no_dispatch():  # a mesh, a generator's state: the host's own data
+                return func(*args, **kwargs)
         if func is aten.is_pinned.default:
             return self.memory.is_pinned(args[0])
         if func is aten._pin_memory.default:
             return self._pin(args[0])
         if func is aten._local_scalar_dense.default and is_fake(args[0]):
             self._log(func, [self.memory.access(args[0], False)], args[0].device, blocks=True)
+            if args[0].constant is not None:
+                with no_dispatch():
+                    return func(args[0].constant)
             return 1.0 if args[0].dtype.is_floating_point else 1
         if func is torch.ops.symm_mem._low_contention_reduce_scatter.default:
             with self:
@@ -72,7 +80,7 @@ class Recording(TorchDispatchMode):
             self.works.pop(self.memory.of(args[0]).number).wait()
             return args[0]
         pinned = bool(kwargs.pop("pin_memory", False))
-        sources = [self.memory.access(t, False) for t in _tensors((args, kwargs)) if is_fake(t)]
+        sources = [self.memory.access(t, False) for t in inputs if is_fake(t)]
         known = {access.storage for access in sources}
         result = func(*args, **kwargs)
         if result is NotImplemented:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import consistency, placing, sharding
+from thunder_fsdp_sched import buffers, compat, consistency, initialize, placing, sharding
 from thunder_fsdp_sched.transports import base
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .clocks import Fault, check
 from .collectives import make_group_class
@@ -49,6 +50,12 @@ class Rank:
     @property
     def log(self) -> Log:
         return self.recording.log
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Compute with real tensors of the host meanwhile, as a device mesh does when it is made."""
+        with _disable_current_modes():
+            yield
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -174,6 +181,9 @@ def _replaced(recording: Recording, *, alone: bool) -> Iterator[tuple[Any, str, 
     yield distributed_c10d, "ProcessGroupNCCL", make_group_class(recording)
     yield base, "_side_streams", {}
     yield sharding, "type", _type_of
+    for module in (buffers, initialize, sharding):
+        yield module, "replace_data", _replace_data
+    yield sharding, "is_blank", lambda tensor: False  # fake numbers look alike
     if alone:  # ranks run one after the other: none can answer another
         yield sharding, "Agreement", _Alone
         yield consistency, "Agreement", _Alone
@@ -183,6 +193,13 @@ def _replaced(recording: Recording, *, alone: bool) -> Iterator[tuple[Any, str, 
 def _type_of(value: Any) -> type:
     """Return the type, that of a plain parameter for a fake one, whose class is ``FakeTensor``."""
     return torch.nn.Parameter if is_fake(value) and getattr(value, "_is_param", False) else type(value)
+
+
+def _replace_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
+    """Replace a parameter's memory; a fake tensor keeps its device as an attribute, which would stay."""
+    compat.replace_data(param, data)
+    if is_fake(param):
+        param.fake_device = data.device  # type: ignore[attr-defined]
 
 
 class _Alone(consistency.Agreement):
