@@ -162,8 +162,8 @@ SHORT = timedelta(seconds=15)
 
 def deviate(rank: int, world_size: int, life: Life, deviation: Deviation, folder: Path) -> str:
     """Runs one history in which one rank deviates; how it ended here: "right", "error: ..." or "wrong: ..."."""
-    # A rank that skips a forward is one call behind: its next forward, of the same program, is what the others wait for. If it
-    # has changed its rows in between, no rank can tell until calls of different kinds meet. They have to before a step.
+    # A rank that skips a forward is one call behind: its next forward, of the same program, is what the others wait for.
+    # If it has changed its rows in between, no rank can tell until calls of different kinds meet, which is before a step.
     skips = deviation.instead is None and not deviation.ends
     group = dist.new_group(timeout=SHORT)
     options = options_of(life.case, lambda: dist.new_group(timeout=SHORT))
