@@ -43,11 +43,25 @@ def assert_never_synchronizes(result: Result) -> None:
             assert not (later and (entry.blocks or entry.kind == "sync_event")), str(entry)
 
 
+# Kernels, copies, collectives, barriers, events recorded and waits for events of one forward and one backward of 5 buckets.
+COUNTS = {
+    "flat": ((16, 0, 5, 0, 10, 10), (33, 0, 7, 0, 14, 14)),
+    "coalesced": ((16, 0, 5, 0, 10, 10), (33, 0, 7, 0, 14, 14)),
+    "all_to_all": ((16, 0, 5, 0, 10, 10), (43, 0, 7, 0, 24, 24)),
+    "all_reduce": ((21, 5, 5, 0, 10, 10), (35, 2, 7, 0, 14, 14)),
+    "staged": ((21, 0, 5, 0, 20, 20), (40, 0, 7, 0, 18, 18)),
+    "symmetric_memory": ((16, 10, 0, 10, 10, 10), (38, 19, 0, 14, 24, 24)),
+}
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_training_has_no_race_and_no_synchronization(transport: str) -> None:
     result = run(train, transport=transport)
     result.assert_clean()
     assert_never_synchronizes(result)
+    kinds = ("kernel", "copy", "collective", "barrier", "record", "wait_event")
+    counts = tuple(tuple(result.count(phase)[kind] for kind in kinds) for phase in ("forward 2", "backward 2"))
+    assert counts == COUNTS[transport]
 
 
 @pytest.mark.parametrize(
