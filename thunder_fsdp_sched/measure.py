@@ -27,7 +27,7 @@ from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
-from .buffers import Bucket, InFlight, Slot
+from .buffers import Arena, Bucket, InFlight, Slot
 from .cost import runs_nothing
 from .profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of, symbol_of
 from .runs import as_backward_of_latest_forward
@@ -35,7 +35,6 @@ from .sharding import ShardedModule
 from .symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter, payload, travels
 from .traces import with_bound_symbols
 from .transform import find_transform
-from .transports import Work
 
 __all__ = ["CollectiveTime", "MeasuredCost", "OpTime", "Profile", "measure"]
 
@@ -188,7 +187,7 @@ class _Measurement:
             busy = sum(map(sum, alone))
             count = max(1, min(math.ceil(busy / max(largest.wire, 1e-6)), 2**30 // largest.nbytes, 32))
             window = 0.9 * count * largest.wire
-            loads = [(start, *self._place(largest))] * count
+            loads = [(start, *self._place(largest)) for _ in range(count)]
             runs = self._repeat(lambda loads=loads: self._run_probe(probe, loads))  # type: ignore[misc]
             found = statistics.median(_slowdown(run, alone, window) for run in runs)
             shares[kind.name] = min(max(self._over_ranks([found])[0], 0.0), 0.9)
@@ -204,13 +203,14 @@ class _Measurement:
         if len(by_kind) < 2:
             return 1, 1.0, 0.0
         gather, reduction = by_kind[fsdp_all_gather.name], by_kind[fsdp_reduce_scatter.name]
-        reduce = (_start_reduce_scatter, *self._place(reduction))
+        reduce, other = [(_start_reduce_scatter, *self._place(reduction)) for _ in range(2)]
+        all_gather = (_start_all_gather, *self._place(gather))
 
         def first_of_two() -> float:
-            return self._ends([reduce, reduce])[0]
+            return self._ends([reduce, other])[0]
 
         def gather_behind_reduction() -> list[float]:
-            return self._ends([(_start_all_gather, *self._place(gather)), reduce], reverse=True)
+            return self._ends([all_gather, reduce], reverse=True)
 
         first = self._over_ranks([statistics.median(self._repeat(first_of_two))])[0]
         if first < 1.5 * reduction.wire:
@@ -225,30 +225,33 @@ class _Measurement:
         """Starts collectives, in reverse if asked, waits for them in order, and says when each wait was over."""
         started = time.perf_counter()
         order = list(reversed(loads)) if reverse else list(loads)
-        works = [start(bucket, slot) for start, bucket, slot in order]
+        flights = [start(bucket, slot) for start, bucket, slot in order]
         ends = []
-        for of_one in reversed(works) if reverse else works:
-            for work in of_one:
-                work.wait()
+        for flight in reversed(flights) if reverse else flights:
+            flight.wait()
             self.clock.settle()
             ends.append(time.perf_counter() - started)
         return ends
 
-    def _place(self, collective: CollectiveTime) -> tuple[Bucket, Any]:
-        """Bucket and slot of a collective of the traces."""
+    def _place(self, collective: CollectiveTime) -> tuple[Bucket, Slot]:
+        """Return the bucket of a collective of the traces, and a slot for it that nothing else uses."""
         for trace in self.traces:
             for bsym in trace.bound_symbols:
                 if bsym.sym.name == collective.kind and bsym.args[0].spec.name == collective.bucket:
-                    return bsym.args[0], bsym.args[1]
+                    bucket: Bucket = bsym.args[0]
+                    slot = Arena(bucket.spec.device).slot(0, bsym.args[1].nbytes)
+                    views = slot.params if collective.kind == fsdp_all_gather.name else slot.grads
+                    views[bucket].flat.zero_()
+                    return bucket, slot
         raise AssertionError(collective)
 
     def _run_probe(self, probe: _Probe, loads: Sequence[Any]) -> list[tuple[float, float]]:
-        works = [work for start, bucket, slot in loads for work in start(bucket, slot)]
+        flights = [start(bucket, slot) for start, bucket, slot in loads]
         self.clock.reads.clear()
         probe.callable(*self.arguments)
         durations = self._durations(len(probe.labels))
-        for work in works:
-            work.wait()
+        for flight in flights:
+            flight.wait()
         return durations
 
     def _probe(self, trace: TraceCtx, *, finish: bool) -> _Probe:
@@ -317,14 +320,16 @@ def _pretend(bucket: Bucket, slot: Any, *tensors: Any, **how: Any) -> InFlight:
     return slot.arena.issue(InFlight(bucket, "collective", slot, [], _empty_shard(bucket)))
 
 
-def _start_all_gather(bucket: Bucket, slot: Slot) -> Sequence[Work]:
-    unsharded = slot.params[bucket]
-    return bucket.gather_into(unsharded, bucket.shard_to_send(again=True))
+def _start_all_gather(bucket: Bucket, slot: Slot) -> InFlight:
+    sent = bucket.shard_to_send(again=True)
+    works = bucket.gather_into(slot.params[bucket], sent)
+    return InFlight(bucket, "all-gather", None, works, sent=sent)
 
 
-def _start_reduce_scatter(bucket: Bucket, slot: Slot) -> Sequence[Work]:
-    unsharded = slot.grads[bucket]
-    return bucket.transport.reduce_scatter(bucket, unsharded, _empty_shard(bucket))
+def _start_reduce_scatter(bucket: Bucket, slot: Slot) -> InFlight:
+    reduced = _empty_shard(bucket)
+    works = bucket.transport.reduce_scatter(bucket, slot.grads[bucket], reduced)
+    return InFlight(bucket, "reduce-scatter", None, works, reduced)
 
 
 def _empty_shard(bucket: Bucket) -> torch.Tensor:
@@ -391,10 +396,12 @@ class _CudaClock(_Clock):
     def _read(self, *, pause: bool) -> None:
         entered = time.perf_counter()
         end, start = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        end.record()
+        stream = torch.cuda.current_stream(self.device)
+        end.record(stream)
         if pause:
-            torch.cuda._sleep(100_000)  # cycles, about 60 us
-        start.record()
+            with torch.cuda.stream(stream):  # the current device may be another
+                torch.cuda._sleep(100_000)  # cycles, about 60 us
+        start.record(stream)
         self.reads.append((entered, time.perf_counter(), end, start))
 
     def settle(self) -> None:

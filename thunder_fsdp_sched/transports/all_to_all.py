@@ -56,7 +56,7 @@ class AllToAll(Flat):
         def exchange() -> Sequence[Work]:
             return [dist.all_to_all_single(received, whole, group=group, async_op=True)]
 
-        work = behind(exchange, add_up, whole.device)
+        work = behind(exchange, add_up, (whole, received, own))
         return _Returning(work, received, free)
 
 

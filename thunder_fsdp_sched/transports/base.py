@@ -54,7 +54,7 @@ class Transport(ABC):
         Raises:
             ValueError: naming what is missing.
         """
-        if ranks.group.backend == "gloo":
+        if ranks.group.backend_for(device) == "gloo":
             for dtype in dtypes:
                 if dtype.is_floating_point and dtype not in _GLOO:
                     raise ValueError(
@@ -116,13 +116,25 @@ def issue_each(issues: Iterable[Callable[[], Work]]) -> list[Work]:
 
 
 class _OnStream:
-    """Waits for what a side stream has done so far."""
+    """Work that a side stream is doing.
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.done = stream.record_event()
+    It keeps the tensors that the stream uses, as a work of NCCL does. If nobody has waited when it is dropped, an exception
+    having come in between, the allocator is told that the stream still uses them.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, device: torch.device, uses: Sequence[torch.Tensor]) -> None:
+        self._stream, self._device, self._uses = stream, device, uses
+        self._done = stream.record_event()
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.done)
+        # Not the current stream of the current device, which may be another.
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+        self._uses = ()
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # at exit
+            for tensor in self._uses:
+                tensor.record_stream(self._stream)
 
 
 class _Then:
@@ -142,20 +154,29 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream for what belongs to communication, one a device."""
-    if device not in _side_streams:
-        _side_streams[device] = torch.cuda.Stream(device)
+    """Return the stream for what belongs to communication, one for each device."""
+    if device not in _side_streams:  # of high priority: its short copies and sums hold up communication
+        _side_streams[device] = torch.cuda.Stream(device, priority=-1)
     return _side_streams[device]
 
 
-def behind(issue: Callable[[], Sequence[Work]], action: Callable[[], None], device: torch.device) -> Work:
-    """Issues works and does ``action`` behind them: on a side stream at once, or on a CPU at the wait."""
+def behind(issue: Callable[[], Sequence[Work]], action: Callable[[], None], uses: Sequence[torch.Tensor]) -> Work:
+    """Issue works and do ``action`` after them: on a side stream at once, or on a CPU at the wait.
+
+    Args:
+        uses: the tensors that ``issue`` and ``action`` read and write, all on one device.
+    """
+    device = uses[0].device
     if device.type != "cuda":
         return _Then(issue(), action)
-    stream = side_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
+    current, stream = torch.cuda.current_stream(device), side_stream(device)
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
-        for work in issue():
-            work.wait()
-        action()
-        return _OnStream(stream)
+        try:
+            for work in issue():
+                work.wait()
+            action()
+        except BaseException:
+            current.wait_stream(stream)  # what was issued is not in flight any more
+            raise
+        return _OnStream(stream, device, uses)

@@ -42,7 +42,7 @@ class Staged(Transport):
             by_rank = staging.view(bucket.spec.layout.world_size, -1)
             torch.split_with_sizes_copy(by_rank, sizes, dim=1, out=places)
 
-        return [behind(issue, interleave, shard.device)]
+        return [behind(issue, interleave, (shard, staging, unsharded.flat))]
 
     def reduce_scatter(self, bucket: Bucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
         assert unsharded.staging is not None
