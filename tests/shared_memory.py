@@ -32,7 +32,8 @@ class SharedFiles:
         group = dist.distributed_c10d._resolve_process_group(group)
         paths: list[str] = [""] * group.size()
         dist.all_gather_object(paths, self.paths[tensor.data_ptr()], group=group)
-        return Handle(self, group, [torch.from_file(p, shared=True, size=_size(p), dtype=torch.uint8) for p in paths])
+        buffers = [torch.from_file(p, shared=True, size=_size(p), dtype=torch.uint8) for p in paths]
+        return Handle(self, group.group_name, buffers)
 
 
 def _size(path: str) -> int:
@@ -41,7 +42,7 @@ def _size(path: str) -> int:
 
 
 class Handle:
-    def __init__(self, memory: SharedFiles, group: dist.ProcessGroup, buffers: list[torch.Tensor]) -> None:
+    def __init__(self, memory: SharedFiles, group: str, buffers: list[torch.Tensor]) -> None:
         self.memory, self.group, self.buffers = memory, group, buffers
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
@@ -50,7 +51,7 @@ class Handle:
 
     def barrier(self, channel: int = 0) -> None:
         self.memory.barriers += 1
-        dist.barrier(self.group)
+        dist.barrier(dist.distributed_c10d._resolve_process_group(self.group))
 
 
 _library = torch.library.Library("symm_mem", "IMPL")

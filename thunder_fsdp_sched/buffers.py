@@ -395,9 +395,7 @@ class Bucket:
         self.reduce_scatter_label = f"fsdp_reduce_scatter({spec.name})"
         self.all_reduce_label = f"fsdp_all_reduce({spec.name})"
         if whole is None:
-            self.shard = transport.allocate(spec.layout.shard_numel, spec.dtype, spec.shard_device, ranks)
-            if spec.travel.pin_memory:
-                self.shard = self.shard.pin_memory()
+            self.shard = self._allocate_shard()
         else:
             self.shard = whole.shard
         self.shard_views = shard_views(spec, self.rank, self.shard)
@@ -427,6 +425,14 @@ class Bucket:
 
     def __repr__(self) -> str:
         return self.handle
+
+    def _allocate_shard(self) -> torch.Tensor:
+        spec, transport = self.spec, self.transport
+        if spec.param_dtype != spec.dtype:  # a cast of it travels, for which the transport allocates memory
+            shard = torch.zeros(spec.layout.shard_numel, dtype=spec.dtype, device=spec.shard_device)
+        else:
+            shard = transport.allocate(spec.layout.shard_numel, spec.dtype, spec.shard_device, self.ranks)
+        return shard.pin_memory() if spec.travel.pin_memory else shard
 
     def keep_unsharded(self) -> Slot:
         """The bucket's own slot, where it stays from forward to backward (ZeRO-2); allocated when it is first used."""

@@ -6,6 +6,7 @@ contention). Within one node, on GPUs that can read each other's memory.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..layout import Layout
 from .base import Work, behind
 from .flat import Flat
 
@@ -40,8 +42,9 @@ class SymmetricMemory(Flat):
     def __init__(self, memory: ModuleType | Any = None, devices: Sequence[str] = ("cuda",)) -> None:
         self._memory = memory
         self._devices = devices
-        # Of each tensor for as long as it lives, by the name of the group.
-        self._handles: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Of each shard, and of each of its process groups, for as long as both live: a bucket's memory stays mapped in all
+        # processes no longer than the bucket.
+        self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @property
     def memory(self) -> Any:
@@ -71,20 +74,16 @@ class SymmetricMemory(Flat):
         return shard
 
     def all_gather(self, bucket: Bucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
-        layout, group = bucket.spec.layout, bucket.ranks.group
-        handle = self._rendezvous(shard, group)
-        segments = [s for s in layout.segments if s.shard_numel]
+        shared = self._rendezvous(shard, bucket.ranks.group)
+        pieces = shared.pieces(bucket.spec.layout)
 
         def pull() -> None:
-            handle.barrier(channel=_BEFORE)  # everybody's optimizer has written its shard
-            for distance in range(group.size):  # each rank reads another peer at a time
-                peer = (group.rank + distance) % group.size
-                for s in segments:
-                    place = unsharded.flat.narrow(0, s.unsharded_offset + peer * s.shard_numel, s.shard_numel)
-                    place.copy_(handle.get_buffer(peer, (s.shard_numel,), shard.dtype, s.shard_offset))
-            handle.barrier(channel=_AFTER)  # from here on the shard may be written again
+            shared.handle.barrier(channel=_BEFORE)  # everybody's optimizer has written its shard
+            for offset, piece in pieces:
+                unsharded.flat.narrow(0, offset, piece.numel()).copy_(piece)
+            shared.handle.barrier(channel=_AFTER)  # from here on the shard may be written again
 
-        return [behind(list, pull, shard.device)]
+        return [behind(list, pull, (shard, unsharded.flat))]
 
     def reduce_scatter(self, bucket: Bucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
         layout = bucket.spec.layout
@@ -97,23 +96,53 @@ class SymmetricMemory(Flat):
                     own = torch.ops.symm_mem._low_contention_reduce_scatter(whole, "avg", name)
                     shard.narrow(0, s.shard_offset, s.shard_numel).copy_(torch.ops._c10d_functional.wait_tensor(own))
 
-        return [behind(list, reduce, shard.device)]
+        return [behind(list, reduce, (shard, unsharded.flat))]
 
     def launches(self, spec: BucketSpec) -> int:
         return super().launches(spec) * spec.layout.world_size
 
-    def _rendezvous(self, shard: torch.Tensor, group: Group) -> Any:
-        handles = self._handles.setdefault(shard, {})
-        name = group.process_group.group_name
-        if name not in handles:
+    def _rendezvous(self, shard: torch.Tensor, group: Group) -> _Shared:
+        by_group = self._shared.get(shard)
+        if by_group is None:
+            by_group = self._shared[shard] = weakref.WeakKeyDictionary()
+        process_group = group.process_group
+        if process_group not in by_group:
             try:
-                handles[name] = self.memory.rendezvous(shard, group=name)
+                handle = self.memory.rendezvous(shard, group=process_group.group_name)
             except RuntimeError as error:
                 raise ValueError(
                     f"transport={self.name!r}: rank {group.rank} cannot share memory with the other ranks of "
                     f"{group.description!r}: {error}"
                 ) from error
-        return handles[name]
+            by_group[process_group] = _Shared(handle, shard, group)
+        return by_group[process_group]
+
+
+class _Shared:
+    """A shard of which every rank of a group can read every other's."""
+
+    def __init__(self, handle: Any, shard: torch.Tensor, group: Group) -> None:
+        self.handle = handle
+        self._dtype, self._rank, self._size = shard.dtype, group.rank, group.size
+        self._layout: Layout | None = None
+        self._pieces: list[tuple[int, torch.Tensor]] = []
+
+    def pieces(self, layout: Layout) -> list[tuple[int, torch.Tensor]]:
+        """Return the pieces of all ranks' shards, with their offsets in the unsharded buffer; the same list each time."""
+        if self._layout is not layout:
+            # Each rank reads another peer at a time.
+            peers = [(self._rank + distance) % self._size for distance in range(self._size)]
+            self._pieces = [
+                (
+                    s.unsharded_offset + peer * s.shard_numel,
+                    self.handle.get_buffer(peer, (s.shard_numel,), self._dtype, s.shard_offset),
+                )
+                for peer in peers
+                for s in layout.segments
+                if s.shard_numel
+            ]
+            self._layout = layout
+        return self._pieces
 
 
 def _one_device_for_all() -> bool:
