@@ -130,7 +130,8 @@ def as_entry(bucket: Bucket, index: int, local: torch.Tensor, *, as_rows: bool =
         # The same memory as a storage of its own: a DTensor takes over its local tensor's offset, and dcp.async_save takes
         # one with an offset for a plain tensor, which it cannot copy (torch 2.13).
         local = dlpack.from_dlpack(local)
-    mesh = DeviceMesh.from_group(bucket.ranks.group.process_group, bucket.spec.device.type)
+    # A mesh of the rows' own device: with offload_policy that is the CPU, and for a mesh of GPUs from_local would copy them.
+    mesh = DeviceMesh.from_group(bucket.ranks.group.process_group, local.device.type)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
 
