@@ -24,6 +24,7 @@ At the end are the functions that read private names of torch and Thunder for ot
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import importlib.metadata
@@ -48,6 +49,7 @@ __all__ = [
     "TraceCache",
     "all_gather_on_host",
     "check_versions",
+    "copy_of_options",
     "explain_fixed_data",
     "function_called_by",
     "is_group_name_taken",
@@ -58,6 +60,7 @@ __all__ = [
     "replace_data",
     "running_node_number",
     "schema_of",
+    "splits_default_group",
     "shape_of",
     "timeout_of",
     "torch_function_of",
@@ -210,18 +213,43 @@ def all_gather_on_host(group: Any) -> Callable[[Any, Any], Any]:
 
 def timeout_of(group: Any) -> timedelta:
     """Return how long a collective of ``group`` may take."""
-    import torch
     import torch.distributed as dist
 
     for device in ("cuda", "cpu"):
-        try:
-            options = group._get_backend(torch.device(device)).options
-        except (AttributeError, RuntimeError):  # the group has no backend for the device, or the backend no options
-            continue
-        found = getattr(options, "_timeout", None)
+        found = getattr(_options_of(group, device), "_timeout", None)
         if isinstance(found, timedelta):
             return found
     return dist.distributed_c10d.default_pg_timeout
+
+
+def copy_of_options(group: Any) -> Any:
+    """Return a copy of what ``group`` was given as ``pg_options``, for another group with the same backend.
+
+    ``None`` for backends that take none: gloo. It is a copy because making a group changes its options.
+    """
+    options = _options_of(group, "cuda")
+    return copy.deepcopy(options) if hasattr(options, "is_high_priority_stream") else None
+
+
+def _options_of(group: Any, device: str) -> Any:
+    import torch
+
+    try:
+        return group._get_backend(torch.device(device)).options
+    except (AttributeError, RuntimeError):  # the group has no backend for the device, or the backend no options
+        return None
+
+
+def splits_default_group() -> bool:
+    """Return whether ``new_group`` makes a group of NCCL by splitting the default group's communicator.
+
+    It does after ``init_process_group(device_id=...)``. All ranks of the default group have to take part then, whatever
+    ``use_local_synchronization`` says.
+    """
+    from torch.distributed.distributed_c10d import _get_default_group, _get_split_source
+
+    default = _get_default_group()
+    return default.bound_device_id is not None and _get_split_source(default) is not None
 
 
 def next_node_number() -> int:

@@ -73,7 +73,7 @@ class Agreement:
         self.agreed: dict[str, Agreed] = {}
         self.control: Control | None = None
         self._numbers: dict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
-        self.alone = group.size == 1 or group.backend == "fake"
+        self.alone = group.size == 1 or group.is_fake
 
     def check(self, what: str, program: Sequence[Step], computation: Sequence[str] = ()) -> Agreed:
         """Looks at the programs of all ranks together; returns when they end (see [Note: What is proved] in ``deadlock``).

@@ -134,6 +134,7 @@ class _Unsharded:
             nn.Parameter(whole, param.requires_grad)
             for whole, param in zip(wait_params(self.bucket, flight), self.bucket.spec.params, strict=True)
         ]
+        self.bucket.source.finish_copy()
         flight.slot.arena.let_go()
         for own, leaf, index, _ in self.places:
             own[leaf] = params[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,7 @@ def clip_grad_norm_(
     for weight, of_bucket in weighed:
         if not of_bucket:
             continue
-        norms = torch.stack([n.to(device) for n in torch._foreach_norm(of_bucket, norm_type, dtype=dtype)])
+        norms = _stacked(torch._foreach_norm(of_bucket, norm_type, dtype=dtype), device)
         if math.isinf(norm_type):
             total = torch.maximum(total, norms.max())
         else:
@@ -66,8 +67,12 @@ def clip_grad_norm_(
     if not control.alone:
         reduce = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
         control.settle()
-        with control.doing("the all-reduce of clip_grad_norm_"):
-            dist.all_reduce(total, reduce, group=everyone.process_group)
+        if everyone.backend_for(device):
+            with control.doing("the all-reduce of clip_grad_norm_"):
+                dist.all_reduce(total, reduce, group=everyone.process_group)
+        else:  # nothing is sharded, and what there is lies on the CPU
+            (norm,) = control.reduce("clip_grad_norm_", [total.item()], reduce)
+            total.fill_(norm)
     if not math.isinf(norm_type):
         total = total.pow(1 / norm_type)
     if error_if_nonfinite and not total.isfinite():
@@ -101,6 +106,13 @@ def discard_unreduced(model: ThunderModule) -> None:
     """
     for bucket in find_transform(model).sharded.buckets:
         bucket.discard_unreduced()
+
+
+def _stacked(norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Stack norms on ``device``, by one copy from each device that they are on."""
+    if all(norm.device == norms[0].device for norm in norms):
+        return torch.stack(list(norms)).to(device)
+    return torch.stack([norm.to(device) for norm in norms])
 
 
 def _plain(grad: torch.Tensor) -> torch.Tensor:

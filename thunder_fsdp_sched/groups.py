@@ -18,6 +18,7 @@ import torch.distributed as dist
 from . import exiting
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
 __all__ = ["Group", "Ranks"]
@@ -31,14 +32,14 @@ class Group:
         description: what it is for (``default_pg``, ``mesh_fsdp``), which is the same in every run; else its name.
         rank: this process's rank in it.
         global_ranks: its members.
-        backend: ``"gloo"``, ``"nccl"``, ...
+        backends: of each type of device, ``"cpu:gloo,cuda:nccl"``, or one name for all types.
         name: its own, the same for all members.
     """
 
     description: str
     rank: int
     global_ranks: Sequence[int]
-    backend: str = "fake"
+    backends: str = "fake"
     name: str = ""
     _process_group: weakref.ref[ProcessGroup] | None = field(default=None, repr=False)
 
@@ -51,7 +52,8 @@ class Group:
             description if description and description != "undefined" else group.group_name,
             group.rank(),
             tuple(dist.get_process_group_ranks(group)),
-            dist.get_backend(group),
+            # Not get_backend(): it says "undefined" if init_process_group() was given none.
+            dist.get_backend_config(group),
             group.group_name,
             weakref.ref(group),
         )
@@ -59,6 +61,44 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.global_ranks)
+
+    @property
+    def is_fake(self) -> bool:
+        """Whether it sends nothing: this process plans as one of many ranks."""
+        return self._by_type.get("cpu", self.backends) == "fake"
+
+    @property
+    def _by_type(self) -> dict[str, str]:
+        pairs = (pair.partition(":") for pair in self.backends.split(","))
+        return {device: backend for device, colon, backend in pairs if colon}
+
+    def backend_for(self, device: torch.device) -> str:
+        """Return the backend that sends tensors on ``device``, ``"gloo"`` or ``"nccl"``; empty if it has none.
+
+        What is on the meta device is not sent; it has a backend if all types of device have the same.
+        """
+        by_type = self._by_type
+        if not by_type:
+            return self.backends
+        if device.type == "meta":
+            return next(iter(by_type.values())) if len(set(by_type.values())) == 1 else ""
+        return by_type.get(device.type, "")
+
+    def check_sends(self, device: torch.device, what: str) -> None:
+        """Refuse tensors that it cannot send.
+
+        Args:
+            what: names the tensors, for the message.
+
+        Raises:
+            ValueError: it has no backend for ``device``.
+        """
+        if device.type != "meta" and not self.backend_for(device):
+            raise ValueError(
+                f"{what} would be sent from the {device.type.upper()}, but process group {self.description!r} has backends "
+                f"for {self.backends!r} only. Move the module to {' or '.join(self._by_type)} or pass fsdp(device=...), or "
+                f"make the process group with a backend for both: init_process_group('cpu:gloo,cuda:nccl')"
+            )
 
     @property
     def is_alive(self) -> bool:

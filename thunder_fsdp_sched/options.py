@@ -22,7 +22,7 @@ from .groups import Group
 from .schedule import StepSchedule, load_schedules
 from .transports import TRANSPORTS
 
-__all__ = ["Options", "check_options"]
+__all__ = ["Options", "check_options", "resolve_device"]
 
 _STRATEGIES = {"zero2": False, "zero3": True, FSDPType.ZERO2: False, FSDPType.ZERO3: True}
 _BUCKETINGS = {
@@ -82,6 +82,17 @@ class Options:
 _ARGUMENTS = {"bucketing": "bucketing_strategy", "reshard_after_forward": "zero3"}
 _BY_RANK = {"ignored_params", "process_group"}
 """Options that name objects of this process. What they lead to is compared."""
+
+
+def resolve_device(device: torch.device) -> torch.device:
+    """Return ``device`` as tensors on it name it: a GPU always has an index, a CPU never.
+
+    An index-less GPU is the current one of this process. Thunder would take it for ``cuda:0`` on every rank, while inputs
+    and parameters are on ``cuda:1`` and so on.
+    """
+    if device == torch.device("cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def _comparable(value: Any) -> str:

@@ -1,4 +1,12 @@
-"""Which ranks share which parameters: the process groups behind ``mesh``, ``process_group`` and ``process_group_for``."""
+"""Which ranks share which parameters: the process groups behind ``mesh``, ``process_group`` and ``process_group_for``.
+
+[Note: Groups that only members make]
+Groups beside the user's are made by their members alone, as the rest of the world may be busy with something else. After
+``init_process_group(device_id=...)`` torch makes each group of NCCL by splitting a communicator, which hangs unless all of
+its ranks take part. By ``new_group`` that is the default group's communicator. So a twin, which has the same ranks as the
+group that it goes with, is split from that one (``split_group``), and a group over the union of several has gloo for its
+backend: it carries single numbers only.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .buckets import ShardedOver
-from .compat import is_group_name_taken, process_groups
+from .buckets import ParamSpec, ShardedOver
+from .compat import copy_of_options, is_group_name_taken, process_groups, splits_default_group, timeout_of
 from .groups import Group, Ranks
 from .options import Options
 
@@ -51,13 +59,34 @@ class Placing:
         """The ranks that a plan names."""
         return self._of[over]
 
-    def broadcast(self, tensor: torch.Tensor, source: int, over: ShardedOver) -> None:
-        """Gives every rank that shares a parameter the values of the global rank ``source``.
+    def check_sends(self, spec: ParamSpec, over: ShardedOver) -> None:
+        """Refuse a parameter that the ranks which share it cannot send to each other.
 
         Raises:
-            ValueError: ``source`` is not among them.
+            ValueError: they have no backend for its device.
+        """
+        for group in self._of[over].groups:
+            group.check_sends(spec.device, f"parameter {spec.name!r}")
+
+    def broadcast(
+        self, tensor: torch.Tensor, source: int, over: ShardedOver, *, via: torch.device | None = None
+    ) -> None:
+        """Gives every rank that shares a parameter the values of the global rank ``source``.
+
+        Args:
+            via: where to copy ``tensor`` to be sent if its own device has no backend (a CPU, with NCCL alone).
+
+        Raises:
+            ValueError: ``source`` is not among them, or there is no backend for either device.
         """
         ranks = self._of[over]
+        if not all(group.backend_for(tensor.device) for group in ranks.groups):
+            for group in ranks.groups:
+                group.check_sends(via or tensor.device, f"a tensor of shape {tuple(tensor.shape)} for broadcast_from")
+            copy = tensor.to(via)
+            self.broadcast(copy, source, over)
+            tensor.copy_(copy)
+            return
         mesh = self._mesh_of.get(ranks)
         within = ranks.group.global_ranks if mesh is None else mesh.mesh.flatten().tolist()
         if source not in within:
@@ -183,16 +212,30 @@ def new_group(
     backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> Group:
-    """Make a process group of ``ranks``, destroyed with the group ``of`` and with its backend unless another is given."""
-    # Only its members make it: the rest of the world may be busy with something else.
-    levels = _level_group_counts(ranks)
-    made = dist.new_group(
-        ranks,
-        timeout=timeout,
-        backend=backend or dist.get_backend(of),
-        use_local_synchronization=True,
-        group_desc=description,
-    )
+    """Make a process group of ``ranks``, destroyed with the group ``of``; see [Note: Groups that only members make].
+
+    Args:
+        backend: instead of that of ``of``, whose options it has then.
+        timeout: instead of that of ``of``.
+    """
+    timeout = timeout or timeout_of(of)
+    splits = backend is None and "nccl" in dist.get_backend_config(of) and splits_default_group()
+    if splits and ranks != dist.get_process_group_ranks(of):
+        backend, splits = "gloo", False
+    named_after = list(range(len(ranks))) if splits else ranks
+    levels = _level_group_counts(ranks, named_after)
+    if splits:
+        made = dist.split_group(of, [named_after], timeout=timeout, group_desc=description)
+        assert made is not None
+    else:
+        made = dist.new_group(
+            ranks,
+            timeout=timeout,
+            backend=backend or dist.get_backend(of),
+            pg_options=copy_of_options(of) if backend is None else None,
+            use_local_synchronization=True,
+            group_desc=description,
+        )
     for level in levels:
         dist.destroy_process_group(level)
     group = Group.of(made)
@@ -205,7 +248,7 @@ def _destroy(group: Group) -> None:
         dist.destroy_process_group(group.process_group)
 
 
-def _level_group_counts(ranks: list[int]) -> list[dist.ProcessGroup]:
+def _level_group_counts(ranks: list[int], named_after: list[int]) -> list[dist.ProcessGroup]:
     """Makes all members know the same number of process groups.
 
     torch names a group that only its members make after their ranks and the number of groups that the process knows
@@ -213,9 +256,13 @@ def _level_group_counts(ranks: list[int]) -> list[dist.ProcessGroup]:
     under different names, and a number that has come down since, because groups were destroyed, may give a name that is
     taken. So members exchange their numbers through the store, agree on one whose name is free, and those with less make
     groups of themselves, which are returned and may be destroyed as soon as the group is made.
+
+    Args:
+        ranks: the members.
+        named_after: their ranks as torch puts them into the name.
     """
     everybody = _default_group()
-    if everybody.backend == "fake":
+    if everybody.is_fake:
         return []
     store = everybody.process_group.get_group_store()
     prefix = f"thunder_fsdp_sched/groups/{'_'.join(map(str, sorted(ranks)))}"
@@ -231,7 +278,8 @@ def _level_group_counts(ranks: list[int]) -> list[dist.ProcessGroup]:
 
     try:
         number = largest("known", known)
-        number = largest("free", next(n for n in itertools.count(number) if not is_group_name_taken(ranks, n, store)))
+        free = (n for n in itertools.count(number) if not is_group_name_taken(named_after, n, store))
+        number = largest("free", next(free))
         if store.add(f"{prefix}/{call}/read", 1) == len(ranks):  # everybody has read everything
             for key in (*keys("known"), *keys("free"), f"{prefix}/{call}/read"):
                 store.delete_key(key)
@@ -240,4 +288,8 @@ def _level_group_counts(ranks: list[int]) -> list[dist.ProcessGroup]:
             f"fsdp: not all of the ranks {ranks} came to make a process group of theirs; call thunder.jit() with the same "
             f"options on all of them ({error})"
         ) from error
-    return [dist.new_group([me], use_local_synchronization=True, group_desc="level") for _ in range(number - known)]
+    # Of gloo: a group of NCCL might be split from the default group, see [Note: Groups that only members make].
+    return [
+        dist.new_group([me], backend="gloo", use_local_synchronization=True, group_desc="level")
+        for _ in range(number - known)
+    ]

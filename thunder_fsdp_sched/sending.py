@@ -6,6 +6,12 @@ parameters for an evaluation, changes a parameter without a trace. Backward send
 long as no forward has cast since and neither a version of a parameter nor the number of optimizer steps in this process
 has changed. So each micro-batch under ``no_sync`` costs one cast: it reads the shard and writes a shard in lower
 precision, the same share of the work of a step as without ``no_sync``.
+
+[Note: When an offloaded shard may be written]
+A shard in pinned memory is copied to the GPU asynchronously, while the user may write it on the host at any time: an
+optimizer, a loaded checkpoint, averaged parameters. The host does not wait for streams before it writes. So it waits for
+the copies at points after which the user has control: at the end of each forward for the last copy of all, and in backward,
+which has no such point that is sure to be reached, when a gather is waited for.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ from .transports.base import NOWHERE, labelled, side_stream
 if TYPE_CHECKING:
     from .buffers import Bucket
 
-__all__ = ["Source", "source_of"]
+__all__ = ["Source", "finish_copies", "source_of"]
 
 
 class Source:
@@ -42,6 +48,9 @@ class Source:
     def sending(self) -> contextlib.AbstractContextManager[Any]:
         """Where to call :meth:`shard` and to issue the gather."""
         return NOWHERE
+
+    def finish_copy(self) -> None:
+        """Wait until the host may write the shard again; see [Note: When an offloaded shard may be written]."""
 
 
 class Cast(Source):
@@ -71,11 +80,22 @@ class Cast(Source):
 class Load(Source):
     """An offloaded shard: a copy on the device for each gather, as nothing of it is to stay there."""
 
+    _copied: torch.cuda.Event | None = None
+
     def shard(self, *, again: bool) -> torch.Tensor:
         bucket = self._bucket
         with torch.no_grad(), labelled(f"fsdp_load({bucket.spec.name})"):
-            copy = torch.empty_like(bucket.shard, dtype=bucket.spec.param_dtype, device=bucket.spec.device)
-            return copy.copy_(bucket.shard, non_blocking=True)
+            device = bucket.spec.device
+            copy = torch.empty_like(bucket.shard, dtype=bucket.spec.param_dtype, device=device)
+            copy.copy_(bucket.shard, non_blocking=True)
+            if device.type == "cuda":
+                self._copied = _last_copies[device] = torch.cuda.current_stream(device).record_event()
+            return copy
+
+    def finish_copy(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
 
     def sending(self) -> contextlib.AbstractContextManager[Any]:
         """On a GPU a stream beside the computation, which waits for what was computed so far."""
@@ -85,6 +105,17 @@ class Load(Source):
         stream = side_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(stream)
+
+
+_last_copies: dict[torch.device, torch.cuda.Event] = {}
+"""After the latest copy of an offloaded shard to each device. All are on one stream, so they end in the order of issue."""
+
+
+def finish_copies() -> None:
+    """Wait until the host may write all offloaded shards again; see [Note: When an offloaded shard may be written]."""
+    while _last_copies:
+        _, copied = _last_copies.popitem()
+        copied.synchronize()
 
 
 def source_of(bucket: Bucket) -> Source:

@@ -27,12 +27,14 @@ from .buckets import ParamSpec, Plan, ShardedOver, Travel, make_plan
 from .buffers import Arena, Bucket, handle_name
 from .channel import announce
 from .compat import replace_data, watch_cache_misses
+from .conflicts import refuse_conflicts
 from .consistency import Agreement
 from .control import Control, control_of
 from .initialize import initialize, is_blank, make_blank
-from .options import Options, check_transport
+from .options import Options, check_transport, resolve_device
 from .own_parameters import OwnParameters, find_owner
 from .placing import Placing, everyone_of
+from .sending import finish_copies
 from .stale_state import mark_as_shard
 from .transports import TRANSPORTS, choose_transport
 
@@ -112,6 +114,8 @@ class ShardedModule:
             ScheduleDisagreement: ranks have other versions of this package or of what it stands on, other options, or other
                 parameters.
         """
+        if options.device is not None:  # not earlier: fsdp(...) may be called before torch.cuda.set_device
+            options = replace(options, device=resolve_device(options.device))
         everyone = everyone_of(options)
         name = f"module {next(_numbers[everyone.name])}"
         agreement = Agreement(
@@ -136,6 +140,8 @@ class ShardedModule:
             refuse_fixed(own, specs)
             moved = _move(model, ignored, options)
             over = {spec.name: placing.of(spec.name, param) for spec, param in specs}
+            for spec, _ in specs:
+                placing.check_sends(spec, over[spec.name])
         for key in dict.fromkeys(over.values()):  # ranks of different groups may have different experts
             lines = [f"{spec}{' on meta' * p.is_meta}" for spec, p in specs if over[spec.name] == key]
             agreement.about("parameters", placing.ranks(key).group).check_same("what is to be sharded", lines)
@@ -145,8 +151,9 @@ class ShardedModule:
                     "broadcast_from: the module is on the meta device, so there is nothing to broadcast; param_init_fn says "
                     "how to initialize it"
                 )
-            _broadcast(((p, over[s.name]) for s, p in specs), options.broadcast_from, placing)
-            _broadcast(((t, usual) for t in moved.values()), options.broadcast_from, placing)
+            _broadcast(((p, over[s.name], s.device) for s, p in specs), options.broadcast_from, placing)
+            via = specs[0][0].device if specs else options.device
+            _broadcast(((t, usual, via) for t in moved.values()), options.broadcast_from, placing)
         plan = make_plan(
             module,
             specs,
@@ -220,7 +227,7 @@ class ShardedModule:
                 model._overrides_parameters if isinstance(tensor, torch.nn.Parameter) else model._overrides_buffers
             )
             overrides[name] = tensor
-        show_whole_unless_looked_up = watch_cache_misses(model, self.before_trace)
+        show_whole_unless_looked_up = watch_cache_misses(model, partial(self.before_trace, weakref.ref(model)))
 
         def before_call(*_: Any) -> None:
             if not self.running_eagerly:
@@ -229,6 +236,7 @@ class ShardedModule:
                 show_whole_unless_looked_up()
 
         def after_call(*_: Any) -> None:
+            finish_copies()
             if not self.running_eagerly and self.own.are_whole:  # tracing has failed
                 self.own.show_shards()
                 self._warn_of_containers()
@@ -236,8 +244,10 @@ class ShardedModule:
         model.register_forward_pre_hook(before_call)
         model.register_forward_hook(after_call, always_call=True)
 
-    def before_trace(self) -> None:
-        """Checks the module and puts placeholders of whole shape into it: Thunder is about to trace it."""
+    def before_trace(self, model: weakref.ref[ThunderModule]) -> None:
+        """Checks the module and puts placeholders of whole shape into it: Thunder is about to trace ``model``."""
+        if (jitted := model()) is not None:
+            refuse_conflicts(jitted)
         self.own.show_shards()
         self.own.check()
         self.own.check_shards()
@@ -271,7 +281,7 @@ class ShardedModule:
             RuntimeError: naming them.
             ScheduleDisagreement: naming those of another rank.
         """
-        if not self.began_on_meta or self.everyone.backend == "fake":  # a plan needs no values
+        if not self.began_on_meta or self.everyone.is_fake:  # a plan needs no values
             return
         with self.agreement.all_or_none("whether all parameters have values"):
             assert self._model is not None
@@ -344,7 +354,9 @@ def _travel(options: Options, placing: Placing, name: str, params: tuple[ParamSp
     dtypes = (param_dtype or first.dtype, reduce_dtype or param_dtype or first.dtype)
     if asked == "auto":
         itemsize = min(d.itemsize for d in (first.dtype, *dtypes))
-        asked, reason = choose_transport([p.shape for p in params], over.size, itemsize, ranks.group.backend)
+        asked, reason = choose_transport(
+            [p.shape for p in params], over.size, itemsize, ranks.group.backend_for(first.device)
+        )
     transport = TRANSPORTS[asked]
     try:
         transport.check(first.device, dtypes, ranks)
@@ -397,7 +409,7 @@ def _specs(named: dict[str, torch.nn.Parameter], options: Options) -> list[tuple
                     f"two Parameter objects: their shards would drift apart. Tie them (assign the same Parameter to "
                     f"both names), or clone one"
                 )
-        device = options.device or torch.device(getattr(param, "_thunder_device", param.device))
+        device = options.device or resolve_device(torch.device(getattr(param, "_thunder_device", param.device)))
         specs.append((ParamSpec(tuple(names), tuple(param.shape), param.dtype, device, param.requires_grad), param))
     return specs
 
@@ -424,13 +436,16 @@ def _move(model: ThunderModule, ignored: set[str], options: Options) -> dict[str
     return moved
 
 
-def _broadcast(tensors: Iterable[tuple[torch.Tensor, ShardedOver]], source: int, placing: Placing) -> None:
+def _broadcast(
+    tensors: Iterable[tuple[torch.Tensor, ShardedOver, torch.device | None]], source: int, placing: Placing
+) -> None:
+    """Broadcast tensors, each over its ranks, with the device to send it from if the ranks cannot send it from its own."""
     with torch.no_grad():
-        for tensor, over in tensors:
+        for tensor, over, via in tensors:
             if tensor.is_meta:
                 continue  # param_init_fn is still to make it
             with control_of(placing.everyone).doing("broadcast_from"):
-                placing.broadcast(tensor.detach(), source, over)
+                placing.broadcast(tensor.detach(), source, over, via=via)
 
 
 def _allocate(plan: Plan, placing: Placing) -> list[Bucket]:
@@ -462,7 +477,7 @@ def _initialize(
         bucket, index = places.get(name, (None, 0))
         over = placing.key(placing.usual if bucket is None else bucket.ranks)
         if options.broadcast_from is not None:
-            _broadcast([(tensor, over)], options.broadcast_from, placing)
+            _broadcast([(tensor, over, options.device)], options.broadcast_from, placing)
         if bucket is None:
             moved[name] = tensor
         else:

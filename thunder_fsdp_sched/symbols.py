@@ -42,6 +42,7 @@ from thunder.extend import OperatorExecutor, register_executor
 
 from .buckets import BucketSpec
 from .buffers import Bucket, InFlight, Slot, Views, address, failed
+from .compat import running_node_number
 from .groups import Group
 from .runs import forward_number
 from .transports.base import labelled
@@ -141,6 +142,8 @@ def wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = N
     slot = flight.slot
     assert slot is not None
     slot.arena.finish(flight)
+    if flight.sent is not None and bucket.spec.travel.offload and running_node_number() is not None:
+        bucket.source.finish_copy()
     if slot is bucket.private_slot:
         bucket.kept_since = forward_number()
     return slot.params[bucket].tensors
@@ -169,13 +172,14 @@ def _reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> 
     arena.claim(slot)
     unsharded = slot.grads[bucket]
     unreduced, unreduced_params = bucket.unreduced_grads()
-    for view, grad in zip(unsharded.tensors, grads, strict=True):
-        if grad is not None:
-            if grad is not view:  # else its producer wrote it there
-                view.copy_(grad)
-        elif unreduced is not None:
-            view.zero_()
+    # Those that are the view itself their producer wrote there.
+    copied = [(v, g) for v, g in zip(unsharded.tensors, grads, strict=True) if g is not None and g is not v]
+    if copied:
+        torch._foreach_copy_([v for v, _ in copied], [g for _, g in copied])  # on a GPU one kernel
     if unreduced is not None:
+        for view, grad in zip(unsharded.tensors, grads, strict=True):
+            if grad is None:
+                view.zero_()
         unsharded.flat.add_(unreduced)
     bucket.tally.issued += 1
     # Autograd keeps the sharded gradients as `.grad` without a copy and adds to them, so they are fresh each time.

@@ -336,7 +336,7 @@ class FSDPTransform(Transform):
         run = Run(
             control, f"{name}_{compiled.number}", agreed, text, computation, trace_lines(bsyms), count_issues(bsyms)
         )
-        on_device = all(b.spec.device.type == "cuda" and b.ranks.group.backend == "nccl" for b in self.sharded.buckets)
+        on_device = all(b.ranks.group.backend_for(b.spec.device) == "nccl" for b in self.sharded.buckets)
         return [partial(insert_agreement, run=run, before_issue=not on_device)]
 
     @property
