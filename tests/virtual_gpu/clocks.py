@@ -208,7 +208,7 @@ class _Walk:
             return
         name = self.logs[rank].names.get(entry.storage, "memory")
         for past in storage.past:
-            recorded = past.thread in {(rank, stream) for stream in storage.recorded}
+            recorded = any(past.before(self.clocks[rank, stream]) for stream in storage.recorded)
             if past.thread != (rank, storage.stream) and not recorded and not past.before(clock):
                 self.freed[rank, storage.stream].append((name, past))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from .log import HOST, Access, Stream
 from .mode import Recording
@@ -54,6 +55,9 @@ class _Options:
         self.group_name = ""
         self._timeout: Any = None
 
+    def __deepcopy__(self, memo: Any) -> _Options:
+        return copy.copy(self)
+
 
 def make_group_class(recording: Recording) -> type[dist.ProcessGroup]:
     """Return what stands for ``ProcessGroupNCCL``: whole process groups of one rank."""
@@ -83,14 +87,26 @@ def make_group_class(recording: Recording) -> type[dist.ProcessGroup]:
 
         @property
         def group_name(self) -> str:
-            return distributed_c10d._world.pg_names[self]
+            return self._group_name
 
         @property
         def group_desc(self) -> str:
             return self._desc
 
         def _set_group_name(self, name: str) -> None:
-            pass
+            self._group_name = name
+
+        def get_group_store(self) -> Any:
+            return FakeStore()
+
+        def split_group(self, ranks: Sequence[int], *, opts: Any, group_name: str, group_desc: Any, **more: Any) -> Any:
+            members = recording.log.members[self._name]
+            opts.split_from, opts.group_name = self, group_name
+            opts.global_ranks_in_group = [members[rank] for rank in ranks]
+            split = VirtualNccl(None, ranks.index(self.rank()), len(ranks), opts)
+            split._set_group_name(group_name)
+            split._set_group_desc(group_desc)
+            return split
 
         def _set_group_desc(self, desc: str) -> None:
             self._desc = desc

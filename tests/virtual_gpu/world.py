@@ -174,11 +174,20 @@ def _replaced(recording: Recording, *, alone: bool) -> Iterator[tuple[Any, str, 
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:
         memory.record_stream(tensor, stream.key)
 
+    def set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
+        own_data.__set__(tensor, new)
+        if is_fake(tensor) and is_fake(new):  # it keeps its device beside its memory
+            tensor.fake_device = new.fake_device
+
+    own_data = torch._C.TensorBase.data
+    yield torch.Tensor, "data", property(own_data.__get__, set_data)
     yield torch.Tensor, "data_ptr", data_ptr
     yield torch.UntypedStorage, "data_ptr", storage_data_ptr
     yield torch.Tensor, "record_stream", record_stream
     yield distributed_c10d, "_NCCL_AVAILABLE", True
     yield distributed_c10d, "ProcessGroupNCCL", make_group_class(recording)
+    yield torch.accelerator, "is_available", lambda: True
+    yield torch.accelerator, "current_accelerator", lambda *args, **kwargs: torch.device("cuda")
     yield base, "_side_streams", {}
     yield sharding, "type", _type_of
     for module in (buffers, initialize, sharding):
@@ -187,7 +196,7 @@ def _replaced(recording: Recording, *, alone: bool) -> Iterator[tuple[Any, str, 
     if alone:  # ranks run one after the other: none can answer another
         yield sharding, "Agreement", _Alone
         yield consistency, "Agreement", _Alone
-        yield placing, "_level_group_counts", lambda ranks: []
+        yield placing, "_level_group_counts", lambda *ranks: []
 
 
 def _type_of(value: Any) -> type:
