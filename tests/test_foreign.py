@@ -12,7 +12,9 @@ import pytest
 import thunder
 import torch
 from ranks import Ranks
+from thunder.core.transforms import add_transform
 from thunder.distributed import checkpoint as thunder_checkpoint
+from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
@@ -80,3 +82,17 @@ def _every_foreign_function(rank: int, world_size: int) -> None:
 
 def test_foreign_functions_do_not_take_rows_for_the_model(ranks: Ranks) -> None:
     ranks.run(_every_foreign_function)
+
+
+def _cuda_graphs(rank: int, world_size: int) -> None:
+    for transforms in ([fsdp(), CUDAGraphTransform()], [CUDAGraphTransform(), fsdp()]):
+        model = thunder.jit(nn.Linear(4, 6), transforms=transforms)
+        with pytest.raises(ValueError, match="CUDAGraphTransform would capture the collectives"):
+            model(torch.randn(2, 4))
+    model = add_transform(thunder.jit(nn.Linear(4, 6), transforms=[fsdp()]), transform=CUDAGraphTransform())
+    with pytest.raises(ValueError, match="CUDAGraphTransform would capture the collectives"):
+        model(torch.randn(2, 4))
+
+
+def test_cuda_graphs_are_refused(ranks: Ranks) -> None:
+    ranks.run(_cuda_graphs)

@@ -349,3 +349,19 @@ def test_a_small_bucket_gives_no_time_to_the_reduction_before_it():
         ("all_reduce", "blocks.1"),
         ("all_reduce", "blocks.0"),
     ]
+
+
+def _backends(rank: int, world_size: int) -> None:
+    for backend in ("undefined", "cpu:gloo"):  # the first is what init_process_group() without a backend gives
+        group = dist.new_group(backend=backend)
+        twins = Twins(rank, world_size, Stack(1).double(), process_group=group, separate_reduce_scatter_group=True)
+        assert {bucket.travel.transport for bucket in twins.transform.plan} == {"all_to_all"}, backend
+        twins.train(steps=1)
+        with pytest.raises(ValueError, match="gloo cannot send"):
+            policy = MixedPrecisionPolicy(param_dtype=torch.float8_e4m3fn)
+            thunder.jit(Stack(1), transforms=[fsdp(process_group=group, mp_policy=policy)])
+        dist.destroy_process_group(group)
+
+
+def test_the_backend_is_known_however_the_process_group_was_made(ranks: Ranks) -> None:
+    ranks.run(_backends)

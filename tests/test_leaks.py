@@ -12,11 +12,13 @@ from thunder_fsdp_sched import fsdp, transform
 from thunder_fsdp_sched.compat import process_groups
 
 import pytest
+import shared_memory
 import thunder
 import torch
 import torch.distributed as dist
 from models import Stack
 from ranks import Ranks
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def _resources() -> dict[str, Any]:
@@ -142,3 +144,44 @@ def _fail_to_compile(rank: int, world_size: int) -> None:
 
 def test_a_failed_compile_leaves_no_traces(ranks: Ranks) -> None:
     ranks.run(_fail_to_compile)
+
+
+def _shared(rank: int, world_size: int) -> None:
+    transport = shared_memory.register()
+    handles: weakref.WeakSet[Any] = weakref.WeakSet()
+    rendezvous = transport.memory.rendezvous
+
+    def spy(tensor: torch.Tensor, group: str) -> Any:
+        handles.add(handle := rendezvous(tensor, group))
+        return handle
+
+    transport.memory.rendezvous = spy
+    pair = dist.new_group([0, 1])
+
+    def make(group: dist.ProcessGroup, **options: Any) -> torch.nn.Module:
+        ours = fsdp(transport="shared_files", process_group=group, **options)
+        return thunder.jit(Stack(1).double(), transforms=[ours])
+
+    def step(model: torch.nn.Module) -> None:
+        model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+
+    model = make(pair)
+    step(model)
+    buckets = 3
+    assert len(handles) == buckets
+    del model
+    gc.collect()
+    assert not len(handles), "they end with the bucket"
+
+    model = make(pair, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64))
+    assert not len(handles), "nobody reads the shards in float64"
+    step(model)
+    assert len(handles) == buckets
+    dist.destroy_process_group(pair)
+    del pair
+    gc.collect()
+    assert not len(handles), "they end with the group"
+
+
+def test_shared_memory_stays_mapped_no_longer_than_bucket_and_group(ranks: Ranks) -> None:
+    ranks.run(_shared)

@@ -64,15 +64,6 @@ def test_training_has_no_race_and_no_synchronization(transport: str) -> None:
     assert counts == COUNTS[transport]
 
 
-@pytest.mark.parametrize(
-    "transport",
-    [
-        "flat",
-        *(
-            pytest.param(t, marks=pytest.mark.xfail(strict=True, reason="waits on the stream of the current device"))
-            for t in ("staged", "all_to_all", "symmetric_memory")
-        ),
-    ],
-)
+@pytest.mark.parametrize("transport", ["flat", "staged", "all_to_all", "symmetric_memory"])
 def test_training_has_no_race_if_the_current_device_is_another(transport: str) -> None:
     run(train, transport=transport, set_device=False).assert_clean()
