@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
-from thunder_fsdp_sched import clip_grad_norm_, full_state_dict
+from thunder_fsdp_sched import clip_grad_norm_, fsdp, full_state_dict
 
 import pytest
+import thunder
 import torch
 import torch.distributed as dist
 from models import FrozenParameters, Model, Stack
@@ -179,3 +181,23 @@ def _scale(rank: int, world_size: int) -> None:
 
 def test_torchs_scaler_for_sharded_gradients_works(ranks: Ranks) -> None:
     ranks.run(_scale)
+
+
+def _clip_on_the_host(rank: int, world_size: int) -> None:
+    """As if the group had NCCL alone, which does not reach gradients on the CPU: those of ``ignored_params``."""
+    names = [name for name, _ in Stack(1).named_parameters()]
+    for norm_type in (2.0, math.inf):
+        norms = []
+        for backends in ("cpu:gloo", "cuda:nccl"):
+            torch.manual_seed(0)
+            model = thunder.jit(Stack(1).double(), transforms=[ours := fsdp(ignored_params=names)])
+            model(torch.full((2, 4), 1.0 + rank, dtype=torch.float64)).sum().backward()
+            ours.sharded.everyone = dataclasses.replace(ours.sharded.everyone, backends=backends)
+            with _collectives() as issued:
+                norms.append(clip_grad_norm_(model, 1.0, norm_type))
+            assert len(issued) == 1
+        assert norms[0] == norms[1] > 0
+
+
+def test_gradients_that_the_process_group_does_not_reach_are_clipped_through_the_host(ranks: Ranks) -> None:
+    ranks.run(_clip_on_the_host)

@@ -65,7 +65,8 @@ def fsdp(
             of a block, count for their share of its bytes). ZeRO-3 needs memory for about
             ``prefetch + 1`` unsharded buckets. 0 overlaps nothing. ``"auto"`` takes the distance with the least
             simulated step time.
-        device: where shards and unsharded parameters live; default is where each parameter is.
+        device: where shards and unsharded parameters live; default is where each parameter is. ``"cuda"`` without an index
+            is the GPU that is current when ``thunder.jit`` is called.
         mesh: a device mesh to shard over, instead of ``process_group``. With two dimensions parameters are replicated
             across the first and sharded over the second, as FSDP2 does (hybrid sharding).
         process_group: the ranks to shard over; default is the default process group.
@@ -103,7 +104,8 @@ def fsdp(
             device have to be loaded (:func:`load_checkpoint`, :func:`load_safetensors`) before the first call.
         offload_policy: torch's own :class:`~torch.distributed.fsdp.CPUOffloadPolicy`: shards, their gradients and so the
             optimizer's state are on the CPU, in pinned memory if the policy says so and there is a GPU. A gather copies a
-            shard to ``device`` first, on a stream of its own; the host waits for each sharded gradient to arrive. On a CPU
+            shard to ``device`` first, on a stream of its own; the host waits for each sharded gradient to arrive, and
+            for these copies, so that shards may be written whenever a forward or a backward has returned. On a CPU
             it copies as well, and saves nothing.
         allow_different_computation: let ranks compute different things, as long as their collectives agree. By default
             ranks whose traces have other operators in between, such as another activation, raise
