@@ -54,7 +54,7 @@ def clip_grad_norm_(
     whole = [p.grad for n, p in model.named_parameters() if n not in sharded.places and p.grad is not None]
     weighed.append((1 / everyone.size, whole))
     device = sharded.buckets[0].spec.device if sharded.buckets else torch.device("cpu")
-    dtype = torch.float64 if any(b.spec.dtype == torch.float64 for b in sharded.buckets) else torch.float32
+    dtype = torch.float64 if any(p.dtype is torch.float64 for p in model.parameters()) else torch.float32
     total = torch.zeros((), dtype=dtype, device=device)
     for weight, of_bucket in weighed:
         if not of_bucket:
