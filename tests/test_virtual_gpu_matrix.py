@@ -288,12 +288,10 @@ def overwrite_during_a_copy(rank: Rank, **options: Any) -> None:
             param.add_(1)
 
 
-@pytest.mark.xfail(strict=True, reason="the host writes a pinned shard while it is copied to the device")
 def test_an_offloaded_shard_written_after_a_forward_without_backward_has_no_fault() -> None:
     check(overwrite_during_a_copy, "flat", {"offload_policy": CPUOffloadPolicy()}).assert_clean()
 
 
-@pytest.mark.xfail(strict=True, reason="measure drops the output of a reduction that a side stream still writes")
 def test_measure_keeps_what_streams_still_use() -> None:
     # It has collectives run beside computation, on the same memory: values do not matter there, so races do not.
     assert "reuse" not in kinds(check(measure_once, "all_to_all", {}).faults)
