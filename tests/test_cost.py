@@ -9,7 +9,7 @@ import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.buckets import BucketSpec, ParamSpec, Travel
 from thunder_fsdp_sched.buffers import Arena, Bucket
-from thunder_fsdp_sched.clusters import CLUSTERS, ClusterSpec, Efficiency, Protocol, cluster
+from thunder_fsdp_sched.clusters import CLUSTERS, ClusterSpec, Efficiency, Protocol, cluster, preset_of_gpu
 from thunder_fsdp_sched.cost import AnalyticCost, bytes_of, flops_of, ring_seconds
 from thunder_fsdp_sched.groups import Group, Ranks
 from thunder_fsdp_sched.layout import plan_layout
@@ -54,6 +54,32 @@ def test_an_unknown_cluster_is_an_error_that_names_the_known_ones():
         cluster("h1000")
     assert cluster("h100-sxm") is CLUSTERS["h100-sxm"]
     assert cluster(PLAIN) is PLAIN
+
+
+@pytest.mark.parametrize(
+    ("device_name", "preset"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H200", "h200-sxm"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+    ],
+)
+def test_a_gpu_has_a_preset_only_by_the_whole_name_of_its_model(device_name, preset, monkeypatch):
+    found = preset_of_gpu(device_name)
+    assert (found and found.name) == preset
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device_name)
+    if preset is None:
+        with pytest.raises(ValueError, match=r"no preset is known for NVIDIA .*ClusterSpec"):
+            fsdp(prefetch="auto").options.cost_model()
+    else:
+        assert fsdp(prefetch="auto").options.cost_model().spec is found
 
 
 @pytest.mark.parametrize("spec", CLUSTERS.values(), ids=CLUSTERS.keys())

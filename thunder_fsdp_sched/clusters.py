@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CLUSTERS", "ClusterSpec", "Efficiency", "Protocol", "cluster", "measure_this_machine"]
+__all__ = ["CLUSTERS", "ClusterSpec", "Efficiency", "Protocol", "cluster", "measure_this_machine", "preset_of_gpu"]
 
 
 @dataclass(frozen=True)
@@ -251,6 +252,20 @@ def cluster(name: str | ClusterSpec) -> ClusterSpec:
         return CLUSTERS[name]
     except KeyError:
         raise ValueError(f"cluster: unknown {name!r}; known are {', '.join(sorted(CLUSTERS))}") from None
+
+
+_GPUS = {"H100": "h100-sxm", "H200": "h200-sxm", "A100": "a100-sxm", "B200": "b200"}
+
+
+def preset_of_gpu(device_name: str) -> ClusterSpec | None:
+    """Return the preset of a GPU by the name that its driver gives it, or ``None`` if there is none.
+
+    The model has to be a word of its own: a GH200 or GB200 has another link to its host, an RTX A1000 is no A100, and a
+    MIG slice is only a part of a GPU.
+    """
+    words = re.split(r"[\s-]+", device_name)
+    found = [preset for model, preset in _GPUS.items() if model in words and "MIG" not in words]
+    return CLUSTERS[found[0]] if found else None
 
 
 #

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from .buckets import BucketingStrategy, ParamSpec
-from .clusters import ClusterSpec
+from .clusters import ClusterSpec, preset_of_gpu
 from .clusters import cluster as cluster_by_name
 from .cost import AnalyticCost, CostModel
 from .groups import Group
@@ -271,10 +271,10 @@ def _this_cluster() -> ClusterSpec:
     if not torch.cuda.is_available():
         return cluster_by_name("cpu-2core")
     device = torch.cuda.get_device_name()
-    for model, preset in (("H100", "h100-sxm"), ("H200", "h200-sxm"), ("A100", "a100-sxm"), ("B200", "b200")):
-        if model in device:
-            return cluster_by_name(preset)
-    raise ValueError(f"cluster: no preset is known for {device}; describe it with a ClusterSpec: fsdp(cluster=...)")
+    preset = preset_of_gpu(device)
+    if preset is None:
+        raise ValueError(f"cluster: no preset is known for {device}; describe it with a ClusterSpec: fsdp(cluster=...)")
+    return preset
 
 
 def _budget(value: Any, *, zero3: bool) -> int | None:
