@@ -1,5 +1,6 @@
 """What compute hides of communication on GPUs, what memory a step takes, and which kernels it launches.
 
+    python benchmarks/gpu.py first                                    # what runs at all: see gpu_first.py
     torchrun --nproc-per-node 2 benchmarks/gpu.py --save gpu          # a GPU for each rank: NCCL
     torchrun --nproc-per-node 2 benchmarks/gpu.py --backend gloo      # several ranks on one GPU
     python benchmarks/gpu.py                                          # one rank: kernels, copies, memory
@@ -7,12 +8,16 @@
 This has not run on a GPU yet. Without one it says so and ends with 0. What reads the profiler's trace (``gpu_trace.py``) is
 tested on made-up events in ``tests/test_benchmarks.py``.
 
-Systems take turns, a step of each in every round. Seconds are forward and backward without the optimizer, between two
-events on the compute stream, of the slowest rank. Then a step of each runs under ``torch.profiler``.
+Systems with their optimizer states do not all fit on a GPU, so ``--together`` of them (4) are alive at once and take turns,
+a step of each in every round; then they are freed. The first of each such group is this project's with default options
+and the same strategy: it is built anew, and ``ours / this`` compares steps of the same rounds. So columns of milliseconds
+compare between groups only as far as the GPU's clock is steady. Seconds are forward and backward without the optimizer,
+between two events on the compute stream, of the slowest rank. A step of each runs under ``torch.profiler`` as well.
 
 * Exposed: time in which communication runs and no kernel that computes, by union of intervals. Idle: the GPU does nothing.
 * Contention: by which factor a kernel is slower beside communication than without.
 * Peak: ``torch.cuda.max_memory_allocated`` over forward and backward, less what was allocated before the system was built.
+  What a group leaves behind when it is freed is told below the table.
 
 gloo and symmetric memory work with several ranks on one GPU (this sets ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1``).
 They share its multiprocessors then, so times say little, but counts and memory hold. What a backend refuses is named below
@@ -22,30 +27,43 @@ the table.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import gc
 import json
 import os
+import re
 import statistics
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 
 def main() -> None:
-    arguments = parse()
+    first = sys.argv[1:2] == ["first"]
+    if first:
+        import gpu_first
+
+        gpu_first.parse(sys.argv[2:])  # a wrong argument is told without a GPU, too
+    else:
+        arguments = parse()
     from thunder_fsdp_sched.compat import prepare  # noqa: F401  # before torch's modules that Thunder misses
 
     import torch
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not (first and "--stand-in" in sys.argv):
         built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
         print(f"skipped: no GPU here (torch {torch.__version__} {built}, {torch.cuda.device_count()} devices)")
         return
+    if first:
+        sys.exit(gpu_first.main(sys.argv[2:], torch.cuda.device_count()))
     run_rank(arguments)
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="auto: NCCL, a GPU a rank")
     parser.add_argument("--blocks", type=int, default=8)
@@ -54,8 +72,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="sequences a rank and step")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=15, help="steps of each system")
+    parser.add_argument("--together", type=int, default=4, help="systems alive at once; at least 2")
+    parser.add_argument("--only", metavar="REGEX", default="", help="fewer systems: those whose names match")
     parser.add_argument("--save", type=Path, help="folder for all figures (gpu.json), the picture and a trace of each")
-    return parser.parse_args()
+    arguments = parser.parse_args(argv)
+    if arguments.together < 2:
+        parser.error("--together: at least 2, a system and the one that it is compared with")
+    return arguments
 
 
 def systems() -> dict[str, Callable[..., Any]]:
@@ -78,10 +101,33 @@ def systems() -> dict[str, Callable[..., Any]]:
     return made
 
 
+def groups(names: Sequence[str], together: int) -> list[list[str]]:
+    """The systems that are alive at the same time: each group begins with the one that the others are compared with.
+
+    Args:
+        names: of all systems.
+        together: most systems of a group, at least 2.
+    """
+    made = []
+    for strategy in ("zero2", "zero3"):
+        first = f"ours {strategy}"
+        others = [name for name in names if name != first and strategy_of(name) == strategy]
+        if not others and first in names:
+            made.append([first])
+        for start in range(0, len(others), together - 1):
+            made.append([first, *others[start : start + together - 1]])
+    return made
+
+
+def strategy_of(name: str) -> str:
+    """The strategy of this project's that a system is compared with."""
+    return "zero2" if "zero2" in name else "zero3"
+
+
 def run_rank(arguments: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
-    from systems import Emulation, Shape, interleave, say, unsharded
+    from systems import Shape, say, unsharded
 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, devices = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
@@ -98,28 +144,78 @@ def run_rank(arguments: argparse.Namespace) -> None:
     dtype = getattr(torch, arguments.dtype)
     shape = Shape(arguments.blocks, arguments.width, arguments.length, arguments.batch, device=str(device), dtype=dtype)
     tokens = shape.tokens(rank)
-    runs: dict[str, Callable[[], float]] = {}
-    figures: dict[str, dict[str, Any]] = {}
-    refused: dict[str, str] = {}
-    for name, make in {"compute": unsharded, **systems()}.items():
-        say(f"building: {name}")
+    makes = {"compute": unsharded, **systems()}
+    chosen = [name for name in makes if re.search(arguments.only, name)]
+    results = Results()
+    for number, names in enumerate(made := groups(chosen, arguments.together)):
+        say(f"group {number + 1} of {len(made)}: {', '.join(names)}")
         before = torch.cuda.memory_allocated()
+        run_group({name: makes[name] for name in names}, arguments, shape, tokens, results)
+        gc.collect()
+        torch.cuda.empty_cache()
+        results.left[", ".join(names)] = torch.cuda.memory_allocated() - before
+    if rank == 0:
+        machine = f"{world_size} ranks, {backend}, {devices} x {torch.cuda.get_device_name()}"
+        finish(arguments, machine, results)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@dataclass
+class Results:
+    """What was measured of the systems, by their names.
+
+    Attributes:
+        figures: of a profiled step.
+        seconds: of each round; of the systems in several groups, those of all.
+        ratios: of each round, the compared system's seconds over the system's.
+        refused: why a system does not run.
+        left: bytes that were still allocated after a group was freed.
+    """
+
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    ratios: dict[str, list[float]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+
+    def add(self, seconds: Mapping[str, Sequence[float]], first: str) -> None:
+        """Add the rounds of a group whose others are compared with ``first``."""
+        for name, of_one in seconds.items():
+            self.seconds.setdefault(name, []).extend(of_one)
+            if first in seconds and name != first:
+                self.ratios[name] = [a / b for a, b in zip(seconds[first], of_one, strict=True)]
+
+
+def run_group(
+    makes: Mapping[str, Callable[..., Any]], arguments: argparse.Namespace, shape: Any, tokens: Any, results: Results
+) -> None:
+    """Build the systems of a group, measure them in turns, and let them go."""
+    import torch
+    from systems import Emulation, interleave, say
+
+    runs: dict[str, Callable[[], float]] = {}
+    for name, make in makes.items():
+        say(f"building: {name}")
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        system = None
         try:
             system = make(name, shape, Emulation(shape))
             for _ in range(2):
                 timed(system, tokens)
         except (ValueError, RuntimeError, NotImplementedError) as error:  # on all ranks alike
-            refused[name] = str(error).split("\n")[0]
+            results.refused[name] = str(error).split("\n")[0]
+            system = None  # what it had allocated
             continue
         torch.cuda.reset_peak_memory_stats()
         timed(system, tokens)
-        figures[name] = {"peak": torch.cuda.max_memory_allocated() - before, **profiled(arguments, system, tokens)}
+        peak = torch.cuda.max_memory_allocated() - before
+        if name not in results.figures:
+            results.figures[name] = {"peak": peak, **profiled(arguments, system, tokens)}
         runs[name] = partial(timed, system, tokens)
-    seconds = interleave(runs, arguments.rounds, say)
-    if rank == 0:
-        finish(arguments, backend, world_size, figures, seconds, refused)
-    dist.barrier()
-    dist.destroy_process_group()
+    if runs:
+        results.add(interleave(runs, arguments.rounds, say), next(iter(makes)))
 
 
 def timed(system: Any, tokens: Any) -> float:
@@ -171,40 +267,46 @@ def profiled(arguments: argparse.Namespace, system: Any, tokens: Any) -> dict[st
     }
 
 
-def finish(
-    arguments: argparse.Namespace,
-    backend: str,
-    world_size: int,
-    figures: dict[str, dict[str, Any]],
-    seconds: dict[str, list[float]],
-    refused: dict[str, str],
-) -> None:
+def finish(arguments: argparse.Namespace, machine: str, results: Results) -> None:
     from thunder_fsdp_sched.demo.show import make_console
 
-    import torch
-    from systems import ratio
-
-    for name, of_one in figures.items():
-        strategy = "zero2" if "zero2" in name else "zero3"
-        of_one |= {"seconds": statistics.median(seconds[name]), "least": min(seconds[name]), "most": max(seconds[name])}
-        if f"ours {strategy}" in seconds:
-            of_one["ours"] = ratio(seconds[f"ours {strategy}"], seconds[name])
+    figures = summarized(results)
     console = make_console()
     console.print(
-        f"{world_size} ranks, {backend}, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}; GPT with "
-        f"{arguments.blocks} blocks, width {arguments.width}, {arguments.batch} x {arguments.length} bytes a rank, "
-        f"{arguments.dtype}; {arguments.rounds} rounds",
+        f"{machine}; GPT with {arguments.blocks} blocks, width {arguments.width}, {arguments.batch} x {arguments.length} "
+        f"bytes a rank, {arguments.dtype}; {arguments.rounds} rounds, {arguments.together} systems at a time",
         highlight=False,
     )
     console.print(table(figures), highlight=False)
-    for name, why in refused.items():
+    for name, why in results.refused.items():
         console.print(f"{name} does not run here: {why}", highlight=False)
+    for names, nbytes in results.left.items():
+        if nbytes > _LEFT:
+            console.print(f"{nbytes:,} bytes were still allocated after these were freed: {names}", highlight=False)
     if arguments.save:
-        setup = {key: value for key, value in vars(arguments).items() if key != "save"}
-        setup |= {"backend": backend, "world_size": world_size, "device": torch.cuda.get_device_name()}
-        kept = {"setup": setup, "figures": figures, "seconds": seconds, "refused": refused}
+        setup = {key: value for key, value in vars(arguments).items() if key != "save"} | {"machine": machine}
+        kept = {"setup": setup, **dataclasses.asdict(results), "figures": figures}
         (arguments.save / "gpu.json").write_text(json.dumps(kept, indent=1))
         draw(figures, arguments.save / "gpu.png")
+
+
+_LEFT = 2**20
+"""Bytes below which what a group leaves behind is not worth a line."""
+
+
+def summarized(results: Results) -> dict[str, dict[str, Any]]:
+    """The figures of each system with its times, and the ratio to the system that it is compared with."""
+    figures = {}
+    for name, of_one in results.figures.items():
+        seconds = results.seconds[name]
+        figures[name] = {
+            **of_one,
+            "seconds": statistics.median(seconds),
+            "least": min(seconds),
+            "most": max(seconds),
+            **({"ours": statistics.median(results.ratios[name])} if name in results.ratios else {}),
+        }
+    return figures
 
 
 def table(figures: dict[str, dict[str, Any]]) -> Any:

@@ -4,6 +4,12 @@
 The compute stream is the one whose kernels, NCCL's not counted, run longest. Communication is NCCL's kernels wherever they
 run, and everything on other streams: copy engines of symmetric memory, gloo's copies between GPU and host, the copies of a
 transport. All else is compute, copies on the compute stream too.
+
+[Note: Which collective an activity belongs to]
+While a profiler runs, the package labels what it issues: ``fsdp_all_gather(bucket)`` and so on, as in a trace. The profiler
+has the label as an annotation of the thread, and gives each activity of the GPU the number of the call that launched it
+(``correlation``). So the innermost label around that call is the activity's. A label is entered once for each collective, so
+its begin tells two collectives of one bucket apart.
 """
 
 from __future__ import annotations
@@ -13,13 +19,27 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from thunder_fsdp_sched.timeline import _outside, _union
 
-__all__ = ["Activity", "contention", "counts", "exposed", "idle", "read", "split"]
+__all__ = [
+    "Activity",
+    "Collective",
+    "collectives",
+    "contention",
+    "counts",
+    "exposed",
+    "first_difference",
+    "idle",
+    "read",
+    "seconds_in",
+    "split",
+]
 
 _CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_COLLECTIVES = re.compile(r"(fsdp_all_gather|fsdp_reduce_scatter|fsdp_all_reduce)\((.*)\)")
 _NCCL = re.compile(r"nccl", re.IGNORECASE)
 _COPIES = re.compile(
     r"memcpy|CatArrayBatchedCopy|copy_kernel|direct_copy|split_with_sizes_copy|chunk_cat", re.IGNORECASE
@@ -33,6 +53,8 @@ class Activity:
     Attributes:
         category: ``"kernel"``, ``"gpu_memcpy"`` or ``"gpu_memset"``.
         shape: of a kernel, what was launched: runs of one name and shape do the same work.
+        label: see [Note: Which collective an activity belongs to]; ``""`` if it has none.
+        issued: when the host entered that label (seconds).
     """
 
     name: str
@@ -41,10 +63,24 @@ class Activity:
     start: float
     end: float
     shape: str = ""
+    label: str = ""
+    issued: float = 0.0
 
     @property
     def seconds(self) -> float:
         return self.end - self.start
+
+
+class Collective(NamedTuple):
+    """A collective as the GPU ran it, from the start of its first activity to the end of its last (seconds)."""
+
+    kind: str
+    bucket: str
+    start: float
+    end: float
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.bucket})"
 
 
 def read(trace: Mapping[str, Any], device: int | None = None) -> list[Activity]:
@@ -54,6 +90,7 @@ def read(trace: Mapping[str, Any], device: int | None = None) -> list[Activity]:
         device: index of the GPU; ``None`` for all.
     """
     found = []
+    label_of = _Labels(trace["traceEvents"])
     for event in trace["traceEvents"]:
         arguments = event.get("args", {})
         if event.get("ph") != "X" or event.get("cat") not in _CATEGORIES:
@@ -63,8 +100,35 @@ def read(trace: Mapping[str, Any], device: int | None = None) -> list[Activity]:
         start = float(event["ts"]) * 1e-6
         shape = f"{arguments.get('grid', '')}{arguments.get('block', '')}"
         stream = int(arguments.get("stream", -1))
-        found.append(Activity(event["name"], event["cat"], stream, start, start + float(event["dur"]) * 1e-6, shape))
+        end = start + float(event["dur"]) * 1e-6
+        label = label_of(arguments.get("correlation"))
+        found.append(Activity(event["name"], event["cat"], stream, start, end, shape, *label))
     return sorted(found, key=lambda a: (a.start, a.end))
+
+
+class _Labels:
+    """Finds the label of a launch by its ``correlation``."""
+
+    def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
+        self._launches: dict[Any, tuple[Any, float]] = {}
+        self._labels: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
+        for event in events:
+            if event.get("ph") != "X":
+                continue
+            thread, start = (event.get("pid"), event.get("tid")), float(event["ts"])
+            if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {}):
+                self._launches[event["args"]["correlation"]] = thread, start
+            elif event.get("cat") == "user_annotation" and event["name"].startswith("fsdp_"):
+                self._labels[thread].append((start, start + float(event["dur"]), event["name"]))
+
+    def __call__(self, correlation: Any) -> tuple[str, float]:
+        """Return the innermost label and when it was entered (seconds); ``("", 0.0)`` outside of any."""
+        if correlation not in self._launches:
+            return "", 0.0
+        thread, launched = self._launches[correlation]
+        around = [(start, name) for start, end, name in self._labels[thread] if start <= launched <= end]
+        start, name = max(around, default=(0.0, ""))
+        return name, start * 1e-6
 
 
 def split(activities: Sequence[Activity]) -> tuple[list[Activity], list[Activity]]:
@@ -76,6 +140,37 @@ def split(activities: Sequence[Activity]) -> tuple[list[Activity], list[Activity
     stream = max(busy, key=lambda s: busy[s], default=None)
     compute = [a for a in activities if a.stream == stream and not _NCCL.search(a.name)]
     return compute, [a for a in activities if a.stream != stream or _NCCL.search(a.name)]
+
+
+def collectives(communication: Iterable[Activity]) -> list[Collective]:
+    """Return the labelled collectives, by the start of their first activity."""
+    found: dict[tuple[str, float], list[Activity]] = defaultdict(list)
+    for activity in communication:
+        if _COLLECTIVES.fullmatch(activity.label):
+            found[activity.label, activity.issued].append(activity)
+    made = []
+    for (label, _), activities in found.items():
+        match = _COLLECTIVES.fullmatch(label)
+        assert match is not None
+        start, end = min(a.start for a in activities), max(a.end for a in activities)
+        made.append(Collective(match[1], match[2], start, end))
+    return sorted(made, key=lambda c: (c.start, c.end))
+
+
+def first_difference(predicted: Sequence[str], measured: Sequence[str]) -> str:
+    """Return where two orders of collectives part, or ``""`` if they do not."""
+    for number, (expected, found) in enumerate(zip(predicted, measured, strict=False)):
+        if expected != found:
+            return f"number {number + 1}: predicted {expected}, ran {found}"
+    if len(predicted) != len(measured):
+        longer, what = (predicted, "did not run") if len(predicted) > len(measured) else (measured, "was not predicted")
+        return f"{longer[min(len(predicted), len(measured))]} {what}"
+    return ""
+
+
+def seconds_in(activities: Iterable[Activity]) -> float:
+    """Return the seconds in which at least one of them runs."""
+    return sum(end - start for start, end in _spans(activities))
 
 
 def exposed(compute: Iterable[Activity], communication: Iterable[Activity]) -> float:

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import subprocess
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched.transports.base import labelled
 
+import gpu
 import pytest
+import systems
 import torch
 import torch.distributed as dist
-from gpu_trace import Activity, contention, counts, exposed, idle, read, split
+from gpu_trace import (
+    Activity,
+    Collective,
+    collectives,
+    contention,
+    counts,
+    exposed,
+    first_difference,
+    idle,
+    read,
+    seconds_in,
+    split,
+)
 from live_memory import LiveMemory
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -98,17 +118,193 @@ def test_contention_holds_a_kernel_against_itself_alone() -> None:
     assert contention(alone, communication) is None
 
 
-def test_without_a_gpu_the_gpu_benchmark_says_why_and_succeeds() -> None:
+def test_an_activity_has_the_innermost_label_around_its_launch(tmp_path: Path) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with labelled("fsdp_all_gather(blocks.0)"):
+            torch.ones(4).add_(1)
+            with labelled("fsdp_cast(blocks.0)"):
+                torch.ones(4).mul_(2)
+        torch.ones(4).div_(2)
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    launched = [e for e in trace["traceEvents"] if e.get("cat") == "cpu_op" and e["name"] in _LABELLED]
+    for number, event in enumerate(list(launched)):  # as if each operator had launched a kernel
+        call = {**event, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "args": {"correlation": number}}
+        kernel = {**event, "cat": "kernel", "args": {"device": 0, "stream": 7, "correlation": number}}
+        trace["traceEvents"] += [call, kernel]
+    found = {activity.name: activity for activity in read(trace, 0)}
+    assert {name: found[name].label for name in _LABELLED} == _LABELLED
+    assert found["aten::add_"].issued <= found["aten::add_"].start
+    assert found["aten::div_"].issued == 0.0
+
+
+_LABELLED = {"aten::add_": "fsdp_all_gather(blocks.0)", "aten::mul_": "fsdp_cast(blocks.0)", "aten::div_": ""}
+
+
+def test_a_collective_lasts_from_its_first_activity_to_its_last() -> None:
+    def copy(start: float, end: float, label: str, issued: float) -> Activity:
+        return Activity("Memcpy PtoP", "gpu_memcpy", 24, start, end, "", label, issued)
+
+    gather, again = "fsdp_all_gather(a)", 9.0
+    activities = [
+        copy(1, 2, gather, 0.5),
+        copy(4, 5, gather, 0.5),
+        copy(3, 4, "fsdp_reduce_scatter(b)", 0.7),
+        copy(12, 13, gather, again),
+        copy(0, 1, "fsdp_cast(a)", 0.1),
+        copy(0, 1, "", 0.0),
+    ]
+    assert collectives(activities) == [
+        Collective("fsdp_all_gather", "a", 1, 5),
+        Collective("fsdp_reduce_scatter", "b", 3, 4),
+        Collective("fsdp_all_gather", "a", 12, 13),
+    ]
+    assert str(collectives(activities)[1]) == "fsdp_reduce_scatter(b)"
+    assert seconds_in(activities) == 5
+
+
+def test_orders_are_compared_up_to_their_first_difference() -> None:
+    assert first_difference(["a", "b"], ["a", "b"]) == ""
+    assert first_difference(["a", "b", "c"], ["a", "c", "b"]) == "number 2: predicted b, ran c"
+    assert first_difference(["a", "b"], ["a"]) == "b did not run"
+    assert first_difference(["a"], ["a", "b"]) == "b was not predicted"
+
+
+@pytest.mark.parametrize("arguments", [[], ["first"], ["first", "--cases", "flat"]])
+def test_without_a_gpu_the_gpu_benchmark_says_why_and_succeeds(arguments: list[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", Path(__file__).parents[1] / "benchmarks/gpu.py"],
+        [sys.executable, "-W", "ignore", Path(__file__).parents[1] / "benchmarks/gpu.py", *arguments],
         capture_output=True,
         text=True,
         timeout=300,
         check=True,
     )
     assert done.stdout.startswith("skipped: no GPU here")
+
+
+#
+# benchmarks/gpu.py
+#
+
+
+def test_systems_are_alive_in_groups_that_each_begin_with_what_they_are_compared_with() -> None:
+    names = ["compute", *gpu.systems()]
+    made = gpu.groups(names, 4)
+    assert max(map(len, made)) == 4
+    assert {name for group in made for name in group} == set(names)
+    assert {group[0] for group in made} == {"ours zero2", "ours zero3"}
+    assert all(gpu.strategy_of(name) == gpu.strategy_of(group[0]) for group in made for name in group)
+    others = [name for group in made for name in group[1:]]
+    assert len(others) == len(set(others)) == len(names) - 2
+    assert gpu.groups(["ours zero3"], 4) == [["ours zero3"]]
+    assert gpu.groups(["DDP"], 2) == [["ours zero3", "DDP"]]
+
+
+def test_a_system_is_compared_in_rounds_of_its_own_group() -> None:
+    results = gpu.Results(figures={name: {"peak": 1} for name in ("ours zero3", "a", "b")})
+    results.add({"ours zero3": [1.0, 1.0], "a": [2.0, 2.0]}, "ours zero3")
+    results.add({"ours zero3": [3.0, 3.0], "b": [2.0, 2.0]}, "ours zero3")  # the GPU has become slower
+    figures = gpu.summarized(results)
+    assert figures["a"]["ours"] == 0.5
+    assert figures["b"]["ours"] == 1.5
+    assert "ours" not in figures["ours zero3"]
+    assert figures["ours zero3"]["seconds"] == 2.0
+    assert (figures["ours zero3"]["least"], figures["ours zero3"]["most"]) == (1.0, 3.0)
+
+
+def test_two_systems_at_a_time_are_the_fewest() -> None:
+    assert gpu.parse(["--together", "2"]).together == 2
+    with pytest.raises(SystemExit):
+        gpu.parse(["--together", "1"])
+
+
+class _Event:
+    """``torch.cuda.Event`` where there is no GPU."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def elapsed_time(self, other: _Event) -> float:
+        return 2.0
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What ``gpu.py`` asks of ``torch.cuda``, and a process group of this process."""
+    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_a_group_is_measured_and_what_does_not_run_is_named(
+    pretended_gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of ``gpu.py`` but the GPU's own numbers."""
+    pytest.importorskip("matplotlib")
+    arguments = gpu.parse(["--blocks", "1", "--width", "64", "--rounds", "3", "--save", str(tmp_path)])
+    shape = systems.Shape(1, 64, 8, 2)
+    makes: dict[str, Any] = {"ours zero3": partial(systems.ours, sharding_strategy="zero3")}
+    makes["ours zero3 symmetric_memory"] = partial(systems.ours, transport="symmetric_memory")
+    makes["FSDP2 zero3"] = partial(systems.fsdp2, reshard=True)
+    makes["compute"] = systems.unsharded
+    results = gpu.Results()
+    gpu.run_group(makes, arguments, shape, shape.tokens(), results)
+    assert list(results.seconds) == ["ours zero3", "FSDP2 zero3", "compute"]
+    assert results.seconds["compute"] == [0.002] * 3
+    assert results.ratios == {"FSDP2 zero3": [1.0] * 3, "compute": [1.0] * 3}
+    assert list(results.refused) == ["ours zero3 symmetric_memory"]
+    results.left = {"ours zero3, compute": 2**21, "DDP": 0}
+    gpu.finish(arguments, "1 ranks, gloo, 0 x nothing", results)
+    printed = capsys.readouterr().out
+    assert "1 ranks, gloo, 0 x nothing; GPT with 1 blocks" in printed
+    assert "ours zero3 symmetric_memory does not run here: transport='symmetric_memory' needs GPUs" in printed
+    assert "2,097,152 bytes were still allocated after these were freed: ours zero3, compute" in printed
+    assert "freed: DDP" not in printed
+    saved = json.loads((tmp_path / "gpu.json").read_text())
+    assert saved["figures"]["compute"]["ours"] == 1.0
+    assert saved["setup"]["together"] == 4
+    assert (tmp_path / "gpu.png").stat().st_size > 0
+    assert (tmp_path / "ours_zero3.json").exists()
+
+
+def test_systems_that_were_measured_are_freed(pretended_gpu: None) -> None:
+    made: dict[str, list[weakref.ref[torch.Tensor]]] = {}
+
+    def noting(make: Callable[..., systems.System], name: str, *args: Any) -> systems.System:
+        system = make(name, *args)
+        tensors = [*map(systems.local, system.module.parameters()), *systems.arenas(system)]
+        if system.transform:
+            tensors += [bucket.shard for bucket in system.transform.sharded.buckets]
+        made[name] = [weakref.ref(tensor) for tensor in tensors]
+        return system
+
+    makes = {
+        "ours zero3": partial(systems.ours, sharding_strategy="zero3"),
+        "ours zero2": partial(systems.ours, sharding_strategy="zero2"),
+        "FSDP2": partial(systems.fsdp2, reshard=True),
+        "DDP": systems.ddp,
+        "compute": systems.unsharded,
+    }
+    shape, results = systems.Shape(1, 64, 8, 1), gpu.Results()
+    noted = {name: partial(noting, make) for name, make in makes.items()}
+    gpu.run_group(noted, gpu.parse(["--rounds", "1"]), shape, shape.tokens(), results)
+    gc.collect()
+    assert results.refused == {}
+    assert made.keys() == makes.keys()
+    assert {name: sum(reference() is not None for reference in found) for name, found in made.items()} == dict.fromkeys(
+        makes, 0
+    )
 
 
 @pytest.fixture
