@@ -1,12 +1,13 @@
 """Worker processes that stand for ranks: spawned once, then given one function after the other.
 
-``ranks.run(fn, *args)`` calls ``fn(rank, world_size, *args)`` in each of them, in a gloo process group, and returns what
-each gave back. ``fn`` must be a function at the top level of a module. What goes wrong in a rank goes wrong in the test,
+``ranks.run(fn, *args)`` calls ``fn(rank, world_size, *args)`` in each of them, in a process group, and returns what each
+gave back. ``fn`` must be a function at the top level of a module. What goes wrong in a rank goes wrong in the test,
 with that rank's traceback; then all workers are replaced, so that one test's damage does not reach the next.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import itertools
@@ -17,7 +18,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -37,10 +38,18 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """A process group of ``world_size`` workers, started at the first :meth:`run`."""
+    """A process group of ``world_size`` workers, started at the first :meth:`run`.
 
-    def __init__(self, world_size: int) -> None:
+    Args:
+        world_size: workers.
+        backend: of the process group.
+        devices: index of the CUDA device that is each worker's current one; ``None`` if they use no GPU.
+    """
+
+    def __init__(self, world_size: int, *, backend: str = "gloo", devices: Sequence[int] | None = None) -> None:
         self.world_size = world_size
+        self._backend = backend
+        self._devices = devices
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._starts = itertools.count()
         self._processes: list[Any] = []
@@ -59,7 +68,8 @@ class Ranks:
         if not self._processes:
             self._start()
         for connection in self._connections:
-            connection.send_bytes(pickle.dumps((fn, args, kwargs)))
+            with contextlib.suppress(BrokenPipeError):  # a worker that has died already: told below
+                connection.send_bytes(pickle.dumps((fn, args, kwargs)))
         results, failures = self._collect(timeout)
         pending = set(range(self.world_size)) - results.keys() - failures.keys()
         if pending or failures:
@@ -76,14 +86,21 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
-        # A server that has imported everything forks the workers: importing torch and Thunder takes longer than most tests.
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["thunder_fsdp_sched", "thunder", "hypothesis"])
+        if self._devices is None:
+            # A server that has imported everything forks the workers: importing torch and Thunder takes longer than most
+            # tests.
+            context = mp.get_context("forkserver")
+            context.set_forkserver_preload(["thunder_fsdp_sched", "thunder", "hypothesis"])
+        else:  # importing Thunder looks for GPUs, and a process that is forked after that cannot use them
+            context = mp.get_context("spawn")
         store = self._folder / f"store-{next(self._starts)}"
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
+            device = None if self._devices is None else self._devices[rank]
             process = context.Process(
-                target=_work, args=(rank, self.world_size, store, self._stack_file(rank), theirs), daemon=True
+                target=_work,
+                args=(rank, self.world_size, store, self._stack_file(rank), theirs, self._backend, device),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -100,7 +117,7 @@ class Ranks:
                 rank = pending.pop(connection)
                 try:
                     succeeded, value = pickle.loads(connection.recv_bytes())
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     self._processes[rank].join(_GRACE)
                     succeeded, value = False, f"the process died, exit code {self._processes[rank].exitcode}"
                 (results if succeeded else failures)[rank] = value
@@ -129,12 +146,22 @@ class Ranks:
         self._processes, self._connections = [], []
 
 
-def _work(rank: int, world_size: int, store: Path, stacks: Path, connection: Connection) -> None:
+def _work(
+    rank: int,
+    world_size: int,
+    store: Path,
+    stacks: Path,
+    connection: Connection,
+    backend: str,
+    device: int | None,
+) -> None:
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         torch.set_num_threads(1)
+        if device is not None:
+            torch.cuda.set_device(device)
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,

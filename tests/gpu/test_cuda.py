@@ -1,122 +1,193 @@
-"""What only a GPU can show: kernels, streams, symmetric memory. Several ranks share one GPU and talk through gloo.
+"""What only a GPU can show: kernels, streams, NCCL, symmetric memory. This has not run on a GPU yet.
 
-TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 python -m pytest tests/gpu
+    python -m pytest tests/gpu
+
+Ranks are processes: one alone with NCCL, one on each GPU with NCCL, and two that share a GPU through gloo. ``on_gpus.py``
+has what they do.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 
-from thunder_fsdp_sched import fsdp, full_state_dict
+import thunder_fsdp_sched  # before thunder  # noqa: F401
 
+import on_gpus
 import pytest
-import thunder
 import torch
-import torch.distributed as dist
-from models import Stack
+from on_gpus import LARGE
 from ranks import Ranks
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none is here"),
 ]
 
-WIDTH = 256
+TRANSPORTS = ["flat", "all_to_all", "coalesced", "all_reduce", "staged", "symmetric_memory"]
+STRATEGIES = ["zero2", "zero3"]
 
 
 @pytest.fixture(scope="module")
-def two_on_a_gpu():
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    workers = Ranks(2)
+def alone() -> Iterator[Ranks]:
+    """One rank, NCCL: collectives are copies on NCCL's stream."""
+    workers = Ranks(1, backend="nccl", devices=[0])
     yield workers
     workers.close()
 
 
-def _step(sharded: torch.nn.Module, rank: int) -> None:
-    x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(rank)).cuda()
-    sharded(x).float().square().mean().backward()
+@pytest.fixture(scope="module")
+def one_each() -> Iterator[Ranks]:
+    """A rank on each GPU, NCCL."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip(f"needs two CUDA devices; {count} is here")
+    workers = Ranks(count, backend="nccl", devices=range(count))
+    yield workers
+    workers.close()
 
 
-def _train(rank: int, world_size: int, transport: str, strategy: str) -> None:
-    states = []
-    for chosen in ("flat", transport):
-        torch.manual_seed(0)
-        sharded = thunder.jit(
-            Stack(2, width=WIDTH).cuda(), transforms=[fsdp(transport=chosen, sharding_strategy=strategy)]
-        )
-        optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
-        for _ in range(3):
-            _step(sharded, rank)
-            optimizer.step()
-            optimizer.zero_grad()
-        states.append(full_state_dict(sharded))
-    for name, value in states[0].items():
-        torch.testing.assert_close(states[1][name], value, rtol=1e-5, atol=1e-6, msg=f"{name} through {transport}")
+@pytest.fixture(scope="module")
+def two_on_a_gpu() -> Iterator[Ranks]:
+    """Two ranks that share a GPU, gloo."""
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    workers = Ranks(2, devices=[0, 0])
+    yield workers
+    workers.close()
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-@pytest.mark.parametrize("transport", ["coalesced", "all_reduce", "staged", "symmetric_memory"])
-def test_trains_alike_through_every_transport(two_on_a_gpu: Ranks, transport: str, strategy: str) -> None:
+#
+# NCCL
+#
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_rank_trains_alike_through_every_transport(alone: Ranks, transport: str, strategy: str) -> None:
+    alone.run(on_gpus.trains_alike, LARGE, transport, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_on_each_gpu_trains_alike_through_every_transport(
+    one_each: Ranks, transport: str, strategy: str
+) -> None:
+    one_each.run(on_gpus.trains_alike, LARGE, transport, strategy)
+
+
+@pytest.mark.parametrize("transport", ["flat", "staged", "symmetric_memory"])
+@pytest.mark.parametrize("workers", ["alone", "one_each"])
+def test_bfloat16_trains_alike(request: pytest.FixtureRequest, workers: str, transport: str) -> None:
+    request.getfixturevalue(workers).run(on_gpus.trains_alike, LARGE, transport, "zero3", torch.bfloat16)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("workers", ["alone", "one_each"])
+def test_training_again_gives_the_same_bits(request: pytest.FixtureRequest, workers: str, transport: str) -> None:
+    for found, loose in request.getfixturevalue(workers).run(on_gpus.digests, LARGE, transport):
+        if loose:
+            pytest.skip(f"a kernel is not deterministic: {loose}")
+        assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("transport", ["flat", "coalesced", "symmetric_memory"])
+@pytest.mark.parametrize("workers", ["alone", "one_each"])
+def test_accumulation_and_clipping_are_those_of_the_unsharded_model(
+    request: pytest.FixtureRequest, workers: str, transport: str
+) -> None:
+    request.getfixturevalue(workers).run(on_gpus.accumulates_and_clips, LARGE, transport)
+
+
+@pytest.mark.parametrize("workers", ["alone", "one_each"])
+def test_training_goes_on_after_an_exception(request: pytest.FixtureRequest, workers: str) -> None:
+    request.getfixturevalue(workers).run(on_gpus.goes_on_after_an_exception, LARGE)
+
+
+@pytest.mark.parametrize("workers", ["alone", "one_each"])
+def test_running_uncompiled_gives_what_the_unsharded_module_gives(request: pytest.FixtureRequest, workers: str) -> None:
+    request.getfixturevalue(workers).run(on_gpus.generates, LARGE)
+
+
+@pytest.mark.parametrize("workers", ["alone", "one_each"])
+def test_a_step_is_measured_and_simulated(request: pytest.FixtureRequest, workers: str) -> None:
+    for step, simulated in request.getfixturevalue(workers).run(on_gpus.measures, LARGE):
+        assert step > 0
+        assert simulated > 0
+
+
+#
+# Several ranks on a GPU
+#
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_ranks_on_a_gpu_train_alike_through_every_transport(
+    two_on_a_gpu: Ranks, transport: str, strategy: str
+) -> None:
     if transport == "coalesced":
-        pytest.skip("gloo's coalesced all-gather does not work on CUDA tensors; run it with NCCL on two GPUs")
-    two_on_a_gpu.run(_train, transport, strategy)
+        pytest.skip("gloo's coalesced all-gather does not work on CUDA tensors; with NCCL it is tried above")
+    two_on_a_gpu.run(on_gpus.trains_alike, LARGE, transport, strategy)
 
 
-def _kernels(rank: int, world_size: int, transport: str) -> dict[str, int]:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    sharded = thunder.jit(
-        Stack(2, width=WIDTH).cuda(), transforms=[ours := fsdp(transport=transport, mp_policy=policy)]
-    )
-    _step(sharded, rank)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        _step(sharded, rank)
-        torch.cuda.synchronize()
-        dist.barrier()
-    counts = {e.key: e.count for e in profile.key_averages()}
-    counts["buckets"] = len(ours.plan)
-    return counts
+#
+# Devices and memory
+#
 
 
-def test_no_kernel_concatenates_or_copies_parameters(two_on_a_gpu: Ranks) -> None:
-    for counts in two_on_a_gpu.run(_kernels, "flat"):
+@pytest.mark.parametrize("workers", ["alone", "one_each", "two_on_a_gpu"])
+def test_a_device_without_an_index_is_the_ranks_own(request: pytest.FixtureRequest, workers: str) -> None:
+    request.getfixturevalue(workers).run(on_gpus.lives_on_its_own_device, LARGE)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_parameters_may_live_on_another_than_the_current_device(alone: Ranks, transport: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices; one is here")
+    alone.run(on_gpus.trains_on_another_than_the_current_device, LARGE, torch.device("cuda", 1), transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("workers", ["alone", "one_each"])
+def test_steps_allocate_nothing_that_stays(request: pytest.FixtureRequest, workers: str, transport: str) -> None:
+    for found in request.getfixturevalue(workers).run(on_gpus.allocates_nothing_more, LARGE, transport):
+        assert len(set(found)) == 1, found
+
+
+@pytest.mark.parametrize("workers", ["alone", "one_each", "two_on_a_gpu"])
+def test_offloaded_shards_are_pinned_and_train_alike(request: pytest.FixtureRequest, workers: str) -> None:
+    request.getfixturevalue(workers).run(on_gpus.offloads, LARGE)
+
+
+@pytest.mark.parametrize("workers", ["alone", "one_each"])
+def test_a_module_on_the_meta_device_is_initialized_on_the_gpu(request: pytest.FixtureRequest, workers: str) -> None:
+    request.getfixturevalue(workers).run(on_gpus.initializes_on_the_device, LARGE)
+
+
+#
+# Kernels
+#
+
+
+@pytest.mark.parametrize("transport", ["flat", "coalesced"])
+def test_no_kernel_concatenates_parameters(alone: Ranks, transport: str) -> None:
+    for counts in alone.run(on_gpus.kernels, LARGE, transport):
         assert not [name for name in counts if "CatArrayBatchedCopy" in name]
 
 
-def test_symmetric_memory_travels_by_copy_engines(two_on_a_gpu: Ranks) -> None:
-    for counts in two_on_a_gpu.run(_kernels, "symmetric_memory"):
+def test_collectives_are_nccls(one_each: Ranks) -> None:
+    for counts in one_each.run(on_gpus.kernels, LARGE, "flat"):
+        of_nccl = sum(count for name, count in counts.items() if "nccl" in name.lower())
+        assert of_nccl >= 2 * counts["buckets"], counts
+
+
+@pytest.mark.parametrize("workers", ["one_each", "two_on_a_gpu"])
+def test_symmetric_memory_travels_by_copy_engines(request: pytest.FixtureRequest, workers: str) -> None:
+    for counts in request.getfixturevalue(workers).run(on_gpus.kernels, LARGE, "symmetric_memory"):
         copies = sum(count for name, count in counts.items() if "Memcpy" in name)
         assert copies >= 2 * counts["buckets"], counts
-
-
-def _offload(rank: int, world_size: int) -> None:
-    states, on_gpu = [], []
-    for policy in (None, CPUOffloadPolicy()):
-        torch.manual_seed(0)
-        before = torch.cuda.memory_allocated()
-        sharded = thunder.jit(
-            Stack(2, width=WIDTH).cuda(), transforms=[ours := fsdp(offload_policy=policy, device="cuda")]
-        )
-        optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
-        for _ in range(3):
-            _step(sharded, rank)
-            optimizer.step()
-            optimizer.zero_grad()
-        for param in sharded.parameters():
-            assert param.is_cpu == (policy is not None)
-            assert param.is_cuda or param.is_pinned()
-        arena = ours.sharded.buckets[0].arena.nbytes
-        states.append(full_state_dict(sharded))
-        on_gpu.append(torch.cuda.memory_allocated() - before - arena)
-        del sharded, optimizer, param
-    for name, value in states[0].items():
-        torch.testing.assert_close(states[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
-    assert on_gpu[1] < on_gpu[0]
-
-
-def test_offloaded_shards_are_pinned_and_train_alike(two_on_a_gpu: Ranks) -> None:
-    two_on_a_gpu.run(_offload)

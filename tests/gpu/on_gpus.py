@@ -1,0 +1,308 @@
+"""What the tests on GPUs do on each rank. ``tests/test_on_gpus.py`` does the same on CPUs, so that every line here has run.
+
+Each function takes a :class:`Size`: the model and the device. A rank's device is its current one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import thunder_fsdp_sched
+from thunder_fsdp_sched import clip_grad_norm_, fsdp, full_state_dict
+from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
+from thunder_fsdp_sched.measure import MeasuredCost, measure
+from thunder_fsdp_sched.simulate import simulate
+
+import thunder
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+__all__ = ["LARGE", "SMALL", "Size"]
+
+TOLERANCE, BFLOAT16_TOLERANCE = 1e-4, 0.1
+"""Distances from the unsharded model over the way that training took it."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A byte-level GPT, its batch, and the type of the device."""
+
+    blocks: int
+    width: int
+    length: int
+    batch: int
+    device_type: str
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device()) if self.is_cuda else torch.device("cpu")
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device_type == "cuda"
+
+    def model(self, device: torch.device | str | None = None) -> GPT:
+        torch.manual_seed(0)
+        with torch.device("meta" if device == "meta" else "cpu"):  # the same numbers on all devices
+            model = GPT(blocks=self.blocks, width=self.width, heads=max(self.width // 64, 1), length=self.length)
+        return model if device == "meta" else model.to(device or self.device)
+
+    def tokens(self, rank: int, device: torch.device | None = None) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randint(VOCABULARY, (self.batch, self.length), generator=generator).to(device or self.device)
+
+    def settle(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+
+LARGE = Size(6, 1024, 256, 4, "cuda")
+"""76 M parameters: kernels and collectives that last long enough to meet."""
+
+SMALL = Size(1, 64, 8, 2, "cpu")
+
+
+#
+# Training
+#
+
+
+def _train(module: Any, tokens: torch.Tensor, steps: int = 4) -> torch.Tensor:
+    """Train without waiting for the device between two steps; the losses."""
+    # Not AdamW: its first steps are the signs of gradients.
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for _ in range(steps):
+        loss = module(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@functools.lru_cache(maxsize=1)
+def _unsharded(size: Size, world_size: int) -> dict[str, torch.Tensor]:
+    """Parameters (on the CPU) of the unsharded model after training on the batches of all ranks."""
+    module = thunder.jit(size.model())
+    _train(module, torch.cat([size.tokens(rank) for rank in range(world_size)]))
+    return {name: value.cpu() for name, value in module.state_dict().items()}
+
+
+def _distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float((a[name].double().to(b[name].device) - b[name].double()).square().sum()) for name in b))
+
+
+def _assert_alike(size: Size, got: dict[str, torch.Tensor], world_size: int, tolerance: float) -> None:
+    expected, start = _unsharded(size, world_size), size.model().state_dict()
+    assert got.keys() == expected.keys()
+    distance = _distance(got, expected) / _distance(start, expected)
+    assert distance < tolerance, f"{distance:.3g} of the way that training took"
+
+
+def trains_alike(
+    rank: int, world_size: int, size: Size, transport: str, strategy: str, dtype: torch.dtype | None = None
+) -> None:
+    """Train through a transport and compare with the unsharded model."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None
+    sharded = thunder.jit(
+        size.model(), transforms=[fsdp(transport=transport, sharding_strategy=strategy, mp_policy=policy)]
+    )
+    _train(sharded, size.tokens(rank))
+    tolerance = TOLERANCE if dtype is None else BFLOAT16_TOLERANCE
+    _assert_alike(size, full_state_dict(sharded), world_size, tolerance)
+
+
+def digests(rank: int, world_size: int, size: Size, transport: str, repeats: int = 5) -> tuple[list[str], str]:
+    """Train several times from the same parameters; the bits of each, and why they need not be the same, if so."""
+    with _deterministic():
+        sharded = thunder.jit(size.model(), transforms=[fsdp(transport=transport)])
+        start = [param.detach().clone() for param in sharded.parameters()]
+        found = []
+        for _ in range(repeats):
+            with torch.no_grad():
+                for param, value in zip(sharded.parameters(), start, strict=True):
+                    param.copy_(value)
+            try:
+                losses = _train(sharded, size.tokens(rank))
+            except RuntimeError as error:
+                if "deterministic" in str(error):
+                    return [], str(error).split("\n")[0]
+                raise
+            total = hashlib.sha256(losses.cpu().numpy().tobytes())
+            for value in full_state_dict(sharded).values():
+                total.update(value.cpu().numpy().tobytes())
+            found.append(total.hexdigest())
+        return found, ""
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def accumulates_and_clips(rank: int, world_size: int, size: Size, transport: str) -> None:
+    """Gradients of two batches under ``no_sync``, and their norm, are those of the unsharded model."""
+    sharded = thunder.jit(size.model(), transforms=[fsdp(transport=transport)])
+    whole = thunder.jit(size.model())
+    first, second = size.tokens(rank), size.tokens(rank + world_size)
+    with sharded.no_sync():
+        sharded(first, first).backward()
+    sharded(second, second).backward()
+    for number in range(2 * world_size):
+        tokens = size.tokens(number)
+        (whole(tokens, tokens) / world_size).backward()
+    expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    norm = clip_grad_norm_(sharded, 0.1)
+    torch.testing.assert_close(norm.to(expected.device), expected, rtol=1e-4, atol=0)
+    start = size.model().state_dict()
+    for module in (sharded, whole):
+        torch.optim.SGD(module.parameters(), lr=1.0).step()
+    got = full_state_dict(sharded)
+    assert _distance(got, whole.state_dict()) < 1e-3 * _distance(start, whole.state_dict())
+
+
+def goes_on_after_an_exception(rank: int, world_size: int, size: Size) -> None:
+    """A forward whose loss is dropped, and a backward that raises, leave later steps as they would have been."""
+    sharded = thunder.jit(size.model(), transforms=[fsdp()])
+    tokens = size.tokens(rank)
+    sharded(tokens, tokens)  # its backward never comes
+    loss = sharded(tokens, tokens)
+    loss.register_hook(_raise)
+    try:
+        loss.backward()
+    except ZeroDivisionError:
+        pass
+    else:
+        raise AssertionError("the hook did not raise")
+    sharded.zero_grad()
+    _train(sharded, tokens)
+    _assert_alike(size, full_state_dict(sharded), world_size, TOLERANCE)
+
+
+def _raise(grad: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+#
+# Devices and memory
+#
+
+
+def lives_on_its_own_device(rank: int, world_size: int, size: Size) -> None:
+    """``device="cuda"`` is the rank's current device, for shards, the arena and what is computed."""
+    sharded = thunder.jit(size.model(), transforms=[ours := fsdp(device=size.device_type)])
+    _train(sharded, size.tokens(rank), steps=1)
+    assert {param.device for param in sharded.parameters()} == {size.device}
+    assert {bucket.arena._memory.device for bucket in ours.sharded.buckets} == {size.device}
+
+
+def trains_on_another_than_the_current_device(
+    rank: int, world_size: int, size: Size, device: torch.device, transport: str
+) -> None:
+    """Parameters on ``device`` although another one is current: streams and events have to be those of ``device``."""
+    sharded = thunder.jit(size.model(device), transforms=[fsdp(transport=transport)])
+    _train(sharded, size.tokens(rank, device))
+    assert {param.device for param in sharded.parameters()} == {device}
+    _assert_alike(size, full_state_dict(sharded), world_size, TOLERANCE)
+
+
+def allocates_nothing_more(rank: int, world_size: int, size: Size, transport: str) -> list[int]:
+    """Bytes that are allocated after each step, from the third on."""
+    sharded = thunder.jit(size.model(), transforms=[fsdp(transport=transport)])
+    tokens, found = size.tokens(rank), []
+    for step in range(7):
+        sharded(tokens, tokens).backward()
+        sharded.zero_grad()
+        size.settle()
+        if step > 1:
+            found.append(torch.cuda.memory_allocated() if size.is_cuda else 0)
+    return found
+
+
+def offloads(rank: int, world_size: int, size: Size) -> None:
+    """Shards, gradients and the optimizer's state are pinned memory of the host, and training is alike."""
+    on_gpu, states = [], []
+    for policy in (None, CPUOffloadPolicy(pin_memory=size.is_cuda)):
+        before = torch.cuda.memory_allocated() if size.is_cuda else 0
+        sharded = thunder.jit(size.model(), transforms=[ours := fsdp(offload_policy=policy, device=size.device_type)])
+        _train(sharded, size.tokens(rank))
+        for param in sharded.parameters():
+            assert param.is_cpu == (policy is not None or not size.is_cuda)
+            assert param.is_cuda or param.is_pinned() == size.is_cuda
+        states.append({name: value.cpu() for name, value in full_state_dict(sharded).items()})
+        arena = ours.sharded.buckets[0].arena.nbytes
+        on_gpu.append(torch.cuda.memory_allocated() - before - arena if size.is_cuda else 0)
+        del sharded, ours, param
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
+    assert on_gpu[1] < on_gpu[0] or not size.is_cuda
+
+
+def initializes_on_the_device(rank: int, world_size: int, size: Size) -> None:
+    """A module on the meta device is initialized straight into shards."""
+    sharded = thunder.jit(
+        size.model("meta"), transforms=[fsdp(device=size.device_type, param_init_fn=_fill, transport="flat")]
+    )
+    _train(sharded, size.tokens(rank), steps=1)
+    assert {param.device for param in sharded.parameters()} == {size.device}
+    assert all(bool(torch.isfinite(value).all()) for value in full_state_dict(sharded).values())
+
+
+def _fill(module: torch.nn.Module) -> None:
+    for param in module.parameters(recurse=False):
+        torch.nn.init.constant_(param, 0.01)
+
+
+#
+# What runs on the device
+#
+
+
+def kernels(rank: int, world_size: int, size: Size, transport: str) -> dict[str, int]:
+    """What a step launches, by name; ``buckets`` is their number."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    sharded = thunder.jit(size.model(), transforms=[ours := fsdp(transport=transport, mp_policy=policy)])
+    tokens = size.tokens(rank)
+    for _ in range(2):
+        sharded(tokens, tokens).backward()
+        size.settle()
+    activity = torch.profiler.ProfilerActivity.CUDA if size.is_cuda else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profile:
+        sharded(tokens, tokens).backward()
+        size.settle()
+        dist.barrier()
+    return {**{event.key: event.count for event in profile.key_averages()}, "buckets": len(ours.plan)}
+
+
+def measures(rank: int, world_size: int, size: Size) -> tuple[float, float]:
+    """Seconds of a step as it was measured, and as simulated from that."""
+    sharded = thunder.jit(size.model(), transforms=[ours := fsdp()])
+    tokens = size.tokens(rank)
+    _train(sharded, tokens, steps=1)
+    profile = measure(sharded, tokens, tokens, repeats=3)
+    assert profile.device == str(size.device)
+    assert profile.synchronous == (not size.is_cuda)
+    compiled = ours.compiled[-1]
+    return profile.step_seconds, simulate(compiled.forward, compiled.backward, MeasuredCost(profile)).step_seconds
+
+
+def generates(rank: int, world_size: int, size: Size) -> None:
+    """Running uncompiled gives what the unsharded module gives."""
+    sharded = thunder.jit(size.model(), transforms=[fsdp()])
+    expected, tokens = size.model(), size.tokens(0)
+    with thunder_fsdp_sched.eager(sharded) as module:
+        got = module(tokens, tokens)
+    torch.testing.assert_close(got, expected(tokens, tokens).detach(), rtol=1e-4, atol=1e-4)
