@@ -59,6 +59,8 @@ class Job:
         one_device: whether all ranks use GPU 0.
         limit: seconds that a case may take.
         repeats: how often a case trains, from the same parameters.
+        fuse: whether Thunder uses its fusion executors. One of them is a default and compiles the loss with torch.compile
+            on GPUs, which refuses to run beside torch's sanitizer.
         store, results, references: files, and the folder of the parameters that the unsharded model arrives at.
     """
 
@@ -75,6 +77,7 @@ class Job:
     batch: int
     steps: int
     repeats: int
+    fuse: bool
     store: str
     results: str
     references: str

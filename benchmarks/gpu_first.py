@@ -63,6 +63,7 @@ class Step:
     like: str = ""
     steps: int = 4
     repeats: int = 4
+    fuse: bool = True
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -97,7 +98,7 @@ def plan(arguments: argparse.Namespace, device_count: int) -> list[Step]:
     steps = [
         Step("alone", "train", trained),
         Step("blocking", "train", trained, environment=blocking, like="alone", repeats=1),
-        Step("sanitizer", "train", trained, environment=sanitizer, steps=2, repeats=1),
+        Step("sanitizer", "train", trained, environment=sanitizer, steps=2, repeats=1, fuse=False),
         Step("shared", "train", through_gloo, 2, "gloo", one_device=True, environment=overlapping),
     ]
     if device_count > 1:
@@ -179,6 +180,7 @@ def run_step(
             batch=arguments.batch,
             steps=step.steps,
             repeats=step.repeats,
+            fuse=step.fuse,
             store=str(folder / f"{slug}-{attempt}-store"),
             results=str(folder / f"{slug}-{attempt}"),
             references=str(folder),

@@ -21,7 +21,7 @@ about 1e-6 and 1e-2; a missing or stale bucket gives 0.1 and more."""
 _MEANING = {
     "alone": "1 rank, NCCL; bits of repeated runs, and the distance from the unsharded model",
     "blocking": "the same with CUDA_LAUNCH_BLOCKING=1: bits have to be those of `alone`",
-    "sanitizer": "the same with TORCH_CUDA_SANITIZER=1",
+    "sanitizer": "the same with TORCH_CUDA_SANITIZER=1, without Thunder's fusion executors",
     "shared": "2 ranks on one GPU, gloo",
     "ranks": "a rank on each GPU, NCCL",
     "ranks, blocking": "the same with CUDA_LAUNCH_BLOCKING=1: bits have to be those of `ranks`",

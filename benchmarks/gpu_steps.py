@@ -55,7 +55,6 @@ class Setup:
         """Return the jitted module and its transform."""
         import thunder_fsdp_sched
 
-        import thunder
         import torch
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -69,7 +68,16 @@ class Setup:
             offload_policy=CPUOffloadPolicy(pin_memory=self.is_cuda) if case.offload else None,
             device=self.device,
         )
-        return thunder.jit(self.shape.model(), transforms=[transform]), transform
+        return self.jit(transforms=[transform]), transform
+
+    def jit(self, **options: Any) -> Any:
+        """Return the model, jitted."""
+        import thunder
+        from thunder.extend import FusionExecutor, get_default_executors
+
+        if not self.job.fuse:
+            options["executors"] = [e for e in get_default_executors() if not isinstance(e, FusionExecutor)]
+        return thunder.jit(self.shape.model(), **options)
 
 
 #
@@ -104,12 +112,11 @@ def train(setup: Setup, name: str) -> dict[str, Any]:
 def _train(setup: Setup, name: str) -> dict[str, Any]:
     from thunder_fsdp_sched import full_state_dict
 
-    import thunder
     import torch
 
     job, references = setup.job, Path(setup.job.references)
     if name == REFERENCE:  # on the batches of all ranks
-        module = thunder.jit(setup.shape.model())
+        module = setup.jit()
         tokens = torch.cat([setup.shape.tokens(rank) for rank in range(job.world_size)])
     else:
         module, _ = setup.build(CASES[name])
@@ -320,6 +327,13 @@ def machine(setup: None, name: str) -> dict[str, Any]:
         reached = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
         return f"{reached} of {len(pairs)} pairs of GPUs"
 
+    def executors() -> str:
+        import thunder_fsdp_sched  # before thunder  # noqa: F401
+
+        import thunder
+
+        return ", ".join(e.name for e in (*thunder.get_default_executors(), *thunder.get_always_executors()))
+
     switches = ("CUDA_", "NCCL_", "TORCH_NCCL", "TORCH_CUDA", "TORCH_SYMM", "PYTORCH_CUDA", "PYTORCH_ALLOC", "CUBLAS_")
     asked: dict[str, Callable[[], Any]] = {
         "thunder_fsdp_sched": lambda: importlib.metadata.version("thunder_fsdp_sched"),
@@ -331,6 +345,8 @@ def machine(setup: None, name: str) -> dict[str, Any]:
         "driver": lambda: run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[0],
         "NCCL": lambda: ".".join(map(str, torch.cuda.nccl.version())),
         "cuDNN": torch.backends.cudnn.version,
+        "Triton": lambda: importlib.metadata.version("triton"),
+        "executors": executors,
         "GPUs": lambda: [f"{i}: {chip(i)}" for i in range(torch.cuda.device_count())],
         "peer access": peers,
         "environment": lambda: {k: v for k, v in sorted(os.environ.items()) if k.startswith(switches)},

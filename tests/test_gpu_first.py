@@ -50,6 +50,7 @@ def test_one_gpu_is_tried_alone_blocking_sanitized_shared_and_profiled() -> None
     assert dict(steps["blocking"].environment) == {"CUDA_LAUNCH_BLOCKING": "1"}
     assert steps["blocking"].like == "alone"
     assert dict(steps["sanitizer"].environment) == {"TORCH_CUDA_SANITIZER": "1"}
+    assert [name for name, step in steps.items() if not step.fuse] == ["sanitizer"]  # torch.compile refuses it
     assert (steps["shared"].world_size, steps["shared"].backend, steps["shared"].one_device) == (2, "gloo", True)
     assert not [case for case in steps["shared"].cases if "coalesced" in case]
     assert {CASES[c].transport for c in steps["alone"].cases if c in CASES} == set(_transports())
@@ -223,7 +224,7 @@ def test_a_worker_notes_what_a_case_gives_refuses_or_fails_with() -> None:
 
 
 def test_a_job_survives_its_file(tmp_path: Path) -> None:
-    job = Job("train", ("a", "b"), "cuda", "nccl", 2, False, 1.0, 1, 64, 8, 1, 2, 3, "store", "results", "folder")
+    job = Job("train", ("a", "b"), "cuda", "nccl", 2, False, 1.0, 1, 64, 8, 1, 2, 3, True, "store", "results", "folder")
     job.save(tmp_path / "job.json")
     assert Job.load(tmp_path / "job.json") == job
 
@@ -247,7 +248,8 @@ def test_an_error_is_told_by_its_type_first_lines_and_place() -> None:
 def test_the_machine_tells_what_it_knows_without_a_gpu() -> None:
     told = machine(None, "machine")["machine"]
     assert told["torch"].startswith(torch.__version__)
-    assert {"thunder_fsdp_sched", "lightning-thunder", "driver", "NCCL", "GPUs", "environment"} <= told.keys()
+    assert "torch, python" in told["executors"]
+    assert {"thunder_fsdp_sched", "Triton", "lightning-thunder", "driver", "NCCL", "GPUs", "environment"} <= told.keys()
 
 
 #

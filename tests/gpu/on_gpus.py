@@ -50,9 +50,8 @@ class Size:
 
     def model(self, device: torch.device | str | None = None) -> GPT:
         torch.manual_seed(0)
-        with torch.device("meta" if device == "meta" else "cpu"):  # the same numbers on all devices
-            model = GPT(blocks=self.blocks, width=self.width, heads=max(self.width // 64, 1), length=self.length)
-        return model if device == "meta" else model.to(device or self.device)
+        with torch.device(device or self.device):
+            return GPT(blocks=self.blocks, width=self.width, heads=max(self.width // 64, 1), length=self.length)
 
     def tokens(self, rank: int, device: torch.device | None = None) -> torch.Tensor:
         generator = torch.Generator().manual_seed(rank)
@@ -101,7 +100,13 @@ def _distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 def _assert_alike(size: Size, got: dict[str, torch.Tensor], world_size: int, tolerance: float) -> None:
-    expected, start = _unsharded(size, world_size), size.model().state_dict()
+    """Compare with the unsharded model after :func:`_train`."""
+    _assert_near(got, _unsharded(size, world_size), size.model().state_dict(), tolerance)
+
+
+def _assert_near(
+    got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], start: dict[str, torch.Tensor], tolerance: float
+) -> None:
     assert got.keys() == expected.keys()
     distance = _distance(got, expected) / _distance(start, expected)
     assert distance < tolerance, f"{distance:.3g} of the way that training took"
@@ -170,8 +175,7 @@ def accumulates_and_clips(rank: int, world_size: int, size: Size, transport: str
     start = size.model().state_dict()
     for module in (sharded, whole):
         torch.optim.SGD(module.parameters(), lr=1.0).step()
-    got = full_state_dict(sharded)
-    assert _distance(got, whole.state_dict()) < 1e-3 * _distance(start, whole.state_dict())
+    _assert_near(full_state_dict(sharded), whole.state_dict(), start, 1e-3)
 
 
 def goes_on_after_an_exception(rank: int, world_size: int, size: Size) -> None:
