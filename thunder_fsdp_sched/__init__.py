@@ -6,6 +6,7 @@ Import it before ``thunder`` on torch 2.13 and newer.
 from . import compat
 
 compat.prepare()
+compat.import_thunder()
 
 from .api import fsdp
 from .buckets import BucketSpec, ParamSpec, Plan

@@ -27,10 +27,12 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import inspect
 import re
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -52,10 +54,12 @@ __all__ = [
     "copy_of_options",
     "explain_fixed_data",
     "function_called_by",
+    "import_thunder",
     "is_group_name_taken",
     "next_node_number",
     "prepare",
     "process_groups",
+    "quiet_no_sync",
     "refuse_foreign_state_dicts",
     "replace_data",
     "running_node_number",
@@ -102,6 +106,16 @@ def prepare() -> tuple[str, ...]:
     check_versions()
     _refuse_half_imported_thunder()
     return (*_add_named_tensor_methods(), *_add_function_apply_func())
+
+
+def import_thunder() -> None:
+    """Import Thunder without its warning that one of its optional executors is not installed.
+
+    The warning comes from the import alone. Whoever imports Thunder before this package still sees it.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="transformer_engine module not found")
+        importlib.import_module("thunder")
 
 
 def check_versions() -> None:
@@ -424,6 +438,17 @@ def watch_cache_misses(model: ThunderModule, on_miss: Callable[[], object]) -> C
     if thunder.cache_option(model) in (CACHE_OPTIONS.CONSTANT_VALUES, CACHE_OPTIONS.SYMBOLIC_VALUES):
         return lambda: None
     return on_miss
+
+
+def quiet_no_sync(model: ThunderModule) -> None:
+    """Give a jitted module a ``no_sync`` that only sets Thunder's flag, without a warning at each end of it.
+
+    Thunder's method reduces the gradients of Thunder's own ddp and fsdp when it ends, and warns if neither was applied. Here
+    the next backward reduces gradients. This object's attribute hides the method; the class stays as it is.
+    """
+    from thunder.distributed import skip_data_parallel_grad_sync
+
+    model.no_sync = skip_data_parallel_grad_sync
 
 
 def without_torch_function() -> AbstractContextManager[None]:

@@ -31,6 +31,7 @@ from .conflicts import refuse_conflicts
 from .consistency import Agreement
 from .control import Control, control_of
 from .initialize import initialize, is_blank, make_blank
+from .logs import Progress
 from .options import Options, check_transport, resolve_device
 from .own_parameters import OwnParameters, find_owner
 from .placing import Placing, everyone_of
@@ -62,6 +63,7 @@ class ShardedModule:
         places: bucket and index in it of each sharded parameter, by each of its names.
         shards: this rank's rows of each sharded parameter, a view of its bucket's shard buffer, by each of its names.
         running_eagerly: whether the module's own forward may be called right now (``eager``).
+        progress: logs what compiling is doing.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class ShardedModule:
         self.began_on_meta: set[str] = set()  # until it is known that they have values
         self.kept = {bucket for bucket in buckets if not bucket.spec.reshard_after_forward}
         self.running_eagerly = False
+        self.progress = Progress(control.title, self.everyone.rank)
         for bucket in buckets:
             bucket.control = control
             bucket.tally = control.tally
@@ -252,6 +255,7 @@ class ShardedModule:
         self.own.check()
         self.own.check_shards()
         self.check_initialized()
+        self.progress.begin("tracing the module for new inputs")
         self.own.show_whole()
 
     def known(self) -> Collection[str]:

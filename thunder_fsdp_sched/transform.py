@@ -45,9 +45,10 @@ from . import symbols
 from .audit import audited
 from .buckets import Plan
 from .choose import Choice, choose, room_for_gathers, room_for_slots
-from .compat import refuse_foreign_state_dicts
+from .compat import quiet_no_sync, refuse_foreign_state_dicts
 from .control import Run
 from .describing import computation_lines, count_issues, describe_inputs, trace_lines
+from .logs import LOGGER, log_pass
 from .options import Options
 from .precision import attach_casts, cast_inputs
 from .schedule import Schedule, StepSchedule, compute_digest, read_program, read_schedule, save_schedules
@@ -128,11 +129,14 @@ class CompiledTraces:
         return StepSchedule(self.forward_schedule, self.backward_schedule, self.no_sync)
 
     def run(self, passes: Sequence[Pass], trace: TraceCtx) -> TraceCtx:
-        """Runs passes one after the other and adds up the processor time that each takes."""
+        """Run passes one after the other, add up the processor time that each takes, and log what each changed."""
         for pass_ in passes:
             started = time.process_time()
-            trace = pass_(trace)
-            self.pass_seconds[_name(pass_)] += time.process_time() - started
+            changed = pass_(trace)
+            seconds = time.process_time() - started
+            self.pass_seconds[_name(pass_)] += seconds
+            log_pass(_name(pass_), seconds, trace, changed)
+            trace = changed
         return trace
 
 
@@ -199,6 +203,9 @@ class FSDPTransform(Transform):
             raise ValueError("fsdp: the module is sharded already; pass one fsdp(...) in transforms=[...]")
         if self._sharded is None:
             self._sharded = ShardedModule.shard(model, self.options)
+            plan = self._sharded.plan
+            sizes = sum(len(b.params) for b in plan), plan.param_bytes, len(plan), plan.world_size
+            self._sharded.progress.say("%d parameters of %d bytes in %d buckets, sharded over %d ranks", *sizes)
         elif self._sharded.module is not model._model:
             raise ValueError(
                 "this fsdp(...) already shards another module: make one transform for each module, "
@@ -208,6 +215,7 @@ class FSDPTransform(Transform):
         self._sharded.attach(model)
         attach_casts(model, self.options.mp_policy)
         refuse_foreign_state_dicts(model._model, self._sharded.places)
+        quiet_no_sync(model)
         self._stats.add(thunder.compile_stats(model))
         compile_data = thunder.compile_data(model)
         before, behind = self._executors
@@ -229,6 +237,7 @@ class FSDPTransform(Transform):
         no_sync = get_skip_data_parallel_grad_sync()
         self._forget_oldest()
         text = describe_inputs(prologue_trace, no_sync=no_sync)
+        self._sharded.progress.step("traced for %s, %d bound symbols", text, len(computation_trace.bound_symbols))
         self._making = CompiledTraces(no_sync, next(self._compilations), text)
         places, shards = self.sharded.places, self.sharded.shards
         unpacked = unpacked_parameters(prologue_trace)
@@ -246,6 +255,7 @@ class FSDPTransform(Transform):
 
     def _before_fusion(self, trace: TraceCtx) -> TraceCtx:
         compiled = self._current
+        self.sharded.progress.step("differentiated, %d bound symbols in the joint trace", len(trace.bound_symbols))
         bucketed = compiled.run(
             [
                 partial(bucket_communication, buckets=self.sharded.buckets, no_sync=compiled.no_sync),
@@ -279,8 +289,11 @@ class FSDPTransform(Transform):
             may_keep=budget is not None and has_backward and not self._settled,
             max_unsharded_bytes=budget,
         )
-        compiled.pass_seconds["choose"] = time.process_time() - started
+        compiled.pass_seconds["choose"] = seconds = time.process_time() - started
         compiled.prefetch = compiled.choice.chosen.prefetch
+        LOGGER.debug(
+            "choose: %d candidates, %.1f ms\n%s", len(compiled.choice.considered), 1e3 * seconds, compiled.choice
+        )
         if budget is not None and has_backward and not self._settled:
             self.sharded.keep(compiled.choice.chosen.kept)
             self._settled = True
@@ -294,6 +307,8 @@ class FSDPTransform(Transform):
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         backward = is_backward_trace(computation_trace)
         compiled = self._current
+        name, size = "backward" if backward else "forward", len(computation_trace.bound_symbols)
+        self.sharded.progress.step("scheduling %s, %d bound symbols", name, size)
         checks: list[Pass] = [refuse_redrawn_gradients] if backward else []
         unsorted = compiled.run([*checks, write_grads_in_place, guard_first], computation_trace)
         forward, kept = compiled.forward if backward else None, self.sharded.kept
@@ -349,6 +364,8 @@ class FSDPTransform(Transform):
             return
         self.compiled.append(compiled)
         self._making = None
+        seconds = sum(compiled.pass_seconds.values())
+        self.sharded.progress.step("compiled number %d; the passes took %.1f s", compiled.number, seconds)
         if len(self.compiled) == WARN_COMPILED + 1:
             texts = list(dict.fromkeys(c.text for c in self.compiled))
             warnings.warn(

@@ -31,7 +31,6 @@ def run_demo(options: DemoOptions) -> int:
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:transformer_engine module not found:UserWarning")
     os.environ["OMP_NUM_THREADS"] = "1"
     config = LaunchConfig(
         min_nodes=1,

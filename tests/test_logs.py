@@ -1,0 +1,177 @@
+"""Log messages while a model is compiled, and Thunder's warnings that this package must not cause."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import thunder_fsdp_sched  # before thunder
+from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.logs import describe_change
+from thunder_fsdp_sched.transform import FSDPTransform
+
+import pytest
+import thunder
+import torch
+import torch.distributed as dist
+from models import Stack
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+NAME = "thunder_fsdp_sched"
+PASSES = (
+    "shard_prologue",
+    "insert_unshard",
+    "bucket_communication",
+    "regather_for_backward",
+    "write_grads_in_place",
+    "sort_communication",
+    "plan_slots",
+    "verify",
+    "del_last_used",
+)
+
+
+def _make() -> tuple[torch.nn.Module, tuple[Any, ...]]:
+    return Stack(2), (torch.randn(2, 4),)
+
+
+@pytest.fixture
+def fake_rank() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def _messages(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == NAME and r.levelno == level]
+
+
+def test_the_first_rank_says_what_compiling_is_doing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger=NAME):
+        compile_as_rank(_make, fsdp(), rank=0, world_size=4)
+    texts = _messages(caplog, logging.INFO)
+    expected = (
+        r"module \d+ \(Stack\): \d+ parameters of \d+ bytes in \d+ buckets, sharded over 4 ranks",
+        r"module \d+ \(Stack\): tracing the module for new inputs",
+        r"module \d+ \(Stack\), \d+\.\d s: traced for inputs float32\[2, 4\] \(gradients enabled.*\), \d+ bound symbols",
+        r".*: differentiated, \d+ bound symbols in the joint trace",
+        r".*: scheduling forward, \d+ bound symbols",
+        r".*: scheduling backward, \d+ bound symbols",
+        r".*: compiled number 0; the passes took \d+\.\d s",
+    )
+    assert len(texts) == len(expected)
+    for text, pattern in zip(texts, expected, strict=True):
+        assert re.fullmatch(pattern, text), text
+    assert not _messages(caplog, logging.DEBUG)
+
+
+def test_other_ranks_log_only_their_passes(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger=NAME):
+        transform = compile_as_rank(_make, fsdp(), rank=1, world_size=4)
+    assert not _messages(caplog, logging.INFO)
+    texts = _messages(caplog, logging.DEBUG)
+    logged = [match[1] for text in texts if (match := re.match(r"pass (\w+): .*, \d+\.\d ms$", text))]
+    assert len(logged) == len(texts)
+    assert set(logged) == set(transform.compiled[0].pass_seconds) >= set(PASSES)
+
+
+def test_each_pass_says_what_it_counted(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger=NAME):
+        transform = compile_as_rank(_make, fsdp(), rank=0, world_size=4)
+    said: dict[str, str] = {}
+    for text in _messages(caplog, logging.DEBUG):
+        name, _, what = text.removeprefix("pass ").partition(": ")
+        said.setdefault(name, what)  # of forward, if there are two
+    parameters = sum(len(bucket.params) for bucket in transform.plan)
+    buckets = len(transform.plan)
+    assert f"+{parameters} fsdp_unshard" in said["insert_unshard"]
+    for change in (
+        f"-{parameters} fsdp_unshard",
+        f"-{parameters} fsdp_reduce",
+        f"+{buckets} fsdp_all_gather",
+        f"+{buckets} fsdp_reduce_scatter",
+    ):
+        assert change in said["bucket_communication"].split(", ")
+    assert re.search(r"\d+ of \d+ collectives and waits moved", said["sort_communication"])
+    assert re.search(r"\d+ slots? of [\d,]+ bytes in all", said["plan_slots"])
+    assert re.match(r"\d+ bound symbols \(0 new", said["verify"]) or "no change" in said["verify"]
+
+
+def test_a_choice_is_logged_with_its_candidates(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger=NAME):
+        compile_as_rank(_make, fsdp(prefetch="auto", cluster="h100-sxm"), rank=1, world_size=4)
+    [text] = [t for t in _messages(caplog, logging.DEBUG) if t.startswith("choose: ")]
+    assert re.match(r"choose: \d+ candidates, \d+\.\d ms\n", text)
+    assert "> prefetch" in text
+
+
+def test_nothing_is_described_unless_debug_messages_are_wanted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described: list[str] = []
+    monkeypatch.setattr("thunder_fsdp_sched.logs.describe_change", lambda *traces: described.append("") or "")
+    for level in (logging.INFO, logging.DEBUG):
+        with caplog.at_level(level, logger=NAME):
+            compile_as_rank(_make, fsdp(), rank=0, world_size=4)
+        assert bool(described) is (level == logging.DEBUG)
+
+
+def test_an_unchanged_trace_is_described_as_such() -> None:
+    transform: FSDPTransform = compile_as_rank(_make, fsdp(), rank=0, world_size=4)
+    trace = transform.compiled[0].forward
+    assert trace is not None
+    assert re.fullmatch(r"\d+ bound symbols, no change", describe_change(trace, trace))
+
+
+#
+# Warnings of Thunder
+#
+
+
+def test_no_sync_causes_no_warning_and_sets_thunders_flag(fake_rank: None) -> None:
+    model = thunder.jit(Stack(2), transforms=[fsdp()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with model.no_sync():
+            assert thunder.distributed.get_skip_data_parallel_grad_sync()
+        assert not thunder.distributed.get_skip_data_parallel_grad_sync()
+        with pytest.raises(KeyError), model.no_sync():
+            raise KeyError
+        assert not thunder.distributed.get_skip_data_parallel_grad_sync()
+
+
+def test_other_modules_keep_thunders_warning(fake_rank: None) -> None:
+    thunder.jit(Stack(2), transforms=[fsdp()])
+    with pytest.warns(UserWarning, match="No op since neither"), thunder.jit(torch.nn.Linear(2, 2)).no_sync():
+        pass
+
+
+_IMPORT = """
+import warnings
+warnings.simplefilter("always")
+import thunder_fsdp_sched.__main__
+texts = [getattr(filter[1], "pattern", "") for filter in warnings.filters]
+assert not any("transformer_engine" in text for text in texts), texts
+"""
+
+
+def test_the_command_line_starts_without_thunders_warning_and_adds_no_filter() -> None:
+    root = str(Path(thunder_fsdp_sched.__file__).resolve().parents[1])
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"}
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORT],
+        env={**environment, "PYTHONPATH": os.pathsep.join([root, environment.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "transformer_engine" not in done.stderr, done.stderr
