@@ -115,11 +115,8 @@ def test_trace_command_shows_a_factorys_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_script_in_the_readme_trains(tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    script = next(
-        block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "init_process_group" in block
-    )
+def test_the_training_example_trains(tmp_path: Path) -> None:
+    script = (Path(__file__).parents[1] / "examples" / "train.py").read_text()
     (tmp_path / "train.py").write_text(script)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"],
@@ -137,12 +134,10 @@ def test_script_in_the_readme_trains(tmp_path: Path) -> None:
 
 
 def _restartable_script() -> str:
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    return next(block for block in blocks if "latest_checkpoint" in block)
+    return (Path(__file__).parents[1] / "examples" / "resume.py").read_text()
 
 
-def test_the_readmes_other_script_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
+def test_the_restartable_example_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_restartable_script())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -172,7 +167,7 @@ def test_the_readmes_other_script_goes_on_after_a_rank_was_killed(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_readmes_other_script_ends_well_after_kills_while_it_saves(tmp_path: Path) -> None:
+def test_the_restartable_example_ends_well_after_kills_while_it_saves(tmp_path: Path) -> None:
     """Each start of the script but the last dies at another point; all are one call of torchrun."""
     script = _restartable_script()
     for long, short in (("(first, 200)", "(first, 4)"), ("step % 50 == 49", "step % 2 == 1")):

@@ -1,0 +1,95 @@
+"""The examples, as they stand in ``examples/``. ``train.py`` and ``resume.py`` are run by ``test_demo``."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import thunder_fsdp_sched as tfs  # before thunder
+from thunder_fsdp_sched.planner import PlannedStep
+
+import pytest
+import torch
+from ranks import Ranks
+
+FOLDER = Path(__file__).resolve().parents[1] / "examples"
+
+pytest_plugins = ["pytester"]
+
+
+def load(name: str) -> ModuleType:
+    """Import an example without running it."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_example_is_short_and_says_how_it_is_started() -> None:
+    found = sorted(FOLDER.glob("*.py"))
+    assert [path.stem for path in found] == ["evaluate", "plan", "resume", "test_schedule", "train"]
+    for path in found:
+        lines = path.read_text().splitlines()
+        assert len(lines) < 61, path
+        docstring = "\n".join(lines[: 1 + next(i for i, line in enumerate(lines) if line.endswith('"""'))])
+        assert f"examples/{path.name}" in docstring, path
+
+
+def _evaluate(rank: int, world_size: int) -> tuple[float, list[int], float]:
+    """What the example prints, and the loss of the same batches with whole parameters."""
+    example = load("evaluate")
+    made: list[Any] = []
+    jit = example.thunder.jit
+    example.thunder.jit = lambda model, **options: made.append(jit(model, **options)) or made[0]
+    try:
+        loss, tokens = example.main()
+    finally:
+        example.thunder.jit = jit
+    transform = made[0]._lc_transforms[0]
+    assert len(transform.compiled) == len(example.LENGTHS), "one set of traces for each padded length"
+    torch.manual_seed(1 + rank)
+    batches = [torch.randint(0, 256, (4, length)) for length in (10, 16, 25, 32)]
+    with tfs.eager(made[0]) as whole, torch.no_grad():
+        logits = [whole(tokens)[:, :-1].flatten(0, 1) for tokens in batches]
+    targets = [tokens[:, 1:].flatten() for tokens in batches]
+    loss_of = partial(torch.nn.functional.cross_entropy, reduction="sum")
+    total = torch.tensor([sum(map(loss_of, logits, targets)), sum(map(len, targets))])
+    torch.distributed.all_reduce(total)
+    return loss, tokens[0].tolist(), (total[0] / total[1]).item()
+
+
+def test_evaluate_gives_the_loss_of_unpadded_batches_and_generates(ranks: Ranks) -> None:
+    results = ranks.run(_evaluate)
+    for loss, tokens, expected in results:
+        assert math.isclose(loss, expected, rel_tol=1e-5)
+        assert len(tokens) == 8
+    assert results[0][0] == results[1][0]
+    assert results[0][1] != results[1][1], "each rank has a prompt of its own"
+
+
+def test_plan_compares_strategies_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    steps: dict[str, PlannedStep] = load("plan").main()
+    assert capsys.readouterr().out.count("of communication exposed") == 2
+    assert steps["zero3"].after.peak_unsharded_bytes < steps["zero2"].after.peak_unsharded_bytes
+    for step in steps.values():
+        assert step.after.step_seconds <= step.before.step_seconds
+
+
+def test_a_pinned_schedule_passes_until_the_options_change(pytester: pytest.Pytester) -> None:
+    code = (FOLDER / "test_schedule.py").read_text()
+
+    def run(code: str, *options: str) -> pytest.RunResult:
+        pytester.makepyfile(test_schedule=code)
+        return pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider", *options)
+
+    run(code, "--update-schedules").assert_outcomes(passed=1)
+    run(code).assert_outcomes(passed=1)
+    assert "prefetch=1" in code
+    changed = run(code.replace("prefetch=1", "prefetch=0"))
+    changed.assert_outcomes(failed=1)
+    changed.stdout.fnmatch_lines(["*is not the one pinned in*"])
