@@ -20,9 +20,10 @@ BASE := $(VENV)/.ready-$(VERSIONS)
 DEV := $(BASE)-dev
 NOTEBOOK := $(BASE)-notebook
 MODELS := $(BASE)-models
+DOCS := $(BASE)-docs
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help setup demo test models lint format types wheel notebooks clean distclean
+.PHONY: help setup demo test models lint format types docs wheel notebooks clean distclean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -32,6 +33,7 @@ help:
 	@echo "make models     install LitGPT and transformers, train their models beside FSDP2"
 	@echo "make lint       ruff: rules and format      make format   let ruff mend what it can"
 	@echo "make types      mypy"
+	@echo "make docs       build the documentation strictly (into build/site)"
 	@echo "make wheel      build wheel and sdist, install the wheel elsewhere, import it"
 	@echo "make notebooks  run the notebooks"
 	@echo "make setup      only install (into $(VENV))   make clean, make distclean (removes $(VENV) too)"
@@ -56,6 +58,11 @@ format: $(DEV)
 
 types: $(DEV)
 	$(PY) -m mypy
+
+# Not --quiet, which keeps warnings from being counted.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	@echo "the documentation is in build/site"
 
 # The wheel is built from the sdist and installed into an empty venv that sees this one's torch and thunder through a
 # .pth file (which does not make it see the editable install), then imported from an empty folder.
@@ -117,6 +124,11 @@ $(DEV): $(BASE)
 $(MODELS): $(DEV)
 	@echo "installing libraries of models ..."
 	$(PIP) install '$(TORCH)' '$(THUNDER)' -e '.[dev,models]'
+	@touch $@
+
+$(DOCS): $(BASE)
+	@echo "installing what the documentation needs ..."
+	$(PIP) install '$(TORCH)' '$(THUNDER)' -e '.[docs]'
 	@touch $@
 
 $(NOTEBOOK): $(BASE)

@@ -156,7 +156,15 @@ def test_the_metadata_says_what_it_needs(wheel):
     assert (about["Name"], about["Version"]) == ("thunder_fsdp_sched", "0.1.0")
     assert about["License-Expression"] == "Apache-2.0"
     assert set(about["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
-    assert set(about.get_all("Provides-Extra")) == {"dev", "models", "notebook", "nvfuser", "plot", "safetensors"}
+    assert set(about.get_all("Provides-Extra")) == {
+        "dev",
+        "docs",
+        "models",
+        "notebook",
+        "nvfuser",
+        "plot",
+        "safetensors",
+    }
 
     requirements = [Requirement(line) for line in about.get_all("Requires-Dist")]
     always = {requirement.name for requirement in requirements if requirement.marker is None}

@@ -1,0 +1,147 @@
+"""The documentation: its code runs, its messages and names exist, its limits are kept. The strict build is ``make docs``."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import thunder_fsdp_sched  # before thunder
+from thunder_fsdp_sched import transforms
+
+import pytest
+from models import Stack
+from ranks import Ranks
+from reference import Twins
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+
+
+def text_of(page: str) -> str:
+    return (DOCS / page).read_text()
+
+
+def blocks_of(text: str) -> list[str]:
+    """The Python blocks of a text, those in lists too, without their indentation."""
+    found = re.findall(r"^( *)```python\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    return [re.sub(rf"^{indent}", "", block, flags=re.MULTILINE) for indent, block in found]
+
+
+def section(page: str, title: str) -> str:
+    return re.split(r"^## ", text_of(page).partition(f"\n## {title}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def run(*texts: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    for text in texts:
+        for block in blocks_of(text):
+            exec(block, names)
+    return names
+
+
+INTRODUCTION = text_of("extending.md").partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("title", ["A bucketing rule", "A pass"])
+def test_the_code_that_extends_the_package_runs(title: str) -> None:
+    assert len(blocks_of(section("extending.md", title))) >= 2
+    run(INTRODUCTION, section("extending.md", title))
+
+
+def _train_through_the_documented_transport(rank: int, world_size: int) -> None:
+    from thunder_fsdp_sched.transports import TRANSPORTS
+
+    before = dict(TRANSPORTS)
+    try:
+        options = run(section("extending.md", "A transport"))["transform_options"]
+        twins = Twins(rank, world_size, Stack(2).double(), **options)
+        twins.train(steps=2)
+        assert {bucket.travel.transport for bucket in twins.transform.plan} == {"broadcasts"}
+    finally:
+        TRANSPORTS.clear()
+        TRANSPORTS.update(before)
+
+
+def test_the_documented_transport_trains_like_the_unsharded_model(ranks: Ranks) -> None:
+    ranks.run(_train_through_the_documented_transport)
+
+
+def messages_in_the_source() -> list[str]:
+    """Every text in the package, with a NUL for each value that is filled in."""
+    found = []
+    for folder in (ROOT / "thunder_fsdp_sched", ROOT / "transforms"):
+        for path in folder.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    parts = (v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
+                    found.append("".join(map(str, parts)))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+    return [text.replace("`", "") for text in found]
+
+
+def test_each_message_under_troubleshooting_is_in_the_source() -> None:
+    text = text_of("troubleshooting.md")
+    quoted = re.findall(r"^### `(.*)`$", text, re.MULTILINE)
+    assert len(quoted) > 50 and len(quoted) == text.count("\n### ")
+    source = messages_in_the_source()
+    for message in quoted:
+        pattern = re.compile(".*".join(re.escape(part.strip()) for part in message.split("…")), re.DOTALL)
+        assert any(pattern.search(text) for text in source), f"no message of the package reads {message!r}"
+
+
+def test_options_have_one_order_in_the_signature_and_in_the_documentation() -> None:
+    signature = list(inspect.signature(thunder_fsdp_sched.fsdp).parameters)
+    docstring = inspect.getdoc(thunder_fsdp_sched.fsdp)
+    assert docstring is not None
+    arguments = docstring.partition("\nArgs:\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^    (\w+): ", arguments, re.MULTILINE) == signature
+
+
+def test_every_pass_is_on_the_page_that_explains_them() -> None:
+    names = {name for name in transforms.__all__ if inspect.isfunction(getattr(transforms, name))}
+    helpers = {"share_written_in_place", "unpacked_parameters"}
+    table = [line.split("|")[1] for line in section("how-it-works.md", "The passes").splitlines() if "|" in line]
+    assert set(re.findall(r"`(\w+)`", "".join(table))) == names - helpers
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    documented = set(re.findall(r"^::: thunder_fsdp_sched\.(\w+)", "\n".join(map(text_of, pages())), re.MULTILINE))
+    assert documented == {*thunder_fsdp_sched.__all__, "testing"}
+
+
+def test_the_glossary_is_sorted_and_defines_each_word_once() -> None:
+    words = re.findall(r"^\| ([^|]+) \|", text_of("glossary.md"), re.MULTILINE)[1:]
+    assert words == sorted(set(words), key=str.lower)
+
+
+def pages() -> list[str]:
+    return sorted(path.name for path in DOCS.glob("*.md"))
+
+
+@pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", *(f"docs/{page}" for page in pages())])
+def test_cells_of_tables_are_short_and_links_lead_somewhere(path: str) -> None:
+    text = (ROOT / path).read_text()
+    prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+    for line in prose.splitlines():
+        if line.lstrip().startswith("|"):
+            assert all(len(cell.strip()) <= 100 for cell in line.split("|")), line
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
+        assert "://" in target or (ROOT / path).parent.joinpath(target).exists(), target
+
+
+def test_the_readme_is_short_and_shows_parts_of_the_tested_examples() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 150
+    blocks = blocks_of(readme)
+    loop = next(block for block in blocks if "init_process_group" in block)
+    assert len(list(filter(str.strip, loop.splitlines()))) <= 20
+    for block, example in ((loop, "train"), (next(b for b in blocks if "save_checkpoint" in b), "resume")):
+        lines = iter(line.strip() for line in (ROOT / "examples" / f"{example}.py").read_text().splitlines())
+        for line in map(str.strip, block.splitlines()):
+            assert line in ("", "...") or line in lines, (
+                f"{line!r} is not in examples/{example}.py, or in another order"
+            )
