@@ -1,7 +1,4 @@
-"""Train so that a run that was killed goes on from its last checkpoint, bit for bit.
-
-torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py checkpoints
-"""
+"""Resume killed runs: torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py checkpoints"""
 
 import os
 import sys
