@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from module_calls import shortened_module_calls
 from ranks import Ranks
 
 # --hypothesis-profile=long: twenty times as many random models.
 settings.register_profile("long", max_examples=2000)
+
+
+def pytest_collection_finish() -> None:
+    # Thunder's tracing makes millions of objects that live on: with Python's own thresholds a seventh of the time of
+    # compiling goes to looking through them again and again.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000)
+
+
+@pytest.fixture(autouse=True)
+def _shortened_module_calls() -> Iterator[None]:
+    with shortened_module_calls():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from module_calls import shortened_module_calls
 
 __all__ = ["RankError", "Ranks"]
 
@@ -178,7 +179,8 @@ def _work(
             try:
                 fn, args, kwargs = pickle.loads(job)
                 torch.manual_seed(0)
-                report = pickle.dumps((True, fn(rank, world_size, *args, **kwargs)))
+                with shortened_module_calls():
+                    report = pickle.dumps((True, fn(rank, world_size, *args, **kwargs)))
                 dist.barrier()  # nobody goes on while another rank is still in this function
                 torch.set_default_dtype(torch.float32)
                 torch.set_grad_enabled(True)

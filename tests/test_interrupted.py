@@ -46,7 +46,7 @@ class _Steps:
 
     def late(self) -> None:
         if self.straggle and self.rank == 1:
-            time.sleep(0.01)
+            time.sleep(0.002)
 
     @contextlib.contextmanager
     def installed(self, transport: str) -> Iterator[None]:
