@@ -155,6 +155,13 @@ def _forget(rank: int, world_size: int, folder: str) -> None:
         RuntimeError, match=r"on the meta device have no values yet: .* and \d+ more\. Give fsdp\(param_init_fn"
     ):
         model(torch.randn(3, 8))
+    for save in (
+        lambda: tfs.full_state_dict(model),
+        lambda: tfs.save_checkpoint(f"{folder}/checkpoint", model),
+        lambda: tfs.save_safetensors(model, f"{folder}/whole"),
+    ):
+        with pytest.raises(RuntimeError, match="on the meta device have no values yet"):
+            save()
     with pytest.raises(ValueError, match="broadcast_from: the module is on the meta device"):
         thunder.jit(_on_meta(), transforms=[fsdp(device="cpu", broadcast_from=0)])
     with pytest.raises(ValueError, match="param_init_fn: say where the parameters"):

@@ -372,6 +372,10 @@ def _read_otherwise(rank: int, world_size: int) -> None:
         tfs.eager(model).__enter__()
     module.through_list = False
     model(x)
+    module = Stack(1)
+    module.detached = {"views": [next(module.parameters()).detach()[:2]]}
+    with pytest.raises(ValueError, match=r"attribute \"detached\['views'\]\[0\]\" shares memory with parameter"):
+        thunder.jit(module, transforms=[fsdp()])
     foreign = thunder.jit(Foreign(), transforms=[fsdp()])
     with pytest.raises(ValueError, match=r"reads self\.foreign, a parameter.*register it as a parameter"):
         foreign(x)

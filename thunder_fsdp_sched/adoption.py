@@ -8,7 +8,7 @@ from thunder.core.module import ThunderModule
 from .buckets import ParamSpec
 from .compat import explain_fixed_data
 from .options import Options
-from .own_parameters import find_owner
+from .own_parameters import find_owner, tensors_in_containers
 from .stale_state import SHARD_OF
 
 __all__ = ["own_object", "refuse_fixed", "refuse_shards_and_grads", "refuse_views"]
@@ -39,17 +39,22 @@ def refuse_shards_and_grads(named: dict[str, torch.nn.Parameter]) -> None:
 def refuse_views(
     model: ThunderModule, named: dict[str, torch.nn.Parameter], ignored: set[str], options: Options
 ) -> None:
-    """Refuses buffers and ignored parameters that share memory with a parameter, which is about to get other memory."""
+    """Refuse whatever shares memory with a parameter, which is about to get other memory: it would no longer follow it."""
     leaves = {
         _storage_of(p): n
         for n, p in named.items()
         if p.numel() and not p.is_meta and (n not in ignored or options.device not in (None, p.device))
     }
-    others = [(n, named[n]) for n in ignored] + list(model.named_buffers(remove_duplicate=False))
-    for name, tensor in others:
+    own = {id(param) for param in model._model.parameters()}
+    others = [
+        *(("ignored parameter", n, named[n]) for n in ignored),
+        *(("buffer", n, b) for n, b in model.named_buffers(remove_duplicate=False)),
+        # Parameters themselves may be in lists: they stay the same objects.
+        *(("attribute", n, t) for n, t in tensors_in_containers(model._model) if id(t) not in own),
+    ]
+    for kind, name, tensor in others:
         shared = None if tensor.is_meta or tensor.layout is not torch.strided else leaves.get(_storage_of(tensor))
         if shared is not None and tensor is not named[shared]:
-            kind = "ignored parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
             raise ValueError(
                 f"{kind} {name!r} shares memory with parameter {shared!r}, which is going to have other memory: it would "
                 f"keep the values of today. Clone it, or read the parameter itself in forward"

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .buffers import Bucket, address
 
-__all__ = ["OwnParameters", "find_owner", "params_in_containers"]
+__all__ = ["OwnParameters", "find_owner", "params_in_containers", "tensors_in_containers"]
 
 
 class _Entry(NamedTuple):
@@ -238,30 +238,33 @@ def find_owner(module: nn.Module, name: str) -> tuple[nn.Module, str] | None:
     return (owner, leaf) if owner._parameters.get(leaf) is not None else None
 
 
+def tensors_in_containers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that attributes, lists, tuples and dicts hold beside registered parameters and buffers, with paths."""
+
+    def look(path: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(value, torch.Tensor):
+            yield path, value
+        elif depth and isinstance(value, (list, tuple)):
+            for number, item in enumerate(value):
+                yield from look(f"{path}[{number}]", item, depth - 1)
+        elif depth and isinstance(value, dict):
+            for key, item in value.items():
+                yield from look(f"{path}[{key!r}]", item, depth - 1)
+
+    for path, submodule in module.named_modules():
+        for key, value in vars(submodule).items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                yield from look(f"{path}.{key}".lstrip("."), value, depth=3)
+
+
 def params_in_containers(module: nn.Module, names: dict[int, str]) -> dict[str, str]:
     """Paths below ``module`` to parameters that attributes, lists, tuples and dicts hold beside the registered ones.
 
     Args:
         names: of the parameters to look for, by their ``id``.
     """
-    found: dict[str, str] = {}
-
-    def look(path: str, value: Any, depth: int) -> None:
-        if isinstance(value, nn.Parameter):
-            if id(value) in names:
-                found[path] = names[id(value)]
-        elif depth and isinstance(value, (list, tuple)):
-            for number, item in enumerate(value):
-                look(f"{path}[{number}]", item, depth - 1)
-        elif depth and isinstance(value, dict):
-            for key, item in value.items():
-                look(f"{path}[{key!r}]", item, depth - 1)
-
-    for path, submodule in module.named_modules():
-        for key, value in vars(submodule).items():
-            if key not in ("_parameters", "_buffers", "_modules"):
-                look(f"{path}.{key}".lstrip("."), value, depth=3)
-    return found
+    found = {path: names.get(id(tensor)) for path, tensor in tensors_in_containers(module)}
+    return {path: name for path, name in found.items() if name is not None}
 
 
 def _entries(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[_Entry]:

@@ -95,7 +95,9 @@ def save_checkpoint(
             cannot be stored without pickle. The folder is no checkpoint then, and others are as they were.
     """
     path = Path(folder)
-    group = find_transform(model).sharded.everyone
+    sharded = find_transform(model).sharded
+    sharded.check_initialized()
+    group = sharded.everyone
 
     def collect() -> tuple[dict[str, Any], dict[str, str]]:
         if (path / METADATA).exists():

@@ -73,6 +73,7 @@ def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str], *, ch
     torch_files = _import("safetensors.torch")
     sharded = find_transform(model).sharded
     check_names(sharded)
+    sharded.check_initialized()
     path = Path(folder)
 
     def begin() -> None:
