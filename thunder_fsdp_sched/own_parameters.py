@@ -239,7 +239,7 @@ def find_owner(module: nn.Module, name: str) -> tuple[nn.Module, str] | None:
 
 
 def tensors_in_containers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that attributes, lists, tuples and dicts hold beside registered parameters and buffers, with paths."""
+    """Yield the tensors that attributes, lists, tuples and dicts hold beside registered parameters and buffers, by paths."""
 
     def look(path: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(value, torch.Tensor):
