@@ -66,20 +66,21 @@ struct VirtualGuard final : impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(CUDA, VirtualGuard);
 
 // What at::getAccelerator asks. The object that torch asks exists already, so it is replaced where it lies.
+// Without `override`: not every release of torch has all of them.
 struct VirtualHooks final : at::CUDAHooksInterface {
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
-  bool hasCUDA() const override { return true; }
-  DeviceIndex deviceCount() const override { return kDevices; }
-  DeviceIndex getCurrentDevice() const override { return device_in_use; }
-  void setCurrentDevice(DeviceIndex device) const override { device_in_use = device; }
-  DeviceIndex exchangeDevice(DeviceIndex device) const override {
+  bool isBuilt() const { return true; }
+  bool isAvailable() const { return true; }
+  bool hasCUDA() const { return true; }
+  DeviceIndex deviceCount() const { return kDevices; }
+  DeviceIndex getCurrentDevice() const { return device_in_use; }
+  void setCurrentDevice(DeviceIndex device) const { device_in_use = device; }
+  DeviceIndex exchangeDevice(DeviceIndex device) const {
     DeviceIndex before = device_in_use;
     if (device >= 0) device_in_use = device;
     return before;
   }
-  DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
-  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex maybeExchangeDevice(DeviceIndex device) const { return exchangeDevice(device); }
+  bool hasPrimaryContext(DeviceIndex) const { return true; }
 };
 
 static_assert(sizeof(VirtualHooks) == sizeof(at::CUDAHooksInterface));

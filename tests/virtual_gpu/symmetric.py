@@ -22,28 +22,37 @@ class SymmetricMemory:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self._allocated: set[int] = set()
+        self._allocated: dict[int, str] = {}  # the group that memory was allocated for, if one was named
         self._handles: dict[tuple[int, str], Handle] = {}
         self._numbers: defaultdict[str, int] = defaultdict(int)
 
     def empty(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
         shape = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
         tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-        self._allocated.add(self.recording.memory.of(tensor).number)
+        self._allocated[self.recording.memory.of(tensor).number] = ""
         return tensor
 
     def empty_strided_p2p(
-        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device, *rest: Any
+        self,
+        size: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        group_name: str = "",
+        *rest: Any,
     ) -> torch.Tensor:
-        return self.empty(tuple(size), dtype=dtype, device=device)
+        tensor = self.empty(tuple(size), dtype=dtype, device=device)
+        self._allocated[self.recording.memory.of(tensor).number] = group_name or ""
+        return tensor
 
     def rendezvous(self, tensor: torch.Tensor, group: Any = None, **named: Any) -> Handle | None:
         """Return the handle of memory that was allocated here, ``None`` of other memory. Each rank makes the same calls."""
         group = named.get("group_name", group)
-        name = group if isinstance(group, str) else getattr(group, "group_name", None) or dist.group.WORLD.group_name
         number = self.recording.memory.of(tensor).number
         if number not in self._allocated:
             return None
+        name = group if isinstance(group, str) else getattr(group, "group_name", None)
+        name = name or self._allocated[number] or dist.group.WORLD.group_name
         if (number, name) not in self._handles:
             process_group = dist.distributed_c10d._resolve_process_group(name)
             handle = Handle(self.recording, process_group, self._numbers[name], tensor)
