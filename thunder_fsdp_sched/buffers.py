@@ -106,11 +106,13 @@ class Views(NamedTuple):
     Attributes:
         flat: the interleaved unsharded buffer.
         tensors: the parameters, or their gradients, as views of ``flat``.
+        pieces: the segments of the layout that have elements, as views of ``flat``; a step makes none.
         staging: the same bytes again, in the order in which the ranks send, if the transport needs that.
     """
 
     flat: torch.Tensor
     tensors: tuple[torch.Tensor, ...]
+    pieces: list[torch.Tensor]
     staging: torch.Tensor | None = None
 
 
@@ -223,7 +225,8 @@ class Arena:
                 staging = self._memory[slot.offset + begin : slot.offset + end].view(dtype).data
             assert end <= slot.nbytes, (bucket, slot)
             # Nor are parameters views to autograd: Thunder detaches each view that backward reads, in every step.
-            return Views(flat, tuple(view.data for view in unsharded_views(spec, flat)), staging)
+            tensors = tuple(view.data for view in unsharded_views(spec, flat))
+            return Views(flat, tensors, [piece.data for piece in spec.layout.pieces(flat)], staging)
 
     def span_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return the range of bytes of the arena that ``tensor`` spans, or ``None`` if it lies elsewhere."""

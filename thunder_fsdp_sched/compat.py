@@ -49,6 +49,7 @@ __all__ = [
     "SUPPORTED",
     "SupportedVersions",
     "TraceCache",
+    "all_gather_coalesced",
     "all_gather_on_host",
     "check_versions",
     "copy_of_options",
@@ -60,6 +61,7 @@ __all__ = [
     "prepare",
     "process_groups",
     "quiet_no_sync",
+    "reduce_scatter_coalesced",
     "refuse_foreign_state_dicts",
     "replace_data",
     "running_node_number",
@@ -223,6 +225,31 @@ def all_gather_on_host(group: Any) -> Callable[[Any, Any], Any]:
     if issue is None:
         return lambda gathered, own: dist.all_gather_into_tensor(gathered, own, group=group, async_op=True)
     return issue
+
+
+def all_gather_coalesced(outputs: list[Any], inputs: list[Any], group: Any) -> Any:
+    """Issue one launch of an all-gather for each pair of tensors; return its work.
+
+    It is what ``_coalescing_manager`` calls in the end, without its collecting and checking of arguments one by one.
+    """
+    from torch._C._distributed_c10d import AllgatherOptions
+
+    options = AllgatherOptions()
+    options.asyncOp = True
+    # torch 2.13 renamed it.
+    issue = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
+    return issue(outputs, inputs, options)
+
+
+def reduce_scatter_coalesced(outputs: list[Any], inputs: list[Any], op: Any, group: Any) -> Any:
+    """Issue one launch of a reduce-scatter for each pair of tensors; return its work."""
+    from torch._C._distributed_c10d import ReduceScatterOptions
+
+    options = ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = True
+    issue = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
+    return issue(outputs, inputs, options)
 
 
 def timeout_of(group: Any) -> timedelta:

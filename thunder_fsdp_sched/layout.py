@@ -20,6 +20,10 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["ALIGNMENT", "Layout", "Placement", "Segment", "plan_layout"]
 
@@ -95,6 +99,22 @@ class Layout:
     def padding_numel(self) -> int:
         """Elements of the unsharded buffer that belong to no parameter."""
         return self.unsharded_numel - sum(p.numel for p in self.placements)
+
+    def pieces(self, unsharded: torch.Tensor) -> list[torch.Tensor]:
+        """Return each segment that has elements, as it lies in a flat unsharded buffer."""
+        return [
+            _piece(unsharded, s.unsharded_offset, self.world_size * s.shard_numel)
+            for s in self.segments
+            if s.shard_numel
+        ]
+
+    def own_pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Return a rank's own piece of each of these segments, as it lies in its flat shard."""
+        return [_piece(shard, s.shard_offset, s.shard_numel) for s in self.segments if s.shard_numel]
+
+
+def _piece(flat: torch.Tensor, start: int, numel: int) -> torch.Tensor:
+    return flat if numel == flat.numel() else flat.narrow(0, start, numel)  # usually there is one segment, and no rest
 
 
 def plan_layout(

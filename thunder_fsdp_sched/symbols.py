@@ -248,7 +248,9 @@ def _reduce_unreduced(bucket: Bucket) -> None:
     staging = torch.empty(spec.sent_numel, dtype=shard.dtype, device=shard.device) if spec.travel.staging else None
     bucket.tally.issued += 1
     try:
-        works = bucket.transport.reduce_scatter(bucket, Views(unreduced, (), staging), shard)
+        works = bucket.transport.reduce_scatter(
+            bucket, Views(unreduced, (), spec.layout.pieces(unreduced), staging), shard
+        )
     except RuntimeError as error:
         raise failed(bucket, "reduce-scatter", error) from error
     bucket.tally.issued += 1

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .base import Work, behind, issue_each
-from .flat import Flat, pieces
+from .flat import Flat, pairs
 
 if TYPE_CHECKING:
     from ..buffers import Bucket, Views
@@ -33,9 +33,7 @@ class AllToAll(Flat):
     adds_up_itself = True
 
     def reduce_scatter(self, bucket: Bucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
-        return issue_each(
-            partial(self._reduce, bucket, whole, own) for whole, own in pieces(bucket, unsharded.flat, shard)
-        )
+        return issue_each(partial(self._reduce, bucket, whole, own) for whole, own in pairs(bucket, unsharded, shard))
 
     def _reduce(self, bucket: Bucket, whole: torch.Tensor, own: torch.Tensor) -> Work:
         world_size = bucket.spec.layout.world_size

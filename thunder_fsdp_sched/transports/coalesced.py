@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _coalescing_manager
 
+from ..compat import all_gather_coalesced, reduce_scatter_coalesced
 from .base import Work
-from .flat import Flat, all_gather_flat, pieces, reduce_scatter_flat
+from .flat import Flat
 
 if TYPE_CHECKING:
     from ..buckets import BucketSpec
@@ -31,30 +30,16 @@ class Coalesced(Flat):
     per_param = True
 
     def all_gather(self, bucket: Bucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
-        group = bucket.ranks.group.process_group
-        return _as_one(
-            group,
-            [partial(all_gather_flat, whole, own, group=group) for whole, own in pieces(bucket, unsharded.flat, shard)],
-        )
+        if not unsharded.pieces:
+            return []
+        owns, group = bucket.spec.layout.own_pieces(shard), bucket.ranks.group.process_group
+        return [all_gather_coalesced(unsharded.pieces, owns, group)]
 
     def reduce_scatter(self, bucket: Bucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
-        group = bucket.ranks.reductions.process_group
-        return _as_one(
-            group,
-            [
-                partial(reduce_scatter_flat, own, whole, op=dist.ReduceOp.AVG, group=group)
-                for whole, own in pieces(bucket, unsharded.flat, shard)
-            ],
-        )
+        if not unsharded.pieces:
+            return []
+        owns, group = bucket.spec.layout.own_pieces(shard), bucket.ranks.reductions.process_group
+        return [reduce_scatter_coalesced(owns, unsharded.pieces, dist.ReduceOp.AVG, group)]
 
     def launches(self, spec: BucketSpec) -> int:
         return min(1, super().launches(spec))
-
-
-def _as_one(group: dist.ProcessGroup, calls: Sequence[Callable[[], object]]) -> Sequence[Work]:
-    if not calls:
-        return []
-    with _coalescing_manager(group, async_ops=True) as manager:
-        for call in calls:
-            call()
-    return [manager]

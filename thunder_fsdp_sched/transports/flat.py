@@ -14,7 +14,7 @@ from .base import Transport, Work, issue_each
 if TYPE_CHECKING:
     from ..buffers import Bucket, Views
 
-__all__ = ["Flat", "all_gather_flat", "pieces", "reduce_scatter_flat"]
+__all__ = ["Flat", "all_gather_flat", "pairs", "reduce_scatter_flat"]
 
 # torch 2.13 renamed the two collectives and warns about the old names; before, only the old ones exist.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,7 +30,7 @@ class Flat(Transport):
         group = bucket.ranks.group.process_group
         return issue_each(
             partial(all_gather_flat, whole, own, group=group, async_op=True)
-            for whole, own in pieces(bucket, unsharded.flat, shard)
+            for whole, own in pairs(bucket, unsharded, shard)
         )
 
     def reduce_scatter(self, bucket: Bucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
@@ -38,18 +38,10 @@ class Flat(Transport):
         # The division by the world size is part of the collective.
         return issue_each(
             partial(reduce_scatter_flat, own, whole, op=dist.ReduceOp.AVG, group=group, async_op=True)
-            for whole, own in pieces(bucket, unsharded.flat, shard)
+            for whole, own in pairs(bucket, unsharded, shard)
         )
 
 
-def pieces(bucket: Bucket, unsharded: torch.Tensor, shard: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The whole and the rank's own piece of each segment that has elements."""
-    layout = bucket.spec.layout
-    for s in layout.segments:
-        if s.shard_numel:
-            whole = _piece(unsharded, s.unsharded_offset, layout.world_size * s.shard_numel)
-            yield whole, _piece(shard, s.shard_offset, s.shard_numel)
-
-
-def _piece(flat: torch.Tensor, start: int, numel: int) -> torch.Tensor:
-    return flat if numel == flat.numel() else flat.narrow(0, start, numel)  # usually there is one segment, and no rest
+def pairs(bucket: Bucket, unsharded: Views, shard: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the whole and the rank's own piece of each segment that has elements."""
+    return zip(unsharded.pieces, bucket.spec.layout.own_pieces(shard), strict=True)
