@@ -411,6 +411,7 @@ class FSDPTransform(Transform):
     ) -> dict[str, Any]:
         """Gathers each sharded entry (for ``original_state_dict``); a collective, on all ranks together."""
         self.sharded.own.check()
+        self.sharded.check_initialized()
         unsharded = {}
         for key, value in state_dict.items():
             name = _join(submodule_name, key)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from thunder.core.module import ThunderModule
 
-from ..transform import find_transform
-
 __all__ = ["full_state_dict"]
 
 
@@ -15,11 +13,7 @@ def full_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
 
     It is what ``model.original_state_dict()`` gives, with the keys that ``load_state_dict(strict=True)`` of the original
     module wants: tied names included, and no dot in front of what the root module owns (as Thunder 0.2.6 has it).
-
-    Raises:
-        RuntimeError: parameters from the meta device have no values yet.
     """
-    find_transform(model).sharded.check_initialized()
     entries = {key.removeprefix("."): value for key, value in model.original_state_dict().items()}
     for name, tied in model._get_shared_names().items():
         known = next((entries[other] for other in tied if other in entries), None)
