@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
-from module_calls import shortened_module_calls
 from ranks import Ranks
+from tracing_shortcuts import tracing_shortcuts
 
 # --hypothesis-profile=long: twenty times as many random models.
 settings.register_profile("long", max_examples=2000)
@@ -23,8 +23,8 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _shortened_module_calls() -> Iterator[None]:
-    with shortened_module_calls():
+def _tracing_shortcuts() -> Iterator[None]:
+    with tracing_shortcuts():
         yield
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from module_calls import shortened_module_calls
+from tracing_shortcuts import tracing_shortcuts
 
 __all__ = ["RankError", "Ranks"]
 
@@ -179,7 +179,7 @@ def _work(
             try:
                 fn, args, kwargs = pickle.loads(job)
                 torch.manual_seed(0)
-                with shortened_module_calls():
+                with tracing_shortcuts():
                     report = pickle.dumps((True, fn(rank, world_size, *args, **kwargs)))
                 dist.barrier()  # nobody goes on while another rank is still in this function
                 torch.set_default_dtype(torch.float32)
