@@ -85,7 +85,7 @@ def test_a_pinned_schedule_passes_until_the_options_change(pytester: pytest.Pyte
 
     def run(code: str, *options: str) -> pytest.RunResult:
         pytester.makepyfile(test_schedule=code)
-        return pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider", *options)
+        return pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider", *options)
 
     run(code, "--update-schedules").assert_outcomes(passed=1)
     run(code).assert_outcomes(passed=1)

@@ -64,7 +64,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return interpret(function, *args, **kwargs)
 
     monkeypatch.setattr(tracing_shortcuts, "_interpret_call", spy)
-    monkeypatch.delenv("STOCK_TRACING", raising=False)
     for function in tracing_shortcuts.SHORTCUTS:
         monkeypatch.delitem(jit_ext._general_jit_lookaside_map, function, raising=False)
     return interpreted
@@ -74,7 +73,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_traces_are_those_without_shortcuts(calls: list[Any], name: str) -> None:
     stock = _traces(name)
     assert not calls
-    with tracing_shortcuts.tracing_shortcuts():
+    with tracing_shortcuts.tracing_shortcuts("all"):
         assert _traces(name) == stock
     assert {tracing_shortcuts._call_forward, dict.__contains__, dict.__getitem__} <= set(calls)
     assert tracing_shortcuts._call_with_hooks not in calls
@@ -83,13 +82,13 @@ def test_traces_are_those_without_shortcuts(calls: list[Any], name: str) -> None
 
 def test_hooks_are_interpreted(calls: list[Any]) -> None:
     stock = _traces("stack", hooks=True)
-    with tracing_shortcuts.tracing_shortcuts():
+    with tracing_shortcuts.tracing_shortcuts("all"):
         assert _traces("stack", hooks=True) == stock
     assert tracing_shortcuts._call_with_hooks in calls and tracing_shortcuts._call_forward not in calls
 
 
 def test_shortcuts_end_with_their_context(calls: list[Any]) -> None:
     before = dict(jit_ext._general_jit_lookaside_map)
-    with tracing_shortcuts.tracing_shortcuts():
+    with tracing_shortcuts.tracing_shortcuts("all"):
         assert jit_ext._general_jit_lookaside_map == before | tracing_shortcuts.SHORTCUTS
     assert jit_ext._general_jit_lookaside_map == before
