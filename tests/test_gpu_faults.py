@@ -72,8 +72,9 @@ def test_streams_are_those_of_the_parameters_device_whatever_the_current_one_is(
 
 
 def _measure(rank: Rank, **options: Any) -> None:
-    ticks = itertools.count()  # which collectives take longest decides what is run next, on all ranks alike
-    with mock.patch.object(time, "perf_counter", lambda: next(ticks) * 1e-6):
+    # Which collectives take longest decides what is run next, on all ranks alike. A power of two makes differences exact.
+    ticks = itertools.count()
+    with mock.patch.object(time, "perf_counter", lambda: next(ticks) * 2.0**-20):
         measure(_jit(rank, **options), torch.ones(4, 32, device=rank.device), repeats=1)
 
 
