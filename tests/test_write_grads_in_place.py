@@ -264,8 +264,9 @@ class _Copies(TorchDispatchMode):
         self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.ops.aten.copy_.default and args[0].untyped_storage().data_ptr() == self.memory:
-            self.nbytes += args[0].nbytes
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default):
+            written = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            self.nbytes += sum(t.nbytes for t in written if t.untyped_storage().data_ptr() == self.memory)
         return func(*args, **(kwargs or {}))
 
 
