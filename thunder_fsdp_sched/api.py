@@ -109,8 +109,9 @@ def fsdp(
             the same values.
         ignored_params: parameters, or their names, that stay whole on every rank. Their gradients are not reduced.
         allow_different_computation: let ranks compute different things, as long as their collectives agree. By default
-            :class:`ScheduleDisagreement` is raised if the traces of ranks differ in their operators, such as another
-            activation. Shapes may always differ.
+            :class:`ScheduleDisagreement` is raised if the traces of ranks differ in an operator, an argument or the flow
+            of data. Ranks whose inputs have other shapes, or other numbers as arguments, may also have other numbers in
+            their traces, as far as these may come from a size.
         audit: during the first run of each compiled trace, check that no operator returns memory of a slot, or changes
             an unsharded parameter, unless the plan says so. Later runs pay nothing.
         move_state_dict_to_cpu: ``original_state_dict`` moves each parameter to the CPU as soon as it is gathered.

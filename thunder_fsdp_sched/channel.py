@@ -3,8 +3,9 @@
 [Note: Rounds]
 Traffic on the channel is a sequence of *rounds*. In each round every rank posts a token of a few integers, an
 asynchronous all-gather that costs the host some tens of microseconds, and settles it later: it waits for all tokens and
-compares them. All ranks see all tokens, so tokens that differ are a ``ScheduleDisagreement`` on every rank. Only then do
-the ranks exchange descriptions, through the group's store, so that the message on each of them names all sides.
+compares them. All ranks see all tokens, so tokens that do not fit together are a ``ScheduleDisagreement`` on every rank.
+Only then do the ranks exchange descriptions, through the group's store, so that the message on each of them names all
+sides.
 
 A round that has been settled leaves the channel consistent, whatever its result: every rank has taken part in as many
 rounds. Ranks that catch the disagreement can go on if nothing else was issued. A round that cannot be settled, because a
@@ -37,8 +38,11 @@ from .placing import new_group
 
 __all__ = ["TOKEN", "Channel", "ScheduleDisagreement", "Subject", "announce"]
 
-TOKEN = struct.Struct("<5q")
-"""A token as it travels: what is done, of which model, by which program and computation, in which state."""
+TOKEN = struct.Struct("<7q")
+"""A token as it travels: what is done, of which model, by which program and computation, in which state; then for which
+inputs, and by which computation exactly. The last is the same on ranks that have the same inputs, the first five on all."""
+
+_SAME_ON_ALL = 5
 
 _PATIENCE = timedelta(seconds=5)
 """How long ranks wait for each other's descriptions once they know that they disagree."""
@@ -149,7 +153,7 @@ class Channel:
             raise self._close(error) from error
         self.pending = self._work = None
         self.rounds += 1
-        if self._received != self._sent * self.size:
+        if self._received != self._sent * self.size and self._misfit() is not None:
             raise self._disagreement(subject)
         self.last = subject
 
@@ -212,7 +216,7 @@ class Channel:
         return ScheduleDisagreement(self.closed)
 
     def _disagreement(self, subject: Subject) -> ScheduleDisagreement:
-        tokens = [bytes(self._received[i : i + TOKEN.size]) for i in range(0, len(self._received), TOKEN.size)]
+        first, other = self._misfit() or (self.me, self.me)
         own = json.dumps([subject.describe(), list(subject.details())])
         subject.cancel()
         texts: dict[int, str] = {}
@@ -231,15 +235,20 @@ class Channel:
         for rank in self.group.global_ranks:
             sides.setdefault(rank, "(it has not said what it does)")
         message = f"fsdp: the ranks of process group {self.group.description!r} disagree:\n{_sides(sides)}"
-        first, other = self._two_sides(tokens)
         if first in what and other in what and what[first][0] == what[other][0]:
             message += "\n" + _first_difference({rank: what[rank][1] for rank in (first, other)})
         return ScheduleDisagreement(message)
 
-    def _two_sides(self, tokens: Sequence[bytes]) -> tuple[int, int]:
-        """The first rank, and the first that does something else."""
-        other = next(i for i, token in enumerate(tokens) if token != tokens[0])
-        return self.group.global_ranks[0], self.group.global_ranks[other]
+    def _misfit(self) -> tuple[int, int] | None:
+        """The global ranks of the first two whose tokens do not fit together, if there are any."""
+        first: dict[tuple[int, ...], int] = {}
+        tokens = [TOKEN.unpack_from(self._received, i * TOKEN.size) for i in range(self.size)]
+        for number, token in enumerate(tokens):
+            if token[:_SAME_ON_ALL] != tokens[0][:_SAME_ON_ALL]:
+                return self.group.global_ranks[0], self.group.global_ranks[number]
+            if token != tokens[like := first.setdefault(token[:-1], number)]:
+                return self.group.global_ranks[like], self.group.global_ranks[number]
+        return None
 
     def _collect(self, store: Store, prefix: str, patience: timedelta) -> dict[int, str]:
         """Return the texts that ranks have put under ``prefix``, by global rank, without those that come too late."""

@@ -8,7 +8,7 @@ else is found at once, and puts the lines of its program into the group's *store
 puts its verdict beside them. The last rank that has read the verdict deletes the keys.
 
 Ranks whose programs are equal must compute the same, too: another activation on one rank would otherwise train on without
-a word. Their computations are compared without shapes, which may differ between ranks.
+a word (see [Note: When computations are the same] in ``computation``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
 from .channel import ScheduleDisagreement
+from .computation import NOTHING, Computation
 from .control import Control, number_of
 from .deadlock import Step, find_fault
 from .groups import Group
@@ -75,7 +76,7 @@ class Agreement:
         self._numbers: dict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
         self.alone = group.size == 1 or group.is_fake
 
-    def check(self, what: str, program: Sequence[Step], computation: Sequence[str] = ()) -> Agreed:
+    def check(self, what: str, program: Sequence[Step], computation: Computation = NOTHING) -> Agreed:
         """Looks at the programs of all ranks together; returns when they end (see [Note: What is proved] in ``deadlock``).
 
         What the ranks have agreed on before is not compared again: a rank whose batch has another shape compiles alone,
@@ -84,7 +85,7 @@ class Agreement:
         Args:
             what: which trace the program is.
             program: what this rank issues and waits for.
-            computation: a line for each bound symbol that computes.
+            computation: what it computes.
 
         Raises:
             ScheduleDisagreement: on every rank, naming the first line that differs and the ranks, where they would hold
@@ -106,13 +107,13 @@ class Agreement:
                 ) from error
         return self.agreed[digest]
 
-    def _ask(self, what: str, content: str, computation: Sequence[str]) -> Agreed:
+    def _ask(self, what: str, content: str, computation: Computation) -> Agreed:
         prefix = f"thunder_fsdp_sched/{self.name}/{self.number}"
         self.number += 1
         found = self._compare(
             prefix,
-            json.dumps([content, hashlib.sha256("\n".join(computation).encode()).hexdigest()]),
-            computation,
+            json.dumps([content, computation.digests]),
+            {"exact": computation.lines, "comparable": computation.comparable},
             judge=lambda texts: self._judge(texts, what),
             absent=lambda ranks, seconds: (
                 f"{ranks} has compiled nothing within {seconds:g} s while rank {self._me} compiled {what}: it found its "
@@ -143,12 +144,12 @@ class Agreement:
 
         def judge(digests: Sequence[str]) -> dict[str, Any]:
             other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-            return {"lines": None if other is None else [0, other]}
+            return {"lines": None if other is None else [0, other], "kind": "exact"}
 
         self._compare(
             f"thunder_fsdp_sched/{self.name}/same",
             hashlib.sha256("\n".join(lines).encode()).hexdigest(),
-            lines,
+            {"exact": lines},
             judge=judge,
             absent=lambda ranks, seconds: f"{ranks} did not come to {at} within {seconds:g} s of rank {self._me}",
             of=what,
@@ -162,7 +163,7 @@ class Agreement:
         self,
         prefix: str,
         own: str,
-        lines: Sequence[str],
+        lines: Mapping[str, Sequence[str]],
         *,
         judge: Callable[[list[str]], dict[str, Any]],
         absent: Callable[[str, float], str],
@@ -172,9 +173,9 @@ class Agreement:
 
         Args:
             own: this rank's text.
-            lines: what to show of this rank if its lines are asked for.
-            judge: takes the texts of all ranks; gives ``fault``, or ``lines`` for the two ranks whose lines differ, or
-                ``result``.
+            lines: what to show of this rank if its lines are asked for, by their kinds.
+            judge: takes the texts of all ranks; gives ``fault``, or ``lines`` for the two ranks whose lines of ``kind``
+                differ, or ``result``.
             absent: says which ranks did not come within how many seconds.
             of: what the lines are about.
 
@@ -204,7 +205,7 @@ class Agreement:
         if verdict.get("lines"):
             shown = [f"{prefix}/lines/{r}" for r in verdict["lines"]]
             if rank in verdict["lines"]:
-                store.set(f"{prefix}/lines/{rank}", json.dumps(list(lines)))
+                store.set(f"{prefix}/lines/{rank}", json.dumps(list(lines[verdict["kind"]])))
             if missing := _wait(store, shown, self.timeout):
                 fault = f"{of}; {', '.join(missing)} has not come"
             else:
@@ -236,11 +237,14 @@ class Agreement:
         if fault:
             return {"fault": f"{what}, {fault}"}
         if self.compares_computation:
-            first: dict[str, int] = {}  # of the ranks with a program
-            for rank, content in enumerate(contents):
-                like = first.setdefault(content, rank)
-                if computations[like] != computations[rank]:
-                    return {"lines": [like, rank]}
+            first: dict[tuple[str, ...], int] = {}  # of the ranks with a program, and of those with inputs
+            for rank, (content, (comparable, inputs, exact)) in enumerate(zip(contents, computations, strict=True)):
+                like = first.setdefault((content,), rank)
+                if computations[like][0] != comparable:
+                    return {"lines": [like, rank], "kind": "comparable"}
+                like = first.setdefault((content, inputs), rank)
+                if computations[like][2] != exact:
+                    return {"lines": [like, rank], "kind": "exact"}
         alike = len(set(contents)) == 1
         return {"result": [number_of("\n".join(contents)), any(programs.values()), self.compares_computation and alike]}
 

@@ -8,9 +8,10 @@ first result is waited for, so that the round overlaps with the first collective
 
 A token names the *agreed program*, not the trace: ranks may run traces of different shapes whose collectives fit
 together, and with ``process_group_for`` even programs that differ. ``Agreement.check`` found out when they were compiled,
-and numbered what fits. The token also counts the collectives that this rank has issued beyond those of the traces that
-it has begun. The count is 0 unless an exception cut a trace short, and ranks that were cut short at different collectives
-would pair collectives that do not belong together.
+and numbered what fits. What the traces compute is compared as in [Note: When computations are the same]. The token also
+counts the collectives that this rank has issued beyond those of the traces that it has begun. The count is 0 unless an
+exception cut a trace short, and ranks that were cut short at different collectives would pair collectives that do not
+belong together.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from .buffers import Bucket
+    from .computation import Computation
     from .consistency import Agreed
 
 __all__ = ["Control", "Run", "control_of"]
@@ -91,7 +93,7 @@ class Control:
         if self.channel is not None:
             excess = self.tally.issued - self.tally.expected
             call = _Call(" ".join((what, *details)), self.title, excess)
-            token = TOKEN.pack(number_of(what), self._number, number_of("\n".join(details)), 0, excess)
+            token = TOKEN.pack(number_of(what), self._number, number_of("\n".join(details)), 0, excess, 0, 0)
             self.channel.post(token, call)
 
     def settle(self) -> None:
@@ -138,7 +140,7 @@ class Run:
         name: under which it prints.
         agreed: what the ranks found when they compared their programs.
         text: describes the trace: its inputs and flags.
-        computation: the lines of the computation, without the collectives.
+        computation: what it computes.
         lines: all lines.
         issues: collectives that it issues.
     """
@@ -149,7 +151,7 @@ class Run:
         name: str,
         agreed: Agreed,
         text: str,
-        computation: Sequence[str],
+        computation: Computation,
         lines: Sequence[str],
         issues: int,
     ) -> None:
@@ -163,7 +165,8 @@ class Run:
         self.guarded: list[weakref.ref[Bucket]] = []
         """Buckets that the trace gathers again if something else has written their private slots."""
         self._program = agreed.program
-        self._computation = number_of("\n".join(computation)) if agreed.compares_computation else 0
+        compared = computation.digests if agreed.compares_computation else ("", "", "")
+        self._computation = [number_of(digest) for digest in compared]
         self._usual = self._token(0)
         self._excess, self._reduced, self._begun = 0, 0, 0
 
@@ -208,7 +211,8 @@ class Run:
         self._begun = 0
 
     def _token(self, state: int) -> bytes:
-        return TOKEN.pack(_TRACE, self.control._number, self._program, self._computation, state)
+        comparable, inputs, exact = self._computation
+        return TOKEN.pack(_TRACE, self.control._number, self._program, comparable, state, inputs, exact)
 
 
 class _Call:

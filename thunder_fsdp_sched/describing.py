@@ -1,8 +1,9 @@
-"""Descriptions of compiled traces for messages: the inputs and flags that they were compiled for, and their lines."""
+"""The inputs and flags that traces are compiled for, as their prologue checks them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
@@ -10,18 +11,35 @@ from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from .schedule import is_communication
 from .symbols import ISSUES
 
-__all__ = ["computation_lines", "count_issues", "describe_inputs", "trace_lines"]
+__all__ = ["NO_CALL", "Call", "count_issues", "read_call"]
 
 _VALUE_CHECKS = frozenset({PrimIDs.CHECK_NUMBER_TYPE_AND_VALUE, PrimIDs.CHECK_STRING_VALUE, PrimIDs.CHECK_NONE})
 _SHOWN = 8
 """Inputs and flags that a description lists at most, each."""
 
 
-def describe_inputs(prologue: TraceCtx, *, no_sync: bool) -> str:
-    """Describe what a prologue checks: shapes and values of inputs, flags of the module, modes."""
+class Call(NamedTuple):
+    """The calls that a set of traces is compiled for.
+
+    Attributes:
+        inputs: dtypes, shapes and values of the arguments.
+        flags: of the module, and the modes.
+    """
+
+    inputs: Sequence[str]
+    flags: Sequence[str]
+
+    def __str__(self) -> str:
+        return f"inputs {', '.join(_some(self.inputs)) or '(none)'} ({', '.join(self.flags)})"
+
+
+NO_CALL = Call((), ())
+
+
+def read_call(prologue: TraceCtx, *, no_sync: bool) -> Call:
+    """Return what a prologue checks: shapes and values of inputs, flags of the module, modes."""
     given: set[str] = set()  # proxies that come from the arguments of the call
     module = ""
     attributes: dict[str, str] = {}
@@ -64,18 +82,8 @@ def describe_inputs(prologue: TraceCtx, *, no_sync: bool) -> str:
     words = ["gradients enabled" if grads else "no gradients"]
     if training:
         words.append("training" if "any" in training else "evaluating")
-    words += ["no_sync"] * no_sync + ["autocast"] * autocast + _some(flags)
-    return f"inputs {', '.join(_some(inputs)) or '(none)'} ({', '.join(words)})"
-
-
-def trace_lines(bsyms: Iterable[BoundSymbol]) -> list[str]:
-    """A line for each bound symbol: collectives by their buckets, the others as :func:`computation_lines` has them."""
-    return [f"{b.sym.name} {b.args[0].spec.name}" if is_communication(b) else _computation_line(b) for b in bsyms]
-
-
-def computation_lines(bsyms: Iterable[BoundSymbol]) -> list[str]:
-    """A line for each bound symbol that computes: its name and the dtypes of its outputs, but no shapes."""
-    return [_computation_line(b) for b in bsyms if not is_communication(b)]
+    words += ["no_sync"] * no_sync + ["autocast"] * autocast + [*_some(flags)]
+    return Call(inputs, words)
 
 
 def count_issues(bsyms: Iterable[BoundSymbol]) -> int:
@@ -83,16 +91,5 @@ def count_issues(bsyms: Iterable[BoundSymbol]) -> int:
     return sum(b.sym.name in ISSUES for b in bsyms)
 
 
-def _computation_line(bsym: BoundSymbol) -> str:
-    # A fusion's own name is the same whatever it holds.
-    made_of = f" of {', '.join(sub.sym.name for sub in bsym.subsymbols)}" if bsym.sym.is_fusion else ""
-    dtypes = " ".join(dtype for p in bsym.flat_proxy_outs if (dtype := _dtype(p)))
-    return f"{bsym.sym.name}{made_of} {dtypes}".rstrip()
-
-
-def _dtype(proxy: Proxy) -> str:
-    return str(getattr(proxy, "dtype", "")).rpartition(".")[2]
-
-
-def _some(texts: list[str]) -> list[str]:
+def _some(texts: Sequence[str]) -> Sequence[str]:
     return texts if len(texts) <= _SHOWN else [*texts[:_SHOWN], f"and {len(texts) - _SHOWN} more"]

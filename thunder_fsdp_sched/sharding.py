@@ -26,7 +26,7 @@ from .adoption import own_object, refuse_fixed, refuse_shards_and_grads, refuse_
 from .buckets import ParamSpec, Plan, ShardedOver, Travel, make_plan
 from .buffers import Arena, Bucket, handle_name
 from .channel import announce
-from .compat import replace_data, watch_cache_misses
+from .compat import replace_data, timeout_of, watch_cache_misses
 from .conflicts import refuse_conflicts
 from .consistency import Agreement
 from .control import Control, control_of
@@ -42,7 +42,8 @@ from .transports import TRANSPORTS, choose_transport
 __all__ = ["ShardedModule", "gather_param"]
 
 _AGREEMENT_TIMEOUT = timedelta(seconds=300)
-"""How long a rank that compiles waits for the others to compile the same: tracing may be slower on some."""
+"""How long a rank waits at most for the others to shard or to compile the same: tracing may be slower on some. A process
+group with a shorter timeout waits no longer than that."""
 
 _numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
 """Numbers the modules of each process group: the ranks of a group shard the same ones in the same order, but some of
@@ -121,9 +122,10 @@ class ShardedModule:
             options = replace(options, device=resolve_device(options.device))
         everyone = everyone_of(options)
         name = f"module {next(_numbers[everyone.name])}"
-        agreement = Agreement(
-            everyone, name, _AGREEMENT_TIMEOUT, compares_computation=not options.allow_different_computation
-        )
+        timeout = _AGREEMENT_TIMEOUT
+        if everyone.is_alive and not everyone.is_fake:
+            timeout = min(timeout, timeout_of(everyone.process_group))
+        agreement = Agreement(everyone, name, timeout, compares_computation=not options.allow_different_computation)
         find_channel = None if agreement.alone else announce(everyone, f"{everyone.name} {name}")
         # Before anything that ranks do together: groups are made, parameters are broadcast.
         agreement.check_same("what fsdp(...) was given", [*_versions(), *options.lines()])

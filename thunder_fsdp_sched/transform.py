@@ -46,8 +46,9 @@ from .audit import audited
 from .buckets import Plan
 from .choose import Choice, choose, room_for_gathers, room_for_slots
 from .compat import quiet_no_sync, refuse_foreign_state_dicts
+from .computation import computation_of, trace_lines
 from .control import Run
-from .describing import computation_lines, count_issues, describe_inputs, trace_lines
+from .describing import NO_CALL, Call, count_issues, read_call
 from .logs import LOGGER, log_pass
 from .options import Options
 from .precision import attach_casts, cast_inputs
@@ -98,7 +99,7 @@ class CompiledTraces:
     Attributes:
         no_sync: whether it was compiled for ``no_sync``.
         number: how many were compiled before.
-        text: describes the inputs and flags.
+        call: the inputs and flags.
         prefetch: steps that gathers are issued ahead.
         choice: how ``prefetch="auto"`` or ``max_unsharded_bytes`` was settled, ``None`` without them.
         joint: the joint trace with bucketed communication, before fusion (forward alone without gradients).
@@ -110,7 +111,7 @@ class CompiledTraces:
 
     no_sync: bool
     number: int = 0
-    text: str = ""
+    call: Call = NO_CALL
     prefetch: int = 0
     choice: Choice | None = None
     joint: TraceCtx | None = None
@@ -236,9 +237,9 @@ class FSDPTransform(Transform):
         refuse_foreign_parameters(prologue_trace, self._sharded.module, self._sharded.shards, self._sharded.known())
         no_sync = get_skip_data_parallel_grad_sync()
         self._forget_oldest()
-        text = describe_inputs(prologue_trace, no_sync=no_sync)
-        self._sharded.progress.step("traced for %s, %d bound symbols", text, len(computation_trace.bound_symbols))
-        self._making = CompiledTraces(no_sync, next(self._compilations), text)
+        call = read_call(prologue_trace, no_sync=no_sync)
+        self._sharded.progress.step("traced for %s, %d bound symbols", call, len(computation_trace.bound_symbols))
+        self._making = CompiledTraces(no_sync, next(self._compilations), call)
         places, shards = self.sharded.places, self.sharded.shards
         unpacked = unpacked_parameters(prologue_trace)
         inputs = {
@@ -340,16 +341,20 @@ class FSDPTransform(Transform):
     def _agree(self, trace: TraceCtx, backward: bool) -> list[Pass]:
         """Compare what the ranks have compiled; the pass that lets them agree at run time, if that is needed."""
         compiled, control, name = self._current, self.sharded.control, "backward" if backward else "forward"
-        bsyms = statements(trace)
-        program, computation = read_program(trace), computation_lines(bsyms)
+        computation = computation_of(trace, compiled.call.inputs)
         agreed = self.sharded.agreement.check(
-            f"{name} of a {'no_sync ' if compiled.no_sync else ''}trace", program, computation
+            f"{name} of a {'no_sync ' if compiled.no_sync else ''}trace", read_program(trace), computation
         )
         if control.alone or not agreed.communicates or not self._agrees:
             return []
-        text = f"{name} for {compiled.text}"
         run = Run(
-            control, f"{name}_{compiled.number}", agreed, text, computation, trace_lines(bsyms), count_issues(bsyms)
+            control,
+            f"{name}_{compiled.number}",
+            agreed,
+            f"{name} for {compiled.call}",
+            computation,
+            trace_lines(trace),
+            count_issues(trace.bound_symbols),
         )
         on_device = all(b.ranks.group.backend_for(b.spec.device) == "nccl" for b in self.sharded.buckets)
         return [partial(insert_agreement, run=run, before_issue=not on_device)]
@@ -367,7 +372,7 @@ class FSDPTransform(Transform):
         seconds = sum(compiled.pass_seconds.values())
         self.sharded.progress.step("compiled number %d; the passes took %.1f s", compiled.number, seconds)
         if len(self.compiled) == WARN_COMPILED + 1:
-            texts = list(dict.fromkeys(c.text for c in self.compiled))
+            texts = list(dict.fromkeys(str(c.call) for c in self.compiled))
             warnings.warn(
                 f"fsdp: {len(self.compiled)} sets of input shapes and flags have been compiled for one module, and each "
                 f"takes time and memory. The last were for {'; '.join(texts[-4:])}. Pad batches to a few lengths, use "

@@ -1,0 +1,211 @@
+"""What a trace computes, as lines that ranks compare.
+
+[Note: When computations are the same]
+Ranks shard one model, so they have to compute the same on their inputs: the same operators with the same arguments, on the
+same intermediate results. Only the inputs may differ. Numbers that Thunder derives from their shapes (an offset, the
+divisor of a mean) or that were passed to the model stand in the trace like any constant, and nothing tells them apart from
+the model's own. So there are two comparisons:
+
+- Ranks whose inputs have the same shapes and values have the same lines, to the letter.
+- Ranks whose inputs differ have the same lines without those numbers that may come from a size: integers other than
+  dimensions, and floats that are an integer, its square root, or the reciprocal of either. Dimensions, other constants,
+  flags, dtypes and the flow of data still have to be equal.
+
+Shapes never stand in a line, nor what differs by rank anyway: a device's index, buffers and slots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from functools import cached_property, lru_cache
+from numbers import Number
+from types import EllipsisType
+from typing import Any
+
+import torch
+from thunder.core import devices, dtypes
+from thunder.core.proxies import NumberProxy, Proxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx
+
+from .buffers import Bucket
+from .schedule import is_communication
+from .symbols import WAITS
+from .traces import statements
+
+__all__ = ["NOTHING", "Computation", "computation_of", "trace_lines"]
+
+_DIMENSIONS = frozenset(
+    {
+        "dim",
+        "dims",
+        "dim0",
+        "dim1",
+        "dim_0",
+        "dim_1",
+        "axis",
+        "axes",
+        "start_dim",
+        "end_dim",
+        "permutation",
+        "batch_dim",
+    }
+)
+"""Parameters of operators whose numbers are dimensions."""
+
+_SIZE = "size"
+"""Stands for a number that may come from a size."""
+
+_MAX_SIZE = 2.0**40
+"""Above it every float is as good as an integer."""
+
+
+class Computation:
+    """What one trace computes, see [Note: When computations are the same].
+
+    Args:
+        lines: a line for each bound symbol that computes.
+        inputs: describes the inputs' shapes, dtypes and values.
+
+    Attributes:
+        lines: with all numbers.
+        comparable: without those that may come from a size.
+    """
+
+    def __init__(self, lines: Sequence[tuple[str, str]], inputs: Sequence[str]) -> None:
+        self.lines = [exact for exact, _ in lines]
+        self.comparable = [masked for _, masked in lines]
+        self._inputs = inputs
+
+    @cached_property
+    def digests(self) -> tuple[str, str, str]:
+        """Digests of :attr:`comparable`, of the inputs and of :attr:`lines`."""
+        return _digest(self.comparable), _digest(self._inputs), _digest(self.lines)
+
+
+NOTHING = Computation((), ())
+
+
+def computation_of(trace: TraceCtx, inputs: Sequence[str]) -> Computation:
+    """Return what ``trace`` computes on ``inputs``."""
+    return Computation([line for bsym, line in _lines(trace) if not is_communication(bsym)], inputs)
+
+
+def trace_lines(trace: TraceCtx) -> list[str]:
+    """Return a line for each bound symbol: collectives by their buckets, the others with all their arguments."""
+    return [
+        f"{bsym.sym.name} {bsym.args[0].spec.name}" if is_communication(bsym) else exact
+        for bsym, (exact, _) in _lines(trace)
+    ]
+
+
+def _lines(trace: TraceCtx) -> Iterable[tuple[BoundSymbol, tuple[str, str]]]:
+    names = {p.name: f"input_{i}" for i, p in enumerate(trace.args or ()) if isinstance(p, Proxy)}
+    for bsym in statements(trace):
+        if bsym.sym.name in WAITS:
+            _name_parameters(bsym, names)
+        yield bsym, _line(bsym, names)
+
+
+def _name_parameters(wait: BoundSymbol, names: dict[str, str]) -> None:
+    """Name what a wait returns after the parameters: they lie in a bucket in the same order on all ranks."""
+    bucket = wait.args[0]
+    kind = "" if wait.sym.name == "fsdp_wait_params" else "gradient of "
+    for param, out in zip(bucket.spec.params, wait.output, strict=True):
+        if isinstance(out, Proxy):
+            names[out.name] = f"{kind}{param.name}"
+
+
+def _line(bsym: BoundSymbol, names: dict[str, str]) -> tuple[str, str]:
+    """Return the line of ``bsym`` with all numbers, and without those that may come from a size."""
+    if bsym.sym.is_fusion:  # its own name is the same whatever it holds
+        parts = [_line(sub, names) for sub in bsym.subsymbols]
+        exact, masked = ("fusion of " + "; ".join(texts) for texts in zip(*parts, strict=True))
+        return exact, masked
+    bound = _bound(bsym)
+    exact_texts = [_text(value, names, str) for _, value in bound]
+    masked_texts = [_text(value, names, str if name in _DIMENSIONS else _without_size) for name, value in bound]
+    outputs = []
+    for out in bsym.flat_proxy_outs:
+        name = names.setdefault(out.name, f"%{len(names)}")
+        outputs.append(f"{name}: {_text(dtype, names, str)}" if (dtype := getattr(out, "dtype", None)) else name)
+    returned = f" -> {', '.join(outputs)}" if outputs else ""
+    exact, masked = (f"{bsym.sym.name}({', '.join(texts)}){returned}" for texts in (exact_texts, masked_texts))
+    return exact, masked
+
+
+def _bound(bsym: BoundSymbol) -> list[tuple[str, Any]]:
+    """Return the arguments with the names of their parameters, which are empty where they are not known."""
+    names = _parameters(bsym.sym.meta)
+    positional = [(names[i] if i < len(names) else "", value) for i, value in enumerate(bsym.args)]
+    return [*positional, *sorted(bsym.kwargs.items())]
+
+
+@lru_cache(maxsize=4096)
+def _parameters(meta: Callable[..., Any] | None) -> tuple[str, ...]:
+    while isinstance(meta, Symbol):  # an executor's symbol that stands for another one
+        meta = meta.meta
+    try:
+        parameters = inspect.signature(meta).parameters.values() if meta is not None else ()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+
+
+def _text(value: Any, names: Mapping[str, str], number: Callable[[Any], str]) -> str:
+    """Return ``value`` as all ranks write it that mean the same.
+
+    Args:
+        names: of proxies.
+        number: writes a number.
+    """
+    match value:
+        case Proxy() if value.name in names:
+            return names[value.name]
+        case NumberProxy() if value.value is not None:
+            return _text(value.value, names, number)
+        case Proxy():
+            return "?"
+        case None | bool() | str() | EllipsisType() | Enum() | torch.memory_format():
+            return repr(value)
+        case torch.dtype() | dtypes.dtype():
+            return str(value).rpartition(".")[2]
+        case torch.device() | devices.Device():
+            return str(value).partition(":")[0]
+        case Number():
+            return number(value)
+        case list() | tuple() | set() | frozenset() | torch.Size():
+            texts = [_text(v, names, number) for v in value]
+            return f"({', '.join(sorted(texts) if isinstance(value, (set, frozenset)) else texts)})"
+        case dict():
+            return "{" + ", ".join(f"{k}: {_text(v, names, number)}" for k, v in value.items()) + "}"
+        case slice():
+            return f"slice({', '.join(_text(v, names, number) for v in (value.start, value.stop, value.step))})"
+        case Bucket():
+            return value.spec.name
+        case Symbol():
+            return value.name
+        case type() | Callable():
+            return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return type(value).__qualname__
+
+
+def _without_size(number: Any) -> str:
+    return _SIZE if _may_be_size(number) else str(number)
+
+
+def _may_be_size(number: Any) -> bool:
+    if isinstance(number, int):
+        return True
+    if not isinstance(number, float) or not math.isfinite(number) or number == 0:
+        return False
+    size = abs(number) if abs(number) >= 1 else 1 / abs(number)
+    return any(abs(x - round(x)) <= 1e-12 * x or x > _MAX_SIZE for x in (size, size * size))
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
