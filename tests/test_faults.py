@@ -112,7 +112,12 @@ def _go_on(rank: int, world_size: int, folder: Path, strategy: str) -> list[floa
         ("forward", _die, "zero3", r"the all-gather of bucket 'blocks\.\d' failed"),
         ("backward", _die, "zero3", r"the (reduce-scatter|all-gather) of bucket 'blocks\.\d' failed"),
         ("backward", _die, "zero2", r"the reduce-scatter of bucket 'blocks\.\d' failed"),
-        ("optimizer", _die, "zero3", r"rank 1 did not come within \d+\.\d s:\n +rank 0: the forward for inputs"),
+        (
+            "optimizer",
+            _die,
+            "zero3",
+            r"rank 1 did not come and a connection was closed:\n +rank 0: the forward for inputs",
+        ),
         ("forward", _raise, "zero3", r"the all-gather of bucket 'blocks\.\d' failed"),
     ],
 )

@@ -207,10 +207,13 @@ class Channel:
             came = self._collect(store, prefix, _FAILURE_PATIENCE)
         came[self.me] = what
         missing = [rank for rank in self.group.global_ranks if rank not in came]
+        timed_out = "timed out" in str(error).lower()
         who = f"{_named(missing)} did not come" if missing else "the ranks did not come together"
-        absent = f"\n    {_named(missing)}: stopped, failed, hung, or busy with something else" if missing else ""
+        when = f"within {waited:.1f} s" if timed_out else "and a connection was closed"
+        causes = "stopped, failed, hung, or busy with something else" if timed_out else "stopped or failed"
+        absent = f"\n    {_named(missing)}: {causes}" if missing else ""
         self.closed = (
-            f"fsdp: the ranks of process group {self.group.description!r} disagree: {who} within {waited:.1f} s:\n"
+            f"fsdp: the ranks of process group {self.group.description!r} disagree: {who} {when}:\n"
             f"{_sides(came)}{absent}\n({_first_line(str(error))})"
         )
         return ScheduleDisagreement(self.closed)
