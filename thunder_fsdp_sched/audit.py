@@ -4,8 +4,9 @@
 Slots are reused as soon as the last value that may alias them has been read, so the plan is as good as its facts about
 operators (``operator_facts``). The first run of a forward or backward trace therefore contains an ``fsdp_audit`` after each
 bound symbol. It compares addresses: an output that lies in a slot although the plan says otherwise is an error, and so is
-a change of an unsharded parameter in place (by its version, or by its bytes if nothing is known about the operator). All
-ranks run the same trace and raise together, before the optimizer can step.
+a change of an unsharded parameter in place (by its version, or by its bytes if nothing is known about the operator). So is
+an input that lies where a parameter was before it was sharded: a view that was taken then, and kept in a closure or an
+object. All ranks run the same trace and raise together, before the optimizer can step.
 
 When the first run is complete, Thunder's cache entry gets the trace without the audit, so later steps pay nothing. If
 the run fails, for whatever reason, the next one is audited again. The audit reads addresses and versions on the host
@@ -27,6 +28,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, from_trace
 
 from .buffers import Arena, Bucket, Slot
+from .former_memory import FormerMemory
 from .operator_facts import facts_of
 from .symbols import GRAD_WRITERS, ISSUES, WAITS, executor, fsdp_all_gather, fsdp_wait_params
 from .traces import Aliases, args_of, outs_of, statement
@@ -71,12 +73,17 @@ class Auditor:
     Args:
         trace: the trace with slots.
         forward: of a backward trace, its forward: what that saves may lie in private slots.
+        former: the memory that parameters had before they were sharded.
         on_success: called once, after the first run.
     """
 
-    def __init__(self, trace: TraceCtx, *, forward: TraceCtx | None, on_success: Callable[[], None]) -> None:
+    def __init__(
+        self, trace: TraceCtx, *, forward: TraceCtx | None, former: FormerMemory, on_success: Callable[[], None]
+    ) -> None:
         self.name = "audit_forward" if forward is None else "audit_backward"
         self.planned: dict[int, _Planned] = {}
+        self.inputs = tuple(p for p in trace.args if isinstance(p, TensorProxy)) if forward is None else ()
+        self._former = former
         self._on_success: Callable[[], None] | None = on_success
         self._before: list[tuple[int, torch.Tensor | None]] = []
         self._aliases = Aliases()
@@ -122,6 +129,21 @@ class Auditor:
 
     def _roots(self, name: str) -> list[_Param]:
         return [self._params[root] for root in sorted(self._aliases.roots(name)) if root in self._params]
+
+    def check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Look whether an input of the trace lies where a parameter was.
+
+        Raises:
+            ValueError: naming the input and the parameter.
+        """
+        for proxy, tensor in zip(self.inputs, inputs, strict=True):
+            name = self._former.owner_of(tensor)
+            if name is not None:
+                raise ValueError(
+                    f"fsdp: forward reads {proxy.name!r}, a view of parameter {name!r} that was taken before "
+                    f"thunder.jit(..., transforms=[fsdp(...)]) and keeps the values of that time. Read the parameter itself "
+                    f"in forward, or clone the view"
+                )
 
     def before(self, position: int) -> None:
         """Take down the state of the parameters that the bound symbol at ``position`` is about to read."""
@@ -175,11 +197,12 @@ class Auditor:
             on_success()
 
 
-def audited(trace: TraceCtx, *, forward: TraceCtx | None, stats: Iterable[Any]) -> TraceCtx:
+def audited(trace: TraceCtx, *, forward: TraceCtx | None, former: FormerMemory, stats: Iterable[Any]) -> TraceCtx:
     """Return ``trace``, complete with ``del`` statements, with the audit of its first run.
 
     Args:
         forward: of a backward trace, its forward.
+        former: the memory that parameters had before they were sharded.
         stats: Thunder's statistics of the jitted modules that may run it. After the first run their cache gets the trace
             without the audit.
     """
@@ -192,9 +215,13 @@ def audited(trace: TraceCtx, *, forward: TraceCtx | None, stats: Iterable[Any]) 
             for one in of_modules:
                 _exchange(one, found, backward)
 
-    auditor = Auditor(trace, forward=forward, on_success=exchange)
+    auditor = Auditor(trace, forward=forward, former=former, on_success=exchange)
+    inputs_checked = not auditor.inputs
     for position, bsym in enumerate(trace.bound_symbols):
         planned = auditor.planned.get(position)
+        if not inputs_checked and bsym.sym.id not in _NO_OPERATORS:
+            new.bound_symbols.append(fsdp_audit_inputs.bind(auditor, *auditor.inputs, output=None))
+            inputs_checked = True
         if bsym.sym.id is PrimIDs.RETURN:
             new.bound_symbols.append(fsdp_audit_done.bind(auditor, output=None))
         if planned is not None and planned.read:
@@ -249,6 +276,11 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
+def _inputs(auditor: Auditor, *inputs: torch.Tensor) -> None:
+    if not auditor.done:
+        auditor.check_inputs(inputs)
+
+
 def _before(auditor: Auditor, position: int) -> None:
     if not auditor.done:
         auditor.before(position)
@@ -284,8 +316,9 @@ def _register(name: str, fn: Callable[..., None]) -> Symbol:
     return symbol
 
 
+fsdp_audit_inputs = _register("fsdp_audit_inputs", _inputs)
 fsdp_audit_before = _register("fsdp_audit_before", _before)
 fsdp_audit = _register("fsdp_audit", _after)
 fsdp_audit_done = _register("fsdp_audit_done", _done)
 
-_AUDIT = frozenset({fsdp_audit_before, fsdp_audit, fsdp_audit_done})
+_AUDIT = frozenset({fsdp_audit_inputs, fsdp_audit_before, fsdp_audit, fsdp_audit_done})

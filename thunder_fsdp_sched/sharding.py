@@ -30,6 +30,7 @@ from .compat import replace_data, timeout_of, watch_cache_misses
 from .conflicts import refuse_conflicts
 from .consistency import Agreement
 from .control import Control, control_of
+from .former_memory import FormerMemory
 from .initialize import initialize, is_blank, make_blank
 from .logs import Progress
 from .options import Options, check_transport, resolve_device
@@ -63,6 +64,7 @@ class ShardedModule:
         kept: those of the buckets that stay unsharded between forward and backward.
         places: bucket and index in it of each sharded parameter, by each of its names.
         shards: this rank's rows of each sharded parameter, a view of its bucket's shard buffer, by each of its names.
+        former: the memory that the parameters had before.
         running_eagerly: whether the module's own forward may be called right now (``eager``).
         progress: logs what compiling is doing.
     """
@@ -83,6 +85,7 @@ class ShardedModule:
         self.control = control
         self.places: dict[str, tuple[Bucket, int]] = {}
         self.shards: dict[str, torch.nn.Parameter] = {}
+        self.former = FormerMemory()
         self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
         self.began_on_meta: set[str] = set()  # until it is known that they have values
         self.kept = {bucket for bucket in buckets if not bucket.spec.reshard_after_forward}
@@ -178,14 +181,17 @@ class ShardedModule:
                 make_blank(bucket.shard_views[index])
         if options.param_init_fn is not None:
             _initialize(module, options, placing, places, moved)
+        former = FormerMemory()
         for spec, param in specs:
             bucket, index = places[spec.name]
             if not param.is_meta:
+                former.add(spec.name, param)
                 with torch.no_grad():
                     bucket.copy_in(index, param)
                 param.data = param.new_empty(0)  # its memory, if a transform made it beside the module's own
             bucket.adopt(index, own[spec.name])
         sharded = cls(module, plan, buckets, agreement, control)
+        sharded.former = former
         sharded.replaced = moved
         sharded.began_on_meta = began_on_meta
         sharded._update_module()

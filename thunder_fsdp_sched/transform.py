@@ -336,7 +336,9 @@ class FSDPTransform(Transform):
         assert compiled.joint is not None
         if backward or len(split_joint(compiled.joint)) == 1:
             self._finish(compiled)
-        return audited(trace, forward=forward, stats=self._stats) if self.options.audit else trace
+        if not self.options.audit:
+            return trace
+        return audited(trace, forward=forward, former=self.sharded.former, stats=self._stats)
 
     def _agree(self, trace: TraceCtx, backward: bool) -> list[Pass]:
         """Compare what the ranks have compiled; the pass that lets them agree at run time, if that is needed."""
