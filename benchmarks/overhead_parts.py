@@ -19,8 +19,7 @@ from unittest import mock
 
 import thunder_fsdp_sched
 from thunder_fsdp_sched.channel import announce
-from thunder_fsdp_sched.consistency import Agreed
-from thunder_fsdp_sched.control import Control, Run
+from thunder_fsdp_sched.control import Agreed, Control, Run
 from thunder_fsdp_sched.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.groups import Group
 from thunder_fsdp_sched.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params

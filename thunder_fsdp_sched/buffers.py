@@ -37,17 +37,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .compat import replace_data
+from .coordination import Coordinator, Tally
 from .runs import forward_number, is_backward_of
 from .sending import Source, source_of
 from .shard_grads import mark, mark_after_backward
+from .transports.base import Transport, Views, Work
 
 if TYPE_CHECKING:
     from .buckets import BucketSpec
-    from .control import Control
     from .groups import Ranks
-    from .transports import Transport, Work
 
-__all__ = ["SLOT_ALIGNMENT", "Arena", "Bucket", "InFlight", "Slot", "Tally", "Views", "failed", "slot_bytes"]
+__all__ = ["SLOT_ALIGNMENT", "Arena", "Bucket", "InFlight", "Slot", "failed", "slot_bytes"]
 
 SLOT_ALIGNMENT = 512
 """Bytes to which each slot's offset in the arena is aligned (what CUDA's caching allocator does)."""
@@ -98,22 +98,6 @@ class _Lying(dict["Bucket", "Views"]):
     def __missing__(self, bucket: Bucket) -> Views:
         views = self[bucket] = self._make(bucket)
         return views
-
-
-class Views(NamedTuple):
-    """A slot as a bucket lies in it.
-
-    Attributes:
-        flat: the interleaved unsharded buffer.
-        tensors: the parameters, or their gradients, as views of ``flat``.
-        pieces: the segments of the layout that have elements, as views of ``flat``; a step makes none.
-        staging: the same bytes again, in the order in which the ranks send, if the transport needs that.
-    """
-
-    flat: torch.Tensor
-    tensors: tuple[torch.Tensor, ...]
-    pieces: list[torch.Tensor]
-    staging: torch.Tensor | None = None
 
 
 class InFlight(NamedTuple):
@@ -305,28 +289,6 @@ class Arena:
                 self.finish(flight)
 
 
-class Tally:
-    """Counts the collectives of one model on this rank; see [Note: When ranks agree] in ``control``.
-
-    Each counts twice, before and after it is issued: one whose issue failed halfway differs from both.
-
-    Attributes:
-        issued: those that were issued.
-        expected: those of all traces that were begun.
-        settle: ends a round of agreement that has not ended yet.
-    """
-
-    __slots__ = ("expected", "issued", "settle")
-
-    def __init__(self) -> None:
-        self.issued = self.expected = 0
-        self.settle: Callable[[], None] = _nothing
-
-
-def _nothing() -> None:
-    pass
-
-
 class _Left(NamedTuple):
     """A bucket that a forward leaves in shared memory.
 
@@ -411,7 +373,7 @@ class Bucket:
         else:
             by_name = {param.name: whole.params[i] for i, param in enumerate(whole.spec.params)}
             self.params = tuple(by_name[param.name] for param in spec.params)
-        self.control: Control | None = None
+        self.control: Coordinator | None = None
         """How the model agrees with the other ranks on what runs next."""
         self.unreduced: torch.Tensor | None = None
         """Flat unsharded gradients that ``no_sync`` backwards have summed up and no reduction has taken yet."""
@@ -436,6 +398,11 @@ class Bucket:
         else:
             shard = transport.allocate(spec.layout.shard_numel, spec.dtype, spec.shard_device, self.ranks)
         return shard.pin_memory() if spec.travel.pin_memory else shard
+
+    @property
+    def scratch(self) -> dict[tuple[torch.dtype, int], list[torch.Tensor]]:
+        """Memory that no transport uses at the moment, by dtype and number of elements."""
+        return self.arena.scratch
 
     def keep_unsharded(self) -> Slot:
         """The bucket's own slot, where it stays from forward to backward (ZeRO-2); allocated when it is first used."""

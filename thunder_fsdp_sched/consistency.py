@@ -20,35 +20,21 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
 from .channel import ScheduleDisagreement
 from .computation import NOTHING, Computation
-from .control import Control, number_of
+from .control import Agreed, Control, number_of
 from .deadlock import Step, find_fault
 from .groups import Group
 
-__all__ = ["Agreed", "Agreement", "ScheduleDisagreement"]
+__all__ = ["Agreement", "ScheduleDisagreement"]
 
 _SLACK = timedelta(seconds=30)
 """How long rank 0 may take to compare once all ranks have come."""
-
-
-class Agreed(NamedTuple):
-    """The result of comparing a program among the ranks.
-
-    Attributes:
-        program: the number under which it goes on the control channel, the same on all ranks whose programs fit together.
-        communicates: whether any rank issues a collective.
-        compares_computation: whether the computations of the ranks have to be equal.
-    """
-
-    program: int
-    communicates: bool
-    compares_computation: bool
 
 
 class Agreement:

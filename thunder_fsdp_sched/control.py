@@ -21,23 +21,23 @@ import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .buffers import Tally
+from .buffers import Bucket
 from .channel import TOKEN, Channel
+from .coordination import Tally
 from .groups import Group
+from .transports.base import TransportedBucket
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .buffers import Bucket
     from .computation import Computation
-    from .consistency import Agreed
 
-__all__ = ["Control", "Run", "control_of"]
+__all__ = ["Agreed", "Control", "Run", "control_of", "number_of"]
 
 
 class Control:
@@ -66,7 +66,7 @@ class Control:
         """Whether there is nobody to agree with."""
         return self.channel is None
 
-    def concerns_all(self, bucket: Bucket) -> bool:
+    def concerns_all(self, bucket: TransportedBucket) -> bool:
         """Whether all ranks have ``bucket``: with ``process_group_for`` some may have other parameters."""
         return bucket.ranks.group.size * bucket.spec.replicas == self._size
 
@@ -131,6 +131,20 @@ class Control:
     def explain(self, text: str) -> str:
         """Tell the other ranks what failed here and return what they tell; nothing without other ranks."""
         return self.channel.explain(text) if self.channel is not None else ""
+
+
+class Agreed(NamedTuple):
+    """The result of comparing a program among the ranks.
+
+    Attributes:
+        program: the number under which it goes on the control channel, the same on all ranks whose programs fit together.
+        communicates: whether any rank issues a collective.
+        compares_computation: whether the computations of the ranks have to be equal.
+    """
+
+    program: int
+    communicates: bool
+    compares_computation: bool
 
 
 class Run:

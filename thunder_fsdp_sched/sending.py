@@ -17,24 +17,34 @@ which has no such point that is sure to be reached, when a gather is waited for.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .runs import forward_number, is_backward_of
-from .transports.base import NOWHERE, labelled, side_stream
-
-if TYPE_CHECKING:
-    from .buffers import Bucket
+from .transports.base import NOWHERE, Transport, TransportedBucket, labelled, side_stream
 
 __all__ = ["Source", "finish_copies", "source_of"]
+
+
+class SentBucket(TransportedBucket, Protocol):
+    """The values of a bucket that are needed to send its shard.
+
+    Attributes:
+        shard: this rank's flat shard.
+        params: its parameters, whose versions tell whether they have changed.
+    """
+
+    shard: torch.Tensor
+    params: tuple[torch.nn.Parameter, ...]
+    transport: Transport
 
 
 class Source:
     """The shard itself is sent."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: SentBucket) -> None:
         self._bucket = bucket
 
     def shard(self, *, again: bool) -> torch.Tensor:
@@ -118,7 +128,7 @@ def finish_copies() -> None:
         copied.synchronize()
 
 
-def source_of(bucket: Bucket) -> Source:
+def source_of(bucket: SentBucket) -> Source:
     """What ``bucket`` sends."""
     if bucket.spec.travel.offload:
         return Load(bucket)

@@ -41,11 +41,11 @@ from thunder.distributed import get_skip_data_parallel_grad_sync
 from thunder.extend import OperatorExecutor, register_executor
 
 from .buckets import BucketSpec
-from .buffers import Bucket, InFlight, Slot, Views, address, failed
+from .buffers import Bucket, InFlight, Slot, address, failed
 from .compat import running_node_number
 from .groups import Group
 from .runs import forward_number
-from .transports.base import labelled
+from .transports.base import Views, labelled
 
 __all__ = [
     "GRAD_WRITERS",

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from .base import Work
+from .base import TransportedBucket, Views, Work
 from .flat import Flat
 
 if TYPE_CHECKING:
     from ..buckets import BucketSpec
-    from ..buffers import Bucket, Views
 
 __all__ = ["AllReduce"]
 
@@ -28,7 +27,7 @@ class AllReduce(Flat):
 
     name = "all_reduce"
 
-    def all_gather(self, bucket: Bucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
+    def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
         unsharded.flat.zero_()
         for piece, place in bucket.own_pieces:
             unsharded.flat[place].copy_(shard[piece])

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from .base import Work, behind, issue_each
+from .base import TransportedBucket, Views, Work, behind, issue_each
 from .flat import Flat, pairs
-
-if TYPE_CHECKING:
-    from ..buffers import Bucket, Views
 
 __all__ = ["AllToAll"]
 
@@ -32,13 +28,13 @@ class AllToAll(Flat):
     name = "all_to_all"
     adds_up_itself = True
 
-    def reduce_scatter(self, bucket: Bucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
+    def reduce_scatter(self, bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
         return issue_each(partial(self._reduce, bucket, whole, own) for whole, own in pairs(bucket, unsharded, shard))
 
-    def _reduce(self, bucket: Bucket, whole: torch.Tensor, own: torch.Tensor) -> Work:
+    def _reduce(self, bucket: TransportedBucket, whole: torch.Tensor, own: torch.Tensor) -> Work:
         world_size = bucket.spec.layout.world_size
         group = bucket.ranks.reductions.process_group
-        free = bucket.arena.scratch[whole.dtype, whole.numel()]
+        free = bucket.scratch[whole.dtype, whole.numel()]
         received = free.pop() if free else torch.empty_like(whole)
 
         def add_up() -> None:

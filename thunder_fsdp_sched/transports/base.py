@@ -5,17 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch._C._autograd import _profiler_enabled
 
 if TYPE_CHECKING:
     from ..buckets import BucketSpec
-    from ..buffers import Bucket, Views
     from ..groups import Ranks
 
-__all__ = ["NOWHERE", "Transport", "Work", "behind", "issue_each", "labelled"]
+__all__ = ["NOWHERE", "Transport", "TransportedBucket", "Views", "Work", "behind", "issue_each", "labelled"]
 
 
 _GLOO = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -26,6 +25,42 @@ class Work(Protocol):
 
     def wait(self) -> Any:
         """Holds back the current stream (on a CPU: the caller) until it is done."""
+
+
+class Views(NamedTuple):
+    """A slot as a bucket lies in it.
+
+    Attributes:
+        flat: the interleaved unsharded buffer.
+        tensors: the parameters, or their gradients, as views of ``flat``.
+        pieces: the segments of the layout that have elements, as views of ``flat``; a step makes none.
+        staging: the same bytes again, in the order in which the ranks send, if the transport needs that.
+    """
+
+    flat: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
+    pieces: list[torch.Tensor]
+    staging: torch.Tensor | None = None
+
+
+class TransportedBucket(Protocol):
+    """The values of a bucket that a transport may use."""
+
+    @property
+    def spec(self) -> BucketSpec:
+        """The planned bucket."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that share it, with their process groups."""
+
+    @property
+    def own_pieces(self) -> list[tuple[slice, slice]]:
+        """Which elements of this rank's shard belong to which elements of the unsharded buffer."""
+
+    @property
+    def scratch(self) -> dict[tuple[torch.dtype, int], list[torch.Tensor]]:
+        """Memory that no transport uses at the moment, by dtype and number of elements; missing keys are empty lists."""
 
 
 class Transport(ABC):
@@ -67,11 +102,11 @@ class Transport(ABC):
         return torch.zeros(numel, dtype=dtype, device=device)
 
     @abstractmethod
-    def all_gather(self, bucket: Bucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
+    def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
         """Issues what fills ``unsharded.flat`` (``layout.unsharded_numel`` elements) from all ranks' flat shards."""
 
     @abstractmethod
-    def reduce_scatter(self, bucket: Bucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
+    def reduce_scatter(self, bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
         """Issues what fills ``shard`` (flat, ``layout.shard_numel``) with the mean over ranks of ``unsharded.flat``.
 
         ``unsharded`` must stay untouched until the work is waited for; its contents are undefined afterwards.

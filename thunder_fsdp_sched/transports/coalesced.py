@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 
 from ..compat import all_gather_coalesced, reduce_scatter_coalesced
-from .base import Work
+from .base import TransportedBucket, Views, Work
 from .flat import Flat
 
 if TYPE_CHECKING:
     from ..buckets import BucketSpec
-    from ..buffers import Bucket, Views
 
 __all__ = ["Coalesced"]
 
@@ -29,13 +28,13 @@ class Coalesced(Flat):
     name = "coalesced"
     per_param = True
 
-    def all_gather(self, bucket: Bucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
+    def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
         if not unsharded.pieces:
             return []
         owns, group = bucket.spec.layout.own_pieces(shard), bucket.ranks.group.process_group
         return [all_gather_coalesced(unsharded.pieces, owns, group)]
 
-    def reduce_scatter(self, bucket: Bucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
+    def reduce_scatter(self, bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
         if not unsharded.pieces:
             return []
         owns, group = bucket.spec.layout.own_pieces(shard), bucket.ranks.reductions.process_group

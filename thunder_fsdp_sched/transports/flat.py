@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from .base import Transport, Work, issue_each
-
-if TYPE_CHECKING:
-    from ..buffers import Bucket, Views
+from .base import Transport, TransportedBucket, Views, Work, issue_each
 
 __all__ = ["Flat", "all_gather_flat", "pairs", "reduce_scatter_flat"]
 
@@ -26,14 +22,14 @@ class Flat(Transport):
 
     name = "flat"
 
-    def all_gather(self, bucket: Bucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
+    def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
         group = bucket.ranks.group.process_group
         return issue_each(
             partial(all_gather_flat, whole, own, group=group, async_op=True)
             for whole, own in pairs(bucket, unsharded, shard)
         )
 
-    def reduce_scatter(self, bucket: Bucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
+    def reduce_scatter(self, bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
         group = bucket.ranks.reductions.process_group
         # The division by the world size is part of the collective.
         return issue_each(
@@ -42,6 +38,8 @@ class Flat(Transport):
         )
 
 
-def pairs(bucket: Bucket, unsharded: Views, shard: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def pairs(
+    bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Return the whole and the rank's own piece of each segment that has elements."""
     return zip(unsharded.pieces, bucket.spec.layout.own_pieces(shard), strict=True)

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from .base import Transport, Work, behind
+from .base import Transport, TransportedBucket, Views, Work, behind
 from .flat import all_gather_flat, reduce_scatter_flat
 
 if TYPE_CHECKING:
     from ..buckets import BucketSpec
-    from ..buffers import Bucket, Views
 
 __all__ = ["Staged"]
 
@@ -28,7 +27,7 @@ class Staged(Transport):
     per_param = True
     staging = True
 
-    def all_gather(self, bucket: Bucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
+    def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
         staging = unsharded.staging
         assert staging is not None
         sizes, places = self._pieces(bucket, unsharded)
@@ -44,7 +43,7 @@ class Staged(Transport):
 
         return [behind(issue, interleave, (shard, staging, unsharded.flat))]
 
-    def reduce_scatter(self, bucket: Bucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
+    def reduce_scatter(self, bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
         assert unsharded.staging is not None
         sizes, places = self._pieces(bucket, unsharded)
         if not sizes:
@@ -61,7 +60,7 @@ class Staged(Transport):
         ]
 
     @staticmethod
-    def _pieces(bucket: Bucket, unsharded: Views) -> tuple[list[int], list[torch.Tensor]]:
+    def _pieces(bucket: TransportedBucket, unsharded: Views) -> tuple[list[int], list[torch.Tensor]]:
         """Elements of each parameter that a rank sends, and the parameter as rows, one for each rank."""
         layout = bucket.spec.layout
         segments = [s for s in layout.segments if s.shard_numel]

@@ -15,12 +15,11 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..layout import Layout
-from .base import Work, behind
+from .base import TransportedBucket, Views, Work, behind
 from .flat import Flat
 
 if TYPE_CHECKING:
     from ..buckets import BucketSpec
-    from ..buffers import Bucket, Views
     from ..groups import Group, Ranks
 
 __all__ = ["SymmetricMemory"]
@@ -73,7 +72,7 @@ class SymmetricMemory(Flat):
         self._rendezvous(shard, ranks.group)
         return shard
 
-    def all_gather(self, bucket: Bucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
+    def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
         shared = self._rendezvous(shard, bucket.ranks.group)
         pieces = shared.pieces(bucket.spec.layout)
 
@@ -85,7 +84,7 @@ class SymmetricMemory(Flat):
 
         return [behind(list, pull, (shard, unsharded.flat))]
 
-    def reduce_scatter(self, bucket: Bucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
+    def reduce_scatter(self, bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
         layout = bucket.spec.layout
         name = bucket.ranks.reductions.process_group.group_name
 

@@ -1,0 +1,52 @@
+"""What buckets know of the coordination of ranks: the count of collectives, and whom to tell of what fails.
+
+How ranks agree is up to :class:`~thunder_fsdp_sched.control.Control`, which knows buckets; buckets do not know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from .transports.base import TransportedBucket
+
+__all__ = ["Coordinator", "Tally"]
+
+
+class Coordinator(Protocol):
+    """What is asked of a model's :class:`~thunder_fsdp_sched.control.Control` by those who have only its buckets."""
+
+    def concerns_all(self, bucket: TransportedBucket) -> bool:
+        """Return whether all ranks have ``bucket``."""
+
+    def meet(self, what: str, *details: str) -> None:
+        """Wait until all ranks have come to the same call."""
+
+    def doing(self, what: str) -> AbstractContextManager[Any]:
+        """Return what to run a collective in, so that its failure is explained."""
+
+    def explain(self, text: str) -> str:
+        """Tell the other ranks what failed here and return what they tell."""
+
+
+class Tally:
+    """Counts the collectives of one model on this rank; see [Note: When ranks agree] in ``control``.
+
+    Each counts twice, before and after it is issued: one whose issue failed halfway differs from both.
+
+    Attributes:
+        issued: those that were issued.
+        expected: those of all traces that were begun.
+        settle: ends a round of agreement that has not ended yet.
+    """
+
+    __slots__ = ("expected", "issued", "settle")
+
+    def __init__(self) -> None:
+        self.issued = self.expected = 0
+        self.settle: Callable[[], None] = _nothing
+
+
+def _nothing() -> None:
+    pass
