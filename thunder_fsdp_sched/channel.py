@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from .compat import all_gather_on_host, timeout_of
+from .group_creation import new_group
 from .groups import Group
-from .placing import new_group
 
 __all__ = ["TOKEN", "Channel", "ScheduleDisagreement", "Subject", "announce"]
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import buffers, compat, consistency, initialize, placing, sharding
+from thunder_fsdp_sched import buffers, compat, consistency, group_creation, initialize, sharding
 from thunder_fsdp_sched.transports import base
 
 import torch
@@ -196,7 +196,7 @@ def _replaced(recording: Recording, *, alone: bool) -> Iterator[tuple[Any, str, 
     if alone:  # ranks run one after the other: none can answer another
         yield sharding, "Agreement", _Alone
         yield consistency, "Agreement", _Alone
-        yield placing, "_level_group_counts", lambda *ranks: []
+        yield group_creation, "_level_group_counts", lambda *ranks: []
 
 
 def _type_of(value: Any) -> type:
