@@ -9,7 +9,15 @@ import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.buckets import BucketSpec, ParamSpec, Travel
 from thunder_fsdp_sched.buffers import Arena, Bucket
-from thunder_fsdp_sched.clusters import CLUSTERS, ClusterSpec, Efficiency, Protocol, cluster, preset_of_gpu
+from thunder_fsdp_sched.clusters import (
+    CLUSTERS,
+    ClusterSpec,
+    Efficiency,
+    Protocol,
+    cluster,
+    cluster_of_this_process,
+    preset_of_gpu,
+)
 from thunder_fsdp_sched.cost import AnalyticCost, bytes_of, flops_of, ring_seconds
 from thunder_fsdp_sched.groups import Group, Ranks
 from thunder_fsdp_sched.layout import plan_layout
@@ -77,9 +85,9 @@ def test_a_gpu_has_a_preset_only_by_the_whole_name_of_its_model(device_name, pre
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device_name)
     if preset is None:
         with pytest.raises(ValueError, match=r"no preset is known for NVIDIA .*ClusterSpec"):
-            fsdp(prefetch="auto").options.cost_model()
+            cluster_of_this_process()
     else:
-        assert fsdp(prefetch="auto").options.cost_model().spec is found
+        assert cluster_of_this_process() is found
 
 
 @pytest.mark.parametrize("spec", CLUSTERS.values(), ids=CLUSTERS.keys())

@@ -25,7 +25,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["CLUSTERS", "ClusterSpec", "Efficiency", "Protocol", "cluster", "measure_this_machine", "preset_of_gpu"]
+__all__ = [
+    "CLUSTERS",
+    "ClusterSpec",
+    "Efficiency",
+    "Protocol",
+    "cluster",
+    "cluster_of_this_process",
+    "measure_this_machine",
+    "preset_of_gpu",
+]
 
 
 @dataclass(frozen=True)
@@ -266,6 +275,21 @@ def preset_of_gpu(device_name: str) -> ClusterSpec | None:
     words = re.split(r"[\s-]+", device_name)
     found = [preset for model, preset in _GPUS.items() if model in words and "MIG" not in words]
     return CLUSTERS[found[0]] if found else None
+
+
+def cluster_of_this_process() -> ClusterSpec:
+    """Return the preset of the current GPU, or that of a CPU with 2 cores if there is no GPU.
+
+    Raises:
+        ValueError: there is a GPU, but no preset for its model.
+    """
+    if not torch.cuda.is_available():
+        return cluster("cpu-2core")
+    device = torch.cuda.get_device_name()
+    preset = preset_of_gpu(device)
+    if preset is None:
+        raise ValueError(f"cluster: no preset is known for {device}; describe it with a ClusterSpec: fsdp(cluster=...)")
+    return preset
 
 
 #

@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from .buckets import BucketingStrategy, ParamSpec
-from .clusters import ClusterSpec, preset_of_gpu
+from .clusters import ClusterSpec
 from .clusters import cluster as cluster_by_name
-from .cost import AnalyticCost, CostModel
 from .groups import Group
 from .schedule import StepSchedule, load_schedules
 from .transports import TRANSPORTS
@@ -57,10 +56,6 @@ class Options:
     offload_policy: OffloadPolicy
     allow_different_computation: bool
     audit: bool
-
-    def cost_model(self) -> CostModel:
-        """What the simulator charges: for the cluster that was named, else for what this process runs on."""
-        return AnalyticCost(self.cluster or _this_cluster())
 
     def lines(self) -> list[str]:
         """What has to be the same on all ranks, a line each."""
@@ -265,16 +260,6 @@ def parse_bytes(name: str, value: Any) -> int:
     if value <= 0:
         raise ValueError(f"{name}: expected more than 0 bytes, got {value}")
     return value
-
-
-def _this_cluster() -> ClusterSpec:
-    if not torch.cuda.is_available():
-        return cluster_by_name("cpu-2core")
-    device = torch.cuda.get_device_name()
-    preset = preset_of_gpu(device)
-    if preset is None:
-        raise ValueError(f"cluster: no preset is known for {device}; describe it with a ClusterSpec: fsdp(cluster=...)")
-    return preset
 
 
 def _budget(value: Any, *, zero3: bool) -> int | None:

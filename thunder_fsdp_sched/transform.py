@@ -45,9 +45,11 @@ from . import symbols
 from .audit import audited
 from .buckets import Plan
 from .choose import Choice, choose, room_for_gathers, room_for_slots
+from .clusters import cluster_of_this_process
 from .compat import quiet_no_sync, refuse_foreign_state_dicts
 from .computation import computation_of, trace_lines
 from .control import Run
+from .cost import AnalyticCost
 from .describing import NO_CALL, Call, count_issues, read_call
 from .logs import LOGGER, log_pass
 from .options import Options
@@ -284,7 +286,7 @@ class FSDPTransform(Transform):
         started = time.process_time()
         compiled.choice = choose(
             joint,
-            cost=options.cost_model(),
+            cost=AnalyticCost(options.cluster or cluster_of_this_process()),
             prefetch=None if options.prefetch == "auto" else options.prefetch,
             kept=self.sharded.kept,
             may_keep=budget is not None and has_backward and not self._settled,
