@@ -231,8 +231,8 @@ _PRESETS = (
     ),
     ClusterSpec(
         name="cpu-2core",
-        source="measured (`python -m thunder_fsdp_sched.clusters measure`) on 2 cores of a shared AMD EPYC server with"
-        " 25 GB: 2 ranks, a thread and a core each, torch 2.13.0, gloo over the loopback device",
+        source="measured (`python -m thunder_fsdp_sched.clusters measure`) on 2 cores of a shared AMD EPYC server"
+        " with 25 GB: 2 ranks, a thread and a core each, torch 2.13.0, gloo over the loopback device",
         devices_per_node=2,
         memory=12_600_000_000,
         flops={torch.float64: 5.2e10, torch.float32: 9.4e10, torch.bfloat16: 4.3e11},

@@ -1,6 +1,6 @@
 """What buckets know of the coordination of ranks: the count of collectives, and whom to tell of what fails.
 
-How ranks agree is up to :class:`~thunder_fsdp_sched.control.Control`, which knows buckets; buckets do not know it.
+How ranks agree is up to ``Control``, which knows buckets; buckets do not know it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Coordinator", "Tally"]
 
 
 class Coordinator(Protocol):
-    """What is asked of a model's :class:`~thunder_fsdp_sched.control.Control` by those who have only its buckets."""
+    """The part of ``Control`` that is used through a bucket."""
 
     def concerns_all(self, bucket: TransportedBucket) -> bool:
         """Return whether all ranks have ``bucket``."""

@@ -1,4 +1,4 @@
-"""Measures a real step on the ranks, bound symbol by bound symbol, for :func:`thunder_fsdp_sched.simulate.simulate`.
+"""Measurement of a real step on the ranks, bound symbol by bound symbol, for the simulator.
 
 [Note: What is measured, and when]
 The compiled traces of the given inputs run as they are, with a clock read before every bound symbol, but one thing is
