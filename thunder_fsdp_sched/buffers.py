@@ -32,7 +32,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -41,7 +41,7 @@ from .coordination import Coordinator, Tally
 from .runs import forward_number, is_backward_of
 from .sending import Source, source_of
 from .shard_grads import mark, mark_after_backward
-from .transports.base import Transport, Views, Work
+from .transports.base import Transport, TransportedBucket, Views, Work
 
 if TYPE_CHECKING:
     from .buckets import BucketSpec
@@ -51,6 +51,15 @@ __all__ = ["SLOT_ALIGNMENT", "Arena", "Bucket", "InFlight", "Slot", "failed", "s
 
 SLOT_ALIGNMENT = 512
 """Bytes to which each slot's offset in the arena is aligned (what CUDA's caching allocator does)."""
+
+
+class SlottedBucket(TransportedBucket, Protocol):
+    """The values of a bucket that are needed to lay it into a slot, and to report what fails there."""
+
+    rank: int
+
+    def explain(self, text: str) -> str:
+        """Tell the other ranks what failed here and return what they tell."""
 
 
 class Slot:
@@ -89,13 +98,13 @@ class Slot:
         return self.offset <= span[0] and span[1] <= self.end
 
 
-class _Lying(dict["Bucket", "Views"]):
+class _Lying(dict[SlottedBucket, Views]):
     """The views that buckets have of a slot, each made when it is first asked for: a step only looks them up."""
 
-    def __init__(self, make: Callable[[Bucket], Views]) -> None:
+    def __init__(self, make: Callable[[SlottedBucket], Views]) -> None:
         self._make = make
 
-    def __missing__(self, bucket: Bucket) -> Views:
+    def __missing__(self, bucket: SlottedBucket) -> Views:
         views = self[bucket] = self._make(bucket)
         return views
 
@@ -109,7 +118,7 @@ class InFlight(NamedTuple):
     ``sent`` is what a gather reads: a copy of an offloaded shard lives no longer.
     """
 
-    bucket: Bucket
+    bucket: SlottedBucket
     what: str
     slot: Slot | None
     works: Sequence[Work]
@@ -131,7 +140,7 @@ class InFlight(NamedTuple):
             raise failed(self.bucket, self.what, error) from error
 
 
-def failed(bucket: Bucket, what: str, error: RuntimeError) -> RuntimeError:
+def failed(bucket: SlottedBucket, what: str, error: RuntimeError) -> RuntimeError:
     """What to raise if a collective of ``bucket`` failed: names this rank, the collective and the line of the trace."""
     text = f"rank {bucket.ranks.group.global_ranks[bucket.rank]}: the {what} of bucket {bucket.spec.name!r} failed: {error}"
     frame: FrameType | None = sys._getframe()
@@ -140,8 +149,8 @@ def failed(bucket: Bucket, what: str, error: RuntimeError) -> RuntimeError:
     if frame is not None:
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         text += f"\nin line {frame.f_lineno} of {frame.f_code.co_name}: {line}"
-    control = bucket.whole.control
-    return RuntimeError(f"{text}\n{why}" if control is not None and (why := control.explain(text)) else text)
+    why = bucket.explain(text)
+    return RuntimeError(f"{text}\n{why}" if why else text)
 
 
 class Arena:
@@ -158,7 +167,7 @@ class Arena:
         self.nbytes = 0
         self._in_flight: dict[Slot, InFlight] = {}
         self._issued = 0
-        self._left: dict[Bucket, _Left] = {}
+        self._left: dict[SlottedBucket, _Left] = {}
         self.scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
         self._memory: torch.Tensor | None = None
         self._slots: dict[tuple[int, int], Slot] = {}
@@ -193,7 +202,7 @@ class Arena:
             slot.params.clear()
             slot.grads.clear()
 
-    def lay(self, bucket: Bucket, slot: Slot, dtype: torch.dtype) -> Views:
+    def lay(self, bucket: SlottedBucket, slot: Slot, dtype: torch.dtype) -> Views:
         """The slot as ``bucket`` lies in it, with elements of ``dtype``."""
         self.allocate()
         assert self._memory is not None
@@ -241,15 +250,15 @@ class Arena:
         self._in_flight[flight.slot] = flight
         return flight
 
-    def lose(self, bucket: Bucket, what: str, slot: Slot) -> None:
+    def lose(self, bucket: SlottedBucket, what: str, slot: Slot) -> None:
         """Note that an issue on the memory of ``slot`` was interrupted: what is in flight there is unknown."""
         self._in_flight[slot] = InFlight(bucket, what, slot, (_Lost(),))
 
-    def leave(self, bucket: Bucket, slot: Slot, followed_by: int) -> None:
+    def leave(self, bucket: SlottedBucket, slot: Slot, followed_by: int) -> None:
         """Note that the last issue is a gather whose memory the next ``followed_by`` issues of its forward leave alone."""
         self._left[bucket] = _Left(slot, self._issued + followed_by, forward_number())
 
-    def take_left(self, bucket: Bucket, slot: Slot, preceded_by: int | None) -> bool:
+    def take_left(self, bucket: SlottedBucket, slot: Slot, preceded_by: int | None) -> bool:
         """Return whether the running backward finds ``bucket`` in ``slot``, which it has claimed.
 
         That is so if its own forward left the bucket there, and nothing was issued since but the end of that forward and
@@ -390,6 +399,11 @@ class Bucket:
 
     def __repr__(self) -> str:
         return self.handle
+
+    def explain(self, text: str) -> str:
+        """Tell the other ranks what failed here and return what they tell; nothing without other ranks."""
+        control = self.whole.control
+        return "" if control is None else control.explain(text)
 
     def _allocate_shard(self) -> torch.Tensor:
         spec, transport = self.spec, self.transport
