@@ -4,9 +4,8 @@
 A thread of gloo that drops the tensors of its last collective needs the interpreter's lock. Once the interpreter has begun
 to shut down, asking for it ends the thread inside a destructor, and the process aborts (SIGABRT). A process group joins
 its threads when it is destroyed, that is, when nobody holds it any more. So models hold process groups weakly, see
-``groups``, and at exit the groups of gloo that are left are aborted and destroyed. After an uncaught error its traceback
-holds them.
-Groups with another backend beside gloo are not destroyed: that could wait for other ranks.
+``groups``, and at exit the groups of gloo that are left are aborted and destroyed. After an uncaught error its
+traceback holds them. Groups with another backend beside gloo are not destroyed: that could wait for other ranks.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ not reshard the last block.)
 Each gather says how many issues on its arena come between it and the end of its forward, or the begin of its backward.
 At run time the arena counts issues: is there one more (another forward in between, an exception, a second backward), the
 bucket travels as ever. Nor is it taken by the backward of another forward, which may have had other parameters: see
-[Note: The backward of the most recent forward] in ``runs``. Both depend on the order of calls alone, so all ranks decide
-alike.
+[Note: The backward of the most recent forward] in ``runs``. Both depend on the order of calls alone, so all ranks
+decide alike.
 """
 
 from __future__ import annotations
