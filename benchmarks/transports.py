@@ -144,10 +144,14 @@ def by_formula(transform: Any) -> dict[str, int]:
     for op in filter(lambda op: op.travels, (*schedule.forward, *schedule.backward)):
         transport, spec = TRANSPORTS[op.transport], transform.plan[op.bucket]
         gathers, reduces = op.kind == fsdp_all_gather.name, op.kind == fsdp_reduce_scatter.name
-        gathered += gathers * transport.gather_wire_bytes(spec)
-        reduced += reduces * transport.reduce_wire_bytes(spec)
-        through_gloo += reduces * transport.reduce_wire_bytes(spec) * (1 if transport.adds_up_itself else 2)
-        launches += (gathers or reduces) * transport.launches(spec)
+        if not (gathers or reduces):
+            continue
+        traffic = transport.gather_traffic(spec) if gathers else transport.reduce_traffic(spec)
+        sent = traffic.wire_bytes(spec.layout.world_size)
+        gathered += gathers * sent
+        reduced += reduces * sent
+        through_gloo += reduces * sent * (2 if traffic.is_reduce_scatter else 1)
+        launches += traffic.launches
     return {
         "formula_bytes": gathered + reduced,
         "formula_bytes_through_gloo": gathered + through_gloo,

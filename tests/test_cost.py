@@ -25,6 +25,8 @@ from thunder_fsdp_sched.measure import measure
 from thunder_fsdp_sched.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes
 from thunder_fsdp_sched.simulate import simulate
 from thunder_fsdp_sched.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params, is_there
+from thunder_fsdp_sched.testing import compile_on_fake_ranks
+from thunder_fsdp_sched.transports import TRANSPORTS, Traffic
 from thunder_fsdp_sched.transports.all_to_all import AllToAll
 from thunder_fsdp_sched.transports.flat import Flat
 
@@ -260,7 +262,8 @@ def test_gradients_are_copied_to_where_the_reduction_reads_them():
         fsdp_wait_grads(one, future)
 
     spec = dataclasses.replace(PLAIN, launch_overhead=1.0)
-    assert AnalyticCost(spec).seconds(traced(write)) == [(1.0, 0.0), (1.0, 0.0), (2.0, 128.0), (1.0, 0.0)]
+    # The two segments are two calls of the library; one gradient is copied.
+    assert AnalyticCost(spec).seconds(traced(write)) == [(2.0, 0.0), (1.0, 0.0), (3.0, 128.0), (1.0, 0.0)]
 
 
 def test_attention_kernels_are_counted_and_skip_what_causality_hides():
@@ -441,6 +444,7 @@ def test_transports_and_precision_cost_what_they_move():
     def gather_seconds(on, **travel) -> float:
         made = bucket([(4, 4)])
         made.spec = dataclasses.replace(made.spec, travel=Travel(**travel))
+        made.transport = TRANSPORTS[made.spec.travel.transport]
         trace = TraceCtx()
         with tracectx(trace):
             shard = TensorProxy(shape=(2, 4), device=devices.cpu, dtype=dtypes.float32)
@@ -455,6 +459,45 @@ def test_transports_and_precision_cost_what_they_move():
     assert gather_seconds(spec, transport="staged", staging=True) == 2 * 64
     # The buffer is zeroed, and the own shard copied to its place.
     assert gather_seconds(spec, transport="all_reduce") == 64 + 2 * 32
+
+
+class Relayed(Flat):
+    """Made up: each segment goes around three times, in two calls, with a copy on either side."""
+
+    name = "relayed"
+
+    def gather_traffic(self, spec: BucketSpec) -> Traffic:
+        return Traffic((spec.unsharded_bytes,), launches=2, passes=3.0, copied_before=10, copied_after=20)
+
+    def reduce_traffic(self, spec: BucketSpec) -> Traffic:
+        return Traffic((spec.grad_bytes,) * 2, launches=4, copied_before=30, copied_after=40)
+
+
+def test_a_registered_transport_is_priced_by_what_it_declares(monkeypatch):
+    monkeypatch.setitem(TRANSPORTS, "relayed", Relayed())
+    [compiled] = compile_on_fake_ranks(
+        lambda: (nn.Linear(4, 4, bias=False), (torch.ones(2, 4),)), world_size=2, transport="relayed"
+    )
+    [made] = {b.args[0] for b in compiled.forward.bound_symbols if b.sym is fsdp_all_gather}
+    on_cpu = AnalyticCost(dataclasses.replace(PLAIN, synchronous=True, launch_overhead=1.0, reduce_scatter_factor=2.0))
+    on_gpu = AnalyticCost(dataclasses.replace(PLAIN, launch_overhead=1.0, reduce_scatter_factor=2.0))
+    gather, reduction = ring_seconds(PLAIN, 64, range(2), passes=3), 2 * ring_seconds(PLAIN, 64, range(2))
+    assert on_cpu.collective_seconds("fsdp_all_gather", made) == gather
+    assert on_cpu.collective_seconds("fsdp_reduce_scatter", made) == reduction
+    assert on_gpu.collective_seconds("fsdp_all_gather", made) == gather + 20 / PLAIN.bytes_per_second
+    assert on_gpu.collective_seconds("fsdp_reduce_scatter", made) == reduction + 40 / PLAIN.bytes_per_second
+
+    def at(cost, trace, name):
+        pairs = zip(trace.bound_symbols, cost.seconds(trace), strict=True)
+        [found] = [s for b, s in pairs if b.sym.name == name]
+        return found.host, found.device * PLAIN.bytes_per_second
+
+    issues = [(compiled.forward, "fsdp_all_gather"), (compiled.backward, "fsdp_reduce_scatter")]
+    waits = [(compiled.forward, "fsdp_wait_params"), (compiled.backward, "fsdp_wait_grads")]
+    # One kernel copies before the issue, and on a CPU one in the wait.
+    assert [at(on_cpu, *issue) for issue in issues] == [at(on_gpu, *issue) for issue in issues] == [(3, 10), (5, 30)]
+    assert [at(on_cpu, *wait) for wait in waits] == [(2, 20), (2, 40)]
+    assert [at(on_gpu, *wait) for wait in waits] == [(1, 0), (1, 0)]
 
 
 def test_the_sum_after_an_exchange_is_a_part_of_the_collective_on_a_stream_and_of_the_wait_on_a_cpu():

@@ -48,6 +48,7 @@ from .symbols import (
     payload,
 )
 from .traces import AGREEMENT, outs_of
+from .transports import Traffic
 
 __all__ = ["AnalyticCost", "CostModel", "Seconds", "bytes_of", "flops_of", "ring_seconds", "runs_nothing"]
 
@@ -114,24 +115,13 @@ class AnalyticCost:
 
     def collective_seconds(self, kind: str, bucket: Bucket) -> float:
         ranks = group_of(kind, bucket).global_ranks
-        nbytes, dtype = payload(kind, bucket.spec)
         if kind == fsdp_all_reduce.name:
-            return ring_seconds(self.spec, nbytes, ranks, passes=2.0)
-        if kind == fsdp_all_gather.name and bucket.spec.travel.transport == "all_reduce":
-            return ring_seconds(self.spec, nbytes, ranks, passes=2.0)
-        if kind == fsdp_reduce_scatter.name and not bucket.transport.adds_up_itself:
-            passes = self.spec.reduce_scatter_factor
-        else:
-            passes = 1.0
-        layout = bucket.spec.layout
-        pieces = [s.shard_numel * layout.world_size * dtype.itemsize for s in layout.segments if s.shard_numel]
-        if bucket.spec.travel.transport in ("staged", "coalesced"):  # one start for all of them
-            pieces = [sum(pieces)]
-        seconds = sum(ring_seconds(self.spec, n, ranks, passes=passes) for n in pieces)
-        if bucket.spec.travel.staging and kind == fsdp_all_gather.name and not self.synchronous:
-            seconds += 2 * nbytes / self.spec.bytes_per_second  # the interleaving copy follows on the same stream
-        if kind == fsdp_reduce_scatter.name and bucket.transport.adds_up_itself and not self.synchronous:  # same stream
-            seconds += (nbytes + layout.shard_numel * dtype.itemsize) / self.spec.bytes_per_second
+            return ring_seconds(self.spec, payload(kind, bucket.spec)[0], ranks, passes=2.0)
+        traffic = _traffic(kind, bucket)
+        passes = traffic.passes * (self.spec.reduce_scatter_factor if traffic.is_reduce_scatter else 1.0)
+        seconds = sum(ring_seconds(self.spec, nbytes, ranks, passes=passes) for nbytes in traffic.messages)
+        if not self.synchronous:  # the same stream goes on with it
+            seconds += traffic.copied_after / self.spec.bytes_per_second
         return seconds
 
     def contention(self, kind: str) -> float:
@@ -151,7 +141,8 @@ class AnalyticCost:
             beside = _moved_beside(bsym, on_stream=not self.synchronous)
             kernels = len(grads) + (beside > 0)
             device = (touched + beside) / spec.bytes_per_second + kernels * spec.kernel_overhead
-            return Seconds((1 + kernels) * spec.launch_overhead, device)
+            issued = _traffic(name, bsym.args[0]).launches if name in _BY_TRANSPORT and not is_there(bsym) else 1
+            return Seconds((issued + kernels) * spec.launch_overhead, device)
         if name in GRAD_WRITERS:
             values.in_place.add(bsym.output.name)
         if values.is_view(bsym):
@@ -167,29 +158,40 @@ def runs_nothing(bsym: BoundSymbol) -> bool:
 
 
 def _moved_beside(bsym: BoundSymbol, *, on_stream: bool) -> int:
-    """Bytes that an issue or a wait reads and writes beside copying gradients: casts of shards, staging, placing shards.
+    """Bytes that an issue or a wait reads and writes beside copying gradients: casts of shards, and the transport's copies.
 
     Args:
         on_stream: whether what follows a gather or an exchange runs on the communication stream, and not at the wait.
     """
     name, spec = bsym.sym.name, bsym.args[0].spec
-    shard, travel = spec.layout.shard_numel, spec.travel
+    shard, copied = spec.layout.shard_numel, 0
     if is_there(bsym):
         return 0
+    if name in _BY_TRANSPORT:
+        copied = _traffic(name, bsym.args[0]).copied_before
+    elif name in WAITS and not on_stream:
+        copied = _traffic(_WAITED[name], bsym.args[0]).copied_after
     if name == fsdp_all_gather.name:
         again = bsym.kwargs.get("again", False)
-        cast = travel.offload or (spec.param_dtype != spec.dtype and not again)  # loading counts as if memory were one
-        placed = spec.unsharded_bytes + 2 * shard * spec.param_dtype.itemsize if travel.transport == "all_reduce" else 0
-        return placed + (shard * (spec.dtype.itemsize + spec.param_dtype.itemsize) if cast else 0)
-    if name == fsdp_wait_params.name:
-        return 2 * spec.unsharded_bytes if travel.staging and not on_stream else 0
-    if name == fsdp_reduce_scatter.name:
-        return 2 * spec.grad_bytes if travel.staging else 0
-    if name == fsdp_wait_grads.name:
-        cast = shard * (spec.dtype.itemsize + spec.reduce_dtype.itemsize) if spec.reduce_dtype != spec.dtype else 0
-        added = spec.grad_bytes + shard * spec.reduce_dtype.itemsize
-        return cast + (added if bsym.args[0].transport.adds_up_itself and not on_stream else 0)
-    return 0
+        casts = spec.travel.offload or (
+            spec.param_dtype != spec.dtype and not again
+        )  # loading counts as if memory were one
+        return copied + (shard * (spec.dtype.itemsize + spec.param_dtype.itemsize) if casts else 0)
+    if name == fsdp_wait_grads.name and spec.reduce_dtype != spec.dtype:
+        return copied + shard * (spec.dtype.itemsize + spec.reduce_dtype.itemsize)
+    return copied
+
+
+_BY_TRANSPORT = frozenset({fsdp_all_gather.name, fsdp_reduce_scatter.name})
+_WAITED = {fsdp_wait_params.name: fsdp_all_gather.name, fsdp_wait_grads.name: fsdp_reduce_scatter.name}
+
+
+def _traffic(kind: str, bucket: Bucket) -> Traffic:
+    """Return the transport's own figures for a gather or a reduction of ``bucket``."""
+    transport = bucket.transport
+    return (
+        transport.gather_traffic(bucket.spec) if kind == fsdp_all_gather.name else transport.reduce_traffic(bucket.spec)
+    )
 
 
 def ring_seconds(spec: ClusterSpec, nbytes: float, ranks: Sequence[int], *, passes: float = 1.0) -> float:

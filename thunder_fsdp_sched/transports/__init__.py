@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from ..layout import plan_layout
 from .all_reduce import AllReduce
 from .all_to_all import AllToAll
-from .base import Transport, Work
+from .base import Traffic, Transport, Work
 from .coalesced import Coalesced
 from .flat import Flat
 from .staged import Staged
 from .symmetric_memory import SymmetricMemory
 
-__all__ = ["TRANSPORTS", "Transport", "Work", "choose_transport", "register_transport"]
+__all__ = ["TRANSPORTS", "Traffic", "Transport", "Work", "choose_transport", "register_transport"]
 
 TRANSPORTS: dict[str, Transport] = {}
 """Every transport by its name."""

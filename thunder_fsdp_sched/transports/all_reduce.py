@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from .base import TransportedBucket, Views, Work
+from .base import Traffic, TransportedBucket, Views, Work
 from .flat import Flat
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ class AllReduce(Flat):
             )
         ]
 
-    def gather_wire_bytes(self, spec: BucketSpec) -> int:
-        world_size = spec.layout.world_size
-        return 2 * spec.unsharded_bytes * (world_size - 1) // world_size
-
-    def launches(self, spec: BucketSpec) -> int:
-        return max(1, super().launches(spec))  # reductions go segment by segment
+    def gather_traffic(self, spec: BucketSpec) -> Traffic:
+        placed = spec.unsharded_bytes + 2 * spec.layout.shard_numel * spec.param_dtype.itemsize  # zeros, then the shard
+        return Traffic((spec.unsharded_bytes,), 1, passes=2.0, copied_before=placed)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from .base import TransportedBucket, Views, Work, behind, issue_each
+from .base import Traffic, TransportedBucket, Views, Work, behind, issue_each, segment_bytes
 from .flat import Flat, pairs
+
+if TYPE_CHECKING:
+    from ..buckets import BucketSpec
 
 __all__ = ["AllToAll"]
 
@@ -26,10 +30,14 @@ class AllToAll(Flat):
     """
 
     name = "all_to_all"
-    adds_up_itself = True
 
     def reduce_scatter(self, bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
         return issue_each(partial(self._reduce, bucket, whole, own) for whole, own in pairs(bucket, unsharded, shard))
+
+    def reduce_traffic(self, spec: BucketSpec) -> Traffic:
+        messages = segment_bytes(spec, spec.reduce_dtype)
+        added = spec.grad_bytes + spec.layout.shard_numel * spec.reduce_dtype.itemsize
+        return Traffic(messages, len(messages), copied_after=added)
 
     def _reduce(self, bucket: TransportedBucket, whole: torch.Tensor, own: torch.Tensor) -> Work:
         world_size = bucket.spec.layout.world_size

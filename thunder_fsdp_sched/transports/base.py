@@ -14,7 +14,18 @@ if TYPE_CHECKING:
     from ..buckets import BucketSpec
     from ..groups import Ranks
 
-__all__ = ["NOWHERE", "Transport", "TransportedBucket", "Views", "Work", "behind", "issue_each", "labelled"]
+__all__ = [
+    "NOWHERE",
+    "Traffic",
+    "Transport",
+    "TransportedBucket",
+    "Views",
+    "Work",
+    "behind",
+    "issue_each",
+    "labelled",
+    "segment_bytes",
+]
 
 
 _GLOO = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -63,6 +74,32 @@ class TransportedBucket(Protocol):
         """Memory that no transport uses at the moment, by dtype and number of elements; missing keys are empty lists."""
 
 
+class Traffic(NamedTuple):
+    """What one gather or one reduction of a bucket sends and copies: all that planning and the simulator ask.
+
+    Attributes:
+        messages: unsharded bytes of each ring collective that pays for a start of its own.
+        launches: calls of the communication library.
+        passes: how often each byte goes around the ring: once in an all-gather or a reduce-scatter, twice in an
+            all-reduce.
+        is_reduce_scatter: whether it is the backend's own reduce-scatter, which with gloo sends everything twice.
+        copied_before: bytes that are read and written when it is issued, before anything is sent.
+        copied_after: bytes that are read and written once everything has arrived: on a GPU by the stream of the
+            communication, on a CPU in the wait.
+    """
+
+    messages: tuple[int, ...]
+    launches: int
+    passes: float = 1.0
+    is_reduce_scatter: bool = False
+    copied_before: int = 0
+    copied_after: int = 0
+
+    def wire_bytes(self, world_size: int) -> int:
+        """Return the bytes that one rank sends."""
+        return int(sum(self.messages) * self.passes * (world_size - 1) / world_size)
+
+
 class Transport(ABC):
     """Moves a bucket between its sharded and its interleaved unsharded form.
 
@@ -74,14 +111,12 @@ class Transport(ABC):
         per_param: it needs a layout in which every parameter is cut into even rows (``plan_layout(per_param=True)``).
         staging: its slots have a second half, in the order in which the ranks send (``Views.staging``).
         peers_read_shards: other ranks read a shard where it lies, so that it has to lie on the device.
-        adds_up_itself: its reductions only move gradients, and the transport adds them up.
     """
 
     name: str
     per_param = False
     staging = False
     peers_read_shards = False
-    adds_up_itself = False
 
     def check(self, device: torch.device, dtypes: Sequence[torch.dtype], ranks: Ranks) -> None:
         """Checks whether it can carry these dtypes between these ranks.
@@ -112,19 +147,24 @@ class Transport(ABC):
         ``unsharded`` must stay untouched until the work is waited for; its contents are undefined afterwards.
         """
 
-    def gather_wire_bytes(self, spec: BucketSpec) -> int:
-        """Bytes that one rank sends to gather the bucket once, in a ring."""
-        world_size = spec.layout.world_size
-        return sum(s.shard_numel for s in spec.layout.segments) * (world_size - 1) * spec.param_dtype.itemsize
+    def gather_traffic(self, spec: BucketSpec) -> Traffic:
+        """Return what one gather of the bucket sends and copies; by default one ring all-gather for each segment."""
+        messages = segment_bytes(spec, spec.param_dtype)
+        return Traffic(messages, len(messages))
 
-    def reduce_wire_bytes(self, spec: BucketSpec) -> int:
-        """Bytes that one rank sends to reduce the bucket's gradients once, in a ring."""
-        world_size = spec.layout.world_size
-        return sum(s.shard_numel for s in spec.layout.segments) * (world_size - 1) * spec.reduce_dtype.itemsize
+    def reduce_traffic(self, spec: BucketSpec) -> Traffic:
+        """Return what one reduction of the bucket's gradients sends and copies.
 
-    def launches(self, spec: BucketSpec) -> int:
-        """Collectives that one gather, or one reduction, hands to the communication library."""
-        return sum(1 for s in spec.layout.segments if s.shard_numel)
+        By default one reduce-scatter of the backend for each segment.
+        """
+        messages = segment_bytes(spec, spec.reduce_dtype)
+        return Traffic(messages, len(messages), is_reduce_scatter=True)
+
+
+def segment_bytes(spec: BucketSpec, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the bytes of each unsharded segment of the bucket that has elements."""
+    world_size = spec.layout.world_size
+    return tuple(s.shard_numel * world_size * dtype.itemsize for s in spec.layout.segments if s.shard_numel)
 
 
 NOWHERE = nullcontext()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..compat import all_gather_coalesced, reduce_scatter_coalesced
-from .base import TransportedBucket, Views, Work
+from .base import Traffic, TransportedBucket, Views, Work
 from .flat import Flat
 
 if TYPE_CHECKING:
@@ -40,5 +40,14 @@ class Coalesced(Flat):
         owns, group = bucket.spec.layout.own_pieces(shard), bucket.ranks.reductions.process_group
         return [reduce_scatter_coalesced(owns, unsharded.pieces, dist.ReduceOp.AVG, group)]
 
-    def launches(self, spec: BucketSpec) -> int:
-        return min(1, super().launches(spec))
+    def gather_traffic(self, spec: BucketSpec) -> Traffic:
+        return _in_one(super().gather_traffic(spec))
+
+    def reduce_traffic(self, spec: BucketSpec) -> Traffic:
+        return _in_one(super().reduce_traffic(spec))
+
+
+def _in_one(traffic: Traffic) -> Traffic:
+    """Start all collectives together."""
+    total = sum(traffic.messages)
+    return traffic._replace(messages=(total,) * bool(total), launches=min(1, traffic.launches))

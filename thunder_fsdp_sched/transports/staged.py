@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from .base import Transport, TransportedBucket, Views, Work, behind
+from .base import Traffic, Transport, TransportedBucket, Views, Work, behind, segment_bytes
 from .flat import all_gather_flat, reduce_scatter_flat
 
 if TYPE_CHECKING:
@@ -69,5 +69,12 @@ class Staged(Transport):
             for s in segments
         ]
 
-    def launches(self, spec: BucketSpec) -> int:
-        return min(1, sum(s.shard_numel for s in spec.layout.segments))
+    def gather_traffic(self, spec: BucketSpec) -> Traffic:
+        total = sum(segment_bytes(spec, spec.param_dtype))
+        return Traffic((total,) * bool(total), int(total > 0), copied_after=2 * spec.unsharded_bytes)
+
+    def reduce_traffic(self, spec: BucketSpec) -> Traffic:
+        total = sum(segment_bytes(spec, spec.reduce_dtype))
+        return Traffic(
+            (total,) * bool(total), int(total > 0), is_reduce_scatter=True, copied_before=2 * spec.grad_bytes
+        )

@@ -15,7 +15,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..layout import Layout
-from .base import TransportedBucket, Views, Work, behind
+from .base import Traffic, TransportedBucket, Views, Work, behind
 from .flat import Flat
 
 if TYPE_CHECKING:
@@ -97,8 +97,16 @@ class SymmetricMemory(Flat):
 
         return [behind(list, reduce, (shard, unsharded.flat))]
 
-    def launches(self, spec: BucketSpec) -> int:
-        return super().launches(spec) * spec.layout.world_size
+    def gather_traffic(self, spec: BucketSpec) -> Traffic:
+        traffic = super().gather_traffic(spec)
+        return traffic._replace(launches=traffic.launches * spec.layout.world_size)
+
+    def reduce_traffic(self, spec: BucketSpec) -> Traffic:
+        traffic = super().reduce_traffic(spec)
+        own = 2 * spec.layout.shard_numel * spec.reduce_dtype.itemsize
+        return traffic._replace(
+            launches=traffic.launches * spec.layout.world_size, is_reduce_scatter=False, copied_after=own
+        )
 
     def _rendezvous(self, shard: torch.Tensor, group: Group) -> _Shared:
         by_group = self._shared.get(shard)
