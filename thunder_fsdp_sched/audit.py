@@ -29,6 +29,7 @@ from thunder.core.trace import TraceCtx, from_trace
 
 from .buffers import Arena, Bucket, Slot
 from .former_memory import FormerMemory
+from .operands import Issue, Wait, bucket_of
 from .operator_facts import facts_of
 from .symbols import GRAD_WRITERS, ISSUES, WAITS, executor, fsdp_all_gather, fsdp_wait_params
 from .traces import Aliases, args_of, outs_of, statement
@@ -108,13 +109,13 @@ class Auditor:
 
     def _follow(self, bsym: BoundSymbol, position: int) -> None:
         if bsym.sym.name in ISSUES:
-            if isinstance(bsym.args[1], Slot):
-                self._gathers.append((position, bsym.args[1], bsym.args[0].spec.name))
+            if (slot := Issue(bsym).planned_slot) is not None:
+                self._gathers.append((position, slot, bucket_of(bsym).spec.name))
             if bsym.sym is fsdp_all_gather:
-                self._slots[bsym.output.name] = bsym.args[1]
+                self._slots[bsym.output.name] = Issue(bsym).slot
         elif bsym.sym is fsdp_wait_params:
-            slot = self._slots[bsym.args[1].name]
-            self._params.update({p.name: _Param(bsym.args[0], slot, i) for i, p in enumerate(bsym.output)})
+            slot = self._slots[Wait(bsym).future.name]
+            self._params.update({p.name: _Param(bucket_of(bsym), slot, i) for i, p in enumerate(bsym.output)})
         elif bsym.sym.name not in WAITS and bsym.sym.name not in GRAD_WRITERS:
             self._aliases.add(bsym)
 

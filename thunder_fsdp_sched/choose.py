@@ -18,6 +18,7 @@ from thunder.core.trace import TraceCtx
 
 from .buffers import Arena, Bucket, slot_bytes
 from .cost import CostModel
+from .operands import bucket_of
 from .simulate import simulate
 from .symbols import fsdp_all_gather, fsdp_reduce_scatter
 from .traces import split_joint
@@ -144,8 +145,8 @@ def room_for_slots(trace: TraceCtx, *, budget: int | None, kept: Collection[Buck
 
 def _private_bytes(trace: TraceCtx, kept: Collection[Bucket]) -> int:
     """Bytes of the slots in which kept buckets stay; of those that this trace does not gather, as planned."""
-    gathered = [b for b in trace.bound_symbols if b.sym is fsdp_all_gather and b.args[0].whole in kept]
-    elsewhere = set(kept) - {b.args[0].whole for b in gathered}
+    gathered = [b for b in trace.bound_symbols if b.sym is fsdp_all_gather and bucket_of(b).whole in kept]
+    elsewhere = set(kept) - {bucket_of(b).whole for b in gathered}
     return sum(map(slot_bytes_of, gathered)) + sum(slot_bytes(b.spec, b.spec.param_dtype) for b in elsewhere)
 
 
@@ -210,4 +211,4 @@ class _Search:
         if len(halves) == 1:
             return []
         ordered = sort_communication(halves[1], prefetch=0)
-        return list(dict.fromkeys(b.args[0].whole for b in ordered.bound_symbols if b.sym is fsdp_all_gather))
+        return list(dict.fromkeys(bucket_of(b).whole for b in ordered.bound_symbols if b.sym is fsdp_all_gather))

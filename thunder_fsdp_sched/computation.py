@@ -33,6 +33,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
 from .buffers import Bucket
+from .operands import bucket_of
 from .schedule import is_communication
 from .symbols import WAITS
 from .traces import statements
@@ -98,7 +99,7 @@ def computation_of(trace: TraceCtx, inputs: Sequence[str]) -> Computation:
 def trace_lines(trace: TraceCtx) -> list[str]:
     """Return a line for each bound symbol: collectives by their buckets, the others with all their arguments."""
     return [
-        f"{bsym.sym.name} {bsym.args[0].spec.name}" if is_communication(bsym) else exact
+        f"{bsym.sym.name} {bucket_of(bsym).spec.name}" if is_communication(bsym) else exact
         for bsym, (exact, _) in _lines(trace)
     ]
 
@@ -113,7 +114,7 @@ def _lines(trace: TraceCtx) -> Iterable[tuple[BoundSymbol, tuple[str, str]]]:
 
 def _name_parameters(wait: BoundSymbol, names: dict[str, str]) -> None:
     """Name what a wait returns after the parameters: they lie in a bucket in the same order on all ranks."""
-    bucket = wait.args[0]
+    bucket = bucket_of(wait)
     kind = "" if wait.sym.name == "fsdp_wait_params" else "gradient of "
     for param, out in zip(bucket.spec.params, wait.output, strict=True):
         if isinstance(out, Proxy):

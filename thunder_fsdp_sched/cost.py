@@ -33,6 +33,7 @@ from torch.utils.flop_counter import flop_registry
 
 from .buffers import Bucket
 from .clusters import ClusterSpec, cluster
+from .operands import bucket_of
 from .symbols import (
     GRAD_WRITERS,
     ISSUES,
@@ -141,7 +142,7 @@ class AnalyticCost:
             beside = _moved_beside(bsym, on_stream=not self.synchronous)
             kernels = len(grads) + (beside > 0)
             device = (touched + beside) / spec.bytes_per_second + kernels * spec.kernel_overhead
-            issued = _traffic(name, bsym.args[0]).launches if name in _BY_TRANSPORT and not is_there(bsym) else 1
+            issued = _traffic(name, bucket_of(bsym)).launches if name in _BY_TRANSPORT and not is_there(bsym) else 1
             return Seconds((issued + kernels) * spec.launch_overhead, device)
         if name in GRAD_WRITERS:
             values.in_place.add(bsym.output.name)
@@ -163,14 +164,14 @@ def _moved_beside(bsym: BoundSymbol, *, on_stream: bool) -> int:
     Args:
         on_stream: whether what follows a gather or an exchange runs on the communication stream, and not at the wait.
     """
-    name, spec = bsym.sym.name, bsym.args[0].spec
+    name, spec = bsym.sym.name, bucket_of(bsym).spec
     shard, copied = spec.layout.shard_numel, 0
     if is_there(bsym):
         return 0
     if name in _BY_TRANSPORT:
-        copied = _traffic(name, bsym.args[0]).copied_before
+        copied = _traffic(name, bucket_of(bsym)).copied_before
     elif name in WAITS and not on_stream:
-        copied = _traffic(_WAITED[name], bsym.args[0]).copied_after
+        copied = _traffic(_WAITED[name], bucket_of(bsym)).copied_after
     if name == fsdp_all_gather.name:
         again = bsym.kwargs.get("again", False)
         casts = spec.travel.offload or (

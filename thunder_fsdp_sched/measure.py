@@ -29,6 +29,7 @@ from thunder.core.trace import TraceCtx
 
 from .buffers import Arena, Bucket, InFlight, Slot
 from .cost import runs_nothing
+from .operands import Issue, Wait, bucket_of
 from .profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of, symbol_of
 from .runs import as_backward_of_latest_forward
 from .sharding import ShardedModule
@@ -161,7 +162,7 @@ class _Measurement:
 
     def _collectives(self, trace: TraceCtx, medians: dict[Any, tuple[float, float]]) -> Iterator[CollectiveTime]:
         issued = {b.output.name: (i, b) for i, b in enumerate(trace.bound_symbols) if travels(b)}
-        waited = {b.args[1].name: i for i, b in enumerate(trace.bound_symbols) if b.sym.name in WAITS}
+        waited = {Wait(b).future.name: i for i, b in enumerate(trace.bound_symbols) if b.sym.name in WAITS}
         issues = [medians[_OP, i] for i, _ in issued.values()]
         # What goes on across replicas is waited for there, as a part of that.
         waits = [medians[_OP, waited[future]] if future in waited else (0.0, 0.0) for future in issued]
@@ -170,7 +171,7 @@ class _Measurement:
         times = [self._over_ranks(wire, _MAX)]
         times += [self._over_ranks([t[part] for t in kind]) for part in (1, 0) for kind in (issues, waits)]
         for (_, bsym), *of_one in zip(issued.values(), *times, strict=True):
-            spec = bsym.args[0].spec
+            spec = bucket_of(bsym).spec
             yield CollectiveTime(bsym.sym.name, spec.name, payload(bsym.sym.name, spec)[0], *of_one)
 
     def _contention(self, collectives: Sequence[CollectiveTime]) -> dict[str, float]:
@@ -237,9 +238,9 @@ class _Measurement:
         """Return the bucket of a collective of the traces, and a slot for it that nothing else uses."""
         for trace in self.traces:
             for bsym in trace.bound_symbols:
-                if bsym.sym.name == collective.kind and bsym.args[0].spec.name == collective.bucket:
-                    bucket: Bucket = bsym.args[0]
-                    slot = Arena(bucket.spec.device).slot(0, bsym.args[1].nbytes)
+                if bsym.sym.name == collective.kind and bucket_of(bsym).spec.name == collective.bucket:
+                    bucket: Bucket = bucket_of(bsym)
+                    slot = Arena(bucket.spec.device).slot(0, Issue(bsym).slot.nbytes)
                     views = slot.params if collective.kind == fsdp_all_gather.name else slot.grads
                     views[bucket].flat.zero_()
                     return bucket, slot

@@ -17,6 +17,7 @@ from thunder.core.trace import TraceCtx
 
 from .buffers import Bucket
 from .cost import Seconds, runs_nothing
+from .operands import bucket_of
 from .symbols import (
     GRAD_WRITERS,
     ISSUES,
@@ -176,10 +177,10 @@ class MeasuredCost:
 
     def _communication(self, bsym: BoundSymbol) -> Seconds:
         if bsym.sym.name in ISSUES:
-            collective = self._collective(bsym.sym.name, bsym.args[0])
+            collective = self._collective(bsym.sym.name, bucket_of(bsym))
             return Seconds(collective.issue_host, collective.issue)
         if bsym.sym.name in WAITS:
-            collective = self._collective(waited_by(bsym), bsym.args[0])
+            collective = self._collective(waited_by(bsym), bucket_of(bsym))
             return Seconds(collective.wait_host, collective.wait)
         return Seconds(0.0, 0.0)
 

@@ -14,8 +14,8 @@ from typing import Any
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from .buffers import Slot
 from .deadlock import Step
+from .operands import Issue, Wait, bucket_of
 from .symbols import (
     ISSUES,
     WAITS,
@@ -121,9 +121,9 @@ def read_program(trace: TraceCtx) -> list[Step]:
     for bsym in statements(trace):
         kind = bsym.sym.name
         if kind in WAITS or bsym.sym is fsdp_all_reduce:
-            wait_for(bsym.args[1].name)
+            wait_for(Wait(bsym).future.name)
         if kind in ISSUES:
-            bucket = bsym.args[0]
+            bucket = bucket_of(bsym)
             nbytes, dtype = payload(kind, bucket.spec)
             group = group_of(kind, bucket)
             line = f"{kind} {bucket.spec.name} {nbytes} bytes {dtype} {bucket.spec.travel.transport}"
@@ -165,13 +165,13 @@ def read_schedule(trace: TraceCtx) -> Schedule:
         kind = bsym.sym.name
         if not is_communication(bsym):
             continue
-        bucket = bsym.args[0]
+        bucket = bucket_of(bsym)
         collective, slot, consumer = fsdp_reduce_scatter.name, "", None
         if kind in ISSUES:
-            slot = str(bsym.args[1]) if isinstance(bsym.args[1], Slot) else ""
+            slot = str(Issue(bsym).planned_slot or "")
             collective, slot = issued[bsym.output.name] = kind, slot
         elif kind in WAITS:
-            collective, slot = issued[bsym.args[1].name]
+            collective, slot = issued[Wait(bsym).future.name]
             consumer = min((first_read[o] for o in outs_of(bsym) if o in first_read), default=None)
         nbytes, dtype = payload(collective, bucket.spec)
         ops.append(

@@ -29,6 +29,7 @@ from thunder.core.trace import TraceCtx
 
 from .buffers import Bucket, Slot
 from .cost import CostModel, Seconds
+from .operands import Issue, Wait, bucket_of
 from .symbols import (
     GRAD_WRITERS,
     ISSUES,
@@ -204,7 +205,7 @@ class _Step:
                 self._work(bsym, seconds, number, position)
                 uses.issue(bsym, self._communicate(bsym, number, position), began)
             elif name in WAITS:
-                if bsym.args[1].name not in self.there:
+                if Wait(bsym).future.name not in self.there:
                     self._wait(bsym, seconds, number, position)
                 uses.wait(bsym, self.compute)
             else:
@@ -237,7 +238,7 @@ class _Step:
             self.host = self.compute
 
     def _communicate(self, bsym: BoundSymbol, trace: int, position: int) -> _Flight:
-        bucket, kind = bsym.args[0], bsym.sym.name
+        bucket, kind = bucket_of(bsym), bsym.sym.name
         group = group_of(kind, bucket).description
         link = self.links.get(group)
         if link is None:
@@ -249,7 +250,7 @@ class _Step:
         return flight
 
     def _wait(self, bsym: BoundSymbol, seconds: Seconds, trace: int, position: int) -> None:
-        link, flight = self.flights[bsym.args[1].name]
+        link, flight = self.flights[Wait(bsym).future.name]
         start = max(self.compute, self.host)
         link.advance(start)
         end = link.finish(flight)
@@ -285,7 +286,7 @@ class _SlotUses:
         self.gathered: dict[tuple[str, str], int] = {}  # by slot and bucket
 
     def issue(self, bsym: BoundSymbol, flight: _Flight, began: float) -> None:
-        bucket, slot = bsym.args[0], bsym.args[1]
+        bucket, slot = bucket_of(bsym), Issue(bsym).planned_slot
         # Gradients are written or copied into the slot before they travel, parameters come in while they do.
         in_place = [self.written[arg] for arg in args_of(bsym) if arg in self.written]
         start = flight.arrival if bsym.sym is fsdp_all_gather else min([*in_place, began])
@@ -301,15 +302,15 @@ class _SlotUses:
 
     def find(self, bsym: BoundSymbol, now: float) -> None:
         """A gather whose bucket lies in its slot since forward: that use goes on."""
-        slot, name = str(bsym.args[1]), bsym.args[0].spec.name
+        slot, name = str(Issue(bsym).planned_slot), bucket_of(bsym).spec.name
         number = self.gathered.get((slot, name))
         if number is None:  # backward alone is simulated
             number = self.gathered[slot, name] = len(self.uses)
-            self.uses.append([slot, name, bsym.sym.name, payload(bsym.sym.name, bsym.args[0].spec)[0], 0.0, now])
+            self.uses.append([slot, name, bsym.sym.name, payload(bsym.sym.name, bucket_of(bsym).spec)[0], 0.0, now])
         self.of_value[bsym.output.name] = (number,)
 
     def wait(self, bsym: BoundSymbol, now: float) -> None:
-        numbers = self.of_value.get(bsym.args[1].name, ())
+        numbers = self.of_value.get(Wait(bsym).future.name, ())
         if numbers:  # what an all-reduce has is no slot
             self.uses[numbers[0]][-1] = now
         if bsym.sym is fsdp_wait_params:

@@ -44,6 +44,7 @@ from .buckets import BucketSpec
 from .buffers import Bucket, InFlight, Slot, address, failed
 from .compat import running_node_number
 from .groups import Group
+from .operands import bucket_of
 from .runs import forward_number
 from .transports.base import Views, labelled
 
@@ -386,7 +387,7 @@ def _print(
     elif bsym.output:
         call = f"({', '.join(o.name for o in bsym.output)},) = {call}"
     if bsym.sym.name in ISSUES:
-        nbytes, dtype = payload(bsym.sym.name, bsym.args[0].spec)
+        nbytes, dtype = payload(bsym.sym.name, bucket_of(bsym).spec)
         call += f"  # {nbytes:,} bytes {str(dtype).removeprefix('torch.')}{', there still' * is_there(bsym)}"
     return call
 
@@ -463,7 +464,7 @@ def waited_by(wait: BoundSymbol) -> str:
     """The kind of the collective that a wait waits for."""
     if wait.sym is fsdp_wait_params:
         return fsdp_all_gather.name
-    return fsdp_reduce_scatter.name if wait.args[0].ranks.replicas is None else fsdp_all_reduce.name
+    return fsdp_reduce_scatter.name if bucket_of(wait).ranks.replicas is None else fsdp_all_reduce.name
 
 
 def group_of(kind: str, bucket: Bucket) -> Group:

@@ -19,6 +19,7 @@ from thunder.core.trace import TraceCtx
 
 from .api import fsdp
 from .fake_ranks import Made, compile_as_rank
+from .operands import Wait, bucket_of
 from .schedule import StepSchedule, read_schedule
 from .symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from .traces import Aliases, args_of, outs_of, statement, statements
@@ -117,14 +118,14 @@ def gathers(trace: TraceCtx) -> list[Gather]:
             issues[bsym.output.name] = position
             readers[bsym.output.name] = []
         elif bsym.sym is fsdp_wait_params:
-            waits[bsym.args[1].name] = position
-            owner.update(dict.fromkeys(outs_of(bsym), bsym.args[1].name))
+            waits[Wait(bsym).future.name] = position
+            owner.update(dict.fromkeys(outs_of(bsym), Wait(bsym).future.name))
         else:
             aliases.add(bsym)
     return [
         Gather(
-            bsyms[issue].args[0].spec.name,
-            bsyms[issue].args[0].spec.unsharded_bytes,
+            bucket_of(bsyms[issue]).spec.name,
+            bucket_of(bsyms[issue]).spec.unsharded_bytes,
             issue,
             waits[future],
             min(readers[future], default=None),
@@ -138,11 +139,11 @@ def reductions(trace: TraceCtx) -> list[Reduction]:
     """Every reduction of the trace, in the order of issue."""
     bsyms = statements(trace)
     produced = {out: position for position, bsym in enumerate(bsyms) for out in outs_of(bsym)}
-    waits = {b.args[1].name: position for position, b in enumerate(bsyms) if b.sym is fsdp_wait_grads}
-    waits.update({b.args[1].name: waits[b.output.name] for b in bsyms if b.sym is fsdp_all_reduce})
+    waits = {Wait(b).future.name: position for position, b in enumerate(bsyms) if b.sym is fsdp_wait_grads}
+    waits.update({Wait(b).future.name: waits[b.output.name] for b in bsyms if b.sym is fsdp_all_reduce})
     return [
         Reduction(
-            bsym.args[0].spec.name,
+            bucket_of(bsym).spec.name,
             max((produced.get(arg, -1) for arg in args_of(bsym)), default=-1),
             position,
             waits[bsym.output.name],
@@ -276,20 +277,20 @@ def assert_no_parameter_copies(trace: TraceCtx) -> None:
     """
     bsyms = statements(trace)
     aliases = Aliases()
-    bucket_of: dict[str, str] = {}
+    of_bucket: dict[str, str] = {}
     for bsym in bsyms:
         if bsym.sym is fsdp_all_gather:
-            bucket_of.update(dict.fromkeys(args_of(bsym), bsym.args[0].spec.name))
+            of_bucket.update(dict.fromkeys(args_of(bsym), bucket_of(bsym).spec.name))
     for position, bsym in enumerate(bsyms):
         if bsym.sym is fsdp_wait_params:
-            bucket_of.update(dict.fromkeys(outs_of(bsym), bsym.args[0].spec.name))
+            of_bucket.update(dict.fromkeys(outs_of(bsym), bucket_of(bsym).spec.name))
         if bsym.sym in _COMMUNICATION:
             continue
         for part in _parts(bsym):
             sources = {root for arg in args_of(part) for root in aliases.roots(arg)}
             name = part.sym.name.removeprefix("torch_").removesuffix("_prim_impl")
-            if name in _COPIES and (copied := sources & bucket_of.keys()):
-                buckets = sorted({bucket_of[source] for source in copied})
+            if name in _COPIES and (copied := sources & of_bucket.keys()):
+                buckets = sorted({of_bucket[source] for source in copied})
                 _fail(trace, f"{part.sym.name} copies parameters of {buckets}", position)
             aliases.add(part)
         aliases.add(bsym)

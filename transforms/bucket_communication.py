@@ -13,6 +13,7 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..buffers import Bucket
+from ..operands import OneParameter, bucket_of
 from ..symbols import (
     fsdp_accumulate_grads,
     fsdp_all_gather,
@@ -46,16 +47,16 @@ def bucket_communication(trace: TraceCtx, *, buckets: Sequence[Bucket], no_sync:
     reduces: dict[Bucket, dict[int, BoundSymbol]] = defaultdict(dict)
     for bsym in trace.bound_symbols:
         if bsym.sym is fsdp_unshard:
-            unshards[bsym.args[0]][bsym.args[1]] = bsym
+            unshards[bucket_of(bsym)][OneParameter(bsym).index] = bsym
         elif bsym.sym is fsdp_reduce:
-            reduces[bsym.args[0]][bsym.args[1]] = bsym
+            reduces[bucket_of(bsym)][OneParameter(bsym).index] = bsym
 
     new = with_bound_symbols(trace, (), "fsdp: bucket communication", started)
     seen: dict[Bucket, int] = defaultdict(int)
     with tracectx(new):
         for bsym in trace.bound_symbols[:-1]:
             if bsym.sym is fsdp_unshard:
-                bucket = bsym.args[0]
+                bucket = bucket_of(bsym)
                 if bucket in unshards:
                     new.bound_symbols += _gather(bucket, unshards.pop(bucket), bsym)
             elif bsym.sym is fsdp_reduce:
@@ -94,7 +95,7 @@ def _sum_to_shape_of_param(grad: TensorProxy, bucket: Bucket, index: int) -> Ten
 
 
 def _gather(bucket: Bucket, unshards: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
-    shards = _in_order(bucket, {i: b.args[2] for i, b in unshards.items()})
+    shards = _in_order(bucket, {i: OneParameter(b).tensor for i, b in unshards.items()})
     params = list(fsdp_wait_params.meta(bucket, None))
     for index, bsym in unshards.items():
         params[index] = bsym.output
@@ -106,7 +107,7 @@ def _gather(bucket: Bucket, unshards: dict[int, BoundSymbol], at: BoundSymbol) -
 
 
 def _reduce(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
-    grads = _in_order(bucket, {i: b.args[2] for i, b in reduces.items()})
+    grads = _in_order(bucket, {i: OneParameter(b).tensor for i, b in reduces.items()})
     future = fsdp_reduce_scatter.meta(bucket, None, *grads)
     emitted = [_like(at, fsdp_reduce_scatter.bind(bucket, None, *grads, output=future))]
     if bucket.ranks.replicas is not None:
@@ -119,7 +120,7 @@ def _reduce(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) ->
 
 
 def _accumulate(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
-    grads = _in_order(bucket, {i: b.args[2] for i, b in reduces.items()})
+    grads = _in_order(bucket, {i: OneParameter(b).tensor for i, b in reduces.items()})
     return [_like(at, fsdp_accumulate_grads.bind(bucket, *grads, output=None))]
 
 

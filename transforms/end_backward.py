@@ -6,6 +6,7 @@ import time
 
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..operands import bucket_of
 from ..symbols import fsdp_accumulate_grads, fsdp_backward_done, fsdp_reduce_scatter, fsdp_reduce_unreduced
 from ..traces import return_of, with_bound_symbols
 
@@ -20,7 +21,7 @@ def end_backward(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
     """
     started = time.perf_counter()
     takers = (fsdp_accumulate_grads,) if no_sync else (fsdp_reduce_scatter, fsdp_reduce_unreduced)
-    buckets = [b.args[0] for b in trace.bound_symbols if b.sym in takers]
+    buckets = [bucket_of(b) for b in trace.bound_symbols if b.sym in takers]
     if not buckets:
         return trace
     new = with_bound_symbols(trace, trace.bound_symbols[:-1], "fsdp: end of backward", started)

@@ -15,6 +15,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..buffers import Bucket
+from ..operands import Gather, Wait, bucket_of
 from ..parts import bytes_of_rest, in_dtype, only
 from ..symbols import fsdp_all_gather, fsdp_wait_params
 from ..traces import args_of, swap_args, with_bound_symbols
@@ -41,7 +42,7 @@ def fuse_downcast(trace: TraceCtx) -> TraceCtx:
     Source: DeepSpeed's pull request 7588, there by configuration.
     """
     started = time.perf_counter()
-    waits = [b for b in trace.bound_symbols if b.sym is fsdp_wait_params and b.args[0].spec.param_dtype.itemsize > 2]
+    waits = [b for b in trace.bound_symbols if b.sym is fsdp_wait_params and bucket_of(b).spec.param_dtype.itemsize > 2]
     casts: dict[str, list[_Downcast]] = defaultdict(list)
     others: set[str] = set()
     params = {p.name for wait in waits for p in wait.output}
@@ -54,7 +55,7 @@ def fuse_downcast(trace: TraceCtx) -> TraceCtx:
             casts[cast.source].append(cast)
         else:
             others.update(read)
-    lowered = {wait.args[1].name: plan for wait in waits if (plan := _Lowered.of(wait, casts, others)) is not None}
+    lowered = {Wait(wait).future.name: plan for wait in waits if (plan := _Lowered.of(wait, casts, others)) is not None}
     if not lowered:
         return trace
 
@@ -70,8 +71,8 @@ def fuse_downcast(trace: TraceCtx) -> TraceCtx:
         for bsym in trace.bound_symbols:
             if bsym.sym is fsdp_all_gather and bsym.output.name in lowered:
                 continue
-            if bsym.sym is fsdp_wait_params and bsym.args[1].name in lowered:
-                new.bound_symbols += lowered[bsym.args[1].name].emit(trace, bsym)
+            if bsym.sym is fsdp_wait_params and Wait(bsym).future.name in lowered:
+                new.bound_symbols += lowered[Wait(bsym).future.name].emit(trace, bsym)
                 continue
             cast = _downcast(bsym)
             if cast is not None and cast.output.name in gone:
@@ -90,7 +91,7 @@ class _Lowered(NamedTuple):
 
     @classmethod
     def of(cls, wait: BoundSymbol, casts: dict[str, list[_Downcast]], others: set[str]) -> _Lowered | None:
-        bucket = wait.args[0]
+        bucket = bucket_of(wait)
         found = {i: casts[p.name] for i, p in enumerate(wait.output) if p.name in casts and p.name not in others}
         dtypes = [cast.dtype for of_one in found.values() for cast in of_one]
         if not dtypes:
@@ -106,15 +107,15 @@ class _Lowered(NamedTuple):
         return cls(bucket, dtype, found, rest)
 
     def emit(self, trace: TraceCtx, wait: BoundSymbol) -> Iterator[BoundSymbol]:
-        gather = next(b for b in trace.bound_symbols if b.output is wait.args[1])
+        gather = next(b for b in trace.bound_symbols if b.output is Wait(wait).future)
         low = in_dtype(self.bucket, self.dtype)
         outs = list(fsdp_wait_params.meta(low, None))
         for index, of_one in self.casts.items():
             outs[index] = of_one[0].output
-        yield from _pair(gather, wait, low, gather.args[2:], outs)
+        yield from _pair(gather, wait, low, Gather(gather).shards, outs)
         if self.rest:
             rest = only(self.bucket, self.rest)
-            shards = [gather.args[2 + i] for i in self.rest]
+            shards = [Gather(gather).shards[i] for i in self.rest]
             yield from _pair(gather, wait, rest, shards, [wait.output[i] for i in self.rest])
 
 

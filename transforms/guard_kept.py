@@ -9,6 +9,7 @@ from thunder.core.symbol import BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..buffers import Bucket
+from ..operands import Gather, bucket_of
 from ..symbols import fsdp_all_gather, fsdp_params_unchanged
 from ..traces import args_of, forward_part, outs_of, return_of, with_bound_symbols
 
@@ -22,13 +23,13 @@ def guard_kept(trace: TraceCtx, *, kept: Collection[Bucket]) -> TraceCtx:
     aborted forward, or an evaluation, may have overwritten since (``guard_first``).
     """
     started = time.perf_counter()
-    gathers = [b for b in trace.bound_symbols if b.sym is fsdp_all_gather and b.args[0].whole in kept]
+    gathers = [b for b in trace.bound_symbols if b.sym is fsdp_all_gather and bucket_of(b).whole in kept]
     if not gathers or all(forward_part(trace)[:-1]):
         return trace
     new = with_bound_symbols(trace, trace.bound_symbols[:-1], "fsdp: guard kept buckets", started)
     with tracectx(new):
         for gather in gathers:
-            guard = fsdp_params_unchanged.bind(gather.args[0], *gather.args[2:], output=None)
+            guard = fsdp_params_unchanged.bind(bucket_of(gather), *Gather(gather).shards, output=None)
             guard.tags.add(BoundSymbolTag.BACKWARD)
             new.bound_symbols.append(guard)
     new.bound_symbols.append(return_of(trace))

@@ -13,6 +13,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..control import Run
+from ..operands import Wait, bucket_of
 from ..symbols import WAITS, executor, fsdp_params_unchanged, fsdp_reduce_unreduced, travels
 from ..traces import AGREEMENT, with_bound_symbols
 
@@ -39,15 +40,15 @@ def insert_agreement(trace: TraceCtx, *, run: Run, before_issue: bool) -> TraceC
             head = position
         if travels(bsym):
             issued.add(bsym.output.name)
-        waits = bsym.sym.name in WAITS and bsym.args[1].name in issued
+        waits = bsym.sym.name in WAITS and Wait(bsym).future.name in issued
         if (travels(bsym) and before_issue) or waits or bsym.sym is fsdp_reduce_unreduced:
             end = position
             break
     if end is None:  # the other ranks communicate, this one does not
         end = len(bsyms) - 1
     head = min(head if head is not None else end, end)
-    run.left_over = [weakref.ref(b.args[0]) for b in bsyms if b.sym is fsdp_reduce_unreduced]
-    run.guarded = [weakref.ref(b.args[0]) for b in bsyms if b.sym is fsdp_params_unchanged]
+    run.left_over = [weakref.ref(bucket_of(b)) for b in bsyms if b.sym is fsdp_reduce_unreduced]
+    run.guarded = [weakref.ref(bucket_of(b)) for b in bsyms if b.sym is fsdp_params_unchanged]
     with tracectx(trace):
         posts, settles = (symbol.bind(run, output=None) for symbol in (fsdp_agree, fsdp_agreed))
     bsyms[end:end] = [settles]

@@ -26,6 +26,7 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag, has_tags
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..buffers import Bucket
+from ..operands import Wait, bucket_of
 from ..symbols import (
     executor,
     fsdp_accumulate_grads,
@@ -95,7 +96,7 @@ def remove_cuts(trace: TraceCtx) -> TraceCtx:
                 original[behind.name] = original.get(before.name, before)
             continue
         if bsym.sym is fsdp_wait_params:
-            bsym = bsym.from_bsym(args=bsym.args[:2])
+            bsym = Wait(bsym).with_token(None)
         bsyms.append(swap_args(bsym, original))
     return with_bound_symbols(trace, bsyms, "fsdp: remove cuts", started)
 
@@ -118,7 +119,7 @@ class _Params:
     def add(self, bsym: BoundSymbol) -> None:
         """Takes in the next bound symbol."""
         if bsym.sym is fsdp_wait_params:
-            self.bucket_of.update(dict.fromkeys(outs_of(bsym), bsym.args[0]))
+            self.bucket_of.update(dict.fromkeys(outs_of(bsym), bucket_of(bsym)))
         elif not _is_ours(bsym):
             self.aliases.add(bsym)
 
@@ -161,7 +162,7 @@ class _Half:
         if _is_compute(bsym):
             self.compute.append(bsym)
         elif bsym.sym in (fsdp_wait_params, fsdp_all_reduce, fsdp_wait_grads):
-            comm = self.comm_of[bsym.args[1].name]
+            comm = self.comm_of[Wait(bsym).future.name]
             comm.bsyms.append(bsym)
             self.comm_of.update(dict.fromkeys(outs_of(bsym), comm))
         elif bsym.sym in _ISSUES:
@@ -221,7 +222,7 @@ class _Half:
                 ready[comm] = max((uses.produced.get(g, comm.place - 1) + 1 for g in grads), default=comm.place)
         order = sorted(ready, key=ready.__getitem__)
         for number, comm in enumerate(order):
-            start, bucket = ready[comm], comm.bsyms[0].args[0]
+            start, bucket = ready[comm], bucket_of(comm.bsyms[0])
             end = min((uses.first_read(wait) for wait in comm.bsyms[1:]), default=len(self.compute))
             if number + 1 < len(order):
                 end = min(end, max(start, ready[order[number + 1]] - 1))
@@ -252,7 +253,7 @@ class _Half:
         for comm in comms:
             if comm.is_gather:
                 gather, wait = comm.bsyms
-                bsyms += [gather, wait.from_bsym(args=(*wait.args[:2], token))]
+                bsyms += [gather, Wait(wait).with_token(token)]
         return bsyms
 
 

@@ -28,6 +28,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..buffers import Arena, Bucket, Slot, slot_bytes
+from ..operands import Issue, Reduction, Wait, bucket_of
 from ..symbols import (
     GRAD_WRITERS,
     fsdp_all_gather,
@@ -133,14 +134,14 @@ def plan_slots(
         else:
             slot = arena_of(live.bucket).slot(offsets[live], live.nbytes)
         for user in (*live.grads, position):
-            bsyms[user] = bsyms[user].from_bsym(args=(live.bucket, slot, *bsyms[user].args[2:]))
+            bsyms[user] = Issue(bsyms[user]).with_slot(slot, live.bucket)
     return with_bound_symbols(trace, bsyms, "fsdp: plan slots", started)
 
 
 def left_by_forward(forward: TraceCtx) -> dict[Bucket, Slot]:
     """The buckets that lie in shared slots still at the end of a marked forward trace, and where."""
     gathers = (b for b in forward.bound_symbols if b.sym is fsdp_all_gather)
-    return {b.args[0]: b.args[1] for b in gathers if "followed_by" in marks(b)}
+    return {bucket_of(b): Issue(b).slot for b in gathers if "followed_by" in marks(b)}
 
 
 def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
@@ -157,14 +158,16 @@ def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
         if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter):
             grads = [written[arg] for arg in args_of(bsym) if arg in written]
             start = BEFORE if is_there(bsym) else min([*grads, position])
-            live = LiveRange(bsym.args[0], start, position, slot_bytes_of(bsym), grads)
+            live = LiveRange(bucket_of(bsym), start, position, slot_bytes_of(bsym), grads)
             if bsym.sym is fsdp_reduce_scatter:
                 live.touched = {
-                    i: written[g.name] for i, g in enumerate(bsym.args[2:]) if g is not None and g.name in written
+                    i: written[g.name]
+                    for i, g in enumerate(Reduction(bsym).grads)
+                    if g is not None and g.name in written
                 }
             ranges[position] = issued[bsym.output.name] = live
         elif bsym.sym in (fsdp_wait_params, fsdp_wait_grads, fsdp_all_reduce):
-            flight = issued.get(bsym.args[1].name)
+            flight = issued.get(Wait(bsym).future.name)
             if flight is None:  # behind an all-reduce
                 continue
             flight.end = position
@@ -210,7 +213,7 @@ def grads_over_params(trace: TraceCtx, ranges: dict[int, LiveRange]) -> dict[Liv
 
 def slot_bytes_of(issue: BoundSymbol) -> int:
     """Bytes of the slot that a gather or a reduction needs, alignment and staging included."""
-    spec = issue.args[0].spec
+    spec = bucket_of(issue).spec
     return slot_bytes(spec, payload(issue.sym.name, spec)[1])
 
 
@@ -218,7 +221,7 @@ def shared_slots(trace: TraceCtx) -> tuple[int, int]:
     """Bytes of arena that the shared slots of a trace take, and the least that any allocation of them could take."""
     issues = (fsdp_all_gather, fsdp_reduce_scatter)
     ends: dict[Arena, int] = {}
-    for bucket, slot in (b.args[:2] for b in trace.bound_symbols if b.sym in issues):
+    for bucket, slot in ((bucket_of(b), Issue(b).slot) for b in trace.bound_symbols if b.sym in issues):
         if slot is not bucket.private_slot:
             ends[slot.arena] = max(ends.get(slot.arena, 0), slot.end)
     return sum(ends.values()), peak_live_bytes(trace)
@@ -227,11 +230,12 @@ def shared_slots(trace: TraceCtx) -> tuple[int, int]:
 def peak_live_bytes(trace: TraceCtx) -> int:
     """Most bytes of unsharded parameters and gradients in shared slots at one position: a lower bound for any arena."""
     ranges = live_ranges(trace)
-    slots = {i: trace.bound_symbols[i].args[1] for i in ranges}
+    slots = {i: Issue(trace.bound_symbols[i]).planned_slot for i in ranges}
     shared = {i: r for i, r in ranges.items() if slots[i] is None or slots[i] is not r.bucket.private_slot}
     slot_of = {r: slots[i] for i, r in shared.items()}
     for reduction, gather in grads_over_params(trace, shared).items():
-        if slot_of[gather] is not None and slot_of[gather].overlaps(slot_of[reduction]):
+        taken, needed = slot_of[gather], slot_of[reduction]
+        if taken is not None and needed is not None and taken.overlaps(needed):
             gather.end = reduction.start - 1
     return _most_live(shared.values())
 

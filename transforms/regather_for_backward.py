@@ -18,6 +18,7 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..buffers import Bucket
+from ..operands import bucket_of
 from ..operator_facts import facts_of
 from ..symbols import fsdp_all_gather, fsdp_wait_params
 from ..traces import args_of, derivation, forward_part, is_pure, outs_of, swap_args, with_bound_symbols
@@ -62,7 +63,7 @@ def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket]) -> Trace
     started = time.perf_counter()
     forward = forward_part(trace)
     if all(forward[:-1]) or not any(
-        b.sym is fsdp_all_gather and b.args[0].whole not in kept for b in trace.bound_symbols
+        b.sym is fsdp_all_gather and bucket_of(b).whole not in kept for b in trace.bound_symbols
     ):
         return trace
     new = with_bound_symbols(trace, (), "fsdp: regather for backward", started)
@@ -93,8 +94,8 @@ class _Regather:
             if is_forward:
                 self._classify(bsym)
             elif bsym.sym in (fsdp_all_gather, fsdp_wait_params):
-                self.again[bsym.args[0]].append(bsym)
-                self.read_again.update(dict.fromkeys(outs_of(bsym), bsym.args[0]))
+                self.again[bucket_of(bsym)].append(bsym)
+                self.read_again.update(dict.fromkeys(outs_of(bsym), bucket_of(bsym)))
         returned = self.trace.bound_symbols[-1]
         out = self.new.bound_symbols
         for bsym, is_forward in zip(self.trace.bound_symbols, self.forward, strict=True):
@@ -103,7 +104,7 @@ class _Regather:
                 out.append(bsym)
                 continue
             if bsym.sym in (fsdp_all_gather, fsdp_wait_params):
-                self._gather(bsym.args[0])
+                self._gather(bucket_of(bsym))
                 continue
             for name in args_of(bsym):
                 self._regenerate(name)
@@ -115,10 +116,10 @@ class _Regather:
         for out in outs_of(bsym):
             self.producers[out] = bsym
         if bsym.sym is fsdp_all_gather:
-            self.gathers[bsym.args[0]] = bsym
+            self.gathers[bucket_of(bsym)] = bsym
         elif bsym.sym is fsdp_wait_params:
-            self.waits[bsym.args[0]] = bsym
-            if bsym.args[0].whole not in self.kept:
+            self.waits[bucket_of(bsym)] = bsym
+            if bucket_of(bsym).whole not in self.kept:
                 self.from_params.update(outs_of(bsym))
         elif bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
             for part in bsym.subsymbols if bsym.sym.is_fusion else (bsym,):
@@ -137,7 +138,7 @@ class _Regather:
             return
         producer = self.producers[name]
         if producer.sym is fsdp_wait_params:
-            self._gather(producer.args[0])
+            self._gather(bucket_of(producer))
             return
         for bsym in derivation(producer, name):
             for arg in args_of(bsym):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..operands import Wait, bucket_of
 from ..schedule import Schedule, compute_digest, is_communication
 from ..symbols import ISSUES, fsdp_wait_params, payload
 from ..traces import statements, with_bound_symbols
@@ -34,8 +35,8 @@ def replay_schedule(trace: TraceCtx, *, schedule: Schedule) -> TraceCtx:
     for bsym in statements(trace):
         if is_communication(bsym):
             if bsym.sym is fsdp_wait_params:
-                bsym = bsym.from_bsym(args=bsym.args[:2])
-            ours[bsym.sym.name, bsym.args[0].spec.name].append(bsym)
+                bsym = Wait(bsym).with_token(None)
+            ours[bsym.sym.name, bucket_of(bsym).spec.name].append(bsym)
         else:
             compute.append(bsym)
     out = _interleave(compute, ours, schedule)
@@ -61,13 +62,13 @@ def _interleave(
             why = "the trace has no such op" if not known else f"the trace ends at {len(out)}"
             raise ScheduleMismatch(f"schedule: line {number} does not fit, {why}:\n    {op}")
         bsym = known.popleft()
-        if bsym.sym.name in ISSUES and (nbytes := payload(op.kind, bsym.args[0].spec)[0]) != op.nbytes:
+        if bsym.sym.name in ISSUES and (nbytes := payload(op.kind, bucket_of(bsym).spec)[0]) != op.nbytes:
             raise ScheduleMismatch(
                 f"schedule: line {number} does not fit, the bucket has {nbytes:,} bytes here:\n    {op}"
             )
         out.append(bsym.from_bsym(header=op.reason))
     left = [bsym for known in ours.values() for bsym in known]
     if left:
-        raise ScheduleMismatch(f"schedule: it lacks {left[0].sym.name} of bucket {left[0].args[0].spec.name!r}")
+        raise ScheduleMismatch(f"schedule: it lacks {left[0].sym.name} of bucket {bucket_of(left[0]).spec.name!r}")
     out.extend(rest)
     return out

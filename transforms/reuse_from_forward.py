@@ -24,6 +24,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..buffers import Arena, Slot
+from ..operands import Issue, bucket_of
 from ..symbols import fsdp_all_gather, fsdp_reduce_scatter
 from ..traces import has_backward, with_bound_symbols
 from .plan_slots import left_by_forward, live_ranges
@@ -42,7 +43,7 @@ def mark_left_by_forward(trace: TraceCtx) -> TraceCtx:
     if has_backward(trace):
         for position, bsym in reversed(list(enumerate(bsyms))):
             if bsym.sym is fsdp_all_gather:
-                bucket, slot = bsym.args[:2]
+                bucket, slot = bucket_of(bsym), Issue(bsym).slot
                 later = behind[slot.arena]
                 if bucket.private_slot is not slot and not any(map(slot.overlaps, later)):
                     bsyms[position] = _marked(bsym, followed_by=len(later))
@@ -60,9 +61,9 @@ def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
     for position, bsym in enumerate(trace.bound_symbols):
         if bsym.sym not in (fsdp_all_gather, fsdp_reduce_scatter):
             continue
-        bucket, slot = bsym.args[:2]
+        bucket, slot = bucket_of(bsym), Issue(bsym).slot
         if bsym.sym is fsdp_all_gather and left.pop(bucket, None) == slot:
-            others = (bsyms[i].args[1] for i, live in ranges.items() if i != position and live.start < position)
+            others = (Issue(bsyms[i]).slot for i, live in ranges.items() if i != position and live.start < position)
             if not any(map(slot.overlaps, others)):
                 bsyms[position] = _marked(bsym, preceded_by=before[slot.arena])
         before[slot.arena] += 1

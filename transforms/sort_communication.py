@@ -12,6 +12,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..groups import Group
+from ..operands import Wait, bucket_of
 from ..symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from ..traces import Aliases, args_of, communicates, outs_of, statements, with_bound_symbols
 from .plan_slots import slot_bytes_of
@@ -48,7 +49,7 @@ class _Gather:
 
     @property
     def name(self) -> str:
-        return self.issue.args[0].spec.name
+        return bucket_of(self.issue).spec.name
 
     @property
     def nbytes(self) -> int:
@@ -67,19 +68,19 @@ class _Reduction:
 
     @property
     def name(self) -> str:
-        return self.issue.args[0].spec.name
+        return bucket_of(self.issue).spec.name
 
     @property
     def nbytes(self) -> int:
-        return self.issue.args[0].spec.grad_bytes
+        return bucket_of(self.issue).spec.grad_bytes
 
     @property
     def group(self) -> Group:
-        return self.issue.args[0].ranks.reductions
+        return bucket_of(self.issue).ranks.reductions
 
     @property
     def holds_slot(self) -> bool:
-        return self.across is not None or self.wait.args[1].name == self.issue.output.name
+        return self.across is not None or Wait(self.wait).future.name == self.issue.output.name
 
 
 def sort_communication(trace: TraceCtx, *, prefetch: int, max_unsharded_bytes: int | None = None) -> TraceCtx:
@@ -113,7 +114,7 @@ def bytes_in_flight(reductions: Iterable[BoundSymbol]) -> dict[Group, int]:
     """The most bytes of slots that reductions of each process group may hold between issue and wait."""
     reduced: dict[Group, list[int]] = defaultdict(list)
     for issue in reductions:
-        reduced[issue.args[0].ranks.reductions].append(slot_bytes_of(issue))
+        reduced[bucket_of(issue).ranks.reductions].append(slot_bytes_of(issue))
     return {group: sum(sorted(nbytes)[-MAX_REDUCTIONS_IN_FLIGHT:]) for group, nbytes in reduced.items()}
 
 
@@ -161,10 +162,10 @@ class _Sorter:
                 across[bsym.output.name] = bsym
             elif bsym.sym is fsdp_wait_params:
                 # The token, if any, has done its work: it kept fusion regions apart.
-                gathers.append(_Gather(issues[bsym.args[1].name], bsym.from_bsym(args=bsym.args[:2])))
+                gathers.append(_Gather(issues[Wait(bsym).future.name], Wait(bsym).with_token(None)))
             elif bsym.sym is fsdp_wait_grads:
-                behind = across.get(bsym.args[1].name)
-                future = bsym.args[1] if behind is None else behind.args[1]
+                behind = across.get(Wait(bsym).future.name)
+                future = Wait(bsym if behind is None else behind).future
                 self.reductions.append(_Reduction(issues[future.name], bsym, behind))
             else:
                 self.compute.append(bsym)
@@ -177,7 +178,7 @@ class _Sorter:
                 self.steps.append([])
             self.steps[-1].append(gather)
             gather.step = len(self.steps) - 1
-        travelling = [sum(g.issue.args[0].spec.unsharded_bytes for g in step) for step in self.steps]
+        travelling = [sum(bucket_of(g.issue).spec.unsharded_bytes for g in step) for step in self.steps]
         self.issue_points = issue_points(travelling, prefetch)
 
         self.next_issue = 0  # number of the gather to be issued next
@@ -318,7 +319,7 @@ class _Sorter:
         """Whether the gather that comes next would queue behind ``reduction``."""
         if self.next_issue == len(self.gathers):
             return False
-        return self.gathers[self.next_issue].issue.args[0].ranks.group is reduction.group
+        return bucket_of(self.gathers[self.next_issue].issue).ranks.group is reduction.group
 
     def _wait_for_grads(self, until: _Reduction, reason: str) -> None:
         # Those of its group that were issued before it are over before it; other groups' go on.

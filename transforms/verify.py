@@ -12,6 +12,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..buffers import Bucket, Slot
+from ..operands import GradWrite, Issue, Wait, bucket_of
 from ..symbols import (
     GRAD_WRITERS,
     ISSUES,
@@ -140,7 +141,7 @@ class _Verifier:
                 self.aliases.add(bsym)
             self.defined.update(outs_of(bsym))
         for issue in self.open.values():
-            raise VerificationError(f"{issue.sym.name} of bucket {issue.args[0].spec.name!r} is never waited for")
+            raise VerificationError(f"{issue.sym.name} of bucket {bucket_of(issue).spec.name!r} is never waited for")
         self._check_memory()
         self._check_order()
         self._check_barriers()
@@ -148,7 +149,7 @@ class _Verifier:
         self._check_left()
 
     def _issue(self, position: int, bsym: BoundSymbol) -> None:
-        bucket, slot = bsym.args[:2]
+        bucket, slot = bucket_of(bsym), bsym.args[1]
         self.open[bsym.output.name] = bsym
         if bsym.sym is fsdp_all_reduce:  # works on the shard
             return
@@ -165,7 +166,8 @@ class _Verifier:
         return self.occupied[-1]
 
     def _write_grad(self, position: int, bsym: BoundSymbol) -> None:
-        bucket, slot, index = bsym.args[:3]
+        write = GradWrite(bsym)
+        bucket, slot, index = write.bucket, write.slot, write.index
         grad = bsym.output.name
         param = bucket.spec.params[index].name
         reduction = self.reduction_of.get(grad)
@@ -189,11 +191,11 @@ class _Verifier:
         self.filling[reduction.output.name].writes[index] = position
 
     def _wait(self, position: int, bsym: BoundSymbol) -> None:
-        bucket, future = bsym.args[0], bsym.args[1].name
+        bucket, future = bucket_of(bsym), Wait(bsym).future.name
         if future in self.closed:
             self.fail(position, f"waits a second time for {future!r} of bucket {bucket.spec.name!r}")
         issue = self.open.pop(future, None)
-        if issue is None or issue.sym not in _WAITED_BY[bsym.sym] or issue.args[0] is not bucket:
+        if issue is None or issue.sym not in _WAITED_BY[bsym.sym] or bucket_of(issue) is not bucket:
             self.fail(position, f"waits for {future!r}, which is not what bucket {bucket.spec.name!r} issued")
         self.closed[future] = bsym
         if bsym.sym is fsdp_wait_params:
@@ -211,7 +213,7 @@ class _Verifier:
                     if root in self.index_of:
                         self.of_param[root].reads[self.index_of[root]] = position
                 if root in self.in_place and bsym is not self.reduction_of[root]:
-                    bucket = self.reduction_of[root].args[0]
+                    bucket = bucket_of(self.reduction_of[root])
                     self.fail(
                         position,
                         f"reads {arg!r}, a gradient in the slot of bucket {bucket.spec.name!r} for its reduction",
@@ -236,9 +238,9 @@ class _Verifier:
         of_param: dict[str, str] = {}
         for position, bsym in enumerate(self.trace.bound_symbols):
             if bsym.sym is fsdp_all_gather:
-                issues[bsym.output.name] = [position, len(self.trace.bound_symbols), bsym.args[0]]
+                issues[bsym.output.name] = [position, len(self.trace.bound_symbols), bucket_of(bsym)]
             elif bsym.sym is fsdp_wait_params:
-                of_param.update(dict.fromkeys(outs_of(bsym), bsym.args[1].name))
+                of_param.update(dict.fromkeys(outs_of(bsym), Wait(bsym).future.name))
             elif bsym.sym.id is not PrimIDs.DEL:
                 for arg in args_of(bsym):
                     if arg in of_param:
@@ -264,7 +266,7 @@ class _Verifier:
         for position, bsym in enumerate(self.trace.bound_symbols):
             if bsym.sym is fsdp_reduce_scatter:
                 last_grad = max((produced.get(a, -1) for a in args_of(bsym)), default=-1)
-                spans.append((last_grad, position, bsym.args[0]))
+                spans.append((last_grad, position, bucket_of(bsym)))
         for begin, end, bucket in spans:
             for position in foreign:
                 if begin < position < end:
@@ -299,10 +301,10 @@ class _Verifier:
         kinds = (fsdp_all_gather, fsdp_reduce_scatter)
         issues = [(i, b) for i, b in enumerate(self.trace.bound_symbols) if b.sym in kinds]
         for number, (position, bsym) in enumerate(issues):
-            bucket, slot = bsym.args[:2]
+            bucket, slot = bucket_of(bsym), Issue(bsym).slot
             for mark, said in marks(bsym).items():
                 others = issues[:number] if mark == "preceded_by" else issues[number + 1 :]
-                slots = [b.args[1] for _, b in others if b.args[1].arena is slot.arena]
+                slots = [s for _, b in others if (s := Issue(b).slot).arena is slot.arena]
                 if said != len(slots):
                     self.fail(position, f"says {mark}={said} for bucket {bucket.spec.name!r}: it is {len(slots)}")
                 if mark == "followed_by" and any(map(slot.overlaps, slots)):

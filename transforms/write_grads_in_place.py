@@ -27,6 +27,7 @@ from thunder.core.trace import TraceCtx
 from thunder.executors import torchex
 
 from ..buffers import Bucket
+from ..operands import Reduction, bucket_of
 from ..symbols import GRAD_WRITERS, fsdp_matmul_into, fsdp_reduce_scatter, fsdp_sum_into
 from ..traces import args_of, outs_of, statements, with_bound_symbols
 
@@ -44,8 +45,8 @@ def write_grads_in_place(trace: TraceCtx) -> TraceCtx:
     producers = {out: position for position, bsym in enumerate(bsyms) for out in outs_of(bsym)}
     reads = Counter(name for bsym in bsyms for name in args_of(bsym))
     for reduction in [b for b in bsyms if b.sym is fsdp_reduce_scatter]:
-        bucket = reduction.args[0]
-        for index, grad in enumerate(reduction.args[2:]):
+        bucket = bucket_of(reduction)
+        for index, grad in enumerate(Reduction(reduction).grads):
             if grad is None or grad.name not in producers or reads[grad.name] != 1 or not _fits(grad, bucket, index):
                 continue
             position = producers[grad.name]
@@ -60,8 +61,8 @@ def share_written_in_place(trace: TraceCtx) -> tuple[int, int]:
     for reduction in trace.bound_symbols:
         if reduction.sym is not fsdp_reduce_scatter:
             continue
-        spec = reduction.args[0].spec
-        for placement, grad in zip(spec.layout.placements, reduction.args[2:], strict=True):
+        spec = bucket_of(reduction).spec
+        for placement, grad in zip(spec.layout.placements, Reduction(reduction).grads, strict=True):
             if grad is not None:
                 nbytes = placement.numel * spec.reduce_dtype.itemsize
                 total += nbytes
