@@ -11,7 +11,8 @@ from typing import Any
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp, full_state_dict, get_model_state_dict, load_checkpoint, save_checkpoint
 from thunder_fsdp_sched.checkpoint import RowPiece
-from thunder_fsdp_sched.checkpoint.pieces import local_rows
+from thunder_fsdp_sched.jitted_state import rows_by_name
+from thunder_fsdp_sched.pieces import local_rows
 from thunder_fsdp_sched.sharding import gather_param
 
 import pytest
@@ -308,11 +309,11 @@ def _load_what_does_not_fit(rank: int, world_size: int, folder: Path, case: str)
     if case in ("missing", "extra", "shape"):
         optimizers = ()
     _train_or_touch(model)
-    before = {n: t.clone() for n, t in model.state_dict().items()}
+    before = {n: t.clone() for n, t in rows_by_name(model).items()}
     keys = ("network", "optim") if case == "key" else ("model", "optim")
     with pytest.raises(tfs.CheckpointError, match=FAULTS[case]):
         load_checkpoint(folder, model, optimizers, keys=keys, extra={"epoch": 0} if case == "extra name" else None)
-    _same(dict(model.state_dict()), before)
+    _same(rows_by_name(model), before)
 
 
 def _train_or_touch(model: Any) -> None:
@@ -452,7 +453,7 @@ def _export_and_import(rank: int, world_size: int, folder: Path) -> None:
     _same(full_state_dict(other), whole)
 
     _train_or_touch(other)
-    before = {n: t.clone() for n, t in other.state_dict().items()}
+    before = {n: t.clone() for n, t in rows_by_name(other).items()}
     for case, message in (
         ("missing", "'another.weight' is missing"),
         ("extra", "is unknown"),
@@ -470,7 +471,7 @@ def _export_and_import(rank: int, world_size: int, folder: Path) -> None:
         tfs.load_safetensors(other, folder / "whole")
     with pytest.raises(tfs.CheckpointError, match=r"model-00002-\w+\.safetensors cannot be read"):
         tfs.load_safetensors(other, folder / "whole", verify_checksums=False)
-    _same(dict(other.state_dict()), before)
+    _same(rows_by_name(other), before)
     dist.barrier()
     if rank == 0:
         index.unlink()

@@ -23,6 +23,7 @@ from thunder_fsdp_sched.checkpoint import claim as claims
 from thunder_fsdp_sched.checkpoint import extra as extras
 from thunder_fsdp_sched.checkpoint.claim import INDEX, METADATA, check_claim, claim, complete_folder, leave
 from thunder_fsdp_sched.checkpoint.metadata import read_metadata, seal
+from thunder_fsdp_sched.jitted_state import rows_by_name
 
 import numpy as np
 import pytest
@@ -58,10 +59,10 @@ def _holds(model: Any, value: float) -> bool:
 
 
 def _refused(model: Any, message: str, call: Any, *args: Any, **kwargs: Any) -> str:
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in rows_by_name(model).items()}
     with pytest.raises(tfs.CheckpointError, match=message) as caught:
         call(*args, **kwargs)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in rows_by_name(model).items():
         assert torch.equal(tensor, before[name]), name
     return str(caught.value)
 

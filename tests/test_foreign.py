@@ -41,7 +41,7 @@ def _every_foreign_function(rank: int, world_size: int) -> None:
         optimizer = torch.optim.AdamW(jitted.parameters(), lr=0.1)
         jitted(torch.randn(2, 4)).sum().backward()
         optimizer.step()
-        rows = {name: value.clone() for name, value in jitted.state_dict().items()}
+        entries = {name: value.clone() for name, value in jitted.state_dict().items()}
         seen = (
             jitted,
             module,
@@ -60,11 +60,9 @@ def _every_foreign_function(rank: int, world_size: int) -> None:
                     _refused(thunder_checkpoint.get_model_state_dict, model, theirs, rank)
                     _refused(thunder_checkpoint.load_model_state_dict, dict(whole), model, theirs, rank)
 
-        # What is documented to hold rows, or to be ours, works as before; training does, too.
-        assert {name: value.shape for name, value in jitted.state_dict().items()} == {
-            name: value.shape for name, value in rows.items()
-        }
-        jitted.load_state_dict(rows)
+        # What is ours works, and what PyTorch's modules have; training does, too.
+        assert {name: value.shape for name, value in entries.items()} == {n: v.shape for n, v in whole.items()}
+        jitted.load_state_dict(entries)
         assert get_model_state_dict(jitted).keys() == whole.keys()
         assert get_optimizer_state_dict(jitted, optimizer)["state"].keys() == whole.keys()
         assert {n: v.shape for n, v in full_state_dict(jitted).items()} == {n: v.shape for n, v in whole.items()}
@@ -96,3 +94,19 @@ def _cuda_graphs(rank: int, world_size: int) -> None:
 
 def test_cuda_graphs_are_refused(ranks: Ranks) -> None:
     ranks.run(_cuda_graphs)
+
+
+def _replicate(rank: int, world_size: int) -> None:
+    for wrap in (lambda m: m, nn.Sequential, lambda m: nn.Sequential(nn.Linear(4, 4), nn.Sequential(m))):
+        model = thunder.jit(nn.Linear(4, 4, bias=False), transforms=[fsdp()])
+        with pytest.raises(RuntimeError, match="DistributedDataParallel would copy the rows of one rank"):
+            nn.parallel.DistributedDataParallel(wrap(model))(torch.randn(2, 4))
+    holder = nn.Sequential(nn.Linear(4, 4), thunder.jit(nn.Linear(4, 4, bias=False), transforms=[fsdp()]))
+    sharded = [name for name, _ in holder.named_parameters() if "_model" in name]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(holder, sharded)
+    nn.parallel.DistributedDataParallel(holder)(torch.randn(2, 4)).sum().backward()
+    assert all(p.grad is not None for p in holder.parameters())
+
+
+def test_shards_are_not_replicated_by_ddp(ranks: Ranks) -> None:
+    ranks.run(_replicate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import weakref
 from typing import Any
@@ -288,13 +289,18 @@ def _refuse(rank: int, world_size: int) -> None:
     for submodule, path in ((module, "the module"), (model.get_submodule("blocks.0"), r"blocks\.0")):
         with pytest.raises(RuntimeError, match=rf"{path} \(.*called by itself.*Call the jitted model, or.*eager"):
             submodule(x)
-        with pytest.raises(RuntimeError, match=rf"state_dict of {path} .*rows.*full_state_dict"):
-            submodule.state_dict()
         for make_copy in (copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match="cannot be copied or pickled"):
                 make_copy(submodule)
-    with pytest.raises(TypeError, match="cannot be copied or pickled"):
-        copy.deepcopy(model)
+        with pytest.raises(AttributeError, match=rf"{path} of a sharded model has hooks that cannot be scripted"):
+            torch.jit.script(submodule)
+    for make_copy in (copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+        for holder in (model, Wrapper(model)):
+            with pytest.raises(TypeError, match="cannot be copied or pickled"):
+                make_copy(holder)
+    for replicated in (model, module):
+        with pytest.raises(RuntimeError, match=r"sharded by thunder_fsdp_sched.*DistributedDataParallel would"):
+            nn.parallel.DistributedDataParallel(replicated)
     with pytest.raises(RuntimeError, match=r"size mismatch for weight: the unsharded parameter has shape \(4, 4\)"):
         module.first.load_state_dict({"weight": module.first.weight.detach().clone(), "bias": torch.zeros(4)})
     with pytest.raises(ValueError, match=r"'weight' is sharded.*load without assign"):

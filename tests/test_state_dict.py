@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import io
+from pathlib import Path
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, full_state_dict
+from thunder_fsdp_sched.checkpoint import RowPiece
+from thunder_fsdp_sched.pieces import local_rows
 
 import pytest
 import thunder
 import torch
+import torch.distributed.checkpoint as dcp
 from models import Layer, Model
 from ranks import Ranks
 from reference import Twins, loss_of
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 class Everything(Model):
@@ -57,7 +63,7 @@ def _save_and_load_shards(rank: int, world_size: int) -> None:
     saved_optimizers = [copy.deepcopy(optimizer.state_dict()) for optimizer in twins.optimizers]
     assert "unsaved" not in saved[0] and "norm.running_mean" in saved[0]
     for param in twins.transform.plan["blocks.0"].params:
-        assert saved[0][param.name].shape[1:] == param.shape[1:]
+        assert saved[0][param.name].shape == param.shape
 
     twins.train(steps=2)
     for model, state in zip(models, saved, strict=True):
@@ -152,7 +158,7 @@ def _load_wrong_shape(rank: int, world_size: int) -> None:
     state = {**twins.reference.state_dict(), "mix": torch.zeros(4, 5)}
     with pytest.raises(ValueError, match=r"state dict entry 'mix': expected shape \(5, 4\), got \(4, 5\)"):
         twins.sharded.load_original_state_dict(state)
-    shard = {name: torch.zeros(9, 9) if name == "mix" else value for name, value in twins.sharded.state_dict().items()}
+    shard = {**twins.sharded.state_dict(), "mix": torch.zeros(9, 9)}
     with pytest.raises(RuntimeError, match="size mismatch for mix"):
         twins.sharded.load_state_dict(shard)
 
@@ -179,9 +185,152 @@ def _replace_parameters(rank: int, world_size: int) -> None:
         check_that_it_is_named(name)
         param.data = ours
         loss_of(sharded(x)).backward()
-    sharded.load_state_dict({name: value.clone() for name, value in sharded.state_dict().items()}, assign=True)
-    check_that_it_is_named("scale")
+    with pytest.raises(ValueError, match=r"load_state_dict\(assign=True\): 'scale' is sharded"):
+        sharded.load_state_dict({name: value.clone() for name, value in sharded.state_dict().items()}, assign=True)
 
 
 def test_a_parameter_replaced_by_another_tensor_is_named_on_every_rank(ranks: Ranks) -> None:
     ranks.run(_replace_parameters)
+
+
+#
+# Every state_dict of a sharded model says which rows of which whole tensor it holds
+#
+
+
+class _Holder(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.own = nn.Linear(2, 2)
+
+
+def _models(**options: Any) -> tuple[dict[str, nn.Module], nn.Module]:
+    """Everything that has a state dict, by the prefix of its names, and an unsharded twin."""
+    module = Everything().double()
+    twin = copy.deepcopy(module)
+    jitted = thunder.jit(module, transforms=[fsdp(**options)])
+    lists = nn.ModuleList([module])
+    return {"": jitted, "net.": _Holder(jitted), "0.": lists, "original": module, "part": module.blocks}, twin
+
+
+def _of_model(state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The model's part of a state dict, by the names of the unsharded module."""
+    if prefix == "part":
+        return {f"blocks.{name}": value for name, value in state.items()}
+    prefix = "" if prefix == "original" else prefix
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+def _zero(model: Any) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+
+
+def _hold_entries(rank: int, world_size: int, folder: Path, options: dict[str, Any]) -> None:
+    models, twin = _models(**options)
+    jitted, expected = models[""], twin.state_dict()
+    places = jitted._lc_transforms[-1].sharded.places
+    kinds = set()
+    for prefix, owner in models.items():
+        whole = {n: v for n, v in expected.items() if prefix != "part" or n.startswith("blocks.")}
+        entries = _of_model(owner.state_dict(), prefix)
+        assert {n: v.shape for n, v in entries.items()} == {n: v.shape for n, v in whole.items()}
+        for name in entries.keys() & places.keys():
+            kinds.add(type(entries[name]))
+            rows = local_rows(entries[name])
+            assert rows.numel() == 0 or rows.data_ptr() == jitted.get_parameter(name).data_ptr(), name
+
+        # Saved by what knows nothing of this package: DCP, and pickle on each rank.
+        dcp.save({"model": owner.state_dict()}, checkpoint_id=folder / prefix)
+        sizes = dcp.FileSystemReader(folder / prefix).read_metadata().state_dict_metadata
+        saved = _of_model({n.removeprefix("model."): entry for n, entry in sizes.items()}, prefix)
+        assert {n: entry.size for n, entry in saved.items()} == {n: v.shape for n, v in whole.items()}
+        file = io.BytesIO()
+        torch.save(owner.state_dict(), file)
+        file.seek(0)
+        copies = [copy.deepcopy(owner.state_dict()), torch.load(file, weights_only=False)]
+        copies.append({name: value.clone().cpu() for name, value in owner.state_dict().items()})
+        before = full_state_dict(jitted)
+        loaded = before if prefix != "part" else {**_zeros(before), **_blocks(before)}
+        for state in copies:
+            _zero(jitted)
+            owner.load_state_dict(state)
+            _same(full_state_dict(jitted), loaded)
+        _zero(jitted)
+        state = {"model": owner.state_dict()}
+        dcp.load(state, checkpoint_id=folder / prefix)
+        _same(full_state_dict(jitted), loaded)
+        owner.load_state_dict(state["model"])
+        models["original"].load_state_dict(before)  # whole tensors
+        _same(full_state_dict(jitted), before)
+    assert kinds == ({DTensor, RowPiece} if options.get("transport") == "coalesced" else {RowPiece, DTensor})
+
+
+def _zeros(state: dict[str, Any]) -> dict[str, Any]:
+    buffers = {name for name, _ in Everything().named_buffers()}
+    return {name: value if name in buffers else torch.zeros_like(value) for name, value in state.items()}
+
+
+def _blocks(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name.startswith("blocks.")}
+
+
+def _same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=0, atol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("options", [{}, {"transport": "coalesced"}], ids=["flat", "coalesced"])
+def test_every_state_dict_of_a_sharded_model_holds_whole_parameters_for_others(
+    ranks: Ranks, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    ranks.run(_hold_entries, tmp_path, options)
+
+
+def _refuse_entries(rank: int, world_size: int) -> None:
+    models, twin = _models()
+    jitted = models[""]
+    before = full_state_dict(jitted)
+    other = thunder.jit(Everything().double(), transforms=[fsdp(transport="coalesced")])
+    theirs = other.state_dict()
+    rows = {name: param.detach().clone() for name, param in jitted.named_parameters()}
+    for prefix, owner in models.items():
+        own = owner.state_dict()
+        with pytest.raises(ValueError, match=r"keep_vars=True.*named_parameters\(\)"):
+            owner.state_dict(keep_vars=True)
+        with pytest.raises(ValueError, match=r"assign=True.*load without assign"):
+            owner.load_state_dict(copy.deepcopy(own), assign=True)
+        if prefix == "":
+            for wrong, error in (
+                (rows, "the unsharded parameter has shape"),
+                (theirs, r"needs rows \[\d, \d\).*dcp\.load"),
+            ):
+                with pytest.raises(RuntimeError, match=rf"size mismatch for .*{error}"):
+                    owner.load_state_dict({**own, **wrong})
+            _same(full_state_dict(jitted), before)
+        if prefix == "net.":
+            with pytest.raises(
+                RuntimeError, match=r"size mismatch for net\._model\..*the unsharded parameter has shape"
+            ):
+                owner.load_state_dict({**own, **{f"net.{name}": value for name, value in rows.items()}})
+
+    # Entries reach no unsharded tensor, and no file that cannot hold them.
+    with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
+        twin.load_state_dict(jitted.state_dict())
+    piece = next(v for n, v in sorted(theirs.items()) if isinstance(v, RowPiece))
+    for target in (torch.zeros(piece.shape, dtype=piece.dtype), torch.zeros(3, dtype=piece.dtype)):
+        with pytest.raises(ValueError, match="copy_ between a RowPiece and other rows"):
+            target.copy_(piece)
+        with pytest.raises(ValueError, match="copy_ between a RowPiece and other rows"):
+            piece.copy_(target)
+    safetensors = pytest.importorskip("safetensors.torch")
+    for state in ({"piece": piece}, {"entry": next(v for v in theirs.values() if isinstance(v, DTensor))}):
+        with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
+            safetensors.save(state)
+
+
+def test_entries_of_other_rows_and_rows_without_names_are_refused(ranks: Ranks) -> None:
+    ranks.run(_refuse_entries)

@@ -58,10 +58,12 @@ __all__ = [
     "import_thunder",
     "is_group_name_taken",
     "next_node_number",
+    "parameters_of_running_ddp",
     "prepare",
     "process_groups",
     "quiet_no_sync",
     "reduce_scatter_coalesced",
+    "refuse_ddp",
     "refuse_foreign_state_dicts",
     "replace_data",
     "running_node_number",
@@ -338,6 +340,7 @@ def refuse_foreign_state_dicts(module: Any, names: Collection[str]) -> None:
     - ``torch.distributed.checkpoint.state_dict`` calls a module's ``_fqn_modifiers()``, if it has them, at each module with
       children. A jitted module has one child, the original module, and finds the attribute there.
     - At a module without children it only asks whether another composable API was applied (``fully_shard`` asks, too).
+    - ``DistributedDataParallel``, which would copy rank 0's rows to all ranks, asks for the parameters that it is to ignore.
     - Thunder's ``thunder.distributed.checkpoint`` asks each module for ``use_fsdp``. Thunder asks the root for it on other
       occasions, so the answer there depends on who asks.
 
@@ -347,6 +350,7 @@ def refuse_foreign_state_dicts(module: Any, names: Collection[str]) -> None:
     """
     from torch.distributed._composable.contract import REGISTRY_KEY
 
+    module._ddp_params_and_buffers_to_ignore = _RefusedByDDP()
     owners = {""}
     for name in names:
         path = name.rpartition(".")[0]
@@ -367,6 +371,29 @@ def _refuse_foreign() -> NoReturn:
         "for whole parameters. Call thunder_fsdp_sched's full_state_dict, get_model_state_dict or get_optimizer_state_dict "
         "with the jitted module to save it, and load_checkpoint or the jitted module's load_original_state_dict to load it"
     )
+
+
+class _RefusedByDDP:
+    """The names that ``DistributedDataParallel`` is to ignore: asking for them is an error."""
+
+    def __iter__(self) -> NoReturn:
+        refuse_ddp()
+
+
+def refuse_ddp() -> NoReturn:
+    """Raise because a module that is sharded is given to ``DistributedDataParallel``."""
+    raise RuntimeError(
+        "the module's parameters are sharded by thunder_fsdp_sched, which reduces their gradients: DistributedDataParallel "
+        "would copy the rows of one rank to all others. Leave it out; for replicas of shards there is fsdp(mesh=...)"
+    )
+
+
+def parameters_of_running_ddp() -> list[Any]:
+    """Return the parameters that the ``DistributedDataParallel`` whose forward is running keeps alike on all ranks."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    running = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    return [] if running is None else running._module_parameters
 
 
 class _RefusedByCheckpoints:

@@ -11,15 +11,17 @@ device take the shards' place while it traces: they are put in when a look-up in
 ``eager`` uses them too, for what is not gathered.
 
 Code that knows nothing of this would compute with rows, or save them as if they were the parameter. *Guards*, hooks on
-each module that has sharded parameters, refuse calls outside of tracing and ``eager``, ``state_dict``, ``deepcopy`` and
-pickling, and cut what ``load_state_dict`` loads. Those of calls are removed while Thunder traces, since it would
-interpret them.
+each module that has sharded parameters, refuse calls outside of tracing and ``eager``, ``deepcopy`` and pickling. They make
+``state_dict`` give entries that know which rows they hold (see [Note: Two kinds of entries] in ``pieces``), and
+``load_state_dict`` take such entries or whole tensors. Guards of calls are removed while Thunder traces, since it
+would interpret them. The jitted module does the same, see ``jitted_state``.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -27,8 +29,16 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .buffers import Bucket, address
+from .pieces import param_entry, rows_from
 
-__all__ = ["OwnParameters", "find_owner", "params_in_containers", "tensors_in_containers"]
+__all__ = [
+    "OwnParameters",
+    "find_owner",
+    "params_in_containers",
+    "refuse_assign",
+    "refuse_keep_vars",
+    "tensors_in_containers",
+]
 
 
 class _Entry(NamedTuple):
@@ -37,6 +47,7 @@ class _Entry(NamedTuple):
     leaf: str
     shard: nn.Parameter
     placeholder: nn.Parameter
+    place: tuple[Bucket, int]
 
     def put(self, param: nn.Parameter) -> None:
         self.owner._parameters[self.leaf] = param
@@ -73,10 +84,12 @@ class OwnParameters:
             for path, m in module.named_modules()
             if any(id(child) in owners for child in m.modules())
         ]
+        self._places = {(id(e.owner), e.leaf): e.place for e in self._entries}
         self._call_guards: list[RemovableHandle] = []
         for path, guarded in self._guarded:
             guard = _Guard(path, self)
-            guarded.register_state_dict_pre_hook(guard.refuse_state_dict)
+            guarded.register_state_dict_pre_hook(guard.check_state_dict)
+            guarded.register_state_dict_post_hook(partial(guard.hold_entries))  # torch sets an attribute of it
             guarded.register_load_state_dict_pre_hook(guard.cut_loaded)
         self._guard_calls()
 
@@ -147,14 +160,13 @@ class OwnParameters:
             self.are_whole = False
             self._guard_calls()
 
+    def is_root(self, module: nn.Module) -> bool:
+        """Whether ``module`` is the one that is sharded, not a submodule."""
+        return module is self._module
+
     def place_of(self, owner: nn.Module, leaf: str) -> tuple[Bucket, int] | None:
         """Bucket and index of a sharded parameter that ``owner`` has itself."""
-        shard = next((e.shard for e in self._entries if e.owner is owner and e.leaf == leaf), None)
-        for bucket in self._buckets:
-            for index, param in enumerate(bucket.params):
-                if param is shard:
-                    return bucket, index
-        return None
+        return self._places.get((id(owner), leaf))
 
     def in_containers(self) -> dict[str, str]:
         """Where a module keeps a sharded parameter in a list, tuple or dict: by the path, the parameter's name."""
@@ -179,11 +191,26 @@ class _Guard:
             f"rank's rows. Call the jitted model, or use `with thunder_fsdp_sched.eager(model) as module:`"
         )
 
-    def refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> NoReturn:
-        raise RuntimeError(
-            f"state_dict of {self._path} ({type(module).__name__}) would give this rank's rows as if they were the "
-            f"parameters. Use thunder_fsdp_sched.full_state_dict(model), or state_dict() of the jitted model for the rows"
+    @property
+    def __name__(self) -> str:
+        raise AttributeError(
+            f"{self._path} of a sharded model has hooks that cannot be scripted (torch.jit.script): script the module "
+            f"before thunder.jit"
         )
+
+    def check_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        refuse_keep_vars(keep_vars)
+        if self._own.is_root(module):  # below it, once is enough
+            self._own.check()
+
+    def hold_entries(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        """Puts entries that know which rows they hold in place of plain rows."""
+        for leaf in module._parameters:
+            place = self._own.place_of(module, leaf)
+            if place is not None:
+                if module._parameters[leaf] is not place[0].params[place[1]]:
+                    self._own.check()
+                state_dict[prefix + leaf] = param_entry(*place)
 
     def cut_loaded(
         self,
@@ -196,27 +223,18 @@ class _Guard:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Cuts this rank's rows out of whole entries, before torch copies them into the shards."""
+        """Takes this rank's rows out of what is loaded, before torch copies them into the shards."""
         for leaf in module._parameters:
             place, value = self._own.place_of(module, leaf), state_dict.get(prefix + leaf)
             if place is None or not isinstance(value, torch.Tensor):
                 continue
             if local_metadata.get("assign_to_params_buffers", False):
-                raise ValueError(
-                    f"load_state_dict(assign=True): {prefix + leaf!r} is sharded, and its memory belongs to a bucket; load "
-                    f"without assign"
-                )
-            bucket, index = place
-            expected = bucket.spec.params[index].shape
-            if tuple(value.shape) != expected:
-                errors.append(
-                    f"size mismatch for {prefix + leaf}: the unsharded parameter has shape {expected}, the entry "
-                    f"{tuple(value.shape)}. load_state_dict of a submodule takes whole entries"
-                )
+                refuse_assign(prefix + leaf)
+            try:
+                state_dict[prefix + leaf] = rows_from(*place, value)
+            except ValueError as error:
+                errors.append(f"size mismatch for {prefix + leaf}: {error}")
                 del state_dict[prefix + leaf]
-            else:
-                rows = bucket.own_rows(index, value.detach())
-                state_dict[prefix + leaf] = rows.reshape(bucket.shard_views[index].shape)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -226,6 +244,22 @@ class _Guard:
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.__reduce_ex__(4)
+
+
+def refuse_keep_vars(keep_vars: bool) -> None:
+    """Raise if a state dict is to hold parameters themselves."""
+    if keep_vars:
+        raise ValueError(
+            "state_dict(keep_vars=True): an entry of a sharded parameter stands for the whole parameter, and is not the "
+            "parameter, which holds this rank's rows: named_parameters() gives it"
+        )
+
+
+def refuse_assign(name: str) -> NoReturn:
+    """Raise because a sharded parameter is to be replaced by what is loaded."""
+    raise ValueError(
+        f"load_state_dict(assign=True): {name!r} is sharded, and its memory belongs to a bucket; load without assign"
+    )
 
 
 def find_owner(module: nn.Module, name: str) -> tuple[nn.Module, str] | None:
@@ -269,7 +303,7 @@ def params_in_containers(module: nn.Module, names: dict[int, str]) -> dict[str, 
 
 def _entries(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[_Entry]:
     for bucket in buckets:
-        for spec, shard in zip(bucket.spec.params, bucket.params, strict=True):
+        for index, (spec, shard) in enumerate(zip(bucket.spec.params, bucket.params, strict=True)):
             # Its dtype is that of the unsharded parameter: in lower precision if the bucket travels so.
             whole = torch.empty(spec.shape, dtype=bucket.spec.param_dtype, device="meta")
             placeholder = nn.Parameter(whole, shard.requires_grad)
@@ -278,4 +312,4 @@ def _entries(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[_Entry]:
             for name in spec.names:
                 found = find_owner(module, name)
                 if found is not None:
-                    yield _Entry(name, *found, shard, placeholder)
+                    yield _Entry(name, *found, shard, placeholder, (bucket, index))

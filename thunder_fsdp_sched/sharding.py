@@ -26,7 +26,7 @@ from .adoption import own_object, refuse_fixed, refuse_shards_and_grads, refuse_
 from .buckets import ParamSpec, Plan, ShardedOver, Travel, make_plan
 from .buffers import Arena, Bucket, handle_name
 from .channel import announce
-from .compat import replace_data, timeout_of, watch_cache_misses
+from .compat import parameters_of_running_ddp, refuse_ddp, replace_data, timeout_of, watch_cache_misses
 from .conflicts import refuse_conflicts
 from .consistency import Agreement
 from .control import Control, control_of
@@ -37,7 +37,7 @@ from .options import Options, check_transport, resolve_device
 from .own_parameters import OwnParameters, find_owner
 from .placing import Placing, everyone_of
 from .sending import finish_copies
-from .stale_state import mark_as_shard
+from .stale_state import SHARD_OF, mark_as_shard
 from .transports import TRANSPORTS, choose_transport
 
 __all__ = ["ShardedModule", "gather_param"]
@@ -244,6 +244,8 @@ class ShardedModule:
             if not self.running_eagerly:
                 self.own.show_shards()  # they stay away if somebody compiled without calling, and that failed
                 self.own.check()
+                if any(hasattr(param, SHARD_OF) for param in parameters_of_running_ddp()):
+                    refuse_ddp()
                 show_whole_unless_looked_up()
 
         def after_call(*_: Any) -> None:

@@ -92,7 +92,7 @@ def _check_shards(bucket: Bucket, shards: Sequence[torch.Tensor | None]) -> None
         if shard is not None and address(shard) != pointer:
             raise RuntimeError(
                 f"parameter {bucket.spec.params[index].name!r} no longer lies in the shard buffer of bucket "
-                f"{bucket.spec.name!r}: it was replaced by another tensor (load_state_dict(assign=True), `p.data = ...`, "
+                f"{bucket.spec.name!r}: it was replaced by another tensor (`p.data = ...`, "
                 f"or a change of dtype or device). Copy into the parameter instead: `with torch.no_grad(): p.copy_(new)`."
             )
 

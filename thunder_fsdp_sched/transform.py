@@ -51,8 +51,10 @@ from .computation import computation_of, trace_lines
 from .control import Run
 from .cost import AnalyticCost
 from .describing import NO_CALL, Call, count_issues, read_call
+from .jitted_state import hold_entries
 from .logs import LOGGER, log_pass
 from .options import Options
+from .pieces import local_rows
 from .precision import attach_casts, cast_inputs
 from .schedule import Schedule, StepSchedule, compute_digest, read_program, read_schedule, save_schedules
 from .sharding import ShardedModule, gather_param
@@ -216,6 +218,7 @@ class FSDPTransform(Transform):
             )
         # Adding a transform to a jitted module makes a new ThunderModule: it gets the same shards.
         self._sharded.attach(model)
+        hold_entries(model, self._sharded)
         attach_casts(model, self.options.mp_policy)
         refuse_foreign_state_dicts(model._model, self._sharded.places)
         quiet_no_sync(model)
@@ -424,9 +427,11 @@ class FSDPTransform(Transform):
         unsharded = {}
         for key, value in state_dict.items():
             name = _join(submodule_name, key)
+            if name != self.sharded.names_of(name)[0]:
+                continue  # gathered under its leading name
             if name in self.sharded.places:
                 bucket, index = self.sharded.places[name]
-                value = gather_param(bucket, index, value)
+                value = gather_param(bucket, index, local_rows(value))
                 if self.options.move_state_dict_to_cpu:
                     value = value.cpu()
             unsharded[key] = value

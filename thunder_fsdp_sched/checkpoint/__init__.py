@@ -1,8 +1,8 @@
 """State dicts and checkpoints: whole, sharded, on disk."""
 
+from ..pieces import RowPiece
 from .files import CheckpointError, latest_checkpoint, load_checkpoint, save_checkpoint
 from .full import full_state_dict
-from .pieces import RowPiece
 from .state_dict import get_model_state_dict, get_optimizer_state_dict
 from .whole_files import load_safetensors, save_safetensors
 

@@ -29,13 +29,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..control import control_of
 from ..groups import Group
+from ..jitted_state import rows_by_name
+from ..pieces import local_rows
 from ..transform import find_transform
 from . import extra as extras
 from .claim import METADATA, check_claim, claim, leave
 from .exchange import exchange
 from .fitting import Cast, blank_optimizer_state, compare, optimizer_state_dicts, tell_casts
 from .metadata import check_files, contents_of, read_metadata
-from .pieces import local_rows
 from .reading import CheckedReader, PlainPlanner, blank_values, check_plain
 from .state_dict import get_model_state_dict, get_optimizer_state_dict, listed
 from .writing import ClaimedWriter
@@ -229,7 +230,7 @@ def load_checkpoint(
     if casts and group.rank == 0:
         warnings.warn(f"load_checkpoint casts what {path} holds: {tell_casts(casts)}", stacklevel=2)
     with torch.no_grad():
-        for name, value in model.state_dict().items():
+        for name, value in rows_by_name(model).items():
             value.copy_(local_rows(target[keys[0]][name]))
     for optimizer, state in zip(listed(optimizers), states, strict=True):
         optimizer.load_state_dict(state)

@@ -8,9 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from thunder.core.module import ThunderModule
 
+from ..pieces import as_entry, refuse_unshared
 from ..sharding import ShardedModule
 from ..transform import find_transform
-from .pieces import as_entry
 
 __all__ = ["get_model_state_dict", "get_optimizer_state_dict", "listed", "names_of_params", "owned_names"]
 
@@ -26,22 +26,16 @@ class OwnsState(Protocol):
 def get_model_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
     """The entries of the original module's state dict, each holding this rank's part; no communication.
 
-    They share memory with the model. Parameters are DTensors (``Shard(0)``) where their rows are spread evenly, else
-    :class:`RowPiece`; what is not sharded, buffers and ``ignored_params``, are plain tensors. torch's
-    ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` take them; :func:`load_checkpoint` also checks before it loads.
+    It is ``model.state_dict()``. Entries share memory with the model. Parameters are DTensors (``Shard(0)``) where their
+    rows are spread evenly, else :class:`RowPiece`; what is not sharded, buffers and ``ignored_params``, are plain tensors.
+    torch's ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` take them; :func:`load_checkpoint` also checks before it loads.
 
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
         ValueError: ranks hold different parameters under one name, see ``process_group_for``.
     """
-    sharded = find_transform(model).sharded
-    check_names(sharded)
-    entries: dict[str, torch.Tensor] = {}
-    for name, value in model.state_dict().items():
-        for known_as in sharded.names_of(name):
-            place = sharded.places.get(known_as)
-            entries[known_as] = value if place is None else as_entry(*place, value)
-    return entries
+    find_transform(model)
+    return dict(model.state_dict())
 
 
 def get_optimizer_state_dict(
@@ -61,7 +55,8 @@ def get_optimizer_state_dict(
             number nor of a parameter's shape (factored ones, which need :class:`WholeParameters`).
     """
     sharded = find_transform(model).sharded
-    check_names(sharded)
+    for bucket in sharded.buckets:
+        refuse_unshared(bucket)
     names = names_of_params(model, listed(optimizers))
     owned = owned_names(names, listed(optimizers))
     state: dict[str, dict[str, Any]] = {}
@@ -116,23 +111,6 @@ def owned_names(names: dict[torch.Tensor, str], optimizers: Iterable[torch.optim
         for group in optimizer.param_groups
         for param in group["params"]
     }
-
-
-def check_names(sharded: ShardedModule) -> None:
-    """Refuses to save different parameters under one name.
-
-    Raises:
-        ValueError: naming the parameter and its ranks.
-    """
-    everyone = set(sharded.everyone.global_ranks)
-    for bucket in sharded.buckets:
-        holders = len(bucket.ranks.group.global_ranks) * bucket.spec.replicas
-        if holders < len(everyone):
-            raise ValueError(
-                f"checkpoint: {bucket.spec.params[0].name!r} is sharded over ranks {list(bucket.ranks.group.global_ranks)} "
-                f"alone (process_group_for), and the others hold another parameter of this name: a checkpoint keeps one "
-                f"of each name. Give parameters that differ by rank names that do, experts.0 and experts.1"
-            )
 
 
 def _state_entry(sharded: ShardedModule, name: str, param: torch.Tensor, key: str, value: Any) -> Any:

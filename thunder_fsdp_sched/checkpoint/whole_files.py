@@ -25,13 +25,14 @@ import torch
 from thunder.core.module import ThunderModule
 
 from ..groups import Group
+from ..jitted_state import rows_by_name
+from ..pieces import refuse_unshared
 from ..sharding import ShardedModule, gather_param
 from ..transform import find_transform
 from .claim import INDEX, complete_folder, leave
 from .exchange import exchange
 from .files import CheckpointError, claim_together, refuse_different, together
 from .fitting import Cast, tell_casts
-from .state_dict import check_names
 
 __all__ = ["load_safetensors", "save_safetensors"]
 
@@ -72,7 +73,8 @@ def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str], *, ch
     """
     torch_files = _import("safetensors.torch")
     sharded = find_transform(model).sharded
-    check_names(sharded)
+    for bucket in sharded.buckets:
+        refuse_unshared(bucket)
     sharded.check_initialized()
     path = Path(folder)
 
@@ -218,7 +220,7 @@ def load_safetensors(
 
 
 def _unsharded(model: ThunderModule, sharded: ShardedModule) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in sharded.places}
+    return {name: tensor for name, tensor in rows_by_name(model).items() if name not in sharded.places}
 
 
 def _files(source: Path) -> tuple[list[Path], dict[str, str]]:

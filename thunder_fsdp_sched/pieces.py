@@ -1,10 +1,10 @@
-"""Sharded tensors as torch.distributed.checkpoint (DCP) takes them: which rows of which whole tensor this rank holds.
+"""Sharded tensors as state dicts hold them: which rows of which whole tensor this rank has.
 
 [Note: Two kinds of entries]
 A bucket's layout gives each rank a run of whole rows of each parameter (see ``layout``). Where these runs are those that
 DTensor's ``Shard(0)`` stands for, a state dict holds a DTensor. Elsewhere the cuts fall where the bucket is cut, which no
-DTensor placement describes, and it holds a :class:`RowPiece`. DCP saves both as chunks of the whole tensor: what a
-checkpoint contains does not tell how it was sharded.
+DTensor placement describes, and it holds a :class:`RowPiece`. torch.distributed.checkpoint (DCP) saves both as chunks of
+the whole tensor: what a checkpoint contains does not tell how it was sharded.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils import dlpack
 from torch.utils._pytree import tree_map
 
-from ..buffers import Bucket
+from .buffers import Bucket
 
-__all__ = ["RowPiece", "as_entry", "local_rows"]
+__all__ = ["RowPiece", "as_entry", "local_rows", "param_entry", "refuse_unshared", "rows_from"]
 
 
 class RowPiece(torch.Tensor):
@@ -60,6 +60,11 @@ class RowPiece(torch.Tensor):
                 f"parameter with full_state_dict(model)"
             )
         piece = args[0]
+        if func in _IN_PLACE and not _same_rows(*args[:2]):
+            raise ValueError(
+                f"copy_ between a RowPiece and other rows, from {_describe(args[1])} to {_describe(piece)}: take this "
+                f"rank's rows with to_local(), or the whole parameter with full_state_dict(model)"
+            )
         if func is torch.ops.aten.new_empty.default:  # of any other size it is nobody's rows
             size, args = args[1], (args[0], piece._local.shape)
             if not isinstance(piece, RowPiece) or tuple(size) != tuple(piece.shape):
@@ -108,6 +113,73 @@ _ON_LOCAL_ROWS = _IN_PLACE | {
 
 def _rows(value: Any) -> Any:
     return value._local if isinstance(value, RowPiece) else value
+
+
+def _same_rows(target: torch.Tensor, source: torch.Tensor) -> bool:
+    return (
+        isinstance(target, RowPiece)
+        and isinstance(source, RowPiece)
+        and (target.shape, target._start, target._local.shape) == (source.shape, source._start, source._local.shape)
+    )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return repr(tensor) if isinstance(tensor, RowPiece) else f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
+
+
+def param_entry(bucket: Bucket, index: int) -> torch.Tensor:
+    """Return the entry of a parameter in a state dict; it shares the memory of this rank's rows.
+
+    Raises:
+        ValueError: other ranks hold another parameter of this name.
+    """
+    refuse_unshared(bucket)
+    return as_entry(bucket, index, bucket.params[index].detach())
+
+
+def refuse_unshared(bucket: Bucket) -> None:
+    """Raise if ranks hold different parameters under one name, of which a checkpoint would keep one.
+
+    Raises:
+        ValueError: naming the parameter and its ranks.
+    """
+    if bucket.control is not None and not bucket.control.concerns_all(bucket):
+        raise ValueError(
+            f"checkpoint: {bucket.spec.params[0].name!r} is sharded over ranks {list(bucket.ranks.group.global_ranks)} "
+            f"alone (process_group_for), and the others hold another parameter of this name: a checkpoint keeps one "
+            f"of each name. Give parameters that differ by rank names that do, experts.0 and experts.1"
+        )
+
+
+def rows_from(bucket: Bucket, index: int, value: torch.Tensor, *, as_rows: bool = False) -> torch.Tensor:
+    """Return this rank's rows, as a view, of what a state dict holds for parameter ``index`` of ``bucket``.
+
+    Args:
+        value: a whole tensor, or an entry that holds at least this rank's rows.
+        as_rows: a 0-dim parameter's entry has the shape ``(1,)`` (optimizer state).
+
+    Raises:
+        ValueError: it has another shape, or holds other rows.
+    """
+    placement, rank = bucket.spec.layout.placements[index], bucket.rank
+    expected = placement.shape or ((1,) if as_rows else ())
+    if tuple(value.shape) != expected:
+        raise ValueError(f"the unsharded parameter has shape {expected}, the entry {tuple(value.shape)}")
+    value = value.detach()
+    if not isinstance(value, (DTensor, RowPiece)):
+        return bucket.own_rows(index, value)
+    start, end = placement.row_starts[rank : rank + 2]
+    local = local_rows(value)
+    if start == end:
+        return local.new_empty(placement.shard_shape(rank))
+    for chunk in value.__create_chunk_list__():
+        first, length = (chunk.offsets[0], chunk.sizes[0]) if chunk.offsets else (0, 1)
+        if first <= start and end <= first + length and chunk.sizes[1:] == value.shape[1:]:
+            return (local if local.ndim else local.reshape(1))[start - first : end - first]
+    raise ValueError(
+        f"this rank needs rows [{start}, {end}) of {expected}, but the entry holds others: it is of another rank, or "
+        f"sharded otherwise. Load it by dcp.load into state_dict(), or give whole tensors (full_tensor())"
+    )
 
 
 def as_entry(bucket: Bucket, index: int, local: torch.Tensor, *, as_rows: bool = False) -> torch.Tensor:
