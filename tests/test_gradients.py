@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
 from typing import Any
 
 from thunder_fsdp_sched import clip_grad_norm_, fsdp, full_state_dict
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from models import FrozenParameters, Model, Stack
 from ranks import Ranks
-from reference import Twins
+from reference import Twins, loss_of
 from test_state_dict import Everything
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -182,6 +184,71 @@ def _scale(rank: int, world_size: int) -> None:
 
 def test_torchs_scaler_for_sharded_gradients_works(ranks: Ranks) -> None:
     ranks.run(_scale)
+
+
+def _scale_on_each_rank(rank: int, world_size: int) -> None:
+    model = thunder.jit(_Float(), transforms=[fsdp()])
+    params = list(model.parameters())
+    for fused in (False, True):
+        for scaler in (torch.amp.GradScaler("cpu", init_scale=4.0), ShardedGradScaler("cpu", init_scale=4.0)):
+            optimizer = torch.optim.AdamW(params, fused=fused)
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model(torch.ones(2, 4)))).backward()
+            if rank == 1:
+                params[0].grad.view(-1)[0] = math.inf
+            before = [p.detach().clone() for p in params]
+            if type(scaler) is torch.amp.GradScaler or fused:
+                with pytest.raises(RuntimeError, match=r"GradScaler on sharded gradients.*ShardedGradScaler.*unscale_"):
+                    scaler.step(optimizer)
+            if not fused and type(scaler) is ShardedGradScaler:
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                assert scaler.get_scale() == 2.0
+            assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+
+
+def test_a_scaler_that_asks_one_rank_alone_is_refused(ranks: Ranks) -> None:
+    ranks.run(_scale_on_each_rank)
+
+
+def _derive(rank: int, world_size: int) -> None:
+    model = thunder.jit(_Float(), transforms=[fsdp()])
+    params = [p for p in model.parameters() if p.numel()]
+    loss_of(model(torch.ones(2, 4))).backward()
+    grads = [p.grad for p in params]
+    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    optimizer.step()
+    derived = {
+        "/": [g / 2 for g in grads],
+        "/=": [g.div_(1) for g in grads],
+        "clone": [g.clone() for g in grads],
+        "data": [g.data for g in grads],
+        "detach": [g.detach() for g in grads],
+        "double": [g.double() for g in grads],
+        "flatten": [g.flatten() for g in grads],
+        "cat": [torch.cat([g.flatten() for g in grads])],
+        "copy": [copy.deepcopy(g) for g in grads],
+        "sum of two": [torch.add(torch.zeros_like(g), g) for g in grads],
+    }
+    for what, tensors in derived.items():
+        for norm in (torch.norm, torch.linalg.vector_norm, torch.Tensor.norm, lambda t: torch._foreach_norm([t])):
+            with pytest.raises(RuntimeError, match=r"of sharded gradients.*clip_grad_norm_"):
+                norm(tensors[0])
+        if len(tensors) == len(params) and what != "double":
+            for param, tensor in zip(params, tensors, strict=True):
+                param.grad = tensor.view_as(param)
+            with pytest.raises(RuntimeError, match=r"of sharded gradients.*clip_grad_norm_"):
+                nn.utils.clip_grad_norm_(params, 1.0)
+    for grad in grads:
+        assert type(grad.sum()) is type(grad.as_subclass(torch.Tensor)) is type(torch.ones(2).add_(1)) is torch.Tensor
+        assert type(torch.zeros_like(grad.as_subclass(torch.Tensor)).add_(grad)) is torch.Tensor  # an optimizer's state
+    clip_grad_norm_(model, 1.0)
+    assert type(pickle.loads(pickle.dumps(optimizer.state_dict()))["state"][0]["momentum_buffer"]) is torch.Tensor
+
+
+def test_what_elementwise_functions_make_of_gradients_refuses_norms(ranks: Ranks) -> None:
+    ranks.run(_derive)
 
 
 def _clip_on_the_host(rank: int, world_size: int) -> None:

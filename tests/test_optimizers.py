@@ -195,6 +195,9 @@ def _directly(rank: int, world_size: int) -> None:
         pair.theirs[0].step()
         whole = full_state_dict(pair.model)["blocks.1.weight"]
         assert (whole - pair.reference.blocks[1].weight).abs().max() > 1e-3, cls
+    lbfgs = torch.optim.LBFGS([*pair.model.parameters()])
+    with pytest.raises(ValueError, match=r"LBFGS computes one direction .*rows of '"):
+        lbfgs.step(lambda: torch.tensor(0.0))
     with pytest.raises(tfs.CheckpointError, match=r"'row_var' of parameter.*have to be made by WholeParameters"):
         tfs.save_checkpoint("nowhere", pair.model, ours)
 

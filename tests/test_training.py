@@ -655,8 +655,7 @@ def test_gradients_accumulate_in_place_after_zero_grad(ranks: Ranks, set_to_none
     ranks.run(_zero_grad, set_to_none)
 
 
-# Those that treat each element alone; what needs norms or products of whole parameters (LBFGS, Muon, Adafactor) sees
-# shards here, as under any FSDP.
+# Those that treat each element alone. What needs norms or products of whole parameters (LBFGS, Muon, Adafactor) is refused.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "SGD, Nesterov, weight decay": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),

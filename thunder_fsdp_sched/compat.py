@@ -63,6 +63,7 @@ __all__ = [
     "process_groups",
     "quiet_no_sync",
     "reduce_scatter_coalesced",
+    "reduces_found_infs",
     "refuse_ddp",
     "refuse_foreign_state_dicts",
     "replace_data",
@@ -510,6 +511,17 @@ def without_torch_function() -> AbstractContextManager[None]:
     import torch
 
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def reduces_found_infs() -> bool:
+    """Return whether ranks tell each other of infs: whether ``ShardedGradScaler.unscale_`` is two calls above our caller."""
+    unscale_grads = sys._getframe(2)
+    above = unscale_grads.f_back
+    return (
+        unscale_grads.f_globals.get("__name__") == "torch.distributed.fsdp.sharded_grad_scaler"
+        and above is not None
+        and above.f_code.co_name == "unscale_"
+    )
 
 
 def explain_fixed_data(param: torch.nn.Parameter, data: torch.Tensor) -> str:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 
+from .shard_grads import plain
 from .transform import find_transform
 
 __all__ = ["clip_grad_norm_", "discard_unreduced"]
@@ -48,7 +49,7 @@ def clip_grad_norm_(
     everyone, control = sharded.everyone, sharded.control
     control.begin("clip_grad_norm_", f"with norm_type={norm_type}")
     weighed: list[tuple[float, list[torch.Tensor]]] = [
-        (1 / bucket.spec.replicas, [g for p in bucket.params if p.grad is not None and (g := _plain(p.grad)).numel()])
+        (1 / bucket.spec.replicas, [g for p in bucket.params if p.grad is not None and (g := plain(p.grad)).numel()])
         for bucket in sharded.buckets
     ]
     whole = [p.grad for n, p in model.named_parameters() if n not in sharded.places and p.grad is not None]
@@ -89,7 +90,7 @@ def clip_grad_norm_(
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for param in model.parameters():
         if param.grad is not None:
-            by_device.setdefault(param.grad.device, []).append(_plain(param.grad))
+            by_device.setdefault(param.grad.device, []).append(plain(param.grad))
     for on, grads in by_device.items():
         torch._foreach_mul_(grads, scale.to(on))
     return total
@@ -113,7 +114,3 @@ def _stacked(norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tenso
     if all(norm.device == norms[0].device for norm in norms):
         return torch.stack(list(norms)).to(device)
     return torch.stack([norm.to(device) for norm in norms])
-
-
-def _plain(grad: torch.Tensor) -> torch.Tensor:
-    return grad.as_subclass(torch.Tensor)

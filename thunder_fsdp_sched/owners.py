@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .buffers import Bucket
+from .shard_grads import plain
 
 __all__ = ["OwnedParam", "choose_owners", "rows_from_owners", "rows_to_owners"]
 
@@ -45,6 +46,12 @@ class OwnedParam:
     def travels_with(self) -> tuple[Any, ...]:
         """Equal for parameters that one collective can carry; sorts alike on all ranks."""
         return (tuple(self.group.global_ranks), self.group.name, str(self.rows.dtype), str(self.spec.device))
+
+    @property
+    def grad(self) -> torch.Tensor:
+        """This rank's rows of the gradient, which there has to be."""
+        assert self.rows.grad is not None
+        return plain(self.rows.grad)
 
     def shape_on(self, rank: int) -> tuple[int, ...]:
         return self._placement.shard_shape(rank)
@@ -84,7 +91,7 @@ def rows_to_owners(params: Sequence[OwnedParam]) -> None:
     mine = [p for p in params if p.is_mine]
     received = _all_to_all(
         params[0],
-        [[t for p in params if p.owner == rank for t in (p.rows, p.rows.grad)] for rank in range(group.size)],
+        [[t for p in params if p.owner == rank for t in (p.rows, p.grad)] for rank in range(group.size)],
         [[shape for p in mine for shape in (p.shape_on(rank), p.shape_on(rank))] for rank in range(group.size)],
     )
     for i, param in enumerate(mine):

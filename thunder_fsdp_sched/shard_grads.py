@@ -1,10 +1,16 @@
-"""Gradients of shards, which refuse norms: those of this rank's rows are not the norm of the gradient.
+"""Gradients of shards, which refuse norms and tests for inf: those of this rank's rows are not those of the gradient.
 
 [Note: Norms of sharded gradients]
 ``torch.nn.utils.clip_grad_norm_`` takes the norm of all ``.grad`` that it is given, which on shards is another one on each
 rank, and scales each rank's gradients differently. So a hook makes each sharded ``.grad`` a :class:`ShardGrad`, a tensor
-whose ``__torch_function__`` raises for functions that compute norms and calls all others on it as on a plain tensor. The
-class is that of the Python object alone: kernels, autograd and the results of operations know nothing of it.
+whose ``__torch_function__`` raises for functions that compute norms and calls all others on it as on a plain tensor. New
+tensors of as many elements are gradients of shards as well, so ``p.grad = p.grad / 2``, ``p.grad.data`` and
+``p.grad.flatten()`` refuse norms, too. The class is that of the Python object alone: kernels and autograd know nothing of
+it.
+
+``GradScaler`` skips a step if a gradient is not finite, which it may be on one rank alone. ``ShardedGradScaler`` asks the
+other ranks, unless a fused optimizer has its gradients tested by ``step``. So the test is refused except where it is known
+that ranks tell each other what they have found.
 
 This costs about a microsecond for each parameter in backward, and one in an optimizer that loops over parameters instead of
 using foreach or fused kernels. ``is_sparse`` is a class attribute because optimizers read it of every gradient.
@@ -18,13 +24,13 @@ from typing import Any
 
 import torch
 
-from .compat import without_torch_function
+from .compat import reduces_found_infs, without_torch_function
 
-__all__ = ["ShardGrad", "mark", "mark_after_backward"]
+__all__ = ["ShardGrad", "mark", "mark_after_backward", "plain"]
 
 
 class ShardGrad(torch.Tensor):
-    """This rank's rows of a gradient."""
+    """This rank's rows of a gradient, or what elementwise functions make of them."""
 
     is_sparse = False
 
@@ -38,14 +44,43 @@ class ShardGrad(torch.Tensor):
                 f"another norm. Use thunder_fsdp_sched.clip_grad_norm_(model, max_norm), which returns the norm; that of "
                 f"the rows is p.grad.as_subclass(torch.Tensor).norm()"
             )
+        if func is _CHECK_FINITE and not reduces_found_infs():
+            raise RuntimeError(
+                "GradScaler on sharded gradients: an inf or nan in the rows of one rank would make that rank alone skip "
+                "the step. Use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, and call "
+                "scaler.unscale_(optimizer) before scaler.step(optimizer) if the optimizer is fused"
+            )
         with without_torch_function():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        if result.__class__ is torch.Tensor and func is not torch.Tensor.as_subclass and _is_new_grad(result, args):
+            result.__class__ = cls
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
+        copied = copy.deepcopy(plain(self), memo)
+        copied.__class__ = type(self)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+        return plain(self).__reduce_ex__(protocol)
+
+
+def _is_new_grad(result: torch.Tensor, args: Sequence[Any]) -> bool:
+    """Whether a function has made ``result``, with as many elements as the gradients that it was given."""
+    if not result.ndim or not result.dtype.is_floating_point or any(result is arg for arg in args):
+        return False
+    numel = result.numel()
+    joined = 0
+    for arg in args:
+        if isinstance(arg, ShardGrad):
+            if arg.numel() == numel:
+                return True
+        elif isinstance(arg, (list, tuple)):
+            joined += sum(item.numel() for item in arg if isinstance(item, ShardGrad))
+    return joined == numel
+
+
+_CHECK_FINITE = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 _NORMS = frozenset(
@@ -59,6 +94,11 @@ _NORMS = frozenset(
         torch.norm,
     }
 )
+
+
+def plain(grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as a plain tensor of the same memory."""
+    return grad.as_subclass(torch.Tensor)
 
 
 def mark(param: torch.Tensor) -> None:

@@ -97,6 +97,8 @@ class ShardedModule:
             for index, param in enumerate(bucket.spec.params):
                 if bucket.spec.layout.placements[index].is_cut:  # for optimizers that rows will not do for
                     bucket.params[index]._fsdp_rows_of = param.name  # type: ignore[attr-defined]
+                if bucket.spec.layout.world_size > 1:  # for those that compute over all parameters
+                    bucket.params[index]._fsdp_spread = param.name  # type: ignore[attr-defined]
                 mark_as_shard(bucket.params[index], param.name, param.shape)
                 for name in param.names:
                     self.places[name] = (bucket, index)

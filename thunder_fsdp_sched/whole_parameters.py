@@ -230,6 +230,15 @@ _NEED_WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
 
 def _refuse_rows(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Refuses torch's own optimizers that would take rows for parameters, on all ranks alike."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        for param in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            name = getattr(param, "_fsdp_spread", None)
+            if name is not None:
+                raise ValueError(
+                    f"LBFGS computes one direction and step size for all parameters, but was given rows of {name!r}, which "
+                    f"is sharded: each rank would get another one. Use AdamW, or an optimizer that treats each parameter by "
+                    f"itself, by thunder_fsdp_sched.WholeParameters"
+                )
     if isinstance(optimizer, _NEED_WHOLE):
         for param in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
             name = getattr(param, "_fsdp_rows_of", None)
