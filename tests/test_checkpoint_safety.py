@@ -266,8 +266,13 @@ def _latest(rank: int, world_size: int, folder: Path) -> None:
         assert tfs.latest_checkpoint(folder) == folder / "good"
     left_out = [str(w.message) for w in caught if "leaves out" in str(w.message)]
     assert len(left_out) == 4
-    for name in ("cut", "empty", "forged"):
+    for name in ("cut", "forged"):
         _refused(model, r"\.metadata cannot be read", load_checkpoint, folder / name, model)
+        _refused(model, "holds a checkpoint already", save_checkpoint, folder / name, model)
+    # Empty, as a run leaves it that is killed where there are no hard links: nothing is lost by saving again.
+    _refused(model, "is a checkpoint whose save did not end", load_checkpoint, folder / "empty", model)
+    save_checkpoint(folder / "empty", model)
+    assert tfs.latest_checkpoint(folder) == folder / "empty"
     assert not (folder / "proof").exists()
 
 

@@ -29,6 +29,7 @@ def hold_entries(model: ThunderModule, sharded: ShardedModule) -> None:
     """Make ``state_dict`` of ``model`` hold entries in place of rows, and ``load_state_dict`` take them or whole tensors."""
     state = _JittedState(model, sharded)
     model.state_dict = state.state_dict
+    model.original_state_dict = state.original_state_dict
     model.load_state_dict = state.load_state_dict
     model.register_load_state_dict_pre_hook(state.before_load)
     model.__reduce_ex__ = _refuse_copies
@@ -45,6 +46,7 @@ class _JittedState:
     def __init__(self, model: ThunderModule, sharded: ShardedModule) -> None:
         self._reference = weakref.ref(model)
         self._sharded = sharded
+        self._gives_rows = False
 
     def state_dict(
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -56,6 +58,8 @@ class _JittedState:
         Raises:
             ValueError: ``keep_vars``, or ranks hold different parameters under one name.
         """
+        if self._gives_rows:
+            return rows_by_name(self._model)
         refuse_keep_vars(keep_vars)
         self._sharded.own.check()
         if destination is None:
@@ -66,6 +70,14 @@ class _JittedState:
                 place = self._sharded.places.get(known_as)
                 destination[prefix + known_as] = value if place is None else param_entry(*place)
         return destination
+
+    def original_state_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """Do what Thunder's method does, which hands what ``state_dict`` gives to transforms: rows."""
+        self._gives_rows = True
+        try:
+            return ThunderModule.original_state_dict(self._model, **kwargs)
+        finally:
+            self._gives_rows = False
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load entries of this rank's rows, or whole tensors of which it takes its rows.

@@ -54,7 +54,6 @@ from .describing import NO_CALL, Call, count_issues, read_call
 from .jitted_state import hold_entries
 from .logs import LOGGER, log_pass
 from .options import Options
-from .pieces import local_rows
 from .precision import attach_casts, cast_inputs
 from .schedule import Schedule, StepSchedule, compute_digest, read_program, read_schedule, save_schedules
 from .sharding import ShardedModule, gather_param
@@ -427,11 +426,9 @@ class FSDPTransform(Transform):
         unsharded = {}
         for key, value in state_dict.items():
             name = _join(submodule_name, key)
-            if name != self.sharded.names_of(name)[0]:
-                continue  # gathered under its leading name
             if name in self.sharded.places:
                 bucket, index = self.sharded.places[name]
-                value = gather_param(bucket, index, local_rows(value))
+                value = gather_param(bucket, index, value)
                 if self.options.move_state_dict_to_cpu:
                     value = value.cpu()
             unsharded[key] = value

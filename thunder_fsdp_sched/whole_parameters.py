@@ -85,6 +85,12 @@ class WholeParameters(torch.optim.Optimizer):
         super().__init__(params, {})
         self._take(self.param_groups, options)
 
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer that updates whole parameters."""
+        assert self._inner is not None
+        return self._inner
+
     def owns(self, param: torch.Tensor) -> bool:
         """Whether this rank is the one that updates ``param`` and has its state."""
         return self._params[param].is_mine

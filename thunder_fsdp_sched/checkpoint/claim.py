@@ -23,7 +23,7 @@ import socket
 import uuid
 from pathlib import Path
 
-__all__ = ["INDEX", "METADATA", "check_claim", "claim", "complete_folder", "leave"]
+__all__ = ["INDEX", "METADATA", "check_claim", "claim", "complete_folder", "is_complete", "leave"]
 
 _log = logging.getLogger(__name__)
 
@@ -86,10 +86,21 @@ def claim(folder: Path, complete: str) -> str:
     finally:
         own.unlink(missing_ok=True)
     _saving.add(run)
-    if (folder / complete).exists():
+    if not is_complete(folder, complete):
+        (folder / complete).unlink(missing_ok=True)  # an empty one, of a run that was killed while it wrote the file
+    else:
         leave(folder, complete, run)
         raise ValueError(f"folder: another run has completed {folder} meanwhile: give each run a folder of its own")
     return run
+
+
+def is_complete(folder: Path, complete: str) -> bool:
+    """Return whether the file that completes ``folder`` is there.
+
+    An empty one does not count: a run leaves it that is killed where there are no hard links.
+    """
+    file = folder / complete
+    return file.exists() and file.stat().st_size > 0
 
 
 def check_claim(folder: Path, run: str) -> None:

@@ -33,10 +33,11 @@ from ..jitted_state import rows_by_name
 from ..pieces import local_rows
 from ..transform import find_transform
 from . import extra as extras
-from .claim import METADATA, check_claim, claim, leave
+from .claim import METADATA, check_claim, claim, is_complete, leave
 from .exchange import exchange
 from .fitting import Cast, blank_optimizer_state, compare, optimizer_state_dicts, tell_casts
 from .metadata import check_files, contents_of, read_metadata
+from .optimizers import different_facts, kind_of, state_of
 from .reading import CheckedReader, PlainPlanner, blank_values, check_plain
 from .state_dict import get_model_state_dict, get_optimizer_state_dict, listed
 from .writing import ClaimedWriter
@@ -92,32 +93,39 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: on all ranks, if one of them could not do it: the folder has a checkpoint, or another run saves
-            into it, the disk is full, an optimizer has other parameters, ``extra`` differs between ranks or holds what
-            cannot be stored without pickle. The folder is no checkpoint then, and others are as they were.
+            into it, the disk is full, an optimizer has other parameters, optimizers, their options or ``extra`` differ
+            between ranks, or ``extra`` holds what cannot be stored without pickle. The folder is no checkpoint then, and
+            others are as they were.
     """
-    path = Path(folder)
+    path, chosen = Path(folder), listed(optimizers)
     sharded = find_transform(model).sharded
     sharded.check_initialized()
     group = sharded.everyone
 
-    def collect() -> tuple[dict[str, Any], dict[str, str]]:
-        if (path / METADATA).exists():
+    def collect() -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+        _check_extra(extra)
+        if is_complete(path, METADATA):
             raise ValueError(f"folder: {path} holds a checkpoint already; save each one into a folder of its own")
         state: dict[str, Any] = {keys[0]: get_model_state_dict(model)}
-        if listed(optimizers):
-            state[keys[1]] = get_optimizer_state_dict(model, optimizers)
+        if chosen:
+            state[keys[1]] = get_optimizer_state_dict(model, chosen)
             check_plain(state[keys[1]], keys[1])
         if taken := state.keys() & (extra or {}).keys():
             raise ValueError(f"extra: the name {sorted(taken)[0]!r} is taken by the model or its optimizers (keys)")
         if _EXTRA in keys:
             raise ValueError(f"keys: the name {_EXTRA!r} is taken by extra")
+        facts = kind_of(model, chosen) | state_of(model, chosen)
         if not extra:
-            return state, {}
+            return state, {}, facts
         text, tensors = extras.encode(extra)
         state[_EXTRA] = {"json": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), "tensors": tensors}
-        return state, extras.digests(extra)
+        return state, extras.digests(extra), facts
 
-    state, digests = together(group, collect)
+    state, digests, facts = together(group, collect)
+    if different := different_facts(group, "save_checkpoint, optimizers", facts):
+        raise CheckpointError(
+            f"fsdp: optimizers differ between ranks, and those of one of them would be saved for all: {different}"
+        )
     everyones = exchange(group, "save_checkpoint, extra", digests)
     if any(other != everyones[0] for other in everyones):
         names = [n for n in everyones[0] if any(other.get(n) != everyones[0][n] for other in everyones)]
@@ -130,7 +138,7 @@ def save_checkpoint(
         writer = ClaimedWriter(path, run, checksums=checksums)
         save(state, storage_writer=writer, process_group=control_of(group).process_group(group))
     except (Exception, CheckpointException) as error:
-        complete = "; it is complete nevertheless, by this run or another" if (path / METADATA).exists() else ""
+        complete = "; it is complete nevertheless, by this run or another" if is_complete(path, METADATA) else ""
         raise CheckpointError(f"fsdp: the checkpoint {path} was not saved: {_reason(error)}{complete}") from error
     finally:
         if group.rank == 0:
@@ -167,10 +175,10 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: on all ranks, if the folder is no checkpoint or one that does not fit, with the names and shapes
-            that do not, if ranks were given different checkpoints, or if a file cannot be read or is damaged. Nothing is
-            changed then.
+            that do not, if it holds the state of another kind of optimizer, if ranks were given different checkpoints, or
+            if a file cannot be read or is damaged. Nothing is changed then.
     """
-    path = Path(folder)
+    path, chosen = Path(folder), listed(optimizers)
     group = find_transform(model).sharded.everyone
     metadata, digest = together(group, lambda: read_metadata(path))
     refuse_different(group, path, digest)
@@ -182,6 +190,7 @@ def load_checkpoint(
 
     def prepare() -> dict[str, Any]:
         nonlocal saved_extra
+        _check_extra(extra)
         contents = contents_of(metadata)
         names = dict.fromkeys(contents)
         if ("json",) in contents.get(_EXTRA, ()):  # else saved by FSDP2, or before there was such a thing
@@ -191,14 +200,14 @@ def load_checkpoint(
                 raise ValueError(f"the checkpoint {path} was not loaded, nothing is changed: {error}") from error
             del names[_EXTRA]
             names |= dict.fromkeys(json.loads(saved_extra))
-        for name in [keys[0], *([keys[1]] if listed(optimizers) else []), *(extra or {})]:
+        for name in [keys[0], *([keys[1]] if chosen else []), *(extra or {})]:
             if name not in names:
                 raise ValueError(f"the checkpoint {path} holds no {name!r}, but {list(names)} (see keys, extra)")
         entries = get_model_state_dict(model)
         casts.extend(compare(contents[keys[0]], entries, strict=strict))
         target: dict[str, Any] = {keys[0]: {n: torch.empty_like(e) for n, e in entries.items()}}
-        if listed(optimizers):
-            target[keys[1]], more = blank_optimizer_state(contents[keys[1]], model, listed(optimizers))
+        if chosen:
+            target[keys[1]], more = blank_optimizer_state(contents[keys[1]], model, chosen)
             casts.extend(more)
         if saved_extra:
             tensors = {b[1]: found for b, found in contents[_EXTRA].items() if b[0] == "tensors"}
@@ -209,6 +218,8 @@ def load_checkpoint(
         return target
 
     target = together(group, prepare)
+    if different := different_facts(group, "load_checkpoint, optimizers", kind_of(model, chosen)):
+        raise CheckpointError(f"fsdp: ranks load into different optimizers, nothing is changed: {different}")
     try:
         process_group = control_of(group).process_group(group)
         load(target, storage_reader=reader, planner=PlainPlanner(), process_group=process_group)
@@ -218,7 +229,7 @@ def load_checkpoint(
         ) from error
 
     def finish() -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        states = optimizer_state_dicts(target[keys[1]], model, listed(optimizers)) if listed(optimizers) else []
+        states = optimizer_state_dicts(target[keys[1]], model, chosen) if chosen else []
         source = target
         if saved_extra:
             wanted = {name: value for name, value in json.loads(saved_extra).items() if name in (extra or {})}
@@ -232,9 +243,14 @@ def load_checkpoint(
     with torch.no_grad():
         for name, value in rows_by_name(model).items():
             value.copy_(local_rows(target[keys[0]][name]))
-    for optimizer, state in zip(listed(optimizers), states, strict=True):
+    for optimizer, state in zip(chosen, states, strict=True):
         optimizer.load_state_dict(state)
     return rest
+
+
+def _check_extra(extra: Any) -> None:
+    if extra is not None and not isinstance(extra, dict):
+        raise ValueError(f"extra: expected a dictionary of values by name, got a {type(extra).__name__}")
 
 
 def claim_together(group: Group, folder: Path, complete: str) -> str:

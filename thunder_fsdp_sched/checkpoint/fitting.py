@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ..pieces import as_entry, local_rows
 from ..sharding import ShardedModule
 from ..transform import find_transform
+from .optimizers import misfits
 from .state_dict import names_of_params, owned_names
 
 __all__ = ["Cast", "blank_optimizer_state", "compare", "optimizer_state_dicts", "tell_casts"]
@@ -99,7 +100,7 @@ def optimizer_state_dicts(
     """Return what ``load_state_dict`` of each optimizer takes: parameters by their numbers, groups in its own order.
 
     Raises:
-        ValueError: the checkpoint's parameter groups are others.
+        ValueError: the checkpoint's parameter groups are others, or its state is that of another kind of optimizer.
     """
     sharded = find_transform(model).sharded
     names = names_of_params(model, optimizers)
@@ -119,6 +120,12 @@ def optimizer_state_dicts(
                 )
             numbered = list(itertools.islice(numbers, len(mine)))
             values = {k: v for k, v in groups[frozenset(mine)].items() if k != "params"}
+            saved = {param: states[name] for param, name in zip(group["params"], mine, strict=True) if name in states}
+            if faults := misfits(optimizer, number, values, saved, names):
+                raise ValueError(
+                    f"the checkpoint does not fit the optimizers, nothing is changed: {'; '.join(faults)}. Make the "
+                    f"optimizer as it was when the checkpoint was saved, or load the model alone"
+                )
             state_dict["param_groups"].append({**group, **values, "params": numbered})
             for i, name in zip(numbered, mine, strict=True):
                 if name in states:

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from .claim import METADATA
+from .claim import METADATA, is_complete
 
 __all__ = ["Contents", "check_files", "contents_of", "read_metadata", "seal"]
 
@@ -46,7 +46,7 @@ def read_metadata(folder: Path) -> tuple[Metadata, str]:
             that such a list is not made of.
     """
     file = folder / METADATA
-    if not file.exists():
+    if not is_complete(folder, METADATA):
         begun = folder.is_dir() and any(folder.iterdir())
         raise ValueError(f"{folder} is {'a checkpoint whose save did not end' if begun else 'no checkpoint'}")
     try:

@@ -29,7 +29,7 @@ from ..jitted_state import rows_by_name
 from ..pieces import refuse_unshared
 from ..sharding import ShardedModule, gather_param
 from ..transform import find_transform
-from .claim import INDEX, complete_folder, leave
+from .claim import INDEX, complete_folder, is_complete, leave
 from .exchange import exchange
 from .files import CheckpointError, claim_together, refuse_different, together
 from .fitting import Cast, tell_casts
@@ -79,7 +79,7 @@ def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str], *, ch
     path = Path(folder)
 
     def begin() -> None:
-        if (path / INDEX).exists():
+        if is_complete(path, INDEX):
             raise ValueError(f"folder: {path} holds a model already; give a folder of its own")
 
     together(sharded.everyone, begin)
@@ -87,7 +87,7 @@ def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str], *, ch
     try:
         _write(model, sharded, path, run, torch_files, checksums=checksums)
     except CheckpointError as error:
-        if (path / INDEX).exists():
+        if is_complete(path, INDEX):
             raise CheckpointError(f"{error}; {path} is complete nevertheless, by this run or another") from error
         raise
     finally:
