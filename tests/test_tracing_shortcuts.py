@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,10 +38,68 @@ class Attributes(Model):
         return self.linear(x) * getattr(self, "scale", 1) + getattr(self, "missing", 2) + self.count
 
 
-MODELS = {**CASES, "attributes": Attributes, "gpt": lambda: GPT(blocks=1), "stack": lambda: Stack(1)}
+SCALES = {"first": 2.0, "second": 3.0}
 
 
-def _traces(name: str, *, hooks: bool = False) -> list[str]:
+class Counts(dict):
+    """A dictionary with an item for everything."""
+
+    def __missing__(self, key: str) -> float:
+        return float(len(key))
+
+
+COUNTS = Counts(first=0.5)
+
+
+class Items(Model):
+    """Looks for items of containers and for globals, and ends loops and calls with exceptions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(4), torch.randn(4), torch.randn(4)])
+        self.factors = (1.0, 2.0, [3.0, 4.0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * SCALES["first"] * SCALES.get("third", 1) * COUNTS["first"] * COUNTS["other"]
+        for factor, weight in zip(self.factors[-1][:], self.weights, strict=False):
+            x = x * factor + weight
+        for name, scale in SCALES.items():
+            x = x + scale * len(name)
+        for missing in ("container[7]", "dictionary", "global"):
+            try:
+                if missing == "container[7]":
+                    x = x + self.factors[7]
+                elif missing == "dictionary":
+                    x = x + SCALES["third"]
+                else:
+                    x = x + not_there
+            except (IndexError, KeyError, NameError) as error:
+                x = x + len(type(error).__name__)
+        return x[0] + x.sum() + self.factors[0:2][1] + self.weights[1]
+
+
+class Raises(Model):
+    """Raises three calls deep, in a loop."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale in SCALES.values():
+            x = self._scaled(x, scale)
+        return x
+
+    def _scaled(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        return x * scale if scale < 3 else x * {}[scale]
+
+
+MODELS = {
+    **CASES,
+    "attributes": Attributes,
+    "items": Items,
+    "gpt": lambda: GPT(blocks=1),
+    "stack": lambda: Stack(1),
+}
+
+
+def _traces(name: str, which: str, *, hooks: bool = False) -> list[str]:
     torch.manual_seed(0)
     model = MODELS[name]().double()
     inputs = model.inputs(torch.Generator().manual_seed(0))
@@ -48,47 +108,84 @@ def _traces(name: str, *, hooks: bool = False) -> list[str]:
             module.register_forward_pre_hook(lambda module, args: tuple(a * 2 for a in args))
             module.register_forward_hook(lambda module, args, output: output + 1)
     jitted = thunder.jit(model)
-    jitted(*inputs)
+    with tracing_shortcuts.tracing_shortcuts(which):
+        jitted(*inputs)
     traces = [thunder.last_prologue_traces(jitted), thunder.last_traces(jitted), thunder.last_backward_traces(jitted)]
-    return [re.sub(r"took \d+ milliseconds", "", str(trace)) for stage in traces for trace in (stage[0], stage[-1])]
+    return [re.sub(r"took \d+ milliseconds", "", str(trace)) for stage in traces for trace in stage]
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The functions that the shortcuts have interpreted. The test begins without them."""
-    interpreted: list[Any] = []
+def taken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The shortcuts that have been taken, by the names of what they stand for; and the functions that they interpret."""
+    names: set[str] = set()
+
+    def noted(name: str, shortcut: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            names.add(name)
+            return shortcut(*args, **kwargs)
+
+        return noting
+
+    for function, shortcut in tracing_shortcuts.LOOKASIDES.items():
+        monkeypatch.setitem(tracing_shortcuts.LOOKASIDES, function, noted(function.__name__, shortcut))
+    for place, shortcut in tracing_shortcuts.REPLACEMENTS.items():
+        if place[1] == "dis":
+            monkeypatch.setattr(shortcut, "get_instructions", noted("dis", shortcut.get_instructions))
+        else:
+            monkeypatch.setitem(tracing_shortcuts.REPLACEMENTS, place, noted(place[1], shortcut))
     interpret = tracing_shortcuts._interpret_call
 
-    def spy(function: Any, *args: Any, **kwargs: Any) -> Any:
-        interpreted.append(function)
+    def noting_interpret(function: Any, *args: Any, **kwargs: Any) -> Any:
+        names.add(getattr(function, "__name__", ""))
         return interpret(function, *args, **kwargs)
 
-    monkeypatch.setattr(tracing_shortcuts, "_interpret_call", spy)
-    for function in tracing_shortcuts.SHORTCUTS:
-        monkeypatch.delitem(jit_ext._general_jit_lookaside_map, function, raising=False)
-    return interpreted
+    monkeypatch.setattr(tracing_shortcuts, "_interpret_call", noting_interpret)
+    return names
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_traces_are_those_without_shortcuts(calls: list[Any], name: str) -> None:
-    stock = _traces(name)
-    assert not calls
-    with tracing_shortcuts.tracing_shortcuts("all"):
-        assert _traces(name) == stock
-    assert {tracing_shortcuts._call_forward, dict.__contains__, dict.__getitem__} <= set(calls)
-    assert tracing_shortcuts._call_with_hooks not in calls
-    assert (tracing_shortcuts._has_no in calls) is (name == "attributes")
+def test_traces_are_those_without_shortcuts(taken: set[str], name: str) -> None:
+    stock = _traces(name, "none")
+    assert not taken
+    assert _traces(name, "all") == stock
+    loops = {"get_or_make_python_frame"} if name in ("gpt", "stack", "items") else set()
+    assert {function.__name__ for function in tracing_shortcuts.LOOKASIDES} | loops <= taken
+    assert {name for _, name in tracing_shortcuts.REPLACEMENTS} - taken <= {"get_or_make_python_frame"}
+    assert "_call_forward" in taken and "_call_with_hooks" not in taken
+    assert ("_has_no" in taken) is (name == "attributes")
 
 
-def test_hooks_are_interpreted(calls: list[Any]) -> None:
-    stock = _traces("stack", hooks=True)
-    with tracing_shortcuts.tracing_shortcuts("all"):
-        assert _traces("stack", hooks=True) == stock
-    assert tracing_shortcuts._call_with_hooks in calls and tracing_shortcuts._call_forward not in calls
+def test_hooks_are_interpreted(taken: set[str]) -> None:
+    assert _traces("stack", "all", hooks=True) == _traces("stack", "none", hooks=True)
+    assert "_call_with_hooks" in taken and "_call_forward" not in taken
 
 
-def test_shortcuts_end_with_their_context(calls: list[Any]) -> None:
-    before = dict(jit_ext._general_jit_lookaside_map)
-    with tracing_shortcuts.tracing_shortcuts("all"):
-        assert jit_ext._general_jit_lookaside_map == before | tracing_shortcuts.SHORTCUTS
-    assert jit_ext._general_jit_lookaside_map == before
+def test_errors_are_those_without_shortcuts(taken: set[str]) -> None:
+    told = []
+    for which in ("none", "all", "all"):  # the second time with frames that were kept
+        with tracing_shortcuts.tracing_shortcuts(which), pytest.raises(KeyError) as caught:
+            thunder.jit(Raises())(torch.zeros(2, 4))
+        ours = [frame for frame in traceback.extract_tb(caught.tb) if frame.filename == __file__]
+        told.append((caught.value.args, [(frame.name, frame.lineno, frame.line) for frame in ours]))
+    assert told[0] == told[1] == told[2]
+    assert told[0][0] == (3.0,)
+    assert [name for name, _, _ in told[0][1]][-2:] == ["forward", "_scaled"]
+    assert "get_or_make_python_frame" in taken
+
+
+def _stock() -> list[Any]:
+    lookasides = dict(jit_ext._general_jit_lookaside_map)
+    return [lookasides, *(getattr(owner, name) for owner, name in tracing_shortcuts.REPLACEMENTS)]
+
+
+def test_shortcuts_end_with_their_context() -> None:
+    with tracing_shortcuts.tracing_shortcuts("none"):
+        before = _stock()
+        with tracing_shortcuts.tracing_shortcuts("all"):
+            lookasides, *replaced = _stock()
+            assert lookasides == before[0] | tracing_shortcuts.LOOKASIDES
+            assert replaced == list(tracing_shortcuts.REPLACEMENTS.values())
+            assert all(now is not then for now, then in zip(replaced, before[1:], strict=True))
+            with tracing_shortcuts.tracing_shortcuts("none"):
+                assert _stock() == before
+        assert _stock() == before

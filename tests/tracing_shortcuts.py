@@ -1,28 +1,46 @@
-"""Shortcuts through Thunder's interpretation of ``nn.Module``, which takes two fifths of the time of compiling in tests.
+"""Shortcuts through Thunder's compiling, which takes most of the time of the tests: with them it takes half of its time.
 
-Thunder interprets ``nn.Module.__call__`` and ``nn.Module.__getattr__`` line by line: a look for hooks that are not there,
-and up to ten dictionary operations for each attribute. The shortcuts do the same operations without interpreting the lines
-around them, so that Thunder notes the same accesses and guards. ``test_tracing_shortcuts.py`` checks that traces are the
-same, to the letter, with and without them. In the environment, ``TRACING_SHORTCUTS=none`` runs all tests without them, and
-``TRACING_SHORTCUTS=all`` takes that of ``__getattr__``, too, with which not every other test has run yet.
+Each shortcut does what the function of Thunder or torch that it stands for does, in fewer steps, so that Thunder notes the
+same accesses and guards the same things:
+
+- Thunder interprets ``nn.Module.__call__`` and ``nn.Module.__getattr__`` line by line: a look for hooks that are not there,
+  and up to ten dictionary operations for each attribute. The lines around these operations are not interpreted.
+- Each global and each item of a dictionary, list or tuple is looked up by interpreting a lambda that calls
+  ``__getitem__``, which is a call of the method by way of an attribute. The method is called at once.
+- Functions are disassembled whenever they are interpreted. Instructions are kept.
+- For each exception, and every ``for`` loop ends with one, the interpreter starts a thread that makes a frame for the
+  traceback, and waits for it in a busy loop. Frames are kept, one a line.
+- The signature of a symbol's meta function is inspected at each call of the symbol. Signatures are kept.
+- Arguments and results are flattened twice, to look for dataclasses, and each time it is asked anew whether their type can
+  be flattened. They are flattened once, and types that could be flattened are kept.
+
+``test_tracing_shortcuts.py`` checks that traces and errors are the same, to the letter, with and without shortcuts. With
+``TRACING_SHORTCUTS=none`` in the environment all tests run without them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import dis
+import inspect
 import os
+import types
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 from unittest import mock
 
 import thunder_fsdp_sched  # noqa: F401  before thunder
 
-from thunder.core import jit_ext
-from thunder.core.interpreter import _interpret_call, unwrap, wrap_const
+import optree
+from thunder.core import codeutils, interpreter, jit_ext, pytree, symbol, transform_common, utils
+from thunder.core.interpreter import _interpret_call, check_and_append, unwrap, wrap_const
 from torch.nn.modules import module as torch_module
 
-__all__ = ["SHORTCUTS", "tracing_shortcuts"]
+__all__ = ["LOOKASIDES", "REPLACEMENTS", "tracing_shortcuts"]
 
-_CHOSEN = os.environ.get("TRACING_SHORTCUTS", "calls")
+_CHOSEN = os.environ.get("TRACING_SHORTCUTS", "all")
 
 _OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl")
 _OF_ALL = (
@@ -68,10 +86,118 @@ def _has_no(module: Any, name: str) -> NoReturn:
     raise AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'")
 
 
-SHORTCUTS = {torch_module.Module._wrapped_call_impl: _call, torch_module.Module.__getattr__: _getattr}
+_globals_lookup = interpreter.globals_lookup
 
 
-def tracing_shortcuts(which: str = _CHOSEN) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which Thunder takes ``"all"`` shortcuts, that of ``"calls"``, or ``"none"``."""
-    taken = {"all": SHORTCUTS, "calls": dict([next(iter(SHORTCUTS.items()))]), "none": {}}[which]
-    return mock.patch.dict(jit_ext._general_jit_lookaside_map, taken)
+def _global(namespace: Any, name: Any) -> Any:
+    """Stand in for ``globals_lookup``."""
+    known = unwrap(namespace)
+    if type(known) is dict:
+        if unwrap(name) in known:
+            return _interpret_call(dict.__getitem__, namespace, name)
+        builtins = _interpret_call(dict.__getitem__, namespace, wrap_const("__builtins__"))
+        if type(unwrap(builtins)) is dict and unwrap(name) in unwrap(builtins):
+            return _interpret_call(dict.__getitem__, builtins, name)
+    return _globals_lookup(namespace, name)
+
+
+_binary_subscr = interpreter._binary_subscr
+_GETITEM = {container: container.__getitem__ for container in (dict, list, tuple)}
+
+
+def _item(stack: Any, container: Any, key: Any) -> Any:
+    """Stand in for ``_binary_subscr``."""
+    getitem = _GETITEM.get(type(unwrap(container)))
+    if getitem is None:
+        return _binary_subscr(stack, container, key)
+    return check_and_append(stack, _interpret_call(getitem, container, key))
+
+
+_disassembled: dict[int, tuple[types.CodeType, tuple[dis.Instruction, ...]]] = {}
+
+
+def _get_instructions(code: types.CodeType) -> tuple[dis.Instruction, ...]:
+    """Stand in for ``dis.get_instructions``."""
+    if id(code) not in _disassembled:  # comparing code objects takes longer; who holds one keeps its id
+        _disassembled[id(code)] = code, tuple(dis.get_instructions(code))
+    return _disassembled[id(code)][1]
+
+
+_get_or_make_python_frame = interpreter.InterpreterFrame.get_or_make_python_frame
+_frames: dict[tuple[Any, ...], types.FrameType] = {}
+
+
+def _python_frame(frame: Any) -> types.FrameType:
+    """Stand in for ``InterpreterFrame.get_or_make_python_frame``."""
+    key = frame.code, frame.code.co_filename, frame.positions.lineno, frame.qualname
+    if key not in _frames:
+        _frames[key] = _get_or_make_python_frame(frame)
+    return _frames[key]
+
+
+_signatures: weakref.WeakKeyDictionary[Callable[..., Any], inspect.Signature] = weakref.WeakKeyDictionary()
+
+
+def _normalize(called: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Stand in for ``Symbol.normalize``."""
+    meta = called.meta
+    signature = _signatures.get(meta) if type(meta) is types.FunctionType else inspect.signature(meta)
+    if signature is None:
+        signature = _signatures[meta] = inspect.signature(meta)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.args, bound.kwargs
+
+
+_tree_flatten = pytree.tree_flatten
+_flattened: set[type] = set()
+
+
+def _flatten(tree: Any, namespace: str = pytree.OPTREE_NAMESPACE) -> tuple[list[Any], Any]:
+    """Stand in for ``tree_flatten``."""
+    if type(tree) in _flattened:
+        return optree.tree_flatten(tree, none_is_leaf=True, namespace=namespace)
+    result = _tree_flatten(tree, namespace)
+    if not isinstance(tree, type):  # of which Thunder asks whether they are dataclasses
+        _flattened.add(type(tree))
+    return result
+
+
+_tree_flatten_with_dataclass = pytree.tree_flatten_with_dataclass
+
+
+def _flatten_with_dataclass(tree: Any) -> tuple[list[Any], Any]:
+    """Stand in for ``tree_flatten_with_dataclass``."""
+    leaves, spec = _flatten(tree)
+    if any(dataclasses.is_dataclass(leaf) for leaf in leaves):  # perhaps one to be registered
+        return _tree_flatten_with_dataclass(tree)
+    return leaves, spec
+
+
+LOOKASIDES = {torch_module.Module._wrapped_call_impl: _call, torch_module.Module.__getattr__: _getattr}
+
+REPLACEMENTS: dict[tuple[Any, str], Any] = {
+    (interpreter, "globals_lookup"): _global,
+    (interpreter, "_binary_subscr"): _item,
+    (interpreter, "dis"): types.SimpleNamespace(**{**vars(dis), "get_instructions": _get_instructions}),
+    (interpreter.InterpreterFrame, "get_or_make_python_frame"): _python_frame,
+    (symbol.Symbol, "normalize"): _normalize,
+    (symbol, "tree_flatten_with_dataclass"): _flatten_with_dataclass,
+    **{(user, "tree_flatten"): _flatten for user in (symbol, codeutils, transform_common, utils)},
+}
+_ORIGINALS = {(owner, name): getattr(owner, name) for owner, name in REPLACEMENTS}
+
+
+@contextlib.contextmanager
+def tracing_shortcuts(which: str = _CHOSEN) -> Iterator[None]:
+    """Let Thunder take ``"all"`` shortcuts or ``"none"`` within the context."""
+    taken = {"all": (REPLACEMENTS, LOOKASIDES), "none": (_ORIGINALS, {})}
+    attributes, lookasides = taken[which]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(jit_ext._general_jit_lookaside_map))
+        for function in LOOKASIDES:
+            jit_ext._general_jit_lookaside_map.pop(function, None)
+        jit_ext._general_jit_lookaside_map.update(lookasides)
+        for (owner, name), attribute in attributes.items():
+            stack.enter_context(mock.patch.object(owner, name, attribute))
+        yield
