@@ -37,6 +37,7 @@ import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from tracing_shortcuts import shortcuts_at_start
 
 # With blocks of which the first and the last are cut.
 TINY = ["--steps", "3", "--blocks", "3", "--width", "192", "--length", "16", "--dtype", "float64"]
@@ -54,8 +55,7 @@ def command(*arguments: str, cwd: Path, columns: int = 132) -> subprocess.Comple
 
 
 def _environment() -> dict[str, str]:
-    root = str(Path(thunder_fsdp_sched.__file__).resolve().parents[1])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]), "NO_COLOR": "1"}
+    return {**shortcuts_at_start(), "NO_COLOR": "1"}
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from thunder_fsdp_sched.planner import PlannedStep
 import pytest
 import torch
 from ranks import Ranks
+from tracing_shortcuts import shortcuts_at_start
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 
@@ -80,7 +81,10 @@ def test_plan_compares_strategies_of_a_cluster(capsys: pytest.CaptureFixture[str
         assert step.after.step_seconds <= step.before.step_seconds
 
 
-def test_a_pinned_schedule_passes_until_the_options_change(pytester: pytest.Pytester) -> None:
+def test_a_pinned_schedule_passes_until_the_options_change(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", shortcuts_at_start()["PYTHONPATH"])
     code = (FOLDER / "test_schedule.py").read_text()
 
     def run(code: str, *options: str) -> pytest.RunResult:

@@ -26,6 +26,7 @@ from gpu_first import Step, merge, parse, plan, run_step
 from gpu_page import FINE, page, verdict
 from gpu_steps import machine, measured, simulated
 from gpu_trace import Activity
+from tracing_shortcuts import shortcuts_at_start
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -179,7 +180,7 @@ def test_the_stand_in_trains_and_simulates_and_tells_that_no_gpu_was_seen(tmp_pa
     command = [sys.executable, "-W", "ignore", str(BENCHMARKS / "gpu.py"), "first", "--stand-in"]
     command += ["--cases", "zero3 (flat|symmetric_memory)$", "--only", "alone|shared|profile", "--save", str(tmp_path)]
     command += ["--blocks", "1", "--width", "64", "--length", "8", "--batch", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=shortcuts_at_start())
     assert done.returncode == 1, done.stderr  # the profiler cannot see a GPU
     records = json.loads((tmp_path / "records.json").read_text())
     for step in ("alone", "shared"):

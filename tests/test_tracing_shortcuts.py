@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -189,3 +191,19 @@ def test_shortcuts_end_with_their_context() -> None:
             with tracing_shortcuts.tracing_shortcuts("none"):
                 assert _stock() == before
         assert _stock() == before
+
+
+_SAY_WHOSE = """
+import thunder_fsdp_sched
+from thunder.core import interpreter
+print(interpreter.globals_lookup.__module__, __import__("thunder").__spec__.loader.__class__.__name__)
+"""
+
+
+@pytest.mark.parametrize(("which", "module"), [("all", "tracing_shortcuts"), ("none", "thunder.core.interpreter")])
+def test_other_processes_take_shortcuts_from_their_start(which: str, module: str) -> None:
+    environment = {**tracing_shortcuts.shortcuts_at_start(), "TRACING_SHORTCUTS": which}
+    done = subprocess.run(
+        [sys.executable, "-c", _SAY_WHOSE], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.split() == [module, "SourceFileLoader"], done.stderr

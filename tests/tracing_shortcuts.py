@@ -28,6 +28,7 @@ import os
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -38,7 +39,7 @@ from thunder.core import codeutils, interpreter, jit_ext, pytree, symbol, transf
 from thunder.core.interpreter import _interpret_call, check_and_append, unwrap, wrap_const
 from torch.nn.modules import module as torch_module
 
-__all__ = ["LOOKASIDES", "REPLACEMENTS", "tracing_shortcuts"]
+__all__ = ["LOOKASIDES", "REPLACEMENTS", "shortcuts_at_start", "tracing_shortcuts"]
 
 _CHOSEN = os.environ.get("TRACING_SHORTCUTS", "all")
 
@@ -201,3 +202,10 @@ def tracing_shortcuts(which: str = _CHOSEN) -> Iterator[None]:
         for (owner, name), attribute in attributes.items():
             stack.enter_context(mock.patch.object(owner, name, attribute))
         yield
+
+
+def shortcuts_at_start() -> dict[str, str]:
+    """Return an environment in which Python processes that use this work tree's package take the shortcuts, too."""
+    here = Path(__file__).resolve().parent
+    path = [str(here / "shortcuts_at_start"), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
