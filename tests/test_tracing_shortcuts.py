@@ -14,7 +14,7 @@ import thunder
 import torch
 import tracing_shortcuts
 from models import CASES, GPT, Model, Stack
-from thunder.core import jit_ext
+from thunder.core import interpreter, jit_ext
 from torch import nn
 
 
@@ -133,6 +133,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     for place, shortcut in tracing_shortcuts.REPLACEMENTS.items():
         if place[1] == "dis":
             monkeypatch.setattr(shortcut, "get_instructions", noted("dis", shortcut.get_instructions))
+        elif place[1] == "inspect":
+            continue  # it counts calls
         else:
             monkeypatch.setitem(tracing_shortcuts.REPLACEMENTS, place, noted(place[1], shortcut))
     interpret = tracing_shortcuts._interpret_call
@@ -152,7 +154,8 @@ def test_traces_are_those_without_shortcuts(taken: set[str], name: str) -> None:
     assert _traces(name, "all") == stock
     loops = {"get_or_make_python_frame"} if name in ("gpt", "stack", "items") else set()
     assert {function.__name__ for function in tracing_shortcuts.LOOKASIDES} | loops <= taken
-    assert {name for _, name in tracing_shortcuts.REPLACEMENTS} - taken <= {"get_or_make_python_frame"}
+    missing = {name for _, name in tracing_shortcuts.REPLACEMENTS} - taken
+    assert missing <= {"get_or_make_python_frame", "inspect"}
     assert "_call_forward" in taken and "_call_with_hooks" not in taken
     assert ("_has_no" in taken) is (name == "attributes")
 
@@ -160,6 +163,22 @@ def test_traces_are_those_without_shortcuts(taken: set[str], name: str) -> None:
 def test_hooks_are_interpreted(taken: set[str]) -> None:
     assert _traces("stack", "all", hooks=True) == _traces("stack", "none", hooks=True)
     assert "_call_with_hooks" in taken and "_call_forward" not in taken
+
+
+def test_the_call_site_is_that_without_shortcuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sites = []
+    begin = interpreter.InterpreterRuntimeCtx.__init__
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        site = self._original_callsite
+        sites.append((site.filename, site.lineno, site.function, site.positions))
+
+    monkeypatch.setattr(interpreter.InterpreterRuntimeCtx, "__init__", noting)
+    for which in ("none", "all"):
+        with tracing_shortcuts.tracing_shortcuts(which):
+            thunder.jit(torch.neg)(torch.ones(2))
+    assert len(sites) == 2 and sites[0] == sites[1]
 
 
 def test_errors_are_those_without_shortcuts(taken: set[str]) -> None:

@@ -10,6 +10,8 @@ same accesses and guards the same things:
 - Functions are disassembled whenever they are interpreted. Instructions are kept.
 - For each exception, and every ``for`` loop ends with one, the interpreter starts a thread that makes a frame for the
   traceback, and waits for it in a busy loop. Frames are kept, one a line.
+- The source lines of all frames of the stack are looked for at each compilation, and only the caller's are used. Only these
+  are looked for.
 - The signature of a symbol's meta function is inspected at each call of the symbol. Signatures are kept.
 - Arguments and results are flattened twice, to look for dataclasses, and each time it is asked anew whether their type can
   be flattened. They are flattened once, and types that could be flattened are kept.
@@ -25,6 +27,7 @@ import dataclasses
 import dis
 import inspect
 import os
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -136,6 +139,11 @@ def _python_frame(frame: Any) -> types.FrameType:
     return _frames[key]
 
 
+def _stack() -> list[Any]:
+    """Stand in for ``inspect.stack``, of which Thunder uses the third frame."""
+    return [None, None, inspect.getframeinfo(sys._getframe(3))]
+
+
 _signatures: weakref.WeakKeyDictionary[Callable[..., Any], inspect.Signature] = weakref.WeakKeyDictionary()
 
 
@@ -181,6 +189,7 @@ REPLACEMENTS: dict[tuple[Any, str], Any] = {
     (interpreter, "globals_lookup"): _global,
     (interpreter, "_binary_subscr"): _item,
     (interpreter, "dis"): types.SimpleNamespace(**{**vars(dis), "get_instructions": _get_instructions}),
+    (interpreter, "inspect"): types.SimpleNamespace(**{**vars(inspect), "stack": _stack}),
     (interpreter.InterpreterFrame, "get_or_make_python_frame"): _python_frame,
     (symbol.Symbol, "normalize"): _normalize,
     (symbol, "tree_flatten_with_dataclass"): _flatten_with_dataclass,
