@@ -121,7 +121,7 @@ def save_checkpoint(
         state[_EXTRA] = {"json": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), "tensors": tensors}
         return state, extras.digests(extra), facts
 
-    state, digests, facts = together(group, collect)
+    state, digests, facts = together(group, "save_checkpoint", collect)
     if different := different_facts(group, "save_checkpoint, optimizers", facts):
         raise CheckpointError(
             f"fsdp: optimizers differ between ranks, and those of one of them would be saved for all: {different}"
@@ -180,7 +180,7 @@ def load_checkpoint(
     """
     path, chosen = Path(folder), listed(optimizers)
     group = find_transform(model).sharded.everyone
-    metadata, digest = together(group, lambda: read_metadata(path))
+    metadata, digest = together(group, "load_checkpoint", lambda: read_metadata(path))
     refuse_different(group, path, digest)
     reader = CheckedReader(path, metadata, verify=verify_checksums)
     if verify_checksums and not reader.has_checksums and group.rank == 0:
@@ -217,7 +217,7 @@ def load_checkpoint(
             target |= blank_values(extra or {}, metadata)
         return target
 
-    target = together(group, prepare)
+    target = together(group, "load_checkpoint", prepare)
     if different := different_facts(group, "load_checkpoint, optimizers", kind_of(model, chosen)):
         raise CheckpointError(f"fsdp: ranks load into different optimizers, nothing is changed: {different}")
     try:
@@ -237,7 +237,7 @@ def load_checkpoint(
         return states, {name: source[name] for name in extra or {}}
 
     # Every rank has read everything, and nothing is changed yet.
-    states, rest = together(group, finish)
+    states, rest = together(group, "load_checkpoint", finish)
     if casts and group.rank == 0:
         warnings.warn(f"load_checkpoint casts what {path} holds: {tell_casts(casts)}", stacklevel=2)
     with torch.no_grad():
@@ -262,11 +262,11 @@ def claim_together(group: Group, folder: Path, complete: str) -> str:
     Raises:
         CheckpointError: on all ranks, if the folder is complete, if another run saves into it, or ranks name other folders.
     """
-    [run, *_] = exchange(
-        group, "claiming a folder", together(group, lambda: claim(folder, complete) if group.rank == 0 else "")
-    )
+    what = "claiming a folder"
+    claimed = together(group, what, lambda: claim(folder, complete) if group.rank == 0 else "")
+    [run, *_] = exchange(group, what, claimed)
     try:
-        together(group, lambda: check_claim(folder, run))
+        together(group, what, lambda: check_claim(folder, run))
     except CheckpointError:
         if group.rank == 0:
             leave(folder, complete, run)
@@ -309,8 +309,11 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def together(group: Group, do: Callable[[], Result]) -> Result:
-    """Does something on every rank of ``group`` that may fail on some of them; then it fails on all.
+def together(group: Group, what: str, do: Callable[[], Result]) -> Result:
+    """Run ``do`` on every rank of ``group``; if it fails on some, fail on all.
+
+    Args:
+        what: the call that it belongs to, for messages.
 
     Raises:
         CheckpointError: with the message of each rank that failed.
@@ -320,7 +323,6 @@ def together(group: Group, do: Callable[[], Result]) -> Result:
         result = do()
     except Exception as error:
         message, cause = str(error) or repr(error), error
-    what = getattr(do, "__qualname__", "a checkpoint").partition(".")[0]
     messages = exchange(group, what, message)
     ranks_of: dict[str, list[int]] = {}
     for rank, text in zip(group.global_ranks, messages, strict=False):

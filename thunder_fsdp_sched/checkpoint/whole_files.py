@@ -82,7 +82,7 @@ def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str], *, ch
         if is_complete(path, INDEX):
             raise ValueError(f"folder: {path} holds a model already; give a folder of its own")
 
-    together(sharded.everyone, begin)
+    together(sharded.everyone, "save_safetensors", begin)
     run = claim_together(sharded.everyone, path, INDEX)
     try:
         _write(model, sharded, path, run, torch_files, checksums=checksums)
@@ -119,14 +119,14 @@ def _write(
                 tensors[spec.name] = whole.cpu()
             where[spec.name] = file
             total += spec.numel * spec.dtype.itemsize
-        together(sharded.everyone, lambda file=file, tensors=tensors: write(file, tensors))  # type: ignore[misc]
+        together(sharded.everyone, "save_safetensors", lambda file=file, tensors=tensors: write(file, tensors))  # type: ignore[misc]
     rest = _unsharded(model, sharded)
     if rest:
         file = f"model-rest-{run}.safetensors"
         where |= dict.fromkeys(rest, file)
         total += sum(t.numel() * t.dtype.itemsize for t in rest.values())
         copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in rest.items()} if writes else {}
-        together(sharded.everyone, lambda: write(file, copies))
+        together(sharded.everyone, "save_safetensors", lambda: write(file, copies))
 
     def end() -> None:
         if writes:
@@ -140,7 +140,7 @@ def _write(
             finally:
                 partial.unlink()
 
-    together(sharded.everyone, end)
+    together(sharded.everyone, "save_safetensors", end)
 
 
 def load_safetensors(
@@ -164,7 +164,7 @@ def load_safetensors(
     safetensors = _import("safetensors")
     sharded = find_transform(model).sharded
     rest = _unsharded(model, sharded)
-    files, crcs = together(sharded.everyone, lambda: _files(Path(source)))
+    files, crcs = together(sharded.everyone, "load_safetensors", lambda: _files(Path(source)))
     _verify(sharded.everyone, Path(source), files, crcs, verify=verify_checksums)
     casts: list[Cast] = []
 
@@ -203,7 +203,7 @@ def load_safetensors(
             raise ValueError(f"{source} does not fit the model: {'; '.join(faults[:8])}{more}")
         return slices
 
-    slices = together(sharded.everyone, open_all)
+    slices = together(sharded.everyone, "load_safetensors", open_all)
     if casts and sharded.everyone.rank == 0:
         warnings.warn(f"load_safetensors casts what {source} holds: {tell_casts(casts)}", stacklevel=2)
     with torch.no_grad():
@@ -256,12 +256,14 @@ def _verify(group: Group, source: Path, files: list[Path], crcs: dict[str, str],
         known = repr([(file.name, stat.st_size, crcs.get(file.name)) for file, stat in zip(files, stats, strict=True)])
         return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats], known
 
-    identities, digest = together(group, look)
+    identities, digest = together(group, "load_safetensors", look)
     everyones = exchange(group, "load_safetensors", identities)
     refuse_different(group, source, digest)
     same = all(other == everyones[0] for other in everyones)
     if not same and not crcs:
-        refuse_different(group, source, repr(together(group, lambda: [_crc32(file) for file in files])))
+        refuse_different(
+            group, source, repr(together(group, "load_safetensors", lambda: [_crc32(file) for file in files]))
+        )
 
     def check() -> None:
         for file in (files[group.rank :: group.size] if same else files) if verify and crcs else ():
@@ -270,7 +272,7 @@ def _verify(group: Group, source: Path, files: list[Path], crcs: dict[str, str],
                     f"{file} is damaged, nothing is changed: its checksum is wrong (verify_checksums=False ignores that)"
                 )
 
-    together(group, check)
+    together(group, "load_safetensors", check)
     if verify and not crcs and group.rank == 0:
         _log.warning("%s has no checksums", source)
 
