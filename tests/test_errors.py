@@ -154,7 +154,7 @@ def _shard_wrongly(rank: int, world_size: int, case: str) -> None:
         expected = ValueError, "broadcast_from: the module is on the meta device"
     elif case == "three-dimensional mesh":
         options = {"mesh": init_device_mesh("cpu", (1, 1, world_size), mesh_dim_names=("a", "b", "c"))}
-        expected = ValueError, r"mesh: expected one dimension .* or two .*, got 3; pass those alone"
+        expected = ValueError, r"mesh: expected one dimension .* or two .*, got 3; pass only those"
     elif case == "mesh and process group":
         options = {"mesh": init_device_mesh("cpu", (world_size,)), "process_group": dist.group.WORLD}
         expected = ValueError, "mesh and process_group: pass one of them, not both"
@@ -260,7 +260,7 @@ def test_a_rank_outside_of_the_process_group_is_told(ranks: Ranks) -> None:
 def _shard_different_modules(rank: int, world_size: int) -> None:
     width = 4 + 4 * rank
     with pytest.raises(
-        RuntimeError, match=r"(?s)disagree: what is to be sharded.*rank 0: .*\[4, 4\].*rank 1: .*\[8, 8\]"
+        RuntimeError, match=r"(?s)disagree: the parameters to shard.*rank 0: .*\[4, 4\].*rank 1: .*\[8, 8\]"
     ):
         thunder.jit(Stack(1, width=width), transforms=[fsdp()])
 

@@ -164,7 +164,7 @@ def _forget(rank: int, world_size: int, folder: str) -> None:
             save()
     with pytest.raises(ValueError, match="broadcast_from: the module is on the meta device"):
         thunder.jit(_on_meta(), transforms=[fsdp(device="cpu", broadcast_from=0)])
-    with pytest.raises(ValueError, match="param_init_fn: say where the parameters"):
+    with pytest.raises(ValueError, match="param_init_fn: also pass device="):
         fsdp(param_init_fn=_reset)
     with pytest.raises(TypeError, match="param_init_fn: expected a callable"):
         fsdp(param_init_fn="reset", device="cpu")

@@ -274,7 +274,7 @@ def _interrupt_an_issue(rank: int, world_size: int) -> None:
     ):
         symbols.all_gather(first, slot, *first.params)
     for lost in (slot, overlapping):
-        with pytest.raises(RuntimeError, match=r"bucket '0' failed: it was interrupted while it was issued"):
+        with pytest.raises(RuntimeError, match=r"bucket '0' failed: it was interrupted while it was being issued"):
             symbols.all_gather(second, lost, *second.params)
     symbols.wait_params(second, symbols.all_gather(second, apart, *second.params))
 

@@ -327,7 +327,7 @@ def _refuse(rank: int, world_size: int) -> None:
         ):
             model(batch)
     module.last.float()
-    with pytest.raises(RuntimeError, match=r"'last\.weight' no longer lies in the shard buffer"):
+    with pytest.raises(RuntimeError, match=r"'last\.weight' is no longer in the shard buffer"):
         model(x)
 
 

@@ -1,5 +1,5 @@
-"""The passes on traces: hypothesis builds them straight from symbols (thousands of shapes in seconds), and a small GPT is
-traced with a fake process group. Nothing here moves data; tests/test_training.py does."""
+"""The passes on traces: hypothesis builds them straight from symbols (thousands of shapes in seconds), and a small GPT
+is traced with a fake process group. Nothing here moves data; tests/test_training.py does."""
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
@@ -223,8 +223,8 @@ def test_a_gather_that_a_budget_held_back_names_the_bucket_that_had_to_go():
     )
     reasons = {op.bucket: op.reason for op in read_schedule(done).of("fsdp_all_gather")}
     assert reasons["b1"] == "prefetch: 2 ahead of its wait, before the wait for b0"
-    assert reasons["b2"] == "byte budget: room only after the last read of b0"
-    assert reasons["b3"] == "byte budget: room only after the last read of b1"
+    assert reasons["b2"] == "byte budget: fits only after the last read of b0"
+    assert reasons["b3"] == "byte budget: fits only after the last read of b1"
     testing.assert_gathered_buckets_at_most(done, 2)
 
 

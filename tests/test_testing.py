@@ -99,7 +99,7 @@ def test_copies_of_parameters_are_found_through_views(kind, buckets):
 def test_a_destroyed_process_group_is_kept_alive_by_nothing():
     [compiled] = testing.compile_on_fake_ranks(lambda: make(1), 2)
     issue = next(b for b in compiled.forward.bound_symbols if b.sym.name == "fsdp_all_gather")
-    with pytest.raises(RuntimeError, match=r"process group 'default_pg'.* is destroyed"):
+    with pytest.raises(RuntimeError, match=r"process group 'default_pg'.* has been destroyed"):
         _ = issue.args[0].ranks.group.process_group
 
 

@@ -1,8 +1,8 @@
 """``verify`` catches what it promises to catch: right traces, made wrong in one place each.
 
 Each mutation stands in ``MUTATIONS`` with what the error must say. It is tried on a chain of four blocks, and on the
-forward and backward traces of a model that Thunder compiled. What one rank cannot see alone, another order than the other
-ranks', is in ``test_agreement``.
+forward and backward traces of a model that Thunder compiled. What one rank cannot see alone, another order than the
+other ranks', is in ``test_agreement``.
 """
 
 from __future__ import annotations
@@ -332,17 +332,17 @@ def expect_two_in_one_place(trace: TraceCtx) -> None:
 
 EVERYWHERE, FORWARD, BACKWARD = ("chain", "forward", "backward"), ("chain", "forward"), ("backward",)
 
-_ELSEWHERE = r"of '\S+' to place \d+ of bucket '\S+' in slot_\d+, but bucket '\S+' reduces it in slot_\d+, place \d+"
+_ELSEWHERE = r"of '\S+' at index \d+ of bucket '\S+' in slot_\d+, but bucket '\S+' reduces it in slot_\d+, index \d+"
 
 # Mutation, the traces it is tried on, what the error must say.
 MUTATIONS: list[tuple[Callable[[TraceCtx], None], tuple[str, ...], str]] = [
-    (swap_two_gathers, EVERYWHERE, r"gathers bucket '\S+' behind a bucket that is first read later than it"),
+    (swap_two_gathers, EVERYWHERE, r"gathers bucket '\S+' after a bucket whose first consumer is later"),
     (move_a_wait_below_its_consumer, EVERYWHERE, r"reads '\w+', which nothing before it defines"),
     (drop_a_wait, EVERYWHERE, r"reads '\w+', which nothing before it defines"),
     (never_wait, EVERYWHERE, r"fsdp_all_gather of bucket '\S+' is never waited for"),
     (wait_twice, EVERYWHERE, r"waits a second time for '\w+' of bucket '\S+'"),
-    (wait_for_another_bucket, EVERYWHERE, r"waits for '\w+', which is not what bucket '\S+' issued"),
-    (wait_for_params_as_grads, EVERYWHERE, r"waits for '\w+', which is not what bucket '\S+' issued"),
+    (wait_for_another_bucket, EVERYWHERE, r"waits for '\w+', which bucket '\S+' did not issue"),
+    (wait_for_params_as_grads, EVERYWHERE, r"waits for '\w+', which bucket '\S+' did not issue"),
     (reuse_a_live_slot, EVERYWHERE, r"writes slot_\d+ for bucket '\S+' while bucket '\S+' in slot_\d+ is read until"),
     (gradients_into_a_live_slot, BACKWARD, r"writes slot_\d+ for bucket '\S+' while bucket '\S+' in slot_\d+ is read"),
     (
@@ -373,11 +373,15 @@ MUTATIONS: list[tuple[Callable[[TraceCtx], None], tuple[str, ...], str]] = [
     (unknown_communication_in_a_composite, EVERYWHERE, r"communicates, but a collective of bucket '\S+' was moved"),
     (unknown_communication_before_a_reduction, BACKWARD, r"communicates, but a collective of bucket '\S+' was moved"),
     (reduce_before_the_last_gradient, BACKWARD, r"reads '\w+', which nothing before it defines"),
-    (return_a_parameter, FORWARD, r"returns '\w+', which lies in slot_\d+"),
-    (miscount_issues, ("forward", "backward"), r"says (followed|preceded)_by=\d+ for bucket '\S+': it is \d+"),
-    (leave_what_is_overwritten, ("forward",), r"leaves bucket '\S+' in slot_\d+, which is written behind it"),
+    (return_a_parameter, FORWARD, r"returns '\w+', which is stored in slot_\d+"),
+    (
+        miscount_issues,
+        ("forward", "backward"),
+        r"states (followed|preceded)_by=\d+ for bucket '\S+', but the trace has \d+",
+    ),
+    (leave_what_is_overwritten, ("forward",), r"leaves bucket '\S+' in slot_\d+, which a later collective writes"),
     (expect_two_in_one_place, BACKWARD, r"writes slot_\d+ for bucket '\S+' while bucket '\S+' in slot_\d+ is read"),
-    (save_a_parameter, FORWARD, r"saves '\w+' for backward, which lies in slot_\d+ of bucket '\S+'"),
+    (save_a_parameter, FORWARD, r"saves '\w+' for backward, which is stored in slot_\d+ of bucket '\S+'"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The one function a user calls."""
+"""The public entry point: :func:`fsdp`."""
 
 from __future__ import annotations
 
@@ -46,83 +46,83 @@ def fsdp(
 ) -> FSDPTransform:
     """Return a transform that shards a module: ``thunder.jit(model, transforms=[fsdp(...)])``.
 
-    ``thunder.jit`` shards the module at once. From then on the module's own ``nn.Parameter`` objects hold this rank's rows,
-    as views of one flat buffer for each bucket, so optimizers, parameter groups and hooks made before stay valid. Code that
-    would take these rows for whole parameters raises an error. Initializing a shard in place (``nn.init``) does not: it sees
-    the rows.
+    ``thunder.jit`` shards the module at once. From then on the module's own ``nn.Parameter`` objects hold this rank's
+    rows, as views of one flat buffer per bucket, so optimizers, parameter groups and hooks that were created earlier
+    stay valid. Code that would mistake these rows for whole parameters raises an error. One exception: initializing a
+    shard in place (``nn.init``) sees only the rows, and raises none.
 
     Args:
         sharding_strategy: ``"zero3"`` frees unsharded parameters after their last use in forward and gathers them again
-            in backward. This takes the least memory and half as much communication again. Buckets that are still
-            resident when backward starts are not gathered again. ``"zero2"`` keeps all parameters unsharded until
+            in backward. This needs the least memory and 1.5 times the communication of ``"zero2"``. Buckets that are
+            still resident when backward starts are not gathered again. ``"zero2"`` keeps all parameters unsharded until
             backward has used them.
         bucketing_strategy: which parameters travel in one collective. ``"block"``: those of one block of the module
             tree (a child of a ModuleList or Sequential), and those of each module outside any block. The first and the
             last block are cut into several buckets if they have 3 MiB or more, because no compute hides their
-            collectives. ``"layer"``: the parameters that one module owns. ``"none"``: each parameter by itself. An int:
-            consecutive parameters, until the bucket has that many bytes. A callable ``(parameter name, parameter) ->
-            bucket name``. No bucket mixes dtypes, devices, process groups, or trainable and frozen parameters.
+            collectives. ``"layer"``: the parameters that one module owns directly. ``"none"``: each parameter in a
+            bucket of its own. An int: consecutive parameters, until the bucket has that many bytes. A callable
+            ``(parameter name, parameter) -> bucket name``. No bucket mixes dtypes, devices, process groups, or
+            trainable and frozen parameters.
         prefetch: how many buckets ahead of its own wait an all-gather is issued. A bucket that is smaller than the
-            gathered one (a norm, a part of a block) counts for its share of the bytes. ZeRO-3 needs memory for about
-            ``prefetch + 1`` unsharded buckets. 0 overlaps nothing. ``"auto"`` takes the distance with the shortest
-            simulated step.
-        max_unsharded_bytes: the most bytes that all unsharded memory may take, as an int or a text such as ``"40GiB"``:
-            gathered buckets and unsharded gradients. As many buckets as fit stay unsharded until backward. With
+            gathered one (a norm, an edge piece of a block) counts by its share of the bytes. ZeRO-3 needs memory for
+            about ``prefetch + 1`` unsharded buckets. 0 overlaps nothing. ``"auto"`` chooses the distance with the
+            shortest simulated step.
+        max_unsharded_bytes: limit on all unsharded memory (gathered buckets and unsharded gradients) in bytes, as an
+            int or a string such as ``"40GiB"``. As many buckets as fit stay unsharded until backward. With
             ``prefetch="auto"`` both are chosen together for the shortest simulated step. ``.compiled[-1].choice`` shows
-            the candidates. It needs ``sharding_strategy="zero3"``. The default is no limit.
+            the candidates. Requires ``sharding_strategy="zero3"``. The default is no limit.
         cluster: the machine that the simulator assumes for ``prefetch="auto"`` and ``max_unsharded_bytes``: a
             :class:`ClusterSpec` or the name of a preset. The default is the preset nearest to the device at hand.
         schedule: a schedule to replay instead of sorting: a file written by ``transform.save_schedules(path)``, or a
-            :class:`StepSchedule`. One that does not fit is refused, and the error names the line.
+            :class:`StepSchedule`. A schedule that does not fit the trace is refused with an error that names the line.
         transport: how buckets travel, or a callable ``(bucket name, parameters) -> transport``. ``"flat"``: the bucket
-            as one vector, one collective and no copy, cut between rows. ``"all_to_all"``: gathers as flat does; for a
-            reduction ranks exchange pieces and add them up themselves, at half the bytes of gloo's reduce-scatter.
+            as one vector cut between rows, one collective and no copy. ``"all_to_all"``: gathers like flat; to reduce,
+            ranks exchange pieces and sum them locally, which sends half the bytes of gloo's reduce-scatter.
             ``"coalesced"``: each parameter cut evenly, one launch for all collectives, no copy. ``"all_reduce"``: one
             all-reduce completes a buffer that holds each rank's shards in place, at twice the bytes.
-            ``"symmetric_memory"``: copy engines pull from the memory of peers, with CUDA within a node. ``"staged"``:
-            one collective and one copy. ``"auto"``: all_to_all with gloo; otherwise flat, or with NCCL coalesced where
-            flat would need several collectives. The plan gives the reason.
-        mp_policy: torch's own :class:`~torch.distributed.fsdp.MixedPrecisionPolicy`. Shards are cast to ``param_dtype``
+            ``"symmetric_memory"``: copy engines read the memory of peers, with CUDA within a node. ``"staged"``: one
+            collective and one copy. ``"auto"``: all_to_all with gloo; otherwise flat, or with NCCL coalesced where flat
+            would need several collectives. The plan gives the reason.
+        mp_policy: a :class:`~torch.distributed.fsdp.MixedPrecisionPolicy` of torch. Shards are cast to ``param_dtype``
             and then gathered. Gradients are averaged in ``reduce_dtype`` (default ``param_dtype``), and accumulated in
             it under ``no_sync``. Shards, their gradients and the optimizer's state keep the parameters' dtype.
             ``cast_forward_inputs`` and ``output_dtype`` apply to the inputs and outputs of the jitted module.
-        offload_policy: torch's own :class:`~torch.distributed.fsdp.CPUOffloadPolicy`. Shards and their gradients, and
-            so the optimizer's state, live on the CPU, in pinned memory if the policy asks for it and the device is a
-            GPU. A gather first copies the shard to ``device`` on a stream of its own. The host waits for each sharded
-            gradient to arrive, and for these copies, so shards may be written whenever a forward or a backward has
-            returned. If ``device`` is the CPU, the copies are made as well and nothing is saved.
+        offload_policy: a :class:`~torch.distributed.fsdp.CPUOffloadPolicy` of torch. Shards and their gradients, and
+            thus the optimizer's state, are stored on the CPU, in pinned memory if the policy asks for it and the device
+            is a GPU. A gather first copies the shard to ``device`` on a separate stream. The host waits for these
+            copies and for each sharded gradient, so shards may be modified as soon as a forward or a backward has
+            returned. If ``device`` is the CPU, the copies are still made, and no memory is saved.
         process_group: the ranks to shard over. The default is the default process group.
         mesh: a device mesh to shard over, instead of ``process_group``. With two dimensions, parameters are replicated
             across the first and sharded over the second, as in FSDP2 (hybrid sharding).
         process_group_for: a callable ``(parameter name, parameter) -> process group``, 1-D or 2-D mesh, or ``None`` for
-            the usual ranks. It is for parameters, such as experts, that are sharded over other ranks, all of which have
-            to be among those of ``mesh`` or ``process_group``. Their gradients are averaged over those ranks.
-        separate_reduce_scatter_group: give reductions communicators of their own, so that no gather queues after one.
-        device: where shards and unsharded parameters live. The default is where each parameter is. ``"cuda"`` without an
-            index is the GPU that is current when ``thunder.jit`` is called.
+            the usual ranks. Use it for parameters, such as experts, that are sharded over a subset of the ranks of
+            ``mesh`` or ``process_group``. Their gradients are averaged over that subset.
+        separate_reduce_scatter_group: use separate communicators for reductions, so that no gather queues after one.
+        device: the device of shards and unsharded parameters. The default is each parameter's own. ``"cuda"`` without
+            an index is the GPU that is current when ``thunder.jit`` is called.
         param_init_fn: initializes a module on the meta device: ``lambda module: module.reset_parameters()``. It is
-            called with one submodule after the other and sets the parameters and buffers that this submodule owns
-            itself. Each is materialized on ``device`` alone, so the module never exists as a whole. Without it,
-            parameters on the meta device have to be loaded (:func:`load_checkpoint`, :func:`load_safetensors`) before
-            the first call.
-        broadcast_from: global rank whose parameters and buffers all ranks copy. By default every rank has to initialize
+            called once for each submodule and sets the parameters and buffers that this submodule owns directly. They
+            are materialized on ``device`` one at a time, so the whole module is never in memory. Without it, parameters
+            on the meta device must be loaded (:func:`load_checkpoint`, :func:`load_safetensors`) before the first call.
+        broadcast_from: global rank whose parameters and buffers all ranks copy. By default every rank must initialize
             the same values.
         ignored_params: parameters, or their names, that stay whole on every rank. Their gradients are not reduced.
         allow_different_computation: let ranks compute different things, as long as their collectives agree. By default
-            :class:`ScheduleDisagreement` is raised if the traces of ranks differ in an operator, an argument or the flow
-            of data. Ranks whose inputs have other shapes, or other numbers as arguments, may also have other numbers in
-            their traces, as far as these may come from a size.
-        audit: during the first run of each compiled trace, check that no operator returns memory of a slot, or changes
-            an unsharded parameter, unless the plan says so. Later runs pay nothing.
+            :class:`ScheduleDisagreement` is raised if the traces of ranks differ in an operator, an argument or the
+            flow of data. Ranks whose inputs have other shapes, or other numbers as arguments, may also differ in
+            numbers in their traces that may stem from a size.
+        audit: check during the first run of each compiled trace that no operator returns memory of a slot or modifies
+            an unsharded parameter, unless the plan expects it. Later runs cost nothing.
         move_state_dict_to_cpu: ``original_state_dict`` moves each parameter to the CPU as soon as it is gathered.
 
     Returns:
-        A transform for one module. After ``thunder.jit``, ``.plan`` shows the buckets; after a call, ``.compiled`` holds the
-        traces and ``.schedules`` their communication.
+        A transform for one module. After ``thunder.jit``, ``.plan`` shows the buckets; after a call, ``.compiled``
+        holds the traces and ``.schedules`` their communication.
 
     Raises:
-        TypeError, ValueError: an option is wrong; the message names it. ``thunder.jit`` itself raises RuntimeError without a
-            process group, and TypeError or ValueError for a parameter that cannot be sharded.
+        TypeError, ValueError: an option is invalid; the message names it. ``thunder.jit`` later raises RuntimeError if
+            there is no process group, and TypeError or ValueError for a parameter that cannot be sharded.
     """
     return FSDPTransform(
         check_options(

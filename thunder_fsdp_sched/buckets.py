@@ -1,4 +1,4 @@
-"""The plan: which parameters travel together. Pure data, no tensors are touched, no collectives are run."""
+"""The plan: which parameters share a bucket. Pure data: this module reads no tensor and runs no collective."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ __all__ = ["BucketSpec", "BucketingStrategy", "ParamSpec", "Plan", "ShardedOver"
 BucketRule = Callable[[str, torch.nn.Parameter], str]
 
 # [Note: Edges]
-# Nothing hides the first gather of a forward, the last reduction of a backward (both of the first block) and, under
-# ZeRO-3, the first gather of a backward (of the last block). The smaller these are the less is exposed, so the two
-# blocks are cut into parts, runs of modules in order, which cost a collective each and hide one another.
+# No compute hides the first gather of forward and the last reduction of backward (both of the first block), nor, under
+# ZeRO-3, the first gather of backward (of the last block). The smaller these collectives are, the less communication is
+# exposed. So these two blocks are cut into edge pieces: runs of consecutive modules, each with a collective of its own.
+# The compute of one piece hides the collective of another.
 _PARTS = 6
-"""Into how many buckets an edge block is cut at most: a part has at least this share of it."""
+"""The largest number of edge pieces of a block. Each piece has at least this share (1/6) of the block."""
 
 _LEAST_PART_BYTES = 1 << 19
-"""Bytes from which on a part is worth a collective of its own: with fewer, starting it takes longer than sending it."""
+"""The smallest edge piece (bytes). For fewer bytes, starting a collective takes longer than sending them."""
 
 
 class BucketingStrategy(enum.Enum):
-    """How parameters are grouped; see :func:`thunder_fsdp_sched.fsdp`."""
+    """The rule by which parameters are grouped into buckets; see :func:`thunder_fsdp_sched.fsdp`."""
 
     NONE = "none"
     LAYER = "layer"
@@ -37,10 +38,10 @@ class BucketingStrategy(enum.Enum):
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter; tied parameters are one.
+    """One parameter, with all its names if it is tied.
 
     Attributes:
-        names: every name of the parameter in the module, the first one leads.
+        names: every name of the parameter in the module. Plans and messages use the first.
         shape: shape of the unsharded parameter.
     """
 
@@ -65,7 +66,7 @@ class ParamSpec:
 
 
 class ShardedOver(NamedTuple):
-    """Ranks over which parameters are sharded, and those that have copies of the shards; by what they are for."""
+    """The process group over which parameters are sharded, by description, its size, and the number of replicas."""
 
     group: str
     size: int
@@ -74,17 +75,17 @@ class ShardedOver(NamedTuple):
 
 @dataclass(frozen=True)
 class Travel:
-    """How a bucket travels.
+    """The way in which a bucket is sent.
 
     Attributes:
         transport: name of the transport.
-        reason: why this one.
-        per_param: whether it needs a layout that cuts every parameter into even rows.
-        staging: whether its slots have a second half, for the order in which ranks send.
-        param_dtype: of unsharded parameters; ``None`` for their own.
-        reduce_dtype: of gradients on the wire; ``None`` for ``param_dtype``.
-        offload: whether shards and their gradients live on the CPU, and shards are copied to the device to be sent.
-        pin_memory: whether they lie in page-locked memory there.
+        reason: why this transport was chosen.
+        per_param: whether it needs a layout that splits every parameter evenly by rows.
+        staging: whether its slots have a second half, with the elements in the order in which ranks send them.
+        param_dtype: dtype of unsharded parameters; ``None`` for the dtype of the shards.
+        reduce_dtype: dtype in which gradients are sent and reduced; ``None`` for ``param_dtype``.
+        offload: whether shards and their gradients are stored on the CPU; shards are copied to the device to be sent.
+        pin_memory: whether they are stored in page-locked memory there.
     """
 
     transport: str = "flat"
@@ -99,13 +100,13 @@ class Travel:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """Parameters that travel in one collective. They share dtype, device, ``requires_grad`` and process group.
+    """The parameters of one bucket. They share dtype, device, ``requires_grad`` and process group.
 
     Attributes:
         name: unique in the plan, made from the module path (``transformer.h.0``).
-        reshard_after_forward: ZeRO-3 (gathered again for backward) if true, ZeRO-2 (stays unsharded) if not.
+        reshard_after_forward: true for ZeRO-3 (gathered again for backward), false for ZeRO-2 (stays unsharded).
         group: description of the process group over which it is sharded.
-        replicas: ranks that hold a copy of each shard, this one included.
+        replicas: number of ranks that hold a copy of each shard, including this one.
     """
 
     name: str
@@ -118,27 +119,27 @@ class BucketSpec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the shards, and of sharded gradients."""
+        """The dtype of shards and of sharded gradients."""
         return self.params[0].dtype
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """Of unsharded parameters."""
+        """The dtype of unsharded parameters."""
         return self.travel.param_dtype or self.dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """Of unsharded gradients in their slot, and on the wire."""
+        """The dtype of unsharded gradients, in their slot and when sent."""
         return self.travel.reduce_dtype or self.param_dtype
 
     @property
     def device(self) -> torch.device:
-        """Of unsharded parameters and gradients, and of the collectives."""
+        """The device of unsharded parameters and gradients, and of the collectives."""
         return self.params[0].device
 
     @property
     def shard_device(self) -> torch.device:
-        """Of shards and sharded gradients."""
+        """The device of shards and sharded gradients."""
         return torch.device("cpu") if self.travel.offload else self.device
 
     @property
@@ -147,12 +148,12 @@ class BucketSpec:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of the unsharded parameters as they travel, padding included."""
+        """Bytes of the unsharded parameters in ``param_dtype``, padding included."""
         return self.layout.unsharded_numel * self.param_dtype.itemsize
 
     @property
     def grad_bytes(self) -> int:
-        """Bytes of the unsharded gradients as they travel, padding included."""
+        """Bytes of the unsharded gradients in ``reduce_dtype``, padding included."""
         return self.layout.unsharded_numel * self.reduce_dtype.itemsize
 
     @property
@@ -162,7 +163,7 @@ class BucketSpec:
 
     @property
     def sent_numel(self) -> int:
-        """Elements of all ranks' shards together."""
+        """Elements of the shards of all ranks together."""
         return self.layout.shard_numel * self.layout.world_size
 
     @property
@@ -178,11 +179,11 @@ class BucketSpec:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every bucket of a model, in the order of the module tree.
+    """All buckets of a model, in the order of the module tree.
 
     Attributes:
-        world_size: ranks of the process group over which buckets are sharded, unless they have one of their own.
-        group: what that process group is for.
+        world_size: size of the process group over which buckets are sharded by default.
+        group: description of that process group.
     """
 
     buckets: tuple[BucketSpec, ...]
@@ -218,21 +219,21 @@ def make_plan(
     over: Mapping[str, ShardedOver] | None = None,
     travel: Callable[[str, tuple[ParamSpec, ...], ShardedOver], Travel] = lambda name, params, over: Travel(),
 ) -> Plan:
-    """Groups parameters into buckets, never across dtype, device, ``requires_grad`` or process group.
+    """Group parameters into buckets, never across dtype, device, ``requires_grad`` or process group.
 
     Args:
         module: the module that owns the parameters, for its tree.
         params: the parameters to shard, in the order of the module tree.
-        strategy: a strategy, the bytes of unsharded parameters from which on a bucket is full, or a rule that gives a
-            parameter's bucket name.
-        world_size: ranks to shard over.
-        group: name of the process group, for the reader.
-        reshard_after_forward: ZeRO-3 if true, ZeRO-2 if not.
-        over: for parameters, by name, that are sharded over other ranks.
-        travel: says how a bucket travels, from its name, its parameters and its ranks.
+        strategy: a strategy, the size (bytes of unsharded parameters) at which a bucket is full, or a rule that returns
+            the name of a parameter's bucket.
+        world_size: number of ranks to shard over.
+        group: description of the process group, for people.
+        reshard_after_forward: true for ZeRO-3, false for ZeRO-2.
+        over: the ranks of parameters that are sharded over others than the default, keyed by the parameter's name.
+        travel: returns how a bucket is sent, given its name, its parameters and its ranks.
 
     Raises:
-        TypeError: the rule returned something else than a name.
+        TypeError: the rule did not return a name.
         ValueError: the rule puts parameters that are sharded over different groups into one bucket.
     """
     rule = _rule(module, strategy)
@@ -296,7 +297,7 @@ def _rule(
 
 
 def _by_size(limit: int) -> Callable[[ParamSpec, torch.nn.Parameter], str]:
-    # A bucket of each kind is open at a time: parameters of another dtype in between do not close it.
+    # One bucket of each kind is open at a time; a parameter of another kind does not close it.
     open_buckets: dict[tuple[torch.dtype, torch.device, bool], tuple[str, int]] = {}
 
     def rule(spec: ParamSpec, param: torch.nn.Parameter) -> str:
@@ -311,7 +312,7 @@ def _by_size(limit: int) -> Callable[[ParamSpec, torch.nn.Parameter], str]:
 
 
 def _by_block(module: torch.nn.Module) -> Callable[[ParamSpec, torch.nn.Parameter], str]:
-    """A bucket for each block, but several for the first and the last big one: see [Note: Edges]."""
+    """Return the rule of one bucket per block, and several for the first and last block: see [Note: Edges]."""
     blocks = named_blocks(module)
     modules = dict(module.named_modules(remove_duplicate=False))
     in_turn = [b for b in blocks if _is_container(modules[b.rpartition(".")[0]])]  # not an embedding, not a head
@@ -327,7 +328,7 @@ def _by_block(module: torch.nn.Module) -> Callable[[ParamSpec, torch.nn.Paramete
 
 
 def _parts_of(block: torch.nn.Module, path: str) -> dict[str, str]:
-    """The bucket of each module of a block that owns parameters itself, if the block is big enough to be cut."""
+    """Return the bucket of each module in a block that owns parameters directly; empty if the block is too small to cut."""
     sizes = {
         f"{path}.{name}" if name else path: sum(p.nbytes for p in owner.parameters(recurse=False))
         for name, owner in block.named_modules()
@@ -358,12 +359,13 @@ def _innermost(param_name: str, blocks: Iterable[str]) -> str:
 
 
 def named_blocks(module: torch.nn.Module) -> tuple[str, ...]:
-    """Module paths that make a bucket each under ``bucketing_strategy="block"``, in the order of the module tree.
+    """Return the paths of the modules that form one bucket each under ``bucketing_strategy="block"``, in module order.
 
-    A child of a ``ModuleList`` or ``Sequential`` is a block, except when it holds such a container of
-    composite modules itself, directly: then its children are (stages of a vision model). What lies outside every
-    container is cut where it leaves the path to one: an embedding, a final norm and a head are blocks of their own.
-    A parameter that a module on such a path owns itself belongs to no block (its bucket is named after that module).
+    A child of a ``ModuleList`` or ``Sequential`` is a block. Exception: if it directly holds another such container of
+    repeated composite modules, as a stage of a vision model does, the children of that container are blocks instead.
+    Outside of containers, each module that branches off the path to a container is a block: an embedding, a final norm,
+    a head. A parameter that a module on such a path owns directly belongs to no block; its bucket is named after that
+    module.
     """
     blocks: list[str] = []
 
@@ -388,7 +390,7 @@ def _is_container(module: torch.nn.Module) -> bool:
 
 
 def _holds_blocks(module: torch.nn.Module, *, inside_container: bool) -> bool:
-    """Whether the walk for blocks goes on inside ``module`` instead of taking it as one block."""
+    """Return whether blocks are to be searched within ``module``, instead of making it one block."""
     if inside_container:
         containers = [module] if _is_container(module) else [c for c in module.children() if _is_container(c)]
         return any(_has_repeated_composites(c) for c in containers)

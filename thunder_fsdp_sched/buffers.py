@@ -1,26 +1,33 @@
 """Preallocated memory: each bucket's shard buffer, the arena of shared slots, and the views into both.
 
 [Note: Who may overwrite what]
-Three kinds of memory hold parameters and gradients, and each has one rule.
-*Shard buffers* belong to the optimizer: parameters are views of them and a step never writes them.
-*Private slots* (ZeRO-2) belong to one bucket; a gather overwrites them with the same bytes as long as the parameters do
-not change, and a change under a live graph is an error (``fsdp_params_unchanged``). Backward begins with a look at each
-slot: if a forward without gradients, or one that failed, has written it since, the bucket is gathered again.
-*Shared slots* are ranges of the arena. Within a trace the ``plan_slots`` pass gives a range to another collective only
-after the last reader of the old one, or each parameter's to its own gradient after the last reader of that; ``verify``
-proves it. Between two traces they hold nothing, or, for the backward that follows, what the end of forward left there:
-see [Note: What forward leaves] in ``transforms.reuse_from_forward``.
+Three kinds of memory hold parameters and gradients, each with one rule.
+
+*Shard buffers* belong to the optimizer. Parameters are views of them, and forward and backward never write them.
+
+*Private slots* (ZeRO-2) belong to one bucket. As long as the parameters do not change, a gather overwrites a slot with
+the same bytes; a change between forward and backward is an error (``fsdp_params_unchanged``). Backward first checks
+each slot: if a forward without gradients, or one that failed, has written it since, the bucket is gathered again.
+
+*Shared slots* are ranges of the arena. Within a trace, ``plan_slots`` assigns a range to another collective only after
+the last reader of the previous one. The range of a single parameter may be assigned to its own gradient after the last
+read of that parameter. ``verify`` proves both. Between two traces shared slots hold nothing that is used again, with
+one exception: buckets from the end of forward, for the backward that follows. See [Note: What forward leaves] in
+``transforms.reuse_from_forward``.
 
 [Note: What an exception leaves]
-An exception (an index out of range, no memory, an interrupt) may end a forward or a backward between any two lines.
-*Collectives in flight* stay known to their arena until somebody waits for them. Whoever uses memory next finishes first
-what is in flight on any byte of it (``Arena.claim``), and a later reader of a private slot finishes that slot. If an
-issue itself was interrupted, nobody knows what is in flight: every later use of that memory is an error.
-*Resident buckets* are taken only by the backward of the forward that left them, and only if exactly the issues of these
-two have used the arena since: an aborted run in between, however far it came, rules that out.
+An exception (an index out of range, out of memory, an interrupt) may end a forward or a backward between any two lines.
+
+*Collectives in flight* stay registered in their arena until they are waited for. The next use of overlapping memory
+waits for them first (``Arena.claim``), and a later reader of a private slot waits for that slot. If an issue itself was
+interrupted, it is unknown what is in flight, so every later use of that memory is an error.
+
+*Resident buckets* are reused only by the backward of the forward that left them, and only if no other issue has used
+the arena since. An aborted run in between rules that out, no matter how far it got.
+
 *Gradients of* ``no_sync`` stay in ``Bucket.unreduced`` until the backward that reduces them has run to its end, where
-``fsdp_backward_done`` drops them. A ``no_sync`` backward that fails after it has added some of its own leaves a sum that
-nothing can undo: every later backward raises until ``discard_unreduced`` was called.
+``fsdp_backward_done`` drops them. A ``no_sync`` backward that fails after adding some of its gradients leaves a sum
+that cannot be repaired: every later backward raises an error until ``discard_unreduced`` is called.
 """
 
 from __future__ import annotations
@@ -50,7 +57,7 @@ if TYPE_CHECKING:
 __all__ = ["SLOT_ALIGNMENT", "Arena", "Bucket", "InFlight", "Slot", "failed", "slot_bytes"]
 
 SLOT_ALIGNMENT = 512
-"""Bytes to which each slot's offset in the arena is aligned (what CUDA's caching allocator does)."""
+"""Alignment (bytes) of each slot's offset in the arena, as in CUDA's caching allocator."""
 
 
 class SlottedBucket(TransportedBucket, Protocol):
@@ -63,14 +70,14 @@ class SlottedBucket(TransportedBucket, Protocol):
 
 
 class Slot:
-    """A range of bytes that holds one unsharded bucket (parameters, or gradients before they are reduced).
+    """A range of bytes that holds one unsharded bucket: its parameters, or its gradients before they are reduced.
 
-    It is an opaque argument in traces, compared by identity, and prints under its name.
+    In traces it is an opaque argument that prints its name and is compared by identity.
 
     Attributes:
-        params: the slot as each bucket's parameters lie in it.
-        grads: the slot as each bucket's gradients lie in it.
-        sharing: all slots that share memory with it, itself among them.
+        params: views of the slot as the parameters of each bucket.
+        grads: views of the slot as the gradients of each bucket.
+        sharing: all slots that share memory with it, including itself.
     """
 
     def __init__(self, name: str, arena: Arena, offset: int, nbytes: int) -> None:
@@ -90,16 +97,16 @@ class Slot:
         return self.offset + self.nbytes
 
     def overlaps(self, other: Slot) -> bool:
-        """Whether the two share memory."""
+        """Return whether the two slots share memory."""
         return self.arena is other.arena and self.offset < other.end and other.offset < self.end
 
     def contains(self, span: tuple[int, int]) -> bool:
-        """Whether a range of bytes of the arena lies in the slot."""
+        """Return whether the slot contains a range of bytes of the arena."""
         return self.offset <= span[0] and span[1] <= self.end
 
 
 class _Lying(dict[SlottedBucket, Views]):
-    """The views that buckets have of a slot, each made when it is first asked for: a step only looks them up."""
+    """The views of a slot for each bucket, created on first use; a step only looks them up."""
 
     def __init__(self, make: Callable[[SlottedBucket], Views]) -> None:
         self._make = make
@@ -112,10 +119,10 @@ class _Lying(dict[SlottedBucket, Views]):
 class InFlight(NamedTuple):
     """A collective that was issued and not yet waited for.
 
-    ``slot`` is the memory it writes (parameters) or reads (gradients); nobody else may touch it until the wait.
-    ``output`` is the flat sharded gradient of a reduction, ``None`` for a gather. ``only_unreduced`` are the parameters
-    that this backward has no gradient of, but an earlier one under ``no_sync`` had. ``works`` finish in any order.
-    ``sent`` is what a gather reads: a copy of an offloaded shard lives no longer.
+    ``slot`` is the memory that it writes (parameters) or reads (gradients); nothing else may touch it until the wait.
+    ``output`` is the flat sharded gradient of a reduction, ``None`` for a gather. ``only_unreduced`` are the indices of
+    parameters that have a gradient from an earlier ``no_sync`` backward but none from this one. ``works`` finish in any
+    order. ``sent`` is the tensor that a gather reads; this reference keeps the copy of an offloaded shard alive.
     """
 
     bucket: SlottedBucket
@@ -127,11 +134,11 @@ class InFlight(NamedTuple):
     sent: torch.Tensor | None = None
 
     def wait(self) -> None:
-        """Waits for all works.
+        """Wait for all works.
 
         Raises:
-            RuntimeError: one of them failed; the message names this rank, the collective and the bucket, and why if that
-                is known.
+            RuntimeError: one of them failed. The message names this rank, the collective, the bucket, and the cause if
+                it is known.
         """
         try:
             for work in self.works:
@@ -141,7 +148,7 @@ class InFlight(NamedTuple):
 
 
 def failed(bucket: SlottedBucket, what: str, error: RuntimeError) -> RuntimeError:
-    """What to raise if a collective of ``bucket`` failed: names this rank, the collective and the line of the trace."""
+    """Return the error for a failed collective of ``bucket``, with this rank, collective and line of the trace."""
     text = f"rank {bucket.ranks.group.global_ranks[bucket.rank]}: the {what} of bucket {bucket.spec.name!r} failed: {error}"
     frame: FrameType | None = sys._getframe()
     while frame is not None and not frame.f_code.co_filename.startswith("thunder."):
@@ -154,12 +161,12 @@ def failed(bucket: SlottedBucket, what: str, error: RuntimeError) -> RuntimeErro
 
 
 class Arena:
-    """One allocation per device that all shared slots are ranges of.
+    """The memory of all shared slots of one device, as one allocation.
 
-    It grows to the largest end of any slot of any trace, at compile time; a step allocates nothing.
+    At compile time it grows to the largest end of any slot of any trace. A step allocates nothing.
 
     Attributes:
-        scratch: memory that transports use for nothing at the moment, by dtype and number of elements.
+        scratch: idle temporary memory of transports, keyed by dtype and number of elements.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -173,7 +180,7 @@ class Arena:
         self._slots: dict[tuple[int, int], Slot] = {}
 
     def slot(self, offset: int, nbytes: int, name: str | None = None) -> Slot:
-        """The slot at ``offset`` bytes with ``nbytes`` bytes; the same object for the same range."""
+        """Return the slot at ``offset`` bytes with ``nbytes`` bytes; the same object for the same range."""
         assert offset % SLOT_ALIGNMENT == 0
         slot = self._slots.get((offset, nbytes))
         if slot is None:
@@ -189,13 +196,13 @@ class Arena:
         return slot
 
     def allocate(self) -> None:
-        """Allocates the memory now instead of at the first gather."""
+        """Allocate the memory now instead of at the first gather."""
         if self._memory is None:
-            with torch.inference_mode(False):  # training may come after a first call for inference
+            with torch.inference_mode(False):  # training may follow a first call in inference mode
                 self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
 
     def let_go(self) -> None:
-        """Keeps the memory no longer than those do who hold views of it; slots know their arena, so it would stay."""
+        """Drop the arena's references to its memory, which slots would keep alive; the last view frees it."""
         self._memory = None
         self._left.clear()
         for slot in self._slots.values():
@@ -203,26 +210,26 @@ class Arena:
             slot.grads.clear()
 
     def lay(self, bucket: SlottedBucket, slot: Slot, dtype: torch.dtype) -> Views:
-        """The slot as ``bucket`` lies in it, with elements of ``dtype``."""
+        """Return the views of ``slot`` for ``bucket``, with elements of ``dtype``."""
         self.allocate()
         assert self._memory is not None
         spec = bucket.spec
         nbytes = spec.layout.unsharded_numel * dtype.itemsize
         with torch.inference_mode(False):
-            # What is written is not what parameters are views of: `.data` gives it a version of its own. gloo bumps
-            # it from a thread, and autograd compares that of saved views of the parameters.
+            # Collectives write through `flat`, a `.data` alias with its own version counter. gloo bumps the version
+            # from a thread, and must not invalidate saved views of the parameters.
             flat = self._memory[slot.offset : slot.offset + nbytes].view(dtype).data
             staging, end = None, nbytes
             if spec.travel.staging:
                 begin, end = _aligned(nbytes), _aligned(nbytes) + spec.sent_numel * dtype.itemsize
                 staging = self._memory[slot.offset + begin : slot.offset + end].view(dtype).data
             assert end <= slot.nbytes, (bucket, slot)
-            # Nor are parameters views to autograd: Thunder detaches each view that backward reads, in every step.
+            # `.data` also hides from autograd that parameters are views: Thunder detaches views that backward reads.
             tensors = tuple(view.data for view in unsharded_views(spec, flat))
             return Views(flat, tensors, [piece.data for piece in spec.layout.pieces(flat)], staging)
 
     def span_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return the range of bytes of the arena that ``tensor`` spans, or ``None`` if it lies elsewhere."""
+        """Return the range of bytes of the arena that ``tensor`` spans, or ``None`` if it is not in the arena."""
         memory = self._memory
         if memory is None or tensor.device != memory.device or tensor.numel() == 0 or memory.is_meta:
             return None
@@ -233,36 +240,36 @@ class Arena:
 
     @property
     def in_flight(self) -> tuple[InFlight, ...]:
-        """What was issued and not yet waited for; one at most for a slot."""
+        """The collectives that were issued and not yet waited for, at most one per slot."""
         return tuple(self._in_flight.values())
 
     def claim(self, slot: Slot) -> None:
-        """Prepare the memory of ``slot`` for an issue: nothing that an exception left in flight uses it any more.
+        """Prepare ``slot`` for an issue: wait for collectives on its memory that an exception left in flight.
 
-        It counts as an issue whether or not that succeeds: from here on the memory may be written.
+        This counts as an issue even if it fails, because from here on the memory may be written.
         """
         self._issued += 1
         self.finish_leftovers(slot)
 
     def issue(self, flight: InFlight) -> InFlight:
-        """Note that ``flight``, whose slot was claimed, is in flight."""
+        """Register ``flight``, whose slot was claimed, as in flight."""
         assert flight.slot is not None and flight.slot not in self._in_flight, flight
         self._in_flight[flight.slot] = flight
         return flight
 
     def lose(self, bucket: SlottedBucket, what: str, slot: Slot) -> None:
-        """Note that an issue on the memory of ``slot`` was interrupted: what is in flight there is unknown."""
+        """Record that an issue on the memory of ``slot`` was interrupted, so it is unknown what is in flight there."""
         self._in_flight[slot] = InFlight(bucket, what, slot, (_Lost(),))
 
     def leave(self, bucket: SlottedBucket, slot: Slot, followed_by: int) -> None:
-        """Note that the last issue is a gather whose memory the next ``followed_by`` issues of its forward leave alone."""
+        """Record that the last issue was a gather that the next ``followed_by`` issues of forward do not overwrite."""
         self._left[bucket] = _Left(slot, self._issued + followed_by, forward_number())
 
     def take_left(self, bucket: SlottedBucket, slot: Slot, preceded_by: int | None) -> bool:
-        """Return whether the running backward finds ``bucket`` in ``slot``, which it has claimed.
+        """Return whether ``bucket`` is still resident in ``slot``, which the running backward has claimed.
 
-        That is so if its own forward left the bucket there, and nothing was issued since but the end of that forward and
-        ``preceded_by`` issues of this backward. Either way nobody else finds it.
+        It is if this backward's own forward left it there and only the rest of that forward and ``preceded_by`` issues
+        of this backward were issued since. In both cases the bucket no longer counts as left.
         """
         left = self._left.pop(bucket, None)
         return (
@@ -276,15 +283,15 @@ class Arena:
     def write_gradient(self, slot: Slot) -> None:
         """Prepare the memory of ``slot`` for gradients before their reduction claims it.
 
-        The backward of an earlier forward may fail before it issues anything: then what it has overwritten must not be
-        taken for what the latest forward left.
+        The backward of an earlier forward may fail before its first issue. Buckets that it has overwritten by then must
+        not count as resident from the latest forward.
         """
         self.finish_leftovers(slot)
         if self._left and not all(is_backward_of(left.number) for left in self._left.values()):
             self._left.clear()
 
     def finish(self, flight: InFlight) -> None:
-        """Wait for ``flight``. If that fails it stays in flight, and its memory stays unusable."""
+        """Wait for ``flight``. If that fails, it stays in flight and its memory stays unusable."""
         slot = flight.slot
         assert slot is not None
         flight.wait()
@@ -299,7 +306,7 @@ class Arena:
 
 
 class _Left(NamedTuple):
-    """A bucket that a forward leaves in shared memory.
+    """A bucket that forward left in shared memory.
 
     ``issued`` is the arena's number of issues at the end of that forward, ``number`` its ``forward_number``.
     """
@@ -310,18 +317,18 @@ class _Left(NamedTuple):
 
 
 class _Lost:
-    """Stands for works that an interrupted issue may have started."""
+    """A stand-in for works that an interrupted issue may have started; waiting for it is an error."""
 
     def wait(self) -> None:
         raise RuntimeError(
-            "it was interrupted while it was issued, so its memory cannot be used again: restart the process"
+            "it was interrupted while it was being issued, so its memory cannot be used again: restart the process"
         )
 
 
 class Bucket:
-    """A bucket at run time, and the opaque handle by which traces name it.
+    """A bucket at run time, and the opaque handle that represents it in traces.
 
-    It is compared and hashed by identity: two models, or two plans of one model, share nothing.
+    It is compared and hashed by identity, so two models, or two plans of one model, share nothing.
 
     Args:
         spec: the planned bucket.
@@ -329,13 +336,13 @@ class Bucket:
         transport: moves the bucket.
         arena: memory for the slots that the bucket shares with others.
         handle: the name under which it prints.
-        whole: the bucket whose shard and parameters this is another handle of.
+        whole: for a bucket alias (``parts``), the bucket whose shard and parameters it uses.
 
     Attributes:
-        source: what is sent of it.
-        whole: itself; for a handle under which a bucket is gathered in another way (``parts``) that bucket.
-        shard: the flat shard buffer; ``params`` are this rank's rows of each parameter, views of it with version counters
-            of their own.
+        source: provides the tensor that a gather sends.
+        whole: the bucket itself; for a bucket alias, the bucket that it stands for.
+        shard: the flat shard buffer. ``params`` are this rank's rows of each parameter, views of it with their own
+            version counters.
     """
 
     source: Source
@@ -385,17 +392,17 @@ class Bucket:
         self.control: Coordinator | None = None
         """How the model agrees with the other ranks on what runs next."""
         self.unreduced: torch.Tensor | None = None
-        """Flat unsharded gradients that ``no_sync`` backwards have summed up and no reduction has taken yet."""
+        """Flat unsharded gradients that ``no_sync`` backwards have accumulated and no backward has reduced yet."""
         self.unreduced_params: set[int] = set()
         self.adding = False
         """Whether a ``no_sync`` backward has added gradients to :attr:`unreduced` and has not run to its end."""
         self.adding_first = False
-        """Whether there is nothing else in :attr:`unreduced` then."""
+        """Whether :attr:`unreduced` then holds only gradients of that backward."""
         self.late_grads: dict[int, torch.Tensor] = {}
-        """Sharded gradients of parameters that only earlier ``no_sync`` backwards had; for the end of backward."""
+        """Sharded gradients of parameters that only earlier ``no_sync`` backwards had; added at the end of backward."""
         self.source = source_of(self)
         self.parts: dict[Any, Bucket] = {}
-        """Handles under which it is gathered in another way: see ``parts``."""
+        """Aliases of this bucket, gathered in another way; see the module ``parts``."""
 
     def __repr__(self) -> str:
         return self.handle
@@ -407,7 +414,7 @@ class Bucket:
 
     def _allocate_shard(self) -> torch.Tensor:
         spec, transport = self.spec, self.transport
-        if spec.param_dtype != spec.dtype:  # a cast of it travels, for which the transport allocates memory
+        if spec.param_dtype != spec.dtype:  # gathers send a cast, for which the transport allocates memory
             shard = torch.zeros(spec.layout.shard_numel, dtype=spec.dtype, device=spec.shard_device)
         else:
             shard = transport.allocate(spec.layout.shard_numel, spec.dtype, spec.shard_device, self.ranks)
@@ -419,36 +426,36 @@ class Bucket:
         return self.arena.scratch
 
     def keep_unsharded(self) -> Slot:
-        """The bucket's own slot, where it stays from forward to backward (ZeRO-2); allocated when it is first used."""
-        if self.private_slot is None:  # an arena of its own: nobody else can be given a part of it
+        """Return the bucket's private slot, where it stays from forward to backward (ZeRO-2); created on first use."""
+        if self.private_slot is None:  # with an arena of its own, no other slot can overlap it
             arena = Arena(self.spec.device)
             name = self.handle.replace("bucket_", "own_", 1)
             self.private_slot = arena.slot(0, slot_bytes(self.spec, self.spec.param_dtype), name)
         return self.private_slot
 
     def shard_to_send(self, *, again: bool) -> torch.Tensor:
-        """The flat shard as it travels; ``again`` if backward gathers what its forward gathered."""
+        """Return the flat shard as it is sent; ``again`` if backward gathers the same values as its forward."""
         with self.source.sending():
             return self.source.shard(again=again)
 
     def gather_into(self, unsharded: Views, sent: torch.Tensor) -> Sequence[Work]:
-        """Issue a gather of ``sent`` into ``unsharded`` and return its works; ``sent`` has to live until they are done."""
+        """Issue a gather of ``sent`` into ``unsharded`` and return its works; keep ``sent`` alive until they finish."""
         with self.source.sending():
             return self.transport.all_gather(self, sent, unsharded)
 
     def is_kept_for_this_backward(self) -> bool:
-        """Return whether the private slot holds what the running backward's own forward gathered.
+        """Return whether the private slot holds the values that the running backward's own forward gathered.
 
-        Another forward may have gathered other values since: parameters swapped in through ``.data`` change no version.
+        Another forward may have gathered other values since: swapping parameters through ``.data`` changes no version.
         """
         return self.kept_since is not None and is_backward_of(self.kept_since)
 
     def sharded_grads(self, reduced: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """A flat reduced gradient as that of each shard, in their dtype and on their device."""
+        """Return the gradient of each shard as views of a flat reduced gradient, in dtype and on device of shards."""
         spec = self.spec
         flat = reduced if reduced.dtype is spec.dtype else reduced.to(spec.dtype)
         if spec.travel.offload:
-            # The host waits for it: autograd may add it to a gradient at once, and an optimizer reads it.
+            # The copy blocks the host: autograd may add it to a gradient at once, and the optimizer reads it.
             on_host = torch.empty_like(flat, device="cpu", pin_memory=spec.travel.pin_memory)
             flat = on_host.copy_(flat)
         assert flat.storage_offset() == 0
@@ -456,7 +463,7 @@ class Bucket:
 
     @functools.cached_property
     def own_pieces(self) -> list[tuple[slice, slice]]:
-        """Which elements of the shard go to which elements of the unsharded buffer."""
+        """The elements of the shard, and their elements in the unsharded buffer, as pairs of slices."""
         return [
             (
                 slice(s.shard_offset, s.shard_offset + s.shard_numel),
@@ -469,7 +476,7 @@ class Bucket:
         ]
 
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Adds unsharded gradients, one per parameter or ``None``, to :attr:`unreduced`."""
+        """Add unsharded gradients, one per parameter or ``None``, to :attr:`unreduced`."""
         self._refuse_half_a_sum()
         self.adding_first = self.unreduced is None
         if self.unreduced is None:
@@ -484,64 +491,64 @@ class Bucket:
                 self.unreduced_params.add(index)
 
     def unreduced_grads(self) -> tuple[torch.Tensor | None, set[int]]:
-        """Return :attr:`unreduced` and the parameters it holds gradients of, for a reduction.
+        """Return :attr:`unreduced` and the indices of the parameters whose gradients it holds.
 
         Raises:
-            RuntimeError: a backward under ``no_sync`` failed after it had added some of its gradients.
+            RuntimeError: a backward under ``no_sync`` failed after adding some of its gradients.
         """
         self._refuse_half_a_sum()
         return self.unreduced, self.unreduced_params
 
     def drop_unreduced(self) -> None:
-        """Forget :attr:`unreduced`, after adding to ``.grad`` what the backward that reduced it cannot return."""
+        """Drop :attr:`unreduced`, after adding to ``.grad`` the gradients that backward cannot return."""
         for index, grad in self.late_grads.items():
             self.add_to_grad(index, grad)
         self.discard_unreduced()
 
     def discard_unreduced(self) -> None:
-        """Forget :attr:`unreduced`."""
+        """Drop :attr:`unreduced`."""
         self.unreduced, self.unreduced_params, self.late_grads, self.adding = None, set(), {}, False
 
     def _refuse_half_a_sum(self) -> None:
-        if self.adding and self.adding_first:  # all of it is of the backward that failed
+        if self.adding and self.adding_first:  # it holds only gradients of the failed backward
             self.discard_unreduced()
         elif self.adding:
             raise RuntimeError(
-                f"a backward under no_sync failed after it had added gradients to bucket {self.spec.name!r}, so the sum is "
-                f"not that of whole backwards. Call thunder_fsdp_sched.discard_unreduced(model) and repeat the "
+                f"a backward under no_sync failed after it had added gradients to bucket {self.spec.name!r}, so the sum "
+                f"includes part of a backward. Call thunder_fsdp_sched.discard_unreduced(model) and repeat the "
                 f"accumulation from its first batch"
             )
 
     def add_to_grad(self, index: int, grad: torch.Tensor) -> None:
-        """Adds a sharded gradient to ``.grad`` as autograd does."""
+        """Add a sharded gradient to ``.grad`` as autograd does."""
         param = self.params[index]
         param.grad = grad if param.grad is None else param.grad.add_(grad)
         if self.ranks.group.size > 1:
             mark(param)
 
     def adopt(self, index: int, param: torch.nn.Parameter) -> None:
-        """Makes ``param``, until now the unsharded parameter ``index``, this rank's shard; the object stays the same."""
+        """Turn ``param``, the unsharded parameter ``index``, into this rank's shard; the object stays the same."""
         replace_data(param, self.shard_views[index])
         self.params = (*self.params[:index], param, *self.params[index + 1 :])
-        # What is loaded through it counts as a change of the parameter, which a live graph has saved.
+        # Loading through this view bumps the version of the parameter, so autograd sees the change in saved tensors.
         view = param.detach()
         self.shard_views = (*self.shard_views[:index], view, *self.shard_views[index + 1 :])
         if self.ranks.group.size > 1:
             mark_after_backward(param)
 
     def copy_in(self, index: int, unsharded: torch.Tensor) -> None:
-        """Fills this rank's shard of parameter ``index`` from the unsharded parameter."""
+        """Copy this rank's rows of the unsharded parameter ``index`` into its shard."""
         self.shard_views[index].copy_(self.own_rows(index, unsharded))
 
     def own_rows(self, index: int, unsharded: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the unsharded parameter ``index``, as a view."""
+        """Return this rank's rows of the unsharded parameter ``index``, as a view."""
         starts = self.spec.layout.placements[index].row_starts
         rows = unsharded.reshape(1) if unsharded.ndim == 0 else unsharded
         return rows[starts[self.rank] : starts[self.rank + 1]]
 
 
 def slot_bytes(spec: BucketSpec, dtype: torch.dtype) -> int:
-    """Bytes of a slot that holds the bucket in ``dtype``, staging and alignment included."""
+    """Return the bytes of a slot that holds the bucket in ``dtype``, including staging and alignment."""
     staging = _aligned(spec.sent_numel * dtype.itemsize) if spec.travel.staging else 0
     return _aligned(spec.layout.unsharded_numel * dtype.itemsize) + staging
 
@@ -551,19 +558,19 @@ def _aligned(nbytes: int) -> int:
 
 
 def shard_views(spec: BucketSpec, rank: int, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The rows that ``rank`` owns of each parameter, as views of a flat shard buffer (or of sharded gradients)."""
+    """Return the rows that ``rank`` owns of each parameter, as views of a flat shard (or of its gradients)."""
     shapes, strides, offsets = _strided(spec, rank)
     return tuple(map(flat.as_strided, shapes, strides, (flat.storage_offset() + offset for offset in offsets)))
 
 
 def _strided(spec: BucketSpec, rank: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[int]]:
-    """Shapes, strides and offsets of the rows that ``rank`` owns of each parameter, within the flat shard."""
+    """Return shapes, strides and offsets, within the flat shard, of the rows that ``rank`` owns of each parameter."""
     shapes = [placement.shard_shape(rank) for placement in spec.layout.placements]
     return shapes, list(map(_contiguous_strides, shapes)), [p.shard_offsets[rank] for p in spec.layout.placements]
 
 
 def unsharded_views(spec: BucketSpec, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Each whole parameter as a contiguous view of a flat unsharded buffer."""
+    """Return each whole parameter as a contiguous view of a flat unsharded buffer."""
     return tuple(
         flat.as_strided(p.shape, _contiguous_strides(p.shape), flat.storage_offset() + p.unsharded_offset)
         for p in spec.layout.placements
@@ -571,7 +578,7 @@ def unsharded_views(spec: BucketSpec, flat: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def address(shard: torch.Tensor) -> int:
-    """Where ``shard`` lies, or its storage if it has no rows: every rank is to see that a parameter was replaced."""
+    """Return the address of ``shard``, or of its storage if it has no rows, so that all ranks notice a replacement."""
     return shard.data_ptr() or shard.untyped_storage().data_ptr()
 
 
@@ -585,5 +592,5 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def handle_name(bucket_name: str) -> str:
-    """A Python identifier for a bucket's name: ``transformer.h.0`` -> ``bucket_transformer_h_0``."""
+    """Return a Python identifier for a bucket's name: ``transformer.h.0`` -> ``bucket_transformer_h_0``."""
     return "bucket_" + re.sub(r"\W", "_", bucket_name)

@@ -1,17 +1,17 @@
-"""What a trace computes, as lines that ranks compare.
+"""The computation of a trace, as lines that ranks compare.
 
 [Note: When computations are the same]
-Ranks shard one model, so they have to compute the same on their inputs: the same operators with the same arguments, on the
-same intermediate results. Only the inputs may differ. Numbers that Thunder derives from their shapes (an offset, the
-divisor of a mean) or that were passed to the model stand in the trace like any constant, and nothing tells them apart from
-the model's own. So there are two comparisons:
+Ranks shard one model, so they must compute the same on their inputs: the same operators with the same arguments, on the
+same intermediate results. Only the inputs may differ. Some numbers in a trace depend on the inputs: Thunder derives
+them from shapes (an offset, the divisor of a mean), or they were passed to the model. In the trace they look like any
+other constant of the model. So there are two comparisons:
 
-- Ranks whose inputs have the same shapes and values have the same lines, to the letter.
-- Ranks whose inputs differ have the same lines without those numbers that may come from a size: integers other than
+- Ranks whose inputs have the same shapes and values must have identical lines.
+- Ranks whose inputs differ must have identical lines except for numbers that may stem from a size: integers other than
   dimensions, and floats that are an integer, its square root, or the reciprocal of either. Dimensions, other constants,
-  flags, dtypes and the flow of data still have to be equal.
+  flags, dtypes and data flow must still be equal.
 
-Shapes never stand in a line, nor what differs by rank anyway: a device's index, buffers and slots.
+Lines contain neither shapes nor anything that always differs between ranks: device indices, buffers and slots.
 """
 
 from __future__ import annotations
@@ -56,25 +56,25 @@ _DIMENSIONS = frozenset(
         "batch_dim",
     }
 )
-"""Parameters of operators whose numbers are dimensions."""
+"""Names of operator parameters whose numbers are dimensions."""
 
 _SIZE = "size"
-"""Stands for a number that may come from a size."""
+"""The placeholder for a number that may stem from a size."""
 
 _MAX_SIZE = 2.0**40
-"""Above it every float is as good as an integer."""
+"""The largest float that is checked; every larger one counts as an integer."""
 
 
 class Computation:
-    """What one trace computes, see [Note: When computations are the same].
+    """The computation of one trace; see [Note: When computations are the same].
 
     Args:
-        lines: a line for each bound symbol that computes.
-        inputs: describes the inputs' shapes, dtypes and values.
+        lines: a line for each bound symbol of compute.
+        inputs: descriptions of the inputs' shapes, dtypes and values.
 
     Attributes:
-        lines: with all numbers.
-        comparable: without those that may come from a size.
+        lines: the lines with all numbers.
+        comparable: the lines without numbers that may stem from a size.
     """
 
     def __init__(self, lines: Sequence[tuple[str, str]], inputs: Sequence[str]) -> None:
@@ -84,7 +84,7 @@ class Computation:
 
     @cached_property
     def digests(self) -> tuple[str, str, str]:
-        """Digests of :attr:`comparable`, of the inputs and of :attr:`lines`."""
+        """The digests of :attr:`comparable`, of the inputs and of :attr:`lines`."""
         return _digest(self.comparable), _digest(self._inputs), _digest(self.lines)
 
 
@@ -92,7 +92,7 @@ NOTHING = Computation((), ())
 
 
 def computation_of(trace: TraceCtx, inputs: Sequence[str]) -> Computation:
-    """Return what ``trace`` computes on ``inputs``."""
+    """Return the computation of ``trace`` on ``inputs``."""
     return Computation([line for bsym, line in _lines(trace) if not is_communication(bsym)], inputs)
 
 
@@ -113,7 +113,7 @@ def _lines(trace: TraceCtx) -> Iterable[tuple[BoundSymbol, tuple[str, str]]]:
 
 
 def _name_parameters(wait: BoundSymbol, names: dict[str, str]) -> None:
-    """Name what a wait returns after the parameters: they lie in a bucket in the same order on all ranks."""
+    """Name the outputs of a wait after the parameters, whose order in a bucket is the same on all ranks."""
     bucket = bucket_of(wait)
     kind = "" if wait.sym.name == "fsdp_wait_params" else "gradient of "
     for param, out in zip(bucket.spec.params, wait.output, strict=True):
@@ -122,8 +122,8 @@ def _name_parameters(wait: BoundSymbol, names: dict[str, str]) -> None:
 
 
 def _line(bsym: BoundSymbol, names: dict[str, str]) -> tuple[str, str]:
-    """Return the line of ``bsym`` with all numbers, and without those that may come from a size."""
-    if bsym.sym.is_fusion:  # its own name is the same whatever it holds
+    """Return the line of ``bsym`` with all numbers, and the line without numbers that may stem from a size."""
+    if bsym.sym.is_fusion:  # its name does not depend on its content
         parts = [_line(sub, names) for sub in bsym.subsymbols]
         exact, masked = ("fusion of " + "; ".join(texts) for texts in zip(*parts, strict=True))
         return exact, masked
@@ -140,7 +140,7 @@ def _line(bsym: BoundSymbol, names: dict[str, str]) -> tuple[str, str]:
 
 
 def _bound(bsym: BoundSymbol) -> list[tuple[str, Any]]:
-    """Return the arguments with the names of their parameters, which are empty where they are not known."""
+    """Return the arguments with the names of their parameters; unknown names are empty."""
     names = _parameters(bsym.sym.meta)
     positional = [(names[i] if i < len(names) else "", value) for i, value in enumerate(bsym.args)]
     return [*positional, *sorted(bsym.kwargs.items())]
@@ -148,7 +148,7 @@ def _bound(bsym: BoundSymbol) -> list[tuple[str, Any]]:
 
 @lru_cache(maxsize=4096)
 def _parameters(meta: Callable[..., Any] | None) -> tuple[str, ...]:
-    while isinstance(meta, Symbol):  # an executor's symbol that stands for another one
+    while isinstance(meta, Symbol):  # an executor's symbol that wraps another one
         meta = meta.meta
     try:
         parameters = inspect.signature(meta).parameters.values() if meta is not None else ()
@@ -158,11 +158,11 @@ def _parameters(meta: Callable[..., Any] | None) -> tuple[str, ...]:
 
 
 def _text(value: Any, names: Mapping[str, str], number: Callable[[Any], str]) -> str:
-    """Return ``value`` as all ranks write it that mean the same.
+    """Return a text for ``value`` that is the same on all ranks with an equivalent value.
 
     Args:
-        names: of proxies.
-        number: writes a number.
+        names: the names of proxies.
+        number: formats a number.
     """
     match value:
         case Proxy() if value.name in names:

@@ -31,14 +31,14 @@ class Coordinator(Protocol):
 
 
 class Tally:
-    """Counts the collectives of one model on this rank; see [Note: When ranks agree] in ``control``.
+    """The number of collectives that one model has issued on this rank; see [Note: When ranks agree] in ``control``.
 
-    Each counts twice, before and after it is issued: one whose issue failed halfway differs from both.
+    Each collective counts twice, before and after it is issued, so an issue that failed halfway is recognized.
 
     Attributes:
-        issued: those that were issued.
-        expected: those of all traces that were begun.
-        settle: ends a round of agreement that has not ended yet.
+        issued: the count of issued collectives.
+        expected: the count of the collectives of all traces that have started.
+        settle: ends a round of agreement that is still open.
     """
 
     __slots__ = ("expected", "issued", "settle")

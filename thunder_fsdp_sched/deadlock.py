@@ -1,13 +1,17 @@
-"""Whether the collectives of all ranks together come to an end.
+"""Deadlock detection: prove that the collectives of all ranks finish.
 
 [Note: What is proved]
-Each rank runs a program: it issues collectives on process groups and waits for them. A collective takes place when every
-member of its group has come to it. Two things are demanded of all programs together. The members of a group issue the same
-collectives on it in the same order. And they come to an end even if each rank runs all of its collectives one after the
-other in the order of issue, whatever their groups: NCCL does not promise that kernels of two communicators find room on a
-GPU at once. A system in which a rank only ever does what comes next, and what can happen stays possible until it happens,
-ends in the same state in whatever order the steps are taken, so one run through it decides. Running collectives of
-different groups side by side makes more steps possible and none impossible: what ends serially ends in any case.
+Each rank runs a program: it issues collectives on process groups and waits for them. A collective runs when every
+member of its group has reached it. The programs of all ranks together must satisfy two conditions:
+
+1. The members of a group issue the same collectives on it in the same order.
+2. All programs finish even if each rank runs its collectives one after the other in issue order, across all groups.
+NCCL
+   does not guarantee that kernels of two communicators fit on a GPU at the same time.
+
+One simulated run decides the second condition. Each rank can only take its next step, and a step that is possible stays
+possible until it is taken, so every order of steps ends in the same state. Running collectives of different groups
+concurrently only makes more steps possible, so programs that finish serially always finish.
 """
 
 from __future__ import annotations
@@ -20,14 +24,14 @@ __all__ = ["Step", "find_fault"]
 
 
 class Step(NamedTuple):
-    """What a rank does next: issues a collective, or waits for one.
+    """One action of a program: issuing a collective, or waiting for one.
 
     Attributes:
-        line: the collective, as a reader knows it; alike on all ranks.
+        line: a readable description of the collective, the same on all ranks.
         group: name of its process group, the same on all members.
         ranks: the members, by global rank.
-        waits: whether it waits for a collective that was issued before.
-        number: which collective of this program it is.
+        waits: whether the action is the wait for a collective that was issued earlier.
+        number: the number of the collective in this program.
     """
 
     line: str
@@ -38,9 +42,9 @@ class Step(NamedTuple):
 
 
 def find_fault(programs: Mapping[int, Sequence[Step]]) -> str:
-    """What keeps these programs, by global rank, from ending; empty if nothing does.
+    """Return what prevents these programs, keyed by global rank, from finishing; empty if nothing does.
 
-    The time is linear in the number of steps.
+    The time is linear in the number of actions.
     """
     return _different_order(programs) or _stuck(programs)
 
@@ -77,9 +81,9 @@ def _different_order(programs: Mapping[int, Sequence[Step]]) -> str:
 
 def _stuck(programs: Mapping[int, Sequence[Step]]) -> str:
     position = dict.fromkeys(programs, 0)
-    queue: dict[int, deque[int]] = {rank: deque() for rank in programs}  # issued and not done, by number
+    queue: dict[int, deque[int]] = {rank: deque() for rank in programs}  # collectives issued but not run, by number
     done: dict[int, set[int]] = {rank: set() for rank in programs}
-    at_head: Counter[str] = Counter()  # members of each group whose next collective is the group's next
+    at_head: Counter[str] = Counter()  # number of members of each group whose next collective is that of the group
     step_of = {rank: {s.number: s for s in program if not s.waits} for rank, program in programs.items()}
     runnable = deque(programs)
     while runnable:
@@ -117,7 +121,7 @@ def _take_place(
     at_head: Counter[str],
     step_of: Mapping[int, Mapping[int, Step]],
 ) -> list[int]:
-    """Ends the collective at the head of all members' queues, and those that this makes possible; ranks that may go on."""
+    """Run the collective at the head of all members' queues, and all that follow; return the ranks to continue."""
     possible, moved = [step], []
     while possible:
         current = possible.pop()

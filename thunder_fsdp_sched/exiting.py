@@ -1,11 +1,12 @@
-"""Gloo's threads are joined before the interpreter shuts down.
+"""Join gloo's threads before the interpreter shuts down.
 
 [Note: Threads of gloo at exit]
-A thread of gloo that drops the tensors of its last collective needs the interpreter's lock. Once the interpreter has begun
-to shut down, asking for it ends the thread inside a destructor, and the process aborts (SIGABRT). A process group joins
-its threads when it is destroyed, that is, when nobody holds it any more. So models hold process groups weakly, see
-``groups``, and at exit the groups of gloo that are left are aborted and destroyed. After an uncaught error its
-traceback holds them. Groups with another backend beside gloo are not destroyed: that could wait for other ranks.
+A gloo thread that releases the tensors of its last collective needs the interpreter's lock. Once the interpreter is
+shutting down, acquiring the lock terminates the thread inside a destructor, and the process aborts (SIGABRT). A process
+group joins its threads when it is destroyed, which happens when the last reference is gone. So models refer to process
+groups weakly (see ``groups``), and at exit all remaining gloo groups are aborted and destroyed; after an uncaught
+error, for example, the traceback still refers to them. Groups that also have another backend are not destroyed, because
+that could wait for other ranks.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ __all__ = ["register"]
 
 @functools.cache
 def register() -> None:
-    """Have the hook run at exit. Only the first call does something."""
+    """Register the exit hook; later calls do nothing."""
     atexit.register(_tear_down)
 
 
 def _tear_down() -> None:
-    for name in ("last_exc", "last_value", "last_traceback"):  # printed already
+    for name in ("last_exc", "last_value", "last_traceback"):  # already printed
         sys.__dict__.pop(name, None)
     if not dist.is_available() or not dist.is_initialized():
-        gc.collect()  # a group that was destroyed may be held by a cycle
+        gc.collect()  # a reference cycle may keep a destroyed group alive
         return
     _destroy_groups()
     gc.collect()
@@ -46,7 +47,7 @@ def _destroy_groups() -> None:
         with contextlib.suppress(Exception):
             backend = group._get_backend(torch.device("cpu"))
             if backend.name() == "gloo":
-                backend.abort()  # what is still in flight would be waited for
+                backend.abort()  # otherwise destruction waits for collectives in flight
     only_gloo = [group for group in groups if _only_gloo(group)]
     if len(only_gloo) == len(groups):
         _destroy(None)
@@ -57,7 +58,7 @@ def _destroy_groups() -> None:
 
 
 def _destroy(group: dist.ProcessGroup | None) -> None:
-    with contextlib.suppress(Exception):  # nobody can do anything about it any more
+    with contextlib.suppress(Exception):  # the process is exiting, nothing can handle an error
         dist.destroy_process_group(group)
 
 

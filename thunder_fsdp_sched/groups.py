@@ -1,9 +1,10 @@
 """The ranks that a bucket is sharded over.
 
 [Note: Process groups are not kept alive]
-``destroy_process_group`` tears down a group's threads when nobody holds the group any more. A thread of gloo that still
-drops the tensors of its last collective while the interpreter shuts down aborts the process, so models, buckets and
-traces, which live until then, hold process groups weakly. See [Note: Threads of gloo at exit] in ``exiting``, too.
+``destroy_process_group`` joins a group's threads only when the last reference to the group is gone. A gloo thread that
+still releases the tensors of its last collective while the interpreter shuts down aborts the process. Models, buckets
+and traces live until then, so they refer to process groups weakly. See also [Note: Threads of gloo at exit] in
+``exiting``.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ __all__ = ["Group", "Ranks"]
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """What stays known of a process group.
+    """A description of a process group that outlives the group.
 
     Attributes:
-        description: what it is for (``default_pg``, ``mesh_fsdp``), which is the same in every run; else its name.
+        description: its purpose (``default_pg``, ``mesh_fsdp``), which is the same in every run; its name if it has
+            none.
         rank: this process's rank in it.
-        global_ranks: its members.
-        backends: of each type of device, ``"cpu:gloo,cuda:nccl"``, or one name for all types.
-        name: its own, the same for all members.
+        global_ranks: the global ranks of its members.
+        backends: the backend for each device type, ``"cpu:gloo,cuda:nccl"``, or one name for all types.
+        name: its name, the same for all members.
     """
 
     description: str
@@ -45,7 +47,7 @@ class Group:
 
     @classmethod
     def of(cls, group: ProcessGroup) -> Group:
-        """Describes ``group``, which this process belongs to."""
+        """Return the description of ``group``, of which this process is a member."""
         exiting.register()
         description = getattr(group, "group_desc", "")
         return cls(
@@ -64,7 +66,7 @@ class Group:
 
     @property
     def is_fake(self) -> bool:
-        """Whether it sends nothing: this process plans as one of many ranks."""
+        """Whether its backend is fake: it sends nothing, and this process compiles as one of many ranks."""
         return self._by_type.get("cpu", self.backends) == "fake"
 
     @property
@@ -75,7 +77,7 @@ class Group:
     def backend_for(self, device: torch.device) -> str:
         """Return the backend that sends tensors on ``device``, ``"gloo"`` or ``"nccl"``; empty if it has none.
 
-        What is on the meta device is not sent; it has a backend if all types of device have the same.
+        Tensors on the meta device are not sent. They count as having a backend if all device types share one.
         """
         by_type = self._by_type
         if not by_type:
@@ -85,19 +87,19 @@ class Group:
         return by_type.get(device.type, "")
 
     def check_sends(self, device: torch.device, what: str) -> None:
-        """Refuse tensors that it cannot send.
+        """Raise an error if the group cannot send tensors on ``device``.
 
         Args:
-            what: names the tensors, for the message.
+            what: a description of the tensors, for the message.
 
         Raises:
-            ValueError: it has no backend for ``device``.
+            ValueError: the group has no backend for ``device``.
         """
         if device.type != "meta" and not self.backend_for(device):
             raise ValueError(
                 f"{what} would be sent from the {device.type.upper()}, but process group {self.description!r} has backends "
                 f"for {self.backends!r} only. Move the module to {' or '.join(self._by_type)} or pass fsdp(device=...), or "
-                f"make the process group with a backend for both: init_process_group('cpu:gloo,cuda:nccl')"
+                f"create the process group with a backend for both: init_process_group('cpu:gloo,cuda:nccl')"
             )
 
     @property
@@ -108,7 +110,7 @@ class Group:
             return False
         try:
             dist.get_process_group_ranks(group)
-        except (KeyError, RuntimeError, ValueError):  # torch does not know it any more, though somebody holds it
+        except (KeyError, RuntimeError, ValueError):  # torch has destroyed it, but a reference to it still exists
             return False
         return True
 
@@ -122,19 +124,19 @@ class Group:
         group = self._process_group() if self._process_group is not None else None
         if group is None:
             raise RuntimeError(
-                f"fsdp: process group {self.description!r}, over which parameters are sharded, is destroyed"
+                f"fsdp: process group {self.description!r}, over which parameters are sharded, has been destroyed"
             )
         return group
 
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """Whom a bucket is shared with.
+    """The ranks that share a bucket.
 
     Attributes:
         group: the ranks that it is sharded over.
-        reductions: the same ranks, for reductions: ``group`` itself, or a process group with a communicator of its own.
-        replicas: the ranks that hold the same shards (hybrid sharding), ``None`` if this rank is the only one.
+        reductions: the same ranks, for reductions: ``group`` itself, or a process group with a separate communicator.
+        replicas: the ranks that have the same shards (hybrid sharding); ``None`` if this rank is the only one.
     """
 
     group: Group
@@ -143,15 +145,15 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Group, *, reductions: Group | None = None, replicas: Group | None = None) -> Ranks:
-        """``reductions`` default to ``group``; replicas that are this rank alone are none."""
+        """Return the ranks; ``reductions`` defaults to ``group``, and ``replicas`` of only this rank count as ``None``."""
         return cls(group, reductions or group, replicas if replicas is not None and replicas.size > 1 else None)
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups whose members have parts of, or copies of, the same parameters."""
+        """The groups whose members have shards or replicas of the same parameters."""
         return (self.group,) if self.replicas is None else (self.group, self.replicas)
 
     @property
     def averaged(self) -> int:
-        """Ranks over which gradients are averaged."""
+        """The number of ranks over which gradients are averaged."""
         return self.group.size * (self.replicas.size if self.replicas is not None else 1)

@@ -1,17 +1,19 @@
-"""Where every rank's rows of every parameter of a bucket lie: pure data, no tensors, no communication.
+"""The layout of a bucket: where each rank's rows of each parameter are stored. Pure data, no communication.
 
 [Note: Interleaved layout with row-aligned cuts]
 The unsharded bucket is *parameter-major*: each parameter is one contiguous range, so the unsharded parameter is a view
-and nothing is unpacked after an all-gather. The bucket is cut into segments; one plain all-gather (or reduce-scatter)
-moves one segment, and rank ``r`` owns elements ``[r * shard_numel, (r + 1) * shard_numel)`` of it. Usually one segment
-holds the whole bucket, as FSDP1's flat parameter does, but parameters are placed so that every cut between two ranks
-falls on the start of a row (dim 0) or into padding. A rank's piece of a parameter is therefore always a number of whole
-rows (maybe none, maybe all of them), has the parameter's number of dimensions, and is contiguous in the shard buffer:
-no copy before the collective, none after it, and optimizers that look at ``p.ndim`` see what they expect.
+and needs no unpacking after an all-gather. The bucket is divided into segments. One plain all-gather or reduce-scatter
+communicates one segment, of which rank ``r`` owns the elements ``[r * shard_numel, (r + 1) * shard_numel)``.
 
-Alternatives: FSDP2's even dim-0 shards (every parameter is spread over all ranks) reach the parameter-major order only
-with a collective or a copy per parameter: that is the degenerate case of one segment per parameter here (``per_param``).
-FSDP1's cuts in the middle of a row turn every parameter into a 1-D piece.
+Usually one segment holds the whole bucket, like FSDP1's flat parameter. Unlike there, parameters are placed so that
+every cut between two ranks falls on the start of a row (dim 0) or into padding. A rank's shard of a parameter is
+therefore a number of whole rows (possibly none, possibly all), has as many dimensions as the parameter, and is
+contiguous in the shard buffer. So there is no copy before or after the collective, and optimizers that check ``p.ndim``
+see the expected value.
+
+Alternatives: with FSDP2's even dim-0 shards every parameter is spread over all ranks. They reach the parameter-major
+order only with one collective or one copy per parameter; here that is the special case of one segment per parameter
+(``per_param``). FSDP1 cuts within rows, which turns every shard into a 1-D tensor.
 """
 
 from __future__ import annotations
@@ -28,19 +30,19 @@ if TYPE_CHECKING:
 __all__ = ["ALIGNMENT", "Layout", "Placement", "Segment", "plan_layout"]
 
 ALIGNMENT = 16
-"""Bytes to which the start of each parameter is aligned in the unsharded buffer (vector loads, inductor's guard)."""
+"""Alignment (bytes) of each parameter in the unsharded buffer, for vector loads and inductor's guard."""
 
 _MAX_PADDING = 1 / 8
-"""Largest share of padding in one segment before its parameters are spread over several segments."""
+"""The largest share of padding in a segment; beyond it, the parameters are divided into several segments."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A range of the bucket that travels in one collective.
+    """A range of the bucket that one collective communicates.
 
     Attributes:
-        unsharded_offset: first element in the unsharded buffer, which has ``world_size * shard_numel`` elements of it.
-        shard_offset: first element in a rank's shard buffer, which has ``shard_numel`` elements of it.
+        unsharded_offset: first element in the unsharded buffer, where it has ``world_size * shard_numel`` elements.
+        shard_offset: first element in a rank's shard buffer, where it has ``shard_numel`` elements.
         shard_numel: elements that each rank owns, padding included.
     """
 
@@ -51,14 +53,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one parameter lies.
+    """The position of one parameter in its bucket.
 
     Attributes:
         shape: shape of the unsharded parameter.
         unsharded_offset: its first element in the unsharded buffer.
         row_starts: ``world_size + 1`` row numbers; rank ``r`` owns rows ``[row_starts[r], row_starts[r + 1])``. A 0-dim
             parameter counts as one row.
-        shard_offsets: for each rank the element of its shard buffer where its rows begin.
+        shard_offsets: for each rank, the element of its shard buffer at which its rows start.
     """
 
     shape: tuple[int, ...]
@@ -77,11 +79,11 @@ class Placement:
 
     @property
     def is_cut(self) -> bool:
-        """Whether more than one rank has rows."""
+        """Whether more than one rank has rows of it."""
         return sum(end > start for start, end in itertools.pairwise(self.row_starts)) > 1
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the rows that ``rank`` owns; a 0-dim parameter has shape ``(1,)`` on its owner and ``(0,)`` elsewhere."""
+        """Return the shape of the rows of ``rank``; for a 0-dim parameter ``(1,)`` on its owner and ``(0,)`` elsewhere."""
         return (self.row_starts[rank + 1] - self.row_starts[rank], *self.shape[1:])
 
 
@@ -101,7 +103,7 @@ class Layout:
         return self.unsharded_numel - sum(p.numel for p in self.placements)
 
     def pieces(self, unsharded: torch.Tensor) -> list[torch.Tensor]:
-        """Return each segment that has elements, as it lies in a flat unsharded buffer."""
+        """Return each non-empty segment as a view of a flat unsharded buffer."""
         return [
             _piece(unsharded, s.unsharded_offset, self.world_size * s.shard_numel)
             for s in self.segments
@@ -109,25 +111,25 @@ class Layout:
         ]
 
     def own_pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Return a rank's own piece of each of these segments, as it lies in its flat shard."""
+        """Return a rank's own range of each non-empty segment, as a view of its flat shard."""
         return [_piece(shard, s.shard_offset, s.shard_numel) for s in self.segments if s.shard_numel]
 
 
 def _piece(flat: torch.Tensor, start: int, numel: int) -> torch.Tensor:
-    return flat if numel == flat.numel() else flat.narrow(0, start, numel)  # usually there is one segment, and no rest
+    return flat if numel == flat.numel() else flat.narrow(0, start, numel)  # usually one segment is all
 
 
 def plan_layout(
     shapes: Sequence[tuple[int, ...]], world_size: int, itemsize: int, *, per_param: bool = False
 ) -> Layout:
-    """Places parameters of the given shapes, in order, into one bucket for ``world_size`` ranks.
+    """Lay out parameters of the given shapes, in order, in one bucket for ``world_size`` ranks.
 
     Args:
         shapes: shapes of the unsharded parameters.
-        world_size: ranks that share the bucket.
-        itemsize: bytes of one element, in the narrowest dtype in which the bucket travels.
-        per_param: give each parameter a segment of its own, which cuts it into even runs of rows. The segments of a
-            shard then lie right behind one another.
+        world_size: number of ranks that share the bucket.
+        itemsize: bytes of one element in the narrowest dtype in which the bucket is sent or stored.
+        per_param: give each parameter a segment of its own, which splits it evenly by rows. The segments of a shard
+            then follow each other without gaps.
     """
     align = max(1, ALIGNMENT // itemsize)
     if per_param:
@@ -139,7 +141,7 @@ def plan_layout(
             _padding(_fill_segment(shapes, everything, world_size, align), shapes, everything, world_size)
             > _MAX_PADDING
         ):
-            # Rows of unrelated widths have no small common multiple: give each width its own segment.
+            # Row widths without a small common multiple cause padding: give each width its own segment.
             by_width: dict[int, list[int]] = {}
             for i in everything:
                 by_width.setdefault(math.prod(shapes[i][1:]), []).append(i)
@@ -175,7 +177,7 @@ def _place(shape: tuple[int, ...], offset: int, segment: Segment, world_size: in
         start, rest = divmod(elements, row_numel) if row_numel else (0, 0)
         assert rest == 0, f"a cut between ranks falls into a row of a parameter of shape {shape}"
         starts.append(start)
-    if not row_numel:  # rows without elements: the last rank may as well own them all
+    if not row_numel:  # rows without elements: assign them all to the last rank
         starts[-1] = rows
     shard_offsets = tuple(
         segment.shard_offset
@@ -188,14 +190,15 @@ def _place(shape: tuple[int, ...], offset: int, segment: Segment, world_size: in
 def _fill_segment(
     shapes: Sequence[tuple[int, ...]], group: list[int], world_size: int, align: int
 ) -> tuple[int, list[int]]:
-    """Returns the segment's elements per rank and the offset of each parameter of ``group`` within the segment."""
+    """Return the segment's elements per rank, and the offset of each parameter of ``group`` within the segment."""
     if len(group) == 1:  # even runs of rows
         shape = shapes[group[0]]
         return _ceil_div(shape[0] if shape else 1, world_size) * math.prod(shape[1:]), [0]
     numels = [math.prod(shapes[i]) for i in group]
     widths = [math.prod(shapes[i][1:]) for i in group]
     least = _ceil_div(sum(_round_up(n, align) for n in numels), world_size)
-    # A parameter longer than a shard is cut more than once, so the distance of two cuts must be whole rows of it.
+    # A parameter longer than a shard is cut more than once, so the distance between cuts must be a multiple of its
+    # rows.
     quantum = math.lcm(align, *(w for n, w in zip(numels, widths, strict=True) if n > least and w))
     shard_numel = max(_round_up(least, quantum), quantum)
     while True:
@@ -208,7 +211,7 @@ def _fill_segment(
 def _place_in_order(
     numels: Sequence[int], widths: Sequence[int], shard_numel: int, align: int
 ) -> tuple[list[int], int]:
-    """Places parameters one behind the other, each moved on by as little as puts its first cut onto a row's start."""
+    """Place parameters in order, each with the least padding that puts its first cut on the start of a row."""
     offsets = []
     end = 0
     for numel, width in zip(numels, widths, strict=True):

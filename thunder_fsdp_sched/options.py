@@ -1,4 +1,4 @@
-"""What a user may ask of :func:`thunder_fsdp_sched.fsdp`, checked."""
+"""The options of :func:`thunder_fsdp_sched.fsdp`, and their validation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _BUCKETINGS = {
 
 @dataclass(frozen=True)
 class Options:
-    """Options of one transform; :func:`thunder_fsdp_sched.fsdp` says what they mean."""
+    """The validated options of one transform; :func:`thunder_fsdp_sched.fsdp` documents them."""
 
     reshard_after_forward: bool
     bucketing: BucketingStrategy | int | Callable[[str, torch.nn.Parameter], str]
@@ -58,7 +58,7 @@ class Options:
     audit: bool
 
     def lines(self) -> list[str]:
-        """What has to be the same on all ranks, a line each."""
+        """Return one line for each option that must be the same on all ranks."""
         return [
             f"fsdp({_ARGUMENTS.get(f.name, f.name)}={_comparable(getattr(self, f.name))})"
             for f in fields(self)
@@ -76,14 +76,14 @@ class Options:
 
 _ARGUMENTS = {"bucketing": "bucketing_strategy", "reshard_after_forward": "zero3"}
 _BY_RANK = {"ignored_params", "process_group"}
-"""Options that name objects of this process. What they lead to is compared."""
+"""Options that refer to objects of this process. Ranks compare their effect instead."""
 
 
 def resolve_device(device: torch.device) -> torch.device:
-    """Return ``device`` as tensors on it name it: a GPU always has an index, a CPU never.
+    """Return ``device`` as the ``device`` of a tensor there: a GPU always has an index, a CPU never.
 
-    An index-less GPU is the current one of this process. Thunder would take it for ``cuda:0`` on every rank, while inputs
-    and parameters are on ``cuda:1`` and so on.
+    A GPU without an index means the current one of this process. Thunder would read it as ``cuda:0`` on every rank,
+    while inputs and parameters may be on ``cuda:1``.
     """
     if device == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
@@ -91,7 +91,7 @@ def resolve_device(device: torch.device) -> torch.device:
 
 
 def _comparable(value: Any) -> str:
-    """A text that is the same on all ranks if the option is."""
+    """Return a string that is equal on all ranks if the option is."""
     if isinstance(value, torch.device):
         return value.type
     if isinstance(value, DeviceMesh):
@@ -128,11 +128,11 @@ def check_options(
     allow_different_computation: Any,
     audit: Any,
 ) -> Options:
-    """Turns a user's arguments into options.
+    """Validate a user's arguments and return them as options.
 
     Raises:
-        TypeError: an argument has a type that makes no sense for it.
-        ValueError: an argument's value is not one of those that work.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has an unsupported value, or conflicts with another.
     """
     key = sharding_strategy.lower() if isinstance(sharding_strategy, str) else sharding_strategy
     if not isinstance(key, (str, FSDPType)) or key not in _STRATEGIES:
@@ -149,7 +149,7 @@ def check_options(
     if mesh is not None and mesh.ndim > 2:
         raise ValueError(
             f"mesh: expected one dimension (to shard over) or two (to replicate and to shard over), got {mesh.ndim}; pass "
-            f"those alone, mesh['name'] or mesh['replicate', 'shard']"
+            f"only those, mesh['name'] or mesh['replicate', 'shard']"
         )
     if prefetch != "auto" and (isinstance(prefetch, bool) or not isinstance(prefetch, int)):
         raise TypeError(f"prefetch: expected a number of buckets (int) or 'auto', got {prefetch!r}")
@@ -174,7 +174,7 @@ def check_options(
         raise TypeError(f"param_init_fn: expected a callable that initializes a module, got {param_init_fn!r}")
     if param_init_fn is not None and device is None:
         raise ValueError(
-            "param_init_fn: say where the parameters of a module on the meta device are to live: device=..."
+            "param_init_fn: also pass device=..., on which to create the parameters of a module on the meta device"
         )
     return Options(
         reshard_after_forward=_STRATEGIES[key],
@@ -201,7 +201,7 @@ def check_options(
 
 
 def check_transport(transport: Any) -> Any:
-    """``transport`` itself, if it is a callable or names one."""
+    """Return ``transport`` if it is a callable or the name of a transport; raise ValueError otherwise."""
     if callable(transport) or (isinstance(transport, str) and (transport == "auto" or transport in TRANSPORTS)):
         return transport
     raise ValueError(
@@ -221,7 +221,7 @@ def _precision(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
 
 def _bucketing(strategy: Any) -> BucketingStrategy | int | Callable[[str, torch.nn.Parameter], str]:
     if isinstance(strategy, bool):
-        raise TypeError(f"bucketing_strategy: got {strategy!r}")
+        raise TypeError(f"bucketing_strategy: expected a strategy, a size in bytes or a callable, got {strategy!r}")
     if isinstance(strategy, int):
         if strategy <= 0:
             raise ValueError(f"bucketing_strategy: a size in bytes must be positive, got {strategy}")
@@ -245,13 +245,13 @@ _UNITS = {"": 1} | {p + i: b**e for e, p in enumerate("kmgt", 1) for i, b in (("
 
 
 def parse_bytes(name: str, value: Any) -> int:
-    """``40 * 2**30`` and ``"40GiB"`` alike, as a number of bytes.
+    """Return a number of bytes given as an int (``40 * 2**30``) or a string (``"40GiB"``).
 
     Raises:
-        TypeError, ValueError: naming the option ``name``.
+        TypeError, ValueError: names the option ``name``.
     """
     if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise TypeError(f"{name}: expected bytes as an int or a text such as '40GiB', got {value!r}")
+        raise TypeError(f"{name}: expected bytes as an int or a string such as '40GiB', got {value!r}")
     if isinstance(value, str):
         match = _BYTES.fullmatch(value)
         if match is None:
@@ -267,8 +267,8 @@ def _budget(value: Any, *, zero3: bool) -> int | None:
         return None
     if not zero3:
         raise ValueError(
-            "max_unsharded_bytes: sharding_strategy='zero2' keeps every bucket unsharded, there is nothing to choose; use "
-            "'zero3', which keeps as many as fit"
+            "max_unsharded_bytes: sharding_strategy='zero2' keeps every bucket unsharded, so there is nothing to "
+            "choose; use 'zero3', which keeps as many buckets as fit"
         )
     return parse_bytes("max_unsharded_bytes", value)
 
@@ -280,7 +280,7 @@ def _schedule(schedule: Any) -> tuple[StepSchedule, ...] | None:
         return (schedule,)
     _check_type("schedule", schedule, (str, Path), "a path to a saved schedule, a StepSchedule or None")
     if not Path(schedule).is_file():
-        raise ValueError(f"schedule: there is no file {str(schedule)!r}; save_schedules() of the transform writes one")
+        raise ValueError(f"schedule: there is no file {str(schedule)!r}; transform.save_schedules(path) writes one")
     return tuple(load_schedules(schedule))
 
 

@@ -1,6 +1,6 @@
-"""Handles under which a bucket is gathered in another way than planned: in lower precision, or only some parameters of it.
+"""Bucket aliases: handles that gather a bucket differently, in lower precision or only some of its parameters.
 
-They share the shards of the bucket and allocate none. Gradients are reduced under the bucket itself.
+An alias uses the shards of its bucket and allocates none. Gradients are reduced under the bucket itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Part(Bucket):
 
 
 def in_dtype(bucket: Bucket, dtype: torch.dtype) -> Bucket:
-    """``bucket``, gathered whole in a lower precision: its shard is cast, and the cast travels."""
+    """Return the alias that gathers all of ``bucket`` in lower precision, by casting its shard before sending it."""
     key = (dtype,)
     if key not in bucket.parts:
         travel = replace(bucket.spec.travel, param_dtype=dtype, reason=f"{bucket.spec.travel.reason}; cast before it")
@@ -37,10 +37,10 @@ def in_dtype(bucket: Bucket, dtype: torch.dtype) -> Bucket:
 
 
 def only(bucket: Bucket, indices: Sequence[int]) -> Bucket:
-    """The parameters with these indices alone, in their own dtype.
+    """Return the alias that gathers only the parameters with these indices, in their own dtype.
 
-    Which rank owns which rows stays as the bucket has it, so ranks have different amounts to send: they travel by
-    ``all_reduce``, which needs no order, at twice the bytes of what is to be little.
+    Each rank owns the same rows as in the bucket, so ranks have different amounts to send. The alias therefore uses the
+    transport ``all_reduce``, which sends twice the bytes; these parameters are expected to be small.
     """
     key = tuple(indices)
     if key not in bucket.parts:
@@ -52,7 +52,7 @@ def only(bucket: Bucket, indices: Sequence[int]) -> Bucket:
             placements.append(placement)
             end += _aligned(placement.numel, spec.dtype)
         layout = Layout(spec.layout.world_size, (), tuple(placements), end, spec.layout.shard_numel)
-        reason = "the rest of a bucket that travels in lower precision: ranks send different amounts"
+        reason = "the rest of a bucket that is gathered in lower precision: ranks send different amounts"
         bucket.parts[key] = _Part(
             bucket,
             replace(
@@ -68,7 +68,7 @@ def only(bucket: Bucket, indices: Sequence[int]) -> Bucket:
 
 
 def bytes_of_rest(bucket: Bucket, indices: Sequence[int]) -> int:
-    """Bytes of the unsharded buffer of :func:`only`."""
+    """Return the bytes of the unsharded buffer of :func:`only`."""
     spec = bucket.spec
     return sum(_aligned(spec.layout.placements[i].numel, spec.dtype) for i in indices) * spec.dtype.itemsize
 

@@ -106,7 +106,7 @@ def schedule_table(schedule: Schedule, *, title: str) -> Table:
             f"{op.nbytes:,}",
             op.slot,
             "" if op.first_consumer is None else str(op.first_consumer),
-            Text(op.reason if op.travels else f"{op.reason}, there still"),
+            Text(op.reason if op.travels else f"{op.reason}, already resident"),
         )
     return table
 
@@ -269,7 +269,7 @@ def _shorter(text: str) -> Iterator[str]:
     names = [name.strip() for name in args.split(",")]
     fixed = 1 if symbol in WAITS or symbol == "fsdp_all_reduce" else 2  # the bucket; of what issues, also the slot
     nbytes = re.search(r"([\d,]+) bytes", comment)
-    there = ", there still" * comment.endswith(", there still")
+    there = ", already resident" * comment.endswith(", already resident")
     brief = f"  # {human_bytes(int(nbytes.group(1).replace(',', '')))}{there}" if nbytes else comment
     for keep, note, slot_width in (
         (2, comment, 99),

@@ -1,13 +1,17 @@
-"""Which forward a running backward belongs to.
+"""Match a running backward to its forward.
 
 [Note: The backward of the most recent forward]
-Backward may reuse what its own forward gathered or cast, and nothing that another forward did: a write through ``.data``
-between two forwards (an evaluation with averaged parameters) leaves no trace in any version counter. Autograd numbers the
-nodes that a thread creates, and Thunder creates a node for each forward right after it has run. So a forward that noted
-the number of the next node before the node of a backward was created ran before that backward's own forward ended: it is
-that forward or an earlier one. What a later forward wrote has a larger number. Numbers depend on the order of calls
-alone, so all ranks decide alike. Where the order is unknown (forwards in several threads, a backward outside of autograd)
-nothing is reused.
+Backward may reuse values that its own forward gathered or cast, but none of another forward: between two forwards a
+parameter may have been written through ``.data`` (an evaluation with averaged parameters), which changes no version
+counter.
+
+Autograd numbers the nodes that a thread creates, and Thunder creates a node for each forward right after it has run. A
+forward stores the number of the next node with the values that it writes. If that number is at most the number of the
+running backward's node, the values were written before that backward's own forward had ended: by that forward or an
+earlier one. Values of a later forward have a larger number.
+
+Numbers depend only on the order of calls, so all ranks decide alike. Where the order is unknown (forwards in several
+threads, a backward outside of autograd), nothing is reused.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ __all__ = [
     "is_backward_of",
 ]
 
-_LATEST = 1 << 63  # larger than any number of a node
+_LATEST = 1 << 63  # larger than the number of any node
 
 _thread: int | None = None
 _several_threads = False
@@ -32,7 +36,7 @@ _assumed: int | None = None
 
 
 def forward_number() -> int:
-    """Return the number to keep with what a running forward writes, for :func:`is_backward_of`."""
+    """Return the number to store with the values that a running forward writes, for :func:`is_backward_of`."""
     global _thread, _several_threads
     ident = threading.get_ident()
     if ident != _thread:

@@ -39,18 +39,18 @@ class CommOp:
     """One communication op of a trace.
 
     Attributes:
-        position: index of its bound symbol in the trace (without ``del`` statements).
+        position: its schedule position: index among the statements of the trace, without ``del`` and agreement.
         kind: name of its symbol.
         bucket: name of its bucket.
-        nbytes: bytes of what it works on: the unsharded parameters or gradients, or a shard of gradients (all-reduce);
-            padding included.
-        dtype: in which that travels.
-        group: what the process group is for (its description), or its name.
-        transport: what carries it; the bucket's plan says why that.
-        slot: the memory of the unsharded bucket, for the issue and its wait.
-        first_consumer: of a wait: position of the first bound symbol that reads what it gives, ``None`` if none does.
-        reason: why it stands where it stands: first consumer, prefetch, producer, in-flight limit, ...
-        travels: of a gather, false if backward finds its bucket where forward left it.
+        nbytes: bytes, padding included, of its data: the unsharded parameters or gradients, or for an all-reduce the
+            sharded gradients.
+        dtype: dtype of these data.
+        group: description of the process group, or its name.
+        transport: name of the transport; the bucket's plan has the reason for it.
+        slot: the slot of the unsharded bucket, for an issue and its wait.
+        first_consumer: for a wait, the position of the first bound symbol that reads an output; ``None`` if none does.
+        reason: why it is at this position: first consumer, prefetch, producer, in-flight limit, ...
+        travels: for a gather, false if its bucket is expected to be resident from forward.
     """
 
     position: int
@@ -69,7 +69,7 @@ class CommOp:
         read = f"first read at {self.first_consumer}" if self.first_consumer is not None else ""
         return (
             f"{self.position:5d}  {self.kind:19s}  {self.bucket:20s} {self.nbytes:>13,} B {self.dtype:8s} "
-            f"{self.slot:12s} {read:20s} {self.reason}{'' if self.travels else ', there still'}"
+            f"{self.slot:12s} {read:20s} {self.reason}{'' if self.travels else ', already resident'}"
         ).rstrip()
 
 
@@ -78,8 +78,8 @@ class Schedule:
     """The communication of one trace, in order.
 
     Attributes:
-        statements: bound symbols of the trace, ``del`` statements not counted.
-        compute: digest of the names of what computes, in order: a schedule fits a trace that has the same.
+        statements: number of statements of the trace, without ``del`` and agreement.
+        compute: digest of the names of all compute, in order. A schedule fits only traces with the same digest.
     """
 
     ops: tuple[CommOp, ...]
@@ -96,22 +96,22 @@ class Schedule:
         return "\n".join(map(str, self.ops))
 
     def of(self, kind: str) -> tuple[CommOp, ...]:
-        """The ops of one kind, in order."""
+        """Return the ops of one kind, in order."""
         return tuple(op for op in self.ops if op.kind == kind)
 
     def diff(self, other: Schedule) -> str:
-        """What is different in ``other``, as a unified diff of the printed schedules; empty if they print alike."""
+        """Return a unified diff of the printed schedules; empty if they print alike."""
         return "\n".join(difflib.unified_diff(str(self).splitlines(), str(other).splitlines(), lineterm="", n=2))
 
     def collectives(self) -> list[str]:
-        """What all ranks of a group must have alike, a line for each collective in the order of issue."""
+        """Return one line for each collective, in issue order; all ranks of a group must have the same lines."""
         return [
             f"{op.kind} {op.bucket} {op.nbytes} bytes {op.dtype} {op.transport}" for op in self.ops if op.kind in ISSUES
         ]
 
 
 def read_program(trace: TraceCtx) -> list[Step]:
-    """What a rank that runs ``trace`` issues and waits for, for :func:`thunder_fsdp_sched.deadlock.find_fault`."""
+    """Return what a rank that runs ``trace`` issues and waits for, for :func:`thunder_fsdp_sched.deadlock.find_fault`."""
     steps: list[Step] = []
     issued: dict[str, Step] = {}
 
@@ -148,12 +148,12 @@ class StepSchedule:
         return "\n".join(parts)
 
     def diff(self, other: StepSchedule) -> str:
-        """Unified diff of the printed schedules; empty if they print alike."""
+        """Return a unified diff of the printed schedules; empty if they print alike."""
         return "\n".join(difflib.unified_diff(str(self).splitlines(), str(other).splitlines(), lineterm="", n=2))
 
 
 def read_schedule(trace: TraceCtx) -> Schedule:
-    """Reads the schedule off a trace with slots."""
+    """Return the schedule of a trace with slots."""
     bsyms = statements(trace)
     first_read: dict[str, int] = {}
     for position, bsym in enumerate(bsyms):
@@ -193,27 +193,27 @@ def read_schedule(trace: TraceCtx) -> Schedule:
 
 
 def is_communication(bsym: BoundSymbol) -> bool:
-    """Whether ``bsym`` appears in a schedule."""
+    """Return whether ``bsym`` appears in a schedule."""
     return bsym.sym.name in ISSUES or bsym.sym.name in WAITS or bsym.sym is fsdp_accumulate_grads
 
 
 def compute_digest(bsyms: Iterable[BoundSymbol]) -> str:
-    """Digest of the names of all bound symbols that are not communication, in order."""
+    """Return a digest of the names, in order, of all bound symbols that are not communication."""
     names = [b.sym.name for b in bsyms if not is_communication(b)]
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
 def save_schedules(schedules: Iterable[StepSchedule], path: str | Path) -> None:
-    """Writes schedules, oldest first, as JSON that ``fsdp(schedule=path)`` replays."""
+    """Write schedules, oldest first, as JSON that ``fsdp(schedule=path)`` replays."""
     content = {"format": _FORMAT, "steps": [dataclasses.asdict(s) for s in schedules]}
     Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def load_schedules(path: str | Path) -> list[StepSchedule]:
-    """Reads what :func:`save_schedules` wrote.
+    """Read a file written by :func:`save_schedules`.
 
     Raises:
-        ValueError: the file is not such a file; the message names it and what is wrong.
+        ValueError: the file is not one; the message names the file and the first fault.
     """
     try:
         content = _typed(json.loads(Path(path).read_text()), dict, "the file")
@@ -223,7 +223,7 @@ def load_schedules(path: str | Path) -> list[StepSchedule]:
         return [_step(step, f"steps[{number}]") for number, step in enumerate(steps)]
     except RecursionError:
         raise ValueError(f"schedule: {path} holds no schedule: it is nested too deeply") from None
-    except ValueError as error:  # JSON's own are ValueErrors, too
+    except ValueError as error:  # JSONDecodeError is one
         raise ValueError(f"schedule: {path} holds no schedule: {error}") from error
 
 
@@ -261,7 +261,7 @@ _OP_TYPES: dict[str, type | tuple[type, ...]] = {
     "reason": str,
     "travels": bool,
 }
-"""The types that the fields of a :class:`CommOp` have in a file."""
+"""The type of each field of a :class:`CommOp` in a file."""
 
 
 def _field(content: dict[str, Any], name: str, types: type | tuple[type, ...], place: str) -> Any:
@@ -272,7 +272,7 @@ def _field(content: dict[str, Any], name: str, types: type | tuple[type, ...], p
 
 def _typed(value: Any, types: type | tuple[type, ...], place: str) -> Any:
     types = types if isinstance(types, tuple) else (types,)
-    if type(value) not in types:  # not isinstance: a bool is no int here
+    if type(value) not in types:  # not isinstance, which accepts a bool as an int
         names = " or ".join("null" if cls is type(None) else cls.__name__ for cls in types)
         raise ValueError(f"{place}: expected {names}, got {type(value).__name__}")
     return value

@@ -1,17 +1,17 @@
-"""What a bucket sends to be gathered: its shard, a cast of it, or a copy of it on the device.
+"""The tensor that a gather sends: the bucket's shard, a cast of it, or a copy of it on the device.
 
 [Note: When a cast is used again]
-Every forward casts anew: an optimizer with kernels of its own, or a write through ``.data`` such as swapping in averaged
-parameters for an evaluation, changes a parameter without a trace. Backward sends the cast of its own forward again, as
-long as no forward has cast since and neither a version of a parameter nor the number of optimizer steps in this process
-has changed. So each micro-batch under ``no_sync`` costs one cast: it reads the shard and writes a shard in lower
-precision, the same share of the work of a step as without ``no_sync``.
+Every forward casts again, because some writes to a parameter cannot be detected: those of optimizers with their own
+kernels, and those through ``.data``, such as swapping in averaged parameters for an evaluation. Backward reuses the
+cast of its own forward, provided that no other forward has cast since, and that neither a parameter's version nor the
+number of optimizer steps in this process has changed. So each micro-batch under ``no_sync`` costs one cast, which reads
+the shard and writes it in lower precision: the same share of a step's work as without ``no_sync``.
 
 [Note: When an offloaded shard may be written]
-A shard in pinned memory is copied to the GPU asynchronously, while the user may write it on the host at any time: an
-optimizer, a loaded checkpoint, averaged parameters. The host does not wait for streams before it writes. So it waits for
-the copies at points after which the user has control: at the end of each forward for the last copy of all, and in backward,
-which has no such point that is sure to be reached, when a gather is waited for.
+A shard in pinned memory is copied to the GPU asynchronously, but the user may write it on the host at any time: an
+optimizer step, loading a checkpoint, swapping in averaged parameters. Host writes do not wait for streams. So the host
+waits for the copies before control returns to the user: at the end of each forward, for the last of all copies.
+Backward has no such point that is always reached, so there the host waits whenever a gather is waited for.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ class SentBucket(TransportedBucket, Protocol):
 
 
 class Source:
-    """The shard itself is sent."""
+    """The source that sends the shard itself."""
 
     def __init__(self, bucket: SentBucket) -> None:
         self._bucket = bucket
 
     def shard(self, *, again: bool) -> torch.Tensor:
-        """The flat shard on the device and in the dtype in which it travels. It lives until the gather is done.
+        """Return the flat shard on the device and in the dtype in which it is sent; valid until the gather finishes.
 
         Args:
-            again: backward asks for what its forward sent, as far as that is known to be still right.
+            again: reuse the tensor that forward sent if it is known to be up to date.
         """
         return self._bucket.shard
 
     def sending(self) -> contextlib.AbstractContextManager[Any]:
-        """Where to call :meth:`shard` and to issue the gather."""
+        """Return the context in which to call :meth:`shard` and to issue the gather."""
         return NOWHERE
 
     def finish_copy(self) -> None:
@@ -64,7 +64,7 @@ class Source:
 
 
 class Cast(Source):
-    """A shard in the lower precision in which it travels, cast by one kernel for each forward."""
+    """The source that sends a cast of the shard in lower precision, made by one kernel in each forward."""
 
     _cast: torch.Tensor | None = None
     _of: tuple[int, ...] = ()
@@ -80,7 +80,7 @@ class Cast(Source):
                 )
         elif again and of == self._of and is_backward_of(self._number):
             return self._cast
-        self._of = ()  # until it is whole
+        self._of = ()  # invalid until the cast is complete
         with torch.no_grad(), labelled(f"fsdp_cast({bucket.spec.name})"):
             self._cast.copy_(bucket.shard)
         self._of, self._number = of, forward_number()
@@ -88,7 +88,7 @@ class Cast(Source):
 
 
 class Load(Source):
-    """An offloaded shard: a copy on the device for each gather, as nothing of it is to stay there."""
+    """The source that sends a copy of an offloaded shard on the device; each gather makes a new copy."""
 
     _copied: torch.cuda.Event | None = None
 
@@ -108,7 +108,7 @@ class Load(Source):
             self._copied = None
 
     def sending(self) -> contextlib.AbstractContextManager[Any]:
-        """On a GPU a stream beside the computation, which waits for what was computed so far."""
+        """Return a separate stream on a GPU, which waits for the compute so far."""
         device = self._bucket.spec.device
         if device.type != "cuda":
             return NOWHERE
@@ -118,7 +118,8 @@ class Load(Source):
 
 
 _last_copies: dict[torch.device, torch.cuda.Event] = {}
-"""After the latest copy of an offloaded shard to each device. All are on one stream, so they end in the order of issue."""
+"""The event after the latest copy of an offloaded shard to each device. All copies share one stream, so they finish in
+order."""
 
 
 def finish_copies() -> None:
@@ -129,7 +130,7 @@ def finish_copies() -> None:
 
 
 def source_of(bucket: SentBucket) -> Source:
-    """What ``bucket`` sends."""
+    """Return the source of the tensors that ``bucket`` sends."""
     if bucket.spec.travel.offload:
         return Load(bucket)
     return Cast(bucket) if bucket.spec.param_dtype != bucket.spec.dtype else Source(bucket)

@@ -1,4 +1,4 @@
-"""The module's side: builds shard buffers from a module and makes its parameters views of them.
+"""Shard a module: build shard buffers from its parameters, and turn the parameters into views of them.
 
 The module's own parameters become the shards: see [Note: The module's own parameters] in ``own_parameters``.
 """
@@ -43,30 +43,30 @@ from .transports import TRANSPORTS, choose_transport
 __all__ = ["ShardedModule", "gather_param"]
 
 _AGREEMENT_TIMEOUT = timedelta(seconds=300)
-"""How long a rank waits at most for the others to shard or to compile the same: tracing may be slower on some. A process
-group with a shorter timeout waits no longer than that."""
+"""How long a rank waits at most for the others to shard or compile the same; tracing may be slower on some ranks. The
+timeout of the process group applies instead if it is shorter."""
 
 _numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
-"""Numbers the modules of each process group: the ranks of a group shard the same ones in the same order, but some of
-them may shard others over another group in between."""
+"""Counters that number the modules of each process group. The ranks of a group shard the same modules in the same
+order, but some of them may shard other modules over another group in between."""
 
 
 class ShardedModule:
     """The shards of one module on this rank.
 
     Attributes:
-        module: the user's module; its own parameters are the shards from now on.
+        module: the user's module, whose own parameters are now the shards.
         own: the parameters of ``module``.
         plan: the buckets as planned.
         buckets: the buckets with their memory, in the order of the plan.
-        everyone: all ranks that parameters are shared with.
-        control: agrees with them on what runs next.
-        kept: those of the buckets that stay unsharded between forward and backward.
-        places: bucket and index in it of each sharded parameter, by each of its names.
-        shards: this rank's rows of each sharded parameter, a view of its bucket's shard buffer, by each of its names.
-        former: the memory that the parameters had before.
+        everyone: all ranks that share parameters with this one.
+        control: agrees with these ranks on what runs next.
+        kept: the buckets that stay unsharded between forward and backward.
+        places: the bucket of each sharded parameter and its index there, keyed by each of its names.
+        shards: this rank's rows of each sharded parameter, as a view of the shard buffer, keyed by each of its names.
+        former: the memory in which the parameters were stored before.
         running_eagerly: whether the module's own forward may be called right now (``eager``).
-        progress: logs what compiling is doing.
+        progress: logs the progress of compiling.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ShardedModule:
         self.shards: dict[str, torch.nn.Parameter] = {}
         self.former = FormerMemory()
         self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
-        self.began_on_meta: set[str] = set()  # until it is known that they have values
+        self.began_on_meta: set[str] = set()  # until all of them are known to have values
         self.kept = {bucket for bucket in buckets if not bucket.spec.reshard_after_forward}
         self.running_eagerly = False
         self.progress = Progress(control.title, self.everyone.rank)
@@ -95,7 +95,7 @@ class ShardedModule:
             bucket.control = control
             bucket.tally = control.tally
             for index, param in enumerate(bucket.spec.params):
-                if bucket.spec.layout.placements[index].is_cut:  # for optimizers that rows will not do for
+                if bucket.spec.layout.placements[index].is_cut:  # for optimizers that need whole parameters
                     bucket.params[index]._fsdp_rows_of = param.name  # type: ignore[attr-defined]
                 if bucket.spec.layout.world_size > 1:  # for those that compute over all parameters
                     bucket.params[index]._fsdp_spread = param.name  # type: ignore[attr-defined]
@@ -108,19 +108,19 @@ class ShardedModule:
 
     @classmethod
     def shard(cls, model: ThunderModule, options: Options) -> ShardedModule:
-        """Plans, allocates the shard buffers, fills them, and makes the module's own parameters views of them.
+        """Plan the buckets, allocate and fill the shard buffers, and turn the module's parameters into views of them.
 
-        The peak is one unsharded parameter above module and shards, and the module's memory is freed as far as nobody
-        else holds it.
+        Peak memory is one unsharded parameter more than the module and its shards. The module's memory is freed unless
+        something else refers to it.
 
         Raises:
-            TypeError: the jitted function is not a module, or a parameter is no plain strided tensor.
-            ValueError: parameters that share memory with others without being tied, or with buffers; parameters that have
-                gradients, or are shards already; unknown ``ignored_params``, a
-                ``broadcast_from`` outside the process group, a transport that cannot carry a bucket, parameters of one
-                bucket that are sharded over different groups.
-            RuntimeError: no process group.
-            ScheduleDisagreement: ranks have other versions of this package or of what it stands on, other options, or other
+            TypeError: the jitted function is not a module, or a parameter is not a plain strided tensor.
+            ValueError: parameters share memory with buffers, or with other parameters without being tied; parameters
+                have gradients or are already shards; unknown ``ignored_params``; ``broadcast_from`` is not in the
+                process group; a transport cannot send a bucket; parameters of one bucket are sharded over different
+                groups.
+            RuntimeError: there is no process group.
+            ScheduleDisagreement: ranks differ in the versions of this package, Thunder or torch, in options, or in
                 parameters.
         """
         if options.device is not None:  # not earlier: fsdp(...) may be called before torch.cuda.set_device
@@ -132,8 +132,8 @@ class ShardedModule:
             timeout = min(timeout, timeout_of(everyone.process_group))
         agreement = Agreement(everyone, name, timeout, compares_computation=not options.allow_different_computation)
         find_channel = None if agreement.alone else announce(everyone, f"{everyone.name} {name}")
-        # Before anything that ranks do together: groups are made, parameters are broadcast.
-        agreement.check_same("what fsdp(...) was given", [*_versions(), *options.lines()])
+        # This precedes everything that ranks do together: creating groups, broadcasting parameters.
+        agreement.check_same("versions and options of fsdp(...)", [*_versions(), *options.lines()])
         title = f"{name} ({type(model._model).__name__})"
         control = Control(everyone, find_channel and find_channel(), f"{everyone.name} {name}", title)
         agreement.control = control
@@ -154,12 +154,12 @@ class ShardedModule:
                 placing.check_sends(spec, over[spec.name])
         for key in dict.fromkeys(over.values()):  # ranks of different groups may have different experts
             lines = [f"{spec}{' on meta' * p.is_meta}" for spec, p in specs if over[spec.name] == key]
-            agreement.about("parameters", placing.ranks(key).group).check_same("what is to be sharded", lines)
+            agreement.about("parameters", placing.ranks(key).group).check_same("the parameters to shard", lines)
         if options.broadcast_from is not None:
             if options.param_init_fn is None and any(p.is_meta for _, p in specs):
                 raise ValueError(
-                    "broadcast_from: the module is on the meta device, so there is nothing to broadcast; param_init_fn says "
-                    "how to initialize it"
+                    "broadcast_from: the module is on the meta device, so there is nothing to broadcast; pass param_init_fn "
+                    "to initialize it"
                 )
             _broadcast(((p, over[s.name], s.device) for s, p in specs), options.broadcast_from, placing)
             via = specs[0][0].device if specs else options.device
@@ -190,7 +190,9 @@ class ShardedModule:
                 former.add(spec.name, param)
                 with torch.no_grad():
                     bucket.copy_in(index, param)
-                param.data = param.new_empty(0)  # its memory, if a transform made it beside the module's own
+                param.data = param.new_empty(
+                    0
+                )  # frees its memory if another transform created it besides the module's own
             bucket.adopt(index, own[spec.name])
         sharded = cls(module, plan, buckets, agreement, control)
         sharded.former = former
@@ -200,7 +202,7 @@ class ShardedModule:
         return sharded
 
     def _update_module(self) -> None:
-        """Gives the module its ignored parameters and buffers on their new device; its own objects stay parameters."""
+        """Move the module's ignored parameters and buffers to their new device, keeping its parameter objects."""
         for name, tensor in self.replaced.items():
             path, _, leaf = name.rpartition(".")
             if isinstance(tensor, torch.nn.Parameter):
@@ -210,20 +212,20 @@ class ShardedModule:
                 owner, leaf = found
                 own = owner._parameters[leaf]
                 if own is tensor or own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
-                    continue  # one of another shape is what a transform has made of it
+                    continue  # a transform has replaced it
                 if own.is_meta == tensor.is_meta:
                     replace_data(own, tensor.detach())
                     self.replaced[name] = own
                 else:
                     owner._parameters[leaf] = tensor
             else:
-                with contextlib.suppress(AttributeError):  # a transform has made it
+                with contextlib.suppress(AttributeError):  # a transform has added it
                     buffers = self.module.get_submodule(path)._buffers
                     if leaf in buffers:
                         buffers[leaf] = tensor
 
     def keep(self, names: Collection[str]) -> None:
-        """Lets the named buckets stay unsharded between forward and backward from now on, and no others."""
+        """Keep exactly the named buckets unsharded between forward and backward from now on."""
         self.plan = replace(
             self.plan, buckets=tuple(replace(b, reshard_after_forward=b.name not in names) for b in self.plan)
         )
@@ -232,7 +234,7 @@ class ShardedModule:
         self.kept = {bucket for bucket in self.buckets if bucket.spec.name in names}
 
     def attach(self, model: ThunderModule) -> None:
-        """Makes ``model`` use the shards: what its prologue unpacks, what ``parameters()`` gives to the optimizer."""
+        """Make ``model`` use the shards, in its prologue and in ``parameters()``."""
         self._model = weakref.ref(model)
         model._overrides_parameters.update(self.shards)
         for name, tensor in self.replaced.items():
@@ -244,7 +246,7 @@ class ShardedModule:
 
         def before_call(*_: Any) -> None:
             if not self.running_eagerly:
-                self.own.show_shards()  # they stay away if somebody compiled without calling, and that failed
+                self.own.show_shards()  # compiling without a call may have failed and left placeholders in the module
                 self.own.check()
                 if any(hasattr(param, SHARD_OF) for param in parameters_of_running_ddp()):
                     refuse_ddp()
@@ -252,7 +254,7 @@ class ShardedModule:
 
         def after_call(*_: Any) -> None:
             finish_copies()
-            if not self.running_eagerly and self.own.are_whole:  # tracing has failed
+            if not self.running_eagerly and self.own.are_whole:  # tracing failed
                 self.own.show_shards()
                 self._warn_of_containers()
 
@@ -260,7 +262,7 @@ class ShardedModule:
         model.register_forward_hook(after_call, always_call=True)
 
     def before_trace(self, model: weakref.ref[ThunderModule]) -> None:
-        """Checks the module and puts placeholders of whole shape into it: Thunder is about to trace ``model``."""
+        """Check the module and replace its parameters with placeholders of whole shape, before Thunder traces ``model``."""
         if (jitted := model()) is not None:
             refuse_conflicts(jitted)
         self.own.show_shards()
@@ -271,31 +273,31 @@ class ShardedModule:
         self.own.show_whole()
 
     def known(self) -> Collection[str]:
-        """Names of all parameters that Thunder may unpack, those that other transforms have made among them."""
+        """Return the names of all parameters that Thunder may unpack, including those that other transforms created."""
         model = None if self._model is None else self._model()
         return self.shards.keys() if model is None else model._overrides_parameters.keys()
 
     def _warn_of_containers(self) -> None:
         for path, name in self.own.in_containers().items():
             warnings.warn(
-                f"fsdp: {path} holds parameter {name!r}, which is sharded: if forward reads it there, tracing sees this "
-                f"rank's rows. Read it as {name}",
+                f"fsdp: {path} holds parameter {name!r}, which is sharded: if forward reads it there, tracing sees only "
+                f"this rank's rows. Read it as {name}",
                 stacklevel=3,
             )
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """All names of a parameter, the leading one first; what is not sharded has the one that is given."""
+        """Return all names of a parameter, the leading one first; for one that is not sharded, only ``name``."""
         if name not in self.places:
             return (name,)
         bucket, index = self.places[name]
         return bucket.spec.params[index].names
 
     def check_initialized(self) -> None:
-        """Refuses to compute with parameters and buffers that nobody has given values; the first time, on all ranks.
+        """Raise an error on all ranks if parameters or buffers have not been initialized; only before the first run.
 
         Raises:
-            RuntimeError: naming them.
-            ScheduleDisagreement: naming those of another rank.
+            RuntimeError: names them.
+            ScheduleDisagreement: names those of another rank.
         """
         if not self.began_on_meta or self.everyone.is_fake:  # a plan needs no values
             return
@@ -314,10 +316,10 @@ class ShardedModule:
         self.began_on_meta.clear()
 
     def shard_entry(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of an unsharded state dict entry; entries that are not sharded pass through.
+        """Return this rank's rows of an unsharded state dict entry; other entries are returned unchanged.
 
         Raises:
-            ValueError: the entry has another shape than the parameter.
+            ValueError: the entry's shape is not that of the parameter.
         """
         if name not in self.places:
             return value
@@ -329,7 +331,7 @@ class ShardedModule:
 
 
 def gather_param(bucket: Bucket, index: int, shard: torch.Tensor) -> torch.Tensor:
-    """The whole parameter ``index`` of ``bucket``, bit for bit, from every rank's rows; a collective.
+    """Gather the whole parameter ``index`` of ``bucket``, bit for bit, from the rows of all ranks; a collective.
 
     Args:
         shard: this rank's rows.
@@ -360,7 +362,7 @@ def _versions() -> list[str]:
 
 
 def _travel(options: Options, placing: Placing, name: str, params: tuple[ParamSpec, ...], over: ShardedOver) -> Travel:
-    """How a bucket travels, as the options say; checked."""
+    """Return how a bucket travels according to the options, and raise an error if that is impossible."""
     first, ranks = params[0], placing.ranks(over)
     asked, reason = options.transport, "asked for"
     if callable(asked):
@@ -382,8 +384,8 @@ def _travel(options: Options, placing: Placing, name: str, params: tuple[ParamSp
     offload = isinstance(policy, CPUOffloadPolicy)
     if offload and transport.peers_read_shards:
         raise ValueError(
-            f"transport={asked!r}: peers read shards in the memory of the GPU, but offload_policy keeps them on "
-            f"the CPU (bucket {name!r}); choose another transport"
+            f"transport={asked!r}: peers read shards in GPU memory, but offload_policy keeps them on the CPU "
+            f"(bucket {name!r}); choose another transport"
         )
     if offload:
         reason += "; shards on the CPU"
@@ -403,7 +405,7 @@ def _ignored_names(named: dict[str, torch.nn.Parameter], options: Options) -> se
 
 
 def _specs(named: dict[str, torch.nn.Parameter], options: Options) -> list[tuple[ParamSpec, torch.nn.Parameter]]:
-    """One spec for each different parameter, its tied names together, in the order of the module tree."""
+    """Return a spec for each distinct parameter, with all its tied names, in the order of the module tree."""
     tied: dict[int, list[str]] = {}
     for name, param in named.items():
         if type(param) is not torch.nn.Parameter or param.layout is not torch.strided:
@@ -431,9 +433,9 @@ def _specs(named: dict[str, torch.nn.Parameter], options: Options) -> list[tuple
 
 
 def _move(model: ThunderModule, ignored: set[str], options: Options) -> dict[str, torch.Tensor]:
-    """Ignored parameters and buffers, on the device that was asked for."""
+    """Return ignored parameters and buffers on the requested device."""
     moved: dict[str, torch.Tensor] = {}
-    copies: dict[int, torch.Tensor] = {}  # what has several names stays one tensor
+    copies: dict[int, torch.Tensor] = {}  # a tensor with several names stays one tensor
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if options.device is None or tensor.device == options.device or tensor.is_meta:
@@ -455,11 +457,11 @@ def _move(model: ThunderModule, ignored: set[str], options: Options) -> dict[str
 def _broadcast(
     tensors: Iterable[tuple[torch.Tensor, ShardedOver, torch.device | None]], source: int, placing: Placing
 ) -> None:
-    """Broadcast tensors, each over its ranks, with the device to send it from if the ranks cannot send it from its own."""
+    """Broadcast each tensor over its ranks, from the given device if they cannot send it from its own."""
     with torch.no_grad():
         for tensor, over, via in tensors:
             if tensor.is_meta:
-                continue  # param_init_fn is still to make it
+                continue  # param_init_fn will create it
             with control_of(placing.everyone).doing("broadcast_from"):
                 placing.broadcast(tensor.detach(), source, over, via=via)
 
@@ -486,7 +488,7 @@ def _initialize(
     places: dict[str, tuple[Bucket, int]],
     moved: dict[str, torch.Tensor],
 ) -> None:
-    """Fills the shards, buffers and ignored parameters that were on the meta device."""
+    """Initialize the shards, buffers and ignored parameters that were on the meta device."""
     assert options.param_init_fn is not None and options.device is not None
 
     def take(name: str, tensor: torch.Tensor) -> None:

@@ -1,30 +1,31 @@
-"""The vocabulary in the trace: its symbols, how they print, their grad rule, and what they do when they run.
+"""The symbols that appear in traces: how they print, their grad rule, and their run-time implementation.
 
-A forward and a backward trace hold, per bucket::
+Forward and backward traces contain for each bucket::
 
     ft0 = fsdp_all_gather(bucket_h_0, slot_0, t_w, t_b)      # issue
     (w, b) = fsdp_wait_params(bucket_h_0, ft0)               # views of slot_0
     ft1 = fsdp_reduce_scatter(bucket_h_0, slot_1, dw, db)    # issue; slot_1 holds the unsharded gradients
     (g_w, g_b) = fsdp_wait_grads(bucket_h_0, ft1)            # views of one fresh flat buffer
 
-A gather with ``again=True`` sends the cast that its forward sent. One of forward says ``followed_by=3`` if that many issues
-on its arena follow it and none of them touches its memory: the bucket lies there still behind forward. If backward gathers
-it into the same slot, which the ``preceded_by=2`` issues before that leave alone, too, then nothing travels, unless
-something else was issued on the arena in between.
+A gather with ``again=True`` sends the same cast that its forward sent. A gather of forward has ``followed_by=3`` if
+three issues on its arena follow it and none of them touches its memory, so that the bucket is still resident at the end
+of forward. If backward gathers it into the same slot, and none of the ``preceded_by=2`` issues before that gather
+touches the slot, nothing is sent, unless something else was issued on the arena in between.
 
-A gradient that its producer can write in place is in the slot already, by ``dw = fsdp_matmul_into(bucket_h_0, slot_1, 0,
-x, y)`` or ``fsdp_sum_into`` for parameter 0 of the bucket. The reduction copies the others there.
+Some gradients are written directly into the slot of the reduction: ``dw = fsdp_matmul_into(bucket_h_0, slot_1, 0, x,
+y)`` and ``fsdp_sum_into`` compute the gradient of parameter 0 of the bucket there. The reduction copies the others.
 
-With hybrid sharding there is ``ft2 = fsdp_all_reduce(bucket_h_0, ft1)`` between the last two: it waits for the reduction
-inside the group and issues the one across the replicas, whose future the wait then takes.
+With hybrid sharding, ``ft2 = fsdp_all_reduce(bucket_h_0, ft1)`` is between the last two: it waits for the reduction
+within the group and issues the one across the replicas. The wait then takes ``ft2``.
 
-Shards and gradients stand in the order of the bucket's parameters, ``None`` for one that the trace does not use.
-A backward that reduces or accumulates gradients ends in ``fsdp_backward_done(False, bucket_h_0, bucket_h_1)``: only then
-are the gradients that earlier ``no_sync`` backwards have summed up dropped, see [Note: What an exception leaves].
+Shards and gradients are in the order of the bucket's parameters, with ``None`` for those that the trace does not use.
+A backward that reduces or accumulates gradients ends with ``fsdp_backward_done(False, bucket_h_0, bucket_h_1)``. Only
+there are the gradients dropped that earlier ``no_sync`` backwards have accumulated: see [Note: What an exception
+leaves].
 
-``fsdp_unshard`` and ``fsdp_reduce`` exist only until the ``bucket_communication`` pass: one parameter each, so that
-autograd decides for each parameter alone whether it has a gradient. ``fsdp_cut`` and a wait's third argument, a token,
-exist only around the fusion executors: see [Note: Cuts] in ``transforms.keep_fusions_apart``.
+``fsdp_unshard`` and ``fsdp_reduce`` exist only until the ``bucket_communication`` pass. They handle one parameter each,
+so that autograd decides for each parameter whether it has a gradient. ``fsdp_cut`` and a wait's third argument, a
+token, exist only around the fusion executors: see [Note: Cuts] in ``transforms.keep_fusions_apart``.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ register_executor(executor)
 
 
 #
-# What they do when they run
+# Run-time implementations
 #
 
 
@@ -91,7 +92,7 @@ def _check_shards(bucket: Bucket, shards: Sequence[torch.Tensor | None]) -> None
     for index, (shard, pointer) in enumerate(zip(shards, bucket.shard_pointers, strict=True)):
         if shard is not None and address(shard) != pointer:
             raise RuntimeError(
-                f"parameter {bucket.spec.params[index].name!r} no longer lies in the shard buffer of bucket "
+                f"parameter {bucket.spec.params[index].name!r} is no longer in the shard buffer of bucket "
                 f"{bucket.spec.name!r}: it was replaced by another tensor (`p.data = ...`, "
                 f"or a change of dtype or device). Copy into the parameter instead: `with torch.no_grad(): p.copy_(new)`."
             )
@@ -113,7 +114,7 @@ def all_gather(
         tally.issued += 1
         return arena.issue(InFlight(bucket, "all-gather", slot, ()))
     if preceded_by is not None:
-        tally.settle()  # the trace settles the round only before the first gather that is sure to travel
+        tally.settle()  # the trace settles the round only before the first gather that certainly sends
     unsharded = slot.params[bucket]
     if slot is bucket.private_slot:
         bucket.kept_since = None
@@ -134,7 +135,7 @@ def all_gather(
 
 
 def _interrupted(bucket: Bucket, what: str, slot: Slot, error: BaseException) -> None:
-    # An Exception is the transport's, which leaves nothing in flight then; an interrupt may have come at any time.
+    # A transport that raises an Exception leaves nothing in flight; an interrupt may have come at any time.
     if not isinstance(error, Exception):
         slot.arena.lose(bucket, what, slot)
 
@@ -151,13 +152,13 @@ def wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = N
 
 
 def _place_of_grad(bucket: Bucket, slot: Slot, index: int) -> torch.Tensor:
-    # A reduction's memory is in use from its first gradient on.
+    # The slot of a reduction is in use from its first gradient on.
     slot.arena.write_gradient(slot)
     return slot.grads[bucket].tensors[index]
 
 
 def _matmul_into(bucket: Bucket, slot: Slot, index: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    multiply = torch.mm if a.ndim == 2 else torch.bmm  # what torch.matmul calls; they write where they are told to
+    multiply = torch.mm if a.ndim == 2 else torch.bmm  # what torch.matmul calls; both write into `out`
     return multiply(a, b, out=_place_of_grad(bucket, slot, index))
 
 
@@ -173,17 +174,17 @@ def _reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> 
     arena.claim(slot)
     unsharded = slot.grads[bucket]
     unreduced, unreduced_params = bucket.unreduced_grads()
-    # Those that are the view itself their producer wrote there.
+    # All but those that their producer wrote in place: these are the view itself.
     copied = [(v, g) for v, g in zip(unsharded.tensors, grads, strict=True) if g is not None and g is not v]
     if copied:
-        torch._foreach_copy_([v for v, _ in copied], [g for _, g in copied])  # on a GPU one kernel
+        torch._foreach_copy_([v for v, _ in copied], [g for _, g in copied])  # one kernel on a GPU
     if unreduced is not None:
         for view, grad in zip(unsharded.tensors, grads, strict=True):
             if grad is None:
                 view.zero_()
         unsharded.flat.add_(unreduced)
     bucket.tally.issued += 1
-    # Autograd keeps the sharded gradients as `.grad` without a copy and adds to them, so they are fresh each time.
+    # Autograd keeps the sharded gradients as `.grad` without a copy and adds to them, so this must be new memory.
     shard = torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.spec.device)
     try:
         with labelled(bucket.reduce_scatter_label):
@@ -243,7 +244,7 @@ def _reduce_unreduced(bucket: Bucket) -> None:
     unreduced, unreduced_params = bucket.unreduced_grads()
     if unreduced is None:
         return
-    unreduced = unreduced.clone()  # a transport may write to it, and this backward may still fail
+    unreduced = unreduced.clone()  # a transport may write to it, and if this backward fails it is still needed
     spec = bucket.spec
     shard = torch.empty(bucket.shard.numel(), dtype=spec.reduce_dtype, device=spec.device)
     staging = torch.empty(spec.sent_numel, dtype=shard.dtype, device=shard.device) if spec.travel.staging else None
@@ -271,7 +272,7 @@ def _backward_done(no_sync: bool, *buckets: Bucket) -> None:
 
 
 def _params_unchanged(bucket: Bucket, *shards: torch.Tensor | None) -> None:
-    # Backward receives the shards as saved tensors, and autograd itself compares their versions when it hands them out.
+    # Backward receives the shards as saved tensors, and autograd compares their versions when it unpacks them.
     _check_shards(bucket, shards)
     slot = bucket.private_slot
     assert slot is not None
@@ -283,7 +284,7 @@ def _params_unchanged(bucket: Bucket, *shards: torch.Tensor | None) -> None:
 
 
 #
-# How they look in a trace
+# Meta functions and printing
 #
 
 
@@ -369,7 +370,7 @@ def _reduce_meta(bucket: Bucket, index: int, grad: TensorProxy) -> TensorProxy:
 def _print(
     bsym: BoundSymbol, out_printables: Any, arg_printables: Sequence[Any], kwarg_printables: dict[str, Any]
 ) -> str:
-    """Prints ``out = symbol(bucket, slot, tensors)  # bytes``, the bucket and the slot under their own names."""
+    """Print ``out = symbol(bucket, slot, tensors)  # bytes``, with bucket and slot by name."""
 
     def show(arg: Any) -> str:
         if isinstance(arg, (Bucket, Slot)):
@@ -388,7 +389,7 @@ def _print(
         call = f"({', '.join(o.name for o in bsym.output)},) = {call}"
     if bsym.sym.name in ISSUES:
         nbytes, dtype = payload(bsym.sym.name, bucket_of(bsym).spec)
-        call += f"  # {nbytes:,} bytes {str(dtype).removeprefix('torch.')}{', there still' * is_there(bsym)}"
+        call += f"  # {nbytes:,} bytes {str(dtype).removeprefix('torch.')}{', already resident' * is_there(bsym)}"
     return call
 
 
@@ -410,7 +411,7 @@ def _register(name: str, meta: Callable, fn: Callable, *, keep: bool = False) ->
 
 
 def _only_in_between(*args: Any) -> None:
-    raise AssertionError("fsdp_unshard, fsdp_reduce and fsdp_cut are gone before a trace runs")
+    raise AssertionError("fsdp_unshard, fsdp_reduce and fsdp_cut must be removed before a trace runs")
 
 
 fsdp_all_gather = _register("fsdp_all_gather", _all_gather_meta, all_gather)
@@ -433,26 +434,26 @@ ISSUES = frozenset({fsdp_all_gather.name, fsdp_reduce_scatter.name, fsdp_all_red
 WAITS = frozenset({fsdp_wait_params.name, fsdp_wait_grads.name})
 
 GRAD_WRITERS = {fsdp_matmul_into.name: "matmul", fsdp_sum_into.name: "sum"}
-"""Symbols that write a gradient into the slot of its reduction, and those that they stand for."""
+"""Symbols that write a gradient into the slot of its reduction, and the operators that they replace."""
 
 
 def is_there(issue: BoundSymbol) -> bool:
-    """Whether a gather finds its bucket where forward left it, so that nothing travels."""
+    """Return whether a gather expects its bucket to be resident from forward, so that nothing is sent."""
     return issue.kwargs.get("preceded_by") is not None
 
 
 def travels(bsym: BoundSymbol) -> bool:
-    """Whether ``bsym`` issues a collective, other than a gather whose bucket is there already."""
+    """Return whether ``bsym`` issues a collective and is not a gather whose bucket is already resident."""
     return bsym.sym.name in ISSUES and not is_there(bsym)
 
 
 def marks(issue: BoundSymbol) -> dict[str, int]:
-    """What a gather says about issues around it: ``followed_by`` and ``preceded_by``, as far as it does."""
+    """Return the marks of a gather, ``followed_by`` and ``preceded_by``, that it has."""
     return {k: v for k in ("followed_by", "preceded_by") if (v := issue.kwargs.get(k)) is not None}
 
 
 def payload(kind: str, spec: BucketSpec) -> tuple[int, torch.dtype]:
-    """Bytes of the whole tensor that a collective of that kind works on, padding included, and its dtype."""
+    """Return the bytes of the whole tensor that a collective of that kind operates on, with padding, and its dtype."""
     if kind == fsdp_all_gather.name:
         return spec.unsharded_bytes, spec.param_dtype
     if kind == fsdp_reduce_scatter.name:
@@ -461,14 +462,14 @@ def payload(kind: str, spec: BucketSpec) -> tuple[int, torch.dtype]:
 
 
 def waited_by(wait: BoundSymbol) -> str:
-    """The kind of the collective that a wait waits for."""
+    """Return the kind of collective that a wait waits for."""
     if wait.sym is fsdp_wait_params:
         return fsdp_all_gather.name
     return fsdp_reduce_scatter.name if bucket_of(wait).ranks.replicas is None else fsdp_all_reduce.name
 
 
 def group_of(kind: str, bucket: Bucket) -> Group:
-    """The ranks that a collective of that kind takes place on."""
+    """Return the ranks that take part in a collective of that kind."""
     if kind == fsdp_all_gather.name:
         return bucket.ranks.group
     if kind == fsdp_reduce_scatter.name:

@@ -1,4 +1,4 @@
-"""Reading traces: which bound symbols belong to forward, which values alias which, what derives from parameters alone."""
+"""Queries on traces: which bound symbols are forward, which values alias which, which bound symbols compute a value."""
 
 from __future__ import annotations
 
@@ -36,45 +36,45 @@ __all__ = [
 ]
 
 AGREEMENT = frozenset({"fsdp_agree", "fsdp_agreed"})
-"""Symbols by which ranks agree on what they run; see ``transforms.insert_agreement``."""
+"""Symbols with which ranks agree on what they run; see ``transforms.insert_agreement``."""
 
 _NOT_COUNTED = AGREEMENT | {"clear_mutable_collection"}
 
 
 def names(proxies: Iterable[Any]) -> Iterator[str]:
-    """The names of those that are proxies."""
+    """Return the names of all proxies among ``proxies``."""
     return (p.name for p in proxies if isinstance(p, Proxy))
 
 
 def args_of(bsym: BoundSymbol) -> tuple[str, ...]:
-    """Names of all proxies that ``bsym`` reads."""
+    """Return the names of all proxies that ``bsym`` reads."""
     return tuple(p.name for p in bsym.flat_proxy_args)
 
 
 def outs_of(bsym: BoundSymbol) -> tuple[str, ...]:
-    """Names of all proxies that ``bsym`` defines; an output that is one of its inputs is not defined by it."""
+    """Return the names of all proxies that ``bsym`` defines: its outputs, except those that are also inputs."""
     return tuple(p.name for p in _defined(bsym))
 
 
 def is_backward_trace(trace: TraceCtx) -> bool:
-    """Whether ``trace`` is the backward half of a split joint trace."""
+    """Return whether ``trace`` is the backward half of a split joint trace."""
     return TraceTag.BACKWARD in trace.tags
 
 
 def return_of(trace: TraceCtx) -> BoundSymbol:
-    """The trace's return statement, its last bound symbol."""
+    """Return the trace's return statement, its last bound symbol."""
     bsym = trace.bound_symbols[-1]
-    assert bsym.sym.id is PrimIDs.RETURN, f"the trace ends in {bsym.sym.name}, not in its return"
+    assert bsym.sym.id is PrimIDs.RETURN, f"the trace ends with {bsym.sym.name}, not with its return"
     return bsym
 
 
 def has_backward(trace: TraceCtx) -> bool:
-    """Whether ``trace`` is a forward trace that saves values for a backward trace."""
+    """Return whether ``trace`` is a forward trace that saves values for a backward trace."""
     return isinstance(next(iter(return_of(trace).args), None), dict)
 
 
 def statement(bsym: BoundSymbol) -> str:
-    """The line of Python that ``bsym`` prints, without its header and what it is made of; a comment if that is all."""
+    """Return the line of Python that ``bsym`` prints, without header and subsymbols; a comment if there is no other line."""
     if bsym.sym.id is PrimIDs.RETURN:
         return "return"
     lines = [line.strip() for line in str(bsym).splitlines()]
@@ -82,16 +82,16 @@ def statement(bsym: BoundSymbol) -> str:
 
 
 def statements(trace: TraceCtx) -> list[BoundSymbol]:
-    """The bound symbols of ``trace`` without ``del``, the clearing of lists that comes with it, and agreement.
+    """Return the bound symbols of ``trace`` without ``del``, ``clear_mutable_collection`` and agreement.
 
-    A position in a schedule, a report or an assertion is an index of this list: it stays what it is when Thunder puts
-    the ``del`` in, and whether there are other ranks to agree with.
+    A schedule position, also in a report or an assertion, is an index into this list. It does not change when Thunder
+    inserts ``del``, nor does it depend on whether there are other ranks to agree with.
     """
     return [b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL and b.sym.name not in _NOT_COUNTED]
 
 
 def with_bound_symbols(trace: TraceCtx, bsyms: Sequence[BoundSymbol], pass_name: str, started: float) -> TraceCtx:
-    """A copy of ``trace`` with other bound symbols and the provenance of the pass that made them.
+    """Return a copy of ``trace`` with other bound symbols and the provenance of the pass that created them.
 
     Args:
         started: ``time.perf_counter()`` at the start of the pass.
@@ -104,23 +104,23 @@ def with_bound_symbols(trace: TraceCtx, bsyms: Sequence[BoundSymbol], pass_name:
 
 
 def communicates(bsym: BoundSymbol) -> bool:
-    """Whether ``bsym`` (or what it is made of) communicates without being one of this project's symbols."""
+    """Return whether ``bsym`` or one of its subsymbols communicates and is not one of this package's symbols."""
     from thunder.distributed.prims import PrimIDs as DistPrimIDs
 
     sym_id = bsym.sym.id
     if isinstance(sym_id, DistPrimIDs):
         return True
-    # Executors claim Thunder's communication prims under names of their own; their arguments give them away.
+    # Executors claim Thunder's communication prims under other names; a process group among the arguments reveals them.
     if any(type(arg).__name__.endswith("ProcessGroup") or hasattr(arg, "_get_backend") for arg in bsym.args):
         return True
     return any(communicates(sub) for sub in bsym.subsymbols)
 
 
 def forward_part(trace: TraceCtx) -> list[bool]:
-    """For each bound symbol of a joint trace whether Thunder's split will put it into the forward trace.
+    """Return for each bound symbol of a joint trace whether Thunder's split will put it into the forward trace.
 
     A trace without a backward part (evaluation) is all forward. The rule is that of
-    ``thunder.transforms.autodiff.split_into_forward_and_backward``: what the forward's outputs need is forward.
+    ``thunder.transforms.autodiff.split_into_forward_and_backward``: everything that forward's outputs need is forward.
     """
     returned = return_of(trace).args[0]
     if not isinstance(returned, dict) or "fw_flat_out" not in returned:
@@ -145,9 +145,10 @@ def forward_part(trace: TraceCtx) -> list[bool]:
 
 
 def split_joint(trace: TraceCtx) -> list[TraceCtx]:
-    """The forward and backward halves of a joint trace, to be looked at, not run; forward alone if there is no more.
+    """Return the forward and backward halves of a joint trace, for analysis only; just forward if there is no backward.
 
-    Forward returns its outputs and what backward reads of it, backward the gradients: liveness is that of Thunder's split.
+    Forward returns its outputs and the values that backward reads, and backward returns the gradients, so liveness is
+    that of Thunder's split.
     """
     forward = forward_part(trace)
     last = return_of(trace)
@@ -181,17 +182,17 @@ def aliased_inputs(bsym: BoundSymbol) -> dict[str, tuple[str, ...]]:
 
 
 class Aliases:
-    """Follows chains of views: from any value back to the values whose memory it may share.
+    """The views of a trace: for any value, the values whose memory it may share, through chains of views.
 
     Args:
-        roots: names at which a chain ends. Values that are not views are roots of themselves.
+        roots: names at which a chain ends. A value that is not a view is its own root.
     """
 
     def __init__(self, roots: frozenset[str] = frozenset()) -> None:
         self._roots: dict[str, frozenset[str]] = {name: frozenset({name}) for name in roots}
 
     def add(self, bsym: BoundSymbol) -> None:
-        """Takes in the next bound symbol in trace order."""
+        """Record the next bound symbol in trace order."""
         for out, inputs in aliased_inputs(bsym).items():
             self._roots[out] = frozenset().union(*(self.roots(name) for name in inputs))
 
@@ -200,12 +201,12 @@ class Aliases:
         self._roots[name] = self.roots(to)
 
     def roots(self, name: str) -> frozenset[str]:
-        """Values whose memory ``name`` may share, itself if it is no view."""
+        """Return the values whose memory ``name`` may share; ``name`` itself if it is not a view."""
         return self._roots.get(name, frozenset({name}))
 
 
 def derivation(bsym: BoundSymbol, out: str) -> list[BoundSymbol]:
-    """The bound symbols that compute ``out``: ``bsym`` itself, or of a fusion just the part that ``out`` needs."""
+    """Return the bound symbols that compute ``out``: ``bsym`` itself, or the subsymbols of a fusion that ``out`` needs."""
     if not bsym.sym.is_fusion:
         return [bsym]
     needed = {out}
@@ -218,11 +219,11 @@ def derivation(bsym: BoundSymbol, out: str) -> list[BoundSymbol]:
 
 
 def is_pure(bsym: BoundSymbol) -> bool:
-    """Whether running ``bsym`` again is known to give the same values and to change nothing."""
+    """Return whether running ``bsym`` again is known to return the same values and to modify nothing."""
     return facts_of(bsym).pure
 
 
 def swap_args(bsym: BoundSymbol, swaps: dict[str, Proxy]) -> BoundSymbol:
-    """``bsym`` with the inputs named in ``swaps`` replaced, in its subsymbols too; its outputs stay."""
+    """Return ``bsym`` with the inputs named in ``swaps`` replaced, also in its subsymbols; its outputs stay."""
     swap_map = {variableify(p): swaps[p.name] for p in bsym.flat_proxy_args if p.name in swaps}
     return bsym.from_bsym_swap_proxies(swap_map, skip_output=True) if swap_map else bsym

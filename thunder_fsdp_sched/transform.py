@@ -1,22 +1,24 @@
-"""The transform: where each pass runs in Thunder's pipeline, and the module whose parameters it shards.
+"""The transform: which pass runs when in Thunder's pipeline, and the module whose parameters it shards.
 
 [Note: The pipeline]
 ``thunder.jit`` calls, in this order:
 
 once, with the module
-    ``transform_module``                      plan, shard buffers, parameters become views of them
+    ``transform_module``                      plan buckets, allocate shard buffers, turn parameters into views of them
 for each new set of shapes and flags
-    ``transform_traces_pre_prologue``         shard_prologue, insert_unshard
+    ``transform_traces_pre_prologue``         refuse_foreign_parameters, shard_prologue, insert_unshard
     (Thunder: autograd makes one joint forward/backward trace; executors claim operators)
     ``_JointPasses`` before the fusions       bucket_communication, fuse_downcast, [choose],
                                               regather_for_backward, guard_kept, keep_fusions_apart
     (Thunder: fusion executors)
-    ``_JointPasses`` behind the fusions       remove_cuts, regather_for_backward
+    ``_JointPasses`` after the fusions        remove_cuts, regather_for_backward
     (Thunder: the joint trace is split)
-    ``transform_trace_post_optimization``     write_grads_in_place, guard_first, sort_communication, plan_slots,
-                                              mark_left_by_forward or reuse_from_forward, verify, insert_agreement,
-                                              end_backward, del_last_used, for the forward and then for the backward
-                                              trace; what Thunder gets is audited once: see [Note: The audit] in ``audit``
+    ``transform_trace_post_optimization``     [refuse_redrawn_gradients], write_grads_in_place, guard_first,
+                                              sort_communication (or replay_schedule), plan_slots, mark_left_by_forward
+                                              (backward: reuse_from_forward), verify, insert_agreement, [end_backward],
+                                              del_last_used
+                                              first for the forward trace, then for the backward trace; the first run
+                                              of the result is audited: see [Note: The audit] in ``audit``
 """
 
 from __future__ import annotations
@@ -88,28 +90,28 @@ __all__ = ["CompiledTraces", "FSDPTransform", "find_transform"]
 Pass = Callable[[TraceCtx], TraceCtx]
 
 WARN_COMPILED = 32
-"""Sets of shapes and flags compiled for one module above which a warning says what to do instead."""
+"""How many sets of shapes and flags may be compiled for one module before a warning suggests alternatives."""
 
 MAX_COMPILED = 128
-"""Sets of shapes and flags that are kept for one module; the oldest is forgotten for a new one, and compiled again if it
-comes again. Ranks need not forget the same: a program that they have agreed on is not compared again."""
+"""How many sets of shapes and flags are kept for one module. A new one evicts the oldest, which is compiled again when
+needed. Ranks need not evict the same one, because a program that they have agreed on is not compared again."""
 
 
 @dataclass
 class CompiledTraces:
-    """What the transform made of one set of input shapes and flags.
+    """The traces and schedules compiled for one set of input shapes and flags.
 
     Attributes:
         no_sync: whether it was compiled for ``no_sync``.
-        number: how many were compiled before.
+        number: how many sets were compiled earlier.
         call: the inputs and flags.
-        prefetch: steps that gathers are issued ahead.
-        choice: how ``prefetch="auto"`` or ``max_unsharded_bytes`` was settled, ``None`` without them.
+        prefetch: how many prefetch steps ahead gathers are issued.
+        choice: the outcome of ``prefetch="auto"`` or ``max_unsharded_bytes``; ``None`` without them.
         joint: the joint trace with bucketed communication, before fusion (forward alone without gradients).
-        forward_before, backward_before: execution traces as Thunder hands them over, communication unsorted.
+        forward_before, backward_before: the execution traces that Thunder passes to us, with communication unsorted.
         forward, backward: the traces that run. Backward is ``None`` without gradients.
-        forward_schedule, backward_schedule: their communication, as values.
-        pass_seconds: processor time (s) that each pass took, by its name.
+        forward_schedule, backward_schedule: the communication of these traces, as values.
+        pass_seconds: processor time (seconds) of each pass, keyed by its name.
     """
 
     no_sync: bool
@@ -128,12 +130,12 @@ class CompiledTraces:
 
     @property
     def schedule(self) -> StepSchedule:
-        """Forward and backward schedule together."""
+        """The schedules of forward and backward together."""
         assert self.forward_schedule is not None
         return StepSchedule(self.forward_schedule, self.backward_schedule, self.no_sync)
 
     def run(self, passes: Sequence[Pass], trace: TraceCtx) -> TraceCtx:
-        """Run passes one after the other, add up the processor time that each takes, and log what each changed."""
+        """Run passes in order, record the processor time of each, and log what it changed."""
         for pass_ in passes:
             started = time.process_time()
             changed = pass_(trace)
@@ -145,10 +147,11 @@ class CompiledTraces:
 
 
 class FSDPTransform(Transform):
-    """Shards a module's parameters and schedules their communication; made by :func:`thunder_fsdp_sched.fsdp`.
+    """The transform that shards a module's parameters and schedules their communication.
 
-    One transform belongs to one module. Attributes of interest to users: ``plan`` after ``thunder.jit``, ``compiled``
-    (one :class:`CompiledTraces` for each set of input shapes and flags, oldest first) after a call.
+    :func:`thunder_fsdp_sched.fsdp` creates it. A transform belongs to one module. Attributes of interest to users:
+    ``plan`` after ``thunder.jit``, and after a call ``compiled``, with one :class:`CompiledTraces` for each set of
+    input shapes and flags, oldest first.
     """
 
     def __init__(self, options: Options) -> None:
@@ -162,9 +165,9 @@ class FSDPTransform(Transform):
             _JointPasses(f"fsdp_sched_behind_fusion_{id(self)}", self._behind_fusion),
         )
         self._fusions: list[FusionExecutor] = []
-        self._agrees = True  # at run time; off to measure what that costs
+        self._agrees = True  # at run time; False only to measure the cost of agreement
         self._stats: weakref.WeakSet[Any] = weakref.WeakSet()  # Thunder's, of the jitted modules that run the traces
-        self._settled = False  # whether it is decided which buckets stay unsharded
+        self._settled = False  # whether the set of kept buckets is final
 
     def __repr__(self) -> str:
         return f"fsdp({self.options})"
@@ -190,7 +193,7 @@ class FSDPTransform(Transform):
         return self._sharded
 
     def cast_inputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """What a call of the jitted module makes of its arguments, for those who compile without calling."""
+        """Return the arguments cast as by a call of the jitted module, for callers that compile without a call."""
         return cast_inputs(self.options.mp_policy, (args, kwargs))
 
     @property
@@ -199,7 +202,7 @@ class FSDPTransform(Transform):
         return [c.schedule for c in self.compiled if c.forward_schedule is not None]
 
     def save_schedules(self, path: str | Path) -> None:
-        """Writes :attr:`schedules` to a file that ``fsdp(schedule=path)`` replays."""
+        """Write :attr:`schedules` to a file that ``fsdp(schedule=path)`` replays."""
         save_schedules(self.schedules, path)
 
     def transform_module(self, model: ThunderModule) -> None:
@@ -215,7 +218,7 @@ class FSDPTransform(Transform):
                 "this fsdp(...) already shards another module: make one transform for each module, "
                 "thunder.jit(model, transforms=[fsdp(...)])"
             )
-        # Adding a transform to a jitted module makes a new ThunderModule: it gets the same shards.
+        # Adding a transform to a jitted module creates a new ThunderModule, which gets the same shards.
         self._sharded.attach(model)
         hold_entries(model, self._sharded)
         attach_casts(model, self.options.mp_policy)
@@ -231,7 +234,7 @@ class FSDPTransform(Transform):
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
-        if self._sharded is None:  # Thunder shows transforms the module only if the module itself is jitted
+        if self._sharded is None:  # Thunder calls transform_module only if a module is jitted
             raise TypeError(
                 "fsdp: thunder.jit was given a function; give it the torch.nn.Module whose parameters are to be sharded, "
                 "thunder.jit(module, transforms=[fsdp(...)]), and call the result in your function"
@@ -278,7 +281,7 @@ class FSDPTransform(Transform):
         return compiled.joint
 
     def _choose(self, joint: TraceCtx) -> None:
-        """Settles how far ahead to gather, and once for the module which buckets stay unsharded until backward."""
+        """Choose how far ahead to gather and, once per module, which buckets stay unsharded until backward."""
         options, compiled, budget = self.options, self._current, self.options.max_unsharded_bytes
         if isinstance(options.prefetch, int):
             compiled.prefetch = options.prefetch
@@ -345,7 +348,7 @@ class FSDPTransform(Transform):
         return audited(trace, forward=forward, former=self.sharded.former, stats=self._stats)
 
     def _agree(self, trace: TraceCtx, backward: bool) -> list[Pass]:
-        """Compare what the ranks have compiled; the pass that lets them agree at run time, if that is needed."""
+        """Compare what the ranks have compiled, and return the pass that makes them agree at run time, if needed."""
         compiled, control, name = self._current, self.sharded.control, "backward" if backward else "forward"
         computation = computation_of(trace, compiled.call.inputs)
         agreed = self.sharded.agreement.check(
@@ -367,11 +370,11 @@ class FSDPTransform(Transform):
 
     @property
     def _current(self) -> CompiledTraces:
-        """The traces that are being compiled. If that fails they are never among :attr:`compiled`."""
+        """The traces that are being compiled. If compiling fails, they never appear in :attr:`compiled`."""
         return self.compiled[-1] if self._making is None else self._making
 
     def _finish(self, compiled: CompiledTraces) -> None:
-        if self._making is None:  # an empty backward after its forward
+        if self._making is None:  # an empty backward, whose forward has finished already
             return
         self.compiled.append(compiled)
         self._making = None
@@ -381,19 +384,19 @@ class FSDPTransform(Transform):
             texts = list(dict.fromkeys(str(c.call) for c in self.compiled))
             warnings.warn(
                 f"fsdp: {len(self.compiled)} sets of input shapes and flags have been compiled for one module, and each "
-                f"takes time and memory. The last were for {'; '.join(texts[-4:])}. Pad batches to a few lengths, use "
+                f"takes time and memory. The latest: {'; '.join(texts[-4:])}. Pad batches to a few lengths, use "
                 f"thunder_fsdp_sched.eager(model) without gradients, or thunder.jit(..., cache='symbolic values'). After "
                 f"{MAX_COMPILED} the oldest are forgotten",
                 stacklevel=2,
             )
 
     def _forget_oldest(self) -> None:
-        """Make room for one more set of traces here and in Thunder's cache."""
+        """Evict the oldest traces, here and in Thunder's cache, to make room for one more set."""
         for kept in (self.compiled, *(stats.interpreter_cache for stats in self._stats)):
             del kept[: max(len(kept) - MAX_COMPILED + 1, 0)]
 
     def _order(self, trace: TraceCtx, backward: bool) -> Pass:
-        """The pass that orders communication: the sorting pass, or the replay of a pinned schedule."""
+        """Return the pass that orders communication: the sorting pass, or the replay of a pinned schedule."""
         if self.options.schedule is None:
             room = room_for_gathers(trace, budget=self.options.max_unsharded_bytes, kept=self.sharded.kept)
             return partial(sort_communication, prefetch=self._current.prefetch, max_unsharded_bytes=room)
@@ -403,24 +406,24 @@ class FSDPTransform(Transform):
             pinned = [s for s in self.options.schedule if s.no_sync is compiled.no_sync]
             fitting = [s for s in pinned if s.forward.compute == digest] or pinned
             if not fitting:
-                raise ScheduleMismatch(f"schedule: it holds none for no_sync={compiled.no_sync}")
+                raise ScheduleMismatch(f"schedule: the file has no schedule for no_sync={compiled.no_sync}")
             self._pinned = fitting[0]
         schedule = self._pinned.backward if backward else self._pinned.forward
         if schedule is None:
-            raise ScheduleMismatch("schedule: it has no backward, but this trace has one")
+            raise ScheduleMismatch("schedule: it has no backward schedule, but this model has a backward trace")
         return partial(replay_schedule, schedule=schedule)
 
     def transform_state_dict_for_submodule(
         self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        """Takes this rank's rows of each unsharded entry (for ``load_original_state_dict``)."""
+        """Return this rank's rows of each unsharded entry (for ``load_original_state_dict``)."""
         self.sharded.own.check()
         return {k: self.sharded.shard_entry(_join(submodule_name, k), v) for k, v in state_dict.items()}
 
     def reverse_transform_state_dict_for_submodule(
         self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        """Gathers each sharded entry (for ``original_state_dict``); a collective, on all ranks together."""
+        """Gather each sharded entry (for ``original_state_dict``). A collective: all ranks must call it."""
         self.sharded.own.check()
         self.sharded.check_initialized()
         unsharded = {}
@@ -436,11 +439,11 @@ class FSDPTransform(Transform):
 
 
 def find_transform(model: object) -> FSDPTransform:
-    """The transform by which ``model``, a jitted module, is sharded.
+    """Return the transform that shards ``model``, a jitted module.
 
     Raises:
-        TypeError: there is none.
-        RuntimeError: a parameter or submodule of it was replaced since.
+        TypeError: no ``fsdp(...)`` shards it.
+        RuntimeError: a parameter or submodule was replaced after ``thunder.jit``.
     """
     transform = next((t for t in getattr(model, "_lc_transforms", ()) if isinstance(t, FSDPTransform)), None)
     if transform is None:
@@ -454,9 +457,9 @@ def find_transform(model: object) -> FSDPTransform:
 
 
 class _JointPasses(FusionExecutor):
-    """Runs passes at a fusion executor's turn: the one public hook that sees the joint trace after operators are claimed.
+    """A fusion executor that runs our passes and claims no operator.
 
-    It claims no operator.
+    Its ``fusion_pass`` is the only public hook that sees the joint trace after operators are claimed.
     """
 
     def __init__(self, name: str, run: Pass) -> None:

@@ -1,4 +1,4 @@
-"""One collective a bucket: merges what the parameters of a bucket do one by one, in the joint trace after autograd."""
+"""Merge the communication of a bucket's parameters into one collective per bucket, in the joint trace."""
 
 from __future__ import annotations
 
@@ -31,15 +31,34 @@ __all__ = ["bucket_communication"]
 
 
 def bucket_communication(trace: TraceCtx, *, buckets: Sequence[Bucket], no_sync: bool) -> TraceCtx:
-    """Replaces ``fsdp_unshard`` and ``fsdp_reduce`` by one gather and one reduction for each bucket.
+    """Replace ``fsdp_unshard`` and ``fsdp_reduce`` with one gather and one reduction per bucket.
 
-    A gather and its wait stand where the bucket's first parameter is used; a reduction (across replicas too, if there
-    are some) and its wait where its last gradient is there. Under ``no_sync`` unsharded gradients are summed up locally
-    and backward returns none.
+    Runs on the joint trace after Thunder's autograd and before ``fuse_downcast``. A trace without sharded parameters
+    stays as it is. Before, with blocks of four parameters::
+
+        t246 = fsdp_unshard(bucket_blocks_0, 0, t_blocks_0_0_weight)
+        t247 = fsdp_unshard(bucket_blocks_0, 1, t_blocks_0_0_bias)
+        t248 = torch.nn.functional.linear(x, t246, t247)
+        ...
+        t331 = fsdp_reduce(bucket_blocks_0, 1, t330)
+        t332 = fsdp_reduce(bucket_blocks_0, 0, t327)
+
+    After::
+
+        ft337 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_0_weight, t_blocks_0_0_bias, ...)  # 320 bytes float32
+        (t246, t247, t254, t255,) = fsdp_wait_params(bucket_blocks_0, ft337)
+        t248 = torch.nn.functional.linear(x, t246, t247)
+        ...
+        ft348 = fsdp_reduce_scatter(bucket_blocks_0, None, t327, t330, t308, t311)  # 320 bytes float32
+        (t332, t331, t313, t312,) = fsdp_wait_grads(bucket_blocks_0, ft348)
+
+    The gather and its wait are placed at the first use of the bucket, the reduction and its wait after the last of its
+    gradients. With replicas, an all-reduce follows the reduce-scatter. Under ``no_sync`` the unsharded gradients are
+    accumulated locally and backward returns ``None`` for them.
 
     Args:
-        buckets: all buckets of the module. One of them that the trace does not reduce may still hold gradients of other
-            traces that ran under ``no_sync``.
+        buckets: all buckets of the module. A bucket that this trace does not reduce may still hold unreduced gradients
+            of other traces, which ran under ``no_sync``.
         no_sync: whether the trace is compiled for ``no_sync``.
     """
     started = time.perf_counter()
@@ -75,7 +94,7 @@ def bucket_communication(trace: TraceCtx, *, buckets: Sequence[Bucket], no_sync:
             unsynced = {b.output.name for bsyms in reduces.values() for b in bsyms.values()}
             last = _return_none_for(last, unsynced)
         if reduces and not no_sync:
-            for bucket in buckets:  # also frozen ones, which may have been trained under no_sync
+            for bucket in buckets:  # including frozen ones, which may have been trained under no_sync
                 if bucket not in reduces:
                     idle = fsdp_reduce_unreduced.bind(bucket, output=None)
                     idle.tags.add(BoundSymbolTag.BACKWARD)
@@ -85,7 +104,7 @@ def bucket_communication(trace: TraceCtx, *, buckets: Sequence[Bucket], no_sync:
 
 
 def _sum_to_shape_of_param(grad: TensorProxy, bucket: Bucket, index: int) -> TensorProxy:
-    """Thunder leaves a 0-dim parameter's gradient in the shape it was broadcast to; autograd's engine would sum it up."""
+    """Sum a gradient to its parameter's shape: Thunder leaves that of a 0-dim parameter broadcast, autograd sums it."""
     shape = bucket.spec.params[index].shape
     if tuple(grad.shape) == shape:
         return grad
@@ -137,7 +156,7 @@ def _in_order(bucket: Bucket, tensors: dict[int, TensorProxy]) -> list[TensorPro
 
 
 def _like(original: BoundSymbol, bsym: BoundSymbol) -> BoundSymbol:
-    """Passes on where in the user's source the bucket is used, and whether in backward."""
+    """Copy tags and source position of ``original``: where the bucket is used, and whether in backward."""
     return bsym.from_bsym(
         tags=original.tags.copy(),
         source_filename=original.source_filename,

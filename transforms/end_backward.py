@@ -1,4 +1,4 @@
-"""A backward says when it has run to its end: only then are gradients of earlier ``no_sync`` backwards dropped."""
+"""Mark the end of backward: only a backward that gets there drops the gradients of earlier ``no_sync`` backwards."""
 
 from __future__ import annotations
 
@@ -14,10 +14,21 @@ __all__ = ["end_backward"]
 
 
 def end_backward(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
-    """Put ``fsdp_backward_done`` before the return of a backward trace, for the buckets whose gradients it takes.
+    """Insert ``fsdp_backward_done`` before the return of backward, with the buckets whose gradients it handles.
 
-    Runs last, so that nothing that may fail comes after it. Other traces stay as they are. See [Note: What an exception
-    leaves] in ``buffers``.
+    Runs on the backward trace after ``insert_agreement`` and before Thunder's ``del_last_used``. No statement that can
+    fail follows it. Does nothing if the trace neither reduces nor accumulates gradients. Before::
+
+        (t144,) = fsdp_wait_grads(bucket_blocks_0, ft155)
+        return (None, t144, t138, t129)
+
+    After::
+
+        (t144,) = fsdp_wait_grads(bucket_blocks_0, ft155)
+        fsdp_backward_done(False, bucket_blocks_2, bucket_blocks_1, bucket_blocks_0)
+        return (None, t144, t138, t129)
+
+    See [Note: What an exception leaves] in ``buffers``.
     """
     started = time.perf_counter()
     takers = (fsdp_accumulate_grads,) if no_sync else (fsdp_reduce_scatter, fsdp_reduce_unreduced)

@@ -1,4 +1,4 @@
-"""Gathers in lower precision what is read in lower precision alone: the shard is cast instead of the gathered parameter."""
+"""Gather in lower precision where only casts read a parameter: cast the shard instead of the gathered parameter."""
 
 from __future__ import annotations
 
@@ -30,16 +30,29 @@ class _Downcast(NamedTuple):
 
 
 def fuse_downcast(trace: TraceCtx) -> TraceCtx:
-    """Finds the parameters whose only uses, in forward and backward, are casts to one lower precision, as autocast makes.
+    """Gather a bucket in lower precision if only casts to that precision read its parameters, and drop the casts.
 
-    Their bucket is gathered in that precision, and the casts disappear. Casting rows and then gathering them gives the
-    same bits as gathering and then casting. Parameters of the bucket that are read in full precision too (norms) travel a
-    second time, alone. Where that would be more bytes than before, the bucket stays as it is. Gradients are reduced as
-    before: in the precision in which autograd hands them over.
+    Runs on the joint trace after ``bucket_communication``, so each bucket has one gather, and before
+    ``regather_for_backward``. Does nothing if no parameter is read by casts alone, as under autocast. Before, under
+    autocast to bfloat16::
 
-    Runs on the joint trace, with one gather a bucket.
+        ft723 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_0_weight, ...)  # 320 bytes float32
+        (t506, t509, t540, t543,) = fsdp_wait_params(bucket_blocks_0, ft723)
+        t508 = Tensor.to(t506, torch.bfloat16, copy=True)
+        t511 = Tensor.to(t509, torch.bfloat16, copy=True)
+        ...
 
-    Source: DeepSpeed's pull request 7588, there by configuration.
+    After::
+
+        ft743 = fsdp_all_gather(bucket_blocks_0_bfloat16, None, t_blocks_0_0_weight, ...)  # 160 bytes bfloat16
+        (t508, t511, t542, t545,) = fsdp_wait_params(bucket_blocks_0_bfloat16, ft743)
+
+    Casting the rows before the gather yields the same bits as casting the gathered parameter. Parameters of the bucket
+    that are also read in full precision, such as those of norms, are gathered a second time, on their own. If that
+    would send more bytes than before, the bucket stays as it is. Gradients are reduced in the precision in which
+    autograd returns them.
+
+    DeepSpeed's pull request 7588 does the same by configuration.
     """
     started = time.perf_counter()
     waits = [b for b in trace.bound_symbols if b.sym is fsdp_wait_params and bucket_of(b).spec.param_dtype.itemsize > 2]
@@ -82,7 +95,7 @@ def fuse_downcast(trace: TraceCtx) -> TraceCtx:
 
 
 class _Lowered(NamedTuple):
-    """One bucket's gather in two parts."""
+    """A bucket's gather, split into one in lower precision and one for the rest."""
 
     bucket: Bucket
     dtype: torch.dtype
@@ -101,7 +114,7 @@ class _Lowered(NamedTuple):
         used = {i for i, p in enumerate(wait.output) if p.name in casts or p.name in others}
         rest = sorted(used - found.keys())
         lower = bucket.spec.layout.unsharded_numel * dtype.itemsize
-        # The rest is all-reduced, which sends twice its bytes.
+        # The rest is gathered by an all-reduce, which sends twice its bytes.
         if not found or lower + 2 * bytes_of_rest(bucket, rest) >= bucket.spec.unsharded_bytes:
             return None
         return cls(bucket, dtype, found, rest)
@@ -133,7 +146,7 @@ def _pair(
 
 
 def _downcast(bsym: BoundSymbol) -> _Downcast | None:
-    """``bsym`` as a cast of one tensor to a narrower floating-point dtype, if it is nothing else."""
+    """Return ``bsym`` as a downcast if it does nothing but cast one tensor to a narrower floating-point dtype."""
     inputs = [p for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)]
     outs = [p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
     if bsym.sym.is_fusion or len(inputs) != 1 or len(outs) != 1 or not all(map(_converts, _leaves(bsym))):

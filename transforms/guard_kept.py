@@ -1,4 +1,4 @@
-"""ZeRO-2 keeps what forward gathered, so nothing would notice that a parameter changes before backward: an error."""
+"""ZeRO-2: raise an error if a parameter changed between forward and backward, which keeps the gathered values."""
 
 from __future__ import annotations
 
@@ -17,10 +17,25 @@ __all__ = ["guard_kept", "guard_first"]
 
 
 def guard_kept(trace: TraceCtx, *, kept: Collection[Bucket]) -> TraceCtx:
-    """Makes backward hold the shards of every kept bucket: autograd compares the versions of what it saved.
+    """Insert a guard into backward for every kept bucket, with the bucket's shards as arguments.
 
-    Under ZeRO-3 backward holds them anyway, to gather them again. At run time a guard also gathers a bucket again that an
-    aborted forward, or an evaluation, may have overwritten since (``guard_first``).
+    Runs on the joint trace after ``regather_for_backward`` and before ``keep_fusions_apart``. Does nothing if no bucket
+    is kept (ZeRO-3) or the trace has no backward part. Before, at the end of backward (ZeRO-2)::
+
+        (t144,) = fsdp_wait_grads(bucket_blocks_0, ft155)
+        return ...
+
+    After::
+
+        (t144,) = fsdp_wait_grads(bucket_blocks_0, ft155)
+        fsdp_params_unchanged(bucket_blocks_0, t_blocks_0_weight)
+        fsdp_params_unchanged(bucket_blocks_1, t_blocks_1_weight)
+        fsdp_params_unchanged(bucket_blocks_2, t_blocks_2_weight)
+        return ...
+
+    The guard makes the shards saved tensors, and autograd raises an error if their version has changed. Under ZeRO-3
+    they are saved anyway, because backward gathers them. At run time the guard also gathers a bucket again if an
+    aborted forward or an evaluation may have overwritten it since.
     """
     started = time.perf_counter()
     gathers = [b for b in trace.bound_symbols if b.sym is fsdp_all_gather and bucket_of(b).whole in kept]
@@ -37,10 +52,17 @@ def guard_kept(trace: TraceCtx, *, kept: Collection[Bucket]) -> TraceCtx:
 
 
 def guard_first(trace: TraceCtx) -> TraceCtx:
-    """Move the guards of a backward trace to its begin, right after the shards that they check are unpacked.
+    """Move the guards of a backward trace to its start, right after the shards that they check are unpacked.
 
-    Runs on the split trace, before communication is sorted: until then a fusion executor may move them. Without guards the
-    trace stays as it is.
+    Runs on the split traces after ``write_grads_in_place`` and before ``sort_communication``; any earlier, a fusion
+    executor could still move them. Does nothing if the trace has no guards (forward, ZeRO-3). After, with the guards of
+    the example in ``guard_kept``::
+
+        t119, t117, t116, t115, t113, t112, t111, x, t_blocks_0_weight, t_blocks_1_weight, t_blocks_2_weight, = C0
+        fsdp_params_unchanged(bucket_blocks_0, t_blocks_0_weight)
+        fsdp_params_unchanged(bucket_blocks_1, t_blocks_1_weight)
+        fsdp_params_unchanged(bucket_blocks_2, t_blocks_2_weight)
+        t121 = torch.where(t119, t70, 0)
     """
     started = time.perf_counter()
     guards = [b for b in trace.bound_symbols if b.sym is fsdp_params_unchanged]

@@ -1,4 +1,4 @@
-"""Puts in where the ranks agree that they run the same trace: see [Note: When ranks agree] in ``control``."""
+"""Insert the statements with which ranks agree to run the same trace: see [Note: When ranks agree] in ``control``."""
 
 from __future__ import annotations
 
@@ -23,13 +23,26 @@ _UNPACKING = frozenset({PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs
 
 
 def insert_agreement(trace: TraceCtx, *, run: Run, before_issue: bool) -> TraceCtx:
-    """Insert ``fsdp_agree`` at the head and ``fsdp_agreed`` before the first collective, or before its first wait.
+    """Insert ``fsdp_agree`` at the start, and ``fsdp_agreed`` before the first collective or before the first wait.
 
-    For traces of which at least one rank communicates. A gather that finds its bucket resident issues nothing. Should it
-    not find it, it settles the round itself.
+    Runs after ``verify`` and before ``end_backward``, on both traces, if the model has several ranks and at least one
+    of them communicates in this trace. Before::
+
+        # first consumer: the next wait needs it
+        ft146 = fsdp_all_gather(bucket_blocks_0, slot_0, t_blocks_0_weight, again=False)  # 16,384 bytes float32
+
+    After, with ``before_issue``::
+
+        fsdp_agree(forward_0)
+        fsdp_agreed(forward_0)
+        # first consumer: the next wait needs it
+        ft146 = fsdp_all_gather(bucket_blocks_0, slot_0, t_blocks_0_weight, again=False)  # 16,384 bytes float32
+
+    A gather that finds its bucket resident issues nothing, so it does not count as the first collective. If the bucket
+    turns out not to be resident at run time, the gather settles the round itself.
 
     Args:
-        before_issue: settle the round before anything is issued, not just before anything is waited for.
+        before_issue: settle the round before the first issue (gloo), not just before the first wait (NCCL).
     """
     started = time.perf_counter()
     bsyms = list(trace.bound_symbols)
@@ -44,7 +57,7 @@ def insert_agreement(trace: TraceCtx, *, run: Run, before_issue: bool) -> TraceC
         if (travels(bsym) and before_issue) or waits or bsym.sym is fsdp_reduce_unreduced:
             end = position
             break
-    if end is None:  # the other ranks communicate, this one does not
+    if end is None:  # other ranks communicate in this trace, this one does not
         end = len(bsyms) - 1
     head = min(head if head is not None else end, end)
     run.left_over = [weakref.ref(bucket_of(b)) for b in bsyms if b.sym is fsdp_reduce_unreduced]

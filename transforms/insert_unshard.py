@@ -1,4 +1,4 @@
-"""Unshards each parameter at its first use, before autograd; what the model returns never aliases a slot."""
+"""Unshard each parameter at its first use, before autograd; outputs of the model never alias a slot."""
 
 from __future__ import annotations
 
@@ -30,16 +30,27 @@ def insert_unshard(
     buckets: Mapping[str, tuple[Bucket, int]],
     shards: Mapping[str, torch.nn.Parameter],
 ) -> TraceCtx:
-    """Replaces each parameter that ``trace`` takes by a shard and an ``fsdp_unshard`` before its first use.
+    """Replace each parameter among the arguments with its shard, and insert ``fsdp_unshard`` before its first use.
 
-    The names of a tied parameter share one unshard. An output that is an unsharded parameter or a view of one is
-    cloned: the slot in which it lies is used again. So is such a view that backward could not
-    compute again from parameters alone, because nothing is known about the operator or because it reads activations too.
+    Runs on the computation after ``shard_prologue`` and before Thunder's autograd, which differentiates
+    ``fsdp_unshard`` into ``fsdp_reduce``. It always runs; parameters that are not in a bucket stay as they are.
+    Before::
+
+        t4 = ltorch.linear(x, t_blocks_0_weight, None)
+
+    After::
+
+        t19 = fsdp_unshard(bucket_blocks_0, 0, t_blocks_0_weight)
+        t4 = ltorch.linear(x, t19, None)
+
+    All names of a tied parameter share one unshard. Two kinds of values are cloned, because their slot is reused: an
+    output that is an unsharded parameter or a view of one; and a view that backward could not recompute from parameters
+    alone, either because the operator is unknown or because it also reads activations.
 
     Args:
-        inputs: parameter name of each argument of the trace that is one, by the argument's name.
-        buckets: bucket and index in it of each parameter, by each of its names.
-        shards: this rank's shard of each parameter, by each of its names.
+        inputs: the parameter name of each argument that is a parameter, keyed by the argument's name.
+        buckets: the bucket of each parameter and its index there, keyed by each of its names.
+        shards: this rank's shard of each parameter, keyed by each of its names.
 
     Raises:
         NotImplementedError: the model changes a sharded parameter in place.
@@ -56,11 +67,11 @@ def insert_unshard(
 
     unsharded: dict[str, TensorProxy] = {}  # by the name of any argument that is this parameter
     parameters: dict[str, str] = {}  # of each unsharded value, by its name
-    from_params: set[str] = set()  # what derives from parameters alone
-    copies: dict[Any, TensorProxy] = {}  # of views that backward could not compute again
-    copied: dict[str, str] = {}  # the values that those may be views of, with the operator's name
+    from_params: set[str] = set()  # values that derive from parameters alone
+    copies: dict[Any, TensorProxy] = {}  # clones of views that backward could not recompute
+    copied: dict[str, str] = {}  # values that may share memory with such a view, with the operator's name
     aliases = Aliases()
-    model_aliases = Aliases()  # as they are in the model, where nothing is copied
+    model_aliases = Aliases()  # those of the original model, without our clones
     new = with_bound_symbols(trace, (), "fsdp: insert unshard", started)
     with tracectx(new):
         for bsym in trace.bound_symbols[:-1]:
@@ -95,7 +106,7 @@ def insert_unshard(
         def give_away(output: Any) -> Any:
             if not isinstance(output, TensorProxy):
                 return output
-            if output.name in arguments and output.name not in unsharded:  # returned, but not used otherwise
+            if output.name in arguments and output.name not in unsharded:  # returned without any other use
                 place = buckets[inputs[output.name]]
                 unsharded[output.name] = fsdp_unshard(*place, tied[place][0])
                 slots.add(unsharded[output.name].name)
@@ -110,7 +121,7 @@ def insert_unshard(
 
 
 def _reads_only(bsym: BoundSymbol, values: Collection[str]) -> bool:
-    """Whether ``bsym`` can be computed again from these values."""
+    """Return whether ``bsym`` can be recomputed from these values."""
     return is_pure(bsym) and all(p.name in values for p in bsym.flat_proxy_args if isinstance(p, TensorProxy))
 
 

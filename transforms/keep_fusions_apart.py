@@ -1,16 +1,18 @@
-"""Puts communication where a fusion region may end, so that regions are large and none needs two buckets.
+"""Move communication to where a fusion region may end, so that regions are large and none needs two buckets.
 
 [Note: Cuts]
-A fusion executor joins what lies between two bound symbols that it cannot fuse (fusion type "consecutive"), or what
-data flow connects ("dataflow"). The first would cut a region wherever a bucket is first used, in the middle of a layer
-norm; the second would put all blocks into one region that waits for every bucket. So communication moves to *cuts*:
-a gather up from its first consumer, as far as no other bucket is used, a reduction down from its last gradient, as far
-as no other bucket is used. Of these places a cut is one where a region ends anyway, or else the one with the fewest
-live tensors, which between two blocks is the residual stream alone. What crosses a cut goes through an ``fsdp_cut``,
-which no executor fuses: so data flow knows of the cut, too. A wait's ``token`` holds back what derives from parameters
-alone (a cast, a transpose), or else the casts of all blocks would be fused.
+A fusion executor joins the bound symbols between two that it cannot fuse (fusion type "consecutive"), or those that
+data flow connects ("dataflow"). With the first, a region would end wherever a bucket is first used, in the middle of a
+layer norm. With the second, all blocks would become one region that waits for every bucket.
 
-``remove_cuts`` takes both out again behind the fusion executors. Places are final only in ``sort_communication``.
+So communication moves to *cuts*. A gather may move up from its first consumer, a reduction may move down from its last
+gradient, both as long as no other bucket is used in between. Among these positions, the cut is one where a region ends
+anyway, or else the one with the fewest live tensors; between two blocks that is the residual stream alone. Tensors that
+cross a cut pass through an ``fsdp_cut``, which no executor fuses, so the cut also exists in the data flow. The
+``token`` of a wait makes values that derive from parameters alone (a cast, a transpose) depend on the cut. Without it,
+the casts of all blocks would be fused.
+
+``remove_cuts`` removes both after the fusion executors. ``sort_communication`` decides the final positions.
 """
 
 from __future__ import annotations
@@ -46,16 +48,30 @@ _EXPENSIVE = {OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD}  # Thunder's tag of matmul
 _NOT_COMPUTE = frozenset({PrimIDs.UNPACK_TRIVIAL, PrimIDs.GET_GRAD, PrimIDs.RETURN, PrimIDs.COMMENT})
 
 
-# Runs on the joint trace, behind regather_for_backward and before the fusion executors. Moves our symbols, adds fsdp_cut
-# and tokens, renames what crosses a cut for the consumers behind it; compute keeps its order. Whatever runs between this
-# pass and remove_cuts must keep fsdp_cut where data flow puts it, and may do anything else.
+# Passes between this one and remove_cuts may do anything that respects the data flow through fsdp_cut.
 def keep_fusions_apart(trace: TraceCtx, *, can_fuse: Callable[[BoundSymbol], bool]) -> TraceCtx:
-    """Moves gathers and reductions, with their waits, to where fusion regions may end.
+    """Move gathers and reductions, with their waits, to where fusion regions may end, and insert cuts there.
 
-    A trace of which nothing can be fused stays as it is. The cost is linear in the number of bound symbols.
+    Runs on the joint trace after ``guard_kept`` and before the fusion executors. Does nothing if no executor can fuse
+    any bound symbol. Compute keeps its order. Before, with blocks of two linear layers and a GELU::
+
+        t85 = prims.linear(t75, t177, t178)
+        ft200 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_0_weight, ...)  # 320 bytes float32
+        (t179, t180, t181, t182,) = fsdp_wait_params(bucket_blocks_1, ft200)
+        t103 = prims.linear(t85, t179, t180)
+
+    After::
+
+        t85 = prims.linear(t75, t177, t178)
+        (cut_t85,) = fsdp_cut(t85)
+        ft200 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_0_weight, ...)  # 320 bytes float32
+        (t179, t180, t181, t182,) = fsdp_wait_params(bucket_blocks_1, ft200, cut_t85)
+        t103 = prims.linear(cut_t85, t179, t180)
+
+    The cost is linear in the number of bound symbols. See [Note: Cuts].
 
     Args:
-        can_fuse: whether any of the fusion executors would take a bound symbol into a region.
+        can_fuse: returns whether any fusion executor can fuse a bound symbol into a region.
     """
     started = time.perf_counter()
     fusible = {id(bsym) for bsym in trace.bound_symbols if _is_compute(bsym) and can_fuse(bsym)}
@@ -86,7 +102,24 @@ def keep_fusions_apart(trace: TraceCtx, *, can_fuse: Callable[[BoundSymbol], boo
 
 
 def remove_cuts(trace: TraceCtx) -> TraceCtx:
-    """Removes what ``keep_fusions_apart`` added: each value has one name again, and waits have no token."""
+    """Remove the cuts and tokens that ``keep_fusions_apart`` inserted; each value has one name again.
+
+    Runs on the joint trace right after the fusion executors and before the second ``regather_for_backward``. A trace
+    without cuts keeps its bound symbols. Before::
+
+        [t43, t85] = TorchCompile0(x, t175, t176, t177, t178)
+        (cut_t85,) = fsdp_cut(t85)
+        ft200 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_0_weight, ...)  # 320 bytes float32
+        (t179, t180, t181, t182,) = fsdp_wait_params(bucket_blocks_1, ft200, cut_t85)
+        [t103, t145] = TorchCompile1(cut_t85, t179, t180, t181, t182)
+
+    After::
+
+        [t43, t85] = TorchCompile0(x, t175, t176, t177, t178)
+        ft200 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_0_weight, ...)  # 320 bytes float32
+        (t179, t180, t181, t182,) = fsdp_wait_params(bucket_blocks_1, ft200)
+        [t103, t145] = TorchCompile1(t85, t179, t180, t181, t182)
+    """
     started = time.perf_counter()
     original: dict[str, Proxy] = {}
     bsyms = []
@@ -110,30 +143,30 @@ def _is_compute(bsym: BoundSymbol) -> bool:
 
 
 class _Params:
-    """The gathered parameters of a trace: whose they are, and what is a view of them."""
+    """The gathered parameters of a trace, their buckets and their views."""
 
     def __init__(self) -> None:
         self.bucket_of: dict[str, Bucket] = {}
         self.aliases = Aliases()
 
     def add(self, bsym: BoundSymbol) -> None:
-        """Takes in the next bound symbol."""
+        """Record the next bound symbol."""
         if bsym.sym is fsdp_wait_params:
             self.bucket_of.update(dict.fromkeys(outs_of(bsym), bucket_of(bsym)))
         elif not _is_ours(bsym):
             self.aliases.add(bsym)
 
     def read_by(self, bsym: BoundSymbol) -> set[Bucket]:
-        """Buckets of which ``bsym`` reads parameters or views of them."""
+        """Return the buckets whose parameters, or views of them, ``bsym`` reads."""
         roots = {root for arg in args_of(bsym) for root in self.aliases.roots(arg)}
         return {self.bucket_of[root] for root in roots if root in self.bucket_of}
 
 
 @dataclass(eq=False)
 class _Comm:
-    """A collective and its wait, and where they are to stand: before compute number ``place`` of their half.
+    """A collective and its wait, to be placed before compute number ``place`` of their half.
 
-    Those that are not ``moved`` stay where they are.
+    Unless they are ``moved``, they stay where they are.
     """
 
     bsyms: list[BoundSymbol]
@@ -146,7 +179,7 @@ class _Comm:
 
 
 class _Half:
-    """Forward or backward: its compute, numbered in order, and its communication."""
+    """The forward or backward half of a joint trace: its compute, numbered in order, and its communication."""
 
     def __init__(self, params: _Params, is_backward: bool) -> None:
         self.params = params
@@ -155,10 +188,10 @@ class _Half:
         self.comms: list[_Comm] = []
         self.comm_of: dict[str, _Comm] = {}  # by the name of the future
         self.emitted = 0
-        self.names: dict[str, Proxy] = {}  # of what has crossed a cut
+        self.names: dict[str, Proxy] = {}  # new names of tensors that have crossed a cut
 
     def add(self, bsym: BoundSymbol) -> None:
-        """Takes in the next bound symbol of this half."""
+        """Record the next bound symbol of this half."""
         if _is_compute(bsym):
             self.compute.append(bsym)
         elif bsym.sym in (fsdp_wait_params, fsdp_all_reduce, fsdp_wait_grads):
@@ -170,7 +203,11 @@ class _Half:
             self.comm_of.update(dict.fromkeys(outs_of(bsym), self.comms[-1]))
 
     def place(self, fusible: Collection[int]) -> None:
-        """Finds the place of every gather and reduction, given the ``id`` of each bound symbol that may be fused."""
+        """Choose the position of every gather and reduction.
+
+        Args:
+            fusible: the ``id`` of each bound symbol that may be fused.
+        """
         self.uses = _Uses(self.compute, self.params)
         cost = self.uses.width()
         for place in range(1, len(self.compute)):
@@ -188,10 +225,10 @@ class _Half:
     def _place_gathers(self, cost: list[int]) -> None:
         uses = self.uses
         first = {comm: uses.first_read(comm.bsyms[-1]) for comm in self.comms if comm.is_gather}
-        before: tuple[int, int] | None = None  # consumer and place of the gather before
+        before: tuple[int, int] | None = None  # consumer and position of the previous gather
         for comm, consumer in sorted(first.items(), key=lambda item: item[1]):
             if consumer == len(self.compute):
-                continue  # no compute reads it, but a reduction
+                continue  # only a reduction reads it, no compute
             if before is None or consumer > before[0]:
                 before = consumer, self._place_gather(comm, consumer, before[0] if before else None, cost)
             comm.place, comm.moved = before[1], True
@@ -204,8 +241,9 @@ class _Half:
         shards_there = max((uses.produced.get(a, -1) for a in args_of(gather.bsyms[0])), default=-1)
         limits = (before or 0, uses.closed_before[consumer], uses.barrier_before[consumer], shards_there)
         places = range(min(max(limits) + 1, consumer), consumer + 1)
-        # The later the better: what stands before the cut hides the gather. But in forward, what uses a block's first
-        # weights is the end of a norm; to keep the norm whole, only expensive compute stays before the cut there.
+        # The later the better, because compute before the cut hides the gather. But in forward a block's first weights
+        # are read at the end of a norm. To keep the norm in one region, only expensive compute stays before the cut
+        # there.
         place = _last_cheapest(cost, places)
         if cost[place] and not self.is_backward and before is not None:
             places = range(max(places[0], uses.expensive_before[consumer] + 1), consumer + 1)
@@ -217,7 +255,7 @@ class _Half:
         ready: dict[_Comm, int] = {}
         for comm in self.comms:
             grads = args_of(comm.bsyms[0])
-            # A gradient may be a gathered parameter itself: then there is no compute to stand behind, only a wait.
+            # A gradient may be a gathered parameter itself: then no compute precedes the reduction, only a wait.
             if not comm.is_gather and not any(g in self.params.bucket_of for g in grads):
                 ready[comm] = max((uses.produced.get(g, comm.place - 1) + 1 for g in grads), default=comm.place)
         order = sorted(ready, key=ready.__getitem__)
@@ -233,11 +271,11 @@ class _Half:
             cost[comm.place] = 0
 
     def moves(self, bsym: BoundSymbol) -> bool:
-        """Whether ``bsym`` is communication that ``emit`` gives out at another place."""
+        """Return whether ``bsym`` is communication that ``emit`` returns at another position."""
         return id(bsym) in self.moved
 
     def emit(self) -> list[BoundSymbol]:
-        """What is to stand before the next compute: reductions, the cut, gathers."""
+        """Return the bound symbols to insert before the next compute: reductions, the cut, gathers."""
         place, self.emitted = self.emitted, self.emitted + 1
         comms = self.at.get(place, ())
         bsyms = [bsym for comm in comms if not comm.is_gather for bsym in comm.bsyms]
@@ -262,7 +300,7 @@ def _last_cheapest(cost: Sequence[int], places: range) -> int:
 
 
 class _Uses:
-    """What the compute of one half produces and reads, by numbers of compute."""
+    """The values that the compute of one half produces and reads, by numbers of compute."""
 
     def __init__(self, compute: Sequence[BoundSymbol], params: _Params) -> None:
         self.count = len(compute)
@@ -288,11 +326,11 @@ class _Uses:
         self.expensive_before = _latest_before(expensive, self.count)
 
     def first_read(self, bsym: BoundSymbol) -> int:
-        """The first compute that reads an output of ``bsym``; the number of computes if none does."""
+        """Return the number of the first compute that reads an output of ``bsym``, or ``count`` if none does."""
         return min((self.read_first[o] for o in outs_of(bsym) if o in self.read_first), default=self.count)
 
     def width(self) -> list[int]:
-        """For each place the number of live tensors: produced before it and read behind it."""
+        """Return the number of live tensors at each position: produced before it and read after it."""
         steps = [0] * (self.count + 2)
         for i, tensors in enumerate(self.tensors):
             for proxy in tensors:
@@ -306,7 +344,7 @@ class _Uses:
         return width
 
     def crossing(self, places: Collection[int]) -> dict[int, tuple[TensorProxy, ...]]:
-        """The live tensors at each of these places, in the order in which they are produced."""
+        """Return the live tensors at each of these positions, in the order in which they are produced."""
         crossing: dict[int, tuple[TensorProxy, ...]] = {}
         live: dict[str, TensorProxy] = {}
         ends: dict[int, list[str]] = defaultdict(list)
@@ -323,7 +361,7 @@ class _Uses:
 
 
 def _latest_before(positions: Collection[int], count: int) -> list[int]:
-    """For each of ``count`` numbers the largest of ``positions`` below it, -1 if there is none."""
+    """Return for each number below ``count`` the largest of ``positions`` below it, -1 if there is none."""
     latest, result = -1, []
     for i in range(count):
         result.append(latest)

@@ -1,18 +1,22 @@
-"""Gives every gather and reduction of a sorted trace its memory: as little as prefetch and liveness allow.
+"""Assign memory to every gather and reduction of a sorted trace, as little as prefetch and liveness allow.
 
 [Note: Interval allocation]
-A gather holds its slot from its issue to the last consumer of its parameters, views included; a reduction from the first
-gradient that is written in place (from its issue if none is) to its wait, or until it goes on across replicas. Ranges of
-the arena are handed out one by one, each at the lowest offset that is free during its whole life, in several orders:
-largest first (greedy by size, Pisarchyk and Lee 2020, arXiv:2001.03288), by start, by area, by end from the back. The one
-that needs least memory wins. Buckets of one size get exactly as many slots as are live at once; with several sizes the
-result may miss the lower bound, the most bytes live at once: ``shared_slots`` tells both.
+A gather holds its slot from its issue to the last consumer of its parameters, views included. A reduction holds its
+slot from the first gradient that is written in place (from its issue if none is) to its wait, or to the issue of the
+all-reduce across replicas.
+
+Ranges of the arena are assigned one by one, each at the lowest offset that is free during its whole live range. Several
+orders are tried: largest first (greedy by size, Pisarchyk and Lee 2020, arXiv:2001.03288), by start, by area, and by
+end from the back. The order that needs the least memory wins. Buckets of equal size get exactly as many slots as are
+live at once. With several sizes the result may exceed the lower bound, which is the most bytes live at once;
+``shared_slots`` returns both.
 
 [Note: Gradients in the place of their parameters]
-In backward each parameter of a bucket is read for the last time before its gradient is written, or copied. Both lie at
-the same place in the bucket, so the reduction can have the slot of the gather: no bytes are needed for gradients while
-the bucket is still read. That spares a slot without waiting for anything earlier. It is done where the trace shows that
-it is right, for parameters and gradients of one dtype, and if the arena is smaller with it.
+In backward each parameter of a bucket is read for the last time before its gradient is written or copied into the slot
+of the reduction. Both have the same offset in the bucket, so the reduction can use the slot of the gather: the
+gradients then need no memory of their own while other parameters of the bucket are still read. That saves a slot, and
+no collective has to be waited for earlier. It is done where the trace shows that it is safe, only for parameters and
+gradients of one dtype, and only if it makes the arena smaller.
 """
 
 from __future__ import annotations
@@ -55,21 +59,21 @@ __all__ = [
 
 
 BEFORE = -1
-"""Where what lies in memory already begins: before the first position of a trace."""
+"""The start of the live range of a bucket that is resident when the trace begins: before the first position."""
 
 _FOR_STAYING = 1 / 32
-"""Share of its bytes that backward may take more so that what forward left can stay: the parts of a block that is cut have a
-little more padding together than a block."""
+"""How much larger backward's arena may grow to keep forward's buckets resident, as a share of its bytes. The edge
+pieces of a block have a little more padding than the block itself."""
 
 
 @dataclass(eq=False)
 class LiveRange:
-    """The positions in a trace from which to which (both included) a collective's unsharded buffer is in use.
+    """The positions in a trace, first and last included, between which a collective's unsharded buffer is in use.
 
     Attributes:
-        grads: positions of what writes gradients into it before a reduction is issued.
-        touched: by the index in the bucket: of a gather, the last read of each parameter, or the wait if nothing reads
-            it; of a reduction, the write of each gradient in place.
+        grads: positions of the bound symbols that write gradients into the buffer before the reduction is issued.
+        touched: a position for each index in the bucket. For a gather, the last read of the parameter, or the wait if
+            nothing reads it. For a reduction, the write of the gradient, if it is written in place.
     """
 
     bucket: Bucket
@@ -88,14 +92,32 @@ def plan_slots(
     forward: TraceCtx | None = None,
     max_bytes: int | None = None,
 ) -> TraceCtx:
-    """Writes a slot into each ``fsdp_all_gather`` and ``fsdp_reduce_scatter``, and into what writes gradients there.
+    """Assign a slot to each ``fsdp_all_gather`` and ``fsdp_reduce_scatter``, and to the writes of their gradients.
+
+    Runs after ``sort_communication`` or ``replay_schedule``, which fix the live ranges, and before
+    ``mark_left_by_forward`` or ``reuse_from_forward``. A trace without communication keeps its bound symbols. Before::
+
+        ft148 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight, again=False)  # 16,384 bytes float32
+        (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)
+        t110 = torch.nn.functional.linear(x, t109, None)
+        ft150 = fsdp_all_gather(bucket_blocks_2, None, t_blocks_2_weight, again=False)  # 16,384 bytes float32
+
+    After: block 2 reuses the slot of block 0, whose last consumer has run::
+
+        ft148 = fsdp_all_gather(bucket_blocks_1, slot_1, t_blocks_1_weight, again=False)  # 16,384 bytes float32
+        (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)
+        t110 = torch.nn.functional.linear(x, t109, None)
+        ft150 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, again=False)  # 16,384 bytes float32
+
+    See [Note: Interval allocation].
 
     Args:
-        kept: buckets that stay unsharded (ZeRO-2): they are gathered into a private slot. The others, and all gradients,
+        kept: buckets that stay unsharded (ZeRO-2). They are gathered into private slots. The others, and all gradients,
             share an arena.
-        arena_of: gives a bucket's arena; trying out plans on another one leaves the real one as it is.
-        forward: of a backward trace its forward, marked: see [Note: What forward leaves] in ``reuse_from_forward``.
-        max_bytes: of the arena, as far as what stays between forward and backward is concerned.
+        arena_of: returns a bucket's arena. Pass another arena to try out a plan without changing the real one.
+        forward: for a backward trace, its forward trace after ``mark_left_by_forward``. See [Note: What forward leaves]
+            in ``reuse_from_forward``.
+        max_bytes: limit (bytes) up to which the arena may grow to keep forward's buckets resident.
     """
     started = time.perf_counter()
     ranges = live_ranges(trace)
@@ -105,7 +127,7 @@ def plan_slots(
     offsets = _plan(list(shared.values()), gather_of, {})
     gathers = [r for i, r in shared.items() if trace.bound_symbols[i].sym is fsdp_all_gather]
     staying: dict[LiveRange, tuple[int, int]] = {}
-    fixed: dict[LiveRange, int] = {}  # if they stay
+    fixed: dict[LiveRange, int] = {}  # offsets of ranges that stay resident from forward
     limit, most = _end(offsets), _most_live(gathers)
     if has_backward(trace):
         staying = {r: (r.start, len(trace.bound_symbols)) for r in reversed(gathers)}
@@ -139,15 +161,15 @@ def plan_slots(
 
 
 def left_by_forward(forward: TraceCtx) -> dict[Bucket, Slot]:
-    """The buckets that lie in shared slots still at the end of a marked forward trace, and where."""
+    """Return the buckets that are still resident in shared slots after a marked forward trace, with their slots."""
     gathers = (b for b in forward.bound_symbols if b.sym is fsdp_all_gather)
     return {bucket_of(b): Issue(b).slot for b in gathers if "followed_by" in marks(b)}
 
 
 def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
-    """The live range of each gather and reduction, by the position of its issue in the trace.
+    """Return the live range of each gather and reduction, keyed by the position of its issue in the trace.
 
-    That of a bucket which forward left in its slot starts before the trace.
+    The live range of a bucket that forward left in its slot starts before the trace, at ``BEFORE``.
     """
     ranges: dict[int, LiveRange] = {}
     issued: dict[str, LiveRange] = {}
@@ -168,7 +190,7 @@ def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
             ranges[position] = issued[bsym.output.name] = live
         elif bsym.sym in (fsdp_wait_params, fsdp_wait_grads, fsdp_all_reduce):
             flight = issued.get(Wait(bsym).future.name)
-            if flight is None:  # behind an all-reduce
+            if flight is None:  # it waits for an all-reduce, which holds no slot
                 continue
             flight.end = position
             if bsym.sym is fsdp_wait_params:
@@ -188,12 +210,12 @@ def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
 
 
 def grads_over_params(trace: TraceCtx, ranges: dict[int, LiveRange]) -> dict[LiveRange, LiveRange]:
-    """The reductions that can have the slot of a gather of their bucket, with that gather.
+    """Return the reductions that can use the slot of a gather of their bucket, each with that gather.
 
     See [Note: Gradients in the place of their parameters].
 
     Args:
-        ranges: those of :func:`live_ranges` that lie in shared slots.
+        ranges: the result of :func:`live_ranges`, without ranges in private slots.
     """
     gathers: dict[Bucket, LiveRange] = {}
     found = {}
@@ -212,13 +234,13 @@ def grads_over_params(trace: TraceCtx, ranges: dict[int, LiveRange]) -> dict[Liv
 
 
 def slot_bytes_of(issue: BoundSymbol) -> int:
-    """Bytes of the slot that a gather or a reduction needs, alignment and staging included."""
+    """Return the bytes of the slot that a gather or a reduction needs, including alignment and staging."""
     spec = bucket_of(issue).spec
     return slot_bytes(spec, payload(issue.sym.name, spec)[1])
 
 
 def shared_slots(trace: TraceCtx) -> tuple[int, int]:
-    """Bytes of arena that the shared slots of a trace take, and the least that any allocation of them could take."""
+    """Return the bytes of arena that the shared slots of a trace occupy, and a lower bound for any allocation."""
     issues = (fsdp_all_gather, fsdp_reduce_scatter)
     ends: dict[Arena, int] = {}
     for bucket, slot in ((bucket_of(b), Issue(b).slot) for b in trace.bound_symbols if b.sym in issues):
@@ -228,7 +250,7 @@ def shared_slots(trace: TraceCtx) -> tuple[int, int]:
 
 
 def peak_live_bytes(trace: TraceCtx) -> int:
-    """Most bytes of unsharded parameters and gradients in shared slots at one position: a lower bound for any arena."""
+    """Return the peak bytes of unsharded parameters and gradients in shared slots: a lower bound for any arena."""
     ranges = live_ranges(trace)
     slots = {i: Issue(trace.bound_symbols[i]).planned_slot for i in ranges}
     shared = {i: r for i, r in ranges.items() if slots[i] is None or slots[i] is not r.bucket.private_slot}
@@ -241,9 +263,9 @@ def peak_live_bytes(trace: TraceCtx) -> int:
 
 
 def filling_bytes(trace: TraceCtx) -> int:
-    """Most bytes of slots that gradients are written to, while their reductions are still to be issued, at one position.
+    """Return the peak bytes of slots that hold gradients whose reductions have not been issued yet.
 
-    A reduction counts as issued behind its last gradient, as in a sorted trace.
+    A reduction counts as issued right after its last gradient, as in a sorted trace.
     """
     produced = {out: position for position, bsym in enumerate(trace.bound_symbols) for out in outs_of(bsym)}
     spans = []
@@ -259,7 +281,7 @@ def _most_live(ranges: Iterable[LiveRange]) -> int:
 
 
 def _most_at_once(spans: Iterable[tuple[int, int, int]]) -> int:
-    """The largest sum of bytes of spans ``(start, end, bytes)``, both ends included, at one position."""
+    """Return the largest sum of bytes at one position, of spans ``(start, end, bytes)`` with both ends included."""
     changes: dict[int, int] = {}
     for start, end, nbytes in spans:
         changes[start] = changes.get(start, 0) + nbytes
@@ -270,9 +292,9 @@ def _most_at_once(spans: Iterable[tuple[int, int, int]]) -> int:
 def _stretch(
     spans: dict[LiveRange, tuple[int, int]], plan: Callable[[], dict[LiveRange, int] | None]
 ) -> dict[LiveRange, int] | None:
-    """Stretches live ranges to those spans, the first before the others, as many as ``plan`` finds offsets for.
+    """Stretch live ranges to the given spans, in order, as many as ``plan`` finds offsets for.
 
-    If there are none with one more, that may take the place of the last one before it.
+    Where one more does not fit, it may replace the previous one if it is larger.
     """
     before = {live: (live.start, live.end) for live in spans}
     found = None
@@ -300,7 +322,7 @@ def _stretch(
 def _plan(
     ranges: list[LiveRange], gather_of: dict[LiveRange, LiveRange], fixed: dict[LiveRange, int]
 ) -> dict[LiveRange, int]:
-    """An offset for each range, with gradients in the place of their parameters if that needs less memory."""
+    """Return an offset for each range, with gradients in the place of their parameters if that needs less memory."""
     offsets = _allocate(ranges, fixed)
     over = {r: g for r, g in gather_of.items() if g not in fixed or r.nbytes <= g.nbytes}
     both = {r: LiveRange(g.bucket, g.start, r.end, max(g.nbytes, r.nbytes)) for r, g in over.items()}
@@ -315,7 +337,7 @@ def _plan(
 
 
 def _allocate(ranges: list[LiveRange], fixed: dict[LiveRange, int]) -> dict[LiveRange, int]:
-    """An offset for each range; those that are ``fixed`` stay."""
+    """Return an offset for each range; those in ``fixed`` keep theirs."""
     active: list[LiveRange] = []
     neighbours: dict[LiveRange, list[LiveRange]] = {live: [] for live in ranges}
     for live in sorted(ranges, key=lambda r: r.start):
@@ -345,7 +367,7 @@ _ORDERS: tuple[Callable[[LiveRange], tuple[int, ...]], ...] = (
 def _first_fit(
     ranges: list[LiveRange], neighbours: dict[LiveRange, list[LiveRange]], fixed: dict[LiveRange, int]
 ) -> dict[LiveRange, int]:
-    """Each range's offset, handed out in this order: the lowest that no range handed out before has at the same time."""
+    """Assign each range, in this order, the lowest offset that is free during its whole live range."""
     offsets = dict(fixed)
     for live in ranges:
         taken = sorted((offsets[n], offsets[n] + n.nbytes) for n in neighbours[live] if n in offsets)

@@ -1,9 +1,10 @@
-"""ZeRO-3: nothing that derives from gathered parameters alone is saved for backward, which gathers again.
+"""ZeRO-3: save nothing for backward that derives from gathered parameters alone; backward gathers them again.
 
 [Note: Twice, before and after fusion]
-The pass runs on the joint trace before the fusion executors, so that their regions already read what backward gathers,
-and once more behind them: fusion executors rematerialize, that is, they compute a saved value again from its inputs, and
-may so bring a parameter that forward gathered back into backward; and a region may return a transposed or cast parameter.
+The pass runs on the joint trace before the fusion executors, so that regions of backward already read parameters that
+backward gathers. It runs once more after them, for two reasons. Fusion executors rematerialize: they recompute a saved
+value from its inputs, which can make backward read a parameter that forward gathered. And a region may return a
+transposed or cast parameter.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ __all__ = ["refuse_redrawn_gradients", "regather_for_backward"]
 
 
 def refuse_redrawn_gradients(trace: TraceCtx) -> TraceCtx:
-    """Return a backward trace unless it draws the random numbers of a forward operator again.
+    """Raise an error if backward runs a random operator of forward again, which would draw another sample.
 
-    Thunder computes the gradient of an operator that it registers automatically by running it again, so the gradient of a
-    random one belongs to another sample than the one that forward drew, with and without sharding.
+    Runs first on the backward trace, before ``write_grads_in_place``, and changes nothing. Thunder computes the
+    gradient of an operator that it registered automatically by running the operator again. For a random operator that
+    is a different sample from the one in forward, so the gradient is wrong, with and without sharding. Such bound
+    symbols are named ``<operator>_vjp``.
 
     Raises:
-        NotImplementedError: naming the operator.
+        NotImplementedError: names the operator.
     """
-    needed: set[str] = set()  # for gradients that arrive somewhere: that of a detached value is zero, whatever came in
+    needed: set[str] = set()  # by gradients that are returned: that of a detached value is zero for any input
     for bsym in reversed(trace.bound_symbols):
         outs = set(outs_of(bsym))
         if (outs and outs.isdisjoint(needed)) or bsym.sym.name == "detach_vjp" or bsym.sym.id is PrimIDs.DEL:
@@ -52,10 +55,22 @@ def refuse_redrawn_gradients(trace: TraceCtx) -> TraceCtx:
 
 
 def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket]) -> TraceCtx:
-    """Gives backward its own gather of every bucket, except those that are ``kept``, from which it reads anything.
+    """Insert a second gather of every bucket that backward reads, except those that are ``kept``.
 
-    A value that derives from parameters (and constants) alone is computed again in backward from what it gathers there,
-    under the same name with ``bw_`` in front. A trace without a backward part, or without such buckets, stays as it is.
+    Runs on the joint trace after ``fuse_downcast`` and before ``guard_kept``, and again after the fusion executors and
+    ``remove_cuts``; see [Note: Twice, before and after fusion]. Does nothing if the trace has no backward part, or if
+    all its buckets are kept. Before, in the backward part::
+
+        t123 = torch.matmul(t122, t117)  # t117 was gathered in forward
+
+    After::
+
+        ft157 = fsdp_all_gather(bucket_blocks_2, None, t_blocks_2_weight, again=False)  # 16,384 bytes float32
+        (bw_t117,) = fsdp_wait_params(bucket_blocks_2, ft157)
+        t123 = torch.matmul(t122, bw_t117)
+
+    A value that derives from parameters and constants alone, such as a transposed weight, is recomputed in backward
+    from the parameters gathered there. Its name gets the prefix ``bw_``.
 
     Args:
         kept: buckets that stay unsharded from forward to backward.
@@ -83,7 +98,7 @@ class _Regather:
         self.waits: dict[Bucket, BoundSymbol] = {}
         self.from_params: set[str] = set()
         self.constants: set[str] = set()
-        # Buckets that an earlier run of the pass already gathers in backward: their bound symbols, moved up if needed.
+        # Backward's gathers and waits that an earlier run of this pass inserted, by bucket; moved up if needed.
         self.again: dict[Bucket, list[BoundSymbol]] = defaultdict(list)
         self.read_again: dict[str, Bucket] = {}
         self.gathered_again: set[Bucket] = set()
@@ -99,7 +114,7 @@ class _Regather:
         returned = self.trace.bound_symbols[-1]
         out = self.new.bound_symbols
         for bsym, is_forward in zip(self.trace.bound_symbols, self.forward, strict=True):
-            # `get_grad` names a forward output, it does not read it.
+            # `get_grad` names a forward output but does not read it.
             if is_forward or bsym is returned or bsym.sym.id is PrimIDs.GET_GRAD:
                 out.append(bsym)
                 continue
@@ -124,7 +139,7 @@ class _Regather:
         elif bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
             for part in bsym.subsymbols if bsym.sym.is_fusion else (bsym,):
                 if is_pure(part):
-                    # Numbers (sizes, under symbolic values) are no more to save than constants are.
+                    # Numbers (sizes, under symbolic values) count as constants.
                     self.constants.update(p.name for p in part.flat_proxy_args if isinstance(p, NumberProxy))
                     inputs = args_of(part)
                     if all(a in self.constants for a in inputs):
@@ -133,7 +148,7 @@ class _Regather:
                         self.from_params.update(outs_of(part))
 
     def _regenerate(self, name: str) -> None:
-        """Emits what computes ``name`` in backward, if it is a value of forward that derives from parameters alone."""
+        """Recompute ``name`` in backward if it is a value of forward that derives from parameters alone."""
         if name in self.replacements or name not in self.from_params:
             return
         producer = self.producers[name]
@@ -144,7 +159,7 @@ class _Regather:
             for arg in args_of(bsym):
                 self._regenerate(arg)
             if all(out in self.replacements for out in outs_of(bsym)):
-                continue  # another value needed the same part of a fusion
+                continue  # already recomputed for another output of the same fusion
             for proxy in _defined_in(bsym):
                 self._rename(proxy)
             renamed = {
@@ -155,11 +170,11 @@ class _Regather:
             self.new.bound_symbols.append(again)
 
     def _gather(self, bucket: Bucket) -> None:
-        """Emits backward's gather and wait of ``bucket``, once, before the first bound symbol that needs it."""
+        """Emit backward's gather and wait of ``bucket`` before the first bound symbol that needs it, once."""
         if bucket in self.gathered_again:
             return
         self.gathered_again.add(bucket)
-        if bucket not in self.gathers:  # forward does not need it at all
+        if bucket not in self.gathers:  # forward does not read it at all
             self.new.bound_symbols += self.again[bucket]
             return
         forward_gather, forward_wait = self.gathers[bucket], self.waits[bucket]
@@ -188,12 +203,12 @@ class _Regather:
 
 
 def _again(bucket: Bucket) -> dict[str, bool]:
-    """What a gather in backward says: see [Note: When a cast is used again] in ``sending``."""
+    """Return the keyword arguments of a gather in backward; see [Note: When a cast is used again] in ``sending``."""
     return {"again": True} if bucket.spec.param_dtype != bucket.spec.dtype else {}
 
 
 def _defined_in(bsym: BoundSymbol) -> Iterator[Proxy]:
-    """What ``bsym`` or a symbol within it defines."""
+    """Yield the proxies that ``bsym`` or one of its subsymbols defines."""
     outs = set(outs_of(bsym))
     yield from (p for p in bsym.flat_proxy_outs if p.name in outs)
     for sub in bsym.subsymbols:

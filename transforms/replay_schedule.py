@@ -1,4 +1,4 @@
-"""Puts communication where a pinned schedule has it, instead of sorting; refuses a schedule that does not fit."""
+"""Place communication where a pinned schedule has it, instead of sorting; refuse a schedule that does not fit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,20 @@ class ScheduleMismatch(ValueError):
 
 
 def replay_schedule(trace: TraceCtx, *, schedule: Schedule) -> TraceCtx:
-    """Reorders the communication of ``trace`` as ``schedule`` has it.
+    """Reorder the communication of ``trace`` to match ``schedule``.
 
-    Whether the result is right is left to ``verify``, which runs behind it as behind the sorting pass.
+    Runs in place of ``sort_communication`` with ``fsdp(schedule=...)``: after ``guard_first`` and before
+    ``plan_slots``. It keeps the order of compute and does not judge the schedule; ``verify`` proves later that the
+    result is right. A pinned schedule that issues the second gather later than sorting would gives this trace::
+
+        ft146 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_weight, again=False)  # 16,384 bytes float32
+        # first consumer: t110 = linear
+        (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)
+        # prefetch: 0 ahead of its wait
+        ft148 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight, again=False)  # 16,384 bytes float32
 
     Raises:
-        ScheduleMismatch: naming the first line of the schedule that the trace has no place for.
+        ScheduleMismatch: names the first line of the schedule that does not fit the trace.
     """
     started = time.perf_counter()
     compute: list[BoundSymbol] = []

@@ -1,18 +1,18 @@
-"""ZeRO-3: backward takes what lies in the arena still from the end of forward instead of gathering it again.
+"""ZeRO-3: reuse buckets that are still resident from the end of forward, instead of gathering them again in backward.
 
 [Note: What forward leaves]
-Backward reads first what forward gathered last, and that lies in its slot until another collective gets the memory. So
-``plan_slots`` lets as many of forward's last gathers lie until its end as fit into the memory that it needs anyway, and
-gives them the same slots in backward as far as parameters take no more memory there, and all slots together no more (or a
-thirty-second). Here their gathers are marked: nothing travels if backward runs right behind its forward, the usual step.
-Backward's first gather, which no compute could hide, is gone with it. (FSDP2's users spend memory on the same: they do
-not reshard the last block.)
+Backward first reads the buckets that forward gathered last. They stay in their slots until another collective uses the
+memory. ``plan_slots`` keeps as many of forward's last gathers resident as fit into the memory that forward needs
+anyway. In backward it assigns them the same slots, if parameters then need no more memory there and all slots together
+need at most 1/32 more. The passes of this file mark these gathers: nothing is sent if backward runs right after its
+forward, as in a usual step. That saves backward's first gather, which no compute could hide. (Users of FSDP2 spend
+memory for the same effect: they do not reshard the last block.)
 
-Each gather says how many issues on its arena come between it and the end of its forward, or the begin of its backward.
-At run time the arena counts issues: is there one more (another forward in between, an exception, a second backward), the
-bucket travels as ever. Nor is it taken by the backward of another forward, which may have had other parameters: see
-[Note: The backward of the most recent forward] in ``runs``. Both depend on the order of calls alone, so all ranks
-decide alike.
+A marked gather states how many issues on its arena lie between it and the end of its forward (``followed_by``), or the
+start of its backward (``preceded_by``). The arena counts issues at run time. If there was one more (another forward in
+between, an exception, a second backward), the bucket is gathered as usual. The backward of another forward, which may
+have had other parameters, does not reuse it either: see [Note: The backward of the most recent forward] in ``runs``.
+Both rules depend only on the order of calls, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -33,9 +33,21 @@ __all__ = ["mark_left_by_forward", "reuse_from_forward"]
 
 
 def mark_left_by_forward(trace: TraceCtx) -> TraceCtx:
-    """Marks the gathers of a forward trace with slots in whose memory nothing is written after them.
+    """Mark the gathers of a forward trace whose slots nothing overwrites before the end of forward.
 
-    A trace without a backward stays as it is.
+    Runs on the forward trace after ``plan_slots`` and before ``verify``. Does nothing if there is no backward. Before::
+
+        ft148 = fsdp_all_gather(bucket_blocks_1, slot_1, t_blocks_1_weight, again=False)  # 16,384 bytes float32
+        ...
+        ft150 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, again=False)  # 16,384 bytes float32
+
+    After: one issue follows the first of them, none the second::
+
+        ft148 = fsdp_all_gather(bucket_blocks_1, slot_1, t_blocks_1_weight, again=False, followed_by=1)  # 16,384 bytes
+        ... ... ft150 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, again=False, followed_by=0)  #
+        16,384 bytes ...
+
+    See [Note: What forward leaves].
     """
     started = time.perf_counter()
     bsyms = list(trace.bound_symbols)
@@ -52,7 +64,24 @@ def mark_left_by_forward(trace: TraceCtx) -> TraceCtx:
 
 
 def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
-    """Marks the gathers of a backward trace with slots that find their bucket where ``forward``, marked, left it."""
+    """Mark the gathers of a backward trace whose buckets are still resident from ``forward``.
+
+    Runs on the backward trace after ``plan_slots`` and before ``verify``. Does nothing if forward left no bucket in a
+    shared slot. Before::
+
+        ft157 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, again=False)  # 16,384 bytes float32
+        ft158 = fsdp_all_gather(bucket_blocks_1, slot_1, t_blocks_1_weight, again=False)  # 16,384 bytes float32
+
+    After::
+
+        ft157 = fsdp_all_gather(bucket_blocks_2, slot_0, ..., preceded_by=0)  # 16,384 bytes float32, already resident
+        ft158 = fsdp_all_gather(bucket_blocks_1, slot_1, ..., preceded_by=1)  # 16,384 bytes float32, already resident
+
+    See [Note: What forward leaves].
+
+    Args:
+        forward: the forward trace after ``mark_left_by_forward``.
+    """
     started = time.perf_counter()
     bsyms = list(trace.bound_symbols)
     left = left_by_forward(forward)

@@ -1,4 +1,4 @@
-"""Makes the prologue expect shards where the module has parameters, and guards what the compiled traces depend on."""
+"""Make the prologue expect shards in place of parameters, and check what the compiled traces depend on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["refuse_foreign_parameters", "shard_prologue", "unpacked_parameters"]
 
 
 def unpacked_parameters(prologue: TraceCtx) -> dict[str, str]:
-    """Parameter name of each proxy that the prologue unpacks from the module, by the proxy's name."""
+    """Return the parameter name of each proxy that the prologue unpacks, keyed by the proxy's name."""
     return {bsym.output.name: bsym.args[1] for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_parameter}
 
 
@@ -29,15 +29,19 @@ def refuse_foreign_parameters(
     shards: Mapping[str, torch.nn.Parameter],
     known: Collection[str],
 ) -> None:
-    """Refuses traces that read a parameter otherwise than by its name in the module: its gradient would not be reduced.
+    """Raise an error if forward reads a parameter other than by its name in the module.
+
+    The gradient of such a parameter would not be reduced. Runs on the prologue before ``shard_prologue``, and changes
+    nothing. The prologue shows where forward reads a value: a parameter that it unpacks by name is fine, one that it
+    takes from an attribute or a list is not.
 
     Args:
         module: the user's module, which the prologue unpacks.
-        shards: this rank's shard of each parameter, by each of its names.
+        shards: this rank's shard of each parameter, keyed by each of its names.
         known: names of parameters that the prologue may unpack.
 
     Raises:
-        ValueError: naming the attribute, or the parameter.
+        ValueError: names the attribute or the parameter.
     """
     for name in unpacked_parameters(prologue).values():
         if name not in known:
@@ -67,7 +71,7 @@ _READS = (prims.unpack_thunder_module, prims.unpack_submodule, prims.unpack_attr
 
 
 def _read(bsym: BoundSymbol, source: Any, path: str) -> tuple[Any, str]:
-    """The value that a prologue's symbol reads of ``source``, and the expression for it."""
+    """Return the value that a bound symbol of the prologue reads from ``source``, and the expression for it."""
     if bsym.sym is prims.unpack_thunder_module:
         return source, path
     key = bsym.args[1]
@@ -77,21 +81,34 @@ def _read(bsym: BoundSymbol, source: Any, path: str) -> tuple[Any, str]:
         return getattr(source, key, None), f"{path}.{key}"
     try:
         return source[key], f"{path}[{key!r}]"
-    except Exception:  # an index that is computed
+    except Exception:  # the index is computed at run time
         return None, path
 
 
 def shard_prologue(prologue: TraceCtx, *, shards: Mapping[str, torch.nn.Parameter], no_sync: bool) -> TraceCtx:
-    """Gives every unpacked parameter the shape of its shard, in its proxy and in the prologue's checks.
+    """Change the shape of every unpacked parameter to that of its shard, in its proxy and in the prologue's checks.
 
-    Parameters that are checked without being an input of the computation are among them.
+    Runs first, on the prologue, right after Thunder has traced the module; ``insert_unshard`` then changes the
+    computation. It always runs, and also covers parameters that the prologue checks but the computation does not read.
+    Before::
+
+        module: "Any" = thunder.core.module.get_thunder_module(module0)
+        t_blocks_0_weight: "cpu f32[64, 64]" = module.get_parameter('blocks.0.weight')
+        prims.check_tensor_shape_and_metadata(t_blocks_0_weight, (64, 64), 'cpu', torch.float32, True)
+
+    After::
+
+        module: "Any" = thunder.core.module.get_thunder_module(module0)
+        fsdp_check_no_sync(module, False)
+        t_blocks_0_weight: "cpu f32[32, 64]" = module.get_parameter('blocks.0.weight')
+        prims.check_tensor_shape_and_metadata(t_blocks_0_weight, (32, 64), 'cpu', torch.float32, True)
 
     Args:
-        shards: this rank's shard of each parameter, by each of its names.
-        no_sync: whether the traces are compiled for ``no_sync``; a cache entry is used only in the same state.
+        shards: this rank's shard of each parameter, keyed by each of its names.
+        no_sync: whether the traces are compiled for ``no_sync``. Thunder reuses a cache entry only in the same state.
 
     Raises:
-        NotImplementedError: the traces unpack parameters of more than one module.
+        NotImplementedError: the traces unpack more than one module.
     """
     started = time.perf_counter()
     unpacked = unpacked_parameters(prologue)
@@ -113,19 +130,19 @@ def shard_prologue(prologue: TraceCtx, *, shards: Mapping[str, torch.nn.Paramete
             bsym = bsym.from_bsym(args=(bsym.args[0], *checks))
         bsyms.append(bsym)
         if bsym.sym is prims.unpack_thunder_module:
-            # The module is an argument so that transforms which sort checks by what they read see that it reads it.
+            # The module is an argument so that transforms that sort checks by their inputs see the dependency.
             with tracectx(prologue):
                 bsyms.append(fsdp_check_no_sync.bind(bsym.output, no_sync, output=None))
     return with_bound_symbols(prologue, bsyms, "fsdp: shard the prologue", started)
 
 
 def become_shard(proxy: TensorProxy, shard: torch.nn.Parameter) -> None:
-    """Turns the proxy of a parameter into that of its shard, in place: traces and prologue share proxies by name."""
+    """Turn the proxy of a parameter into that of its shard, in place: traces and prologue share proxies by name."""
     proxy._shape = tuple(shard.shape)
     proxy._numel = shard.numel()
     proxy._ndim = shard.ndim
     proxy._device = devices.to_device(shard.device)
     dtype = dtypes.to_dtype(shard.dtype)
-    if proxy.dtype is not dtype:  # traced in the lower precision in which it is used
+    if proxy.dtype is not dtype:  # the module was traced with parameters in lower precision
         proxy._dtype = proxy._true_dtype = dtype
     proxy._requires_grad = shard.requires_grad

@@ -1,4 +1,4 @@
-"""Moves communication so that it overlaps compute; compute keeps its order, so results stay bit for bit the same."""
+"""Move communication so that it overlaps compute. Compute keeps its order, so results stay bit for bit the same."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from .plan_slots import slot_bytes_of
 __all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "MAX_SMALL_STEPS", "bytes_in_flight", "issue_points", "sort_communication"]
 
 MAX_REDUCTIONS_IN_FLIGHT = 2
-"""Reductions of one process group between issue and wait, if they are equally large. Each holds a slot of unsharded
-gradients; a third one hides nothing more, because the reductions of one process group run one after the other. Beside
-them the next bucket's slot may fill up with gradients that are written in place; copied gradients would need as much
-memory of their own."""
+"""How many equally large reductions of one process group may be in flight. Each holds a slot of unsharded gradients. A
+third one would not improve overlap, because the reductions of one process group run one after the other. Meanwhile the
+next bucket's slot may fill with gradients that are written in place; copied gradients would need as much memory of
+their own."""
 
 _SMALL = 10
-"""What has fewer bytes than this part of something else hides nothing of that."""
+"""A collective this many times smaller than another is too small to hide it."""
 
 MAX_SMALL_STEPS = 4
-"""Steps that a gather is issued ahead of beyond ``prefetch``, if they are smaller."""
+"""How many more steps than ``prefetch`` a gather may be issued ahead if the steps between are small."""
 
 
 @dataclass(eq=False)
 class _Gather:
-    """A gather with the positions, among compute, of its first and last consumer.
+    """A gather with the positions, counted in compute, of its first and last consumer.
 
-    Gathers that the same bound symbol reads first (a fusion may read two buckets) make one *step*: they are issued one
-    behind the other and then waited for, so that a wait never has another gather behind it.
+    Gathers with the same first consumer (a fusion may read two buckets) form one *prefetch step*: they are issued one
+    after the other and then waited for, so that no gather is issued between their waits.
     """
 
     issue: BoundSymbol
@@ -53,7 +53,7 @@ class _Gather:
 
     @property
     def nbytes(self) -> int:
-        """Of memory: with padding."""
+        """Bytes of its slot, padding included."""
         return slot_bytes_of(self.issue)
 
 
@@ -62,7 +62,7 @@ class _Reduction:
     issue: BoundSymbol
     wait: BoundSymbol
     across: BoundSymbol | None = None
-    """The all-reduce across replicas that goes on with its result, until that is issued."""
+    """The all-reduce of its result across replicas; ``None`` without replicas and once it is issued."""
     ready_after: int = -1
     consumers: list[int] = field(default_factory=list)
 
@@ -84,26 +84,56 @@ class _Reduction:
 
 
 def sort_communication(trace: TraceCtx, *, prefetch: int, max_unsharded_bytes: int | None = None) -> TraceCtx:
-    """Reorders the communication of a forward or backward execution trace.
+    """Reorder the communication of a forward or backward execution trace.
 
-    * Gathers are issued in the order of their first consumers; a wait stands right before its first consumer.
-    * A gather is issued ``prefetch`` steps ahead of its own wait, just before the wait of that step (0: right before its
-      own wait), or already before a reduction that is ready there: on one communicator it would queue behind it.
-      Smaller steps count for their share of its bytes: see ``issue_points``.
-    * A reduction is issued right after the last of its gradients. In flight are at most as many bytes as the
-      ``MAX_REDUCTIONS_IN_FLIGHT`` largest have together, then the oldest is waited for; the others are waited for where
-      their results are read, at the end usually.
-    * An all-reduce across replicas follows the reduce-scatter of the next bucket that is not small beside it: it has to
-      wait for its own, which then had the compute between the two to finish, and the group inside goes on with the next.
-    * No collective crosses a bound symbol that communicates and is not one of ours.
+    Runs after ``guard_first`` and before ``plan_slots``; ``replay_schedule`` takes its place if a schedule is pinned. A
+    trace without communication keeps its bound symbols. Before::
 
-    Why each of them stands where it stands is its header: the trace prints it, and the schedule holds it.
+        ft146 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_weight, again=False)  # 16,384 bytes float32
+        (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)
+        t110 = torch.nn.functional.linear(x, t109, None)
+        t111 = torch.gt(t110, 0.0)
+        t112 = torch.where(t111, t110, 0.0)
+        ft148 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight, again=False)  # 16,384 bytes float32
+        (t113,) = fsdp_wait_params(bucket_blocks_1, ft148)
+        t114 = torch.nn.functional.linear(t112, t113, None)
+
+    After: the second gather overlaps the compute of the first block::
+
+        # first consumer: the next wait needs it
+        ft146 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_weight, again=False)  # 16,384 bytes float32
+        # prefetch: 1 ahead of its wait, before the wait for blocks.0
+        ft148 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight, again=False)  # 16,384 bytes float32
+        # first consumer: t110 = linear
+        (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)
+        t110 = torch.nn.functional.linear(x, t109, None)
+        ...
+        # first consumer: t114 = linear
+        (t113,) = fsdp_wait_params(bucket_blocks_1, ft148)
+
+    The rules:
+
+    * Gathers are issued in the order of their first consumers. A wait is placed right before the first consumer.
+    * A gather is issued ``prefetch`` steps ahead of its own wait, right before the wait of that step; with 0, right
+      before its own wait. If a reduction is ready in that step, the gather is issued before it, because on one
+      communicator it would queue behind the reduction. A smaller step counts by its share of the gather's bytes: see
+      ``issue_points``.
+    * A reduction is issued right after the last of its gradients. The bytes in flight are limited to those of the
+      ``MAX_REDUCTIONS_IN_FLIGHT`` largest reductions; beyond that the oldest is waited for. The others are waited for
+      where their results are read, usually at the end.
+    * An all-reduce across replicas is issued after the reduce-scatter of the next bucket that is not small in
+      comparison. It has to wait for its own reduce-scatter, which can finish during the compute in between, while the
+      inner group already works on the next one.
+    * No collective moves across a bound symbol that communicates and is not ours.
+
+    The reason for each position is the header of the bound symbol: the trace prints it, and the schedule stores it.
     The cost is linear in the number of bound symbols. ``del`` statements are dropped.
 
     Args:
-        prefetch: steps.
-        max_unsharded_bytes: a gather is issued ahead of its step only as far as the gathered buckets that are live then
-            fit into that many bytes.
+        prefetch: how many prefetch steps ahead of its wait a gather is issued. A step is all gathers with one first
+            consumer.
+        max_unsharded_bytes: limit (bytes) on the gathered buckets that are live at once. A gather is issued ahead of
+            its step only if it stays within the limit.
     """
     started = time.perf_counter()
     bsyms = _Sorter(trace, prefetch, max_unsharded_bytes).run()
@@ -111,7 +141,7 @@ def sort_communication(trace: TraceCtx, *, prefetch: int, max_unsharded_bytes: i
 
 
 def bytes_in_flight(reductions: Iterable[BoundSymbol]) -> dict[Group, int]:
-    """The most bytes of slots that reductions of each process group may hold between issue and wait."""
+    """Return the most bytes of slots that the reductions of each process group may hold between issue and wait."""
     reduced: dict[Group, list[int]] = defaultdict(list)
     for issue in reductions:
         reduced[bucket_of(issue).ranks.reductions].append(slot_bytes_of(issue))
@@ -119,12 +149,13 @@ def bytes_in_flight(reductions: Iterable[BoundSymbol]) -> dict[Group, int]:
 
 
 def issue_points(step_bytes: Sequence[int], prefetch: int) -> list[int]:
-    """For each step of a trace, the step before whose wait its gathers are issued.
+    """Return for each prefetch step of a trace the step before whose wait its gathers are issued.
 
-    That is ``prefetch`` steps before it. But compute goes with bytes: that of a smaller step (a norm, a part of a block)
-    hides only as much of a bigger one, and counts for no more than that, up to ``MAX_SMALL_STEPS`` further steps and as long
-    as the steps from there on have no more bytes together than ``prefetch + 1`` of the largest (and a tenth of one, for what
-    is small). No gather overtakes another.
+    Usually that is ``prefetch`` steps earlier. But the compute of a step is roughly proportional to its bytes, so a
+    smaller step (a norm, an edge piece) hides only part of a larger gather and counts only by that part. A gather may
+    therefore be issued up to ``MAX_SMALL_STEPS`` steps further ahead, as long as all steps from there on have no more
+    bytes together than ``prefetch + 1`` of the largest, plus a tenth of one for small steps. No gather overtakes
+    another.
 
     Args:
         step_bytes: unsharded bytes of each step, in order.
@@ -161,7 +192,7 @@ class _Sorter:
             elif bsym.sym is fsdp_all_reduce:
                 across[bsym.output.name] = bsym
             elif bsym.sym is fsdp_wait_params:
-                # The token, if any, has done its work: it kept fusion regions apart.
+                # The token, if any, is no longer needed: it kept fusion regions apart.
                 gathers.append(_Gather(issues[Wait(bsym).future.name], Wait(bsym).with_token(None)))
             elif bsym.sym is fsdp_wait_grads:
                 behind = across.get(Wait(bsym).future.name)
@@ -194,7 +225,7 @@ class _Sorter:
         aliases = Aliases()
         section = 0
         self.section_of: list[int] = []
-        self.foreign: list[int] = []  # what ends each section
+        self.foreign: list[int] = []  # the compute that ends each section
         for i, bsym in enumerate(self.compute):
             if communicates(bsym):
                 section += 1
@@ -213,7 +244,8 @@ class _Sorter:
         for reduction in self.reductions:
             grads = args_of(reduction.issue)
             reduction.ready_after = max((produced.get(g, -1) for g in grads), default=-1)
-            # A gradient may be a gathered parameter itself, or a view of one: then the reduction reads the gather too.
+            # A gradient may be a gathered parameter or a view of one. Then the reduction reads the gathered bucket,
+            # too.
             for root in {root for g in grads for root in aliases.roots(g)} & of_param.keys():
                 gather = of_param[root]
                 if gather.first_consumer < 0:
@@ -242,18 +274,18 @@ class _Sorter:
         return self.out
 
     def _wait_for_params(self, consumer: BoundSymbol, position: int) -> None:
-        """Emits the waits of the next step, due before compute ``position``, and the gathers to be issued before them."""
+        """Emit the waits of the next step, due before compute ``position``, and the gathers to issue before them."""
         step = self.steps[self.next_step]
         ahead = f", before the wait for {step[0].name}" if self.prefetch else ""
         self._issue_gathers(position - 1, f"prefetch: {self.prefetch} ahead of its wait{ahead}")
         while self.next_issue < len(self.gathers) and self.gathers[self.next_issue].step <= self.next_step:
-            self._issue("first consumer: its step comes next")
+            self._issue("first consumer: the next wait needs it")
         for gather in step:
             self._emit(gather.wait, f"first consumer: {_show(consumer)}")
         self.next_step += 1
 
     def _issue_gathers(self, position: int, reason: str) -> None:
-        """Issues what prefetch allows, with compute up to ``position`` in the trace and the next step not yet waited for."""
+        """Issue the gathers that are due after compute ``position``, before the next step is waited for."""
         self.live = [g for g in self.live if g.last_consumer > position]
         while self.next_issue < len(self.gathers):
             gather = self.gathers[self.next_issue]
@@ -264,10 +296,10 @@ class _Sorter:
             if held:
                 self.held_back[gather] = held
                 return
-            self._issue(reason if early or not self.prefetch else "first consumer: its step comes next")
+            self._issue(reason if early or not self.prefetch else "first consumer: the next wait needs it")
 
     def _held_back(self, gather: _Gather, position: int, early: bool) -> str:
-        """Why ``gather`` cannot be issued behind compute ``position``; empty if it can."""
+        """Return why ``gather`` cannot be issued after compute ``position``; empty if it can."""
         if gather.section != self.section_of[min(position + 1, len(self.section_of) - 1)]:
             return (
                 f"producer: not across {_show(self.compute[self.foreign[gather.section - 1]])}, which communicates too"
@@ -280,8 +312,8 @@ class _Sorter:
             for freed in sorted(self.live, key=lambda g: g.last_consumer):
                 excess -= freed.nbytes
                 if excess <= 0:
-                    return f"byte budget: room only after the last read of {freed.name}"
-            return "byte budget: room only alone"
+                    return f"byte budget: fits only after the last read of {freed.name}"
+            return "byte budget: fits only when nothing else is gathered"
         return ""
 
     def _issue(self, reason: str) -> None:
@@ -291,7 +323,7 @@ class _Sorter:
         self.next_issue += 1
 
     def _reduce(self, reduction: _Reduction, position: int) -> None:
-        # One that goes on across replicas holds no slot any more.
+        # Once its all-reduce across replicas is issued, a reduction no longer holds a slot.
         most = self.most_in_flight[reduction.group]
         while before := [r for r in self.in_flight if r.holds_slot and r.group is reduction.group]:
             if sum(slot_bytes_of(r.issue) for r in (*before, reduction)) <= most:
@@ -302,7 +334,7 @@ class _Sorter:
             else:
                 self._wait_for_grads(before[0], reason)
         if self.prefetch and self.next_step < len(self.steps) and self._share_a_group(reduction):
-            # A bucket that is still read before the next step has the memory that an earlier gather would need.
+            # A bucket that is still read before the next step occupies the memory that an earlier gather would need.
             until = self.steps[self.next_step][0].first_consumer
             if not any(position < g.last_consumer < until for g in self.live if g.step < self.next_step):
                 self._issue_gathers(
@@ -312,17 +344,17 @@ class _Sorter:
         self._emit(reduction.issue, f"producer: last gradient by {_show(last)}" if last else "producer: none")
         for earlier in self.in_flight:
             if reduction.nbytes * _SMALL >= earlier.nbytes:
-                self._go_across(earlier, f"producer: its reduce-scatter had time until that of {reduction.name}")
+                self._go_across(earlier, f"producer: its reduce-scatter could finish before that of {reduction.name}")
         self.in_flight.append(reduction)
 
     def _share_a_group(self, reduction: _Reduction) -> bool:
-        """Whether the gather that comes next would queue behind ``reduction``."""
+        """Return whether the next gather would queue behind ``reduction``."""
         if self.next_issue == len(self.gathers):
             return False
         return bucket_of(self.gathers[self.next_issue].issue).ranks.group is reduction.group
 
     def _wait_for_grads(self, until: _Reduction, reason: str) -> None:
-        # Those of its group that were issued before it are over before it; other groups' go on.
+        # Earlier reductions of its group have finished by then; those of other groups may still be in flight.
         for reduction in [r for r in self.in_flight if r.group is until.group]:
             if until not in self.in_flight:
                 return

@@ -1,4 +1,4 @@
-"""Proves the promises on the trace that is about to run; says which bound symbol breaks which."""
+"""Prove the promises of this plugin on the trace that is about to run, and name the bound symbol that breaks one."""
 
 from __future__ import annotations
 
@@ -47,16 +47,17 @@ _WAITED_BY = {
 
 
 class VerificationError(AssertionError):
-    """A trace breaks a promise: a defect of this plugin (or of a later pass), caught before it runs or in its first run."""
+    """A broken promise of a trace: a defect of this plugin or of a later pass, found before or during the first run."""
 
 
 @dataclass
 class _Occupied:
-    """A slot that a collective uses, from the position that writes it first to the one that uses it last.
+    """A slot in use by a collective, from the position of its first write to that of its last use.
 
     Attributes:
-        reads: of a gather, where each parameter is used last (its wait is a use), by its index.
-        writes: of a reduction, where each gradient is written in place, by its index. The others are at ``issue``.
+        reads: for a gather, the position of the last use of each parameter, by index. The wait counts as a use.
+        writes: for a reduction, the position where each gradient is written in place, by index. The others are written
+            at ``issue``.
     """
 
     bucket: Bucket
@@ -68,7 +69,7 @@ class _Occupied:
     writes: dict[int, int] = field(default_factory=dict)
 
     def replaces(self, old: _Occupied) -> bool:
-        """Whether these are gradients each of which comes to lie where the parameter lay, when that is over."""
+        """Return whether each gradient here replaces its own parameter in ``old``, after the parameter's last read."""
         spec = self.bucket.spec
         return (
             self.bucket is old.bucket
@@ -81,23 +82,36 @@ class _Occupied:
 
 
 def verify(trace: TraceCtx, *, forward: TraceCtx | None = None) -> TraceCtx:
-    """Checks a sorted trace with slots and returns it.
+    """Check a sorted trace with slots, and return it with the same bound symbols.
+
+    Runs after ``mark_left_by_forward`` or ``reuse_from_forward`` and before ``insert_agreement``. It always runs.
+    It proves:
 
     * Every value is defined before it is read.
-    * Every issue has exactly one wait, of its kind and bucket; gradients of a bucket with replicas are reduced across them.
-    * No collective writes a slot while an earlier value in overlapping memory, views included, is still to be read.
-      What writes a gradient in place counts as the begin of its reduction. The gradients of a bucket may lie where its
-      parameters lay, if each is written behind the last read of its parameter.
-    * A gradient that is written in place is written where its own bucket's reduction expects it, and nothing else reads it.
+    * Every issue has exactly one wait, of its kind and bucket. Gradients of a bucket with replicas are reduced across
+      them.
+    * No collective writes a slot while an earlier value in overlapping memory, views included, is yet to be read. The
+      first write of a gradient in place counts as the start of its reduction. Gradients of a bucket may replace its
+      parameters, if each is written after the last read of its parameter.
+    * A gradient that is written in place is written where the reduction of its bucket expects it, and nothing else
+      reads it.
     * Gathers are issued in the order of their first consumers.
     * Between a gather's issue and its first consumer, and between a reduction's last gradient and its issue, nothing
       communicates that is not ours.
-    * What forward returns aliases no slot, and what it saves for backward no slot that others share.
-    * A gather of backward that expects its bucket where forward left it is right: nothing writes its memory behind that in
-      forward (``forward``, if that is given) or before it in backward, and both say how many issues there are.
+    * The outputs of forward alias no slot, and the tensors that it saves for backward alias no shared slot.
+    * A gather of backward that expects its bucket to be resident is right: nothing writes its memory later in forward
+      (if ``forward`` is given) or earlier in backward, and both gathers state the correct number of issues.
+
+    These lines break the third promise, because block 2 overwrites block 0 in ``slot_0`` before its last read::
+
+        ft150 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, again=False)  # 16,384 bytes float32
+        t110 = torch.nn.functional.linear(x, t109, None)  # t109 is in slot_0
+
+    Args:
+        forward: for a backward trace, its forward trace after ``mark_left_by_forward``.
 
     Raises:
-        VerificationError: naming the bound symbol and the bucket.
+        VerificationError: names the bound symbol and the bucket.
     """
     started = time.perf_counter()
     _Verifier(trace, forward).run()
@@ -113,10 +127,10 @@ class _Verifier:
         self.closed: dict[str, BoundSymbol] = {}
         self.occupied: list[_Occupied] = []
         self.of_param: dict[str, _Occupied] = {}
-        self.index_of: dict[str, int] = {}  # of parameters, in their buckets
+        self.index_of: dict[str, int] = {}  # a parameter's index in its bucket
         self.reduction_of = {a: b for b in trace.bound_symbols if b.sym is fsdp_reduce_scatter for a in args_of(b)}
         self.in_place: set[str] = set()
-        self.filling: dict[str, _Occupied] = {}  # slots of reductions that are still to be issued, by their futures
+        self.filling: dict[str, _Occupied] = {}  # slots of reductions yet to be issued, by their futures
         self.aliases = Aliases()
 
     def fail(self, position: int, what: str) -> NoReturn:
@@ -151,7 +165,7 @@ class _Verifier:
     def _issue(self, position: int, bsym: BoundSymbol) -> None:
         bucket, slot = bucket_of(bsym), bsym.args[1]
         self.open[bsym.output.name] = bsym
-        if bsym.sym is fsdp_all_reduce:  # works on the shard
+        if bsym.sym is fsdp_all_reduce:  # operates on the shard, not on a slot
             return
         if not isinstance(slot, Slot):
             self.fail(position, f"bucket {bucket.spec.name!r} has no slot")
@@ -182,8 +196,8 @@ class _Verifier:
         if (expected, its_slot, places) != (bucket, slot, [index]):
             self.fail(
                 position,
-                f"writes the gradient of {param!r} to place {index} of bucket {bucket.spec.name!r} in {slot}, but bucket "
-                f"{expected.spec.name!r} reduces it in {its_slot}, place {', '.join(map(str, places))}",
+                f"writes the gradient of {param!r} at index {index} of bucket {bucket.spec.name!r} in {slot}, but bucket "
+                f"{expected.spec.name!r} reduces it in {its_slot}, index {', '.join(map(str, places))}",
             )
         self.in_place.add(grad)
         if reduction.output.name not in self.filling:
@@ -196,7 +210,7 @@ class _Verifier:
             self.fail(position, f"waits a second time for {future!r} of bucket {bucket.spec.name!r}")
         issue = self.open.pop(future, None)
         if issue is None or issue.sym not in _WAITED_BY[bsym.sym] or bucket_of(issue) is not bucket:
-            self.fail(position, f"waits for {future!r}, which is not what bucket {bucket.spec.name!r} issued")
+            self.fail(position, f"waits for {future!r}, which bucket {bucket.spec.name!r} did not issue")
         self.closed[future] = bsym
         if bsym.sym is fsdp_wait_params:
             self.of_param.update(dict.fromkeys(outs_of(bsym), self.of_param[future]))
@@ -233,7 +247,7 @@ class _Verifier:
             live.append(new)
 
     def _first_consumers(self) -> list[tuple[int, int, Bucket]]:
-        """(position of the issue, position of the first consumer, bucket) of each gather, in trace order."""
+        """Return (position of the issue, position of the first consumer, bucket) of each gather, in trace order."""
         issues: dict[str, list] = {}
         of_param: dict[str, str] = {}
         for position, bsym in enumerate(self.trace.bound_symbols):
@@ -252,9 +266,7 @@ class _Verifier:
         before = -1
         for issue, consumer, bucket in self._first_consumers():
             if consumer < before:
-                self.fail(
-                    issue, f"gathers bucket {bucket.spec.name!r} behind a bucket that is first read later than it"
-                )
+                self.fail(issue, f"gathers bucket {bucket.spec.name!r} after a bucket whose first consumer is later")
             before = consumer
 
     def _check_barriers(self) -> None:
@@ -271,7 +283,7 @@ class _Verifier:
             for position in foreign:
                 if begin < position < end:
                     self.fail(
-                        position, f"communicates, but a collective of bucket {bucket.spec.name!r} was moved across"
+                        position, f"communicates, but a collective of bucket {bucket.spec.name!r} was moved across it"
                     )
 
     def _check_return(self) -> None:
@@ -279,24 +291,24 @@ class _Verifier:
         position = len(self.trace.bound_symbols) - 1
         if has_backward(self.trace):
             returned, saved = last.args[0]["output"], last.args[1:]
-        else:  # of backward, gradients are fresh memory
+        else:  # gradients, the outputs of backward, are fresh memory
             returned, saved = last.args, ()
         for name in names(tree_iter(returned)):
             for root in self.aliases.roots(name):
                 if root in self.of_param:
-                    self.fail(position, f"returns {name!r}, which lies in {self.of_param[root].slot}")
+                    self.fail(position, f"returns {name!r}, which is stored in {self.of_param[root].slot}")
         for name in names(tree_iter(saved)):
             for root in self.aliases.roots(name):
                 occupied = self.of_param.get(root)
                 if occupied is not None and occupied.slot is not occupied.bucket.private_slot:
                     self.fail(
                         position,
-                        f"saves {name!r} for backward, which lies in {occupied.slot} of bucket "
-                        f"{occupied.bucket.spec.name!r}; others use that slot again",
+                        f"saves {name!r} for backward, which is stored in {occupied.slot} of bucket "
+                        f"{occupied.bucket.spec.name!r}; other buckets reuse that slot",
                     )
 
     def _check_left(self) -> None:
-        """That what marked gathers say is true: how many issues there are on the other side, and what they leave alone."""
+        """Check the marks of gathers: the number of issues that they state, and that none overwrites the bucket."""
         left = left_by_forward(self.forward) if self.forward is not None else None
         kinds = (fsdp_all_gather, fsdp_reduce_scatter)
         issues = [(i, b) for i, b in enumerate(self.trace.bound_symbols) if b.sym in kinds]
@@ -306,9 +318,14 @@ class _Verifier:
                 others = issues[:number] if mark == "preceded_by" else issues[number + 1 :]
                 slots = [s for _, b in others if (s := Issue(b).slot).arena is slot.arena]
                 if said != len(slots):
-                    self.fail(position, f"says {mark}={said} for bucket {bucket.spec.name!r}: it is {len(slots)}")
+                    self.fail(
+                        position,
+                        f"states {mark}={said} for bucket {bucket.spec.name!r}, but the trace has {len(slots)}",
+                    )
                 if mark == "followed_by" and any(map(slot.overlaps, slots)):
-                    self.fail(position, f"leaves bucket {bucket.spec.name!r} in {slot}, which is written behind it")
+                    self.fail(
+                        position, f"leaves bucket {bucket.spec.name!r} in {slot}, which a later collective writes"
+                    )
                 if mark == "preceded_by" and left is not None and left.pop(bucket, None) is not slot:
                     self.fail(
                         position, f"expects bucket {bucket.spec.name!r} in {slot}, where forward did not leave it"

@@ -1,17 +1,18 @@
-"""Gradients without a copy: what computes a gradient writes it to where its reduction reads it.
+"""Avoid copies of gradients: the operator that computes a gradient writes it into the slot of its reduction.
 
 [Note: Which gradients are written in place]
-A bucket's gradients lie in the slot of its reduction one behind the other, each a contiguous view. ``torch.matmul`` and
-``torch.sum`` can write into such a view (``out=``), so where one of them makes a gradient and nothing but the reduction
-reads it, it becomes ``fsdp_matmul_into`` or ``fsdp_sum_into``. The bits stay what they were: every gradient starts at a
-multiple of ``layout.ALIGNMENT`` bytes, from which on the kernels do not care where they write.
+A bucket's gradients are contiguous views of the slot of its reduction. ``torch.matmul`` and ``torch.sum`` can write
+into such a view (``out=``). So where one of them computes a gradient that only the reduction reads, it becomes
+``fsdp_matmul_into`` or ``fsdp_sum_into``. The result has the same bits: every gradient starts at a multiple of
+``layout.ALIGNMENT`` bytes, and with that alignment the kernels do not depend on the address.
 
-Left to the copy are gradients that nobody can write in place, or not with the same bits: sums of several (a parameter
-that is used twice), those of an embedding (its backward has no ``out=``), of a convolution, out of a fusion, in another
-dtype than they are reduced in, and transposed ones (a matmul into a transposed view rounds differently).
+Other gradients are still copied, because no operator can write them in place, or not with the same bits: sums of
+several gradients (a parameter that is used twice), gradients of an embedding (its backward has no ``out=``) or of a
+convolution, outputs of a fusion, gradients in another dtype than that of the reduction, and transposed ones (a matmul
+into a transposed view rounds differently).
 
-The price is that the slot is in use from the first such gradient on and not only from the reduction. The copied gradients
-would have had memory of their own as long, so the peak does not grow, but it lies in slots.
+The cost: the slot is in use from the first such gradient on, not only from the issue of the reduction. Copied gradients
+would have occupied memory of their own for as long, so the peak does not grow, but it is in slots.
 """
 
 from __future__ import annotations
@@ -35,10 +36,21 @@ __all__ = ["share_written_in_place", "write_grads_in_place"]
 
 
 def write_grads_in_place(trace: TraceCtx) -> TraceCtx:
-    """Lets matmuls and sums that make a gradient write it into the slot of the bucket's reduction.
+    """Replace matmuls and sums that compute a gradient with symbols that write it into the slot of the reduction.
 
-    See [Note: Which gradients are written in place]. It runs before the slots are planned; a trace that reduces nothing
-    stays as it is. The bound symbols keep their order and their number. ``del`` statements are dropped.
+    Runs on the split traces before ``guard_first``, ``sort_communication`` and ``plan_slots``, which fills in the slot.
+    A trace without reductions keeps its bound symbols. Before::
+
+        t128 = torch.matmul(t126, t127)
+        ft151 = fsdp_reduce_scatter(bucket_blocks_2, None, t128)  # 16,384 bytes float32
+
+    After::
+
+        t128 = fsdp_matmul_into(bucket_blocks_2, None, 0, t126, t127)
+        ft151 = fsdp_reduce_scatter(bucket_blocks_2, None, t128)  # 16,384 bytes float32
+
+    Order and number of bound symbols stay the same, except that ``del`` statements are dropped. See [Note: Which
+    gradients are written in place].
     """
     started = time.perf_counter()
     bsyms = statements(trace)
@@ -55,7 +67,7 @@ def write_grads_in_place(trace: TraceCtx) -> TraceCtx:
 
 
 def share_written_in_place(trace: TraceCtx) -> tuple[int, int]:
-    """Bytes of unsharded gradients that a trace writes in place, and of all that it reduces, padding not counted."""
+    """Return the bytes of gradients that a trace writes in place, and of all that it reduces, without padding."""
     written = {b.output.name for b in trace.bound_symbols if b.sym.name in GRAD_WRITERS}
     in_place = total = 0
     for reduction in trace.bound_symbols:
@@ -76,10 +88,10 @@ def _fits(grad: TensorProxy, bucket: Bucket, index: int) -> bool:
 
 
 def _into(producer: BoundSymbol, bucket: Bucket, index: int) -> BoundSymbol | None:
-    """``producer``, writing into place ``index`` of a slot that is still to be planned; ``None`` if it cannot."""
+    """Return ``producer`` as a write of gradient ``index`` into a slot yet to be planned; ``None`` if it cannot."""
     if producer.sym is torchex.matmul:
         a, b = producer.args
-        # Of more or fewer dimensions than these torch.matmul makes intermediate tensors.
+        # For other numbers of dimensions torch.matmul creates intermediate tensors.
         if (a.ndim, b.ndim) == (2, 2) or (a.ndim == b.ndim == 3 and a.shape[0] == b.shape[0]):
             return _bind(fsdp_matmul_into, producer, bucket, index, a, b)
     elif producer.sym is torchex.sum:
