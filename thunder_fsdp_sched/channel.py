@@ -1,19 +1,18 @@
-"""The control channel: a small gloo group of its own, on which ranks tell each other what they are about to do.
+"""The control channel: a separate gloo group on which ranks announce what they are about to do.
 
 [Note: Rounds]
-Traffic on the channel is a sequence of *rounds*. In each round every rank posts a token of a few integers, an
-asynchronous all-gather that costs the host some tens of microseconds, and settles it later: it waits for all tokens and
-compares them. All ranks see all tokens, so tokens that do not fit together are a ``ScheduleDisagreement`` on every rank.
-Only then do the ranks exchange descriptions, through the group's store, so that the message on each of them names all
-sides.
+Traffic on the channel is a sequence of *rounds*. In each round every rank posts a token of a few integers with an
+asynchronous all-gather, which costs the host some tens of microseconds. Later it settles the round: it waits for all
+tokens and compares them. All ranks see all tokens, so tokens that do not match raise ``ScheduleDisagreement`` on every
+rank. Only then do the ranks exchange descriptions, through the group's store, so that each message names all sides.
 
-A round that has been settled leaves the channel consistent, whatever its result: every rank has taken part in as many
-rounds. Ranks that catch the disagreement can go on if nothing else was issued. A round that cannot be settled, because a
-rank does not come or is gone, closes the channel for good.
+A settled round leaves the channel consistent, whatever its result, because every rank has taken part in the same number
+of rounds. Ranks that catch the disagreement can continue if nothing else was issued. A round that cannot be settled,
+because a rank does not arrive or is gone, closes the channel permanently.
 
-The group is gloo's whatever the backend of the training group is, and tokens lie in host memory: the device is never
-synchronized. One channel serves all models of a process that are shared among the same ranks. As explained in
-[Note: Process groups are not kept alive] in ``groups``, the channel does not keep its group alive.
+The group uses gloo, whatever the backend of the training group, and tokens are in host memory, so the device is never
+synchronized. One channel serves all models of a process that the same ranks share. The channel does not keep its group
+alive: see [Note: Process groups are not kept alive] in ``groups``.
 """
 
 from __future__ import annotations
@@ -39,45 +38,45 @@ from .groups import Group
 __all__ = ["TOKEN", "Channel", "ScheduleDisagreement", "Subject", "announce"]
 
 TOKEN = struct.Struct("<7q")
-"""A token as it travels: what is done, of which model, by which program and computation, in which state; then for which
-inputs, and by which computation exactly. The last is the same on ranks that have the same inputs, the first five on all."""
+"""The format of a token: the action, the model, the program, the comparable computation, the state; then the inputs and
+the exact computation. The first five must be equal on all ranks, the last only on ranks with equal inputs."""
 
 _SAME_ON_ALL = 5
 
 _PATIENCE = timedelta(seconds=5)
-"""How long ranks wait for each other's descriptions once they know that they disagree."""
+"""How long ranks that disagree wait for each other's descriptions."""
 
 _FAILURE_PATIENCE = timedelta(seconds=2)
-"""How long a rank whose collective failed waits for the others to report what happened to them."""
+"""How long a rank whose collective failed waits for the reports of the others."""
 
 
 class ScheduleDisagreement(RuntimeError):
-    """The ranks of a process group do different things: compiled other schedules, run other traces, or some did not come."""
+    """The error that ranks of a process group do different things: other schedules, other traces, or some did not come."""
 
 
 class Subject(Protocol):
     """The action that a rank announces in a round."""
 
     def describe(self) -> str:
-        """One line for the message of a disagreement."""
+        """Return one line for the message of a disagreement."""
 
     def details(self) -> Sequence[str]:
-        """Lines to compare if ranks describe themselves alike, or none."""
+        """Return lines to compare if the descriptions of ranks are equal; may be empty."""
 
     def cancel(self) -> None:
-        """Take note that it will not be done."""
+        """Record that the action will not be performed."""
 
 
 class Channel:
-    """Rounds among the ranks of a group; see [Note: Rounds].
+    """The channel among the ranks of a group; see [Note: Rounds].
 
     Args:
         everyone: the ranks.
         timeout: how long a rank waits for the others in a round.
 
     Attributes:
-        rounds: how many were settled; the same on all ranks.
-        pending: what was posted and is not settled yet.
+        rounds: the number of settled rounds, the same on all ranks.
+        pending: the action that was posted and is not settled yet.
     """
 
     def __init__(self, everyone: Group, timeout: timedelta) -> None:
@@ -86,7 +85,7 @@ class Channel:
         self.group = dataclasses.replace(made, description=everyone.description)
         self.size = made.size
         self._issue: Callable[[Any, Any], Any] | None = all_gather_on_host(made.process_group)
-        # The method keeps the group's backend and threads alive, so it goes when the group goes.
+        # The method keeps the group's backend and threads alive, so it must be dropped with the group.
         channel = weakref.ref(self)
 
         def let_go(_: object) -> None:
@@ -98,7 +97,7 @@ class Channel:
         self.pending: Subject | None = None
         self.last: Subject | None = None
         self.closed = ""  # why no further round is possible
-        # Tensors that share memory with what Python reads and writes: no tensor operation is needed to compare.
+        # Tensors that share memory with Python buffers, so comparing needs no tensor operation.
         self._sent, self._received = bytearray(TOKEN.size), bytearray(TOKEN.size * self.size)
         self._send = torch.frombuffer(self._sent, dtype=torch.int64)
         self._receive = torch.frombuffer(self._received, dtype=torch.int64)
@@ -107,7 +106,7 @@ class Channel:
 
     @property
     def is_open(self) -> bool:
-        """Whether its group still exists and every rank has come to every round."""
+        """Whether its group still exists and every rank has taken part in every round."""
         return not self.closed and self.group.is_alive
 
     @property
@@ -116,10 +115,10 @@ class Channel:
         return self.group.global_ranks[self.group.rank]
 
     def post(self, token: bytes, subject: Subject) -> None:
-        """Begin a round, after the previous one has been settled.
+        """Start a round; the previous one is settled first.
 
         Raises:
-            ScheduleDisagreement: of a round that an exception left unsettled, or the channel is closed.
+            ScheduleDisagreement: in a round that an exception left unsettled; or the channel is closed.
         """
         if self.pending is not None:
             self.settle()
@@ -128,7 +127,7 @@ class Channel:
         issue = self._issue
         if issue is None:
             raise RuntimeError(
-                f"fsdp: process group {self.group.description!r}, over which parameters are sharded, is destroyed"
+                f"fsdp: process group {self.group.description!r}, over which parameters are sharded, has been destroyed"
             )
         self._sent[:] = token
         self.pending = subject
@@ -164,7 +163,7 @@ class Channel:
         return values
 
     def explain(self, text: str) -> str:
-        """Publish what failed here, wait shortly for the others, and return what they have published."""
+        """Publish the failure of this rank, wait shortly for those of the others, and return them."""
         key = f"failure/{self.group.rank}"
         reported: dict[int, str] = {}
         with contextlib.suppress(Exception):  # the store may be gone with the rank that held it
@@ -176,7 +175,7 @@ class Channel:
                 for rank in list(waiting):
                     if store.check([f"failure/{rank}"]):
                         rounds, theirs = json.loads(store.get(f"failure/{rank}"))
-                        if rounds >= self.rounds - 1:  # not of a failure long ago
+                        if rounds >= self.rounds - 1:  # not an old failure
                             reported[self.group.global_ranks[rank]] = theirs
                             waiting.remove(rank)
                 if waiting:
@@ -192,7 +191,7 @@ class Channel:
         return self.group.process_group.get_group_store()
 
     def _close(self, error: RuntimeError) -> ScheduleDisagreement:
-        """Find out who is missing, by what the others publish, and close the channel."""
+        """Find the missing ranks from what the others have published, and close the channel."""
         waited = time.monotonic() - self._posted
         subject = self.pending
         assert subject is not None
@@ -243,7 +242,7 @@ class Channel:
         return ScheduleDisagreement(message)
 
     def _misfit(self) -> tuple[int, int] | None:
-        """The global ranks of the first two whose tokens do not fit together, if there are any."""
+        """Return the global ranks of the first two tokens that do not match, if any."""
         first: dict[tuple[int, ...], int] = {}
         tokens = [TOKEN.unpack_from(self._received, i * TOKEN.size) for i in range(self.size)]
         for number, token in enumerate(tokens):
@@ -254,7 +253,7 @@ class Channel:
         return None
 
     def _collect(self, store: Store, prefix: str, patience: timedelta) -> dict[int, str]:
-        """Return the texts that ranks have put under ``prefix``, by global rank, without those that come too late."""
+        """Return the texts that ranks have published under ``prefix`` in time, keyed by global rank."""
         keys = {f"{prefix}/{i}": rank for i, rank in enumerate(self.group.global_ranks)}
         with contextlib.suppress(RuntimeError):
             store.wait(list(keys), patience)
@@ -265,14 +264,14 @@ _channels: dict[tuple[tuple[int, ...], timedelta], Channel] = {}
 
 
 def announce(everyone: Group, name: str) -> Callable[[], Channel]:
-    """Tell the other ranks whether this one lacks an open channel.
+    """Announce to the other ranks whether this one lacks an open channel.
 
     Args:
         name: unique to this call, the same on all ranks.
 
     Returns:
-        What finds the channel of these ranks, or makes one if any of them lacks it; a collective, to be called once all
-        ranks have announced.
+        A function that returns the channel of these ranks and creates one if any of them lacks it. It is a collective,
+        to be called once all ranks have announced.
     """
     timeout = timeout_of(everyone.process_group)
     key = tuple(everyone.global_ranks), timeout
@@ -293,7 +292,7 @@ def announce(everyone: Group, name: str) -> Callable[[], Channel]:
 
 
 def _sides(texts: dict[int, str]) -> str:
-    """A line for each thing that is done, with the ranks that do it."""
+    """Return one line for each distinct action, with the ranks that perform it."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
         ranks_of.setdefault(text, []).append(rank)

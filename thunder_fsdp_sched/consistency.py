@@ -1,14 +1,14 @@
-"""All ranks shard the same module alike and compile schedules that fit, or all say where they differ; none hangs.
+"""Check that all ranks shard alike and compile matching schedules; otherwise all raise an error, and none hangs.
 
 [Note: Agreement through the store]
-Collectives on one process group have to be issued in the same order by every rank. Ranks that compile differently (other
-shapes, another parameter order) would wait for each other inside a collective without a word. So whenever a rank compiles
-a program that the ranks have not agreed on, it meets the others on the control channel, where a rank that does something
-else is found at once, and puts the lines of its program into the group's *store*. Rank 0 of the group compares them and
-puts its verdict beside them. The last rank that has read the verdict deletes the keys.
+All ranks must issue the collectives of one process group in the same order. Ranks that compile differently (other
+shapes, another parameter order) would wait for each other in a collective forever, without a message. So whenever a
+rank compiles a program that the ranks have not agreed on yet, it meets the others on the control channel, which detects
+at once a rank that does something else. Then it writes the lines of its program to the group's *store*. Rank 0 of the
+group compares the programs and writes its verdict to the store. The last rank to read the verdict deletes the keys.
 
-Ranks whose programs are equal must compute the same, too: another activation on one rank would otherwise train on without
-a word (see [Note: When computations are the same] in ``computation``).
+Ranks with equal programs must also compute the same. Otherwise a different activation on one rank, for example, would
+go unnoticed (see [Note: When computations are the same] in ``computation``).
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from .groups import Group
 __all__ = ["Agreement", "ScheduleDisagreement"]
 
 _SLACK = timedelta(seconds=30)
-"""How long rank 0 may take to compare once all ranks have come."""
+"""How long rank 0 may take for the comparison once all ranks have arrived."""
 
 
 class Agreement:
-    """Compares what ranks have compiled for one module.
+    """The comparison of the programs that ranks have compiled for one module.
 
     Args:
-        group: all ranks that the module shares a process group with, or that these do; with the backend "fake" there is
-            nobody to compare with.
-        name: what is compared, the same on all ranks and different for each module.
+        group: all ranks that share a process group with this one, directly or indirectly. With the backend "fake" there
+            is nothing to compare.
+        name: a unique name of the module, the same on all ranks.
         timeout: how long to wait for the other ranks.
-        compares_computation: whether computations have to be equal where programs are.
+        compares_computation: whether ranks with equal programs must have equal computations.
 
     Attributes:
-        control: the control channel of the module, once there is one.
+        control: the control of the module, once it exists.
     """
 
     def __init__(self, group: Group, name: str, timeout: timedelta, *, compares_computation: bool = True) -> None:
@@ -63,19 +63,19 @@ class Agreement:
         self.alone = group.size == 1 or group.is_fake
 
     def check(self, what: str, program: Sequence[Step], computation: Computation = NOTHING) -> Agreed:
-        """Looks at the programs of all ranks together; returns when they end (see [Note: What is proved] in ``deadlock``).
+        """Prove that the programs of all ranks together finish; see [Note: What is proved] in ``deadlock``.
 
-        What the ranks have agreed on before is not compared again: a rank whose batch has another shape compiles alone,
-        and its traces fit those that the others have in their caches.
+        Programs that the ranks have already agreed on are not compared again. So a rank whose batch has another shape
+        can compile alone, with traces that match those in the caches of the others.
 
         Args:
-            what: which trace the program is.
+            what: the name of the trace.
             program: what this rank issues and waits for.
-            computation: what it computes.
+            computation: the computation of the trace.
 
         Raises:
-            ScheduleDisagreement: on every rank, naming the first line that differs and the ranks, where they would hold
-                each other up, or the ranks that do something else or did not come.
+            ScheduleDisagreement: on every rank. It names the first line that differs and the ranks, or where they would
+                block each other, or the ranks that do something else or did not arrive.
         """
         if self.alone:
             return Agreed(0, False, False)
@@ -114,16 +114,16 @@ class Agreement:
     def check_same(
         self, what: str, lines: Sequence[str], *, at: str = "thunder.jit(..., transforms=[fsdp(...)])"
     ) -> None:
-        """Looks whether all ranks have the same text; returns when they do.
+        """Raise an error unless all ranks have the same text.
 
         Args:
-            what: what the text is about.
-            lines: the text; ranks send no more than its digest as long as it is the same.
-            at: the call in which all ranks are to meet.
+            what: the subject of the text.
+            lines: the text. Ranks send only its digest unless the texts differ.
+            at: the call in which all ranks meet.
 
         Raises:
-            ScheduleDisagreement: on every rank, naming the first line that differs and the ranks, or those that have sent
-                none within the timeout.
+            ScheduleDisagreement: on every rank. It names the first line that differs and the ranks, or the ranks that
+                did not arrive within the timeout.
         """
         if self.alone:
             return
@@ -155,21 +155,21 @@ class Agreement:
         absent: Callable[[str, float], str],
         of: str,
     ) -> list[Any]:
-        """Lets rank 0 judge the texts of all ranks.
+        """Compare the texts of all ranks on rank 0, and return its result on every rank.
 
         Args:
             own: this rank's text.
-            lines: what to show of this rank if its lines are asked for, by their kinds.
-            judge: takes the texts of all ranks; gives ``fault``, or ``lines`` for the two ranks whose lines of ``kind``
-                differ, or ``result``.
-            absent: says which ranks did not come within how many seconds.
-            of: what the lines are about.
+            lines: this rank's lines by kind, to be shown if they differ from another rank's.
+            judge: a function of the texts of all ranks. It returns ``fault``, or ``lines`` for the two ranks whose
+                lines of ``kind`` differ, or ``result``.
+            absent: formats the message for ranks that did not arrive within a number of seconds.
+            of: the subject of the lines.
 
         Returns:
             The judge's result.
 
         Raises:
-            ScheduleDisagreement: there is a fault, on all ranks, also those that come too late.
+            ScheduleDisagreement: there is a fault; on all ranks, including those that arrive too late.
         """
         store, rank, size = self.group.process_group.get_group_store(), self.group.rank, self.group.size
         keys, verdict_key = [f"{prefix}/{r}" for r in range(size)], f"{prefix}/verdict"
@@ -181,7 +181,7 @@ class Agreement:
         else:
             if _wait(store, [verdict_key], self.timeout):
                 missing = [key for key in keys if not store.check([key])]
-                if not missing and _wait(store, [verdict_key], _SLACK):  # rank 0 was comparing
+                if not missing and _wait(store, [verdict_key], _SLACK):  # rank 0 was still comparing
                     missing = keys[:1]
                 if missing:
                     store.compare_set(verdict_key, "", json.dumps(self._missing(missing, absent)))
@@ -235,19 +235,19 @@ class Agreement:
         return {"result": [number_of("\n".join(contents)), any(programs.values()), self.compares_computation and alike]}
 
     def about(self, what: str, group: Group) -> Agreement:
-        """An agreement of its own among the ranks of ``group``, for the same module; a new one each time.
+        """Return a new, separate agreement among the ranks of ``group`` for the same module.
 
-        Modules are numbered for each group of all their ranks, and two of these may share the store of ``group``.
+        Modules are numbered per group of all their ranks, and two such groups may share the store of ``group``.
         """
         number = next(self._numbers[what, group.name])
         return Agreement(group, f"{self.group.name} {self.name} {what} {number}", self.timeout)
 
     @contextlib.contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
-        """Around what a rank does by itself and may refuse; if one refuses, no other goes on to wait for it.
+        """Wrap work that each rank does alone, so that all ranks raise an error if it fails on any of them.
 
         Raises:
-            ScheduleDisagreement: another rank has refused; its message says why.
+            ScheduleDisagreement: it failed on another rank; the message has that rank's error.
         """
         done = self.about(what, self.group)
         try:
@@ -260,18 +260,18 @@ class Agreement:
 
 
 def _wait(store: Store, keys: Sequence[str], timeout: timedelta) -> list[str]:
-    """Wait until all keys are set; those that are not within the timeout."""
+    """Wait until all keys are set, and return those that are missing after the timeout."""
     try:
         store.wait(list(keys), timeout)
     except DistNetworkError:
         raise
-    except RuntimeError:  # each kind of store raises another
+    except RuntimeError:  # each kind of store raises another type
         return [key for key in keys if not store.check([key])]
     return []
 
 
 def _difference(texts: dict[int, list[str]]) -> str:
-    """The first line that differs between two ranks' texts."""
+    """Return the first line that differs between two ranks' texts."""
     (first, ours), (other, theirs) = texts.items()
     number = next(i for i, (a, b) in enumerate(itertools.zip_longest(ours, theirs)) if a != b)
     a, b = (text[number] if number < len(text) else "(nothing)" for text in (ours, theirs))

@@ -1,17 +1,19 @@
-"""The control channel as one model uses it: which trace or call each rank is about to run.
+"""Agreement of one model's ranks, before collectives, on the trace or call that they are about to run.
 
 [Note: When ranks agree]
-Before the collectives of a trace, of a state dict, of a checkpoint and so on, every rank says which it is: a round of the
-channel (see [Note: Rounds] in ``channel``). In a trace ``fsdp_agree`` posts the round and ``fsdp_agreed`` settles it:
-with gloo before the first collective is issued, because gloo aborts the process where sizes differ; with NCCL before the
-first result is waited for, so that the round overlaps with the first collective.
+Before the collectives of a trace, a state dict, a checkpoint and so on, every rank announces which of these it is about
+to run. That is a round of the channel (see [Note: Rounds] in ``channel``). In a trace, ``fsdp_agree`` posts the round
+and ``fsdp_agreed`` settles it. With gloo it is settled before the first collective is issued, because gloo aborts the
+process if sizes differ. With NCCL it is settled before the first result is waited for, so the round overlaps the first
+collective.
 
-A token names the *agreed program*, not the trace: ranks may run traces of different shapes whose collectives fit
-together, and with ``process_group_for`` even programs that differ. ``Agreement.check`` found out when they were compiled,
-and numbered what fits. What the traces compute is compared as in [Note: When computations are the same]. The token also
-counts the collectives that this rank has issued beyond those of the traces that it has begun. The count is 0 unless an
-exception cut a trace short, and ranks that were cut short at different collectives would pair collectives that do not
-belong together.
+A token identifies the *agreed program*, not the trace: ranks may run traces of different shapes whose collectives
+match, and with ``process_group_for`` even different programs. ``Agreement.check`` compared the programs when they were
+compiled and numbered those that match. Computations are compared as in [Note: When computations are the same].
+
+The token also contains how many more collectives this rank has issued than the traces that it started contain. That is
+0 unless an exception interrupted a trace. Ranks that were interrupted at different collectives would otherwise match
+collectives that do not belong together.
 """
 
 from __future__ import annotations
@@ -41,13 +43,13 @@ __all__ = ["Agreed", "Control", "Run", "control_of", "number_of"]
 
 
 class Control:
-    """One model's use of the channel. Without other ranks it says nothing.
+    """One model's use of the control channel. Without other ranks it sends nothing.
 
     Args:
-        group: the ranks that the model is shared among.
-        channel: theirs; ``None`` if there is nobody to agree with.
-        name: the model's, the same on all ranks, different from those of other models.
-        title: the model's name for people.
+        group: the ranks that share the model.
+        channel: their channel; ``None`` if there are no other ranks.
+        name: the model's unique name, the same on all ranks.
+        title: the model's name in messages.
     """
 
     def __init__(self, group: Group, channel: Channel | None = None, name: str = "", title: str = "the model") -> None:
@@ -63,33 +65,33 @@ class Control:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to agree with."""
+        """Whether there are no other ranks to agree with."""
         return self.channel is None
 
     def concerns_all(self, bucket: TransportedBucket) -> bool:
-        """Whether all ranks have ``bucket``: with ``process_group_for`` some may have other parameters."""
+        """Return whether all ranks have ``bucket``; with ``process_group_for`` some may have other parameters."""
         return bucket.ranks.group.size * bucket.spec.replicas == self._size
 
     def process_group(self, otherwise: Group) -> ProcessGroup:
-        """The process group for traffic of torch's own that all ranks have met for; ``otherwise`` if this is alone."""
+        """Return the process group for collectives of torch itself after a meeting; ``otherwise`` without other ranks."""
         return (otherwise if self.channel is None else self.channel.group).process_group
 
     def meet(self, what: str, *details: str) -> None:
-        """Wait until all ranks have come to the same call.
+        """Wait until all ranks have reached the same call.
 
         Args:
             what: the call.
-            details: what else has to be the same on all ranks, such as the names of parameters.
+            details: values that must be the same on all ranks, such as the names of parameters.
 
         Raises:
-            ScheduleDisagreement: a rank does something else, or does not come.
+            ScheduleDisagreement: a rank does something else, or does not arrive in time.
         """
         if self.channel is not None:
             self.begin(what, *details)
             self.channel.settle()
 
     def begin(self, what: str, *details: str) -> None:
-        """Begin to :meth:`meet`; ``settle`` ends it."""
+        """Start a :meth:`meet` without waiting; ``settle`` completes it."""
         if self.channel is not None:
             excess = self.tally.issued - self.tally.expected
             call = _Call(" ".join((what, *details)), self.title, excess)
@@ -97,12 +99,12 @@ class Control:
             self.channel.post(token, call)
 
     def settle(self) -> None:
-        """Settle the round that was begun last, if that has not been done."""
+        """Settle the latest round if it is still pending."""
         if self.channel is not None:
             self.channel.settle()
 
     def exchange(self, what: str, value: Any) -> list[Any]:
-        """Exchange an object with every rank that has come to the same call; in the order of ranks."""
+        """Meet the other ranks and return the objects of all ranks, in the order of ranks."""
         if self.channel is None:
             return [value]
         self.meet(what)
@@ -110,7 +112,7 @@ class Control:
             return self.channel.gather(value)
 
     def reduce(self, what: str, values: Sequence[float], op: Any) -> list[float]:
-        """Reduce numbers over every rank that has come to the same call, on the host."""
+        """Meet the other ranks and reduce numbers over all ranks, on the host."""
         if self.channel is None:
             return list(values)
         self.meet(what)
@@ -121,7 +123,7 @@ class Control:
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Around a collective: if it fails, the error names this rank, the collective and what happened to the others."""
+        """Wrap a collective so that its error names this rank, the collective, and what happened on the other ranks."""
         try:
             yield
         except RuntimeError as error:
@@ -129,7 +131,7 @@ class Control:
             raise RuntimeError(f"{text}\n{self.explain(text)}".rstrip()) from error
 
     def explain(self, text: str) -> str:
-        """Tell the other ranks what failed here and return what they tell; nothing without other ranks."""
+        """Report a failure to the other ranks and return their reports; empty without other ranks."""
         return self.channel.explain(text) if self.channel is not None else ""
 
 
@@ -137,9 +139,9 @@ class Agreed(NamedTuple):
     """The result of comparing a program among the ranks.
 
     Attributes:
-        program: the number under which it goes on the control channel, the same on all ranks whose programs fit together.
+        program: the program's number on the control channel, the same on all ranks whose programs match.
         communicates: whether any rank issues a collective.
-        compares_computation: whether the computations of the ranks have to be equal.
+        compares_computation: whether the computations of the ranks must be equal.
     """
 
     program: int
@@ -148,15 +150,15 @@ class Agreed(NamedTuple):
 
 
 class Run:
-    """A compiled trace as the channel knows it; an opaque argument of ``fsdp_agree`` that prints under its name.
+    """A compiled trace on the control channel: the opaque argument of ``fsdp_agree``, which prints its name.
 
     Args:
-        name: under which it prints.
-        agreed: what the ranks found when they compared their programs.
-        text: describes the trace: its inputs and flags.
-        computation: what it computes.
-        lines: all lines.
-        issues: collectives that it issues.
+        name: the name that it prints.
+        agreed: the result of comparing the programs of all ranks.
+        text: a description of the trace: its inputs and flags.
+        computation: the computation of the trace.
+        lines: all lines of the trace, for messages.
+        issues: the number of collectives that it issues.
     """
 
     def __init__(
@@ -173,11 +175,11 @@ class Run:
         self.name = name
         self.text = text
         self.lines = lines
-        self.issues = 2 * issues  # each counts twice
+        self.issues = 2 * issues  # each collective counts twice
         self.left_over: list[weakref.ref[Bucket]] = []
-        """Buckets whose gradients of ``no_sync`` the trace reduces if there are any."""
+        """Buckets whose unreduced gradients from ``no_sync`` the trace reduces if there are any."""
         self.guarded: list[weakref.ref[Bucket]] = []
-        """Buckets that the trace gathers again if something else has written their private slots."""
+        """Buckets that the trace gathers again if their private slots have been overwritten."""
         self._program = agreed.program
         compared = computation.digests if agreed.compares_computation else ("", "", "")
         self._computation = [number_of(digest) for digest in compared]
@@ -188,7 +190,7 @@ class Run:
         return self.name
 
     def post(self) -> None:
-        """Tell the other ranks that this trace begins."""
+        """Announce to the other ranks that this trace starts."""
         tally = self.control.tally
         self._excess = excess = tally.issued - tally.expected
         self._begun = self.issues
@@ -210,7 +212,7 @@ class Run:
         tally.expected += self._begun
 
     def settle(self) -> None:
-        """Wait until all ranks have said that they run it."""
+        """Wait until all ranks have announced it."""
         self.control.settle()
 
     def describe(self) -> str:
@@ -230,7 +232,7 @@ class Run:
 
 
 class _Call:
-    """A call that communicates outside of a trace."""
+    """A call that communicates outside of traces."""
 
     def __init__(self, what: str, title: str, excess: int) -> None:
         self._what, self._title, self._excess = what, title, excess
@@ -253,7 +255,7 @@ def _after(excess: int) -> str:
 
 @lru_cache(maxsize=4096)
 def number_of(text: str) -> int:
-    """A text as an integer of a token."""
+    """Return the hash of a text as an integer for a token."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
@@ -263,5 +265,5 @@ _controls: weakref.WeakKeyDictionary[Group, Control] = weakref.WeakKeyDictionary
 
 
 def control_of(group: Group) -> Control:
-    """The control of the model that is shared among ``group``; one without other ranks if there is none."""
+    """Return the control of the model that ``group`` shares, or one without other ranks if there is none."""
     return _controls.get(group) or Control(group)

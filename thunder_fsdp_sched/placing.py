@@ -1,4 +1,4 @@
-"""Which ranks share which parameters: the process groups behind ``mesh``, ``process_group`` and ``process_group_for``."""
+"""The ranks that share each parameter, from the options ``mesh``, ``process_group`` and ``process_group_for``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Placing:
     """The ranks of each parameter.
 
     Attributes:
-        usual: the ranks of parameters for which nothing else is asked.
-        everyone: all ranks that the module's parameters are shared with (:func:`everyone_of`).
+        usual: the ranks of parameters for which ``process_group_for`` returns nothing else.
+        everyone: all ranks that share any of the module's parameters (:func:`everyone_of`).
     """
 
     def __init__(self, options: Options, everyone: Group) -> None:
@@ -29,27 +29,27 @@ class Placing:
         self.everyone = everyone
         self._made: dict[str, Ranks] = {}
         self._of: dict[ShardedOver, Ranks] = {}
-        self._mesh_of: dict[Ranks, DeviceMesh] = {}  # with two dimensions
+        self._mesh_of: dict[Ranks, DeviceMesh] = {}  # only 2-D meshes
         if options.mesh is not None:
             self.usual = self._of_mesh(options.mesh)
         else:
             self.usual = self._ranks(everyone)
 
     def of(self, name: str, param: torch.nn.Parameter) -> ShardedOver:
-        """Asks ``process_group_for`` about a parameter.
+        """Return the ranks that share a parameter, according to ``process_group_for``.
 
         Raises:
-            TypeError, ValueError: what it returns is no group that this rank and ``everyone`` can use.
+            TypeError, ValueError: ``process_group_for`` returned something that this rank or ``everyone`` cannot use.
         """
         asked = None if self._options.process_group_for is None else self._options.process_group_for(name, param)
         return self.key(self.usual if asked is None else self._checked(name, asked))
 
     def ranks(self, over: ShardedOver) -> Ranks:
-        """The ranks that a plan names."""
+        """Return the ranks that a plan describes by ``key``."""
         return self._of[over]
 
     def check_sends(self, spec: ParamSpec, over: ShardedOver) -> None:
-        """Refuse a parameter that the ranks which share it cannot send to each other.
+        """Raise an error if the ranks that share a parameter cannot send it to each other.
 
         Raises:
             ValueError: they have no backend for its device.
@@ -60,13 +60,13 @@ class Placing:
     def broadcast(
         self, tensor: torch.Tensor, source: int, over: ShardedOver, *, via: torch.device | None = None
     ) -> None:
-        """Gives every rank that shares a parameter the values of the global rank ``source``.
+        """Broadcast a tensor from the global rank ``source`` to all ranks that share it.
 
         Args:
-            via: where to copy ``tensor`` to be sent if its own device has no backend (a CPU, with NCCL alone).
+            via: device from which to send a copy if the tensor's own device has no backend (a CPU, with NCCL only).
 
         Raises:
-            ValueError: ``source`` is not among them, or there is no backend for either device.
+            ValueError: ``source`` is not among these ranks, or neither device has a backend.
         """
         ranks = self._of[over]
         if not all(group.backend_for(tensor.device) for group in ranks.groups):
@@ -83,14 +83,14 @@ class Placing:
         if mesh is not None and ranks.replicas is not None:
             if source in ranks.replicas.global_ranks:
                 dist.broadcast(tensor, src=source, group=ranks.replicas.process_group)
-            # From here on, in each row of the mesh, the rank in the column of `source` has it.
+            # Now the rank in the column of `source` has it in each row of the mesh.
             column = int((mesh.mesh == source).nonzero()[0, 1])
             row = int((mesh.mesh == dist.get_rank()).nonzero()[0, 0])
             source = int(mesh.mesh[row, column])
         dist.broadcast(tensor, src=source, group=ranks.group.process_group)
 
     def key(self, ranks: Ranks) -> ShardedOver:
-        """What a plan calls these ranks."""
+        """Return the key by which a plan describes these ranks."""
         replicas = ranks.replicas.size if ranks.replicas is not None else 1
         key = ShardedOver(ranks.group.description, ranks.group.size, replicas)
         if self._of.setdefault(key, ranks) is not ranks:  # two groups with one description
@@ -107,7 +107,7 @@ class Placing:
         if isinstance(asked, DeviceMesh):
             if asked.ndim > 2:
                 raise ValueError(
-                    f"process_group_for: the mesh for {name!r} has {asked.ndim} dimensions, at most 2 work"
+                    f"process_group_for: the mesh for {name!r} has {asked.ndim} dimensions, expected at most 2"
                 )
             ranks = self._of_mesh(asked)
         elif isinstance(asked, dist.ProcessGroup):
@@ -134,7 +134,7 @@ class Placing:
         return ranks
 
     def _ranks(self, group: Group, replicas: Group | None = None) -> Ranks:
-        """The same object for the same groups."""
+        """Return the ranks of these groups; the same object for the same groups."""
         key = f"{group.name} {replicas.name if replicas is not None else ''}"
         if key not in self._made:
             reductions = twin(group) if self._options.separate_reduce_scatter_group and group.size > 1 else None
@@ -143,7 +143,7 @@ class Placing:
 
 
 def everyone_of(options: Options) -> Group:
-    """All ranks that a module's parameters are shared with, for what concerns them all: agreeing, aligning measurements.
+    """Return all ranks that share any of a module's parameters, for agreement and for aligning measurements.
 
     Raises:
         RuntimeError: there is no process group.

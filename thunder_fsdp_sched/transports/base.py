@@ -39,7 +39,7 @@ class Work(Protocol):
 
 
 class Views(NamedTuple):
-    """A slot as a bucket lies in it.
+    """The views of one slot for one bucket.
 
     Attributes:
         flat: the interleaved unsharded buffer.
@@ -103,9 +103,9 @@ class Traffic(NamedTuple):
 class Transport(ABC):
     """Moves a bucket between its sharded and its interleaved unsharded form.
 
-    A transport is one object a process and keeps nothing between a call and the wait for it, except what it caches for a
-    bucket. Every method issues its collectives at once and in an order that is the same on all ranks. If it raises, nothing
-    that it has issued is in flight any more (``issue_each``).
+    A transport is one object a process and keeps nothing between a call and the wait for it, except what it caches for
+    a bucket. Every method issues its collectives at once and in an order that is the same on all ranks. If it raises,
+    nothing that it has issued is in flight any more (``issue_each``).
 
     Attributes:
         per_param: it needs a layout in which every parameter is cut into even rows (``plan_layout(per_param=True)``).
@@ -193,8 +193,8 @@ def issue_each(issues: Iterable[Callable[[], Work]]) -> list[Work]:
 class _OnStream:
     """Work that a side stream is doing.
 
-    It keeps the tensors that the stream uses, as a work of NCCL does. If nobody has waited when it is dropped, an exception
-    having come in between, the allocator is told that the stream still uses them.
+    It keeps the tensors that the stream uses, as a work of NCCL does. If nobody has waited when it is dropped, an
+    exception having come in between, the allocator is told that the stream still uses them.
     """
 
     def __init__(self, stream: torch.cuda.Stream, device: torch.device, uses: Sequence[torch.Tensor]) -> None:
