@@ -1,11 +1,12 @@
-"""Chooses memory and prefetch together: which buckets stay unsharded, and how far ahead the others are gathered.
+"""Choose memory and prefetch together: which buckets stay unsharded, and how far ahead the others are gathered.
 
 [Note: The search]
-Keeping one more bucket unsharded between forward and backward never costs time and always costs its bytes; gathering one
-step further ahead hides at least as much and holds one more bucket. So for each distance the most buckets that fit are
-kept, those that backward reads first (they are gathered last in forward, so the memory is held shortest), and the pair
-with the least simulated step time wins; of equal ones that with fewer bytes. Each candidate goes through the passes that
-the real trace goes through, so its bytes are those that will be allocated, and its time is that of the real order.
+Keeping one more bucket unsharded between forward and backward never costs time and always costs memory. Gathering one
+step further ahead hides at least as much communication and holds one more bucket. So for each prefetch distance, as
+many buckets as fit are kept: those that backward reads first, because forward gathers them last and so they occupy
+memory for the shortest time. The pair with the shortest simulated step wins; among equals, the one with fewer bytes.
+Each candidate runs through the same passes as the real trace, so its bytes are those that will be allocated and its
+order is the real one.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from .transforms.sort_communication import bytes_in_flight
 __all__ = ["Candidate", "Choice", "choose", "room_for_gathers", "room_for_slots"]
 
 _FARTHEST = 8
-"""Steps of prefetch that are tried at most; what is not hidden by then does not fit into the step."""
+"""The largest prefetch distance that is tried; communication still exposed then cannot be hidden in the step."""
 
 _PATIENCE = 2
-"""Distances without an improvement after which the search ends."""
+"""How many distances without an improvement end the search."""
 
 _SAME = 1e-3
-"""Step times that differ by a smaller share than this count as equal: a model is not more exact."""
+"""Relative difference below which step times count as equal, because the cost model is not more accurate."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to use memory.
+    """A setting of prefetch and kept buckets, with its simulated cost.
 
     Attributes:
-        prefetch: steps that gathers are issued ahead of their waits.
+        prefetch: how many prefetch steps gathers are issued ahead of their waits.
         kept: names of the buckets that stay unsharded from forward to backward.
         unsharded_bytes: bytes of all slots: kept buckets, gathered ones, and unsharded gradients.
         step_seconds: simulated time of forward and backward.
@@ -89,18 +90,18 @@ def choose(
     may_keep: bool,
     max_unsharded_bytes: int | None,
 ) -> Choice:
-    """Searches for the least simulated step time within the budget.
+    """Search for the shortest simulated step within the budget.
 
     Args:
-        joint: the joint trace with bucketed communication, before anything is gathered again for backward.
-        cost: what the simulator charges.
-        prefetch: steps, if they are given; ``None`` tries several.
+        joint: the joint trace with bucketed communication, before ``regather_for_backward``.
+        cost: the cost model of the simulator.
+        prefetch: a fixed prefetch distance; ``None`` tries several.
         kept: buckets that stay unsharded in any case.
-        may_keep: whether more of them may.
+        may_keep: whether more buckets may be kept.
         max_unsharded_bytes: the budget for all slots together; ``None`` for no limit.
 
     Raises:
-        ValueError: nothing fits, naming the bytes of the most frugal candidate.
+        ValueError: nothing fits; the message has the bytes of the smallest candidate.
     """
     search = _Search(joint, cost, frozenset(kept), max_unsharded_bytes)
     distances = [prefetch] if prefetch is not None else range(min(_FARTHEST, search.gathers) + 1)
@@ -108,7 +109,7 @@ def choose(
     for distance in distances:
         candidate = search.best_at(distance, may_keep)
         if candidate is None:
-            break  # no room for this distance, and still less for a larger one
+            break  # this distance does not fit, and no larger one can
         considered.append(candidate)
         if len(considered) > _PATIENCE:
             before = min(c.step_seconds for c in considered[:-_PATIENCE])
@@ -127,9 +128,9 @@ def choose(
 
 
 def room_for_gathers(trace: TraceCtx, *, budget: int | None, kept: Collection[Bucket]) -> int | None:
-    """Bytes that gathered buckets may take in one trace: the budget less kept buckets and unsharded gradients.
+    """Return the bytes left for gathered buckets in one trace: the budget minus kept buckets and unsharded gradients.
 
-    These are as many reductions as may be in flight, and the slots that gradients are being written to beside them.
+    Unsharded gradients are the reductions that may be in flight, and the slots that gradients are written to meanwhile.
     """
     room = room_for_slots(trace, budget=budget, kept=kept)
     if room is None:
@@ -139,12 +140,12 @@ def room_for_gathers(trace: TraceCtx, *, budget: int | None, kept: Collection[Bu
 
 
 def room_for_slots(trace: TraceCtx, *, budget: int | None, kept: Collection[Bucket]) -> int | None:
-    """Bytes that shared slots may take: the budget less kept buckets."""
+    """Return the bytes left for shared slots: the budget minus kept buckets."""
     return None if budget is None else budget - _private_bytes(trace, kept)
 
 
 def _private_bytes(trace: TraceCtx, kept: Collection[Bucket]) -> int:
-    """Bytes of the slots in which kept buckets stay; of those that this trace does not gather, as planned."""
+    """Return the bytes of the slots of kept buckets; for those that this trace does not gather, the planned bytes."""
     gathered = [b for b in trace.bound_symbols if b.sym is fsdp_all_gather and bucket_of(b).whole in kept]
     elsewhere = set(kept) - {bucket_of(b).whole for b in gathered}
     return sum(map(slot_bytes_of, gathered)) + sum(slot_bytes(b.spec, b.spec.param_dtype) for b in elsewhere)
@@ -157,17 +158,17 @@ class _Search:
         self.kept = kept
         self.budget = budget
         self.gathers = sum(b.sym is fsdp_all_gather for b in joint.bound_symbols)
-        self.most = len(self.first_in_backward)  # most further buckets that fitted at the last distance
+        self.most = len(self.first_in_backward)  # how many further buckets fitted at the previous distance
 
     def best_at(self, prefetch: int, may_keep: bool) -> Candidate | None:
-        """The fastest candidate at one distance, which is the one that keeps most; ``None`` if nothing fits."""
+        """Return the fastest candidate at one distance, which keeps the most buckets; ``None`` if nothing fits."""
         if self.budget is None or not may_keep:
             low, high = 0, 1
         else:
             low, high = 0, self.most + 1
         if not self._fits(prefetch, low):
             return None
-        # `low` further buckets fit, `high` do not. More never fit at a larger distance than at the last one.
+        # `low` further buckets fit, `high` do not. A larger distance never fits more of them than the previous one.
         if high - low > 1 and self._fits(prefetch, high - 1):
             low = high - 1
         while high - low > 1:
@@ -186,7 +187,7 @@ class _Search:
         return self.try_out(prefetch, kept)[1] <= self.budget
 
     def try_out(self, prefetch: int, kept: frozenset[Bucket]) -> tuple[Sequence[TraceCtx], int]:
-        """Runs the passes for one candidate, on memory that nobody uses: the sorted halves, and the bytes of all slots."""
+        """Run the passes for one candidate in an unused arena, and return the sorted halves and the bytes of all slots."""
         scratch: dict[Arena, Arena] = {}
 
         def arena_of(bucket: Bucket) -> Arena:
@@ -206,7 +207,7 @@ class _Search:
 
     @cached_property
     def first_in_backward(self) -> list[Bucket]:
-        """The buckets that backward gathers again, in the order in which it needs them."""
+        """Return the buckets that backward gathers again, in the order of their first consumers."""
         halves = split_joint(regather_for_backward(self.joint, kept=self.kept))
         if len(halves) == 1:
             return []

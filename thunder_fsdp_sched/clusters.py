@@ -1,15 +1,15 @@
-"""Machines as data: what one device computes, moves and sends in a second, and where these figures come from.
+"""Machines as data: FLOP/s, memory and network bandwidth of one device, and the sources of these figures.
 
-``CLUSTERS`` holds presets by name. Another machine is another :class:`ClusterSpec`; ``dataclasses.replace`` changes one.
-``python -m thunder_fsdp_sched.clusters`` lists the presets, ``... measure`` measures this machine.
+``CLUSTERS`` holds presets by name. Another machine is another :class:`ClusterSpec`; ``dataclasses.replace`` changes
+one. ``python -m thunder_fsdp_sched.clusters`` lists the presets, ``... measure`` measures this machine.
 
 [Note: What a preset's figures mean]
-Peaks are the vendor's, for dense matrices and one direction of a link. What a program reaches of them stands apart in
-:class:`Efficiency`, so that a reader sees which figures are facts and which are assumptions. Protocols and the share of
+Peaks are the vendor's, for dense matrices and one direction of a link. The share that a program reaches is separate, in
+:class:`Efficiency`, so that facts are distinct from assumptions. Protocols and the share of
 NVLink in the NVIDIA presets are the constants by which NCCL itself chooses how to communicate: ``src/graph/tuning.cc``
-(rings, microseconds of start, of a hop over NVLink, of a hop over the network: 8.4, 3.4, 14.0 for Simple; 14.0, 1.9, 4.0
-for LL128 at 92 % of the bandwidth) and ``src/graph/topo.h`` (20.0, 20.6 and 40.1 GB/s a link of NVLink 3, 4 and 5, of the
-datasheets' 25, 25 and 50).
+(rings, microseconds of start, of a hop over NVLink, of a hop over the network: 8.4, 3.4, 14.0 for Simple; 14.0, 1.9,
+4.0 for LL128 at 92 % of the bandwidth) and ``src/graph/topo.h`` (20.0, 20.6 and 40.1 GB/s a link of NVLink 3, 4 and 5,
+of the datasheets' 25, 25 and 50).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Protocol:
-    """One way in which the communication library passes data around a ring; it takes the fastest for each size.
+    """A protocol by which the communication library sends data around a ring; it uses the fastest for each size.
 
     Attributes:
-        start: seconds that a collective takes in addition, however small.
+        start: fixed cost of a collective in seconds, for any size.
         intra_node_hop: seconds of one hop inside a node, without the data.
         inter_node_hop: seconds of one hop between nodes, without the data.
         bandwidth_share: share of the links' bandwidth that carries data.
@@ -86,14 +86,14 @@ class ClusterSpec:
         protocols: latencies of the communication library.
         launch_overhead: seconds of the host for one bound symbol.
         kernel_overhead: seconds of the device between two kernels, in addition to their work.
-        synchronous: whether the host computes itself (CPU) instead of running ahead of a device.
-        contention: share of compute speed that is lost while a collective runs, because it takes processors.
-        reduce_scatter_factor: bytes that a reduce-scatter sends, in units of what a ring needs. 2 for gloo, which
-            reduces everything on all ranks and drops what is not asked for.
+        synchronous: whether the host itself computes (CPU) instead of running ahead of a device.
+        contention: share of compute speed that is lost while a collective runs, because it occupies processors.
+        reduce_scatter_factor: bytes that a reduce-scatter sends, relative to a ring. 2 for gloo, which reduces
+            everything on all ranks and discards the rest.
         concurrent: collectives of one process group that run at once: 1 for NCCL, 2 for gloo.
         gather_share: share of the link that an all-gather has beside reductions, if they run at once.
         reduction_share: share of the link that all reductions have beside an all-gather; together at most 1.
-        efficiency: shares of the peaks that are assumed.
+        efficiency: assumed shares of the peaks.
     """
 
     name: str
@@ -128,18 +128,19 @@ class ClusterSpec:
             raise ValueError(f"cluster {self.name!r}: contention must be in [0, 1), got {self.contention}")
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
-        """FLOP/s that one device reaches in ``dtype``; the slowest known dtype's if this one has no peak here."""
+        """Return the FLOP/s that one device reaches in ``dtype``; without a peak, those of the slowest known dtype."""
         return self.flops.get(dtype, min(self.flops.values())) * self.efficiency.flops
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes/s that one device reads and writes."""
+        """The bytes/s that one device reads and writes."""
         return self.memory_bandwidth * self.efficiency.memory
 
 
 _NCCL = (Protocol(8.4e-6, 3.4e-6, 14e-6), Protocol(14e-6, 1.9e-6, 4e-6, bandwidth_share=0.92))
 _HOST: dict[str, Any] = {
-    # An eager PyTorch call keeps the host busy for 5 us and more; a kernel starts about 2 us after the one before it ends.
+    # An eager PyTorch call keeps the host busy for 5 us and more; a kernel starts about 2 us after the one before it
+    # ends.
     "launch_overhead": 6e-6,
     "kernel_overhead": 2e-6,
 }
@@ -246,14 +247,14 @@ _PRESETS = (
 )
 
 CLUSTERS: Mapping[str, ClusterSpec] = {spec.name: spec for spec in _PRESETS}
-"""Presets by name."""
+"""The presets, keyed by name."""
 
 
 def cluster(name: str | ClusterSpec) -> ClusterSpec:
-    """The preset of that name; a spec passes through.
+    """Return the preset of that name; a spec is returned unchanged.
 
     Raises:
-        ValueError: no preset has that name; the message lists those there are.
+        ValueError: no preset has that name; the message lists all presets.
     """
     if isinstance(name, ClusterSpec):
         return name
@@ -267,9 +268,9 @@ _GPUS = {"H100": "h100-sxm", "H200": "h200-sxm", "A100": "a100-sxm", "B200": "b2
 
 
 def preset_of_gpu(device_name: str) -> ClusterSpec | None:
-    """Return the preset of a GPU by the name that its driver gives it, or ``None`` if there is none.
+    """Return the preset of a GPU by the name that its driver reports, or ``None`` if there is none.
 
-    The model has to be a word of its own: a GH200 or GB200 has another link to its host, an RTX A1000 is no A100, and a
+    The model must be a separate word: a GH200 or GB200 has another link to its host, an RTX A1000 is not an A100, and a
     MIG slice is only a part of a GPU.
     """
     words = re.split(r"[\s-]+", device_name)
@@ -298,12 +299,12 @@ def cluster_of_this_process() -> ClusterSpec:
 
 
 def measure_this_machine(world_size: int | None = None) -> ClusterSpec:
-    """Measures a node of CPU ranks on this machine: one thread each, one core each, gloo between them. Takes a minute.
+    """Measure a node of CPU ranks on this machine: one thread and one core each, gloo between them. Takes a minute.
 
     Args:
-        world_size: ranks; default is one for each core that this process may use.
+        world_size: number of ranks; the default is one for each core that this process may use.
     """
-    from torch.multiprocessing import get_context  # starts processes: only when asked
+    from torch.multiprocessing import get_context  # here, because importing it is only needed to start processes
 
     cores = sorted(os.sched_getaffinity(0))
     world_size = world_size or len(cores)
@@ -368,7 +369,7 @@ def _measure_rank(rank: int, world_size: int, core: int, port: int, results: obj
 
 
 def _seconds(call: object, *, calls: int = 3, repeats: int = 7) -> float:
-    """Least mean time of one call among ``repeats`` runs of ``calls`` calls: what disturbs can only add time."""
+    """Return the least mean time of one call among ``repeats`` runs of ``calls`` calls; disturbances only add time."""
     assert callable(call)
     call()
     best = float("inf")

@@ -1,11 +1,11 @@
-"""Creation of process groups beside those of the user.
+"""Creation of process groups in addition to those of the user.
 
 [Note: Groups that only members make]
-Groups beside the user's are made by their members alone, as the rest of the world may be busy with something else. After
-``init_process_group(device_id=...)`` torch makes each group of NCCL by splitting a communicator, which hangs unless all of
-its ranks take part. By ``new_group`` that is the default group's communicator. So a twin, which has the same ranks as the
-group that it goes with, is split from that one (``split_group``), and a group over the union of several has gloo for its
-backend: it carries single numbers only.
+Only the members of an additional group take part in creating it, because all other ranks may be busy with something
+else. After ``init_process_group(device_id=...)``, torch creates each NCCL group by splitting a communicator, which
+hangs unless all ranks of that communicator take part. ``new_group`` splits the communicator of the default group. So a
+twin, which has the same ranks as an existing group, is split from that group (``split_group``). A group over the union
+of several groups uses the backend gloo, which suffices because only single numbers are sent on it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def default_group() -> Group:
     """Return the default process group.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: it is not initialized.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -37,19 +37,19 @@ def default_group() -> Group:
 
 
 def twin(group: Group) -> Group:
-    """Return a process group of the same ranks with a communicator of its own."""
+    """Return a process group of the same ranks with a separate communicator."""
     return companion(group.process_group, list(group.global_ranks), f"{group.description}_reductions")
 
 
 _companions: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], Group]] = (
     weakref.WeakKeyDictionary()
 )
-"""Process groups made here, by the process group of the user's that they go with: one for all models, for as long as that
-lives. Each has threads and connections, or on GPUs a communicator."""
+"""The process groups created here, keyed by the user's process group to which they belong. All models share them, for
+the lifetime of the user's group, because each has threads and connections, or on GPUs a communicator."""
 
 
 def companion(of: dist.ProcessGroup, ranks: list[int], description: str) -> Group:
-    """Return a process group of ``ranks`` with the backend of the group ``of``, destroyed with it; the same each time."""
+    """Return the process group of ``ranks`` with the backend of the group ``of``, created once and destroyed with it."""
     known = _companions.setdefault(of, {})
     key = description, tuple(ranks)
     group = known.get(key)
@@ -66,11 +66,11 @@ def new_group(
     backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> Group:
-    """Make a process group of ``ranks``, destroyed with the group ``of``; see [Note: Groups that only members make].
+    """Create a process group of ``ranks``, destroyed with the group ``of``; see [Note: Groups that only members make].
 
     Args:
-        backend: instead of that of ``of``, whose options it has then.
-        timeout: instead of that of ``of``.
+        backend: a backend other than that of ``of``; the default uses that of ``of``, with its options.
+        timeout: a timeout other than that of ``of``.
     """
     timeout = timeout or timeout_of(of)
     splits = backend is None and "nccl" in dist.get_backend_config(of) and splits_default_group()
@@ -103,17 +103,18 @@ def _destroy(group: Group) -> None:
 
 
 def _level_group_counts(ranks: list[int], named_after: list[int]) -> list[dist.ProcessGroup]:
-    """Makes all members know the same number of process groups.
+    """Bring all members to the same number of known process groups.
 
-    torch names a group that only its members make after their ranks and the number of groups that the process knows
-    already. Members with different numbers, such as ranks of different expert groups, would wait for each other for ever
-    under different names, and a number that has come down since, because groups were destroyed, may give a name that is
-    taken. So members exchange their numbers through the store, agree on one whose name is free, and those with less make
-    groups of themselves, which are returned and may be destroyed as soon as the group is made.
+    torch derives the name of a group that only its members create from their ranks and the number of groups that the
+    process already knows. Members with different numbers, such as ranks of different expert groups, would wait for each
+    other forever under different names. And where groups were destroyed, the number has decreased, so the name may
+    already be taken. So the members exchange their numbers through the store and agree on one whose name is free.
+    Members below that number create groups of only themselves. These are returned, and may be destroyed once the group
+    is created.
 
     Args:
         ranks: the members.
-        named_after: their ranks as torch puts them into the name.
+        named_after: the members' ranks as torch puts them into the name.
     """
     everybody = default_group()
     if everybody.is_fake:
@@ -134,15 +135,15 @@ def _level_group_counts(ranks: list[int], named_after: list[int]) -> list[dist.P
         number = largest("known", known)
         free = (n for n in itertools.count(number) if not is_group_name_taken(named_after, n, store))
         number = largest("free", next(free))
-        if store.add(f"{prefix}/{call}/read", 1) == len(ranks):  # everybody has read everything
+        if store.add(f"{prefix}/{call}/read", 1) == len(ranks):  # all ranks have read everything
             for key in (*keys("known"), *keys("free"), f"{prefix}/{call}/read"):
                 store.delete_key(key)
     except Exception as error:
         raise RuntimeError(
-            f"fsdp: not all of the ranks {ranks} came to make a process group of theirs; call thunder.jit() with the same "
+            f"fsdp: not all of the ranks {ranks} arrived to create their process group; call thunder.jit() with the same "
             f"options on all of them ({error})"
         ) from error
-    # Of gloo: a group of NCCL might be split from the default group, see [Note: Groups that only members make].
+    # With gloo, because an NCCL group might be split from the default group: see [Note: Groups that only members make].
     return [
         dist.new_group([me], backend="gloo", use_local_synchronization=True, group_desc="level")
         for _ in range(number - known)

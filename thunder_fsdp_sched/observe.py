@@ -1,14 +1,15 @@
-"""Runs a torch function on fake tensors and reports which outputs share memory with inputs, and whether it is pure.
+"""Run a torch function on fake tensors to find out which outputs share memory with inputs, and whether it is pure.
 
 [Note: How a function is observed]
-The very function that a trace calls runs once on fake tensors of the same shapes and dtypes. They have storages but no
-data, so this takes no memory and draws no random numbers. A dispatch mode sees every base operator that the function
-is made of: its schema says which arguments it writes, its tags whether it draws random numbers. Afterwards storages are
-compared. Schemas of composite operators are not asked, because some are wrong: ``dropout`` and ``einsum`` may return their
-input without saying so.
+The function that a trace calls runs once on fake tensors of the same shapes and dtypes. They have storages but no data,
+so this needs no memory and draws no random numbers. A dispatch mode sees every base operator that the function calls:
+its schema specifies which arguments it writes, its tags whether it draws random numbers. Afterwards the storages of
+outputs and inputs are compared. Schemas of composite operators are not used, because some are wrong: ``dropout`` and
+``einsum`` may return their input although their schemas do not show it.
 
-Fake inputs are contiguous. If the call names another memory format it runs again with inputs of that format, since
-``contiguous`` and ``to`` return such an input as it is. The audit of the first run covers what else depends on strides.
+Fake inputs are contiguous. If the call specifies another memory format, it runs again with inputs of that format,
+because ``contiguous`` and ``to`` return such an input unchanged. The audit of the first run covers all other dependence
+on strides.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .compat import schema_of, shape_of
 __all__ = ["Observed", "observe", "observe_call"]
 
 _TRUSTED_NAMESPACES = frozenset({"aten", "prim", "prims"})
-"""Namespaces whose operators carry the tag ``nondeterministic_seeded`` if they draw random numbers. Others need not."""
+"""Namespaces whose operators have the tag ``nondeterministic_seeded`` if they draw random numbers. Others may lack it."""
 
 _UNINITIALIZED = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
@@ -45,16 +46,16 @@ _DEVICE = re.compile(r"(cpu|cuda|meta|xpu|mps|hpu|privateuseone)(:\d+)?")
 _OTHER_FORMATS = (torch.channels_last, torch.channels_last_3d)
 
 _MAX_CACHED = 10_000
-"""Calls whose facts are kept; a model has a few hundred."""
+"""How many calls are cached; a model has a few hundred."""
 
 
 class Observed(NamedTuple):
     """Facts about one call of a function.
 
     Attributes:
-        aliases: for each tensor that it returns, the indices of the tensor arguments with which it shares memory.
-        pure: whether the same arguments give the same values, and nothing else changes.
-        writes: indices of the tensor arguments that it changes in place.
+        aliases: for each returned tensor, the indices of the tensor arguments with which it shares memory.
+        pure: whether equal arguments yield equal results, and nothing else changes.
+        writes: indices of the tensor arguments that it modifies in place.
     """
 
     aliases: tuple[frozenset[int], ...]
@@ -72,8 +73,8 @@ def observe_call(
 
     Args:
         leaves: the arguments of the bound symbol, flattened. Tensor proxies of one name are one tensor.
-        unflatten: makes ``(args, kwargs)`` of a list as long as ``leaves``.
-        structure: hashable, tells calls of different structure apart.
+        unflatten: converts a list as long as ``leaves`` to ``(args, kwargs)``.
+        structure: a hashable value that differs between calls of different structure.
     """
     described = _describe(leaves)
     if described is None:
@@ -87,7 +88,7 @@ def observe_call(
 
 
 def observe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Observed:
-    """Run ``function`` with tensors of a :class:`FakeTensorMode` that is active, and return the facts.
+    """Run ``function`` with tensors of the active :class:`FakeTensorMode`, and return the facts.
 
     Tensor arguments are numbered in the order in which they appear, each tensor once.
     """
@@ -106,7 +107,7 @@ def observe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Observed
 
 
 class _Recorder(TorchDispatchMode):
-    """Collects facts from the schemas and tags of all base operators that run under it."""
+    """A dispatch mode that collects facts from the schemas and tags of all base operators that run under it."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -117,7 +118,7 @@ class _Recorder(TorchDispatchMode):
         self.custom_alias = False
         self.writes: set[int] = set()
         self.uninitialized: set[StorageWeakRef] = set()
-        self._alive: list[Any] = []  # storages are told apart by address
+        self._alive: list[Any] = []  # keeps storages alive, because they are identified by address
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -142,7 +143,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _try(function: Callable[..., Any], leaves: Sequence[Any], unflatten: Callable[[list[Any]], Any]) -> Observed | None:
-    """Observe a call, with torch's dtypes and devices and if that fails with Thunder's; ``None`` if both fail."""
+    """Observe a call with torch's dtypes and devices, or else with Thunder's; return ``None`` if both fail."""
     formats = [x for x in leaves if isinstance(x, torch.memory_format) and x in _OTHER_FORMATS]
     observed = [_try_with(function, leaves, unflatten, layout) for layout in (torch.contiguous_format, *formats)]
     found = [o for o in observed if o is not None]
@@ -174,14 +175,14 @@ def _try_with(
                 tensors: dict[str, torch.Tensor] = {}
                 args, kwargs = unflatten([_fake(leaf, tensors, convert, layout) for leaf in leaves])
                 return observe(function, *args, **kwargs)
-        except Exception:  # whatever it is: nothing is known about the function then
+        except Exception:  # after any error nothing is known about the function
             continue
     return None
 
 
 @contextlib.contextmanager
 def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """Keep torch from logging each operator that does not take these arguments."""
+    """Keep torch from logging each operator that does not accept these arguments."""
     before, logger.disabled = logger.disabled, True
     try:
         yield
@@ -231,7 +232,7 @@ _PLAIN = (
 
 
 def _describe(leaves: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Return a key that is equal for calls with equal facts, or ``None`` for arguments that cannot be made fake."""
+    """Return a key that is equal for calls with equal facts, or ``None`` if arguments cannot be converted to fake ones."""
     described: list[Any] = []
     first: dict[str, int] = {}
     for leaf in leaves:

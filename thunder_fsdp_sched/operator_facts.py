@@ -1,15 +1,17 @@
-"""Facts about operators: what an output may alias, what is pure, what is written. What is not known counts as unsafe.
+"""Facts about operators: aliases of outputs, purity, and writes to inputs. Unknown operators count as unsafe.
 
 [Note: Where facts come from]
-1. *This project's symbols* are exact by construction: they hand out slots, and passes follow those by themselves.
-2. *Thunder's prims* are in an explicit table. A prim that is not there is unknown.
-3. *Functions of torch*, under whatever symbol Thunder calls them, are observed: see [Note: How a function is observed] in
+1. *Symbols of this package* are known exactly: they return views of slots, which the passes follow themselves.
+2. *Prims of Thunder* are in an explicit table. A prim that is not in the table is unknown.
+3. *Functions of torch* are observed, whichever symbol of Thunder calls them: see [Note: How a function is observed] in
    ``observe``. So are Thunder's own small implementations, which call torch.
-4. *Composite symbols and fusions* are looked through. Where the function behind a composite can be observed too, an output
-   aliases what either of them says, and the symbol is pure only if both say so.
-5. *Symbols of other executors* that replace exactly one operator have the facts of that.
+4. *Composite symbols and fusions* have the facts that follow from their subsymbols. If the function of a composite can
+also
+   be observed, the two sources are combined: an output aliases the inputs of either, and the symbol is pure only in
+   both.
+5. *Symbols of other executors* that replace exactly one operator have the facts of that operator.
 
-The rest is unknown: all outputs may alias all tensor inputs, and it is not computed a second time.
+Everything else is unknown: all outputs may alias all tensor inputs, and it is never recomputed.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ class Facts(NamedTuple):
 
     Attributes:
         aliases: for each output that may share memory with inputs, the names of these inputs.
-        pure: whether running it again gives the same values and changes nothing.
-        writes: names of the inputs that it changes in place.
-        known: whether a trustworthy source says so. If not, ``aliases`` and ``pure`` are the safe answers, and it may
-            write any of its inputs.
+        pure: whether running it again returns the same values and modifies nothing.
+        writes: names of the inputs that it modifies in place.
+        known: whether the facts come from a reliable source. If not, ``aliases`` and ``pure`` are the safe assumptions,
+            and it may write any of its inputs.
     """
 
     aliases: dict[str, tuple[str, ...]]
@@ -53,7 +55,7 @@ _VIEW_PRIMS = frozenset(
     {
         PrimIDs.BITCAST,
         PrimIDs.BROADCAST_IN_DIM,
-        PrimIDs.CONVERT_ELEMENT_TYPE,  # returns its input where nothing is to convert
+        PrimIDs.CONVERT_ELEMENT_TYPE,  # returns its input if there is nothing to convert
         PrimIDs.DEVICE_PUT,
         PrimIDs.IMAG,
         PrimIDs.REAL,
@@ -88,11 +90,11 @@ _FRESH_PRIMS = frozenset(p for p in PrimIDs if p.name == "_GROUPED_MM") | frozen
     PrimIDs.UNIFORM_PHILOX, PrimIDs.VAR, PrimIDs.VAR_MEAN, PrimIDs.WHERE, PrimIDs.ZETA,
 })
 # fmt: on
-"""Prims that return new memory, the same for the same inputs, and change nothing."""
+"""Prims that return new memory, return equal values for equal inputs, and modify nothing."""
 
 _IMPURE_PRIMS = frozenset(
     {
-        PrimIDs.EMPTY,  # whatever was in memory
+        PrimIDs.EMPTY,  # uninitialized memory
         PrimIDs.GET_AND_UPDATE_RNG_STATE,
         PrimIDs.MULTINOMIAL,
         PrimIDs.RANDINT,
@@ -100,7 +102,7 @@ _IMPURE_PRIMS = frozenset(
         PrimIDs.UNIFORM,
     }
 )
-"""Prims that return new memory, but not the same each time."""
+"""Prims that return new memory, but different values each time."""
 
 _IMPURE_TAGS: set[Any] = {OpTags.RANDOM_OP, OpTags.IN_PLACE, OpTags.DONT_DCE}
 
@@ -137,12 +139,12 @@ def _facts_of(bsym: BoundSymbol) -> Facts:
 
 
 def _tensors(bsym: BoundSymbol) -> tuple[str, ...]:
-    """Names of the tensors, or futures of tensors, that ``bsym`` reads, each once."""
+    """Return the names of the tensors, or futures of tensors, that ``bsym`` reads, each once."""
     return tuple(dict.fromkeys(p.name for p in bsym.flat_proxy_args if isinstance(p, (TensorProxy, FutureTensorProxy))))
 
 
 def _outs(bsym: BoundSymbol) -> Iterator[str]:
-    """Names of the proxies that ``bsym`` defines."""
+    """Return the names of the proxies that ``bsym`` defines."""
     args = {p.name for p in bsym.flat_proxy_args}
     yield from (p.name for p in bsym.flat_proxy_outs if p.name not in args)
 
@@ -157,7 +159,7 @@ def _of_cut(bsym: BoundSymbol) -> dict[str, tuple[str, ...]]:
 
 
 def _of_prim(prim: Hashable, bsym: BoundSymbol) -> Facts:
-    """The facts about ``bsym`` if it is, or implements, ``prim``."""
+    """Return the facts about ``bsym``, which is or implements ``prim``."""
     tensors = _tensors(bsym)
     if prim is PrimIDs.COPY_:
         destination = bsym.args[1].name
@@ -174,7 +176,7 @@ def _of_prim(prim: Hashable, bsym: BoundSymbol) -> Facts:
 
 
 def _look_through(bsym: BoundSymbol) -> Facts:
-    """The facts that follow from those about the subsymbols of ``bsym``."""
+    """Return the facts that follow from those about the subsymbols of ``bsym``."""
     roots: dict[str, frozenset[str]] = {}
     inputs = {p.name for p in bsym.flat_proxy_args}
     pure = known = True
@@ -191,7 +193,7 @@ def _look_through(bsym: BoundSymbol) -> Facts:
 
 
 def _observe(bsym: BoundSymbol) -> Facts | None:
-    """The facts from a run of the function of torch that ``bsym`` calls, or stands for until executors claim it."""
+    """Return the observed facts of the torch function that ``bsym`` calls, or will call once executors claim it."""
     return _observe_function(function_called_by(bsym) or torch_function_of(bsym.sym.id), bsym)
 
 
@@ -204,11 +206,13 @@ def _observe_function(function: Any, bsym: BoundSymbol) -> Facts | None:
 
 
 def _named(observed: Observed, bsym: BoundSymbol) -> Facts:
-    """``observed`` with the names of the inputs and outputs of ``bsym``."""
+    """Return ``observed`` with the names of the inputs and outputs of ``bsym``."""
     inputs = tuple(dict.fromkeys(p.name for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)))
     outs = [p.name for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
     of_outs = observed.aliases
-    if len(outs) != len(of_outs):  # the meta function returns another structure: any output may be any of the outputs
+    if len(outs) != len(
+        of_outs
+    ):  # the meta function returns another structure: any output may alias what any other does
         of_outs = (frozenset().union(*of_outs),) * len(outs)
     defined = set(_outs(bsym))
     aliases = {
@@ -220,7 +224,7 @@ def _named(observed: Observed, bsym: BoundSymbol) -> Facts:
 
 
 def _of_implemented(bsym: BoundSymbol) -> Facts | None:
-    """The facts about what an executor's symbol replaces, with the same arguments; ``None`` if that is not known."""
+    """Return the facts about the operator that an executor's symbol replaces, with the same arguments; else ``None``."""
     executor = bsym.sym.executor
     if executor is None:
         return None

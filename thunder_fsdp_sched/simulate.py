@@ -1,19 +1,20 @@
-"""Runs traces on paper: streams, a timeline, and what of the communication compute does not hide.
+"""Simulate traces: streams, a timeline, and the communication that compute does not hide.
 
 [Note: Streams]
 The host issues bound symbols one after the other. Compute runs in order on the compute stream. A collective runs on the
-stream of its process group, behind the one issued there before it, and starts no earlier than everything that was issued
-to the compute stream before it has ended (NCCL waits for the stream that is current at the issue). A wait holds back the
-compute stream, not the host, until its collective has ended. On a CPU the host is the compute stream. While collectives
-run, compute can be slower (``CostModel.contention``): they take processors, of a GPU or of the host; collectives themselves
-are not slowed.
+stream of its process group, after the previous collective there. It starts only when all work that was issued to the
+compute stream earlier has finished, because NCCL waits for the stream that is current at the issue. A wait blocks the
+compute stream, not the host, until its collective has finished. On a CPU the host is the compute stream. While
+collectives run, compute can be slower (``CostModel.contention``), because collectives occupy processors of the GPU or
+the host. Collectives themselves are not slowed down.
 
 [Note: Several collectives at once]
-NCCL runs the collectives of one group one after the other (``CostModel.concurrent`` is 1). gloo has two threads for each
-group, so two collectives are on the wire at once. Of two reductions each then gets half of it: both end late, the first no
-earlier than if it had been issued last. An all-gather sends its piece whole, a reduction one segment after the
-other and each only when the last one has come around: so of the two the all-gather gets the larger share
-(``gather_share``) and the reduction less than the rest (``reduction_share``). Of two all-gathers the first gets all.
+NCCL runs the collectives of one group one after the other (``CostModel.concurrent`` is 1). gloo has two threads per
+group, so two collectives share the link. Two reductions get half of it each: both finish late, the first no earlier
+than if it had been issued last. An all-gather sends its data in one piece, whereas a reduction sends segment after
+segment, each only when the previous one has arrived. So of these two, the all-gather gets the larger share of the link
+(``gather_share``), and the reduction less than the rest (``reduction_share``). Of two all-gathers, the first gets the
+whole link.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ __all__ = ["COMPUTE", "Interval", "SlotUse", "Timeline", "simulate"]
 
 
 def simulate(forward: TraceCtx | Sequence[TraceCtx], backward: TraceCtx | None, cost: CostModel) -> Timeline:
-    """Simulates execution traces that run one after the other, usually the forward and the backward one.
+    """Simulate execution traces that run one after the other, usually forward and backward.
 
-    The time that this takes is about linear in the number of bound symbols.
+    The cost is about linear in the number of bound symbols.
 
     Args:
         forward: an execution trace, sorted or not, or several.
-        backward: the one that runs behind it, if any.
-        cost: what bound symbols and collectives cost.
+        backward: the backward trace, if any.
+        cost: the cost model of bound symbols and collectives.
     """
     traces = [forward] if isinstance(forward, TraceCtx) else list(forward)
     if backward is not None:
@@ -69,7 +70,7 @@ def simulate(forward: TraceCtx | Sequence[TraceCtx], backward: TraceCtx | None, 
 
 @dataclass(eq=False)
 class _Flight:
-    """A collective between its issue and its end; ``left`` are seconds of work, alone on the link."""
+    """A collective in flight; ``left`` is its remaining work in seconds, if it were alone on the link."""
 
     kind: str
     bucket: Bucket
@@ -82,9 +83,9 @@ class _Flight:
 
 
 class _Link:
-    """A process group: serves the collectives that are issued to it in their order, some at once if the backend does.
+    """The link of a process group, which runs collectives in issue order, several at once if the backend does.
 
-    It runs behind the streams that issue to it and is brought forward as far as nothing new can arrive.
+    Its simulated time lags that of the streams that issue to it, and advances only while no new collective can arrive.
     """
 
     def __init__(self, group: str, cost: CostModel, intervals: list[Interval]) -> None:
@@ -96,9 +97,9 @@ class _Link:
         self.waiting: deque[_Flight] = deque()
         self.active: list[_Flight] = []
         self.load = 0.0
-        """Share of compute speed that the active collectives take."""
+        """The share of compute speed that is lost to the active collectives."""
         self.next_change = float("inf")
-        """When a collective starts or ends next."""
+        """The time at which the next collective starts or finishes."""
 
     def issue(self, flight: _Flight) -> None:
         self.alone += flight.left
@@ -116,7 +117,7 @@ class _Link:
             self._move(until)
 
     def finish(self, flight: _Flight) -> float:
-        """Brings the link forward to the end of ``flight`` and returns that."""
+        """Advance the link to the end of ``flight``, and return that time."""
         while flight.end < 0:
             self.advance(self.next_change)
         return flight.end
@@ -155,7 +156,7 @@ class _Link:
         self.load = sum(self.cost.contention(f.kind) * share for f, share in zip(self.active, shares, strict=True))
 
     def _shares(self) -> list[float]:
-        """Which part of the link each active collective has: see [Note: Several collectives at once]."""
+        """Return the share of the link of each active collective: see [Note: Several collectives at once]."""
         if len(self.active) == 1:
             return [1.0]
         gathers = [f.kind == fsdp_all_gather.name for f in self.active]
@@ -180,7 +181,7 @@ class _Step:
         self.compute = 0.0
         self.links: dict[str, _Link] = {}
         self.flights: dict[str, tuple[_Link, _Flight]] = {}
-        self.there: set[str] = set()  # gathers that have nothing to wait for
+        self.there: set[str] = set()  # gathers whose buckets are resident, so there is nothing to wait for
         self.full_speed = 0.0
         self.lost = 0.0
 
@@ -261,7 +262,7 @@ class _Step:
         self._work(bsym, seconds, trace, position, flight.bucket.spec.name)
 
     def _end_of(self, start: float, work: float) -> float:
-        """When ``work`` seconds at full speed end that begin at ``start``, beside the collectives that run then."""
+        """Return when compute of ``work`` seconds at full speed ends if it starts at ``start``, given contention."""
         now = start
         for link in self.links.values():
             link.advance(now)
@@ -277,17 +278,17 @@ class _Step:
 
 
 class _SlotUses:
-    """Follows the values that lie in slots, through views and from one trace into the next."""
+    """The values stored in slots, followed through views and from one trace to the next."""
 
     def __init__(self) -> None:
         self.uses: list[list[Any]] = []
         self.of_value: dict[str, tuple[int, ...]] = {}  # by the name of a future, a gathered parameter or a view of it
-        self.written: dict[str, float] = {}  # by the name of a gradient in place: when its producer began
+        self.written: dict[str, float] = {}  # by the name of a gradient in place: start of its producer
         self.gathered: dict[tuple[str, str], int] = {}  # by slot and bucket
 
     def issue(self, bsym: BoundSymbol, flight: _Flight, began: float) -> None:
         bucket, slot = bucket_of(bsym), Issue(bsym).planned_slot
-        # Gradients are written or copied into the slot before they travel, parameters come in while they do.
+        # Gradients occupy the slot before they are sent, parameters while they are received.
         in_place = [self.written[arg] for arg in args_of(bsym) if arg in self.written]
         start = flight.arrival if bsym.sym is fsdp_all_gather else min([*in_place, began])
         name = slot.name if isinstance(slot, Slot) else ""
@@ -301,17 +302,17 @@ class _SlotUses:
         self.uses.append([name, bucket.spec.name, bsym.sym.name, nbytes, start, start])
 
     def find(self, bsym: BoundSymbol, now: float) -> None:
-        """A gather whose bucket lies in its slot since forward: that use goes on."""
+        """Continue the use of a slot by a gather whose bucket is resident from forward."""
         slot, name = str(Issue(bsym).planned_slot), bucket_of(bsym).spec.name
         number = self.gathered.get((slot, name))
-        if number is None:  # backward alone is simulated
+        if number is None:  # only backward is simulated
             number = self.gathered[slot, name] = len(self.uses)
             self.uses.append([slot, name, bsym.sym.name, payload(bsym.sym.name, bucket_of(bsym).spec)[0], 0.0, now])
         self.of_value[bsym.output.name] = (number,)
 
     def wait(self, bsym: BoundSymbol, now: float) -> None:
         numbers = self.of_value.get(Wait(bsym).future.name, ())
-        if numbers:  # what an all-reduce has is no slot
+        if numbers:  # an all-reduce has no slot
             self.uses[numbers[0]][-1] = now
         if bsym.sym is fsdp_wait_params:
             self.of_value.update(dict.fromkeys(outs_of(bsym), numbers))

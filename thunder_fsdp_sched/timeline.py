@@ -1,9 +1,9 @@
-"""A simulated step as a value: what runs when, what of the communication compute does not hide, what memory holds.
+"""A simulated step as a value: a timeline, exposed communication, and the memory of slots.
 
 [Note: What is exposed]
-Exposed is the time in which a collective runs and compute does not, by union of intervals: two collectives at once count
-once. So a step is compute + contention + exposed communication + idle, the last being time in which the device has nothing
-to do because the host has not issued it yet.
+Communication is exposed while a collective runs and compute does not, by union of intervals: two collectives at once
+count once. So a step is compute + contention + exposed communication + idle. Idle is time in which the device has
+nothing to do because the host has not issued it yet.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ COMPUTE = "compute"
 
 
 class Interval(NamedTuple):
-    """Something that a stream does from ``start`` to ``end`` (seconds since the start of the step).
+    """An activity of a stream from ``start`` to ``end`` (seconds since the start of the step).
 
     Attributes:
         stream: :data:`COMPUTE`, or the process group's name.
         kind: ``"compute"``, ``"wait"`` (the compute stream waits for a collective), or the collective's symbol.
         label: name of the symbol.
-        bucket: of a collective, or a wait, ``""`` else.
-        trace: which of the simulated traces.
+        bucket: the bucket of a collective or a wait, else ``""``.
+        trace: the number of its trace.
         position: index of the bound symbol in its trace, ``del`` statements not counted.
     """
 
@@ -51,7 +51,7 @@ class SlotUse(NamedTuple):
     """A slot that holds an unsharded bucket from ``start`` to ``end`` (seconds since the start of the step).
 
     Attributes:
-        kind: symbol of the collective: parameters that were gathered, or gradients to be reduced.
+        kind: the symbol of the collective that tells gathered parameters from gradients to be reduced.
     """
 
     slot: str
@@ -67,12 +67,13 @@ class Timeline:
     """A simulated step. Times in seconds.
 
     Attributes:
-        intervals: of all streams, in the order of issue.
-        slots: which slot holds which bucket when, in the order of issue.
+        intervals: the activities of all streams, in issue order.
+        slots: the uses of slots by buckets, in issue order.
         step_seconds: from the first issue to the end of the last stream.
-        compute_seconds: of the compute stream, at full speed.
-        contention_seconds: by which collectives slow compute down.
-        communication_seconds: of all collectives of each process group, by its name, if each ran alone.
+        compute_seconds: work of the compute stream at full speed.
+        contention_seconds: the time by which collectives slow compute down.
+        communication_seconds: work of all collectives of each process group if each ran alone, keyed by the group's
+            name.
     """
 
     intervals: tuple[Interval, ...]
@@ -84,12 +85,12 @@ class Timeline:
 
     @cached_property
     def collectives(self) -> tuple[Interval, ...]:
-        """The intervals of all collectives, in the order of issue."""
+        """The intervals of all collectives, in issue order."""
         return tuple(i for i in self.intervals if i.stream != COMPUTE)
 
     @cached_property
     def exposed_by_bucket(self) -> dict[str, float]:
-        """Time in which the bucket's collectives run and compute does not. Two at once on two groups count for both."""
+        """Return the time in which the bucket's collectives run and compute does not. Two on two groups count twice."""
         exposed: dict[str, float] = {}
         outside = _outside(((c.start, c.end) for c in self.collectives), self._busy)
         for interval, seconds in zip(self.collectives, outside, strict=True):
@@ -98,44 +99,44 @@ class Timeline:
 
     @cached_property
     def exposed_seconds(self) -> float:
-        """Time in which some collective runs and compute does not."""
+        """The time in which a collective runs and compute does not."""
         return sum(_outside(_union((c.start, c.end) for c in self.collectives), self._busy))
 
     @cached_property
     def idle_seconds(self) -> float:
-        """Time in which nothing runs: the device waits for the host."""
+        """The time in which nothing runs because the device waits for the host."""
         busy = (i for i in self.intervals if i.kind != "wait")
         return self.step_seconds - sum(end - start for start, end in _union((i.start, i.end) for i in busy))
 
     @cached_property
     def lower_bound(self) -> float:
-        """No order of these operations is faster: the longest stream's work, compute at full speed."""
+        """A lower bound for any order of these operations: the work of the busiest stream, with compute at full speed."""
         return max([self.compute_seconds, *self.communication_seconds.values()])
 
     @property
     def serial_seconds(self) -> float:
-        """Compute and all communication one after the other."""
+        """The time of compute and all communication one after the other."""
         return self.compute_seconds + sum(self.communication_seconds.values())
 
     @property
     def over_max(self) -> float:
-        """The step over the longer of compute and communication, 1 if the shorter is hidden altogether (``/max``)."""
+        """The step relative to the longer of compute and communication; 1 if the shorter is fully hidden (``/max``)."""
         return self.step_seconds / self.lower_bound if self.lower_bound else 1.0
 
     @property
     def over_sum(self) -> float:
-        """The step over the sum of compute and communication, 1 if nothing overlaps (``/sum``)."""
+        """The step relative to the sum of compute and communication; 1 if nothing overlaps (``/sum``)."""
         return self.step_seconds / self.serial_seconds if self.serial_seconds else 1.0
 
     @property
     def overlap(self) -> float:
-        """Share of the communication that compute hides, between 0 and 1; 1 if there is none."""
+        """The share of communication that compute hides, between 0 and 1; 1 if there is none."""
         total = sum(end - start for start, end in _union((c.start, c.end) for c in self.collectives))
         return 1 - self.exposed_seconds / total if total else 1.0
 
     @cached_property
     def memory(self) -> tuple[tuple[float, int], ...]:
-        """Bytes of unsharded buckets over time, a step function: ``(time, bytes from then on)``, times ascending."""
+        """Return the bytes of unsharded buckets over time as a step function: ``(time, bytes from then on)``, ascending."""
         changes: dict[float, int] = {}
         for use in self.slots:
             changes[use.start] = changes.get(use.start, 0) + use.nbytes
@@ -148,7 +149,7 @@ class Timeline:
 
     @property
     def peak_unsharded_bytes(self) -> int:
-        """Most bytes of unsharded parameters and gradients in slots at one time."""
+        """The peak bytes of unsharded parameters and gradients in slots."""
         return max((nbytes for _, nbytes in self.memory), default=0)
 
     @cached_property
@@ -166,7 +167,7 @@ class Timeline:
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same times as disjoint intervals, ascending."""
+    """Return the union of intervals as disjoint intervals, ascending."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -177,13 +178,13 @@ def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def _outside(intervals: Iterable[tuple[float, float]], union: Sequence[tuple[float, float]]) -> list[float]:
-    """How much of each interval lies outside of the union of others, which is disjoint and ascending."""
+    """Return how much of each interval is outside of ``others``, which are disjoint and ascending."""
     starts = [start for start, _ in union]
     ends = [end for _, end in union]
     before = [0.0, *accumulate(end - start for start, end in union)]
     outside = []
     for start, end in intervals:
-        first, last = bisect_right(ends, start), bisect_left(starts, end)  # those that overlap
+        first, last = bisect_right(ends, start), bisect_left(starts, end)  # the overlapping ones
         covered = before[last] - before[first]
         if first < last:
             covered -= max(start - starts[first], 0.0) + max(ends[last - 1] - end, 0.0)
