@@ -1,16 +1,21 @@
-"""Audits the first run of each compiled trace: memory that a value really shares with a slot is what the plan says.
+"""Audit the first run of each compiled trace: check that values share memory with slots exactly as planned.
 
 [Note: The audit]
-Slots are reused as soon as the last value that may alias them has been read, so the plan is as good as its facts about
-operators (``operator_facts``). The first run of a forward or backward trace therefore contains an ``fsdp_audit`` after each
-bound symbol. It compares addresses: an output that lies in a slot although the plan says otherwise is an error, and so is
-a change of an unsharded parameter in place (by its version, or by its bytes if nothing is known about the operator). So is
-an input that lies where a parameter was before it was sharded: a view that was taken then, and kept in a closure or an
-object. All ranks run the same trace and raise together, before the optimizer can step.
+A slot is reused as soon as the last value that may alias it has been read, so the plan is only as good as its facts
+about operators (``operator_facts``). The first run of a forward or backward trace therefore contains an ``fsdp_audit``
+after each bound symbol. It compares addresses and raises an error in three cases:
 
-When the first run is complete, Thunder's cache entry gets the trace without the audit, so later steps pay nothing. If
-the run fails, for whatever reason, the next one is audited again. The audit reads addresses and versions on the host
-and does not wait for a device. Its cost, once for each trace: ``python benchmarks/audit.py``.
+- An output is in a slot, contrary to the plan.
+- An unsharded parameter was modified in place. The audit compares versions, or bytes if the operator is unknown.
+- An input is in memory where a parameter was stored before it was sharded. That is a view that was created earlier and
+kept
+  in a closure or an object.
+
+All ranks run the same trace and raise together, before the optimizer can step.
+
+After a complete first run, Thunder's cache entry receives the trace without the audit, so later steps cost nothing. If
+the run fails for any reason, the next run is audited again. The audit reads addresses and versions on the host and does
+not wait for a device. Its cost, once per trace: ``python benchmarks/audit.py``.
 """
 
 from __future__ import annotations
@@ -56,9 +61,9 @@ class _Planned(NamedTuple):
     Attributes:
         bsym: the bound symbol.
         outs: names of the tensors that it defines.
-        slots: for each of them the slots in which it may lie.
-        read: the unsharded parameters that it can reach.
-        known: whether it is known what it writes.
+        slots: for each of them, the slots that may contain it.
+        read: the unsharded parameters that it can read.
+        known: whether its writes are known.
     """
 
     bsym: BoundSymbol
@@ -69,12 +74,12 @@ class _Planned(NamedTuple):
 
 
 class Auditor:
-    """The plan of one trace, and the opaque argument by which ``fsdp_audit`` finds it.
+    """The plan of one trace, and the opaque argument of ``fsdp_audit``.
 
     Args:
         trace: the trace with slots.
-        forward: of a backward trace, its forward: what that saves may lie in private slots.
-        former: the memory that parameters had before they were sharded.
+        forward: for a backward trace, its forward trace, whose saved tensors may be in private slots.
+        former: the memory in which parameters were stored before sharding.
         on_success: called once, after the first run.
     """
 
@@ -88,7 +93,7 @@ class Auditor:
         self._on_success: Callable[[], None] | None = on_success
         self._before: list[tuple[int, torch.Tensor | None]] = []
         self._aliases = Aliases()
-        self._slots: dict[str, Slot] = {}  # of gathers, by their futures
+        self._slots: dict[str, Slot] = {}  # slots of gathers, by their futures
         self._params: dict[str, _Param] = {}
         self._gathers: list[tuple[int, Slot, str]] = []
         for bsym in forward.bound_symbols if forward is not None else ():
@@ -104,7 +109,7 @@ class Auditor:
 
     @property
     def done(self) -> bool:
-        """Whether the trace has run once, without an error."""
+        """Whether the trace has run once without an error."""
         return self._on_success is None
 
     def _follow(self, bsym: BoundSymbol, position: int) -> None:
@@ -132,10 +137,10 @@ class Auditor:
         return [self._params[root] for root in sorted(self._aliases.roots(name)) if root in self._params]
 
     def check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Look whether an input of the trace lies where a parameter was.
+        """Raise an error if an input of the trace is in memory where a parameter was stored before sharding.
 
         Raises:
-            ValueError: naming the input and the parameter.
+            ValueError: names the input and the parameter.
         """
         for proxy, tensor in zip(self.inputs, inputs, strict=True):
             name = self._former.owner_of(tensor)
@@ -147,15 +152,15 @@ class Auditor:
                 )
 
     def before(self, position: int) -> None:
-        """Take down the state of the parameters that the bound symbol at ``position`` is about to read."""
+        """Record the state of the parameters that the bound symbol at ``position`` is about to read."""
         planned = self.planned[position]
         self._before = [(p.tensor._version, None if planned.known else p.tensor.clone()) for p in planned.read]
 
     def after(self, position: int, outputs: Sequence[torch.Tensor]) -> None:
-        """Compare what the bound symbol at ``position`` did with the plan.
+        """Compare the effect of the bound symbol at ``position`` with the plan.
 
         Raises:
-            VerificationError: it returned memory of a slot, or changed a parameter, although the plan says otherwise.
+            VerificationError: it returned memory of a slot or changed a parameter, contrary to the plan.
         """
         planned, state, self._before = self.planned[position], self._before, []
         for proxy, output, slots in zip(planned.outs, outputs, planned.slots, strict=True):
@@ -192,7 +197,7 @@ class Auditor:
         )
 
     def succeeded(self) -> None:
-        """Take note that the trace has run to its end."""
+        """Record that the trace has run to its end."""
         on_success, self._on_success = self._on_success, None
         if on_success is not None:
             on_success()
@@ -202,10 +207,10 @@ def audited(trace: TraceCtx, *, forward: TraceCtx | None, former: FormerMemory, 
     """Return ``trace``, complete with ``del`` statements, with the audit of its first run.
 
     Args:
-        forward: of a backward trace, its forward.
-        former: the memory that parameters had before they were sharded.
-        stats: Thunder's statistics of the jitted modules that may run it. After the first run their cache gets the trace
-            without the audit.
+        forward: for a backward trace, its forward trace.
+        former: the memory in which parameters were stored before sharding.
+        stats: Thunder's statistics of the jitted modules that may run the trace. After the first run, their cache
+            receives the trace without the audit.
     """
     new = from_trace(trace)
     in_cache, of_modules, backward = weakref.ref(new), weakref.WeakSet(stats), forward is not None
@@ -246,14 +251,14 @@ def without_audit(trace: TraceCtx) -> TraceCtx:
 
 
 def _exchange(stats: Any, trace: TraceCtx, backward: bool) -> None:
-    """Take the audit out of the traces of the cache entry that ``trace`` belongs to, and compile the last one again."""
+    """Remove the audit from the traces of the cache entry of ``trace``, and compile the last of them again."""
     for number, entry in enumerate(stats.interpreter_cache):
         traces = entry.backward_traces if backward else entry.computation_traces
         if not any(t is trace for t in traces):
             continue
         for i, t in enumerate(traces):
             traces[i] = without_audit(t)
-        # As in thunder.jit: of a forward trace, Thunder's types are replaced at the very end.
+        # As in thunder.jit, which replaces Thunder's types in a forward trace at the very end.
         if backward:
             entry = entry._replace(backward_fn=traces[-1].python_callable())
         else:

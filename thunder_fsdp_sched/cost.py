@@ -1,18 +1,21 @@
-"""Time and bytes of one bound symbol and of one collective, computed for a described cluster.
+"""The cost model: time and bytes of a bound symbol and of a collective on a described cluster.
 
 [Note: How long a bound symbol takes]
-A kernel takes the longer of two times, that of its FLOPs at the device's peak for their dtype and that of its bytes at the
-memory's bandwidth. FLOPs are counted by the formulas of ``torch.utils.flop_counter``, for the bound symbol itself if it has
-one, else for what it is made of; its bytes are those of its own inputs and outputs, so a fusion pays for what enters and
-leaves it. A view is no kernel: it costs the host's time alone. Whether ``reshape`` is a view depends on the strides of its
-input, which a trace does not tell; :class:`_Values` follows them as far as a few rules go. The same rules keep an expanded
-value from being charged for bytes that it does not have.
+A kernel takes the longer of two times: its FLOPs at the device's peak for their dtype, and its bytes at the memory's
+bandwidth. FLOPs are counted by the formulas of ``torch.utils.flop_counter``, for the bound symbol itself if there is
+one, else for its subsymbols. Bytes are those of its inputs and outputs, so a fusion pays only for what enters and
+leaves it.
+
+A view runs no kernel and costs only host time. Whether ``reshape`` returns a view depends on the strides of its input,
+which are not in the trace; :class:`_Values` tracks them with a few rules. The same rules ensure that an expanded value
+is not charged for bytes that it does not occupy.
 
 [Note: How long a collective takes]
-A ring passes W-1 of W pieces through every link, after one another: W-1 hops of latency, and the time of those bytes on the
-slowest link. Inside a node that is a device's link. Between nodes every node sends the whole ring's traffic to the next one,
-but through the network interfaces of all its members of the group at once, as NCCL's parallel rings do: so the slowest link
-is the smaller of a device's link inside the node and of ``members of the group in a node x inter-node bandwidth``.
+A ring of W ranks sends W-1 of W pieces through every link, one after the other. That takes W-1 hops of latency, plus
+the time of those bytes on the slowest link. Within a node that is a device's link. Between nodes, every node sends the
+whole ring's traffic to the next node, but through the network interfaces of all its members of the group at once, as
+NCCL's parallel rings do. So the bandwidth is the smaller of two: that of a device's link within the node, and ``members
+of the group in a node x inter-node bandwidth``.
 """
 
 from __future__ import annotations
@@ -55,17 +58,17 @@ __all__ = ["AnalyticCost", "CostModel", "Seconds", "bytes_of", "flops_of", "ring
 
 
 class Seconds(NamedTuple):
-    """What one bound symbol costs: seconds of the host that issues it, and of the device that computes it."""
+    """The cost of one bound symbol: seconds of the host that issues it, and of the device that computes it."""
 
     host: float
     device: float
 
 
 class CostModel(Protocol):
-    """What :func:`thunder_fsdp_sched.simulate.simulate` asks. All times are in seconds.
+    """The interface between cost models and :func:`thunder_fsdp_sched.simulate.simulate`. Times are in seconds.
 
     Attributes:
-        synchronous: whether the host itself computes (CPU), so that issuing and computing are one.
+        synchronous: whether the host itself computes (CPU), so that issuing and computing coincide.
         concurrent: collectives of one process group that run at once.
         gather_share: share of the link that an all-gather has beside reductions, if they run at once.
         reduction_share: share of the link that all reductions have beside an all-gather; together at most 1.
@@ -77,21 +80,21 @@ class CostModel(Protocol):
     reduction_share: float
 
     def seconds(self, trace: TraceCtx) -> Sequence[Seconds]:
-        """What each bound symbol of the trace costs; for a collective or its wait what it does besides communicating.
+        """Return the cost of each bound symbol of the trace; for a collective or its wait, the work besides communication.
 
-        A whole trace at once, because what a bound symbol costs can depend on those before it (strides, expanded
-        values), and because a measured profile is looked up by place.
+        The argument is a whole trace, because a cost can depend on earlier bound symbols (strides, expanded values),
+        and because a measured profile is looked up by position.
         """
 
     def collective_seconds(self, kind: str, bucket: Bucket) -> float:
-        """Time on the wire of one collective alone, by the name of the symbol that issues it."""
+        """Return the time of one collective alone on the link, by the name of the symbol that issues it."""
 
     def contention(self, kind: str) -> float:
-        """Share of compute speed that is lost while a collective of that kind runs."""
+        """Return the share of compute speed that is lost while a collective of that kind runs."""
 
 
 class AnalyticCost:
-    """Costs computed from a cluster's description.
+    """The cost model that computes costs from the description of a cluster.
 
     Args:
         spec: the cluster, or the name of a preset.
@@ -121,7 +124,7 @@ class AnalyticCost:
         traffic = _traffic(kind, bucket)
         passes = traffic.passes * (self.spec.reduce_scatter_factor if traffic.is_reduce_scatter else 1.0)
         seconds = sum(ring_seconds(self.spec, nbytes, ranks, passes=passes) for nbytes in traffic.messages)
-        if not self.synchronous:  # the same stream goes on with it
+        if not self.synchronous:  # the same stream continues with it
             seconds += traffic.copied_after / self.spec.bytes_per_second
         return seconds
 
@@ -134,8 +137,8 @@ class AnalyticCost:
             return Seconds(0.0, 0.0)
         name = bsym.sym.name
         if name in ISSUES or name in WAITS or bsym.sym is fsdp_accumulate_grads:
-            # Gradients that are not there yet are copied to where the collective reads them; accumulating reads what is
-            # there already too.
+            # Gradients that were not written in place are copied into the slot; accumulating also reads the previous
+            # sum.
             grads = [g for g in bsym.args[1:] if type(g) is TensorProxy] if name != fsdp_all_gather.name else []
             grads = [] if name in WAITS else [g for g in grads if g.name not in values.in_place]
             touched = (3 if bsym.sym is fsdp_accumulate_grads else 2) * sum(map(_nbytes, grads))
@@ -154,15 +157,15 @@ class AnalyticCost:
 
 
 def runs_nothing(bsym: BoundSymbol) -> bool:
-    """Whether ``bsym`` is bookkeeping of the trace: unpacking, ``del``, return, comments."""
+    """Return whether ``bsym`` is bookkeeping of the trace: unpacking, ``del``, return, comments."""
     return bsym.sym.id in _BOOKKEEPING or bsym.sym.name == "clear_mutable_collection" or bsym.sym.name in AGREEMENT
 
 
 def _moved_beside(bsym: BoundSymbol, *, on_stream: bool) -> int:
-    """Bytes that an issue or a wait reads and writes beside copying gradients: casts of shards, and the transport's copies.
+    """Return the bytes that casts of shards and the transport's copies read and write at an issue or a wait.
 
     Args:
-        on_stream: whether what follows a gather or an exchange runs on the communication stream, and not at the wait.
+        on_stream: whether work after a gather or an exchange runs on the communication stream instead of at the wait.
     """
     name, spec = bsym.sym.name, bucket_of(bsym).spec
     shard, copied = spec.layout.shard_numel, 0
@@ -176,7 +179,7 @@ def _moved_beside(bsym: BoundSymbol, *, on_stream: bool) -> int:
         again = bsym.kwargs.get("again", False)
         casts = spec.travel.offload or (
             spec.param_dtype != spec.dtype and not again
-        )  # loading counts as if memory were one
+        )  # counted as if host and device shared one memory
         return copied + (shard * (spec.dtype.itemsize + spec.param_dtype.itemsize) if casts else 0)
     if name == fsdp_wait_grads.name and spec.reduce_dtype != spec.dtype:
         return copied + shard * (spec.dtype.itemsize + spec.reduce_dtype.itemsize)
@@ -196,13 +199,13 @@ def _traffic(kind: str, bucket: Bucket) -> Traffic:
 
 
 def ring_seconds(spec: ClusterSpec, nbytes: float, ranks: Sequence[int], *, passes: float = 1.0) -> float:
-    """Time of a ring collective over ``ranks`` of a cluster whose nodes hold consecutive ranks.
+    """Return the time of a ring collective over ``ranks`` of a cluster whose nodes have consecutive ranks.
 
     See [Note: How long a collective takes].
 
     Args:
         nbytes: bytes of the unsharded tensor.
-        passes: how often the pieces go around: 1 for an all-gather or a reduce-scatter, 2 for an all-reduce.
+        passes: how often each piece goes around the ring: 1 for an all-gather or a reduce-scatter, 2 for an all-reduce.
     """
     world_size = len(ranks)
     if world_size == 1 or not nbytes:
@@ -227,7 +230,7 @@ def ring_seconds(spec: ClusterSpec, nbytes: float, ranks: Sequence[int], *, pass
 
 
 def flops_of(bsym: BoundSymbol) -> dict[torch.dtype, int]:
-    """FLOPs of a bound symbol by the dtype they are done in; empty if no formula of ``torch.utils.flop_counter`` fits."""
+    """Return the FLOPs of a bound symbol, keyed by dtype; empty if ``torch.utils.flop_counter`` has no formula."""
     counted: dict[torch.dtype, int] = {}
     for part in _with_formula(bsym):
         flops = _FORMULAS[_key(part)](part) if _key(part) in _FORMULAS else _aten(part)
@@ -280,7 +283,7 @@ def _matmul(bsym: BoundSymbol) -> int:
 
 def _grouped_mm(bsym: BoundSymbol) -> int:
     a, b = map(_shape, bsym.args[:2])
-    # Each row (or column) of the ragged side meets one group of the other: as many FLOPs as one group alone.
+    # Each row (or column) of the ragged side is multiplied with one group only: the FLOPs are those of one group.
     return _formula("mm", a[-2:], b[-2:]) * (a[0] if len(a) == len(b) == 3 else 1)
 
 
@@ -290,10 +293,10 @@ def _convolution(bsym: BoundSymbol) -> int:
 
 
 def _attention(first: int, heads: int = 1) -> Callable[[BoundSymbol], int]:
-    """A formula for attention whose query is argument ``first``; with ``first`` 1 it is backward, of the gradient 0.
+    """Return a formula for attention whose query is argument ``first``; 1 means backward, with the gradient as argument 0.
 
-    The formulas of ``flop_counter`` ignore causality. The fused kernels skip what lies above the diagonal, which is half
-    of the work if there are as many queries as keys, and so does this one.
+    The formulas of ``flop_counter`` ignore causality. Fused kernels skip the part above the diagonal, which is half of
+    the work if there are as many queries as keys, and so does this formula.
     """
 
     def flops(bsym: BoundSymbol) -> int:
@@ -340,9 +343,9 @@ def _aten(bsym: BoundSymbol) -> int:
 
 
 def bytes_of(bsym: BoundSymbol, values: _Values | None = None) -> int:
-    """Bytes that a bound symbol reads and writes: its different inputs and its outputs.
+    """Return the bytes that a bound symbol reads and writes: its distinct inputs and its outputs.
 
-    An operation that picks rows (an embedding) reads no more than it writes.
+    An operator that selects rows (an embedding) reads only as much as it writes.
     """
     sizes = values.sizes if values is not None else {}
     inputs = {p.name: sizes.get(p.name) or _nbytes(p) for p in _tensors(bsym.flat_proxy_args)}
@@ -382,8 +385,8 @@ _VIEWS = _RESHAPES | _EXPANDS | _TRANSPOSES | _SLICES | _OTHER_VIEWS
 
 
 class _Values:
-    """What is known of the values of a trace, followed in its order: which are strided, which have fewer bytes than their
-    shape says, which are gradients that lie in the slot of their reduction."""
+    """The known properties of the values of a trace, tracked in trace order: which are strided, which occupy fewer
+    bytes than their shape implies, and which are gradients in the slot of their reduction."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
@@ -391,7 +394,7 @@ class _Values:
         self.in_place: set[str] = set()
 
     def is_view(self, bsym: BoundSymbol) -> bool:
-        """Whether ``bsym``, the next in the trace, moves no data."""
+        """Return whether ``bsym``, the next in the trace, moves no data."""
         kinds: set[Any] = set()
         if bsym.sym.is_fusion or not _view_kinds(bsym, kinds):
             return False
@@ -413,10 +416,10 @@ class _Values:
 
 
 def _view_kinds(bsym: BoundSymbol, kinds: set[Any]) -> bool:
-    """Collects what ``bsym`` is made of, as long as these are views."""
+    """Collect the subsymbols of ``bsym`` as long as they are views."""
     if bsym.subsymbols:
         return all(_view_kinds(sub, kinds) for sub in bsym.subsymbols)
     key = _key(bsym)
     kinds.add(key)
-    # A composite symbol that does nothing for these arguments has nothing inside and gives its input back.
+    # A composite symbol that does nothing for these arguments has no subsymbols and returns its input.
     return key in _VIEWS or not outs_of(bsym)

@@ -1,13 +1,15 @@
-"""Evaluation and generation without compiling: the user's own module, gathered one bucket at a time.
+"""Evaluate and generate without compiling: call the user's own module, gathering one bucket at a time.
 
 [Note: Eager runs]
-A trace fits one set of input shapes, so a sequence that grows by a token would be compiled at every step. Without
-gradients there is little to plan: a bucket is gathered right before the innermost module that all its parameters are
-reached through, and freed right behind it, by hooks. Two decisions differ from what a trace does.
-*Memory of its own.* Each gather allocates, where a trace has slots. What a module returns may be a view of a parameter
-(a positional embedding cut to length); it keeps the memory alive, where the next bucket would overwrite a slot. A trace
-knows every reader; hooks do not.
-*No prefetch.* Hooks do not know what is called next.
+A trace fits one set of input shapes, so a sequence that grows by one token would be compiled at every step. Without
+gradients there is little to plan: hooks gather a bucket right before the innermost module that contains all its
+parameters, and free it right after. Two decisions differ from a trace:
+
+*No slots.* Each gather allocates new memory. An output of a module may be a view of a parameter (a positional embedding
+cut to length), which keeps that memory alive; in a slot, the next bucket would overwrite it. A trace knows every
+reader, hooks do not.
+
+*No prefetch.* Hooks do not know which module is called next.
 """
 
 from __future__ import annotations
@@ -33,28 +35,29 @@ __all__ = ["eager"]
 
 @contextlib.contextmanager
 def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterator[nn.Module]:
-    """Gives the module that ``model`` was made of, to be called uncompiled, with inputs of any shape, without gradients.
+    """Return the original module of ``model``, to be called uncompiled, with inputs of any shape, without gradients.
 
-    Parameters are whole while the module is called that they belong to, and are freed behind it, so that one bucket (a
-    block) is unsharded at a time. A bucket whose parameters no module below the root has for itself, as with an embedding
-    that is the head's weight too, stays unsharded until the end. Dtypes are those of the compiled model. Values are read
-    from the shards at each gather, and buffers are the model's own: running statistics are updated. A parameter that is
-    written to is not. Other transforms of the model have no effect here.
+    A module's parameters are unsharded while it runs and freed right after, so one bucket (a block) is unsharded at a
+    time. A bucket whose parameters only the root module contains, such as an embedding that is also the head's weight,
+    stays unsharded until the end. Dtypes are those of the compiled model. Each gather reads the current shards. Buffers
+    are those of the model, so running statistics are updated; writes to a parameter are lost. Other transforms of the
+    model have no effect here.
 
-    All ranks call the module the same number of times: one whose sequences have ended goes on with the others. That is
-    compared before each gather and at the end. Call modules, not their ``forward``; a parameter that is used by another
-    module than its own is on the meta device then, unless both are in one block.
+    All ranks must call the module the same number of times: a rank whose sequences have finished keeps calling until
+    the slowest rank is done. This is checked before each gather and at the end. Call modules, not their ``forward``. A
+    parameter that a module other than its own uses is on the meta device then, unless both are in one block.
 
     Args:
-        model: what ``thunder.jit(module, transforms=[fsdp(...)])`` gave.
-        reshard_after_forward: if false, all parameters are gathered at once and stay unsharded until the end. That takes
-            the memory of the whole model and no communication: each rank calls what it likes, as often as it likes.
+        model: the result of ``thunder.jit(module, transforms=[fsdp(...)])``.
+        reshard_after_forward: if false, all parameters are gathered at the start and stay unsharded until the end. That
+            needs memory for the whole model, but no further communication: each rank may call any module, any number of
+            times.
 
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
-        RuntimeError: inside of another ``eager`` of the same model; ``model`` itself was called inside, or the module with
-            gradients; a collective failed.
-        ScheduleDisagreement: ranks gather other buckets, or not as often.
+        RuntimeError: the call is inside another ``eager`` of the same model; ``model`` itself was called inside, or the
+            module was called with gradients enabled; a collective failed.
+        ScheduleDisagreement: ranks gather different buckets, or a different number of times.
     """
     sharded, module = find_transform(model).sharded, model._model
     if sharded.running_eagerly:
@@ -95,12 +98,12 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
 
 
 class _Unsharded:
-    """A bucket's parameters in the module: whole while somebody uses them, on the meta device otherwise.
+    """The parameters of one bucket in the module: unsharded while in use, otherwise on the meta device.
 
     Attributes:
         innermost: the innermost module that is called whenever one of the parameters is used.
-        users: calls of it that go on: a block may call itself.
-        gathers: how often the bucket was gathered.
+        users: number of running calls of it; a block may call itself.
+        gathers: number of gathers of the bucket so far.
     """
 
     def __init__(self, model: ThunderModule, bucket: Bucket, placeholders: Mapping[str, nn.Parameter]) -> None:
@@ -145,9 +148,9 @@ class _Unsharded:
 
 
 def _innermost(ways: Sequence[Sequence[nn.Module]]) -> nn.Module:
-    """The innermost module that is on all ways from the root to parameters, and that is called to use them.
+    """Return the innermost module that is on all paths from the root to the parameters and is called to use them.
 
-    By identity, so that a block which stands in two places is one.
+    Modules are compared by identity, so a block that is used in two positions is one module.
     """
     on_all = set.intersection(*(set(way) for way in ways))
     first = list(ways[0])
@@ -162,7 +165,7 @@ def _innermost(ways: Sequence[Sequence[nn.Module]]) -> nn.Module:
 def _unshard(members: Sequence[_Unsharded], *_: Any) -> None:
     wanted = [one for one in members if not one.users]
     for one in members:
-        one.users += 1  # before anything that may fail: the hook behind the call runs in any case
+        one.users += 1  # increment first: the post-forward hook runs even if gathering fails
     _refuse_gradients()
     control = wanted[0].bucket.control if wanted else None
     if control is not None:
@@ -182,13 +185,13 @@ def _reshard(members: Sequence[_Unsharded], *_: Any, finally_: bool = False) -> 
 
 
 def _use_current(model: ThunderModule, sharded: ShardedModule, undo: contextlib.ExitStack) -> None:
-    """Gives the module what the jitted model has instead of its own: buffers, and parameters that are not sharded."""
+    """Put the jitted model's buffers and parameters that are not sharded into the module, in place of its own."""
     module = model._model
     for kind, named, current in (
         ("_parameters", module.named_parameters(remove_duplicate=False), model.get_parameter),
         ("_buffers", module.named_buffers(remove_duplicate=False), model.get_buffer),
     ):
-        tied: dict[int, torch.Tensor] = {}  # the model knows them by their first name alone
+        tied: dict[int, torch.Tensor] = {}  # the model has them only under their first name
         for name, own in list(named):
             if name not in sharded.places:
                 path, _, leaf = name.rpartition(".")
@@ -202,7 +205,7 @@ def _put_back(
 ) -> None:
     now = owner.get(leaf)
     if now is not None and now is not given and not isinstance(now, nn.Parameter):
-        model.set_buffer(name, now)  # a forward has put another buffer into its place: a cache, a counter
+        model.set_buffer(name, now)  # forward has replaced a buffer: a cache, a counter
     owner[leaf] = own
 
 
@@ -216,7 +219,7 @@ def _refuse_gradients(*_: Any) -> None:
 
 
 def _check_gathers(sharded: ShardedModule, unsharded: Sequence[_Unsharded]) -> None:
-    """Compares through the store: another collective of the same size would take a gather that others still wait for."""
+    """Compare through the store, because a collective of equal size could match a gather of the other ranks."""
     groups: dict[str, Group] = {one.bucket.ranks.group.name: one.bucket.ranks.group for one in unsharded}
     for name, group in groups.items():
         lines = [

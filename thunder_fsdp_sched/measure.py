@@ -1,14 +1,18 @@
-"""Measurement of a real step on the ranks, bound symbol by bound symbol, for the simulator.
+"""Measure a real step on the ranks, bound symbol by bound symbol, for the simulator.
 
 [Note: What is measured, and when]
-The compiled traces of the given inputs run as they are, with a clock read before every bound symbol, but one thing is
-different: every collective is finished right after it was issued, behind a barrier. So bound symbols are timed without
-communication beside them, and collectives are timed alone, with data in the right slots and all ranks at the same place.
-What a collective costs the host (copying gradients, what gloo does in ``wait``) is timed apart from its time on the wire.
-Then the forward trace runs with collectives of each kind going on behind it: by what share of that time its bound symbols
-take longer is the contention (threads of gloo and of the kernel that share the core; on a GPU the SMs of NCCL).
-Each figure is the median over repetitions, then the mean over ranks; of a collective's time on the wire the largest, as it
-is over when its last rank has ended (a rank that ends earlier waits at the next one). So all ranks hold the same profile.
+The compiled traces of the given inputs run with a clock reading before every bound symbol, and with one difference:
+every collective is waited for right after it was issued, after a barrier. So bound symbols are timed without concurrent
+communication, and collectives are timed alone, with data in the right slots and all ranks at the same position. The
+host's cost of a collective (copying gradients, gloo's work in ``wait``) is timed separately from its time on the link.
+
+Then the forward trace runs while collectives of each kind are running. The contention is the share of that time by
+which its bound symbols take longer, because threads of gloo and of the kernel share the core, or on a GPU because NCCL
+occupies SMs.
+
+Each figure is the median over repetitions, then the mean over ranks. A collective's time on the link is the maximum
+over ranks instead, because it finishes when its last rank has finished; a rank that finishes earlier waits at the next
+one. So all ranks have the same profile.
 """
 
 from __future__ import annotations
@@ -41,21 +45,21 @@ __all__ = ["CollectiveTime", "MeasuredCost", "OpTime", "Profile", "measure"]
 
 
 def measure(jitted: Any, *inputs: Any, repeats: int = 5, **kwargs: Any) -> Profile:
-    """Measures one forward and backward of a jitted module; call it on all ranks with inputs of the same shapes.
+    """Measure one forward and backward of a jitted module; call it on all ranks with inputs of the same shapes.
 
     No gradient reaches ``.grad`` and no parameter changes. It runs the step about ``5 * repeats`` times.
 
     Args:
         jitted: the result of ``thunder.jit(model, transforms=[fsdp(...)])``.
-        *inputs, **kwargs: what ``jitted`` is called with.
-        repeats: measured runs of each kind; one more of each warms up.
+        *inputs, **kwargs: the arguments of the call.
+        repeats: number of measured runs of each kind; one more of each warms up.
 
     Returns:
         The same profile on every rank.
 
     Raises:
-        TypeError: ``jitted`` was not made with :func:`thunder_fsdp_sched.fsdp`.
-        RuntimeError: gradients of ``no_sync`` are still to be reduced, which measuring would consume.
+        TypeError: ``jitted`` is not sharded by :func:`thunder_fsdp_sched.fsdp`.
+        RuntimeError: there are unreduced gradients of ``no_sync``, which measuring would consume.
     """
     transform = find_transform(jitted)
     buckets = transform.sharded.buckets
@@ -134,7 +138,7 @@ class _Measurement:
         return time.perf_counter() - started
 
     def _call(self, step: Sequence[Callable[..., Any]]) -> None:
-        """Runs forward and, if there is one, backward, with gradients of ones."""
+        """Run forward and, if there is one, backward, with gradients of ones."""
         result = step[0](*self.arguments)
         if len(step) == 1:
             return
@@ -164,9 +168,9 @@ class _Measurement:
         issued = {b.output.name: (i, b) for i, b in enumerate(trace.bound_symbols) if travels(b)}
         waited = {Wait(b).future.name: i for i, b in enumerate(trace.bound_symbols) if b.sym.name in WAITS}
         issues = [medians[_OP, i] for i, _ in issued.values()]
-        # What goes on across replicas is waited for there, as a part of that.
+        # The reduce-scatter is waited for by the all-reduce across replicas, as part of it.
         waits = [medians[_OP, waited[future]] if future in waited else (0.0, 0.0) for future in issued]
-        # Finishing a collective of gloo includes what its wait does, which is done, and timed, a second time later.
+        # Waiting for a gloo collective includes the work in its wait, which runs, and is timed, again later.
         wire = [max(sum(medians[_WIRE, i]) - sum(w), 0.0) for (i, _), w in zip(issued.values(), waits, strict=True)]
         times = [self._over_ranks(wire, _MAX)]
         times += [self._over_ranks([t[part] for t in kind]) for part in (1, 0) for kind in (issues, waits)]
@@ -175,9 +179,9 @@ class _Measurement:
             yield CollectiveTime(bsym.sym.name, spec.name, payload(bsym.sym.name, spec)[0], *of_one)
 
     def _contention(self, collectives: Sequence[CollectiveTime]) -> dict[str, float]:
-        """For each kind the share of time by which bound symbols of forward take longer while collectives run."""
+        """Return for each kind of collective the share of time by which forward's bound symbols take longer meanwhile."""
         probe = self._probe(self.traces[0], finish=False)
-        self._call([self._probe(self.traces[0], finish=True).callable])  # leaves parameters in all slots
+        self._call([self._probe(self.traces[0], finish=True).callable])  # fills all slots with parameters
         alone = _medians(self._repeat(lambda: self._run_probe(probe, ())))
         shares = {}
         for kind, start in ((fsdp_all_gather, _start_all_gather), (fsdp_reduce_scatter, _start_reduce_scatter)):
@@ -195,7 +199,7 @@ class _Measurement:
         return shares
 
     def _sharing(self, collectives: Sequence[CollectiveTime]) -> tuple[int, float, float]:
-        """How many collectives run at once, and the shares of the link of an all-gather and a reduction side by side."""
+        """Return how many collectives run at once, and the link shares of a concurrent all-gather and reduction."""
         by_kind = {}
         for kind in (fsdp_all_gather.name, fsdp_reduce_scatter.name):
             of_kind = [c for c in collectives if c.kind == kind]
@@ -223,7 +227,7 @@ class _Measurement:
         return 2, gather_share, min(max(reduced_beside / gathered, 0.0), 1 - gather_share)
 
     def _ends(self, loads: Sequence[Any], *, reverse: bool = False) -> list[float]:
-        """Starts collectives, in reverse if asked, waits for them in order, and says when each wait was over."""
+        """Start collectives, optionally in reverse, wait for them in order, and return when each wait finished."""
         started = time.perf_counter()
         order = list(reversed(loads)) if reverse else list(loads)
         flights = [start(bucket, slot) for start, bucket, slot in order]
@@ -235,7 +239,7 @@ class _Measurement:
         return ends
 
     def _place(self, collective: CollectiveTime) -> tuple[Bucket, Slot]:
-        """Return the bucket of a collective of the traces, and a slot for it that nothing else uses."""
+        """Return the bucket of a collective of the traces, and an unused slot for it."""
         for trace in self.traces:
             for bsym in trace.bound_symbols:
                 if bsym.sym.name == collective.kind and bucket_of(bsym).spec.name == collective.bucket:
@@ -271,8 +275,8 @@ class _Probe:
 
     Attributes:
         callable: runs it.
-        labels: what the time from each reading to the next is: of which bound symbol (its index in the trace) the host's
-            and device's own part, its time on the wire, or nothing of interest.
+        labels: the meaning of the time from each reading to the next: the own work of a bound symbol (by its index in
+            the trace) on host and device, its time on the link, or nothing of interest.
     """
 
     def __init__(self, trace: TraceCtx, clock: _Clock, align: Callable[[], None], *, finish: bool) -> None:
@@ -315,8 +319,8 @@ def _hook(name: str, call: Callable[..., Any]) -> Symbol:
 
 
 def _pretend(bucket: Bucket, slot: Any, *tensors: Any, **how: Any) -> InFlight:
-    """A collective that is done at once; its slot keeps what is there."""
-    if isinstance(slot, InFlight):  # goes on across replicas
+    """A stand-in for a collective that finishes at once and leaves its slot unchanged."""
+    if isinstance(slot, InFlight):  # the all-reduce across replicas
         return slot._replace(slot=None, works=[])
     return slot.arena.issue(InFlight(bucket, "collective", slot, [], _empty_shard(bucket)))
 
@@ -345,7 +349,7 @@ def _medians(runs: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float,
 
 
 def _slowdown(run: Sequence[tuple[float, float]], alone: Sequence[tuple[float, float]], window: float) -> float:
-    """Share of the time lost in those of the first ``window`` seconds of a run."""
+    """Return the share of the time that was lost in the first ``window`` seconds of a run."""
     passed = full_speed = 0.0
     for loaded, usual in zip(map(sum, run), map(sum, alone), strict=True):
         if passed + loaded > window:
@@ -356,33 +360,33 @@ def _slowdown(run: Sequence[tuple[float, float]], alone: Sequence[tuple[float, f
 
 
 class _Clock:
-    """Reads the host's clock, on a CPU where the host computes."""
+    """A reader of the host's clock, for a CPU, where the host computes."""
 
     def __init__(self) -> None:
         self.reads: list[Any] = []
 
     def tick(self) -> None:
-        """Reads the clock between two bound symbols."""
+        """Read the clock between two bound symbols."""
         self.reads.append(time.perf_counter())
 
     def tick_at_once(self) -> None:
-        """Reads the clock behind the issue of a collective that is running."""
+        """Read the clock after the issue of a collective that is running."""
         self.tick()
 
     def finish(self, flight: InFlight) -> None:
         flight.wait()
 
     def settle(self) -> None:
-        """Waits until the device has nothing to do."""
+        """Wait until the device is idle."""
 
     def durations(self) -> list[tuple[float, float]]:
-        """(host, device) seconds from each reading to the next; zero for the last."""
+        """Return (host, device) seconds from each reading to the next; zero for the last."""
         return [*((0.0, after - before) for before, after in pairwise(self.reads)), (0.0, 0.0)]
 
 
 class _CudaClock(_Clock):
-    """Reads the clocks of host and device. The device sleeps at each reading, so that the host is ahead of it and its time
-    for a bound symbol is that of the kernels alone."""
+    """A reader of the clocks of host and device. The device sleeps at each reading so that the host stays ahead of it,
+    and its time for a bound symbol is that of the kernels only."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""Counts on a real training step: collectives, bytes of copies, and bytes of unsharded parameters that are live.
+"""Count, in a real training step, collectives, copied bytes, and live bytes of unsharded parameters.
 
 [Note: What is whose]
-The counter follows *memory ranges* (a storage and the bytes in it), because a slot holds parameters now and gradients
-later. A range is a parameter's where shards lie, where an all-gather writes, where an all-reduce completes copies of
-shards, and where any of these is copied to. It is a gradient's where a reduce-scatter writes; and a copy into a range, or
-a multiplication or division by a number, is a gradient's if a reduce-scatter reads that range afterwards, or in plain data
-parallelism an all-reduce does. Every other copy is the model's own.
-Operators that make views move no bytes and read none.
+The counter tracks *memory ranges* (a storage and a range of bytes in it), because a slot holds parameters at one time
+and gradients at another. A range belongs to a parameter if it stores shards, if an all-gather writes it, if an
+all-reduce completes copies of shards in it, or if any of these is copied to it. A range belongs to a gradient if a
+reduce-scatter writes it. A copy into a range, or a multiplication or division by a number, is a gradient's if a
+reduce-scatter reads that range later (in plain data parallelism, an all-reduce). All other copies are the model's own.
+Operators that return views neither move nor read bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _COPIES = frozenset(
         "split_copy",
         "split_with_sizes_copy",
         "stack",
-        "all_gather_copy_in",  # FSDP2's own
+        "all_gather_copy_in",  # an operator of FSDP2
     }
 )
 _SCALINGS = frozenset({"div", "mul"})
@@ -51,7 +51,7 @@ class Collective:
 
     Attributes:
         phase: the phase in which it was issued.
-        kind: ``"all_gather"``, ``"reduce_scatter"``, or the operator's name.
+        kind: ``"all_gather"``, ``"reduce_scatter"``, or the name of the operator.
         nbytes: bytes of the unsharded side.
     """
 
@@ -62,17 +62,17 @@ class Collective:
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What one step did on this rank.
+    """The counts of one step on this rank.
 
     Attributes:
-        collectives: in the order of issue.
+        collectives: all collectives, in issue order.
         parameter_bytes_copied: bytes of shards or unsharded parameters that an operator wrote elsewhere.
-        gradient_bytes_copied: bytes of unsharded or sharded gradients that an operator wrote elsewhere, or scaled in a
-            pass of their own.
+        gradient_bytes_copied: bytes of unsharded or sharded gradients that an operator wrote elsewhere, or scaled
+            separately.
         backend_bytes_copied: bytes that the communication backend itself copied on waiting (gloo: reduced gradients).
-        unsharded_bytes_allocated: bytes of unsharded parameters gathered into memory that was new in this step.
-        peak_unsharded_bytes: most bytes of unsharded parameters live at once, by phase. A range in memory that outlives
-            the step is live from the gather to its last read, one in memory of the step until that is freed.
+        unsharded_bytes_allocated: bytes of unsharded parameters gathered into memory that was allocated in this step.
+        peak_unsharded_bytes: peak of live bytes of unsharded parameters, by phase. In memory that outlives the step, a
+            range is live from the gather to its last read; in memory of the step, until it is freed.
     """
 
     collectives: tuple[Collective, ...]
@@ -104,17 +104,17 @@ class _Write:
 class _Memory:
     ref: StorageWeakRef
     new: bool
-    known: bool = False  # has held parameters or gradients
+    known: bool = False  # it has stored parameters or gradients
     regions: list[_Region] = field(default_factory=list)
     writes: list[_Write] = field(default_factory=list)
 
 
 class StepCounter(TorchDispatchMode):
-    """Counts one step: ``with StepCounter(parameters) as counter: with counter.phase("forward"): ...``.
+    """The counter of one step: ``with StepCounter(parameters) as counter: with counter.phase("forward"): ...``.
 
     Args:
-        parameters: what the optimizer updates: this rank's shards, or whole parameters.
-        sharded: whether they are shards; whole parameters count as unsharded all the time.
+        parameters: the parameters that the optimizer updates: this rank's shards, or whole parameters.
+        sharded: whether they are shards; whole parameters always count as unsharded.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], *, sharded: bool = True) -> None:
@@ -136,7 +136,7 @@ class StepCounter(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Names what is counted inside, ``"forward"`` for instance."""
+        """Attribute all counts in this context to a phase, such as ``"forward"``."""
         outer, self._phase, start = self._phase, name, self._now + 1
         try:
             yield
@@ -145,7 +145,7 @@ class StepCounter(TorchDispatchMode):
             self._phase = outer
 
     def counts(self) -> StepCounts:
-        """What was counted, once the step is over."""
+        """The counts, after the step has finished."""
         return StepCounts(
             tuple(self._collectives),
             self._bytes["parameter"],
@@ -161,7 +161,7 @@ class StepCounter(TorchDispatchMode):
         self._expire()
         inputs = _tensors((args, kwargs))
         for tensor in inputs:
-            self._find(tensor)  # before the call: what is known then is not new
+            self._find(tensor)  # before the call: memory that is known by then is not new
         result = func(*args, **kwargs)
         if func.namespace in ("c10d", "_c10d_functional", "symm_mem"):
             self._communicate(func, args, result)
@@ -173,17 +173,17 @@ class StepCounter(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name == "wait_tensor":
             return
-        in_place = func.namespace == "c10d"  # outputs come first, then inputs
+        in_place = func.namespace == "c10d"  # outputs precede inputs
         outputs = _tensors(args[0] if in_place else result)
         inputs = _tensors(args[1]) if in_place and len(args) > 1 else _tensors(args)
         if "reduce_scatter" in name:
             self._collectives.append(Collective(self._phase, "reduce_scatter", sum(t.nbytes for t in inputs)))
             for tensor in inputs:
                 self._bytes["gradient"] += self._take_writes(tensor)
-                self._label(tensor, None)  # no parameters any more: padding that a gather wrote travels as well
+                self._label(tensor, None)  # no longer parameters: padding that a gather wrote is sent as well
             for tensor in outputs:
                 self._label(tensor, "gradient")
-        elif "alltoall" in name:  # the gradients of a transport whose ranks add up themselves
+        elif "alltoall" in name:  # gradients of a transport whose ranks sum locally
             self._collectives.append(Collective(self._phase, name, sum(t.nbytes for t in inputs)))
             for tensor in inputs:
                 self._bytes["gradient"] += self._take_writes(tensor)
@@ -250,14 +250,14 @@ class StepCounter(TorchDispatchMode):
                 self._note_write(target, unknown // len(targets))
 
     def _backend_made(self, source: torch.Tensor) -> bool:
-        """Whether no operator has made this memory, and nobody but the communication backend can have filled it."""
+        """Return whether no operator created this memory, so that only the communication backend can have filled it."""
         memory = self._find(source)
         return not memory.new and not memory.known
 
     def _find(self, tensor: torch.Tensor, *, new: bool = False) -> _Memory:
         storage = tensor.untyped_storage()
         memory = self._memory.get(storage._cdata)
-        if memory is None:  # the weak reference keeps the address from being used again
+        if memory is None:  # the weak reference prevents reuse of the address
             memory = self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), new)
         return memory
 
@@ -275,7 +275,7 @@ class StepCounter(TorchDispatchMode):
             region.last_read = self._now
 
     def _label(self, tensor: torch.Tensor, kind: str | None) -> None:
-        """Makes the range of ``tensor`` hold something else from now on; shards stay shards, whoever updates them."""
+        """Record a new content for the range of ``tensor``; shards remain shards when they are updated."""
         extent = _extent(tensor)
         if extent is None:
             return
@@ -286,8 +286,8 @@ class StepCounter(TorchDispatchMode):
             memory.regions.remove(old)
             old.until = self._now
             for start, end in ((old.start, extent[0]), (extent[1], old.end)):
-                if start < end:  # what the new contents do not cover goes on
-                    # Counted with the old region until now, and from now on only if it is read again.
+                if start < end:  # the part outside of the new range stays
+                    # It was counted with the old region so far; from now on it counts only if it is read again.
                     self._add(memory, _Region(old.kind, start, end, self._now + 1, self._now))
         memory.writes = [w for w in memory.writes if w.end <= extent[0] or extent[1] <= w.start]
         if kind is not None:
@@ -307,7 +307,7 @@ class StepCounter(TorchDispatchMode):
             memory.known = True
 
     def _take_writes(self, tensor: torch.Tensor) -> int:
-        """Bytes that copies wrote into the range of ``tensor``, each counted for one reader."""
+        """Return the bytes that copies wrote into the range of ``tensor``, each counted for one reader."""
         extent = _extent(tensor)
         if extent is None:
             return 0
@@ -343,7 +343,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Any, *, only: bool = False) -> list[torch.Tensor]:
-    """The arguments that ``func`` writes, by its schema; with ``only`` those that it does not read (``out=``)."""
+    """Return the arguments that ``func`` writes by its schema; with ``only``, those that it does not read (``out=``)."""
     written = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write and (argument.is_out or not only):
@@ -353,7 +353,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Any, *, only: bool = False)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """First and last byte (excluded) of the storage that ``tensor`` spans, ``None`` without elements."""
+    """Return the range of bytes (end excluded) that ``tensor`` spans in its storage; ``None`` without elements."""
     if not tensor.numel():
         return None
     start = int(tensor.storage_offset())
