@@ -1,4 +1,4 @@
-"""Checks that a module's own parameters can become shards, before anything is changed."""
+"""Check that a module's own parameters can become shards, before anything is changed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["own_object", "refuse_fixed", "refuse_shards_and_grads", "refuse_view
 
 
 def own_object(module: torch.nn.Module, spec: ParamSpec, param: torch.nn.Parameter) -> torch.nn.Parameter:
-    """The module's own object for a parameter; ``param`` itself if another transform has put another one in its place."""
+    """Return the module's own object for a parameter; ``param`` itself if another transform has replaced it."""
     found = find_owner(module, spec.name)
     own = None if found is None else found[0]._parameters[found[1]]
     return param if own is None or own.shape != param.shape or own.dtype != param.dtype else own
 
 
 def refuse_shards_and_grads(named: dict[str, torch.nn.Parameter]) -> None:
-    """Refuse parameters that are shards already, or whose gradient has the unsharded shape."""
+    """Raise an error for parameters that are already shards, or that have an unsharded gradient."""
     for name, param in named.items():
         if hasattr(param, SHARD_OF):
             raise ValueError(
@@ -39,7 +39,7 @@ def refuse_shards_and_grads(named: dict[str, torch.nn.Parameter]) -> None:
 def refuse_views(
     model: ThunderModule, named: dict[str, torch.nn.Parameter], ignored: set[str], options: Options
 ) -> None:
-    """Refuse whatever shares memory with a parameter, which is about to get other memory: it would no longer follow it."""
+    """Raise an error for tensors that share memory with a parameter, because sharding moves the parameter away."""
     leaves = {
         _storage_of(p): n
         for n, p in named.items()
@@ -49,7 +49,7 @@ def refuse_views(
     others = [
         *(("ignored parameter", n, named[n]) for n in ignored),
         *(("buffer", n, b) for n, b in model.named_buffers(remove_duplicate=False)),
-        # Parameters themselves may be in lists: they stay the same objects.
+        # Parameters may be in lists, because they stay the same objects.
         *(("attribute", n, t) for n, t in tensors_in_containers(model._model) if id(t) not in own),
     ]
     for kind, name, tensor in others:
@@ -66,7 +66,7 @@ def _storage_of(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 
 def refuse_fixed(own: dict[str, torch.nn.Parameter], specs: list[tuple[ParamSpec, torch.nn.Parameter]]) -> None:
-    """Refuse objects on the meta device that cannot be given memory."""
+    """Raise an error for objects on the meta device that cannot be given memory."""
     for spec, _ in specs:
         why = explain_fixed_data(own[spec.name], torch.empty(0, device=spec.device))
         if why:

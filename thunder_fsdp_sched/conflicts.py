@@ -1,4 +1,4 @@
-"""Transforms of Thunder that cannot run beside this one."""
+"""Transforms of Thunder that cannot be combined with this one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["refuse_conflicts"]
 
 
 def refuse_conflicts(model: ThunderModule) -> None:
-    """Refuse to compile together with CUDA graphs.
+    """Raise an error if the model is also compiled with CUDA graphs.
 
-    A graph replays kernels. What the symbols of this package decide on the host (which gradients of ``no_sync`` are still to
-    be reduced, whether a bucket is already resident, what the ranks have agreed on) would be decided once, while the graph
-    is captured.
+    A graph replays kernels. Symbols of this package make decisions on the host: which gradients of ``no_sync`` are yet
+    to be reduced, whether a bucket is already resident, whether the ranks agree. With a graph, they would be made only
+    once, during the capture.
 
     Raises:
-        ValueError: naming the transform.
+        ValueError: names the transform.
     """
     for transform in model._lc_transforms:
         if isinstance(transform, CUDAGraphTransform):

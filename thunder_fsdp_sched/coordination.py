@@ -1,6 +1,6 @@
-"""What buckets know of the coordination of ranks: the count of collectives, and whom to tell of what fails.
+"""The interface between buckets and the coordination of ranks: counting collectives, and reporting failures.
 
-How ranks agree is up to ``Control``, which knows buckets; buckets do not know it.
+``Control`` implements it. It imports buckets, but buckets do not import it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ __all__ = ["Coordinator", "Tally"]
 
 
 class Coordinator(Protocol):
-    """The part of ``Control`` that is used through a bucket."""
+    """The part of ``Control`` that buckets use."""
 
     def concerns_all(self, bucket: TransportedBucket) -> bool:
         """Return whether all ranks have ``bucket``."""
 
     def meet(self, what: str, *details: str) -> None:
-        """Wait until all ranks have come to the same call."""
+        """Wait until all ranks have reached the same call."""
 
     def doing(self, what: str) -> AbstractContextManager[Any]:
-        """Return what to run a collective in, so that its failure is explained."""
+        """Return a context for a collective that explains its failure."""
 
     def explain(self, text: str) -> str:
-        """Tell the other ranks what failed here and return what they tell."""
+        """Report a failure to the other ranks and return their reports."""
 
 
 class Tally:

@@ -17,15 +17,15 @@ __all__ = ["NO_CALL", "Call", "count_issues", "read_call"]
 
 _VALUE_CHECKS = frozenset({PrimIDs.CHECK_NUMBER_TYPE_AND_VALUE, PrimIDs.CHECK_STRING_VALUE, PrimIDs.CHECK_NONE})
 _SHOWN = 8
-"""Inputs and flags that a description lists at most, each."""
+"""How many inputs, and how many flags, a description lists at most."""
 
 
 class Call(NamedTuple):
-    """The calls that a set of traces is compiled for.
+    """A description of the calls for which a set of traces is compiled.
 
     Attributes:
         inputs: dtypes, shapes and values of the arguments.
-        flags: of the module, and the modes.
+        flags: flags of the module, and global modes.
     """
 
     inputs: Sequence[str]
@@ -39,8 +39,8 @@ NO_CALL = Call((), ())
 
 
 def read_call(prologue: TraceCtx, *, no_sync: bool) -> Call:
-    """Return what a prologue checks: shapes and values of inputs, flags of the module, modes."""
-    given: set[str] = set()  # proxies that come from the arguments of the call
+    """Return the properties that a prologue checks: shapes and values of inputs, flags of the module, modes."""
+    given: set[str] = set()  # proxies that stem from the arguments of the call
     module = ""
     attributes: dict[str, str] = {}
     training: set[str] = set()
@@ -72,7 +72,7 @@ def read_call(prologue: TraceCtx, *, no_sync: bool) -> Call:
             value = bsym.args[1] if len(bsym.args) > 1 else None
             if first.name in given:
                 inputs.append(repr(value))
-            elif first.name in attributes and isinstance(value, (bool, str)):  # numbers are mostly sizes
+            elif first.name in attributes and isinstance(value, (bool, str)):  # numbers are usually sizes
                 flags.append(f"{attributes[first.name]}={value!r}")
             elif first.name in training and value:
                 training.add("any")
@@ -87,7 +87,7 @@ def read_call(prologue: TraceCtx, *, no_sync: bool) -> Call:
 
 
 def count_issues(bsyms: Iterable[BoundSymbol]) -> int:
-    """The number of collectives, those included whose bucket is resident."""
+    """Return the number of collectives, including gathers of resident buckets."""
     return sum(b.sym.name in ISSUES for b in bsyms)
 
 

@@ -1,4 +1,4 @@
-"""Compiling as one rank of many, in one process: nothing is sent, and nothing runs."""
+"""Compile as one rank of many in a single process, without sending or running anything."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def compile_as_rank(
     rank: int,
     world_size: int,
 ) -> FSDPTransform:
-    """Compiles a module's forward and backward as ``rank`` of ``world_size`` would, over a fake process group.
+    """Compile a module's forward and backward as ``rank`` of ``world_size`` would, over a fake process group.
 
     Args:
-        make: gives the module, its positional arguments, and if it likes its keyword arguments. Tensors may be on the
+        make: returns the module, its positional arguments, and optionally its keyword arguments. Tensors may be on the
             meta device.
-        transform: of :func:`thunder_fsdp_sched.fsdp`; it holds the traces afterwards. Or what makes it, once the process
-            group is there: meshes and further groups need that.
+        transform: the result of :func:`thunder_fsdp_sched.fsdp`, which has the traces afterwards. Or a function that
+            returns it, called after the process group is created, as meshes and further groups require.
 
     Raises:
         RuntimeError: this process already has a default process group.

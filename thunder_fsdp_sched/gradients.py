@@ -1,4 +1,4 @@
-"""Norm and clipping of sharded gradients; dropping those that were not reduced yet."""
+"""Norm and clipping of sharded gradients, and discarding of unreduced ones."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ __all__ = ["clip_grad_norm_", "discard_unreduced"]
 def clip_grad_norm_(
     model: ThunderModule, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` for a sharded model: the norm is that of the unsharded gradients; one collective.
+    """Clip the gradients of a sharded model by the norm of the unsharded gradients; one collective.
 
-    Every parameter counts once: shards and their replicas, tied and frozen parameters, parameters over several process
-    groups. Of ``ignored_params``, which every rank has, the mean over ranks counts. To be called on all ranks, also on those
-    that have no gradients.
+    It replaces ``torch.nn.utils.clip_grad_norm_``. Every parameter counts once, whether it has replicas, is tied, is
+    frozen or is sharded over another process group. Of ``ignored_params``, which every rank has, the mean over ranks
+    counts. Call it on all ranks, even on those without gradients.
 
     Args:
         max_norm: gradients are scaled down to this norm if theirs is larger.
         norm_type: p of the p-norm, or ``math.inf``.
-        error_if_nonfinite: raise if the norm is nan or infinite, on all ranks, before anything is scaled.
+        error_if_nonfinite: raise an error on all ranks if the norm is nan or infinite, before anything is scaled.
 
-    torch's own function would take the norm of this rank's rows alone: gradients of shards refuse it.
+    torch's own function would compute the norm of only this rank's rows, so gradients of shards refuse it.
 
     Returns:
-        The norm before clipping, a 0-dim tensor, bit for bit the same on all ranks; float64 if a gradient is, else float32.
+        The norm before clipping, a 0-dim tensor, bit for bit the same on all ranks; float64 if a gradient is, else
+        float32.
 
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
         ValueError: ``norm_type`` is not positive, or ``max_norm`` is negative.
-        RuntimeError: the norm is not finite (``error_if_nonfinite``); it names the ranks and parameters whose gradients are
-            not finite, or says that the norm of finite gradients overflows.
+        RuntimeError: the norm is not finite (``error_if_nonfinite``); it names the ranks and parameters whose gradients
+            are not finite, or says that the norm of finite gradients overflows.
         ScheduleDisagreement: other ranks do something else.
     """
     if not norm_type > 0:
@@ -71,7 +72,7 @@ def clip_grad_norm_(
         if everyone.backend_for(device):
             with control.doing("the all-reduce of clip_grad_norm_"):
                 dist.all_reduce(total, reduce, group=everyone.process_group)
-        else:  # nothing is sharded, and what there is lies on the CPU
+        else:  # nothing is sharded, and all gradients are on the CPU
             (norm,) = control.reduce("clip_grad_norm_", [total.item()], reduce)
             total.fill_(norm)
     if not math.isinf(norm_type):
@@ -86,7 +87,7 @@ def clip_grad_norm_(
         raise RuntimeError(
             f"the gradients' norm of order {norm_type} is {total.item()}, so they cannot be clipped; {why}"
         )
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch does it
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as in torch
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for param in model.parameters():
         if param.grad is not None:
@@ -97,10 +98,10 @@ def clip_grad_norm_(
 
 
 def discard_unreduced(model: ThunderModule) -> None:
-    """Forget the gradients that backwards under ``no_sync`` have accumulated and no backward has reduced yet.
+    """Discard the gradients that backwards under ``no_sync`` have accumulated and no backward has reduced yet.
 
-    ``zero_grad()`` reaches only ``.grad``. Call it on all ranks, to start an accumulation again; after a backward under
-    ``no_sync`` has failed halfway it is the only way on.
+    Call it on all ranks to restart an accumulation; ``zero_grad()`` clears only ``.grad``. After a backward under
+    ``no_sync`` has failed halfway, it is the only way to continue.
 
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
@@ -110,7 +111,7 @@ def discard_unreduced(model: ThunderModule) -> None:
 
 
 def _stacked(norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Stack norms on ``device``, by one copy from each device that they are on."""
+    """Stack norms on ``device``, with one copy from each device."""
     if all(norm.device == norms[0].device for norm in norms):
         return torch.stack(list(norms)).to(device)
     return torch.stack([norm.to(device) for norm in norms])

@@ -1,4 +1,4 @@
-"""Log messages: what compiling is doing (INFO, first rank) and what each pass changed (DEBUG, every rank).
+"""Log messages: the progress of compiling (INFO, first rank) and the changes of each pass (DEBUG, every rank).
 
 Both go to the logger ``thunder_fsdp_sched``. Python shows neither by default::
 
@@ -29,7 +29,7 @@ class Progress:
     """Progress messages of one model's compilations. Only the first rank logs them.
 
     Args:
-        title: the model's name for people.
+        title: the model's name in messages.
         rank: this process's rank among those that share the model.
     """
 
@@ -49,7 +49,7 @@ class Progress:
         self.say(text, *args)
 
     def step(self, text: str, *args: object) -> None:
-        """Log a later message of a compilation, with the seconds since its beginning."""
+        """Log a later message of a compilation, with the seconds since its start."""
         if not self._quiet:
             LOGGER.info(f"%s, %.1f s: {text}", self._title, time.perf_counter() - self._started, *args)
 
@@ -95,7 +95,7 @@ def _own_symbols(bsyms: Iterable[BoundSymbol]) -> Counter[str]:
 
 
 def _positions(bsyms: Iterable[BoundSymbol]) -> dict[tuple[str, str, int], int]:
-    """The number of bound symbols that compute before each collective and wait."""
+    """Return the number of bound symbols of compute before each collective and wait."""
     positions: dict[tuple[str, str, int], int] = {}
     repeated: Counter[tuple[str, str]] = Counter()
     compute = 0

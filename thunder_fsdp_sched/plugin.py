@@ -14,12 +14,12 @@ __all__ = ["FSDPSched"]
 
 
 class FSDPSched(thunder.Plugin):
-    """Makes :func:`thunder_fsdp_sched.fsdp` part of a Thunder recipe.
+    """The plugin that adds :func:`thunder_fsdp_sched.fsdp` to a Thunder recipe.
 
-    ``thunder.compile(model, plugins="fsdp-sched")`` takes the defaults, ``plugins=FSDPSched(prefetch=2)`` options.
+    ``thunder.compile(model, plugins="fsdp-sched")`` uses the default options, ``plugins=FSDPSched(prefetch=2)`` others.
 
     Args:
-        **options: those of :func:`thunder_fsdp_sched.fsdp`.
+        **options: the options of :func:`thunder_fsdp_sched.fsdp`.
     """
 
     def __init__(self, **options: Any) -> None:

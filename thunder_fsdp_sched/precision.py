@@ -13,12 +13,12 @@ __all__ = ["attach_casts", "cast_inputs"]
 
 
 def cast_inputs(policy: MixedPrecisionPolicy, inputs: Any) -> Any:
-    """``inputs`` with floating-point tensors in ``param_dtype``, if the policy asks for that."""
+    """Return ``inputs`` with floating-point tensors cast to ``param_dtype``, if the policy requests it."""
     return _cast(inputs, policy.param_dtype if policy.cast_forward_inputs else None)
 
 
 def attach_casts(model: torch.nn.Module, policy: MixedPrecisionPolicy) -> list[RemovableHandle]:
-    """Makes calls of ``model`` cast their inputs and outputs; autograd casts gradients back."""
+    """Make calls of ``model`` cast their inputs and outputs; autograd casts gradients back."""
     hooks = []
     if policy.param_dtype is not None and policy.cast_forward_inputs:
         hooks.append(model.register_forward_pre_hook(lambda _, *call: cast_inputs(policy, call), with_kwargs=True))

@@ -1,8 +1,9 @@
-"""Optimizers with state of whole parameters, made before ``thunder.jit`` or loaded from an unsharded run.
+"""Detect optimizer state of whole parameters, created before ``thunder.jit`` or loaded from an unsharded run.
 
-An optimizer made before ``thunder.jit`` trains the shards, which are the same objects. But what it has gathered about whole
-parameters, momenta, does not fit their rows, or broadcasts to them without an error. So each optimizer is checked before
-its first step on shards, and again when it has loaded a state. A step that was checked costs one look-up.
+An optimizer that was created before ``thunder.jit`` trains the shards, which are the same objects. But state that it
+has for whole parameters, such as momenta, does not fit their rows, or broadcasts to them without an error. So each
+optimizer is checked before its first step on shards, and again after it has loaded a state. Later steps cost one
+look-up.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Assertions about the order of communication, for pytest. They read traces alone: no GPU, no ranks are needed.
+"""Assertions about the order of communication, for pytest. They only read traces, so they need neither GPUs nor ranks.
 
-Each takes what ``thunder.jit`` gave (after a call: the last compiled forward and backward), an ``fsdp`` transform, a
-:class:`CompiledTraces`, or one trace; made by real ranks, or in one process by :func:`compile_on_fake_ranks` for any world
-size. A failure shows the lines of the trace around the fault. ``schedule_snapshot`` pins a whole schedule in a file.
+Each accepts a jitted module after a call (its last compiled forward and backward), an ``fsdp`` transform, a
+:class:`CompiledTraces`, or one trace. Traces may come from real ranks, or, for any world size, from
+:func:`compile_on_fake_ranks` in one process. A failure shows the lines of the trace around the fault.
+``schedule_snapshot`` pins a whole schedule in a file.
 """
 
 from __future__ import annotations
@@ -64,13 +65,13 @@ def _traces(subject: Subject) -> list[TraceCtx]:
 
 
 def step_schedule(subject: Subject) -> StepSchedule:
-    """The forward and backward schedule of a subject (not of a single trace)."""
+    """Return the forward and backward schedule of a subject, which must not be a single trace."""
     forward, *backward = _traces(subject)
     return StepSchedule(read_schedule(forward), read_schedule(backward[0]) if backward else None)
 
 
 def _on_every_trace(check: Callable[..., None]) -> Callable[..., None]:
-    """Lets a check of one trace take any subject, and checks forward and backward of it."""
+    """Extend a check of one trace to any subject, of which it checks forward and backward."""
 
     @functools.wraps(check)
     def checked(subject: Subject, *args: Any, **kwargs: Any) -> None:
@@ -83,7 +84,7 @@ def _on_every_trace(check: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class Gather:
-    """Positions (as in a schedule) of one gather; the consumers are ``None`` if nothing reads it."""
+    """The schedule positions of one gather; the consumers are ``None`` if nothing reads it."""
 
     bucket: str
     nbytes: int
@@ -95,7 +96,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Positions (as in a schedule) of one reduction; ``last_gradient`` is -1 if its gradients are inputs."""
+    """The schedule positions of one reduction; ``last_gradient`` is -1 if its gradients are inputs."""
 
     bucket: str
     last_gradient: int
@@ -104,7 +105,7 @@ class Reduction:
 
 
 def gathers(trace: TraceCtx) -> list[Gather]:
-    """Every gather of the trace, in the order of issue. Reading a view of a parameter counts as reading it."""
+    """Return all gathers of the trace, in issue order. Reading a view of a parameter counts as reading it."""
     bsyms = statements(trace)
     aliases = Aliases()
     issues: dict[str, int] = {}
@@ -136,7 +137,7 @@ def gathers(trace: TraceCtx) -> list[Gather]:
 
 
 def reductions(trace: TraceCtx) -> list[Reduction]:
-    """Every reduction of the trace, in the order of issue."""
+    """Return all reductions of the trace, in issue order."""
     bsyms = statements(trace)
     produced = {out: position for position, bsym in enumerate(bsyms) for out in outs_of(bsym)}
     waits = {Wait(b).future.name: position for position, b in enumerate(bsyms) if b.sym is fsdp_wait_grads}
@@ -155,7 +156,7 @@ def reductions(trace: TraceCtx) -> list[Reduction]:
 
 @_on_every_trace
 def assert_waits_right_before_first_consumer(trace: TraceCtx) -> None:
-    """Between a gather's wait and the first bound symbol that reads it stand at most waits that this one reads too."""
+    """Assert that each wait is right before its first consumer, except for other waits with that consumer."""
     bsyms = statements(trace)
     for gather in gathers(trace):
         if gather.first_consumer is None:
@@ -173,7 +174,7 @@ def assert_waits_right_before_first_consumer(trace: TraceCtx) -> None:
 
 @_on_every_trace
 def assert_gathers_in_consumer_order(trace: TraceCtx) -> None:
-    """All-gathers are issued in the order in which their buckets are first read."""
+    """Assert that all-gathers are issued in the order of their first consumers."""
     before: Gather | None = None
     for gather in gathers(trace):
         if before is not None and _first(gather) < _first(before):
@@ -189,10 +190,10 @@ def assert_gathers_in_consumer_order(trace: TraceCtx) -> None:
 
 @_on_every_trace
 def assert_prefetch_distance(trace: TraceCtx, prefetch: int) -> None:
-    """Every gather is issued ``prefetch`` steps ahead of its own wait, fewer only at the start of the trace.
+    """Assert that every gather is issued ``prefetch`` steps ahead of its wait, fewer only at the start of the trace.
 
-    Buckets that the same bound symbol reads first make one step. A bigger bucket is issued ahead of small steps too, as
-    :func:`~thunder_fsdp_sched.transforms.sort_communication.issue_points` says.
+    Buckets with the same first consumer form one prefetch step. A large bucket may also be issued ahead of small steps:
+    see :func:`~thunder_fsdp_sched.transforms.sort_communication.issue_points`.
     """
     found = [g for g in gathers(trace) if g.first_consumer is not None]
     steps = sorted({_first(g) for g in found})
@@ -213,7 +214,7 @@ def assert_prefetch_distance(trace: TraceCtx, prefetch: int) -> None:
 
 @_on_every_trace
 def assert_gathered_buckets_at_most(trace: TraceCtx, buckets: int) -> None:
-    """At no position are more than ``buckets`` buckets in flight or unsharded and still to be read."""
+    """Assert that at no position more than ``buckets`` buckets are in flight, or unsharded and yet to be read."""
     for position, live in _live(trace):
         if len(live) > buckets:
             _fail(trace, f"{len(live)} buckets are unsharded: {[g.bucket for g in live]}, allowed {buckets}", position)
@@ -221,7 +222,7 @@ def assert_gathered_buckets_at_most(trace: TraceCtx, buckets: int) -> None:
 
 @_on_every_trace
 def assert_unsharded_bytes_at_most(trace: TraceCtx, nbytes: int) -> None:
-    """At no position are more than ``nbytes`` bytes of buckets in flight or unsharded and still to be read."""
+    """Assert that at no position more than ``nbytes`` of buckets are in flight, or unsharded and yet to be read."""
     for position, live in _live(trace):
         total = sum(g.nbytes for g in live)
         if total > nbytes:
@@ -230,7 +231,7 @@ def assert_unsharded_bytes_at_most(trace: TraceCtx, nbytes: int) -> None:
 
 @_on_every_trace
 def assert_buckets_in_flight_at_most(trace: TraceCtx, buckets: int) -> None:
-    """At no position are more than ``buckets`` gathers issued and not yet waited for."""
+    """Assert that at no position more than ``buckets`` gathers are in flight."""
     for position, flying in _in_flight(trace):
         if len(flying) > buckets:
             _fail(
@@ -240,7 +241,7 @@ def assert_buckets_in_flight_at_most(trace: TraceCtx, buckets: int) -> None:
 
 @_on_every_trace
 def assert_bytes_in_flight_at_most(trace: TraceCtx, nbytes: int) -> None:
-    """At no position do the gathers that are issued and not yet waited for bring more than ``nbytes`` bytes."""
+    """Assert that at no position the gathers in flight have more than ``nbytes`` bytes together."""
     for position, flying in _in_flight(trace):
         total = sum(g.nbytes for g in flying)
         if total > nbytes:
@@ -249,7 +250,7 @@ def assert_bytes_in_flight_at_most(trace: TraceCtx, nbytes: int) -> None:
 
 @_on_every_trace
 def assert_reductions_right_after_last_gradient(trace: TraceCtx) -> None:
-    """Between the last gradient of a bucket and its reduce-scatter stands communication alone."""
+    """Assert that only communication is between the last gradient of a bucket and its reduce-scatter."""
     bsyms = statements(trace)
     for reduction in reductions(trace):
         for position in range(reduction.last_gradient + 1, reduction.issue):
@@ -265,15 +266,15 @@ def assert_reductions_right_after_last_gradient(trace: TraceCtx) -> None:
 
 _COPIES = frozenset(
     {"cat", "clone", "contiguous", "copy_", "copy_with_setitem", "index_copy", "stack"}
-    | {"pack", "pack_for_fsdp", "unpack", "unpack_for_fsdp", "update_bucket_view"}  # of Thunder's own bucketing
+    | {"pack", "pack_for_fsdp", "unpack", "unpack_for_fsdp", "update_bucket_view"}  # symbols of Thunder's own bucketing
 )
 
 
 @_on_every_trace
 def assert_no_parameter_copies(trace: TraceCtx) -> None:
-    """Nothing packs shards before a gather or copies what a gather brought, views and fusions looked through.
+    """Assert that nothing packs shards before a gather or copies gathered parameters, also through views and fusions.
 
-    A conversion to another dtype is no copy, and neither is computing with parameters alone.
+    A conversion to another dtype is not a copy, nor is compute on parameters.
     """
     bsyms = statements(trace)
     aliases = Aliases()
@@ -297,7 +298,7 @@ def assert_no_parameter_copies(trace: TraceCtx) -> None:
 
 
 def _parts(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
-    """What ``bsym`` is made of, down to the symbols that have no parts, and conversions to another dtype."""
+    """Return the subsymbols of ``bsym``, down to those without subsymbols and to conversions of dtype."""
     dtypes = {getattr(p, "dtype", None) for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
     if not bsym.subsymbols or (bsym.sym.name == "to" and len(dtypes) > 1):
         yield bsym
@@ -325,16 +326,16 @@ def compile_on_fake_ranks(
     ranks: Iterable[int] = (0,),
     **options: Any,
 ) -> list[CompiledTraces]:
-    """Compiles a model as some ranks of a world of any size would, in this process; nothing is sent.
+    """Compile a model as some ranks of a world of any size would, in this process; nothing is sent.
 
     Args:
-        make: gives a fresh module and its inputs, the same for every rank.
-        world_size: ranks of the world.
-        ranks: those of them to compile as, one after the other.
-        **options: of :func:`thunder_fsdp_sched.fsdp`.
+        make: returns a fresh module and its inputs, the same for every rank.
+        world_size: number of ranks.
+        ranks: the ranks to compile as, one after the other.
+        **options: options of :func:`thunder_fsdp_sched.fsdp`.
 
     Returns:
-        What each of ``ranks`` compiled for these inputs.
+        The traces that each of ``ranks`` compiled for these inputs.
 
     Raises:
         RuntimeError: this process already has a default process group.
@@ -343,11 +344,11 @@ def compile_on_fake_ranks(
 
 
 def assert_same_schedule_on_all_ranks(subject: Subject | Sequence[CompiledTraces]) -> None:
-    """All ranks issue the same collectives in the same order.
+    """Assert that all ranks issue the same collectives in the same order.
 
     Args:
-        subject: a jitted module, on real ranks that all call this together (a collective); or the list that
-            :func:`compile_on_fake_ranks` gives.
+        subject: a jitted module on real ranks, which must all call this (a collective); or the result of
+            :func:`compile_on_fake_ranks`.
     """
     if isinstance(subject, (list, tuple)):
         per_rank = [[line for t in _traces(c) for line in read_schedule(t).collectives()] for c in subject]

@@ -1,4 +1,4 @@
-"""How a bucket travels: one file a transport, one small interface, one line each in the list below."""
+"""Transports, which send and receive buckets: one file per transport, all with the interface in ``base``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .symmetric_memory import SymmetricMemory
 __all__ = ["TRANSPORTS", "Traffic", "Transport", "Work", "choose_transport", "register_transport"]
 
 TRANSPORTS: dict[str, Transport] = {}
-"""Every transport by its name."""
+"""All transports, keyed by name."""
 
 
 def register_transport(transport: Transport) -> None:
-    """Makes ``fsdp(transport=transport.name)`` work."""
+    """Register a transport, so that ``fsdp(transport=transport.name)`` finds it."""
     TRANSPORTS[transport.name] = transport
 
 
@@ -31,13 +31,12 @@ for _transport in (Flat(), AllToAll(), Coalesced(), AllReduce(), SymmetricMemory
 def choose_transport(
     shapes: Sequence[tuple[int, ...]], world_size: int, itemsize: int, backend: str
 ) -> tuple[str, str]:
-    """What ``transport="auto"`` takes for a bucket of parameters with these shapes, and the reason.
+    """Return the transport that ``"auto"`` chooses for a bucket of parameters with these shapes, and the reason.
 
-    ``flat`` is one collective and copies nothing. Where rows have widths without a small common multiple it needs a
-    collective for each width, and ``coalesced`` then has NCCL launch them as one kernel. gloo has no such thing, and its
-    reduce-scatter sends everything twice, which ``all_to_all`` does not. The others send or copy more bytes, or
-    (``symmetric_memory``) need memory and topology that only the user knows to be there: they are used where they are
-    asked for.
+    ``flat`` needs one collective and no copy. If row widths have no small common multiple, it needs one collective for
+    each width; ``coalesced`` then lets NCCL launch them as one kernel. gloo cannot do that, and its reduce-scatter
+    sends everything twice, which ``all_to_all`` avoids. The other transports send or copy more bytes, or, like
+    ``symmetric_memory``, need memory and a topology that only the user can vouch for. They are used only on request.
     """
     if backend == "gloo" and world_size > 1:
         return "all_to_all", "auto, no copy, and gradients are sent once (gloo's reduce-scatter sends them twice)"

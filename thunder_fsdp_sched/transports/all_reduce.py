@@ -1,4 +1,4 @@
-"""Each rank's shards at their place in an otherwise zero buffer, which one all-reduce completes."""
+"""Gather with an all-reduce: each rank puts its shards into an otherwise zero buffer, and the sum completes it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["AllReduce"]
 
 
 class AllReduce(Flat):
-    """Gathers at twice the wire bytes of an all-gather; no order of pieces is asked of the collective.
+    """The transport that gathers at twice the bytes of an all-gather, but with shards in any order.
 
-    DeepSpeed's pull request 5420 has it for ZeRO-3. Here the sum is that of the bytes as integers, of which all but one
-    rank's are zero, so whatever the dtype the result is bit for bit what was sent. Gradients are reduced as ``flat`` does:
-    an all-reduce of them would send twice as much to throw most of it away.
+    DeepSpeed's pull request 5420 does the same for ZeRO-3. Here the bytes are summed as integers. All but one rank's
+    are zero, so for any dtype the result is bit for bit what was sent. Gradients are reduced as by ``flat``, because an
+    all-reduce would send twice as much and discard most of it.
     """
 
     name = "all_reduce"

@@ -1,4 +1,4 @@
-"""Gathers as ``flat``; reductions as one exchange of pieces, which every rank then adds up itself."""
+"""Gather like ``flat``; reduce with one exchange of pieces, which every rank then sums locally."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["AllToAll"]
 
 
 class AllToAll(Flat):
-    """For backends whose reduce-scatter sends more than it has to.
+    """The transport for backends whose reduce-scatter sends more than necessary.
 
-    gloo does a reduce-scatter as an all-reduce, which sends every byte twice. Here each rank sends every other rank its
-    piece, ``(W - 1) / W`` of the bucket, and adds up what it received: at the wait, or on a GPU on a side stream. (A
-    callback that gloo's thread runs, and has to destroy, may need the interpreter after that has begun to shut down, which
-    aborts the process.) Ranks are added in their order, so a result does not depend on where in the bucket a gradient lies.
-    What is received needs as much memory as the bucket, which is used again: for as many buckets as are in flight at once.
-    It belongs to the model's arena and is freed with it.
+    gloo implements a reduce-scatter as an all-reduce, which sends every byte twice. Here each rank sends every other
+    rank its piece, ``(W - 1) / W`` of the bucket in total, and sums the pieces that it received: at the wait, or on a
+    GPU on a side stream. (A callback on gloo's thread is no option: destroying it may need the interpreter while that
+    is shutting down, which aborts the process.) Pieces are summed in the order of ranks, so a result does not depend on
+    a gradient's position in the bucket. The received pieces need as much memory as the bucket. That memory is reused;
+    there is one buffer for each bucket in flight. It belongs to the model's arena and is freed with it.
     """
 
     name = "all_to_all"
@@ -63,7 +63,7 @@ class AllToAll(Flat):
 
 
 class _Returning:
-    """Hands its buffer back once it is dropped after a wait; never while the exchange may still write it."""
+    """Work that returns its buffer when it is dropped after a wait, and never while the exchange may still write it."""
 
     def __init__(self, work: Work, buffer: torch.Tensor, free: list[torch.Tensor]) -> None:
         self._work, self._buffer, self._free = work, buffer, free

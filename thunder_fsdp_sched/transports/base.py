@@ -32,10 +32,10 @@ _GLOO = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Work(Protocol):
-    """What was issued and is to be waited for; ``torch.distributed.Work`` is one."""
+    """An issued operation that can be waited for, such as a ``torch.distributed.Work``."""
 
     def wait(self) -> Any:
-        """Holds back the current stream (on a CPU: the caller) until it is done."""
+        """Block the current stream (on a CPU: the caller) until it has finished."""
 
 
 class Views(NamedTuple):
@@ -44,8 +44,9 @@ class Views(NamedTuple):
     Attributes:
         flat: the interleaved unsharded buffer.
         tensors: the parameters, or their gradients, as views of ``flat``.
-        pieces: the segments of the layout that have elements, as views of ``flat``; a step makes none.
-        staging: the same bytes again, in the order in which the ranks send, if the transport needs that.
+        pieces: the non-empty segments of the layout, as views of ``flat``, created in advance so that a step creates
+            none.
+        staging: room for the same bytes in the order in which ranks send them, if the transport needs it.
     """
 
     flat: torch.Tensor
@@ -67,25 +68,25 @@ class TransportedBucket(Protocol):
 
     @property
     def own_pieces(self) -> list[tuple[slice, slice]]:
-        """Which elements of this rank's shard belong to which elements of the unsharded buffer."""
+        """The elements of this rank's shard, and their elements in the unsharded buffer, as pairs of slices."""
 
     @property
     def scratch(self) -> dict[tuple[torch.dtype, int], list[torch.Tensor]]:
-        """Memory that no transport uses at the moment, by dtype and number of elements; missing keys are empty lists."""
+        """Idle temporary memory, keyed by dtype and number of elements; a missing key is an empty list."""
 
 
 class Traffic(NamedTuple):
-    """What one gather or one reduction of a bucket sends and copies: all that planning and the simulator ask.
+    """The bytes that one gather or one reduction of a bucket sends and copies, for planning and the simulator.
 
     Attributes:
-        messages: unsharded bytes of each ring collective that pays for a start of its own.
-        launches: calls of the communication library.
+        messages: unsharded bytes of each ring collective with a start-up cost of its own.
+        launches: number of calls of the communication library.
         passes: how often each byte goes around the ring: once in an all-gather or a reduce-scatter, twice in an
             all-reduce.
-        is_reduce_scatter: whether it is the backend's own reduce-scatter, which with gloo sends everything twice.
-        copied_before: bytes that are read and written when it is issued, before anything is sent.
-        copied_after: bytes that are read and written once everything has arrived: on a GPU by the stream of the
-            communication, on a CPU in the wait.
+        is_reduce_scatter: whether it uses the backend's reduce-scatter, which sends everything twice with gloo.
+        copied_before: bytes read and written at the issue, before sending.
+        copied_after: bytes read and written after everything has arrived: on a GPU on the communication stream, on a
+            CPU in the wait.
     """
 
     messages: tuple[int, ...]
@@ -101,16 +102,17 @@ class Traffic(NamedTuple):
 
 
 class Transport(ABC):
-    """Moves a bucket between its sharded and its interleaved unsharded form.
+    """The interface for moving a bucket between its sharded and its interleaved unsharded form.
 
-    A transport is one object a process and keeps nothing between a call and the wait for it, except what it caches for
-    a bucket. Every method issues its collectives at once and in an order that is the same on all ranks. If it raises,
-    nothing that it has issued is in flight any more (``issue_each``).
+    There is one transport object per process. It keeps no state between a call and its wait, except caches per bucket.
+    Methods issue their collectives immediately, in the same order on all ranks. If a method raises, none of its
+    collectives is in flight any more (``issue_each``).
 
     Attributes:
-        per_param: it needs a layout in which every parameter is cut into even rows (``plan_layout(per_param=True)``).
-        staging: its slots have a second half, in the order in which the ranks send (``Views.staging``).
-        peers_read_shards: other ranks read a shard where it lies, so that it has to lie on the device.
+        per_param: whether it needs a layout that splits every parameter evenly by rows
+            (``plan_layout(per_param=True)``).
+        staging: whether its slots need a second half, in the order in which ranks send (``Views.staging``).
+        peers_read_shards: whether other ranks read a shard directly, so that it must be on the device.
     """
 
     name: str
@@ -119,10 +121,10 @@ class Transport(ABC):
     peers_read_shards = False
 
     def check(self, device: torch.device, dtypes: Sequence[torch.dtype], ranks: Ranks) -> None:
-        """Checks whether it can carry these dtypes between these ranks.
+        """Check whether it can send these dtypes between these ranks.
 
         Raises:
-            ValueError: naming what is missing.
+            ValueError: names what is missing.
         """
         if ranks.group.backend_for(device) == "gloo":
             for dtype in dtypes:
@@ -133,27 +135,27 @@ class Transport(ABC):
                     )
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> torch.Tensor:
-        """Memory for what it sends: a flat shard, zeros."""
+        """Return memory for a flat shard, filled with zeros, from which it can send."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
     @abstractmethod
     def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
-        """Issues what fills ``unsharded.flat`` (``layout.unsharded_numel`` elements) from all ranks' flat shards."""
+        """Issue the gather that fills ``unsharded.flat`` (``layout.unsharded_numel`` elements) from all flat shards."""
 
     @abstractmethod
     def reduce_scatter(self, bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
-        """Issues what fills ``shard`` (flat, ``layout.shard_numel``) with the mean over ranks of ``unsharded.flat``.
+        """Issue the reduction that fills ``shard`` (``layout.shard_numel``) with the mean over ranks of ``unsharded.flat``.
 
-        ``unsharded`` must stay untouched until the work is waited for; its contents are undefined afterwards.
+        Leave ``unsharded`` untouched until the work has been waited for; afterwards its contents are undefined.
         """
 
     def gather_traffic(self, spec: BucketSpec) -> Traffic:
-        """Return what one gather of the bucket sends and copies; by default one ring all-gather for each segment."""
+        """Return the traffic of one gather of the bucket; by default one ring all-gather for each segment."""
         messages = segment_bytes(spec, spec.param_dtype)
         return Traffic(messages, len(messages))
 
     def reduce_traffic(self, spec: BucketSpec) -> Traffic:
-        """Return what one reduction of the bucket's gradients sends and copies.
+        """Return the traffic of one reduction of the bucket's gradients.
 
         By default one reduce-scatter of the backend for each segment.
         """
@@ -162,39 +164,39 @@ class Transport(ABC):
 
 
 def segment_bytes(spec: BucketSpec, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the bytes of each unsharded segment of the bucket that has elements."""
+    """Return the unsharded bytes of each non-empty segment of the bucket."""
     world_size = spec.layout.world_size
     return tuple(s.shard_numel * world_size * dtype.itemsize for s in spec.layout.segments if s.shard_numel)
 
 
 NOWHERE = nullcontext()
-"""A context that does nothing."""
+"""A context manager that does nothing."""
 
 
 def labelled(name: str) -> AbstractContextManager[Any]:
-    """Has a profiler show what happens inside under ``name``. Without a profiler a label would cost 6 microseconds."""
+    """Return a context that labels its content in profiles. It does nothing without a profiler: a label costs 6 us."""
     return torch.profiler.record_function(name) if _profiler_enabled() else NOWHERE
 
 
 def issue_each(issues: Iterable[Callable[[], Work]]) -> list[Work]:
-    """Issue one work after the other and return them; if one cannot be issued, wait for those that were."""
+    """Issue works in order and return them; if one cannot be issued, wait for the others before raising."""
     works: list[Work] = []
     try:
         for issue in issues:
             works.append(issue())
     except Exception:
         for work in works:
-            with suppress(Exception):  # the first error says more
+            with suppress(Exception):  # the first error is more specific
                 work.wait()
         raise
     return works
 
 
 class _OnStream:
-    """Work that a side stream is doing.
+    """Work on a side stream.
 
-    It keeps the tensors that the stream uses, as a work of NCCL does. If nobody has waited when it is dropped, an
-    exception having come in between, the allocator is told that the stream still uses them.
+    It keeps the tensors alive that the stream uses, like a work of NCCL. If it is dropped without a wait, after an
+    exception, it tells the allocator that the stream still uses them.
     """
 
     def __init__(self, stream: torch.cuda.Stream, device: torch.device, uses: Sequence[torch.Tensor]) -> None:
@@ -202,18 +204,18 @@ class _OnStream:
         self._done = stream.record_event()
 
     def wait(self) -> None:
-        # Not the current stream of the current device, which may be another.
+        # The current stream of this device, because the current device may be another.
         torch.cuda.current_stream(self._device).wait_event(self._done)
         self._uses = ()
 
     def __del__(self) -> None:
-        with suppress(Exception):  # at exit
+        with suppress(Exception):  # at interpreter exit
             for tensor in self._uses:
                 tensor.record_stream(self._stream)
 
 
 class _Then:
-    """Does something when it is waited for, once its works are done."""
+    """Work that runs an action when it is waited for, after its own works have finished."""
 
     def __init__(self, works: Sequence[Work], action: Callable[[], None]) -> None:
         self.works = works
@@ -229,17 +231,17 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for what belongs to communication, one for each device."""
-    if device not in _side_streams:  # of high priority: its short copies and sums hold up communication
+    """Return the side stream of a device for work that belongs to communication."""
+    if device not in _side_streams:  # high priority, because communication waits for its short copies and sums
         _side_streams[device] = torch.cuda.Stream(device, priority=-1)
     return _side_streams[device]
 
 
 def behind(issue: Callable[[], Sequence[Work]], action: Callable[[], None], uses: Sequence[torch.Tensor]) -> Work:
-    """Issue works and do ``action`` after them: on a side stream at once, or on a CPU at the wait.
+    """Issue works, and run ``action`` after them: on a side stream, or on a CPU at the wait.
 
     Args:
-        uses: the tensors that ``issue`` and ``action`` read and write, all on one device.
+        uses: all tensors that ``issue`` and ``action`` read or write, on one device.
     """
     device = uses[0].device
     if device.type != "cuda":
@@ -252,6 +254,6 @@ def behind(issue: Callable[[], Sequence[Work]], action: Callable[[], None], uses
                 work.wait()
             action()
         except BaseException:
-            current.wait_stream(stream)  # what was issued is not in flight any more
+            current.wait_stream(stream)  # so that no issued work is in flight any more
             raise
         return _OnStream(stream, device, uses)

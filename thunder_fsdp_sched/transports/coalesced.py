@@ -1,4 +1,4 @@
-"""Every parameter cut evenly by rows, as FSDP2 does: one launch of a group of collectives, one for each parameter."""
+"""Split every parameter evenly by rows, like FSDP2, and launch one collective per parameter as a group."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ __all__ = ["Coalesced"]
 
 
 class Coalesced(Flat):
-    """Gathers each parameter straight into its contiguous place, so nothing is copied on either side.
+    """The transport that gathers each parameter directly into its contiguous range, without copies on either side.
 
-    NCCL runs the whole group as one kernel. gloo has no such thing on the wire: it gets one call and runs one collective
-    after the other.
+    NCCL runs the whole group as one kernel. gloo cannot: it receives one call, and runs one collective after the other.
     """
 
     name = "coalesced"

@@ -1,4 +1,4 @@
-"""The bucket as one flat vector: one plain all-gather or reduce-scatter, straight into the interleaved buffer."""
+"""Send the bucket as one flat vector: one plain all-gather or reduce-scatter, directly on the interleaved buffer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .base import Transport, TransportedBucket, Views, Work, issue_each
 
 __all__ = ["Flat", "all_gather_flat", "pairs", "reduce_scatter_flat"]
 
-# torch 2.13 renamed the two collectives and warns about the old names; before, only the old ones exist.
+# torch 2.13 renamed the two collectives and warns about the old names; older versions have only the old ones.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Flat(Transport):
-    """See [Note: Interleaved layout with row-aligned cuts]: usually a bucket is one segment, so one collective."""
+    """The transport with one collective per segment; see [Note: Interleaved layout with row-aligned cuts]."""
 
     name = "flat"
 
@@ -41,5 +41,5 @@ class Flat(Transport):
 def pairs(
     bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the whole and the rank's own piece of each segment that has elements."""
+    """Return each non-empty segment, whole, and the rank's own range of it."""
     return zip(unsharded.pieces, bucket.spec.layout.own_pieces(shard), strict=True)

@@ -1,4 +1,4 @@
-"""The measured baseline: a plain all-gather in the order of ranks, then one fused copy into the interleaved order."""
+"""The baseline for measurements: a plain all-gather in rank order, then one fused copy to the interleaved order."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["Staged"]
 
 
 class Staged(Transport):
-    """What FSDP2 does: one collective a bucket, and every byte of it is copied once more.
+    """The transport that works like FSDP2: one collective per bucket, and one more copy of every byte.
 
-    On a GPU the copy behind a gather runs on a side stream; the one before a reduction must follow the last gradient.
+    On a GPU the copy after a gather runs on a side stream; the copy before a reduction must follow the last gradient.
     """
 
     name = "staged"
@@ -61,7 +61,7 @@ class Staged(Transport):
 
     @staticmethod
     def _pieces(bucket: TransportedBucket, unsharded: Views) -> tuple[list[int], list[torch.Tensor]]:
-        """Elements of each parameter that a rank sends, and the parameter as rows, one for each rank."""
+        """Return the number of elements of each parameter that a rank sends, and the parameter as one row per rank."""
         layout = bucket.spec.layout
         segments = [s for s in layout.segments if s.shard_numel]
         return [s.shard_numel for s in segments], [

@@ -1,7 +1,7 @@
-"""Shards in symmetric memory, from which copy engines pull peers' pieces straight into the interleaved buffer.
+"""Keep shards in symmetric memory, from which copy engines read peers' shards directly into the interleaved buffer.
 
-The pieces travel without a kernel that takes multiprocessors from compute (PyTorch's pull request 130583 names it low
-contention). Within one node, on GPUs that can read each other's memory.
+No kernel runs for the transfer, so it takes no multiprocessors from compute (PyTorch's pull request 130583 calls that
+low contention). It works within one node, on GPUs that can read each other's memory.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ _BEFORE, _AFTER = 0, 1  # channels of a handle's barriers
 
 
 class SymmetricMemory(Flat):
-    """All-gather: a barrier, one copy from each peer, a barrier. Reduce-scatter: torch's low-contention operation.
+    """The transport over symmetric memory: gathers copy from each peer between two barriers.
+
+    Reductions use torch's low-contention reduce-scatter.
 
     Args:
-        memory: has ``empty`` and ``rendezvous``; default is ``torch.distributed._symmetric_memory``.
-        devices: types of device whose memory it can share.
+        memory: an object with ``empty`` and ``rendezvous``; the default is ``torch.distributed._symmetric_memory``.
+        devices: the device types whose memory it can share.
     """
 
     name = "symmetric_memory"
@@ -41,8 +43,8 @@ class SymmetricMemory(Flat):
     def __init__(self, memory: ModuleType | Any = None, devices: Sequence[str] = ("cuda",)) -> None:
         self._memory = memory
         self._devices = devices
-        # Of each shard, and of each of its process groups, for as long as both live: a bucket's memory stays mapped in all
-        # processes no longer than the bucket.
+        # Of each shard, and of each of its process groups, for as long as both live: a bucket's memory stays mapped in
+        # all processes no longer than the bucket.
         self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @property
@@ -77,10 +79,10 @@ class SymmetricMemory(Flat):
         pieces = shared.pieces(bucket.spec.layout)
 
         def pull() -> None:
-            shared.handle.barrier(channel=_BEFORE)  # everybody's optimizer has written its shard
+            shared.handle.barrier(channel=_BEFORE)  # all ranks' optimizers have written their shards
             for offset, piece in pieces:
                 unsharded.flat.narrow(0, offset, piece.numel()).copy_(piece)
-            shared.handle.barrier(channel=_AFTER)  # from here on the shard may be written again
+            shared.handle.barrier(channel=_AFTER)  # now the shard may be written again
 
         return [behind(list, pull, (shard, unsharded.flat))]
 
@@ -126,7 +128,7 @@ class SymmetricMemory(Flat):
 
 
 class _Shared:
-    """A shard of which every rank of a group can read every other's."""
+    """A shard in memory that all ranks of a group can read."""
 
     def __init__(self, handle: Any, shard: torch.Tensor, group: Group) -> None:
         self.handle = handle
@@ -137,7 +139,7 @@ class _Shared:
     def pieces(self, layout: Layout) -> list[tuple[int, torch.Tensor]]:
         """Return the pieces of all ranks' shards, with their offsets in the unsharded buffer; the same list each time."""
         if self._layout is not layout:
-            # Each rank reads another peer at a time.
+            # At any time each rank reads from a different peer.
             peers = [(self._rank + distance) % self._size for distance in range(self._size)]
             self._pieces = [
                 (
@@ -153,7 +155,7 @@ class _Shared:
 
 
 def _one_device_for_all() -> bool:
-    """Whether several ranks may share a device, as tests on one GPU do."""
+    """Return whether several ranks may share a device, as in tests on one GPU."""
     import os
 
     return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
