@@ -1,9 +1,9 @@
-"""Modules that begin on the meta device: initialized one submodule after the other, straight into the shards.
+"""Initialize a module on the meta device one submodule at a time, directly into the shards.
 
 [Note: Values that nobody has given]
-Memory for what was on the meta device begins as ``nan``, or as an extreme integer. What still holds nothing else at
-the first call was forgotten: by ``param_init_fn``, by a checkpoint, by the user. A version counter would not tell, since
-initialization often writes through ``.data``.
+Memory for tensors from the meta device is filled with ``nan``, or with an extreme integer. A tensor that has only such
+values at the first call was not initialized: not by ``param_init_fn``, a checkpoint or the user. A version counter
+would not show it, because initialization often writes through ``.data``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["initialize", "is_blank", "make_blank"]
 
 
 def make_blank(tensor: torch.Tensor) -> None:
-    """Fill ``tensor`` with what :func:`is_blank` recognizes."""
+    """Fill ``tensor`` with the value that :func:`is_blank` recognizes."""
     with torch.no_grad():
         tensor.fill_(_blank_of(tensor.dtype))
 
 
 def is_blank(tensor: torch.Tensor) -> bool:
-    """Whether nobody has given ``tensor`` values since :func:`make_blank`; false if it has no elements to tell by."""
+    """Return whether ``tensor`` is unchanged since :func:`make_blank`; false if it has no elements."""
     if not tensor.numel() or tensor.dtype is torch.bool:
         return False
     tensor = tensor.detach()
@@ -50,17 +50,17 @@ def initialize(
     places: dict[str, tuple[Bucket, int]],
     take: Callable[[str, torch.Tensor], None],
 ) -> None:
-    """Gives each submodule that owns tensors on the meta device real ones, lets ``init`` fill them and takes them over.
+    """Materialize the tensors that each submodule owns on the meta device, initialize them with ``init``, and shard them.
 
-    Submodules come in the order of the module tree, so that random numbers are drawn as for the whole module at once. No
-    more than one submodule's own tensors exist beside the shards. Parameters in ``places`` are on the meta device again
-    afterwards; the others are the same objects with memory.
+    Submodules are visited in the order of the module tree, so random numbers are drawn as for the whole module. Besides
+    the shards, only the tensors of one submodule exist at a time. Afterwards the parameters in ``places`` are on the
+    meta device again; all others are the same objects, with memory.
 
     Args:
-        init: called with each of the submodules; what it does to other submodules is lost.
-        device: of the real tensors.
-        places: bucket and index of each sharded parameter, by each of its names.
-        take: is given each name and what became of it: whole parameters (to be cut), buffers.
+        init: called with each submodule. Changes that it makes to other submodules are lost.
+        device: the device of the materialized tensors.
+        places: bucket and index of each sharded parameter, keyed by each of its names.
+        take: called with each name and its initialized tensor: a whole parameter, to be sharded, or a buffer.
     """
     for path, submodule in module.named_modules():
         owned = (submodule._parameters, submodule._buffers)
@@ -71,7 +71,8 @@ def initialize(
             real = torch.empty_like(tensor, device=device)
             make_blank(real)
             if isinstance(tensor, nn.Parameter):
-                # In the dtype of the shards: the module's own one may have that of the unsharded parameters by now.
+                # In the dtype of the shards, because the module's own parameter may already have that of unsharded
+                # parameters.
                 place = places.get(f"{path}.{name}".lstrip("."))
                 real = real if place is None else real.to(place[0].spec.dtype)
                 own[name] = nn.Parameter(real, tensor.requires_grad)

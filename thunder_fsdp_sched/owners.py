@@ -1,4 +1,4 @@
-"""Parameters that one of their ranks, the owner, updates whole: their rows travel to it, and back.
+"""Send the rows of parameters to the rank that owns them, and back.
 
 See [Note: One owner for each parameter] in ``whole_parameters``.
 """
@@ -20,12 +20,12 @@ __all__ = ["OwnedParam", "choose_owners", "rows_from_owners", "rows_to_owners"]
 
 
 class OwnedParam:
-    """A parameter, this rank's rows of it, and who owns it.
+    """A parameter, this rank's rows of it, and its owner.
 
     Attributes:
         rows: this rank's rows, a parameter of the sharded model.
-        whole: what the optimizer sees. Outside of a step it has a shape and no memory.
-        owner: rank, in the process group that it is sharded over, that updates it.
+        whole: the parameter that the optimizer updates. Outside of a step it has a shape but no memory.
+        owner: the rank that updates it, in the process group over which it is sharded.
     """
 
     def __init__(self, rows: torch.Tensor, bucket: Bucket, index: int) -> None:
@@ -44,12 +44,12 @@ class OwnedParam:
 
     @property
     def travels_with(self) -> tuple[Any, ...]:
-        """Equal for parameters that one collective can carry; sorts alike on all ranks."""
+        """A key that is equal for parameters that one collective can send, and that sorts equally on all ranks."""
         return (tuple(self.group.global_ranks), self.group.name, str(self.rows.dtype), str(self.spec.device))
 
     @property
     def grad(self) -> torch.Tensor:
-        """This rank's rows of the gradient, which there has to be."""
+        """Return this rank's rows of the gradient, which must exist."""
         assert self.rows.grad is not None
         return plain(self.rows.grad)
 
@@ -61,7 +61,7 @@ class OwnedParam:
         return self.whole[start:end]
 
     def fill(self, values: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        """Gives :attr:`whole` memory, from each rank's rows."""
+        """Assemble :attr:`whole` from the rows of each rank."""
         self.whole.data = torch.cat(list(values))
         self.whole.grad = torch.cat(list(grads))
 
@@ -75,7 +75,7 @@ class OwnedParam:
 
 
 def choose_owners(known: Iterable[OwnedParam], new: Iterable[OwnedParam]) -> None:
-    """Gives each new parameter, the largest first, to the rank that owns least; of equals to that with most of its rows."""
+    """Assign new parameters, largest first, to the rank that owns least; among equals to the one with most of its rows."""
     loads: dict[str, list[int]] = {}
     for param in known:
         loads.setdefault(param.group.name, [0] * param.group.size)[param.owner] += param.spec.numel
@@ -86,7 +86,7 @@ def choose_owners(known: Iterable[OwnedParam], new: Iterable[OwnedParam]) -> Non
 
 
 def rows_to_owners(params: Sequence[OwnedParam]) -> None:
-    """Sends this rank's rows of parameters and gradients to their owners, who put them together."""
+    """Send this rank's rows of parameters and gradients to their owners, which assemble them."""
     group = params[0].group
     mine = [p for p in params if p.is_mine]
     received = _all_to_all(
@@ -99,7 +99,7 @@ def rows_to_owners(params: Sequence[OwnedParam]) -> None:
 
 
 def rows_from_owners(params: Sequence[OwnedParam]) -> None:
-    """Sends what this rank has updated back to the ranks whose rows it is, and takes its own rows from the other owners."""
+    """Send updated rows from this rank to the ranks that hold them, and receive its own rows from the other owners."""
     group = params[0].group
     mine = [p for p in params if p.is_mine]
     by_owner = [[p for p in params if p.owner == rank] for rank in range(group.size)]
@@ -116,10 +116,10 @@ def rows_from_owners(params: Sequence[OwnedParam]) -> None:
 def _all_to_all(
     of: OwnedParam, sent: Sequence[Sequence[Any]], shapes: Sequence[Sequence[tuple[int, ...]]]
 ) -> list[list[torch.Tensor]]:
-    """Sends tensors to each rank of a group and returns those from each, which have the given shapes; one collective.
+    """Send tensors to each rank of a group and return those from each, with the given shapes; one collective.
 
     Args:
-        of: says over which group, from which device and of which dtype.
+        of: a parameter with the group, the device and the dtype to use.
     """
     group, rows, device = of.group, of.rows, of.spec.device
     lengths = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
@@ -127,7 +127,7 @@ def _all_to_all(
     if group.size == 1:
         incoming = outgoing
     else:
-        # They may lie where the group does not reach, on the CPU.
+        # They may be on a device that the group does not support, such as the CPU.
         incoming = rows.new_empty(sum(map(sum, lengths)), device=device)
         counts = [sum(t.numel() for t in of_rank) for of_rank in sent]
         process_group = group.process_group

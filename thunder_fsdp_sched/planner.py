@@ -1,4 +1,4 @@
-"""A training step planned for a cluster that one does not have: traced on the meta device, simulated, nothing downloaded."""
+"""Plan a training step for any cluster: trace the model on the meta device and simulate it, without downloads."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["PlannedStep", "check_made", "find_model", "plan_step"]
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A planned forward and backward step.
+    """A planned step.
 
     Attributes:
-        transform: holds the plan, the traces and the schedules.
-        before: the step with communication as Thunder would run it without the sorting pass.
+        transform: the transform with the plan, the traces and the schedules.
+        before: the step without the sorting pass, with communication where Thunder puts it.
         after: the step as scheduled.
     """
 
@@ -39,18 +39,19 @@ class PlannedStep:
 def plan_step(
     make: Callable[[], Made], *, world_size: int, on: ClusterSpec | str, replicas: int = 1, **options: Any
 ) -> PlannedStep:
-    """Traces and schedules a model as rank 0 of ``world_size`` ranks, in this process, and simulates its step.
+    """Trace and schedule a model as rank 0 of ``world_size`` ranks, in this process, and simulate its step.
 
     Args:
-        make: gives the module and its inputs, on the meta device.
-        world_size: ranks of the step.
-        replicas: how often the shards exist: ``world_size / replicas`` consecutive ranks share them (hybrid sharding).
+        make: returns the module and its inputs, on the meta device.
+        world_size: number of ranks.
+        replicas: number of copies of the shards; ``world_size / replicas`` consecutive ranks share one (hybrid
+            sharding).
         on: the cluster, or the name of a preset.
-        **options: of :func:`thunder_fsdp_sched.fsdp`.
+        **options: options of :func:`thunder_fsdp_sched.fsdp`.
 
     Raises:
         RuntimeError: this process already has a default process group.
-        ValueError: the cluster is unknown, options do not fit, or ``make`` gives something else.
+        ValueError: the cluster is unknown, options are invalid, or ``make`` returns something else.
     """
     spec = cluster(on)
     if replicas < 1 or world_size % replicas:
@@ -78,10 +79,10 @@ def plan_step(
 
 
 def check_made(made: object, factory: str) -> tuple[Any, ...]:
-    """Return what a factory made: a module, its arguments and, maybe, its keyword arguments.
+    """Return the result of a factory: a module, its arguments and optionally its keyword arguments.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the factory returned something else.
     """
     parts = made if isinstance(made, tuple) else ()
     module, args, kwargs = (*parts, {})[:3] if len(parts) in (2, 3) else (None, (), {})
@@ -92,13 +93,13 @@ def check_made(made: object, factory: str) -> tuple[Any, ...]:
 
 
 def find_model(name: str, *, batch: int, length: int, dtype: torch.dtype) -> Callable[[], Made]:
-    """What makes a model by name: ``module:factory``, a LitGPT configuration, or a Hugging Face model type.
+    """Return a factory by name: ``module:factory``, a LitGPT configuration, or a Hugging Face model type.
 
-    Weights are random and on the meta device, nothing is downloaded. A factory takes no arguments and returns
+    Weights are random and on the meta device; nothing is downloaded. A factory takes no arguments and returns
     ``(module, inputs)`` itself; the other two are language models on ``batch`` sequences of ``length`` tokens.
 
     Raises:
-        ValueError: nothing has that name; the message says what was tried and which extra would be needed.
+        ValueError: there is no such name. The message lists the attempts and the extra that would be needed.
     """
     if ":" in name:
         return _imported(name)

@@ -1,4 +1,4 @@
-"""The schedule as a picture: what runs when on which stream, what is exposed, and which slot holds what."""
+"""Plot a schedule: the activities of each stream, exposed communication, and the buckets in each slot."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["plot_timelines", "save_perfetto"]
 
 _COLORS = {"compute": "#b8c4d0", "gather": "#4c9f70", "reduction": "#e0a030", "exposed": "#d0312d"}
 _LANE = 0.8  # height of a bar; lanes are 1 apart
-_LABEL_SHARE = 0.011  # of the width of the picture that one character takes
+_LABEL_SHARE = 0.011  # share of the picture's width for one character
 
 
 def plot_timelines(timelines: Sequence[tuple[str, Timeline]], path: str | Path | None = None) -> Figure:
-    """Draws simulated steps below each other, on one time axis.
+    """Draw simulated steps below each other, on one time axis.
 
-    For each: a compute lane, a lane for each process group, exposed communication as red bars on the compute lane, and the
-    slots below, one bar for each unsharded bucket that a slot holds.
+    For each: a compute lane, a lane for each process group, exposed communication as red bars on the compute lane, and
+    the slots below, one bar for each unsharded bucket that a slot holds.
 
     Args:
         timelines: title and timeline of each step, ``[("before", ...), ("after", ...)]`` for a comparison.
-        path: where to save the picture; its ending chooses the format (.png, .svg, .pdf).
+        path: the file to write; its extension chooses the format (.png, .svg, .pdf).
 
     Raises:
         ImportError: matplotlib is not installed (the extra ``plot``).
@@ -92,7 +92,7 @@ def _draw(axes: Axes, timeline: Timeline, end: float, scale: float) -> None:
         _bar(axes, y[interval.stream], interval.start, interval.end, color, interval.bucket, end, scale)
     for use in timeline.slots:
         color = _COLORS["gather" if use.kind == fsdp_all_gather.name else "reduction"]
-        label = use.bucket if use.slot else ""  # without slots, buckets lie over each other in one lane
+        label = use.bucket if use.slot else ""  # without slots, buckets overlap in one lane
         _bar(axes, y[use.slot], use.start, use.end, color, label, end, scale, alpha=0.55)
     axes.set_yticks([y[name] for name in lanes], [_lane_name(n, groups) for n in lanes], fontsize=8)
     axes.set_ylim(-len(lanes) + 0.5, 0.6)
@@ -128,7 +128,7 @@ def _bar(
 
 
 def _merged(intervals: Iterable[Interval], gap: float) -> list[tuple[float, float]]:
-    """Runs of intervals with no more than ``gap`` seconds between them: thousands of kernels make one bar."""
+    """Merge intervals with at most ``gap`` seconds between them, so that thousands of kernels become one bar."""
     runs: list[tuple[float, float]] = []
     for interval in intervals:
         if runs and interval.start - runs[-1][1] <= gap:
@@ -139,7 +139,7 @@ def _merged(intervals: Iterable[Interval], gap: float) -> list[tuple[float, floa
 
 
 def save_perfetto(timeline: Timeline, path: str | Path) -> None:
-    """Writes a timeline as a trace file in Chrome's JSON format, which Perfetto opens; times in microseconds."""
+    """Write a timeline as a trace file in Chrome's JSON format, which Perfetto opens; times in microseconds."""
     tracks = {name: n for n, name in enumerate([COMPUTE, *timeline.communication_seconds, *_slots(timeline)])}
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name}} for name, tid in tracks.items()

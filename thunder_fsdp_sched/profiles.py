@@ -1,4 +1,4 @@
-"""A measured step as a value, and the cost model that looks times up in it."""
+"""A measured step as a value, and the cost model that uses its times."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class OpTime:
-    """What one bound symbol that computes took.
+    """The measured time of one bound symbol of compute.
 
     Attributes:
-        symbol: its name, whether it writes a gradient in place or not.
+        symbol: its name, the same whether or not it writes a gradient in place.
         shapes: dtypes and shapes of its tensors, inputs before outputs.
-        host: seconds that the host was busy with it (0 on a CPU, where that is computing).
-        device: seconds that computing it took.
+        host: seconds of the host for issuing it (0 on a CPU, where the host computes).
+        device: seconds of compute.
     """
 
     symbol: str
@@ -53,16 +53,16 @@ class OpTime:
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """What one collective took.
+    """The measured time of one collective.
 
     Attributes:
-        kind: its symbol.
+        kind: the name of its symbol.
         bucket: name of its bucket.
         nbytes: bytes of the unsharded bucket.
-        wire: seconds from its issue to its end, alone.
-        issue: seconds of the compute stream for the issue itself, included the copying of gradients that are not written
-            in place.
-        wait: seconds of the compute stream for the wait behind its end.
+        wire: seconds from its issue to its end, without concurrent work.
+        issue: seconds of the compute stream for the issue itself, including the copies of gradients that are not
+            written in place.
+        wait: seconds of the compute stream for the wait after the collective has finished.
         issue_host, wait_host: seconds of the host for them (0 on a CPU, where the two above are the host's).
     """
 
@@ -78,19 +78,19 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class Profile:
-    """A measured step; :class:`MeasuredCost` makes a cost model of it.
+    """A measured step; :class:`MeasuredCost` turns it into a cost model.
 
     Attributes:
         world_size: ranks of the process group.
-        device: what it ran on.
-        synchronous: whether the host computes itself (CPU).
-        forward, backward: bound symbols that compute, in the order of the trace; no backward without gradients.
-        collectives: of both traces, in the order of issue.
-        contention: share of compute speed that is lost while a collective runs, by its kind.
+        device: the device on which it ran.
+        synchronous: whether the host itself computes (CPU).
+        forward, backward: compute in trace order; ``backward`` is empty without gradients.
+        collectives: the collectives of both traces, in issue order.
+        contention: share of compute speed that is lost while a collective runs, keyed by its kind.
         concurrent: collectives of the process group that run at once.
         gather_share: share of the link that an all-gather has beside reductions, if they run at once.
         reduction_share: share of the link that all reductions have beside an all-gather; together at most 1.
-        step_seconds: median time of the step as it is, communication in the background; the slowest rank's.
+        step_seconds: median time of the unmodified step, with overlapped communication, on the slowest rank.
     """
 
     world_size: int
@@ -107,25 +107,25 @@ class Profile:
 
     @property
     def compute_seconds(self) -> float:
-        """Compute of forward and backward, what collectives cost the host included."""
+        """The compute of forward and backward, including the host's cost of collectives."""
         ops = sum(op.host + op.device if self.synchronous else op.device for op in (*self.forward, *self.backward))
         return ops + sum(c.issue + c.wait for c in self.collectives)
 
     @property
     def communication_seconds(self) -> float:
-        """All collectives, one after the other."""
+        """The time of all collectives one after the other."""
         return sum(c.wire for c in self.collectives)
 
     def save(self, path: str | Path) -> None:
-        """Writes the profile as JSON."""
+        """Write the profile as JSON."""
         Path(path).write_text(json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Reads what :meth:`save` wrote.
+        """Read a file written by :meth:`save`.
 
         Raises:
-            ValueError: the file is no such file; the message names it and what is wrong.
+            ValueError: the file is not one; the message names the file and the first fault.
         """
         try:
             content = json.loads(Path(path).read_text())
@@ -140,10 +140,10 @@ class Profile:
 
 
 class MeasuredCost:
-    """Costs looked up in a profile, for any schedule of the same model, shapes and dtypes.
+    """The cost model that looks costs up in a profile, for any schedule of the same model, shapes and dtypes.
 
-    A trace whose computing bound symbols are those of the profile is looked up by place: sorting keeps their order.
-    Another one (ZeRO-2 for a profile of ZeRO-3) by symbol and shapes, with the mean of all places that agree.
+    If the compute of a trace is that of the profile, it is looked up by position, because sorting keeps its order.
+    Otherwise (ZeRO-2 with a profile of ZeRO-3) it is looked up by symbol and shapes, as the mean of all matches.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -218,16 +218,16 @@ _DO_NOT_COMPUTE = ISSUES | WAITS | {fsdp_backward_done.name, fsdp_params_unchang
 
 
 def computes(bsym: BoundSymbol) -> bool:
-    """Whether ``bsym`` has its place among a profile's computing bound symbols."""
+    """Return whether ``bsym`` counts as compute in a profile."""
     return not runs_nothing(bsym) and bsym.sym.name not in _DO_NOT_COMPUTE
 
 
 def symbol_of(bsym: BoundSymbol) -> str:
-    """The name under which a profile knows ``bsym``: where a matmul writes does not change how long it takes."""
+    """Return the name of ``bsym`` in a profile, the same for a matmul that writes a gradient in place."""
     return GRAD_WRITERS.get(bsym.sym.name, bsym.sym.name)
 
 
 def shapes_of(bsym: BoundSymbol) -> str:
-    """Dtypes and shapes of the tensors of ``bsym``, inputs before outputs."""
+    """Return the dtypes and shapes of the tensors of ``bsym``, inputs before outputs."""
     tensors = (p for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs) if isinstance(p, TensorProxy))
     return " ".join(f"{t.dtype.shortname()}{list(t.shape)}" for t in tensors)

@@ -1,4 +1,4 @@
-"""The pytest plugin: ``schedule_snapshot`` pins the schedule of a model in a file beside the test.
+"""The pytest plugin: ``schedule_snapshot`` pins the schedule of a model in a file next to the test.
 
 pytest loads this file in every run, so it imports neither thunder nor torch until the fixture is used.
 """
@@ -24,12 +24,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def schedule_snapshot(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Compares a model's schedule with the file ``schedules/<test>.json`` beside the test.
+    """Compare a model's schedule with the file ``schedules/<test>.json`` next to the test.
 
-    ``schedule_snapshot(jitted)`` takes a jitted module after a call, an fsdp transform or compiled traces, and a ``name=``
-    if a test pins several. A difference fails the test and is shown; ``pytest --update-schedules`` accepts it. A missing
-    file fails too: a new pin is written with ``--update-schedules`` and committed. The file is one that
-    ``fsdp(schedule=...)`` replays.
+    ``schedule_snapshot(jitted)`` accepts a jitted module after a call, an fsdp transform or compiled traces, and a
+    ``name=`` if a test pins several schedules. If the schedules differ, the test fails and shows the difference;
+    ``pytest --update-schedules`` accepts it. The test also fails if the file is missing: write it with
+    ``--update-schedules`` and commit it. ``fsdp(schedule=...)`` replays these files.
     """
     update = request.config.getoption("--update-schedules")
 

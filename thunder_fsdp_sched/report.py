@@ -1,4 +1,4 @@
-"""What a person reads: the communication lines of a trace, before and after sorting; tables of a schedule and a plan."""
+"""Printed reports: the communication lines of a trace before and after sorting, and tables of schedules and plans."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _SIDE_BY_SIDE = 128
-"""Columns of a terminal from which on two traces fit next to each other."""
+"""Columns of a terminal that two traces next to each other need."""
 
 _SHOWN = ISSUES | WAITS | {fsdp_accumulate_grads.name, fsdp_reduce_unreduced.name}
 _COLORS = {
@@ -54,12 +54,12 @@ class _Line:
 
 
 def communication_lines(trace: TraceCtx, *, width: int | None = None) -> list[str]:
-    """The communication of a trace, each line as the trace prints it behind its position.
+    """Return the communication of a trace, each line as the trace prints it, after its position.
 
     Args:
-        trace: an execution trace, sorted or not. A position is the number of bound symbols before it, ``del`` statements
-            not counted, as in a :class:`~thunder_fsdp_sched.Schedule`.
-        width: columns; longer lines leave out the names in the middle of a list first. Default is to leave out nothing.
+        trace: an execution trace, sorted or not. A position is the number of bound symbols before it, ``del``
+            statements not counted, as in a :class:`~thunder_fsdp_sched.Schedule`.
+        width: columns; longer lines are shortened, first in the middle of lists of names. The default shortens nothing.
     """
     return [_numbered(line, width) for line in _lines(trace)]
 
@@ -67,12 +67,12 @@ def communication_lines(trace: TraceCtx, *, width: int | None = None) -> list[st
 def before_and_after(
     before: TraceCtx, after: TraceCtx, *, title: str, width: int, compute: bool = True
 ) -> RenderableType:
-    """The communication lines of a trace before and after sorting, next to each other if ``width`` columns allow it.
+    """Return the communication lines of a trace before and after sorting, side by side if ``width`` allows.
 
     Args:
-        title: what the traces are, ``"ZeRO-3, forward"`` for instance.
+        title: a title for the traces, such as ``"ZeRO-3, forward"``.
         width: columns of the terminal.
-        compute: also say how many bound symbols that are no communication stand between two lines.
+        compute: also print the number of bound symbols of compute between two lines.
     """
     if width < _SIDE_BY_SIDE:
         parts: list[RenderableType] = []
@@ -89,7 +89,7 @@ def before_and_after(
 
 
 def schedule_table(schedule: Schedule, *, title: str) -> Table:
-    """Every communication op of a schedule, with its slot and its first consumer."""
+    """Return a table of the communication ops of a schedule, with slots and first consumers."""
     table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("at", justify="right")
     table.add_column("symbol")
@@ -112,7 +112,7 @@ def schedule_table(schedule: Schedule, *, title: str) -> Table:
 
 
 def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
-    """Every bucket of a plan: how many parameters travel in it, their bytes, how and between how many ranks."""
+    """Return a table of the buckets of a plan: number of parameters, bytes, transport, and number of ranks."""
     table = Table(
         title=f"{title}, {plan.world_size} ranks of process group {plan.group!r}",
         title_style="bold",
@@ -121,7 +121,7 @@ def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
     )
     table.add_column("bucket")
     columns = ["parameters", "dtype", "unsharded bytes", "bytes a rank", "padding"]
-    # What is the same for all buckets is in the title or the caption.
+    # Values that are the same for all buckets are in the title or the caption.
     several = len({(b.group, b.layout.world_size, b.replicas) for b in plan}) > 1 or any(b.replicas > 1 for b in plan)
     for column in (*columns, "ranks") if several else columns:
         table.add_column(column, justify="left" if column == "dtype" else "right", no_wrap=True)
@@ -155,7 +155,7 @@ def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
 
 
 def _dtypes(bucket: BucketSpec) -> str:
-    """Of the shards, and in which they are gathered and gradients reduced where these are others."""
+    """Return the dtype of shards, and those of gathers and reductions if they differ."""
     shards, gathered, reduced = (
         str(dtype).removeprefix("torch.") for dtype in (bucket.dtype, bucket.param_dtype, bucket.reduce_dtype)
     )
@@ -163,9 +163,9 @@ def _dtypes(bucket: BucketSpec) -> str:
 
 
 def summarize_thunder(trace: TraceCtx) -> list[str]:
-    """The communication of a trace that Thunder's own ``fsdp`` made, a line for each run of the same operation.
+    """Return the communication of a trace of Thunder's own ``fsdp``, one line for each run of the same operation.
 
-    A line says at which positions the run stands and how many bound symbols compute within it.
+    A line has the positions of the run and the number of bound symbols of compute within it.
     """
     found = []
     for position, bsym in enumerate(statements(trace)):
@@ -184,7 +184,7 @@ def summarize_thunder(trace: TraceCtx) -> list[str]:
 
 
 def planned_step_table(step: PlannedStep) -> Table:
-    """A planned step, unsorted and scheduled, on its cluster. Fits 80 columns."""
+    """Return a table of a planned step, unsorted and scheduled, on its cluster. It fits 80 columns."""
     table = Table(
         title=f"one step on {step.cluster.name}, simulated; times in ms", box=box.SIMPLE_HEAD, title_justify="left"
     )
@@ -217,7 +217,7 @@ def planned_step_table(step: PlannedStep) -> Table:
 
 
 def human_bytes(nbytes: int) -> str:
-    """``4927488`` -> ``"4.93 MB"`` (powers of ten)."""
+    """Return bytes as text: ``4927488`` -> ``"4.93 MB"`` (powers of ten)."""
     size, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
     while size >= 1000 and len(units) > 1:
         size /= 1000
@@ -260,14 +260,14 @@ def _numbered(line: _Line, width: int | None) -> str:
 
 
 def _shorter(text: str) -> Iterator[str]:
-    """Shorter and shorter versions of a line of a trace: the middle of lists goes first, then bytes, then slot names."""
+    """Yield ever shorter versions of a line of a trace: without the middle of lists, then bytes, then slot names."""
     match = _LINE.match(text)
     if match is None:
         return
     out, symbol, args, comment = (match.group(g) or "" for g in ("out", "symbol", "args", "comment"))
     outs = [name.strip() for name in out.removesuffix(" = ").strip("()").split(",") if name.strip()]
     names = [name.strip() for name in args.split(",")]
-    fixed = 1 if symbol in WAITS or symbol == "fsdp_all_reduce" else 2  # the bucket; of what issues, also the slot
+    fixed = 1 if symbol in WAITS or symbol == "fsdp_all_reduce" else 2  # the bucket; for issues also the slot
     nbytes = re.search(r"([\d,]+) bytes", comment)
     there = ", already resident" * comment.endswith(", already resident")
     brief = f"  # {human_bytes(int(nbytes.group(1).replace(',', '')))}{there}" if nbytes else comment
@@ -289,7 +289,7 @@ def _shorter(text: str) -> Iterator[str]:
 
 
 def _abbreviate(names: list[str], keep: int) -> str:
-    """``a, b, … 9`` for eleven names of which two are kept; ``… 11`` for none."""
+    """Return ``a, b, … 9`` for eleven names of which two are kept; ``… 11`` if none are."""
     if len(names) <= keep:
         return ", ".join(names)
     return ", ".join([*names[:keep], f"… {len(names) - keep}"])

@@ -1,19 +1,18 @@
-"""Gradients of shards, which refuse norms and tests for inf: those of this rank's rows are not those of the gradient.
+"""Gradients of shards, which refuse norms and tests for inf, because a rank has only some rows of each gradient.
 
 [Note: Norms of sharded gradients]
-``torch.nn.utils.clip_grad_norm_`` takes the norm of all ``.grad`` that it is given, which on shards is another one on each
-rank, and scales each rank's gradients differently. So a hook makes each sharded ``.grad`` a :class:`ShardGrad`, a tensor
-whose ``__torch_function__`` raises for functions that compute norms and calls all others on it as on a plain tensor. New
-tensors of as many elements are gradients of shards as well, so ``p.grad = p.grad / 2``, ``p.grad.data`` and
-``p.grad.flatten()`` refuse norms, too. The class is that of the Python object alone: kernels and autograd know nothing of
-it.
+``torch.nn.utils.clip_grad_norm_`` computes the norm of all ``.grad`` tensors. With shards, every rank would compute a
+different norm and scale its gradients differently. So a hook turns each sharded ``.grad`` into a :class:`ShardGrad`, a
+tensor whose ``__torch_function__`` raises for functions that compute norms and treats it as a plain tensor otherwise.
+New tensors with the same number of elements are also gradients of shards, so ``p.grad = p.grad / 2``, ``p.grad.data``
+and ``p.grad.flatten()`` refuse norms, too. Only the Python object has this class; kernels and autograd do not see it.
 
-``GradScaler`` skips a step if a gradient is not finite, which it may be on one rank alone. ``ShardedGradScaler`` asks the
-other ranks, unless a fused optimizer has its gradients tested by ``step``. So the test is refused except where it is known
-that ranks tell each other what they have found.
+``GradScaler`` skips a step if a gradient is not finite, which may be the case on only one rank. ``ShardedGradScaler``
+asks the other ranks, except with a fused optimizer, where ``step`` tests the gradients. So the test is refused unless
+the ranks are known to exchange its result.
 
-This costs about a microsecond for each parameter in backward, and one in an optimizer that loops over parameters instead of
-using foreach or fused kernels. ``is_sparse`` is a class attribute because optimizers read it of every gradient.
+This costs about a microsecond per parameter in backward, and another in an optimizer that loops over parameters instead
+of using foreach or fused kernels. ``is_sparse`` is a class attribute because optimizers read it for every gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ __all__ = ["ShardGrad", "mark", "mark_after_backward", "plain"]
 
 
 class ShardGrad(torch.Tensor):
-    """This rank's rows of a gradient, or what elementwise functions make of them."""
+    """This rank's rows of a gradient, or the result of elementwise functions on them."""
 
     is_sparse = False
 
@@ -66,7 +65,7 @@ class ShardGrad(torch.Tensor):
 
 
 def _is_new_grad(result: torch.Tensor, args: Sequence[Any]) -> bool:
-    """Whether a function has made ``result``, with as many elements as the gradients that it was given."""
+    """Return whether ``result`` is new and has as many elements as the gradients among the arguments."""
     if not result.ndim or not result.dtype.is_floating_point or any(result is arg for arg in args):
         return False
     numel = result.numel()
@@ -102,16 +101,16 @@ def plain(grad: torch.Tensor) -> torch.Tensor:
 
 
 def mark(param: torch.Tensor) -> None:
-    """Makes the gradient of a shard refuse norms."""
+    """Make the gradient of a shard refuse norms."""
     grad = param.grad
     if grad is not None and grad.__class__ is torch.Tensor:
         grad.__class__ = ShardGrad
 
 
 def mark_after_backward(param: torch.Tensor) -> None:
-    """Has :func:`mark` called whenever autograd has accumulated the gradient of ``param``, which may be frozen so far."""
+    """Call :func:`mark` whenever autograd has accumulated the gradient of ``param``, which may be frozen now."""
     if param.dtype.is_floating_point or param.dtype.is_complex:
         trained = param.requires_grad
-        param.requires_grad_(True)  # else torch takes no hook
+        param.requires_grad_(True)  # otherwise torch refuses the hook
         param.register_post_accumulate_grad_hook(mark)
         param.requires_grad_(trained)

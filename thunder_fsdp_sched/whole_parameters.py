@@ -1,18 +1,21 @@
-"""Optimizers that need whole parameters, such as Muon, on sharded ones: each parameter has one rank that updates it.
+"""Run optimizers that need whole parameters, such as Muon, on shards: one rank updates each parameter.
 
 [Note: One owner for each parameter]
-A rank holds some rows of each parameter. That is enough for optimizers that treat each element on its own, AdamW and
-SGD. Muon orthogonalizes a matrix, Adafactor takes means over rows, columns and all of it: on some rows either computes
-something else (``_refuse_rows``). So each parameter has an *owner* among the ranks that it is sharded over. A step sends
-the rows of gradients and parameters to their owners by one all-to-all, each owner updates what it owns, and another
-all-to-all takes the new rows back. An owner alone has its parameters' state, whole, as if nothing was sharded.
+A rank has some rows of each parameter. That is enough for optimizers that treat each element separately, such as AdamW
+and SGD. But Muon orthogonalizes whole matrices, and Adafactor computes means over rows, over columns and over the whole
+matrix. On some of the rows, both would compute something else (``_refuse_rows``).
 
-The parameters travel too, though an owner could keep those it has updated: what changes the shards meanwhile, a loaded
-checkpoint or the user, is then respected, and between two steps no rank holds anything but state.
+So each parameter has an *owner* among the ranks over which it is sharded. A step sends the rows of gradients and
+parameters to their owners with one all-to-all. Each owner updates its parameters, and a second all-to-all returns the
+new rows. Only the owner has a parameter's state, which is whole, as without sharding.
 
-Alternatives: gather each gradient on all ranks and update it on all of them, which multiplies computation and state by
-their number. Or distribute the matrix products of the optimizer itself, which needs an optimizer written for it, a
-collective for each product, and does not give the same bits.
+Parameters are sent in every step, although an owner could keep those that it has updated. This way, changes to the
+shards in between, by a loaded checkpoint or by the user, are respected, and between two steps ranks hold nothing but
+state.
+
+Alternatives: gather each gradient on all ranks and update it on all of them, which multiplies compute and state by the
+number of ranks. Or distribute the matrix products of the optimizer itself, which requires a special optimizer and one
+collective per product, and does not yield the same bits.
 """
 
 from __future__ import annotations
@@ -33,40 +36,40 @@ from .transform import find_transform
 __all__ = ["WholeParameters"]
 
 _NAMES = ("params", "param_names")
-"""What of a parameter group is no option."""
+"""Keys of a parameter group that are not optimizer options."""
 
 
 class WholeParameters(torch.optim.Optimizer):
-    """Runs a torch optimizer, unchanged, on whole parameters of a sharded model.
+    """An optimizer that runs a torch optimizer, unchanged, on whole parameters of a sharded model.
 
-    For optimizers that need more of a parameter than single elements: ``torch.optim.Muon``, ``torch.optim.Adafactor``.
-    Made of a sharded model's parameters directly, they take each rank's rows for a parameter and compute something else:
-    these two are refused at their first step, **others like them are not recognized**. AdamW and SGD need rows only, and
-    are faster without this::
+    Use it for optimizers that do not treat each element separately, such as ``torch.optim.Muon`` and
+    ``torch.optim.Adafactor``. Created directly on a sharded model's parameters, they would treat each rank's rows as a
+    whole parameter and compute something else. These two are refused at their first step, **others like them are not
+    recognized**. AdamW and SGD need only rows, and are faster without this::
 
         matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
         muon = tfs.WholeParameters(torch.optim.Muon, model, matrices, lr=0.02, weight_decay=0.1)
         adamw = torch.optim.AdamW([p for p in model.parameters() if all(p is not m for m in matrices)], lr=3e-4)
 
-    Choose by names and ``ndim``, which are the same on all ranks; the number of rows is not. It is bit for bit what the
-    optimizer does to the unsharded model with the same gradients. A parameter's state is whole and on one rank, and
-    parameters are spread over the ranks that they are sharded over so that each has about as many elements.
+    Choose parameters by names and ``ndim``, which are the same on all ranks; the number of rows is not. The result is
+    bit for bit that of the optimizer on the unsharded model with the same gradients. A parameter's state is whole and
+    on one rank. Parameters are distributed so that their ranks own about equally many elements.
 
-    A step sends the rows of gradients and parameters, and the new rows back, by two collectives for each process group and
-    dtype, and holds whole gradients and parameters of what a rank owns while it runs. Constructor, ``step`` and
-    ``add_param_group`` are collectives; ``state_dict`` has what this rank owns, and for other numbers of ranks
-    there is :func:`save_checkpoint`.
+    A step sends the rows of gradients and parameters, and returns the new rows, with two collectives for each process
+    group and dtype. While it runs, each rank holds the whole gradients and parameters that it owns. The constructor,
+    ``step`` and ``add_param_group`` are collectives. ``state_dict`` has the state of the parameters that this rank
+    owns; use :func:`save_checkpoint` to change the number of ranks.
 
     Args:
         optimizer_class: any ``torch.optim.Optimizer`` whose ``step`` needs no closure.
         model: the jitted, sharded module.
-        params: parameters of ``model``, named ones or groups, as ``optimizer_class`` takes them.
-        options: all else that ``optimizer_class`` takes.
+        params: parameters of ``model``, named parameters or groups, as ``optimizer_class`` accepts them.
+        options: all other arguments of ``optimizer_class``.
 
     Raises:
         TypeError: ``optimizer_class`` is no such class, or ``model`` is not sharded by ``fsdp(...)``.
-        ValueError: a parameter is not the model's or not sharded.
-        ScheduleDisagreement: ranks have given other parameters, or in another order.
+        ValueError: a parameter is not one of the model, or is not sharded.
+        ScheduleDisagreement: ranks passed different parameters, or a different order.
     """
 
     def __init__(
@@ -92,21 +95,21 @@ class WholeParameters(torch.optim.Optimizer):
         return self._inner
 
     def owns(self, param: torch.Tensor) -> bool:
-        """Whether this rank is the one that updates ``param`` and has its state."""
+        """Return whether this rank updates ``param`` and has its state."""
         return self._params[param].is_mine
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of the optimizer; a collective. Parameters without gradients, on all ranks alike, are left out.
+        """Run one step of the optimizer; a collective. It skips parameters without gradients, the same on all ranks.
 
         Raises:
-            ScheduleDisagreement: ranks have gradients of other parameters, or do something else.
+            ScheduleDisagreement: ranks have gradients of different parameters, or do something else.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # In an order that all ranks share, also those that parameters of several process groups differ for.
+        # In an order that is the same on all ranks, even if they have parameters of different process groups.
         together: dict[tuple[Any, ...], list[OwnedParam]] = defaultdict(list)
         for param in self._params.values():
             if param.rows.grad is not None:
@@ -120,7 +123,7 @@ class WholeParameters(torch.optim.Optimizer):
                 rows_to_owners(params)
         try:
             self._update()
-        finally:  # also if this rank's update failed: the others wait for their rows
+        finally:  # even if this rank's update failed, because the others wait for their rows
             for params in exchanges:
                 with torch.profiler.record_function("fsdp_rows_from_owners"):
                     rows_from_owners(params)
@@ -128,7 +131,7 @@ class WholeParameters(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        if self._inner is not None:  # the constructor takes all groups together
+        if self._inner is not None:  # the constructor passes all groups together
             try:
                 self._take(self.param_groups[-1:], {})
             except Exception:
@@ -136,14 +139,14 @@ class WholeParameters(torch.optim.Optimizer):
                 raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict()`` gave on this rank, in a run with the same ranks, parameters and groups.
+        """Load the result of ``state_dict()`` on this rank, from a run with the same ranks, parameters and groups.
 
         Raises:
-            ValueError: it has the state of a parameter that another rank owns.
+            ValueError: it contains the state of a parameter that another rank owns.
         """
         numbers = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
-        for number, param in zip(numbers, params, strict=False):  # lengths are checked by who loads
+        for number, param in zip(numbers, params, strict=False):  # the lengths are checked when loading
             if number in state_dict["state"] and not self.owns(param):
                 raise ValueError(
                     f"state_dict: it has the state of {self._names[param]!r}, which another rank owns: it is of another "
@@ -152,7 +155,7 @@ class WholeParameters(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
     def _update(self) -> None:
-        """Lets the optimizer update what this rank owns, with the options and the state of today."""
+        """Let the optimizer update the parameters that this rank owns, with current options and state."""
         assert self._inner is not None
         for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
             theirs.update(_options(ours))  # a scheduler may have changed them
@@ -161,21 +164,21 @@ class WholeParameters(torch.optim.Optimizer):
         self._inner.step()
         self._keep_state()
         for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
-            ours.update(_options(theirs))  # some optimizers count there
+            ours.update(_options(theirs))  # some optimizers count steps there
 
     def _keep_state(self) -> None:
         assert self._inner is not None
         for param in self._params.values():
             if param.is_mine and param.whole in self._inner.state:
                 self.state[param.rows] = self._inner.state[param.whole]
-        self._inner.state = defaultdict(dict)  # so that what a loaded state replaces is freed
+        self._inner.state = defaultdict(dict)  # frees state that a loaded state replaces
 
     def _take(self, groups: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
-        """Gives groups to the optimizer: checked, the same on all ranks, each parameter with its owner."""
+        """Check groups, compare them among ranks, assign an owner to each parameter, and add them to the optimizer."""
         new = {rows: self._param(rows) for group in groups for rows in group["params"]}
         self._agree([[new[rows] for rows in group["params"]] for group in groups])
         wholes = [{**_options(group), "params": [new[rows].whole for rows in group["params"]]} for group in groups]
-        # Every rank lets the optimizer look at all parameters: what it refuses, it refuses everywhere.
+        # Every rank passes all parameters to the optimizer, so that errors occur on all ranks.
         if self._inner is None:
             self._inner = self._class(wholes, **options)
             self.defaults = self._inner.defaults
@@ -187,7 +190,7 @@ class WholeParameters(torch.optim.Optimizer):
         for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
             ours.update(_options(theirs))
             theirs["params"] = [self._params[rows].whole for rows in ours["params"] if self.owns(rows)]
-        self._keep_state()  # some optimizers make it at once
+        self._keep_state()  # some optimizers create it in the constructor
 
     def _param(self, rows: torch.Tensor) -> OwnedParam:
         name = self._names.get(rows)
@@ -204,7 +207,7 @@ class WholeParameters(torch.optim.Optimizer):
         return OwnedParam(rows, *self._sharded.places[name])
 
     def _agree(self, groups: Sequence[Sequence[OwnedParam]]) -> None:
-        """Refuses parameters that differ between ranks, which would wait for each other in ``step``, or drift apart."""
+        """Raise an error if parameters differ between ranks, which would block each other in ``step`` or drift apart."""
         sharing = {g.name: g for bucket in self._sharded.buckets for g in bucket.ranks.groups}
         for group in sorted(sharing.values(), key=lambda g: (tuple(g.global_ranks), g.name)):
             lines = [
