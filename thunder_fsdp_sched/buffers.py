@@ -1,6 +1,6 @@
 """Preallocated memory: each bucket's shard buffer, the arena of shared slots, and the views into both.
 
-[Note: Who may overwrite what]
+[Note: Ownership of memory]
 Three kinds of memory hold parameters and gradients, each with one rule.
 
 *Shard buffers* belong to the optimizer. Parameters are views of them, and forward and backward never write them.
@@ -12,10 +12,10 @@ each slot: if a forward without gradients, or one that failed, has written it si
 *Shared slots* are ranges of the arena. Within a trace, ``plan_slots`` assigns a range to another collective only after
 the last reader of the previous one. The range of a single parameter may be assigned to its own gradient after the last
 read of that parameter. ``verify`` proves both. Between two traces shared slots hold nothing that is used again, with
-one exception: buckets from the end of forward, for the backward that follows. See [Note: What forward leaves] in
+one exception: buckets from the end of forward, for the backward that follows. See [Note: Buckets left by forward] in
 ``transforms.reuse_from_forward``.
 
-[Note: What an exception leaves]
+[Note: State after an exception]
 An exception (an index out of range, out of memory, an interrupt) may end a forward or a backward between any two lines.
 
 *Collectives in flight* stay registered in their arena until they are waited for. The next use of overlapping memory

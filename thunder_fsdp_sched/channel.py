@@ -12,7 +12,7 @@ because a rank does not arrive or is gone, closes the channel permanently.
 
 The group uses gloo, whatever the backend of the training group, and tokens are in host memory, so the device is never
 synchronized. One channel serves all models of a process that the same ranks share. The channel does not keep its group
-alive: see [Note: Process groups are not kept alive] in ``groups``.
+alive: see [Note: Weak references to process groups] in ``groups``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 ``CLUSTERS`` holds presets by name. Another machine is another :class:`ClusterSpec`; ``dataclasses.replace`` changes
 one. ``python -m thunder_fsdp_sched.clusters`` lists the presets, ``... measure`` measures this machine.
 
-[Note: What a preset's figures mean]
+[Note: Figures of a preset]
 Peaks are the vendor's, for dense matrices and one direction of a link. The share that a program reaches is separate, in
 :class:`Efficiency`, so that facts are distinct from assumptions. Protocols and the share of
 NVLink in the NVIDIA presets are the constants by which NCCL itself chooses how to communicate: ``src/graph/tuning.cc``

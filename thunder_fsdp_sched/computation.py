@@ -1,6 +1,6 @@
 """The computation of a trace, as lines that ranks compare.
 
-[Note: When computations are the same]
+[Note: Equal computations]
 Ranks shard one model, so they must compute the same on their inputs: the same operators with the same arguments, on the
 same intermediate results. Only the inputs may differ. Some numbers in a trace depend on the inputs: Thunder derives
 them from shapes (an offset, the divisor of a mean), or they were passed to the model. In the trace they look like any
@@ -66,7 +66,7 @@ _MAX_SIZE = 2.0**40
 
 
 class Computation:
-    """The computation of one trace; see [Note: When computations are the same].
+    """The computation of one trace; see [Note: Equal computations].
 
     Args:
         lines: a line for each bound symbol of compute.

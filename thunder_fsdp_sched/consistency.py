@@ -8,7 +8,7 @@ at once a rank that does something else. Then it writes the lines of its program
 group compares the programs and writes its verdict to the store. The last rank to read the verdict deletes the keys.
 
 Ranks with equal programs must also compute the same. Otherwise a different activation on one rank, for example, would
-go unnoticed (see [Note: When computations are the same] in ``computation``).
+go unnoticed (see [Note: Equal computations] in ``computation``).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Agreement:
         self.alone = group.size == 1 or group.is_fake
 
     def check(self, what: str, program: Sequence[Step], computation: Computation = NOTHING) -> Agreed:
-        """Prove that the programs of all ranks together finish; see [Note: What is proved] in ``deadlock``.
+        """Prove that the programs of all ranks together finish; see [Note: The deadlock proof] in ``deadlock``.
 
         Programs that the ranks have already agreed on are not compared again. So a rank whose batch has another shape
         can compile alone, with traces that match those in the caches of the others.

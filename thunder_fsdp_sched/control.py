@@ -1,6 +1,6 @@
 """Agreement of one model's ranks, before collectives, on the trace or call that they are about to run.
 
-[Note: When ranks agree]
+[Note: Agreement of ranks]
 Before the collectives of a trace, a state dict, a checkpoint and so on, every rank announces which of these it is about
 to run. That is a round of the channel (see [Note: Rounds] in ``channel``). In a trace, ``fsdp_agree`` posts the round
 and ``fsdp_agreed`` settles it. With gloo it is settled before the first collective is issued, because gloo aborts the
@@ -9,7 +9,7 @@ collective.
 
 A token identifies the *agreed program*, not the trace: ranks may run traces of different shapes whose collectives
 match, and with ``process_group_for`` even different programs. ``Agreement.check`` compared the programs when they were
-compiled and numbered those that match. Computations are compared as in [Note: When computations are the same].
+compiled and numbered those that match. Computations are compared as in [Note: Equal computations].
 
 The token also contains how many more collectives this rank has issued than the traces that it started contain. That is
 0 unless an exception interrupted a trace. Ranks that were interrupted at different collectives would otherwise match

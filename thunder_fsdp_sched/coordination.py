@@ -31,7 +31,7 @@ class Coordinator(Protocol):
 
 
 class Tally:
-    """The number of collectives that one model has issued on this rank; see [Note: When ranks agree] in ``control``.
+    """The number of collectives that one model has issued on this rank; see [Note: Agreement of ranks] in ``control``.
 
     Each collective counts twice, before and after it is issued, so an issue that failed halfway is recognized.
 

@@ -1,6 +1,6 @@
 """The cost model: time and bytes of a bound symbol and of a collective on a described cluster.
 
-[Note: How long a bound symbol takes]
+[Note: Time of a bound symbol]
 A kernel takes the longer of two times: its FLOPs at the device's peak for their dtype, and its bytes at the memory's
 bandwidth. FLOPs are counted by the formulas of ``torch.utils.flop_counter``, for the bound symbol itself if there is
 one, else for its subsymbols. Bytes are those of its inputs and outputs, so a fusion pays only for what enters and
@@ -10,7 +10,7 @@ A view runs no kernel and costs only host time. Whether ``reshape`` returns a vi
 which are not in the trace; :class:`_Values` tracks them with a few rules. The same rules ensure that an expanded value
 is not charged for bytes that it does not occupy.
 
-[Note: How long a collective takes]
+[Note: Time of a collective]
 A ring of W ranks sends W-1 of W pieces through every link, one after the other. That takes W-1 hops of latency, plus
 the time of those bytes on the slowest link. Within a node that is a device's link. Between nodes, every node sends the
 whole ring's traffic to the next node, but through the network interfaces of all its members of the group at once, as
@@ -201,7 +201,7 @@ def _traffic(kind: str, bucket: Bucket) -> Traffic:
 def ring_seconds(spec: ClusterSpec, nbytes: float, ranks: Sequence[int], *, passes: float = 1.0) -> float:
     """Return the time of a ring collective over ``ranks`` of a cluster whose nodes have consecutive ranks.
 
-    See [Note: How long a collective takes].
+    See [Note: Time of a collective].
 
     Args:
         nbytes: bytes of the unsharded tensor.

@@ -1,6 +1,6 @@
 """Deadlock detection: prove that the collectives of all ranks finish.
 
-[Note: What is proved]
+[Note: The deadlock proof]
 Each rank runs a program: it issues collectives on process groups and waits for them. A collective runs when every
 member of its group has reached it. The programs of all ranks together must satisfy two conditions:
 

@@ -1,6 +1,6 @@
 """Join gloo's threads before the interpreter shuts down.
 
-[Note: Threads of gloo at exit]
+[Note: Gloo threads at exit]
 A gloo thread that releases the tensors of its last collective needs the interpreter's lock. Once the interpreter is
 shutting down, acquiring the lock terminates the thread inside a destructor, and the process aborts (SIGABRT). A process
 group joins its threads when it is destroyed, which happens when the last reference is gone. So models refer to process

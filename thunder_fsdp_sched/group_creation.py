@@ -1,6 +1,6 @@
 """Creation of process groups in addition to those of the user.
 
-[Note: Groups that only members make]
+[Note: Groups created by their members]
 Only the members of an additional group take part in creating it, because all other ranks may be busy with something
 else. After ``init_process_group(device_id=...)``, torch creates each NCCL group by splitting a communicator, which
 hangs unless all ranks of that communicator take part. ``new_group`` splits the communicator of the default group. So a
@@ -66,7 +66,7 @@ def new_group(
     backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> Group:
-    """Create a process group of ``ranks``, destroyed with the group ``of``; see [Note: Groups that only members make].
+    """Create a process group of ``ranks``, destroyed with the group ``of``; see [Note: Groups created by their members].
 
     Args:
         backend: a backend other than that of ``of``; the default uses that of ``of``, with its options.
@@ -143,7 +143,7 @@ def _level_group_counts(ranks: list[int], named_after: list[int]) -> list[dist.P
             f"fsdp: not all of the ranks {ranks} arrived to create their process group; call thunder.jit() with the same "
             f"options on all of them ({error})"
         ) from error
-    # With gloo, because an NCCL group might be split from the default group: see [Note: Groups that only members make].
+    # With gloo, because an NCCL group might be split from the default group: see [Note: Groups created by their members].
     return [
         dist.new_group([me], backend="gloo", use_local_synchronization=True, group_desc="level")
         for _ in range(number - known)

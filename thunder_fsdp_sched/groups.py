@@ -1,9 +1,9 @@
 """The ranks that a bucket is sharded over.
 
-[Note: Process groups are not kept alive]
+[Note: Weak references to process groups]
 ``destroy_process_group`` joins a group's threads only when the last reference to the group is gone. A gloo thread that
 still releases the tensors of its last collective while the interpreter shuts down aborts the process. Models, buckets
-and traces live until then, so they refer to process groups weakly. See also [Note: Threads of gloo at exit] in
+and traces live until then, so they refer to process groups weakly. See also [Note: Gloo threads at exit] in
 ``exiting``.
 """
 

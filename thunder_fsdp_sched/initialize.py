@@ -1,6 +1,6 @@
 """Initialize a module on the meta device one submodule at a time, directly into the shards.
 
-[Note: Values that nobody has given]
+[Note: Uninitialized values]
 Memory for tensors from the meta device is filled with ``nan``, or with an extreme integer. A tensor that has only such
 values at the first call was not initialized: not by ``param_init_fn``, a checkpoint or the user. A version counter
 would not show it, because initialization often writes through ``.data``.

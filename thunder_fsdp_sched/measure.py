@@ -1,6 +1,6 @@
 """Measure a real step on the ranks, bound symbol by bound symbol, for the simulator.
 
-[Note: What is measured, and when]
+[Note: The measurement]
 The compiled traces of the given inputs run with a clock reading before every bound symbol, and with one difference:
 every collective is waited for right after it was issued, after a barrier. So bound symbols are timed without concurrent
 communication, and collectives are timed alone, with data in the right slots and all ranks at the same position. The

@@ -1,6 +1,6 @@
 """Count, in a real training step, collectives, copied bytes, and live bytes of unsharded parameters.
 
-[Note: What is whose]
+[Note: Attribution of memory]
 The counter tracks *memory ranges* (a storage and a range of bytes in it), because a slot holds parameters at one time
 and gradients at another. A range belongs to a parameter if it stores shards, if an all-gather writes it, if an
 all-reduce completes copies of shards in it, or if any of these is copied to it. A range belongs to a gradient if a

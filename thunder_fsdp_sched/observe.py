@@ -1,6 +1,6 @@
 """Run a torch function on fake tensors to find out which outputs share memory with inputs, and whether it is pure.
 
-[Note: How a function is observed]
+[Note: Observing a function]
 The function that a trace calls runs once on fake tensors of the same shapes and dtypes. They have storages but no data,
 so this needs no memory and draws no random numbers. A dispatch mode sees every base operator that the function calls:
 its schema specifies which arguments it writes, its tags whether it draws random numbers. Afterwards the storages of

@@ -1,9 +1,9 @@
 """Facts about operators: aliases of outputs, purity, and writes to inputs. Unknown operators count as unsafe.
 
-[Note: Where facts come from]
+[Note: Sources of facts]
 1. *Symbols of this package* are known exactly: they return views of slots, which the passes follow themselves.
 2. *Prims of Thunder* are in an explicit table. A prim that is not in the table is unknown.
-3. *Functions of torch* are observed, whichever symbol of Thunder calls them: see [Note: How a function is observed] in
+3. *Functions of torch* are observed, whichever symbol of Thunder calls them: see [Note: Observing a function] in
    ``observe``. So are Thunder's own small implementations, which call torch.
 4. *Composite symbols and fusions* have the facts that follow from their subsymbols. If the function of a composite can
 also
@@ -108,7 +108,7 @@ _IMPURE_TAGS: set[Any] = {OpTags.RANDOM_OP, OpTags.IN_PLACE, OpTags.DONT_DCE}
 
 
 def facts_of(bsym: BoundSymbol) -> Facts:
-    """Return the facts about ``bsym``; see [Note: Where facts come from]."""
+    """Return the facts about ``bsym``; see [Note: Sources of facts]."""
     facts = _facts_of(bsym)
     if facts.pure and not _IMPURE_TAGS.isdisjoint((*bsym.tags, *(bsym.sym.tags or ()))):
         return facts._replace(pure=False)

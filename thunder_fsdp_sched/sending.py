@@ -1,13 +1,13 @@
 """The tensor that a gather sends: the bucket's shard, a cast of it, or a copy of it on the device.
 
-[Note: When a cast is used again]
+[Note: Reuse of casts]
 Every forward casts again, because some writes to a parameter cannot be detected: those of optimizers with their own
 kernels, and those through ``.data``, such as swapping in averaged parameters for an evaluation. Backward reuses the
 cast of its own forward, provided that no other forward has cast since, and that neither a parameter's version nor the
 number of optimizer steps in this process has changed. So each micro-batch under ``no_sync`` costs one cast, which reads
 the shard and writes it in lower precision: the same share of a step's work as without ``no_sync``.
 
-[Note: When an offloaded shard may be written]
+[Note: Writes to offloaded shards]
 A shard in pinned memory is copied to the GPU asynchronously, but the user may write it on the host at any time: an
 optimizer step, loading a checkpoint, swapping in averaged parameters. Host writes do not wait for streams. So the host
 waits for the copies before control returns to the user: at the end of each forward, for the last of all copies.
@@ -60,7 +60,7 @@ class Source:
         return NOWHERE
 
     def finish_copy(self) -> None:
-        """Wait until the host may write the shard again; see [Note: When an offloaded shard may be written]."""
+        """Wait until the host may write the shard again; see [Note: Writes to offloaded shards]."""
 
 
 class Cast(Source):
@@ -123,7 +123,7 @@ order."""
 
 
 def finish_copies() -> None:
-    """Wait until the host may write all offloaded shards again; see [Note: When an offloaded shard may be written]."""
+    """Wait until the host may write all offloaded shards again; see [Note: Writes to offloaded shards]."""
     while _last_copies:
         _, copied = _last_copies.popitem()
         copied.synchronize()

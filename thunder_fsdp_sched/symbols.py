@@ -20,8 +20,8 @@ within the group and issues the one across the replicas. The wait then takes ``f
 
 Shards and gradients are in the order of the bucket's parameters, with ``None`` for those that the trace does not use.
 A backward that reduces or accumulates gradients ends with ``fsdp_backward_done(False, bucket_h_0, bucket_h_1)``. Only
-there are the gradients dropped that earlier ``no_sync`` backwards have accumulated: see [Note: What an exception
-leaves].
+there are the gradients dropped that earlier ``no_sync`` backwards have accumulated: see [Note:
+State after an exception].
 
 ``fsdp_unshard`` and ``fsdp_reduce`` exist only until the ``bucket_communication`` pass. They handle one parameter each,
 so that autograd decides for each parameter whether it has a gradient. ``fsdp_cut`` and a wait's third argument, a

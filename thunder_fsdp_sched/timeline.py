@@ -1,6 +1,6 @@
 """A simulated step as a value: a timeline, exposed communication, and the memory of slots.
 
-[Note: What is exposed]
+[Note: Exposed communication]
 Communication is exposed while a collective runs and compute does not, by union of intervals: two collectives at once
 count once. So a step is compute + contention + exposed communication + idle. Idle is time in which the device has
 nothing to do because the host has not issued it yet.

@@ -1,4 +1,4 @@
-"""Insert the statements with which ranks agree to run the same trace: see [Note: When ranks agree] in ``control``."""
+"""Insert the statements with which ranks agree to run the same trace: see [Note: Agreement of ranks] in ``control``."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def plan_slots(
         kept: buckets that stay unsharded (ZeRO-2). They are gathered into private slots. The others, and all gradients,
             share an arena.
         arena_of: returns a bucket's arena. Pass another arena to try out a plan without changing the real one.
-        forward: for a backward trace, its forward trace after ``mark_left_by_forward``. See [Note: What forward leaves]
+        forward: for a backward trace, its forward trace after ``mark_left_by_forward``. See [Note: Buckets left by forward]
             in ``reuse_from_forward``.
         max_bytes: limit (bytes) up to which the arena may grow to keep forward's buckets resident.
     """

@@ -203,7 +203,7 @@ class _Regather:
 
 
 def _again(bucket: Bucket) -> dict[str, bool]:
-    """Return the keyword arguments of a gather in backward; see [Note: When a cast is used again] in ``sending``."""
+    """Return the keyword arguments of a gather in backward; see [Note: Reuse of casts] in ``sending``."""
     return {"again": True} if bucket.spec.param_dtype != bucket.spec.dtype else {}
 
 

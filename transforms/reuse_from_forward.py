@@ -1,6 +1,6 @@
 """ZeRO-3: reuse buckets that are still resident from the end of forward, instead of gathering them again in backward.
 
-[Note: What forward leaves]
+[Note: Buckets left by forward]
 Backward first reads the buckets that forward gathered last. They stay in their slots until another collective uses the
 memory. ``plan_slots`` keeps as many of forward's last gathers resident as fit into the memory that forward needs
 anyway. In backward it assigns them the same slots, if parameters then need no more memory there and all slots together
@@ -47,7 +47,7 @@ def mark_left_by_forward(trace: TraceCtx) -> TraceCtx:
         ... ... ft150 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, again=False, followed_by=0)  #
         16,384 bytes ...
 
-    See [Note: What forward leaves].
+    See [Note: Buckets left by forward].
     """
     started = time.perf_counter()
     bsyms = list(trace.bound_symbols)
@@ -77,7 +77,7 @@ def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
         ft157 = fsdp_all_gather(bucket_blocks_2, slot_0, ..., preceded_by=0)  # 16,384 bytes float32, already resident
         ft158 = fsdp_all_gather(bucket_blocks_1, slot_1, ..., preceded_by=1)  # 16,384 bytes float32, already resident
 
-    See [Note: What forward leaves].
+    See [Note: Buckets left by forward].
 
     Args:
         forward: the forward trace after ``mark_left_by_forward``.

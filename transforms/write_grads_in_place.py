@@ -1,6 +1,6 @@
 """Avoid copies of gradients: the operator that computes a gradient writes it into the slot of its reduction.
 
-[Note: Which gradients are written in place]
+[Note: Gradients written in place]
 A bucket's gradients are contiguous views of the slot of its reduction. ``torch.matmul`` and ``torch.sum`` can write
 into such a view (``out=``). So where one of them computes a gradient that only the reduction reads, it becomes
 ``fsdp_matmul_into`` or ``fsdp_sum_into``. The result has the same bits: every gradient starts at a multiple of
@@ -49,8 +49,8 @@ def write_grads_in_place(trace: TraceCtx) -> TraceCtx:
         t128 = fsdp_matmul_into(bucket_blocks_2, None, 0, t126, t127)
         ft151 = fsdp_reduce_scatter(bucket_blocks_2, None, t128)  # 16,384 bytes float32
 
-    Order and number of bound symbols stay the same, except that ``del`` statements are dropped. See [Note: Which
-    gradients are written in place].
+    Order and number of bound symbols stay the same, except that ``del`` statements are dropped. See [Note:
+    Gradients written in place].
     """
     started = time.perf_counter()
     bsyms = statements(trace)
