@@ -19,11 +19,12 @@ VERSIONS := $(subst =,,$(TORCH)-$(THUNDER))
 BASE := $(VENV)/.ready-$(VERSIONS)
 DEV := $(BASE)-dev
 NOTEBOOK := $(BASE)-notebook
+EVERYTHING := $(BASE)-everything
 MODELS := $(BASE)-models
 DOCS := $(BASE)-docs
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help setup demo test models lint format types docs wheel notebooks clean distclean
+.PHONY: help setup everything demo test models lint format types docs wheel notebooks clean distclean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -36,7 +37,8 @@ help:
 	@echo "make docs       build the documentation strictly (into build/site)"
 	@echo "make wheel      build wheel and sdist, install the wheel elsewhere, import it"
 	@echo "make notebooks  run the notebooks"
-	@echo "make setup      only install (into $(VENV))   make clean, make distclean (removes $(VENV) too)"
+	@echo "make setup      only install (into $(VENV))   make everything   with what docs and notebooks need"
+	@echo "make clean      remove what was built         make distclean    $(VENV) too"
 
 demo: $(BASE)
 	$(PY) -m thunder_fsdp_sched demo $(DEMO_ARGS)
@@ -108,13 +110,26 @@ endif
 
 setup: $(DEV)
 
+everything: $(EVERYTHING)
+
+define NEW_VENV
+test -x $(PY) || $(PYTHON) -m venv $(VENV)
+rm -f $(VENV)/.ready-*
+$(PIP) install '$(TORCH)'
+endef
+
 $(BASE): pyproject.toml
 	@echo "installing $(TORCH) and $(THUNDER) into $(VENV) ..."
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	rm -f $(VENV)/.ready-*
-	$(PIP) install '$(TORCH)'
+	$(NEW_VENV)
 	$(PIP) install '$(TORCH)' '$(THUNDER)' -e .
 	@touch $@
+
+# For .ci/run: pip resolves and builds once, not once for each check.
+$(EVERYTHING): pyproject.toml
+	@echo "installing $(TORCH), $(THUNDER) and what all checks need into $(VENV) ..."
+	$(NEW_VENV)
+	$(PIP) install '$(TORCH)' '$(THUNDER)' -e '.[dev,plot,docs,notebook]'
+	@touch $(BASE) $(DEV) $(DOCS) $(NOTEBOOK) $@
 
 $(DEV): $(BASE)
 	@echo "installing what the tests and checks need ..."
