@@ -100,12 +100,13 @@ print("the wheel imports from an empty folder, with transforms inside the packag
 endef
 export IMPORT_CHECK
 
+# With the tests' shortcuts through Thunder's compiling, in which most of the time goes.
 ifeq ($(NOTEBOOKS),)
 notebooks:
 	@echo "no notebooks yet"
 else
 notebooks: $(NOTEBOOK)
-	$(PY) -m pytest -q -n 2 --nbmake --nbmake-timeout=600 $(NOTEBOOKS)
+	PYTHONPATH=$(CURDIR)/tests/shortcuts_at_start $(PY) -m pytest -q -n 2 --nbmake --nbmake-timeout=600 $(NOTEBOOKS)
 endif
 
 setup: $(DEV)
@@ -115,7 +116,7 @@ everything: $(EVERYTHING)
 define NEW_VENV
 test -x $(PY) || $(PYTHON) -m venv $(VENV)
 rm -f $(VENV)/.ready-*
-$(PIP) install '$(TORCH)'
+$(PIP) install $(NO_COMPILE) '$(TORCH)'
 endef
 
 $(BASE): pyproject.toml
@@ -124,11 +125,14 @@ $(BASE): pyproject.toml
 	$(PIP) install '$(TORCH)' '$(THUNDER)' -e .
 	@touch $@
 
-# For .ci/run: pip resolves and builds once, not once for each check.
+# For .ci/run: pip resolves and builds once, not once for each check, and what it installs is compiled on all cores. There
+# are files for other Pythons among it, which do not compile.
+$(EVERYTHING): NO_COMPILE := --no-compile
 $(EVERYTHING): pyproject.toml
 	@echo "installing $(TORCH), $(THUNDER) and what all checks need into $(VENV) ..."
 	$(NEW_VENV)
-	$(PIP) install '$(TORCH)' '$(THUNDER)' -e '.[dev,plot,docs,notebook]'
+	$(PIP) install $(NO_COMPILE) '$(TORCH)' '$(THUNDER)' -e '.[dev,plot,docs,notebook]'
+	$(PY) -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 	@touch $(BASE) $(DEV) $(DOCS) $(NOTEBOOK) $@
 
 $(DEV): $(BASE)
