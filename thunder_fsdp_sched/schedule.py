@@ -111,7 +111,7 @@ class Schedule:
 
 
 def read_program(trace: TraceCtx) -> list[Step]:
-    """Return what a rank that runs ``trace`` issues and waits for, for :func:`thunder_fsdp_sched.deadlock.find_fault`."""
+    """Return what a rank that runs ``trace`` issues and waits for, for ``deadlock.find_fault``."""
     steps: list[Step] = []
     issued: dict[str, Step] = {}
 
