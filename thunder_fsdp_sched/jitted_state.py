@@ -1,8 +1,8 @@
-"""State dicts of a jitted module, and of modules that hold it: entries that know which rows of a parameter they are.
+"""State dicts of a jitted module, and of modules that contain it: entries that record which rows they hold.
 
-Thunder's ``state_dict`` would give this rank's rows as plain tensors, which ``dcp.save``, ``torch.save`` and everything else
-takes for whole parameters. It runs no hooks. So a sharded jitted module has attributes that hide the methods of its class,
-for itself and for a module that holds it, which asks each child for its ``state_dict``.
+Thunder's ``state_dict`` would return this rank's rows as plain tensors, which ``dcp.save``, ``torch.save`` and all
+other code would mistake for whole parameters. It runs no hooks. So a sharded jitted module has attributes that hide the
+methods of its class. A module that contains it calls ``state_dict`` of each child, so it uses them, too.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .sharding import ShardedModule
 __all__ = ["hold_entries", "rows_by_name"]
 
 _ORIGINAL = "_model."
-"""Prefix of the original module's names in a jitted module."""
+"""The prefix of the original module's names in a jitted module."""
 
 
 def hold_entries(model: ThunderModule, sharded: ShardedModule) -> None:
-    """Make ``state_dict`` of ``model`` hold entries in place of rows, and ``load_state_dict`` take them or whole tensors."""
+    """Make ``state_dict`` of ``model`` return entries instead of rows, and ``load_state_dict`` accept both."""
     state = _JittedState(model, sharded)
     model.state_dict = state.state_dict
     model.original_state_dict = state.original_state_dict
@@ -36,12 +36,12 @@ def hold_entries(model: ThunderModule, sharded: ShardedModule) -> None:
 
 
 def rows_by_name(model: ThunderModule) -> dict[str, torch.Tensor]:
-    """Return what Thunder's own ``state_dict`` gives: this rank's rows and buffers, each once, sharing their memory."""
+    """Return the result of Thunder's own ``state_dict``: rows and buffers, each once, sharing their memory."""
     return ThunderModule.state_dict(model)
 
 
 class _JittedState:
-    """What a sharded jitted module has in place of the methods of its class. It does not keep the module alive."""
+    """The replacements for methods of a jitted module's class. They do not keep the module alive."""
 
     def __init__(self, model: ThunderModule, sharded: ShardedModule) -> None:
         self._reference = weakref.ref(model)
@@ -56,7 +56,7 @@ class _JittedState:
         Parameters are DTensors where their rows are spread evenly, else :class:`RowPiece`, under all of their names.
 
         Raises:
-            ValueError: ``keep_vars``, or ranks hold different parameters under one name.
+            ValueError: ``keep_vars`` is set, or ranks have different parameters under one name.
         """
         if self._gives_rows:
             return rows_by_name(self._model)
@@ -72,7 +72,7 @@ class _JittedState:
         return destination
 
     def original_state_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Do what Thunder's method does, which hands what ``state_dict`` gives to transforms: rows."""
+        """Do the same as Thunder's method, which passes the rows of ``state_dict`` to transforms."""
         self._gives_rows = True
         try:
             return ThunderModule.original_state_dict(self._model, **kwargs)
@@ -80,11 +80,11 @@ class _JittedState:
             self._gives_rows = False
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load entries of this rank's rows, or whole tensors of which it takes its rows.
+        """Load entries with this rank's rows, or its rows of whole tensors.
 
         Raises:
-            RuntimeError: an entry has another shape or holds other rows, or (``strict``) names differ. In the first case
-                nothing is changed.
+            RuntimeError: an entry has another shape or holds other rows, or (``strict``) names differ. In the first
+                case nothing is changed.
             ValueError: ``assign``.
         """
         self._sharded.own.check()
@@ -97,7 +97,7 @@ class _JittedState:
                     continue
                 if assign:
                     refuse_assign(known_as)
-                del loaded[known_as]  # Thunder knows one name of each
+                del loaded[known_as]  # Thunder has one name for each
                 try:
                     loaded[name] = rows_from(*place, value)
                 except ValueError as error:
@@ -107,7 +107,7 @@ class _JittedState:
         return ThunderModule.load_state_dict(model, loaded, strict, assign)
 
     def before_load(self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Give entries the names that torch looks for below a module that holds the jitted one."""
+        """Rename entries to the names that torch expects in a module that contains the jitted one."""
         names = [name for name in state_dict if name.startswith(prefix)]
         if all(name.startswith(prefix + _ORIGINAL) for name in names):
             return

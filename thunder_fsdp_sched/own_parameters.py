@@ -1,20 +1,20 @@
-"""The shards as the user's module holds them: its own parameters, outside of tracing and of ``eager``.
+"""The module's own parameters: shards, except while Thunder traces and inside ``eager``.
 
 [Note: The module's own parameters]
-A sharded module keeps its ``nn.Parameter`` objects; each of them now holds this rank's rows, a view of a shard buffer.
-So optimizers, parameter groups by submodule, ``requires_grad_``, hooks and ``zero_grad`` work on the module as on any
-other, whether they were made before ``thunder.jit`` or after. Thunder's prologue reads the same objects.
+A sharded module keeps its ``nn.Parameter`` objects. Each now holds this rank's rows, as a view of a shard buffer. So
+optimizers, parameter groups by submodule, ``requires_grad_``, hooks and ``zero_grad`` work as on any other module,
+whether they were created before or after ``thunder.jit``. Thunder's prologue reads the same objects.
 
-Thunder traces with the shapes that it finds in the module, which have to be whole there. So placeholders on the meta
-device take the shards' place while it traces: they are put in when a look-up in Thunder's cache has missed
-(``compat.watch_cache_misses``), and taken out when the first transform sees the trace, or when tracing has failed.
-``eager`` uses them too, for what is not gathered.
+Thunder traces with the shapes in the module, which must then be whole. So during tracing, placeholders on the meta
+device replace the shards. They are inserted after a miss in Thunder's cache (``compat.watch_cache_misses``), and
+removed when the first transform receives the trace, or when tracing has failed. ``eager`` also uses them, for
+parameters that are not gathered.
 
-Code that knows nothing of this would compute with rows, or save them as if they were the parameter. *Guards*, hooks on
-each module that has sharded parameters, refuse calls outside of tracing and ``eager``, ``deepcopy`` and pickling. They make
-``state_dict`` give entries that know which rows they hold (see [Note: Two kinds of entries] in ``pieces``), and
-``load_state_dict`` take such entries or whole tensors. Guards of calls are removed while Thunder traces, since it
-would interpret them. The jitted module does the same, see ``jitted_state``.
+Code that is unaware of this would compute with rows, or save them as if they were the parameter. *Guards* are hooks on
+each module that has sharded parameters. They refuse calls outside of tracing and ``eager``, ``deepcopy``, and pickling.
+They make ``state_dict`` return entries that record which rows they hold (see [Note: Two kinds of entries] in
+``pieces``), and ``load_state_dict`` accept such entries or whole tensors. Guards of calls are removed while Thunder
+traces, because it would interpret them. The jitted module does the same: see ``jitted_state``.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class _Entry(NamedTuple):
 
 
 class OwnParameters:
-    """The parameters of one sharded module: shards, or placeholders while something needs whole shapes.
+    """The parameters of one sharded module: shards, or placeholders while whole shapes are needed.
 
     Attributes:
         are_whole: whether placeholders are in the module now.
-        placeholders: parameters of whole shape on the meta device, by each name.
+        placeholders: parameters of whole shape on the meta device, keyed by each name.
     """
 
     def __init__(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
@@ -69,7 +69,7 @@ class OwnParameters:
         self.placeholders = {entry.name: entry.placeholder for entry in self._entries}
         for entry in self._entries:
             entry.put(entry.shard)
-        # What has to stay as it is: parameters in their owners, and modules in their parents.
+        # These must not change: parameters in their modules, and modules in their parents.
         children = [
             (parent._modules, key, child, f"{path}.{key}".lstrip("."))
             for path, parent in module.named_modules(remove_duplicate=False)
@@ -89,17 +89,17 @@ class OwnParameters:
         for path, guarded in self._guarded:
             guard = _Guard(path, self)
             guarded.register_state_dict_pre_hook(guard.check_state_dict)
-            guarded.register_state_dict_post_hook(partial(guard.hold_entries))  # torch sets an attribute of it
+            guarded.register_state_dict_post_hook(partial(guard.hold_entries))  # torch sets an attribute of the hook
             guarded.register_load_state_dict_pre_hook(guard.cut_loaded)
         self._guard_calls()
 
     def check(self) -> None:
-        """Refuses a module of which a parameter or a submodule was replaced: nothing would train or read the new one.
+        """Raise an error if a parameter or a submodule was replaced, because the new one would be neither trained nor read.
 
-        Cheap enough for every call.
+        It is cheap enough for every call.
 
         Raises:
-            RuntimeError: naming what was replaced.
+            RuntimeError: names the replaced object.
         """
         if self.are_whole or all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._values)):
             return
@@ -114,10 +114,10 @@ class OwnParameters:
                 )
 
     def check_shards(self) -> None:
-        """Refuses shards that were converted or moved (``module.double()``), or given other memory.
+        """Raise an error if a shard was converted, moved (``module.double()``), or given other memory.
 
         Raises:
-            RuntimeError: naming the parameter.
+            RuntimeError: names the parameter.
         """
         for bucket in self._buckets:
             for spec, shard, pointer in zip(bucket.spec.params, bucket.params, bucket.shard_pointers, strict=True):
@@ -135,13 +135,13 @@ class OwnParameters:
                     )
                 if address(shard) != pointer:
                     raise RuntimeError(
-                        f"parameter {spec.name!r} no longer lies in the shard buffer of bucket {bucket.spec.name!r}: it was "
+                        f"parameter {spec.name!r} is no longer in the shard buffer of bucket {bucket.spec.name!r}: it was "
                         f"given other memory (`p.data = ...`, or a conversion there and back). Copy into the parameter "
                         f"instead: `with torch.no_grad(): p.copy_(new)`"
                     )
 
     def show_whole(self) -> None:
-        """Puts placeholders of whole shape into the module, and stops guarding calls."""
+        """Put placeholders of whole shape into the module, and stop guarding calls."""
         if not self.are_whole:
             for entry in self._entries:
                 if entry.placeholder.requires_grad is not entry.shard.requires_grad:
@@ -153,7 +153,7 @@ class OwnParameters:
             self.are_whole = True
 
     def show_shards(self) -> None:
-        """Puts the shards back."""
+        """Put the shards back into the module."""
         if self.are_whole:
             for entry in self._entries:
                 entry.put(entry.shard)
@@ -161,15 +161,15 @@ class OwnParameters:
             self._guard_calls()
 
     def is_root(self, module: nn.Module) -> bool:
-        """Whether ``module`` is the one that is sharded, not a submodule."""
+        """Return whether ``module`` is the sharded module itself, not a submodule."""
         return module is self._module
 
     def place_of(self, owner: nn.Module, leaf: str) -> tuple[Bucket, int] | None:
-        """Bucket and index of a sharded parameter that ``owner`` has itself."""
+        """The bucket and index of a sharded parameter that ``owner`` has directly."""
         return self._places.get((id(owner), leaf))
 
     def in_containers(self) -> dict[str, str]:
-        """Where a module keeps a sharded parameter in a list, tuple or dict: by the path, the parameter's name."""
+        """Return the names of sharded parameters that modules keep in lists, tuples or dicts, keyed by path."""
         return params_in_containers(self._module, {id(e.shard): e.name for e in reversed(self._entries)})
 
     def _guard_calls(self) -> None:
@@ -179,7 +179,7 @@ class OwnParameters:
 
 
 class _Guard:
-    """Refuses what would take the rows in a module for its parameters."""
+    """The hooks on a module that refuse uses that would mistake its rows for parameters."""
 
     def __init__(self, path: str, own: OwnParameters) -> None:
         self._path = path
@@ -200,11 +200,11 @@ class _Guard:
 
     def check_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         refuse_keep_vars(keep_vars)
-        if self._own.is_root(module):  # below it, once is enough
+        if self._own.is_root(module):  # once for all submodules
             self._own.check()
 
     def hold_entries(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """Puts entries that know which rows they hold in place of plain rows."""
+        """Replace plain rows in a state dict with entries that record which rows they hold."""
         for leaf in module._parameters:
             place = self._own.place_of(module, leaf)
             if place is not None:
@@ -223,7 +223,7 @@ class _Guard:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Takes this rank's rows out of what is loaded, before torch copies them into the shards."""
+        """Replace loaded entries with this rank's rows, before torch copies them into the shards."""
         for leaf in module._parameters:
             place, value = self._own.place_of(module, leaf), state_dict.get(prefix + leaf)
             if place is None or not isinstance(value, torch.Tensor):
@@ -247,7 +247,7 @@ class _Guard:
 
 
 def refuse_keep_vars(keep_vars: bool) -> None:
-    """Raise if a state dict is to hold parameters themselves."""
+    """Raise an error if a state dict is requested with the parameters themselves."""
     if keep_vars:
         raise ValueError(
             "state_dict(keep_vars=True): an entry of a sharded parameter stands for the whole parameter, and is not the "
@@ -256,14 +256,14 @@ def refuse_keep_vars(keep_vars: bool) -> None:
 
 
 def refuse_assign(name: str) -> NoReturn:
-    """Raise because a sharded parameter is to be replaced by what is loaded."""
+    """Raise an error because loading would replace a sharded parameter."""
     raise ValueError(
         f"load_state_dict(assign=True): {name!r} is sharded, and its memory belongs to a bucket; load without assign"
     )
 
 
 def find_owner(module: nn.Module, name: str) -> tuple[nn.Module, str] | None:
-    """The submodule that has the parameter ``name``, and the name it has there; ``None`` if a transform has made it."""
+    """Return the submodule that has the parameter ``name``, and its name there; ``None`` if a transform created it."""
     path, _, leaf = name.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -273,7 +273,7 @@ def find_owner(module: nn.Module, name: str) -> tuple[nn.Module, str] | None:
 
 
 def tensors_in_containers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that attributes, lists, tuples and dicts hold beside registered parameters and buffers, by paths."""
+    """Yield the paths and tensors in attributes, lists, tuples and dicts, besides registered parameters and buffers."""
 
     def look(path: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(value, torch.Tensor):
@@ -292,10 +292,10 @@ def tensors_in_containers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor
 
 
 def params_in_containers(module: nn.Module, names: dict[int, str]) -> dict[str, str]:
-    """Paths below ``module`` to parameters that attributes, lists, tuples and dicts hold beside the registered ones.
+    """Return the paths below ``module`` to parameters in attributes, lists, tuples and dicts, besides registered ones.
 
     Args:
-        names: of the parameters to look for, by their ``id``.
+        names: the names of the parameters to look for, keyed by ``id``.
     """
     found = {path: names.get(id(tensor)) for path, tensor in tensors_in_containers(module)}
     return {path: name for path, name in found.items() if name is not None}
@@ -304,10 +304,10 @@ def params_in_containers(module: nn.Module, names: dict[int, str]) -> dict[str, 
 def _entries(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[_Entry]:
     for bucket in buckets:
         for index, (spec, shard) in enumerate(zip(bucket.spec.params, bucket.params, strict=True)):
-            # Its dtype is that of the unsharded parameter: in lower precision if the bucket travels so.
+            # The dtype is that of the unsharded parameter, which may be lower precision.
             whole = torch.empty(spec.shape, dtype=bucket.spec.param_dtype, device="meta")
             placeholder = nn.Parameter(whole, shard.requires_grad)
-            # What Thunder takes for the device of a parameter on the meta device.
+            # Thunder reads this as the device of a parameter on the meta device.
             placeholder._thunder_device = spec.device  # type: ignore[attr-defined]
             for name in spec.names:
                 found = find_owner(module, name)

@@ -1,10 +1,10 @@
-"""Sharded tensors as state dicts hold them: which rows of which whole tensor this rank has.
+"""Entries of state dicts for sharded tensors, which record the rows that this rank has of a whole tensor.
 
 [Note: Two kinds of entries]
-A bucket's layout gives each rank a run of whole rows of each parameter (see ``layout``). Where these runs are those that
-DTensor's ``Shard(0)`` stands for, a state dict holds a DTensor. Elsewhere the cuts fall where the bucket is cut, which no
-DTensor placement describes, and it holds a :class:`RowPiece`. torch.distributed.checkpoint (DCP) saves both as chunks of
-the whole tensor: what a checkpoint contains does not tell how it was sharded.
+A bucket's layout assigns each rank a run of whole rows of each parameter (see ``layout``). If these runs are those of
+DTensor's ``Shard(0)``, the entry of a state dict is a DTensor. Otherwise the cuts are where the bucket is cut, which no
+DTensor placement describes, and the entry is a :class:`RowPiece`. torch.distributed.checkpoint (DCP) saves both as
+chunks of the whole tensor, so a checkpoint does not depend on how it was sharded.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["RowPiece", "as_entry", "local_rows", "param_entry", "refuse_unshared
 
 
 class RowPiece(torch.Tensor):
-    """Rows ``[start, start + len(local))`` of a whole tensor, the rest of which lies on other ranks.
+    """Rows ``[start, start + len(local))`` of a whole tensor, whose other rows are on other ranks.
 
-    It has the whole tensor's shape and none of its values: it can be saved, loaded, copied, moved and cast, and
-    :meth:`to_local` gives the rows. A 0-dim tensor is one row; ranks without it hold none.
+    It has the whole tensor's shape but only these rows. It can be saved, loaded, copied, moved and cast, and
+    :meth:`to_local` returns the rows. A 0-dim tensor is one row; ranks without it have none.
     """
 
     _local: torch.Tensor
@@ -41,7 +41,7 @@ class RowPiece(torch.Tensor):
         return piece
 
     def to_local(self) -> torch.Tensor:
-        """This rank's rows; a 0-dim tensor as one row or none."""
+        """Return this rank's rows; a 0-dim tensor as one row or none."""
         return self._local
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -65,7 +65,7 @@ class RowPiece(torch.Tensor):
                 f"copy_ between a RowPiece and other rows, from {_describe(args[1])} to {_describe(piece)}: take this "
                 f"rank's rows with to_local(), or the whole parameter with full_state_dict(model)"
             )
-        if func is torch.ops.aten.new_empty.default:  # of any other size it is nobody's rows
+        if func is torch.ops.aten.new_empty.default:  # a tensor of another size has no rows of this parameter
             size, args = args[1], (args[0], piece._local.shape)
             if not isinstance(piece, RowPiece) or tuple(size) != tuple(piece.shape):
                 return piece._local.new_empty(size, **(kwargs or {}))
@@ -74,7 +74,7 @@ class RowPiece(torch.Tensor):
             return piece
         return RowPiece(local, piece._start, tuple(piece.shape))
 
-    # What DCP asks of an entry that is no DTensor.
+    # The methods that DCP requires of an entry that is not a DTensor.
 
     def __create_write_items__(self, fqn: str, entry: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self._local)
@@ -131,17 +131,17 @@ def param_entry(bucket: Bucket, index: int) -> torch.Tensor:
     """Return the entry of a parameter in a state dict; it shares the memory of this rank's rows.
 
     Raises:
-        ValueError: other ranks hold another parameter of this name.
+        ValueError: other ranks have another parameter of this name.
     """
     refuse_unshared(bucket)
     return as_entry(bucket, index, bucket.params[index].detach())
 
 
 def refuse_unshared(bucket: Bucket) -> None:
-    """Raise if ranks hold different parameters under one name, of which a checkpoint would keep one.
+    """Raise an error if ranks have different parameters under one name, of which a checkpoint would keep only one.
 
     Raises:
-        ValueError: naming the parameter and its ranks.
+        ValueError: names the parameter and its ranks.
     """
     if bucket.control is not None and not bucket.control.concerns_all(bucket):
         raise ValueError(
@@ -152,14 +152,14 @@ def refuse_unshared(bucket: Bucket) -> None:
 
 
 def rows_from(bucket: Bucket, index: int, value: torch.Tensor, *, as_rows: bool = False) -> torch.Tensor:
-    """Return this rank's rows, as a view, of what a state dict holds for parameter ``index`` of ``bucket``.
+    """Return this rank's rows, as a view, of a state dict's value for parameter ``index`` of ``bucket``.
 
     Args:
-        value: a whole tensor, or an entry that holds at least this rank's rows.
+        value: a whole tensor, or an entry with at least this rank's rows.
         as_rows: a 0-dim parameter's entry has the shape ``(1,)`` (optimizer state).
 
     Raises:
-        ValueError: it has another shape, or holds other rows.
+        ValueError: it has another shape, or other rows.
     """
     placement, rank = bucket.spec.layout.placements[index], bucket.rank
     expected = placement.shape or ((1,) if as_rows else ())
@@ -183,7 +183,7 @@ def rows_from(bucket: Bucket, index: int, value: torch.Tensor, *, as_rows: bool 
 
 
 def as_entry(bucket: Bucket, index: int, local: torch.Tensor, *, as_rows: bool = False) -> torch.Tensor:
-    """This rank's rows of something that is sharded as parameter ``index`` of ``bucket`` is, as a state dict's entry.
+    """Return the state dict entry for rows of a tensor that is sharded like parameter ``index`` of ``bucket``.
 
     Args:
         local: the rows, ``(rows, *parameter.shape[1:])``; the entry shares their memory.
@@ -199,15 +199,16 @@ def as_entry(bucket: Bucket, index: int, local: torch.Tensor, *, as_rows: bool =
     if any(start != min(rank * each, rows) for rank, start in enumerate(starts)):
         return RowPiece(local, starts[bucket.rank], shape)
     if local.numel() and local.storage_offset():
-        # The same memory as a storage of its own: a DTensor takes over its local tensor's offset, and dcp.async_save takes
-        # one with an offset for a plain tensor, which it cannot copy (torch 2.13).
+        # The same memory as a storage of its own: a DTensor takes over its local tensor's offset, and dcp.async_save
+        # takes one with an offset for a plain tensor, which it cannot copy (torch 2.13).
         local = dlpack.from_dlpack(local)
-    # A mesh of the rows' own device: with offload_policy that is the CPU, and for a mesh of GPUs from_local would copy them.
+    # A mesh of the rows' own device: with offload_policy that is the CPU, and for a mesh of GPUs from_local would copy
+    # them.
     mesh = DeviceMesh.from_group(bucket.ranks.group.process_group, local.device.type)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def local_rows(entry: torch.Tensor) -> torch.Tensor:
-    """The memory behind an entry: this rank's rows, or all of a tensor that is not sharded."""
+    """Return the memory of an entry: this rank's rows, or a whole tensor that is not sharded."""
     return entry.to_local() if isinstance(entry, (DTensor, RowPiece)) else entry

@@ -1,15 +1,17 @@
 """Claims on folders, so that two runs that save into one folder never mix.
 
 [Note: Two runs, one folder]
-Three things keep them apart, and the last two do not depend on anybody behaving well:
+Three mechanisms keep two runs apart, and the last two do not depend on the cooperation of other runs:
 
-1. The first rank claims the folder, by a file that it creates exclusively, before anything is written. A claim whose owner
-   is alive is an error. If its process does not exist any more, its files are deleted and the claim is taken over, so that a
-   run that was killed while it saved can save into the same folder after its restart. A process of another host, boot or
-   container cannot be looked up: its claim is taken over as well, but its files are left alone.
-2. The names of a run's files contain its id, so no run writes or reads another's.
-3. The file that makes a folder complete is put in place by a hard link, which fails if there is one: whoever is first has
-   saved, everybody else gets an error, and a complete folder is never overwritten. Files of others are deleted after that.
+1. Before anything is written, the first rank claims the folder with a file that it creates exclusively. A claim whose
+owner
+   is alive is an error. If the owner's process no longer exists, its files are deleted and the claim is taken over, so
+   a run that was killed while saving can save into the same folder after a restart. A process of another host, boot or
+   container cannot be looked up: its claim is also taken over, but its files are not deleted.
+2. The names of a run's files contain its id, so no run writes or reads the files of another.
+3. The file that completes a folder is created as a hard link, which fails if it exists. The first run has saved, all
+others
+   get an error, and a complete folder is never overwritten. After that, the files of other runs are deleted.
 """
 
 from __future__ import annotations
@@ -28,17 +30,17 @@ __all__ = ["INDEX", "METADATA", "check_claim", "claim", "complete_folder", "is_c
 _log = logging.getLogger(__name__)
 
 METADATA = ".metadata"
-"""Completes a checkpoint."""
+"""The file that completes a checkpoint."""
 
 INDEX = "model.safetensors.index.json"
-"""Completes a whole model."""
+"""The file that completes a whole model."""
 
 _CLAIM = ".claim"
 _FILES = {
     METADATA: re.compile(r"__\d+_([0-9a-f]{12})_\d+\.distcp"),
     INDEX: re.compile(r"model-\w+-([0-9a-f]{12})\.safetensors"),
 }
-"""The files of a run, by the name of the file that makes a folder complete."""
+"""The files of a run, keyed by the name of the file that completes a folder."""
 
 _PRIVATE = re.compile(r"\.([0-9a-f]{12})")
 """The folder in which a run completes the list of a checkpoint's contents."""
@@ -54,10 +56,10 @@ def claim(folder: Path, complete: str) -> str:
     """Claim ``folder`` for one save.
 
     Args:
-        complete: name of the file that a complete folder has.
+        complete: name of the file that completes the folder.
 
     Returns:
-        The run's id, which the names of its files have to contain.
+        The run's id, which the names of its files must contain.
 
     Raises:
         ValueError: the folder is complete, or a run that is alive is saving into it.
@@ -68,7 +70,7 @@ def claim(folder: Path, complete: str) -> str:
     own = folder / f"{_CLAIM}-{run}"
     own.write_text(json.dumps({"run": run, **_this_process()}))
     try:
-        for _ in range(10):  # others may be after the same abandoned claim
+        for _ in range(10):  # other runs may try to take over the same abandoned claim
             if _link_exclusively(own, file):
                 break
             other = _read(file)
@@ -95,16 +97,16 @@ def claim(folder: Path, complete: str) -> str:
 
 
 def is_complete(folder: Path, complete: str) -> bool:
-    """Return whether the file that completes ``folder`` is there.
+    """Return whether the file that completes ``folder`` exists.
 
-    An empty one does not count: a run leaves it that is killed where there are no hard links.
+    An empty file does not count: without hard links, a run that is killed may leave one.
     """
     file = folder / complete
     return file.exists() and file.stat().st_size > 0
 
 
 def check_claim(folder: Path, run: str) -> None:
-    """Raise unless this rank sees the claim of ``run``.
+    """Raise an error unless this rank sees the claim of ``run``.
 
     Raises:
         ValueError: the first rank's folder is not this one.
@@ -117,10 +119,10 @@ def check_claim(folder: Path, run: str) -> None:
 
 
 def complete_folder(folder: Path, complete: str, run: str, source: Path) -> None:
-    """Put the file in place that makes ``folder`` complete.
+    """Create the file that completes ``folder``.
 
     Raises:
-        ValueError: another run was first.
+        ValueError: another run has completed it.
     """
     if not _link_exclusively(source, folder / complete):
         raise ValueError(f"folder: another run has completed {folder} meanwhile: give each run a folder of its own")
@@ -130,7 +132,7 @@ def complete_folder(folder: Path, complete: str, run: str, source: Path) -> None
 def leave(folder: Path, complete: str, run: str) -> None:
     """Give up a claim, and delete the files of all other runs if ``run`` has completed the folder, else its own.
 
-    It raises nothing: what remains is an abandoned claim, and files that nobody reads.
+    It never raises: at worst, an abandoned claim and unused files remain.
     """
     succeeded = run in _completed
     _saving.discard(run)
@@ -144,13 +146,13 @@ def leave(folder: Path, complete: str, run: str) -> None:
 
 
 def _link_exclusively(source: Path, target: Path) -> bool:
-    """Give ``source`` the name ``target`` as well, unless there is such a file; return whether that was done."""
+    """Link ``source`` as ``target`` unless that file exists; return whether the link was created."""
     try:
         os.link(source, target)
     except FileExistsError:
-        # A network file system may have done it and lost the answer.
+        # A network file system may have created the link and lost the reply.
         return target.exists() and os.path.samefile(source, target)
-    except OSError:  # no hard links here: exclusive as well, but not complete at once
+    except OSError:  # no hard links: an exclusive copy, which is not atomic
         try:
             with target.open("xb") as file:
                 file.write(source.read_bytes())
@@ -162,7 +164,7 @@ def _link_exclusively(source: Path, target: Path) -> bool:
 
 
 def _delete_files(folder: Path, complete: str, *, run: str, others: bool = False) -> None:
-    """Delete the files of ``run``, or those of all others."""
+    """Delete the files of ``run``, or those of all other runs."""
     for entry in folder.iterdir():
         match = _FILES[complete].fullmatch(entry.name)
         if match is None and complete == METADATA:
@@ -179,7 +181,7 @@ def _this_process() -> dict[str, object]:
 
 
 def _is_known(owner: dict[str, object]) -> bool:
-    """Whether the process that has made a claim can be looked up here, alive or not."""
+    """Return whether the process of a claim can be looked up on this machine, alive or not."""
     return all(owner.get(key) == value for key, value in _system().items())
 
 
@@ -202,7 +204,7 @@ def _exists(pid: int) -> bool:
 
 
 def _started(pid: int) -> str:
-    """When a process was started, as far as the system tells: another process may get its number."""
+    """Return the start time of a process if the system has it, because process ids are reused."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -221,7 +223,7 @@ def _system() -> dict[str, object]:
 
 
 def _read(file: Path) -> dict[str, object]:
-    """The owner of a claim; empty if there is none, or none that can be read."""
+    """Return the owner of a claim; empty if there is none, or if it cannot be read."""
     try:
         owner = json.loads(file.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Values that each rank gives to all others, over the control channel."""
+"""Exchange values among all ranks over the control channel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that a user saves beside model and optimizers, as JSON and tensors: reading them back runs no code."""
+"""Additional values in a checkpoint, stored as JSON and tensors, so that reading them runs no code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..pieces import local_rows
 __all__ = ["decode", "digests", "encode", "tensor_targets"]
 
 _TYPE = "$type"
-"""Key of a JSON object that stands for something which JSON does not have."""
+"""The key of JSON objects that represent values of types that JSON lacks."""
 
 _PLAIN = (type(None), bool, int, str)
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -29,7 +29,7 @@ def encode(extra: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
     """Split values into JSON and the tensors that it refers to by name.
 
     Raises:
-        ValueError: a value is of a type that cannot be stored so; the message says where it is.
+        ValueError: a value has a type that cannot be stored; the message has its location.
     """
     tensors: dict[str, torch.Tensor] = {}
 
@@ -77,10 +77,10 @@ def encode(extra: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
 
 
 def decode(text: str, tensor: Callable[[str], Any]) -> dict[str, Any]:
-    """Make the values again that :func:`encode` was given.
+    """Return the values that :func:`encode` received.
 
     Args:
-        tensor: gives the tensor of a name.
+        tensor: returns the tensor with a name.
     """
 
     def walk(value: Any) -> Any:
@@ -115,7 +115,7 @@ def decode(text: str, tensor: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def digests(extra: dict[str, Any]) -> dict[str, str]:
-    """Return a digest of each value of ``extra``, for comparing ranks. Tensors that are spread over ranks do not count."""
+    """Return a digest of each value of ``extra``, to compare ranks. Tensors that are spread over ranks are skipped."""
     found = {}
     for name, value in extra.items():
         text, tensors = encode({name: value})
@@ -130,15 +130,15 @@ def digests(extra: dict[str, Any]) -> dict[str, str]:
 def tensor_targets(
     wanted: dict[str, Any], saved: dict[str, Any], found: dict[str, TensorStorageMetadata]
 ) -> dict[str, torch.Tensor]:
-    """Return memory to load tensors into, by their names: like those that ``wanted`` has in their places.
+    """Return memory to load tensors into, keyed by name, like the tensors in ``wanted``.
 
     Args:
         wanted: names and structure that the caller expects.
-        saved: what the checkpoint holds, with a :class:`TensorName` in place of each tensor.
+        saved: the values in the checkpoint, with a :class:`TensorName` in place of each tensor.
         found: size and dtype of each tensor.
 
     Raises:
-        ValueError: what is wanted is not there, or of another structure.
+        ValueError: a wanted value is missing, or has another structure.
     """
     targets: dict[str, torch.Tensor] = {}
 
@@ -178,7 +178,7 @@ def tensor_targets(
 
 
 class TensorName(str):
-    """The name of a tensor, in its place."""
+    """The name of a tensor, as its placeholder."""
 
 
 def _place(path: tuple[Any, ...]) -> str:

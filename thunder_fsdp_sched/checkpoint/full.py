@@ -9,10 +9,11 @@ __all__ = ["full_state_dict"]
 
 
 def full_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
-    """The state dict of the original, unsharded module: whole parameters under the original module's keys; a collective.
+    """Return whole parameters under the keys of the original, unsharded module; a collective.
 
-    It is what ``model.original_state_dict()`` gives, with the keys that ``load_state_dict(strict=True)`` of the original
-    module wants: tied names included, and no dot in front of what the root module owns (as Thunder 0.2.6 has it).
+    It is the result of ``model.original_state_dict()``, with the keys that ``load_state_dict(strict=True)`` of the
+    original module expects: including tied names, and without the leading dot that Thunder 0.2.6 adds to names of the
+    root module.
     """
     entries = {key.removeprefix("."): value for key, value in model.original_state_dict().items()}
     for name, tied in model._get_shared_names().items():

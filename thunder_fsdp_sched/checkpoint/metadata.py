@@ -1,12 +1,13 @@
 """The list of a checkpoint's contents, ``.metadata``: read without running code from it, and checked.
 
 [Note: Metadata is a pickle]
-DCP pickles its metadata, and unpickling calls whatever the file names. So only the classes that such a list is made of are
-looked up, anything else is refused before it is called. The same bytes are checked and used: ranks compare their digest, and
-what is read from the data files follows the list that was checked.
+DCP pickles its metadata, and unpickling calls any function that the file names. So only the classes that belong to such
+a list are allowed; anything else is refused before it is called. The bytes that are checked are those that are used:
+ranks compare their digest, and the data files are read according to the checked list.
 
-A list of ours ends with its own checksum, after the pickle, where other readers do not look. It holds the checksum of each
-piece of data (``crc32`` of its ``storage_data``), so that checksums, data and list cannot come from different saves.
+A list that this package wrote ends with its own checksum, after the pickle, where other readers ignore it. It contains
+the checksum of each chunk of data (``crc32`` in its ``storage_data``), so checksums, data and list cannot stem from
+different saves.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .claim import METADATA, is_complete
 __all__ = ["Contents", "check_files", "contents_of", "read_metadata", "seal"]
 
 Contents = dict[str, dict[tuple[Any, ...], Any]]
-"""For each top-level name the path below it of each leaf, and its metadata."""
+"""For each top-level name, the path below it and the metadata of each leaf."""
 
 _SEAL = re.compile(rb"\nthunder_fsdp_sched crc32 ([0-9a-f]{8})\n\Z")
 
@@ -42,8 +43,8 @@ def read_metadata(folder: Path) -> tuple[Metadata, str]:
     """Read the list of a checkpoint's contents, and return it with the digest of its bytes.
 
     Raises:
-        ValueError: the folder is no checkpoint, or one whose save did not end, or the list is damaged or contains anything
-            that such a list is not made of.
+        ValueError: the folder is not a checkpoint, or its save did not finish, or the list is damaged or contains
+            something that does not belong there.
     """
     file = folder / METADATA
     if not is_complete(folder, METADATA):
@@ -64,7 +65,7 @@ def read_metadata(folder: Path) -> tuple[Metadata, str]:
 
 
 def contents_of(found: Metadata) -> Contents:
-    """Arrange what a checkpoint holds by top-level name."""
+    """Arrange the contents of a checkpoint by top-level name."""
     contents: Contents = {}
     for name, (top, *below) in (found.planner_data or {}).items():
         contents.setdefault(str(top), {})[tuple(below)] = found.state_dict_metadata[name]
@@ -72,11 +73,11 @@ def contents_of(found: Metadata) -> Contents:
 
 
 def check_files(folder: Path, found: Metadata) -> None:
-    """Raise unless the data files are there, and as long as the list says.
+    """Raise an error unless all data files exist with the length in the list.
 
     Raises:
-        ValueError: one is cut.
-        OSError: one is missing.
+        ValueError: a file is truncated.
+        OSError: a file is missing.
     """
     ends: dict[str, int] = {}
     for info in found.storage_data.values():
@@ -89,7 +90,7 @@ def check_files(folder: Path, found: Metadata) -> None:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         known = _KNOWN.get((module, name))
-        if known is None and module == "torch":  # a dtype is pickled by its name
+        if known is None and module == "torch":  # a dtype is pickled as a name
             dtype = getattr(torch, name, None) if name.isidentifier() else None
             known = dtype if isinstance(dtype, torch.dtype) else None
         if known is None:
@@ -128,7 +129,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _layout,
     ("collections", "OrderedDict"): dict,
-    # Where it was saved, which nobody asks for.
+    # The path where it was saved, which is unused.
     **{
         (module, name): _path
         for module in ("pathlib", "pathlib._local")
@@ -138,7 +139,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
 
 
 def _check_types(found: object) -> None:
-    """Raise unless the list is made as a list should be: what follows takes that for granted."""
+    """Raise an error unless the list has the expected structure, on which all later code relies."""
     if not isinstance(found, Metadata):
         raise ValueError(f"it holds a {type(found).__name__}")
     planner_data = found.planner_data or {}

@@ -1,4 +1,4 @@
-"""What optimizers are made of: compared between ranks before it is saved, and with a checkpoint before it is loaded."""
+"""Facts about optimizers, compared between ranks before saving, and with a checkpoint before loading."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .state_dict import names_of_params, owned_names
 __all__ = ["different_facts", "kind_of", "misfits", "state_of"]
 
 Facts = dict[str, str]
-"""What has to be the same on all ranks: what it is, and its value."""
+"""A fact that must be the same on all ranks: its description and its value."""
 
 
 def kind_of(model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]) -> Facts:
-    """Describe which optimizers there are, and of which parameters."""
+    """Describe the optimizers and their parameters."""
     names = names_of_params(model, optimizers)
     facts = {"optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"}
     for place, _, group in _groups(optimizers):
@@ -32,7 +32,7 @@ def kind_of(model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]) -
 
 
 def state_of(model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]) -> Facts:
-    """Describe what is saved from one rank for all: options of parameter groups, names and numbers of the state."""
+    """Describe the values that one rank saves for all: options of parameter groups, names and numbers of the state."""
     names = names_of_params(model, optimizers)
     owned = owned_names(names, optimizers)
     facts: Facts = {}
@@ -54,7 +54,7 @@ def different_facts(group: Group, what: str, facts: Facts) -> str:
     """Compare facts between ranks; a collective, of two rounds if they differ.
 
     Returns:
-        What differs first, with the ranks of each value; empty if nothing does.
+        The first difference, with the ranks of each value; empty if there is none.
     """
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()
     if len(set(exchange(group, what, digest))) == 1:
@@ -77,10 +77,10 @@ def misfits(
     states: dict[torch.Tensor, dict[str, Any]],
     names: dict[torch.Tensor, str],
 ) -> list[str]:
-    """Say what makes a saved state one of another kind of optimizer.
+    """Return why a saved state belongs to another kind of optimizer.
 
-    An optimizer that cannot be tried on a parameter of its own (one of another package that needs more than its options),
-    and has no state yet, is taken on trust.
+    An optimizer that cannot be tried on a parameter of its own (one of another package that needs more than its
+    options), and has no state yet, is taken on trust.
 
     Args:
         number: of the parameter group.
@@ -112,7 +112,7 @@ def misfits(
 
 
 def _names_after_a_step(optimizer: torch.optim.Optimizer, options: dict[str, Any], ndim: int) -> frozenset[str] | None:
-    """Return the names of the state that an optimizer makes of a parameter; ``None`` if that cannot be tried.
+    """Return the names of the state that an optimizer creates for a parameter; ``None`` if that cannot be tried.
 
     It is tried on a parameter of one element. No hooks run, and the optimizer stays as it is.
     """

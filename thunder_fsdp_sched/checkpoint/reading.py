@@ -1,4 +1,4 @@
-"""A reader of DCP's files that verifies what it reads, and unpickles nothing but plain values."""
+"""A reader of DCP's files that verifies checksums and unpickles only plain values."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ __all__ = ["CheckedReader", "PlainPlanner", "blank_values", "check_plain"]
 
 
 class CheckedReader(FileSystemReader):
-    """Reads pieces of data and verifies each before it is used.
+    """The reader of data chunks, which verifies each before it is used.
 
-    A rank reads whole pieces, also where it needs a part of one, so verifying reads nothing more, and ranks share the work
-    as they share reading. A piece without a checksum of ours (in FSDP2's checkpoints) is a zip archive, which has its own.
+    A rank reads whole chunks even if it needs only a part, so verifying requires no further reads, and ranks share the
+    work as they share reading. A chunk without our checksum (in FSDP2's checkpoints) is a zip archive, which has its
+    own.
 
     Args:
-        metadata: the list of contents, as it was checked.
-        verify: verify checksums.
+        metadata: the checked list of contents.
+        verify: whether to verify checksums.
     """
 
     def __init__(self, folder: Path, metadata: Metadata, *, verify: bool) -> None:
@@ -65,10 +66,10 @@ class CheckedReader(FileSystemReader):
         return done
 
     def read(self, index: MetadataIndex, item: ReadItem | None = None) -> io.BytesIO:
-        """Read a piece of data.
+        """Read a chunk of data.
 
         Raises:
-            ValueError: it is cut, or its checksum is wrong.
+            ValueError: it is truncated, or its checksum is wrong.
         """
         info = self.storage_data[index]
         path = self._folder / info.relative_path
@@ -87,13 +88,13 @@ class CheckedReader(FileSystemReader):
         return stream
 
     def read_tensor(self, name: str) -> torch.Tensor:
-        """Read a tensor that was saved in one piece."""
+        """Read a tensor that was saved as one chunk."""
         [index] = [index for index in self.storage_data if index.fqn == name]
         return _load(self.read(index))
 
 
 class PlainPlanner(DefaultLoadPlanner):
-    """Loads what is no tensor as plain values: numbers, texts, lists, dictionaries. Any other class is refused by name."""
+    """A planner that loads plain values (numbers, texts, lists, dictionaries) and tensors, and refuses other classes."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -111,10 +112,10 @@ class PlainPlanner(DefaultLoadPlanner):
 
 
 def check_plain(value: Any, place: str) -> None:
-    """Raise unless :class:`PlainPlanner` can load what DCP makes of a state dict.
+    """Raise an error unless :class:`PlainPlanner` can load a state dict that DCP saved.
 
     Raises:
-        ValueError: a value is neither a tensor nor plain; the message says where it is.
+        ValueError: a value is neither a tensor nor plain; the message has its location.
     """
     if isinstance(value, dict):
         for key, below in value.items():
@@ -136,7 +137,7 @@ def check_plain(value: Any, place: str) -> None:
 
 
 def blank_values(wanted: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
-    """Return somewhere to load to what DCP has saved under names of its own, of the structure of ``wanted``.
+    """Return memory for values that DCP has saved under its own names, with the structure of ``wanted``.
 
     Raises:
         ValueError: it was saved with another structure.
@@ -163,10 +164,10 @@ def blank_values(wanted: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
 
 
 def _add_leaf(place: Any, path: Sequence[Any], found: Any, name: str) -> None:
-    """Make room for what was saved and is not in the structure that was given.
+    """Create memory for saved values that are not in the given structure.
 
     Raises:
-        ValueError: it cannot be told what to make: DCP has made texts of all keys.
+        ValueError: their structure is ambiguous, because DCP converts all keys to text.
     """
     key = _key(place, path[0])
     name = f"{name}[{key!r}]"
@@ -182,7 +183,7 @@ def _add_leaf(place: Any, path: Sequence[Any], found: Any, name: str) -> None:
 
 
 def _key(place: Any, key: Any) -> Any:
-    """The key of a dictionary that DCP has made a text."""
+    """Return the dictionary key that DCP has converted to text."""
     if isinstance(place, dict) and key not in place:
         return next((own for own in place if str(own) == key), key)
     return key

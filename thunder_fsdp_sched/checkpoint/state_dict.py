@@ -1,4 +1,4 @@
-"""Sharded state dicts of model and optimizers, in the form of those of torch.distributed.checkpoint.state_dict."""
+"""Sharded state dicts of model and optimizers, in the format of torch.distributed.checkpoint.state_dict."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ __all__ = ["get_model_state_dict", "get_optimizer_state_dict", "listed", "names_
 
 @runtime_checkable
 class OwnsState(Protocol):
-    """An optimizer whose state is not cut as parameters are: one rank has all of a parameter's, the others have none."""
+    """The interface of optimizers whose state is not sharded: one rank has all state of a parameter."""
 
     def owns(self, param: torch.Tensor) -> bool:
-        """Whether this rank has it."""
+        """Return whether this rank has the state of ``param``."""
 
 
 def get_model_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
-    """The entries of the original module's state dict, each holding this rank's part; no communication.
+    """Return the original module's state dict, with this rank's rows in each entry; no communication.
 
-    It is ``model.state_dict()``. Entries share memory with the model. Parameters are DTensors (``Shard(0)``) where their
-    rows are spread evenly, else :class:`RowPiece`; what is not sharded, buffers and ``ignored_params``, are plain tensors.
-    torch's ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` take them; :func:`load_checkpoint` also checks before it loads.
+    It is ``model.state_dict()``. Entries share memory with the model. Parameters are DTensors (``Shard(0)``) where
+    their rows are spread evenly, else :class:`RowPiece`. Buffers and ``ignored_params``, which are not sharded, are
+    plain tensors. torch's ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` accept them; :func:`load_checkpoint` also
+    checks before loading.
 
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
-        ValueError: ranks hold different parameters under one name, see ``process_group_for``.
+        ValueError: ranks have different parameters under one name: see ``process_group_for``.
     """
     find_transform(model)
     return dict(model.state_dict())
@@ -41,18 +42,18 @@ def get_model_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
 def get_optimizer_state_dict(
     model: ThunderModule, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 ) -> dict[str, Any]:
-    """The state of one or several optimizers, by the names of parameters; no communication.
+    """Return the state of one or several optimizers, keyed by the names of parameters; no communication.
 
     Returns:
         ``{"state": {name: {"exp_avg": entry, ...}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}``, as
-        torch's function of this name gives it. Tensors of a parameter's shard shape are entries as those of
-        :func:`get_model_state_dict`; they share memory with the optimizer. The state of :class:`WholeParameters` is plain
-        tensors, and on the parameter's owner alone: DCP saves from each rank what it has, and loads what it asks for.
+        torch's function of this name returns it. Tensors of a parameter's shard shape become entries like those of
+        :func:`get_model_state_dict`, and share memory with the optimizer. The state of :class:`WholeParameters` is
+        plain tensors, only on the parameter's owner: DCP saves what each rank has, and loads what it requests.
 
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
-        ValueError: an optimizer has parameters that are not the model's, or two have the same, or a state is neither a
-            number nor of a parameter's shape (factored ones, which need :class:`WholeParameters`).
+        ValueError: an optimizer has parameters that are not the model's; two optimizers have the same parameter; or a
+            state is neither a number nor of a parameter's shape (factored state, which needs :class:`WholeParameters`).
     """
     sharded = find_transform(model).sharded
     for bucket in sharded.buckets:
@@ -75,15 +76,15 @@ def get_optimizer_state_dict(
 
 
 def listed(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """One or several optimizers as a list."""
+    """Return one or several optimizers as a list."""
     return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
 
 
 def names_of_params(model: ThunderModule, optimizers: Iterable[torch.optim.Optimizer]) -> dict[torch.Tensor, str]:
-    """The name of each parameter of some optimizers.
+    """Return the name of each parameter of some optimizers.
 
     Raises:
-        ValueError: one is not the model's, or is in two groups.
+        ValueError: a parameter is not the model's, or is in two groups.
     """
     known = {param: name for name, param in model.named_parameters()}
     names: dict[torch.Tensor, str] = {}
@@ -103,7 +104,7 @@ def names_of_params(model: ThunderModule, optimizers: Iterable[torch.optim.Optim
 
 
 def owned_names(names: dict[torch.Tensor, str], optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, bool]:
-    """Of each parameter whose state some rank has whole: whether it is this one."""
+    """Return, for each parameter whose state one rank has whole, whether it is this rank."""
     return {
         names[param]: optimizer.owns(param)
         for optimizer in optimizers

@@ -1,13 +1,14 @@
-"""Whole models in safetensors files, written bucket by bucket and read rows by rows: no rank holds the whole model.
+"""Whole models in safetensors files, written bucket by bucket and read by rows, so no rank holds the whole model.
 
-The folder looks as Hugging Face's do: one file a bucket, and ``model.safetensors.index.json``, written last, which says
-where each parameter is. Of tied parameters only the first name is written, as is usual there. The index also has the
-checksum of each file (``metadata``, ``crc32``), for which other tools do not look.
+The folder has the format of Hugging Face: one file per bucket, and ``model.safetensors.index.json``, written last,
+which maps parameters to files. As usual in that format, only the first name of tied parameters is written. The index
+also contains the checksum of each file (``metadata``, ``crc32``), which other tools ignore.
 
 [Note: Verifying whole files]
-A rank reads rows, which are not what a file's checksum is about. So before anything is changed ranks verify whole files,
-each some of them if they all see the same files, else (copies on disks of several hosts) each rank all. They are the same
-if inode, size and time of change are equal on all ranks. Files without checksums that are not are compared by content.
+A rank reads rows, but a checksum is that of a whole file. So ranks verify whole files before anything is changed. If
+all ranks see the same files, each rank verifies some of them; otherwise (copies on disks of several hosts) each
+verifies all. Files are the same if inode, size and modification time are equal on all ranks. Files without checksums
+that are not the same are compared by content.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The names that safetensors has for dtypes."""
+"""The names of dtypes in safetensors."""
 
 
 def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str], *, checksums: bool = True) -> Path:
-    """Writes the whole model into a folder, from the first rank; a collective.
+    """Write the whole model into a folder, from the first rank; a collective.
 
-    At most one unsharded bucket is in memory at a time, in the dtype of the shards. The folder is claimed first: if another
-    run saves into it, one of the two gets an error, and no file is overwritten.
+    At most one unsharded bucket is in memory at a time, in the dtype of the shards. The folder is claimed first: if
+    another run saves into it, one of the two gets an error, and no file is overwritten.
 
     Args:
         folder: a folder that holds no whole model yet, on a disk that all ranks see.
@@ -68,8 +69,8 @@ def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str], *, ch
 
     Raises:
         ImportError: safetensors is not installed.
-        CheckpointError: on all ranks, if the folder has an index already, or another run saves into it, or if it cannot be
-            written.
+        CheckpointError: on all ranks, if the folder has an index already, or another run saves into it, or if it cannot
+            be written.
     """
     torch_files = _import("safetensors.torch")
     sharded = find_transform(model).sharded
@@ -146,20 +147,20 @@ def _write(
 def load_safetensors(
     model: ThunderModule, source: str | os.PathLike[str], *, strict: bool = True, verify_checksums: bool = True
 ) -> None:
-    """Loads a whole model; each rank reads the rows that it holds, and verifies its share of the files. A collective.
+    """Load a whole model; a collective. Each rank reads the rows that it holds, and verifies its share of the files.
 
     Tensors of another dtype are cast, with a warning on the first rank.
 
     Args:
         source: a ``.safetensors`` file, or a folder with some (with or without an index).
         strict: refuse files with tensors that the model does not have.
-        verify_checksums: verify the checksums that the index has (those of :func:`save_safetensors`), before anything is
-            changed.
+        verify_checksums: verify the checksums that the index has (those of :func:`save_safetensors`), before anything
+            is changed.
 
     Raises:
         ImportError: safetensors is not installed.
-        CheckpointError: on all ranks, if names or shapes do not fit, a file is damaged, or ranks were given different files.
-            Nothing is changed then.
+        CheckpointError: on all ranks, if names or shapes do not fit, a file is damaged, or ranks were given different
+            files. Nothing is changed then.
     """
     safetensors = _import("safetensors")
     sharded = find_transform(model).sharded
@@ -224,7 +225,7 @@ def _unsharded(model: ThunderModule, sharded: ShardedModule) -> dict[str, torch.
 
 
 def _files(source: Path) -> tuple[list[Path], dict[str, str]]:
-    """Return the files of a whole model, and their checksums as far as there are any."""
+    """Return the files of a whole model, and the checksums that exist."""
     if source.is_file():
         return [source], {}
     index = source / INDEX
@@ -249,7 +250,7 @@ def _files(source: Path) -> tuple[list[Path], dict[str, str]]:
 
 
 def _verify(group: Group, source: Path, files: list[Path], crcs: dict[str, str], *, verify: bool) -> None:
-    """Verify that all ranks are about to read the same files, and that these are as they were saved; a collective."""
+    """Verify that all ranks will read the same files, and that these are undamaged; a collective."""
 
     def look() -> tuple[list[tuple[int, ...]], str]:
         stats = [file.stat() for file in files]

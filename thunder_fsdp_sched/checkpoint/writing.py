@@ -25,11 +25,11 @@ __all__ = ["ClaimedWriter"]
 
 
 class ClaimedWriter(FileSystemWriter):
-    """Writes files whose names contain the run's id, and the list of their contents last, unless another run was first.
+    """The writer of files with the run's id in their names, and of the list of their contents unless another run was first.
 
     Args:
-        run: the id that :func:`~.claim.claim` gave.
-        checksums: note the checksum of each piece of data.
+        run: the id that :func:`~.claim.claim` returned.
+        checksums: whether to store the checksum of each chunk of data.
     """
 
     def __init__(self, folder: Path, run: str, *, checksums: bool) -> None:
@@ -50,7 +50,7 @@ class ClaimedWriter(FileSystemWriter):
         if self._files is not None:
             for result in written.value():
                 info = result.storage_data
-                # It is pickled with the rest, and other readers do not look for it.
+                # It is pickled with the rest, and other readers ignore it.
                 info.crc32 = self._files.checksum(self._folder / info.relative_path, info.offset, info.length)
         return written
 
@@ -74,7 +74,7 @@ class ClaimedWriter(FileSystemWriter):
 
 
 class _HashedFiles(FileSystem):
-    """Files whose checksums are taken while they are written."""
+    """Files whose checksums are computed while they are written."""
 
     def __init__(self) -> None:
         self._pieces: dict[tuple[str, int, int], int] = {}
@@ -94,13 +94,13 @@ class _HashedFiles(FileSystem):
         known = self._pieces.get((path.name, offset, offset + length))
         if known is not None:
             return known
-        with path.open("rb") as file:  # not asked for by tell() when it was written
+        with path.open("rb") as file:  # no tell() separated it while it was written
             file.seek(offset)
             return zlib.crc32(file.read(length))
 
 
 class _HashedFile(io.BufferedWriter):
-    """Takes checksums of what is written between two calls of ``tell``: DCP asks for it before and after each piece."""
+    """A stream that computes the checksum of data between two calls of ``tell``, as DCP calls it around each chunk."""
 
     def __init__(self, raw: io.RawIOBase) -> None:
         super().__init__(raw)
