@@ -32,7 +32,7 @@ app = typer.Typer(
 
 
 class Sharding(str, Enum):
-    """What to shard."""
+    """The sharding strategy."""
 
     zero2 = "zero2"
     zero3 = "zero3"
@@ -71,7 +71,7 @@ def demo(
 ) -> None:
     """Train a byte-level GPT on real text with 2 ranks, show its traces before and after sorting, and check it.
 
-    Ends with 1 if any check fails.
+    The exit status is 1 if any check fails.
     """
     options = DemoOptions(
         steps=steps,
@@ -104,7 +104,7 @@ def trace(
 ) -> None:
     """Show the communication of a model's forward and backward traces, before and after sorting.
 
-    One process does it: a fake process group moves no data.
+    This runs in one process, with a fake process group that sends no data.
     """
     make = _load(factory)
     console = make_console()
@@ -155,9 +155,9 @@ def plan(
     perfetto: Annotated[Path | None, typer.Option(help="Where to write the timeline for Perfetto (.json).")] = None,
     schedule: Annotated[Path | None, typer.Option(help="Where to save the schedule (.json).")] = None,
 ) -> None:
-    """Plan a training step on a cluster that you do not have: memory, time, what stays exposed.
+    """Plan a training step on a cluster that you do not have: memory, time, and exposed communication.
 
-    The model is traced on the meta device as one rank of many sees it, scheduled, and simulated. Deep models take minutes,
+    The model is traced on the meta device as one of many ranks, scheduled, and simulated. Deep models take minutes,
     nearly all of it in Thunder's own tracing.
     """
     console = make_console()
@@ -199,7 +199,7 @@ def diff(
     one: Annotated[Path, typer.Argument(help="A saved schedule (plan --schedule, transform.save_schedules).")],
     other: Annotated[Path, typer.Argument(help="Another one.")],
 ) -> None:
-    """Show what is different between two saved schedules. Ends with 1 if anything is."""
+    """Show the differences between two saved schedules. The exit status is 1 if there are any."""
     try:
         first, second = load_schedules(one), load_schedules(other)
     except (OSError, ValueError) as error:

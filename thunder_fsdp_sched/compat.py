@@ -4,7 +4,7 @@
 
 1. It reads the installed versions of torch and lightning-thunder from their metadata and raises an ``ImportError``
    that names what was found and what works, before an import fails somewhere inside Thunder.
-2. It adds the attributes that Thunder reads while it is imported and that newer releases of torch no longer have:
+2. It adds attributes that Thunder reads during its import and that newer releases of torch no longer have:
 
    ====================  ==========================================================================================
    torch                 missing
@@ -15,9 +15,9 @@
    ====================  ==========================================================================================
 
    Named tensors are gone from torch, so the five methods raise when they are called. ``Function.apply`` is used by
-   every custom autograd function, so its replacement works: it hands each call on to torch's own ``apply``.
+   every custom autograd function, so its replacement works: it forwards each call to torch's own ``apply``.
 
-Only what is missing is added, whatever the version says, and a second call adds nothing.
+Only missing attributes are added, whatever the version, and a second call adds nothing.
 
 At the end are the functions that read private names of torch and Thunder for other modules.
 """
@@ -79,7 +79,7 @@ __all__ = [
 
 
 class SupportedVersions(NamedTuple):
-    """The releases of one distribution that work: from ``lowest`` on, below ``limit``."""
+    """The releases of a distribution that work: from ``lowest`` on, below ``limit``."""
 
     distribution: str
     lowest: str
@@ -91,7 +91,7 @@ class SupportedVersions(NamedTuple):
         return f"{self.distribution}>={self.lowest},<{self.limit}"
 
 
-#: What this package works with. The same ranges stand in pyproject.toml (a test compares them).
+#: The supported releases. The same ranges are in pyproject.toml (a test compares them).
 SUPPORTED = (
     SupportedVersions("torch", "2.10", "2.16"),
     SupportedVersions("lightning-thunder", "0.2.6", "0.3"),
@@ -104,9 +104,9 @@ NAMED_TENSOR_METHODS = ("align_as", "align_to", "has_names", "refine_names", "re
 def prepare() -> tuple[str, ...]:
     """Check the versions and add what the installed torch lacks for ``import thunder``.
 
-    Returns the names of what was added, so nothing the second time. Raises ``ImportError`` if torch or
-    lightning-thunder is absent, too old or too new, or if an earlier ``import thunder`` failed in this process:
-    what such an import leaves behind cannot be imported again.
+    Returns the names of the added attributes, so nothing on a second call. Raises ``ImportError`` if torch or
+    lightning-thunder is missing, too old or too new, or if an earlier ``import thunder`` failed in this process,
+    because Thunder cannot be imported again after that.
     """
     check_versions()
     _refuse_half_imported_thunder()
@@ -116,7 +116,7 @@ def prepare() -> tuple[str, ...]:
 def import_thunder() -> None:
     """Import Thunder without its warning that one of its optional executors is not installed.
 
-    The warning comes from the import alone. Whoever imports Thunder before this package still sees it.
+    The warning occurs only during the import. If Thunder is imported before this package, it still appears.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="transformer_engine module not found")
@@ -124,10 +124,10 @@ def import_thunder() -> None:
 
 
 def check_versions() -> None:
-    """Raise ``ImportError`` unless the installed torch and lightning-thunder are ones that work.
+    """Raise ``ImportError`` unless the installed torch and lightning-thunder are supported.
 
     Thunder is not imported. Release numbers are compared, so a pre-release or a local build (``2.10.0a0+abc``) counts
-    as the release that it leads to.
+    as the release that it precedes.
     """
     problems = [problem for supported in SUPPORTED if (problem := _version_problem(supported))]
     if problems:
@@ -152,7 +152,7 @@ def _version_problem(supported: SupportedVersions) -> str | None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The release number of a version, without trailing zeros: ``2.13.0+cpu`` gives ``(2, 13)``, nonsense ``()``."""
+    """Return the release number of a version without trailing zeros: ``(2, 13)`` for ``2.13.0+cpu``; ``()`` if invalid."""
     match = re.match(r"\s*v?(\d+(?:\.\d+)*)", version)
     if match is None:
         return ()
@@ -179,7 +179,7 @@ def _add_named_tensor_methods() -> list[str]:
 
 def _removed_method(name: str, torch_version: str) -> Callable[..., NoReturn]:
     def stand_in(*args: Any, **kwargs: Any) -> NoReturn:
-        # AttributeError, because that is what a caller gets from this torch without the stand-in.
+        # AttributeError, as from this torch without the stand-in.
         raise AttributeError(
             f"torch.Tensor.{name} does not exist in torch {torch_version}: named tensors were removed in torch 2.13. "
             "thunder_fsdp_sched added this stand-in only so that `import thunder` finds the name."
@@ -199,7 +199,7 @@ def _add_function_apply_func() -> list[str]:
     own_apply = inspect.getattr_static(Function, "apply")
 
     # Thunder registers the __func__ of Function.apply and recognizes a custom autograd function by it while it traces
-    # a model, so the replacement has to stay. A call that is not traced goes on to torch's own apply.
+    # a model, so the replacement must stay. Calls that are not traced are forwarded to torch's own apply.
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         return own_apply.__get__(None, cls)(*args, **kwargs)
 
@@ -210,15 +210,15 @@ def _add_function_apply_func() -> list[str]:
 
 
 #
-# What torch has under private names alone
+# Private names of torch
 #
 
 
 def all_gather_on_host(group: Any) -> Callable[[Any, Any], Any]:
-    """Return what issues an all-gather of host memory on ``group``: ``(gathered, own) -> work``.
+    """Return a function that issues an all-gather of host memory on ``group``: ``(gathered, own) -> work``.
 
-    It is the backend's own method, which leaves out checks of arguments, logging and the dispatcher: less than half of
-    the host time of ``dist.all_gather_into_tensor``. It keeps the backend alive.
+    It is the backend's own method, which skips argument checks, logging and the dispatcher, and so takes less than half
+    of the host time of ``dist.all_gather_into_tensor``. It keeps the backend alive.
     """
     import torch
     import torch.distributed as dist
@@ -233,7 +233,7 @@ def all_gather_on_host(group: Any) -> Callable[[Any, Any], Any]:
 def all_gather_coalesced(outputs: list[Any], inputs: list[Any], group: Any) -> Any:
     """Issue one launch of an all-gather for each pair of tensors; return its work.
 
-    It is what ``_coalescing_manager`` calls in the end, without its collecting and checking of arguments one by one.
+    It is the call at the end of ``_coalescing_manager``, without collecting and checking the arguments one by one.
     """
     from torch._C._distributed_c10d import AllgatherOptions
 
@@ -256,7 +256,7 @@ def reduce_scatter_coalesced(outputs: list[Any], inputs: list[Any], op: Any, gro
 
 
 def timeout_of(group: Any) -> timedelta:
-    """Return how long a collective of ``group`` may take."""
+    """Return the timeout of the collectives of ``group``."""
     import torch.distributed as dist
 
     for device in ("cuda", "cpu"):
@@ -267,9 +267,10 @@ def timeout_of(group: Any) -> timedelta:
 
 
 def copy_of_options(group: Any) -> Any:
-    """Return a copy of what ``group`` was given as ``pg_options``, for another group with the same backend.
+    """Return a copy of the ``pg_options`` of ``group``, for another group with the same backend.
 
-    ``None`` for backends that take none: gloo. It is a copy because making a group changes its options.
+    It is ``None`` for backends without options, such as gloo. It is a copy because creating a group changes its
+    options.
     """
     options = _options_of(group, "cuda")
     return copy.deepcopy(options) if hasattr(options, "is_high_priority_stream") else None
@@ -285,10 +286,10 @@ def _options_of(group: Any, device: str) -> Any:
 
 
 def splits_default_group() -> bool:
-    """Return whether ``new_group`` makes a group of NCCL by splitting the default group's communicator.
+    """Return whether ``new_group`` creates an NCCL group by splitting the default group's communicator.
 
-    It does after ``init_process_group(device_id=...)``. All ranks of the default group have to take part then, whatever
-    ``use_local_synchronization`` says.
+    It does after ``init_process_group(device_id=...)``. All ranks of the default group must take part then, even with
+    ``use_local_synchronization``.
     """
     from torch.distributed.distributed_c10d import _get_default_group, _get_split_source
 
@@ -297,7 +298,7 @@ def splits_default_group() -> bool:
 
 
 def next_node_number() -> int:
-    """Return the number that autograd gives the next node that this thread creates."""
+    """Return the number of the next autograd node that this thread creates."""
     import torch
 
     return torch._C._autograd._get_sequence_nr()
@@ -312,38 +313,40 @@ def running_node_number() -> int | None:
 
 
 def is_group_name_taken(ranks: Collection[int], number: int, store: Store) -> bool:
-    """Return whether a group of ``ranks`` had the name that torch gives it in a process that knows ``number`` groups.
+    """Return whether the name that torch derives from ``ranks`` and ``number`` known groups has been used.
 
-    A group that was destroyed counts as well: its members' addresses stay in ``store``, the default group's, and a new
-    group of the same name would try to reach them.
+    Destroyed groups count, too: their members' addresses stay in ``store``, that of the default group, and a new group
+    of the same name would try to connect to them.
     """
     from torch.distributed.distributed_c10d import _world
 
     text = "_".join(map(str, (*sorted(ranks), number)))
     name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-    # Where gloo and NCCL leave the first member's address and the first communicator's id.
+    # The keys under which gloo and NCCL store the first member's address and the first communicator's id.
     return name in _world.pg_names.values() or any(store.check([f"{name}//{key}"]) for key in ("cpu//0/0", "cuda//0"))
 
 
 def process_groups() -> list[Any]:
-    """Return the process groups that this process knows, in the order in which they were made."""
+    """Return the process groups that this process knows, in the order of creation."""
     from torch.distributed.distributed_c10d import _world
 
     return list(_world.pg_names)
 
 
 def refuse_foreign_state_dicts(module: Any, names: Collection[str]) -> None:
-    """Make other libraries' functions for sharded state dicts raise on a module whose parameters are sharded here.
+    """Make functions of other libraries raise an error on a module that is sharded here.
 
-    They know nothing of these shards, and take each rank's rows for whole parameters. No function is replaced; the module
-    gets attributes that these functions, and nothing else, ask for before they look at parameters:
+    They are unaware of these shards, and would mistake each rank's rows for whole parameters. No function is replaced.
+    Instead, the module gets attributes that only these functions read, before they access parameters:
 
-    - ``torch.distributed.checkpoint.state_dict`` calls a module's ``_fqn_modifiers()``, if it has them, at each module with
+    - ``torch.distributed.checkpoint.state_dict`` calls a module's ``_fqn_modifiers()``, if it has them, at each module
+    with
       children. A jitted module has one child, the original module, and finds the attribute there.
-    - At a module without children it only asks whether another composable API was applied (``fully_shard`` asks, too).
-    - ``DistributedDataParallel``, which would copy rank 0's rows to all ranks, asks for the parameters that it is to ignore.
-    - Thunder's ``thunder.distributed.checkpoint`` asks each module for ``use_fsdp``. Thunder asks the root for it on other
-      occasions, so the answer there depends on who asks.
+    - For a module without children it only checks whether another composable API was applied, as ``fully_shard`` does.
+    - ``DistributedDataParallel``, which would copy rank 0's rows to all ranks, reads the names of parameters to ignore.
+    - Thunder's ``thunder.distributed.checkpoint`` reads ``use_fsdp`` of each module. Thunder also reads it of the root
+    on
+      other occasions, so the value there depends on the caller.
 
     Args:
         module: the original module.
@@ -375,14 +378,14 @@ def _refuse_foreign() -> NoReturn:
 
 
 class _RefusedByDDP:
-    """The names that ``DistributedDataParallel`` is to ignore: asking for them is an error."""
+    """The names of parameters that ``DistributedDataParallel`` ignores; reading them is an error."""
 
     def __iter__(self) -> NoReturn:
         refuse_ddp()
 
 
 def refuse_ddp() -> NoReturn:
-    """Raise because a module that is sharded is given to ``DistributedDataParallel``."""
+    """Raise an error because a sharded module was passed to ``DistributedDataParallel``."""
     raise RuntimeError(
         "the module's parameters are sharded by thunder_fsdp_sched, which reduces their gradients: DistributedDataParallel "
         "would copy the rows of one rank to all others. Leave it out; for replicas of shards there is fsdp(mesh=...)"
@@ -390,7 +393,7 @@ def refuse_ddp() -> NoReturn:
 
 
 def parameters_of_running_ddp() -> list[Any]:
-    """Return the parameters that the ``DistributedDataParallel`` whose forward is running keeps alike on all ranks."""
+    """Return the parameters of the ``DistributedDataParallel`` whose forward is running."""
     from torch.nn.parallel import DistributedDataParallel
 
     running = getattr(DistributedDataParallel, "_active_ddp_module", None)
@@ -407,7 +410,7 @@ class _RefusedByCheckpoints:
 
 
 class _RefusedRegistry(dict[str, Any]):
-    """The composable APIs that were applied to a module: asking for one is an error."""
+    """The composable APIs that were applied to a module; asking for one is an error."""
 
     def __contains__(self, name: object) -> bool:
         _refuse_foreign()
@@ -424,7 +427,7 @@ def shape_of(proxy: Any) -> tuple[Any, ...]:
 
 
 def function_called_by(bsym: Any) -> Callable[..., Any] | None:
-    """Return the function that a bound symbol of an executor calls, if it is one of torch or of Thunder itself."""
+    """Return the function that an executor's bound symbol calls, if it belongs to torch or to Thunder itself."""
     called = (bsym._call_ctx or {}).get(bsym.sym.name)
     if called is not None:
         return called if _is_library_function(called) else None
@@ -437,7 +440,7 @@ def function_called_by(bsym: Any) -> Callable[..., Any] | None:
 
 
 def torch_function_of(id: Any) -> Callable[..., Any] | None:
-    """Return the function of torch that a symbol's id names by its path: ``torch.nn.functional.gelu``, ``Tensor.half``."""
+    """Return the torch function that a symbol's id names by path: ``torch.nn.functional.gelu``, ``Tensor.half``."""
     root, _, path = id.partition(".") if isinstance(id, str) else ("", "", "")
     if root not in ("torch", "Tensor"):
         return None
@@ -448,7 +451,7 @@ def torch_function_of(id: Any) -> Callable[..., Any] | None:
 
 
 def _is_library_function(function: Any) -> bool:
-    """Whether a callable is a function of torch, an operator overload, or a function of Thunder's that calls torch."""
+    """Return whether a callable is a torch function, an operator overload, or a Thunder function that calls torch."""
     import torch
 
     if isinstance(function, functools.partial):
@@ -466,7 +469,7 @@ def _is_library_function(function: Any) -> bool:
 
 
 class TraceCache(list[Any]):
-    """Thunder's compiled traces of one module; says when none of them fits a call, right before Thunder traces.
+    """A list of Thunder's compiled traces of one module, with a callback when none fits a call, before Thunder traces.
 
     Thunder tries its entries in reversed order and stops at the first that fits.
     """
@@ -481,9 +484,9 @@ class TraceCache(list[Any]):
 
 
 def watch_cache_misses(model: ThunderModule, on_miss: Callable[[], object]) -> Callable[[], object]:
-    """Have ``on_miss`` called before Thunder traces ``model`` for new inputs.
+    """Call ``on_miss`` before Thunder traces ``model`` for new inputs.
 
-    Returns what to call before each call of ``model``: ``on_miss`` if Thunder looks nothing up with its cache option.
+    Returns a function to call before each call of ``model``: ``on_miss`` if Thunder's cache option disables look-ups.
     """
     import thunder
     from thunder.core.options import CACHE_OPTIONS
@@ -496,10 +499,10 @@ def watch_cache_misses(model: ThunderModule, on_miss: Callable[[], object]) -> C
 
 
 def quiet_no_sync(model: ThunderModule) -> None:
-    """Give a jitted module a ``no_sync`` that only sets Thunder's flag, without a warning at each end of it.
+    """Give a jitted module a ``no_sync`` that only sets Thunder's flag, without a warning at its end.
 
-    Thunder's method reduces the gradients of Thunder's own ddp and fsdp when it ends, and warns if neither was applied. Here
-    the next backward reduces gradients. This object's attribute hides the method; the class stays as it is.
+    Thunder's method reduces the gradients of Thunder's own ddp and fsdp when it ends, and warns if neither was applied.
+    Here the next backward reduces gradients. This object's attribute hides the method; the class stays as it is.
     """
     from thunder.distributed import skip_data_parallel_grad_sync
 
@@ -514,7 +517,7 @@ def without_torch_function() -> AbstractContextManager[None]:
 
 
 def reduces_found_infs() -> bool:
-    """Return whether ranks tell each other of infs: whether ``ShardedGradScaler.unscale_`` is two calls above our caller."""
+    """Return whether ranks exchange infs: whether ``ShardedGradScaler.unscale_`` is two calls above our caller."""
     unscale_grads = sys._getframe(2)
     above = unscale_grads.f_back
     return (
@@ -525,14 +528,14 @@ def reduces_found_infs() -> bool:
 
 
 def explain_fixed_data(param: torch.nn.Parameter, data: torch.Tensor) -> str:
-    """Say why :func:`replace_data` cannot give ``data`` to ``param``; empty if it can."""
+    """Return why :func:`replace_data` cannot give ``data`` to ``param``; empty if it can."""
     import torch
 
     if param.is_meta == data.is_meta:
         return ""
     if weakref.getweakrefs(param):
         return "something holds a weak reference to it"
-    # Its Python object is one, a node that accumulates its gradient the other.
+    # One is its Python object, the other a node that accumulates its gradient.
     limit = 2 if param.requires_grad else 1
     if torch.Tensor._use_count(param) > limit:  # type: ignore[attr-defined]
         return "a graph of an earlier forward still holds it"
@@ -542,12 +545,12 @@ def explain_fixed_data(param: torch.nn.Parameter, data: torch.Tensor) -> str:
 def replace_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
     """Give ``param`` the memory, shape and device of ``data``. The object, its attributes and its hooks stay.
 
-    It has a version counter of its own. From the meta device on, what :func:`explain_fixed_data` names cannot be done.
+    It has its own version counter. From the meta device, the cases in :func:`explain_fixed_data` are impossible.
     """
     import torch
 
     if param.is_meta == data.is_meta:
-        # The node that accumulates its gradient knows the old shape. Another dtype makes autograd forget it.
+        # The node that accumulates its gradient has the old shape. A change of dtype makes autograd drop it.
         other = torch.float32 if param.dtype is torch.float64 else torch.float64
         if param.requires_grad:
             param.data = torch.empty(0, dtype=other, device=param.device)

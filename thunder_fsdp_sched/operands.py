@@ -1,4 +1,4 @@
-"""Typed access to the operands of this project's bound symbols, so that no pass counts positions.
+"""Typed access to the operands of this package's bound symbols, so that no pass depends on argument positions.
 
 The printed form of each symbol is in the docstring of ``symbols``.
 """
@@ -52,7 +52,7 @@ class Issue(_Operands):
 
     @property
     def tensors(self) -> Sequence[TensorProxy | None]:
-        """What is sent, in the order of the bucket's parameters; ``None`` for those that the trace does not use."""
+        """The shards or gradients, in the order of the bucket's parameters; ``None`` for those that the trace does not use."""
         return self.bsym.args[2:]
 
     @property
@@ -119,7 +119,7 @@ class GradWrite(_Operands):
 
     @property
     def operands(self) -> Sequence[Any]:
-        """The arguments of the operator that it stands for."""
+        """The arguments of the operator that it replaces."""
         return self.bsym.args[3:]
 
 

@@ -1,4 +1,4 @@
-"""The demo: trains a small GPT unsharded, with Thunder's own fsdp and with this project's, and compares them."""
+"""The demo: train a small GPT unsharded, with Thunder's fsdp and with this package, and compare the runs."""
 
 from .launch import run_demo
 from .options import DemoOptions

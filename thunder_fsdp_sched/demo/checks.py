@@ -1,4 +1,4 @@
-"""The demo's checks: what was promised, held against what was measured and against the traces that ran."""
+"""The demo's checks: compare promises with measurements and with the traces that ran."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Check", "check_run"]
 
 @dataclass(frozen=True)
 class Check:
-    """One promise, whether it held, and what was found."""
+    """A promise, whether it was kept, and the evidence."""
 
     run: str
     promise: str
@@ -34,12 +34,13 @@ class Check:
 
 
 def check_run(run: Run, strategy: str, unsharded: Run, stock: Run, options: DemoOptions) -> list[Check]:
-    """Checks one of this project's runs.
+    """Check a run of this package.
 
     Args:
         strategy: ``"zero2"`` or ``"zero3"``.
-        unsharded: the run to be equal to.
-        stock: that of Thunder's own ``fsdp``, to be equal to bit for bit with two ranks (their sum has one order only).
+        unsharded: the unsharded run, which it must equal.
+        stock: the run of Thunder's own ``fsdp``, which it must equal bit for bit with two ranks (their sum has only one
+            order).
     """
     checks = []
 
@@ -121,7 +122,7 @@ def _check_peaks(run: Run, options: DemoOptions, check: Callable[[str, bool, str
 
 
 def _most_unsharded(options: DemoOptions, plan: Plan) -> tuple[float, int]:
-    """How many blocks, and bytes, ZeRO-3 may hold: a tenth of one more than it gathers ahead, for norms and padding."""
+    """Return the blocks and bytes that ZeRO-3 may hold: those gathered ahead, and a tenth of one for norms and padding."""
     blocks = options.prefetch + 1.1
     return blocks, int(blocks * max(b.unsharded_bytes for b in plan))
 

@@ -1,4 +1,4 @@
-"""Starts the demo's ranks and, on the first of them, shows what comes out."""
+"""Start the demo's ranks, and show the results on the first of them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["run_demo"]
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Runs the demo in ``options.world_size`` new processes on this machine, as ``torchrun`` does.
+    """Run the demo in ``options.world_size`` new processes on this machine, like ``torchrun``.
 
     Returns:
-        The number of checks that failed.
+        The number of failed checks.
 
     Raises:
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed.

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 __all__ = ["GPT", "VOCABULARY"]
 
 VOCABULARY = 256
-"""One token for each byte."""
+"""The number of tokens: one for each byte."""
 
 
 class Block(nn.Module):
-    """Causal self-attention and a two-layer perceptron, each on a residual branch behind a layer norm."""
+    """Causal self-attention and a two-layer perceptron, each on a residual branch after a layer norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte.
+    """A model that predicts the next byte.
 
     Args:
         blocks: number of transformer blocks.
@@ -57,7 +57,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=std)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Returns the mean cross entropy, in nats per byte.
+        """Return the mean cross entropy, in nats per byte.
 
         Args:
             tokens: bytes, ``(batch, length)``.

@@ -1,4 +1,4 @@
-"""What the demo can be asked for."""
+"""The options of the demo."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class DemoOptions:
 
     Attributes:
         steps: AdamW steps of each run; the first compiles, the last is counted and not timed.
-        blocks, width: of the model.
+        blocks, width: size of the model.
         length: bytes of one sequence.
-        batch: sequences a rank and step.
-        world_size: ranks, processes on this machine.
-        strategies: what to run of ``"zero2"`` and ``"zero3"``.
+        batch: sequences per rank and step.
+        world_size: number of ranks, which are processes on this machine.
+        strategies: which of ``"zero2"`` and ``"zero3"`` to run.
         prefetch: as in :func:`thunder_fsdp_sched.fsdp`.
-        learning_rate: of AdamW.
+        learning_rate: learning rate of AdamW.
         tolerance: overrides both of :attr:`loss_tolerance` and :attr:`parameter_tolerance`.
     """
 
@@ -42,17 +42,17 @@ class DemoOptions:
 
     @property
     def heads(self) -> int:
-        """Attention heads: at most 8, as many as divide the width."""
+        """The number of attention heads: the largest divisor of the width up to 8."""
         return next(h for h in range(8, 0, -1) if self.width % h == 0)
 
     @property
     def loss_tolerance(self) -> float:
-        """Largest difference from the unsharded run that passes, in nats per byte."""
+        """The largest accepted difference from the unsharded run, in nats per byte."""
         return _TOLERANCES[self.dtype][0] if self.tolerance is None else self.tolerance
 
     @property
     def parameter_tolerance(self) -> float:
-        """Largest difference of any parameter element that passes; in float32 a fifth of one step at the default rate.
+        """The largest accepted difference of a parameter element; in float32 a fifth of a step at the default rate.
 
         AdamW divides a gradient by its own size, so an element whose gradient is almost zero moves by a part of the
         learning rate that depends on the last bits.

@@ -1,4 +1,4 @@
-"""What the demo shows: progress, the traces before and after sorting, the comparison, the checks."""
+"""The demo's output: progress, the traces before and after sorting, the comparison, and the checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Screen", "make_console"]
 
 
 def make_console() -> Console:
-    """The console to print on: as wide as the terminal, 132 columns if the output goes somewhere else."""
+    """Return the console to print on, as wide as the terminal, or 132 columns if the output is redirected."""
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=132)
@@ -32,10 +32,10 @@ def make_console() -> Console:
 
 
 class Screen:
-    """Shows the demo on one rank; on the others it is silent.
+    """The output of the demo, which is silent on all ranks but one.
 
     Args:
-        shown: whether this is the rank that shows.
+        shown: whether this rank prints.
     """
 
     def __init__(self, options: DemoOptions, *, shown: bool) -> None:
@@ -66,7 +66,7 @@ class Screen:
         self.progress.stop()
 
     def introduce(self, text: torch.Tensor) -> None:
-        """Says what is going to be trained on what."""
+        """Print the model, the text and the runs."""
         o = self.options
         with torch.device("meta"):
             model = GPT(blocks=o.blocks, width=o.width, heads=o.heads, length=o.length)
@@ -79,7 +79,7 @@ class Screen:
         )
 
     def run(self, train: Callable[[Tick], Run]) -> Run:
-        """Runs one training run with progress."""
+        """Execute a training run with a progress bar."""
 
         done = 0
 
@@ -96,7 +96,7 @@ class Screen:
         return run
 
     def compare(self, unsharded: Run, stock: Run, ours: dict[str, Run]) -> int:
-        """Shows traces, table and checks, and returns how many checks failed."""
+        """Print traces, table and checks, and return the number of failed checks."""
         o = self.options
         for run in ours.values():
             self._show_traces(run)
@@ -134,7 +134,7 @@ class Screen:
 
 
 def comparison(runs: list[Run], *, width: int) -> Table:
-    """The table of all runs; the first is the unsharded one. In less than 120 columns each run is a column."""
+    """Return the table of all runs, the unsharded one first. In less than 120 columns, each run is a column."""
     unsharded = runs[0]
     measures: dict[str, Callable[[Run], str]] = {
         "collec-\ntives": lambda run: str(len(run.counts.collectives)),
@@ -182,7 +182,7 @@ def _against(difference: Callable[[Any, Any], float], ours: Any, unsharded: Any)
 
 
 def checks_table(checks: list[Check]) -> Table:
-    """Every check with what was found."""
+    """Return the table of checks with their evidence."""
     table = Table(title="checks", title_style="bold", title_justify="left", box=None, pad_edge=False, show_header=False)
     for check in checks:
         table.add_row(

@@ -11,10 +11,10 @@ __all__ = ["read_text", "sample"]
 
 
 def read_text(limit: int = 1 << 20) -> torch.Tensor:
-    """The first ``limit`` bytes of the standard library's modules, in the order of their file names.
+    """Return the first ``limit`` bytes of the standard library's modules, in the order of their file names.
 
     Raises:
-        RuntimeError: this interpreter keeps no sources.
+        RuntimeError: this interpreter has no sources.
     """
     text = bytearray()
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
@@ -27,9 +27,9 @@ def read_text(limit: int = 1 << 20) -> torch.Tensor:
 
 
 def sample(text: torch.Tensor, *, step: int, seed: int, batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The batch of one step: ``batch`` pieces of ``length`` bytes, and for each byte the one that follows it.
+    """Return the batch of one step: ``batch`` sequences of ``length`` bytes, and for each byte the next one.
 
-    It depends on ``seed`` and ``step`` alone, so every rank and every run draws the same.
+    It depends only on ``seed`` and ``step``, so every rank and every run draws the same batch.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(text) - length, (batch,), generator=generator)

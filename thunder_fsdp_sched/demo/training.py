@@ -36,10 +36,10 @@ __all__ = [
 ]
 
 UNSHARDED = "unsharded"
-"""Name of the run that the others are compared with."""
+"""The name of the run with which the others are compared."""
 
 Tick = Callable[[str], None]
-"""Called with what happens next, before each step."""
+"""A callback that receives a description of the next action, before each step."""
 
 
 @dataclass
@@ -49,13 +49,13 @@ class Run:
     Attributes:
         losses: nats per byte before each step, mean over ranks.
         parameters: whole parameters after the last step, by name.
-        counts: of the last step, on this rank.
+        counts: the counts of the last step, on this rank.
         alike: whether all ranks issued the same collectives in the same order.
         compile_seconds: the first call minus a later one.
-        step_seconds: median of the steps that are neither first nor counted.
-        kept_bytes: memory for unsharded parameters and gradients that is there between steps too.
-        plan, traces: of this project's runs.
-        thunder_traces: forward and backward of Thunder's own.
+        step_seconds: median of all steps except the first and the counted one.
+        kept_bytes: memory for unsharded parameters and gradients that stays allocated between steps.
+        plan, traces: the plan and the traces, for runs of this package.
+        thunder_traces: the forward and backward traces of Thunder's own ``fsdp``.
     """
 
     name: str
@@ -72,13 +72,13 @@ class Run:
 
 
 def run_unsharded(options: DemoOptions, text: torch.Tensor, tick: Tick) -> Run:
-    """Plain PyTorch without a compiler, in one process, on the batches of all ranks together."""
+    """Train with plain PyTorch without a compiler, in one process, on the batches of all ranks together."""
     model = _model(options)
     return _train(UNSHARDED, model, model.state_dict, options, text, tick, rank=None)
 
 
 def run_thunder(options: DemoOptions, text: torch.Tensor, tick: Tick) -> Run:
-    """Thunder's own ``fsdp``, asked for ZeRO-3 and block buckets."""
+    """Train with Thunder's own ``fsdp``, with its options for ZeRO-3 and block buckets."""
     jitted = thunder.distributed.fsdp(
         thunder.jit(_model(options)),
         device=torch.device("cpu"),
@@ -91,7 +91,7 @@ def run_thunder(options: DemoOptions, text: torch.Tensor, tick: Tick) -> Run:
 
 
 def run_fsdp(strategy: str, options: DemoOptions, text: torch.Tensor, tick: Tick) -> Run:
-    """This project's ``fsdp``; ``strategy`` is ``"zero2"`` or ``"zero3"``."""
+    """Train with this package's ``fsdp``; ``strategy`` is ``"zero2"`` or ``"zero3"``."""
     transform = fsdp(sharding_strategy=strategy, prefetch=options.prefetch)
     jitted = thunder.jit(_model(options), transforms=[transform])
     name = strategy.replace("zero", "ZeRO-")
@@ -177,11 +177,11 @@ def _alike(counts: StepCounts, rank: int | None) -> bool:
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Largest difference of any element of two state dicts with the same keys."""
+    """Return the largest difference of any element of two state dicts with the same keys."""
     assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
     return max((a[key] - b[key]).abs().max().item() for key in a)
 
 
 def largest_loss_difference(a: Iterable[float], b: Iterable[float]) -> float:
-    """Largest difference of two runs' losses at the same step."""
+    """Return the largest difference of two runs' losses at the same step."""
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
