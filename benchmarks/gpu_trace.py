@@ -1,15 +1,15 @@
-"""What a step on a GPU did, out of the trace that ``torch.profiler`` exports: pure functions, no GPU needed.
+"""Analyze a GPU step in the trace that ``torch.profiler`` exports, with pure functions that need no GPU.
 
-[Note: What counts as what]
-The compute stream is the one whose kernels, NCCL's not counted, run longest. Communication is NCCL's kernels wherever they
-run, and everything on other streams: copy engines of symmetric memory, gloo's copies between GPU and host, the copies of a
-transport. All else is compute, copies on the compute stream too.
+[Note: Compute and communication]
+The compute stream is the one whose kernels, without NCCL's, run longest. Communication is NCCL's kernels on any stream,
+and everything on other streams: copy engines of symmetric memory, gloo's copies between GPU and host, copies of a
+transport. Everything else is compute, including copies on the compute stream.
 
 [Note: Which collective an activity belongs to]
-While a profiler runs, the package labels what it issues: ``fsdp_all_gather(bucket)`` and so on, as in a trace. The profiler
-has the label as an annotation of the thread, and gives each activity of the GPU the number of the call that launched it
-(``correlation``). So the innermost label around that call is the activity's. A label is entered once for each collective, so
-its begin tells two collectives of one bucket apart.
+While a profiler runs, the package labels its collectives: ``fsdp_all_gather(bucket)`` and so on, as in a trace. The
+profiler records the label as an annotation of the thread, and for each GPU activity the number of the call that
+launched it (``correlation``). So an activity has the innermost label around that call. A label is entered once for each
+collective, so its start distinguishes two collectives of one bucket.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class _Labels:
 
 
 def split(activities: Sequence[Activity]) -> tuple[list[Activity], list[Activity]]:
-    """Compute, and communication: see [Note: What counts as what]."""
+    """Compute, and communication: see [Note: Compute and communication]."""
     busy: dict[int, float] = defaultdict(float)
     for activity in activities:
         if activity.category == "kernel" and not _NCCL.search(activity.name):

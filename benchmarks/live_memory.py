@@ -1,15 +1,16 @@
-"""Bytes that a training step holds: unsharded parameters, unsharded gradients, and everything, over the step's operators.
+"""Measure the bytes that a training step holds, operator by operator: unsharded parameters, gradients, and everything.
 
-[Note: What is live]
-A storage is live as long as it exists and has bytes; FSDP2 frees and fills its own by resizing them. What no operator made,
-gloo's own buffers, is live from when an operator first sees it. The bytes of a storage are unsharded parameters if an
-all-gather writes it or a copy out of such a storage, and unsharded gradients if a reduction reads it, or a copy, a
-concatenation or a scaling of it. All of it counts, padding too.
+[Note: Live memory]
+A storage is live as long as it exists and has bytes; FSDP2 frees and fills its storages by resizing them. Memory that
+no operator allocated, such as gloo's buffers, is live from its first use by an operator. The bytes of a storage count
+as unsharded parameters if an all-gather writes it, or a copy from such a storage does. They count as unsharded
+gradients if a reduction reads the storage, or a copy, a concatenation or a scaling of it. All bytes count, including
+padding.
 
-An *arena* outlives the step and holds nothing but unsharded buckets, so it is counted twice. *Allocated*: all of it, all the
-time. *Live*: of its bytes those that are still to be read. Parameters are live from the issue of their gather to their
-last reader, gradients from the first write to the wait for the reduction. That is when somebody first touches what the
-reduction gives; waits themselves are no operators.
+An *arena* outlives the step and contains only unsharded buckets, so it has two figures. *Allocated* is all of it, all
+the time. *Live* are the bytes that are yet to be read. Parameters are live from the issue of their gather to their last
+consumer, gradients from the first write to the wait for the reduction. As waits are not operators, the first operator
+on the result of the reduction marks that time.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class AnalyticCost:
         traffic = _traffic(kind, bucket)
         passes = traffic.passes * (self.spec.reduce_scatter_factor if traffic.is_reduce_scatter else 1.0)
         seconds = sum(ring_seconds(self.spec, nbytes, ranks, passes=passes) for nbytes in traffic.messages)
-        if not self.synchronous:  # the same stream continues with it
+        if not self.synchronous:  # the communication stream then copies
             seconds += traffic.copied_after / self.spec.bytes_per_second
         return seconds
 

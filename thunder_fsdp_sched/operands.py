@@ -52,7 +52,7 @@ class Issue(_Operands):
 
     @property
     def tensors(self) -> Sequence[TensorProxy | None]:
-        """The shards or gradients, in the order of the bucket's parameters; ``None`` for those that the trace does not use."""
+        """The shards or gradients, in the order of parameters; ``None`` for those that the trace does not use."""
         return self.bsym.args[2:]
 
     @property

@@ -1,14 +1,15 @@
-"""Checkpoints on disk in the format of torch.distributed.checkpoint (DCP): saved whole or not at all, loaded likewise.
+"""Checkpoints on disk in the format of torch.distributed.checkpoint (DCP), saved and loaded completely or not at all.
 
 [Note: All or nothing]
-DCP writes every rank's file first and the list of their contents, ``.metadata``, last. So a folder is a checkpoint if
-that file is there, and each checkpoint gets a folder of its own, which is claimed before it is written (see ``claim``).
-Loading compares the ranks' lists, then names and shapes with that list, before anything is read; it reads into memory of
-its own, verifies what it has read, and changes model and optimizers after every rank has read everything.
+DCP first writes a file for every rank, and last the list of their contents, ``.metadata``. So a folder is a checkpoint
+if that file exists. Each checkpoint has its own folder, which is claimed before it is written (see ``claim``). Before
+reading data, loading compares the lists that the ranks see, and names and shapes with that list. It reads into separate
+memory, verifies the data, and changes model and optimizers only after every rank has read everything.
 
 [Note: What is trusted]
-Nothing in a checkpoint is run. Its list is read by a restricted unpickler (see ``metadata``); values that are no tensors,
-which DCP pickles, by ``torch.load(weights_only=True)``; ``extra`` is JSON and tensors (see ``extra``).
+No code in a checkpoint is run. Its list is read by a restricted unpickler (see ``metadata``). Values other than
+tensors, which DCP pickles, are read by ``torch.load(weights_only=True)``. ``extra`` is JSON and tensors (see
+``extra``).
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 _log = logging.getLogger(__name__)
 
 _EXTRA = "extra"
-"""Name under which ``extra`` is saved: ``json``, a text as bytes, and ``tensors`` by their names."""
+"""The name under which ``extra`` is saved: ``json``, a text as bytes, and ``tensors``, keyed by name."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be saved, or does not fit; raised on every rank, and nothing is changed."""
+    """The error that a checkpoint could not be saved or does not fit. Raised on every rank; nothing is changed."""
 
 
 def save_checkpoint(
@@ -74,28 +75,29 @@ def save_checkpoint(
     keys: tuple[str, str] = ("model", "optim"),
     checksums: bool = True,
 ) -> Path:
-    """Saves model and optimizers, each rank its part; a collective.
+    """Save model and optimizers; each rank saves its rows. A collective.
 
-    It is ``dcp.save({"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizers)})`` with
-    checks, checksums and ``extra``. FSDP2, and any other number of ranks, can load it.
+    It is ``dcp.save({"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizers)})``
+    with checks, checksums and ``extra``. FSDP2, and any other number of ranks, can load it.
 
     Args:
-        folder: a folder that holds no checkpoint yet, on a disk that all ranks see. It is claimed first: if another run
-            saves into it, one of the two gets an error, and no file is overwritten.
-        optimizers: one or several; none saves the model alone.
-        extra: what else to save, by name: the step's number, the state dicts of schedulers and data loaders. Numbers, texts,
-            bytes, tensors, NumPy arrays, ``None``, and lists, tuples and dictionaries of them. Equal on all ranks.
+        folder: a folder without a checkpoint, on a disk that all ranks see. It is claimed first: if another run saves
+            into it, one of the two gets an error, and no file is overwritten.
+        optimizers: one or several; none saves only the model.
+        extra: additional values by name, such as the number of the step and the state dicts of schedulers and data
+            loaders: numbers, strings, bytes, tensors, NumPy arrays, ``None``, and lists, tuples and dictionaries of
+            them. They must be equal on all ranks.
         keys: names under which model and optimizers are saved.
-        checksums: save checksums, which are taken while data is written.
+        checksums: save checksums, which are computed while data is written.
 
     Returns:
         The folder.
 
     Raises:
-        CheckpointError: on all ranks, if one of them could not do it: the folder has a checkpoint, or another run saves
-            into it, the disk is full, an optimizer has other parameters, optimizers, their options or ``extra`` differ
-            between ranks, or ``extra`` holds what cannot be stored without pickle. The folder is no checkpoint then, and
-            others are as they were.
+        CheckpointError: on all ranks, if any rank failed: the folder has a checkpoint, or another run saves into it;
+            the disk is full; an optimizer has other parameters; optimizers, their options or ``extra`` differ between
+            ranks; or ``extra`` has values that cannot be stored without pickle. The folder is then not a checkpoint,
+            and other checkpoints are unchanged.
     """
     path, chosen = Path(folder), listed(optimizers)
     sharded = find_transform(model).sharded
@@ -156,27 +158,28 @@ def load_checkpoint(
     strict: bool = True,
     verify_checksums: bool = True,
 ) -> dict[str, Any]:
-    """Loads what :func:`save_checkpoint`, or ``dcp.save`` of FSDP2's state dicts, has saved; a collective.
+    """Load a checkpoint of :func:`save_checkpoint`, or of ``dcp.save`` with FSDP2's state dicts; a collective.
 
-    The number of ranks, the strategy, the buckets may be others than when it was saved. Beside the model's shards it takes
-    as much memory again while it reads. Entries of another dtype are cast, as DCP does, with a warning on the first rank.
+    The number of ranks, the strategy and the buckets may differ from those at saving. While reading, it needs as much
+    additional memory as the model's shards. Entries of another dtype are cast, as by DCP, with a warning on the first
+    rank.
 
     Args:
         folder: the checkpoint.
-        optimizers: made of the jitted module's parameters; none loads the model alone.
-        extra: names and structure of what else to load. Keys of dictionaries have to be in the checkpoint, numbers and
-            texts may be anything.
+        optimizers: optimizers of the jitted module's parameters; none loads only the model.
+        extra: names and structure of the additional values to load. Keys of dictionaries must be in the checkpoint;
+            numbers and strings are placeholders.
         keys: names under which model and optimizers were saved.
-        strict: refuse a checkpoint with parameters that the model does not have.
-        verify_checksums: verify what is read, before anything is changed. Each rank verifies the pieces that it reads.
+        strict: raise an error if the checkpoint has parameters that the model does not have.
+        verify_checksums: verify all data before anything is changed. Each rank verifies the chunks that it reads.
 
     Returns:
-        What ``extra`` names, as it was saved.
+        The values of ``extra``, as they were saved.
 
     Raises:
-        CheckpointError: on all ranks, if the folder is no checkpoint or one that does not fit, with the names and shapes
-            that do not, if it holds the state of another kind of optimizer, if ranks were given different checkpoints, or
-            if a file cannot be read or is damaged. Nothing is changed then.
+        CheckpointError: on all ranks, if the folder is not a checkpoint; if the checkpoint does not fit (the message
+            has the names and shapes); if it has the state of another kind of optimizer; if ranks passed different
+            checkpoints; or if a file cannot be read or is damaged. Nothing is changed then.
     """
     path, chosen = Path(folder), listed(optimizers)
     group = find_transform(model).sharded.everyone
@@ -193,7 +196,7 @@ def load_checkpoint(
         _check_extra(extra)
         contents = contents_of(metadata)
         names = dict.fromkeys(contents)
-        if ("json",) in contents.get(_EXTRA, ()):  # else saved by FSDP2, or before there was such a thing
+        if ("json",) in contents.get(_EXTRA, ()):  # otherwise saved by FSDP2, or by a version without `extra`
             try:
                 saved_extra = reader.read_tensor(f"{_EXTRA}.json").numpy().tobytes().decode()
             except Exception as error:
@@ -236,7 +239,7 @@ def load_checkpoint(
             source = extras.decode(json.dumps(wanted), target[_EXTRA]["tensors"].__getitem__)
         return states, {name: source[name] for name in extra or {}}
 
-    # Every rank has read everything, and nothing is changed yet.
+    # Every rank has read everything, and nothing has been changed yet.
     states, rest = together(group, "load_checkpoint", finish)
     if casts and group.rank == 0:
         warnings.warn(f"load_checkpoint casts what {path} holds: {tell_casts(casts)}", stacklevel=2)
@@ -254,13 +257,14 @@ def _check_extra(extra: Any) -> None:
 
 
 def claim_together(group: Group, folder: Path, complete: str) -> str:
-    """Claim a folder from the first rank, which has to leave it; a collective.
+    """Claim a folder on the first rank, for all ranks; a collective.
 
     Returns:
         The run's id.
 
     Raises:
-        CheckpointError: on all ranks, if the folder is complete, if another run saves into it, or ranks name other folders.
+        CheckpointError: on all ranks, if the folder is complete, another run saves into it, or ranks passed other
+            folders.
     """
     what = "claiming a folder"
     claimed = together(group, what, lambda: claim(folder, complete) if group.rank == 0 else "")
@@ -275,10 +279,10 @@ def claim_together(group: Group, folder: Path, complete: str) -> str:
 
 
 def refuse_different(group: Group, source: Path, digest: str) -> None:
-    """Compare what ranks are about to load; a collective.
+    """Check that all ranks are about to load the same checkpoint; a collective.
 
     Raises:
-        CheckpointError: on all ranks, if it is not the same; with the ranks of each.
+        CheckpointError: on all ranks, if they differ; with the ranks of each checkpoint.
     """
     ranks_of: dict[str, list[int]] = {}
     sources: dict[str, str] = {}
@@ -293,10 +297,10 @@ def refuse_different(group: Group, source: Path, digest: str) -> None:
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint in a subfolder of ``folder`` that was completed last, if there is one.
+    """Return the subfolder of ``folder`` with the checkpoint that was completed last, if there is one.
 
-    Ranks have to see the same disk. Folders that a save has left incomplete do not count, nor do those whose list of
-    contents is damaged or names files that are missing or cut; a warning names these.
+    All ranks must see the same disk. Folders with an incomplete save do not count, nor do those whose list of contents
+    is damaged or has files that are missing or truncated; a warning names the latter.
     """
     complete = [p.parent for p in Path(folder).glob(f"*/{METADATA}")]
     for path in sorted(complete, key=lambda p: ((p / METADATA).stat().st_mtime_ns, p.name), reverse=True):
@@ -310,10 +314,10 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def together(group: Group, what: str, do: Callable[[], Result]) -> Result:
-    """Run ``do`` on every rank of ``group``; if it fails on some, fail on all.
+    """Run ``do`` on every rank of ``group``; if it fails on any, raise an error on all.
 
     Args:
-        what: the call that it belongs to, for messages.
+        what: the name of the call, for messages.
 
     Raises:
         CheckpointError: with the message of each rank that failed.
@@ -335,7 +339,7 @@ def together(group: Group, what: str, do: Callable[[], Result]) -> Result:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, on which ranks, without their tracebacks."""
+    """Return the errors of all ranks, without tracebacks."""
     if not isinstance(error, CheckpointException):
         return str(error)
     return "; ".join(f"rank {rank}: {type(e).__name__} {e}" for rank, (e, _) in error.failures.items())

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a model and its optimizers, and memory to load it into."""
+"""Check that a checkpoint fits a model and its optimizers, and create memory to load it into."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .state_dict import names_of_params, owned_names
 __all__ = ["Cast", "blank_optimizer_state", "compare", "optimizer_state_dicts", "tell_casts"]
 
 Cast = tuple[str, torch.dtype, torch.dtype]
-"""Name of an entry, its dtype in the checkpoint, and that in memory."""
+"""The name of an entry, its dtype in the checkpoint, and its dtype in memory."""
 
 
 def compare(saved: dict[tuple[Any, ...], Any], entries: dict[str, torch.Tensor], *, strict: bool) -> list[Cast]:
-    """Return what is of another dtype than what was saved.
+    """Return the entries whose dtype differs from the saved one.
 
     Raises:
         ValueError: the saved model has other names or shapes.
@@ -50,9 +50,9 @@ def compare(saved: dict[tuple[Any, ...], Any], entries: dict[str, torch.Tensor],
 def blank_optimizer_state(
     saved: dict[tuple[Any, ...], Any], model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]
 ) -> tuple[dict[str, Any], list[Cast]]:
-    """Return somewhere to load to: the state that the checkpoint holds of each parameter, and the optimizers' groups.
+    """Return memory for loading: the state of each parameter in the checkpoint, and the optimizers' groups.
 
-    Besides it returns what ``load_state_dict`` of an optimizer will cast: it takes over the parameter's dtype.
+    It also returns the entries that an optimizer's ``load_state_dict`` will cast to the dtype of the parameter.
     """
     sharded = find_transform(model).sharded
     names = names_of_params(model, optimizers)
@@ -97,10 +97,10 @@ def _blank_state(
 def optimizer_state_dicts(
     loaded: dict[str, Any], model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[dict[str, Any]]:
-    """Return what ``load_state_dict`` of each optimizer takes: parameters by their numbers, groups in its own order.
+    """Return the argument for each optimizer's ``load_state_dict``: parameters by number, groups in its own order.
 
     Raises:
-        ValueError: the checkpoint's parameter groups are others, or its state is that of another kind of optimizer.
+        ValueError: the checkpoint has other parameter groups, or the state of another kind of optimizer.
     """
     sharded = find_transform(model).sharded
     names = names_of_params(model, optimizers)
@@ -137,7 +137,7 @@ def optimizer_state_dicts(
 
 
 def tell_casts(casts: Sequence[Cast]) -> str:
-    """Say which entries are loaded into another dtype."""
+    """Return a text that lists the entries that are cast."""
     lines = [f"{name} from {_short(there)} to {_short(here)}" for name, there, here in casts[:8]]
     return f"{'; '.join(lines)}{f'; and {len(casts) - 8} more' if len(casts) > 8 else ''}"
 

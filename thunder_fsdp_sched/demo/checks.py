@@ -122,7 +122,7 @@ def _check_peaks(run: Run, options: DemoOptions, check: Callable[[str, bool, str
 
 
 def _most_unsharded(options: DemoOptions, plan: Plan) -> tuple[float, int]:
-    """Return the blocks and bytes that ZeRO-3 may hold: those gathered ahead, and a tenth of one for norms and padding."""
+    """Return the blocks and bytes that ZeRO-3 may hold: ``prefetch + 1`` blocks, and 10 % for norms and padding."""
     blocks = options.prefetch + 1.1
     return blocks, int(blocks * max(b.unsharded_bytes for b in plan))
 

@@ -43,8 +43,8 @@ class SymmetricMemory(Flat):
     def __init__(self, memory: ModuleType | Any = None, devices: Sequence[str] = ("cuda",)) -> None:
         self._memory = memory
         self._devices = devices
-        # Of each shard, and of each of its process groups, for as long as both live: a bucket's memory stays mapped in
-        # all processes no longer than the bucket.
+        # The shared memory by shard and process group. Keys are weak, so that all processes unmap a bucket's memory when
+        # the bucket is freed.
         self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @property
