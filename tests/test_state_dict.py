@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from thunder_fsdp_sched import fsdp, full_state_dict
+from thunder_fsdp_sched import fsdp, full_state_dict, get_optimizer_state_dict
 from thunder_fsdp_sched.checkpoint import RowPiece
 from thunder_fsdp_sched.pieces import local_rows
 
@@ -288,6 +288,78 @@ def test_every_state_dict_of_a_sharded_model_holds_whole_parameters_for_others(
     ranks: Ranks, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     ranks.run(_hold_entries, tmp_path, options)
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for name, param in model.named_parameters():
+        param.grad = torch.full_like(param, len(name))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _hold_optimizer_entries(rank: int, world_size: int, folder: Path, options: dict[str, Any]) -> None:
+    models, twin = _models(**options)
+    jitted = models[""]
+    names = [name for name, _ in jitted.named_parameters()]
+    for case, make in (
+        ("adamw", lambda p: torch.optim.AdamW(p, lr=0.1)),
+        ("sgd", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+    ):
+        optimizer = make(list(jitted.parameters()))
+        _step(jitted, optimizer)
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        copies = [copy.deepcopy(optimizer.state_dict()), torch.load(file, weights_only=False)]
+        dcp.save({"optim": optimizer.state_dict()}, checkpoint_id=folder / case)
+        saved = dcp.FileSystemReader(folder / case).read_metadata().state_dict_metadata
+        for number, name in enumerate(names):
+            for key, value in optimizer.state_dict()["state"][number].items():
+                whole = twin.get_parameter(name).shape or (1,)
+                assert saved[f"optim.state.{number}.{key}"].size == value.shape == (whole if value.ndim else ())
+        before = full_state_dict(jitted)
+        _step(jitted, optimizer)
+        expected = full_state_dict(jitted), copy.deepcopy(_rows_of_state(optimizer))
+        for again in (*copies, None):
+            jitted.load_original_state_dict(before)
+            other = make(list(jitted.parameters()))
+            if again is None:  # in place, into the state of an optimizer that has gone on
+                loaded = {"optim": optimizer.state_dict()}
+                dcp.load(loaded, checkpoint_id=folder / case)
+                again = loaded["optim"]
+            other.load_state_dict(again)
+            entries = get_optimizer_state_dict(jitted, other)["state"]
+            assert {name: entries[name].keys() for name in names} == {n: again["state"][0].keys() for n in names}
+            _step(jitted, other)
+            _same(full_state_dict(jitted), expected[0])
+            for ours, theirs in zip(_rows_of_state(other), expected[1], strict=True):
+                _same(ours, theirs)
+
+        # What another model's optimizer has, and parameters as if they were whole.
+        stranger = thunder.jit(Everything().double(), transforms=[fsdp(transport="coalesced")])
+        theirs = make(list(stranger.parameters()))
+        _step(stranger, theirs)
+        if options.get("transport") != "coalesced":
+            optimizer.load_state_dict(theirs.state_dict())
+            with pytest.raises(ValueError, match=r"state '.*' of parameter '.*': this rank needs rows"):
+                _step(jitted, optimizer)
+    with pytest.raises(TypeError, match=r"cannot be pickled: it holds this rank's rows\. Save model\.state_dict"):
+        torch.save(dict(jitted.named_parameters()), io.BytesIO())
+
+
+def _rows_of_state(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]:
+    return [
+        {key: value.as_subclass(torch.Tensor) for key, value in optimizer.state[param].items()}
+        for group in optimizer.param_groups
+        for param in group["params"]
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"transport": "coalesced"}], ids=["flat", "coalesced"])
+def test_every_state_dict_of_an_optimizer_of_shards_holds_whole_state_for_others(
+    ranks: Ranks, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    ranks.run(_hold_optimizer_entries, tmp_path, options)
 
 
 def _refuse_entries(rank: int, world_size: int) -> None:

@@ -99,7 +99,7 @@ class ShardedModule:
                     bucket.params[index]._fsdp_rows_of = param.name  # type: ignore[attr-defined]
                 if bucket.spec.layout.world_size > 1:  # for those that compute over all parameters
                     bucket.params[index]._fsdp_spread = param.name  # type: ignore[attr-defined]
-                mark_as_shard(bucket.params[index], param.name, param.shape)
+                mark_as_shard(bucket, index)
                 for name in param.names:
                     self.places[name] = (bucket, index)
                     self.shards[name] = bucket.params[index]

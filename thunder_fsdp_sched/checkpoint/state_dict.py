@@ -7,8 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from thunder.core.module import ThunderModule
+from torch.distributed.tensor import DTensor
 
-from ..pieces import as_entry, refuse_unshared
+from ..pieces import RowPiece, as_entry, refuse_unshared
+from ..shard_grads import plain
 from ..sharding import ShardedModule
 from ..transform import find_transform
 
@@ -117,10 +119,12 @@ def owned_names(names: dict[torch.Tensor, str], optimizers: Iterable[torch.optim
 def _state_entry(sharded: ShardedModule, name: str, param: torch.Tensor, key: str, value: Any) -> Any:
     if name not in sharded.places or not isinstance(value, torch.Tensor) or not value.ndim:
         return value
+    if isinstance(value, (DTensor, RowPiece)):  # loaded, and not stepped yet
+        return value
     if value.shape != param.shape:
         raise ValueError(
             f"optimizers: state {key!r} of parameter {name!r} has shape {tuple(value.shape)}, not that of this rank's rows "
             f"{tuple(param.shape)}: which part of a whole tensor it is cannot be told. Optimizers that need whole "
             f"parameters have to be made by WholeParameters(optimizer_class, model, params)"
         )
-    return as_entry(*sharded.places[name], value, as_rows=True)
+    return as_entry(*sharded.places[name], plain(value), as_rows=True)
