@@ -398,6 +398,9 @@ def _refuse_entries(rank: int, world_size: int) -> None:
             target.copy_(piece)
         with pytest.raises(ValueError, match="copy_ between a RowPiece and other rows"):
             piece.copy_(target)
+    for use in (piece.share_memory_, piece.numpy, piece.norm, lambda: piece.view(-1), lambda: torch.stack([piece])):
+        with pytest.raises((NotImplementedError, RuntimeError)):
+            use()
     safetensors = pytest.importorskip("safetensors.torch")
     for state in ({"piece": piece}, {"entry": next(v for v in theirs.values() if isinstance(v, DTensor))}):
         with pytest.raises((RuntimeError, ValueError, NotImplementedError)):

@@ -9,7 +9,7 @@ chunks of the whole tensor, so a checkpoint does not depend on how it was sharde
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -49,6 +49,10 @@ class RowPiece(torch.Tensor):
         return (
             f"RowPiece(rows [{self._start}, {self._start + rows}) of {tuple(self.shape)}, {self.dtype}, {self.device})"
         )
+
+    def share_memory_(self) -> NoReturn:
+        # torch would look for memory of the whole tensor, which there is none of.
+        raise NotImplementedError("share_memory_ of a RowPiece: share the memory of its rows, to_local()")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
