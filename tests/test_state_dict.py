@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from thunder_fsdp_sched import fsdp, full_state_dict, get_optimizer_state_dict
+from thunder_fsdp_sched import eager, fsdp, full_state_dict, get_optimizer_state_dict
 from thunder_fsdp_sched.checkpoint import RowPiece
 from thunder_fsdp_sched.pieces import local_rows
 
@@ -360,6 +360,28 @@ def test_every_state_dict_of_an_optimizer_of_shards_holds_whole_state_for_others
     ranks: Ranks, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     ranks.run(_hold_optimizer_entries, tmp_path, options)
+
+
+def _save_as_dcp_shows(rank: int, world_size: int, folder: Path) -> None:
+    models, _ = _models()
+    jitted = models[""]
+    optimizer = torch.optim.AdamW(list(jitted.parameters()), lr=0.1)
+    _step(jitted, optimizer)
+    before = full_state_dict(jitted)
+    dcp.save({"model": jitted, "optim": optimizer}, checkpoint_id=folder / "both")
+    _step(jitted, optimizer)
+    after = full_state_dict(jitted)
+    _step(jitted, optimizer)
+    dcp.load({"model": jitted, "optim": optimizer}, checkpoint_id=folder / "both")
+    _same(full_state_dict(jitted), before)
+    _step(jitted, optimizer)
+    _same(full_state_dict(jitted), after)
+    with eager(jitted) as module:
+        assert {n: v.shape for n, v in module.state_dict().items()} == {n: v.shape for n, v in before.items()}
+
+
+def test_dcp_saves_and_loads_a_sharded_model_and_its_optimizer_themselves(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_save_as_dcp_shows, tmp_path)
 
 
 def _refuse_entries(rank: int, world_size: int) -> None:
