@@ -198,6 +198,12 @@ def _directly(rank: int, world_size: int) -> None:
     lbfgs = torch.optim.LBFGS([*pair.model.parameters()])
     with pytest.raises(ValueError, match=r"LBFGS computes one direction .*rows of '"):
         lbfgs.step(lambda: torch.tensor(0.0))
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
+
+    with pytest.raises(
+        ValueError, match=r"ZeroRedundancyOptimizer copies what one rank has updated to all others.*rows"
+    ):
+        ZeroRedundancyOptimizer([*pair.model.parameters()], SGD, lr=0.1).step()
     with pytest.raises(tfs.CheckpointError, match=r"'row_var' of parameter.*have to be made by WholeParameters"):
         tfs.save_checkpoint("nowhere", pair.model, ours)
 

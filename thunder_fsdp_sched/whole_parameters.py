@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -239,14 +240,13 @@ _NEED_WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
 
 def _refuse_rows(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Refuses torch's own optimizers that would take rows for parameters, on all ranks alike."""
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if why := _mixes_ranks(optimizer):
         for param in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
             name = getattr(param, "_fsdp_spread", None)
             if name is not None:
                 raise ValueError(
-                    f"LBFGS computes one direction and step size for all parameters, but was given rows of {name!r}, which "
-                    f"is sharded: each rank would get another one. Use AdamW, or an optimizer that treats each parameter by "
-                    f"itself, by thunder_fsdp_sched.WholeParameters"
+                    f"{type(optimizer).__name__} {why}, but was given rows of {name!r}, which is sharded. Use AdamW, or an "
+                    f"optimizer that treats each parameter by itself, by thunder_fsdp_sched.WholeParameters"
                 )
     if isinstance(optimizer, _NEED_WHOLE):
         for param in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
@@ -257,6 +257,17 @@ def _refuse_rows(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                     f"{cls} needs whole parameters, but was given rows of {name!r}, which is sharded: make it by "
                     f"thunder_fsdp_sched.WholeParameters({cls}, model, params, ...)"
                 )
+
+
+def _mixes_ranks(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer cannot train shards in any way; empty if it can."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "computes one direction and step size for all parameters"
+    # Importing it takes longer than all of this package.
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer):
+        return "copies what one rank has updated to all others"
+    return ""
 
 
 register_optimizer_step_pre_hook(_refuse_rows)
