@@ -105,7 +105,7 @@ def _global(namespace: Any, name: Any) -> Any:
     return _globals_lookup(namespace, name)
 
 
-_binary_subscr = interpreter._binary_subscr
+_binary_subscr = getattr(interpreter, "_binary_subscr", None)  # from Thunder 0.2.7 on
 _GETITEM = {container: container.__getitem__ for container in (dict, list, tuple)}
 
 
@@ -113,6 +113,7 @@ def _item(stack: Any, container: Any, key: Any) -> Any:
     """Stand in for ``_binary_subscr``."""
     getitem = _GETITEM.get(type(unwrap(container)))
     if getitem is None:
+        assert _binary_subscr is not None
         return _binary_subscr(stack, container, key)
     return check_and_append(stack, _interpret_call(getitem, container, key))
 
@@ -185,7 +186,7 @@ def _flatten_with_dataclass(tree: Any) -> tuple[list[Any], Any]:
 
 LOOKASIDES = {torch_module.Module._wrapped_call_impl: _call, torch_module.Module.__getattr__: _getattr}
 
-REPLACEMENTS: dict[tuple[Any, str], Any] = {
+_replacements: dict[tuple[Any, str], Any] = {
     (interpreter, "globals_lookup"): _global,
     (interpreter, "_binary_subscr"): _item,
     (interpreter, "dis"): types.SimpleNamespace(**{**vars(dis), "get_instructions": _get_instructions}),
@@ -195,6 +196,7 @@ REPLACEMENTS: dict[tuple[Any, str], Any] = {
     (symbol, "tree_flatten_with_dataclass"): _flatten_with_dataclass,
     **{(user, "tree_flatten"): _flatten for user in (symbol, codeutils, transform_common, utils)},
 }
+REPLACEMENTS = {(owner, name): shortcut for (owner, name), shortcut in _replacements.items() if hasattr(owner, name)}
 _ORIGINALS = {(owner, name): getattr(owner, name) for owner, name in REPLACEMENTS}
 
 
