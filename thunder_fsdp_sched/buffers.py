@@ -53,6 +53,7 @@ from .transports.base import Transport, TransportedBucket, Views, Work
 if TYPE_CHECKING:
     from .buckets import BucketSpec
     from .groups import Ranks
+    from .transports.peer_memory import PeerMemory
 
 __all__ = ["SLOT_ALIGNMENT", "Arena", "Bucket", "InFlight", "Slot", "failed", "slot_bytes"]
 
@@ -337,6 +338,7 @@ class Bucket:
         arena: memory for the slots that the bucket shares with others.
         handle: the name under which it prints.
         whole: for a bucket alias (``parts``), the bucket whose shard and parameters it uses.
+        peer_memory: allocates what the bucket sends if peers read it there; the bucket is announced to it.
 
     Attributes:
         source: provides the tensor that a gather sends.
@@ -359,6 +361,7 @@ class Bucket:
         handle: str,
         *,
         whole: Bucket | None = None,
+        peer_memory: PeerMemory | None = None,
     ) -> None:
         self.spec = spec
         self.whole: Bucket = whole or self
@@ -369,16 +372,14 @@ class Bucket:
         self.handle = handle
         self.private_slot: Slot | None = None
         self.tally = Tally() if whole is None else whole.tally
+        self.peer_memory = peer_memory
         self.kept_since: int | None = None
         """The ``forward_number`` of the last gather into the private slot; ``None`` until it is waited for."""
         self._strided = _strided(spec, self.rank)
         self.all_gather_label = f"fsdp_all_gather({spec.name})"
         self.reduce_scatter_label = f"fsdp_reduce_scatter({spec.name})"
         self.all_reduce_label = f"fsdp_all_reduce({spec.name})"
-        if whole is None:
-            self.shard = self._allocate_shard()
-        else:
-            self.shard = whole.shard
+        self.shard = self._allocate_shard() if whole is None else whole.shard
         self.shard_views = shard_views(spec, self.rank, self.shard)
         self.shard_pointers = tuple(map(address, self.shard_views))
         if whole is None:
@@ -413,12 +414,19 @@ class Bucket:
         return "" if control is None else control.explain(text)
 
     def _allocate_shard(self) -> torch.Tensor:
-        spec, transport = self.spec, self.transport
-        if spec.param_dtype != spec.dtype:  # gathers send a cast, for which the transport allocates memory
+        spec = self.spec
+        if spec.param_dtype != spec.dtype:  # gathers send a cast
             shard = torch.zeros(spec.layout.shard_numel, dtype=spec.dtype, device=spec.shard_device)
         else:
-            shard = transport.allocate(spec.layout.shard_numel, spec.dtype, spec.shard_device, self.ranks)
+            shard = self.allocate_sent()
         return shard.pin_memory() if spec.travel.pin_memory else shard
+
+    def allocate_sent(self) -> torch.Tensor:
+        """Allocate what gathers send: the flat shard, or memory for its cast."""
+        spec = self.spec
+        if self.peer_memory is not None:
+            return self.peer_memory.take(spec.name)
+        return self.transport.allocate(spec.layout.shard_numel, spec.param_dtype, spec.shard_device, self.ranks)
 
     @property
     def scratch(self) -> dict[tuple[torch.dtype, int], list[torch.Tensor]]:

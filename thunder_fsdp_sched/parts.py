@@ -21,7 +21,11 @@ __all__ = ["bytes_of_rest", "in_dtype", "only"]
 class _Part(Bucket):
     def __init__(self, whole: Bucket, spec: BucketSpec, pieces: list[tuple[slice, slice]] | None = None) -> None:
         transport = TRANSPORTS[spec.travel.transport]
-        super().__init__(spec, whole.ranks, transport, whole.arena, handle_name(spec.name), whole=whole)
+        memory = whole.peer_memory if transport.peers_read_shards else None
+        if memory is not None:
+            memory.announce(spec.name, spec.layout.shard_numel, spec.param_dtype)
+        handle = handle_name(spec.name)
+        super().__init__(spec, whole.ranks, transport, whole.arena, handle, whole=whole, peer_memory=memory)
         if pieces is not None:
             self.own_pieces = pieces
 

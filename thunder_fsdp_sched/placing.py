@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .buckets import ParamSpec, ShardedOver
+from .buckets import BucketSpec, ParamSpec, ShardedOver
 from .group_creation import companion, default_group, twin
 from .groups import Group, Ranks
 from .options import Options
@@ -47,6 +47,10 @@ class Placing:
     def ranks(self, over: ShardedOver) -> Ranks:
         """Return the ranks that a plan describes by ``key``."""
         return self._of[over]
+
+    def ranks_of(self, spec: BucketSpec) -> Ranks:
+        """The ranks that share a bucket."""
+        return self.ranks(ShardedOver(spec.group, spec.layout.world_size, spec.replicas))
 
     def check_sends(self, spec: ParamSpec, over: ShardedOver) -> None:
         """Raise an error if the ranks that share a parameter cannot send it to each other.

@@ -23,7 +23,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .runs import forward_number, is_backward_of
-from .transports.base import NOWHERE, Transport, TransportedBucket, labelled, side_stream
+from .transports.base import NOWHERE, TransportedBucket, labelled, side_stream
 
 __all__ = ["Source", "finish_copies", "source_of"]
 
@@ -38,7 +38,9 @@ class SentBucket(TransportedBucket, Protocol):
 
     shard: torch.Tensor
     params: tuple[torch.nn.Parameter, ...]
-    transport: Transport
+
+    def allocate_sent(self) -> torch.Tensor:
+        """Allocate what travels: the flat shard, or a cast of it."""
 
 
 class Source:
@@ -75,9 +77,7 @@ class Cast(Source):
         of = (_optimizer_steps, bucket.shard._version, *(p._version for p in bucket.params))
         if self._cast is None:
             with torch.inference_mode(False):
-                self._cast = bucket.transport.allocate(
-                    bucket.shard.numel(), bucket.spec.param_dtype, bucket.shard.device, bucket.ranks
-                )
+                self._cast = bucket.allocate_sent()
         elif again and of == self._of and is_backward_of(self._number):
             return self._cast
         self._of = ()  # invalid until the cast is complete

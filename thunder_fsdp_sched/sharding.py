@@ -39,6 +39,7 @@ from .placing import Placing, everyone_of
 from .sending import finish_copies
 from .stale_state import SHARD_OF, mark_as_shard
 from .transports import TRANSPORTS, choose_transport
+from .transports.peer_memory import announce_all
 
 __all__ = ["ShardedModule", "gather_param"]
 
@@ -470,14 +471,17 @@ def _allocate(plan: Plan, placing: Placing) -> list[Bucket]:
     arenas: dict[torch.device, Arena] = {}
     handles: set[str] = set()
     buckets = []
+    peer_memory = announce_all((spec, placing.ranks_of(spec)) for spec in plan)
     for spec in plan:
         handle = handle_name(spec.name)
         while handle in handles:
             handle += "_"
         handles.add(handle)
         arena = arenas.setdefault(spec.device, Arena(spec.device))
-        ranks = placing.ranks(ShardedOver(spec.group, spec.layout.world_size, spec.replicas))
-        buckets.append(Bucket(spec, ranks, TRANSPORTS[spec.travel.transport], arena, handle))
+        transport = TRANSPORTS[spec.travel.transport]
+        buckets.append(
+            Bucket(spec, placing.ranks_of(spec), transport, arena, handle, peer_memory=peer_memory.get(spec.name))
+        )
     return buckets
 
 

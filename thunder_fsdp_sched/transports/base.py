@@ -138,6 +138,16 @@ class Transport(ABC):
         """Return memory for a flat shard, filled with zeros, from which it can send."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
+    def allocate_together(
+        self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device, ranks: Ranks
+    ) -> list[torch.Tensor]:
+        """Memory for several buckets over the same ranks, as :meth:`allocate`; called if ``peers_read_shards``.
+
+        Args:
+            sizes: elements and dtype of what each sends.
+        """
+        return [self.allocate(numel, dtype, device, ranks) for numel, dtype in sizes]
+
     @abstractmethod
     def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
         """Issue the gather that fills ``unsharded.flat`` (``layout.unsharded_numel`` elements) from all flat shards."""

@@ -2,6 +2,12 @@
 
 No kernel runs for the transfer, so it takes no multiprocessors from compute (PyTorch's pull request 130583 calls that
 low contention). It works within one node, on GPUs that can read each other's memory.
+
+[Note: One symmetric allocation for many shards]
+An allocation of symmetric memory costs a rendezvous of all ranks and at least 2 MiB; torch's pool takes 20 MiB for one
+between 1 and 10 MiB, as it does not split its segments. So the shards of all buckets over the same ranks are views of one
+allocation. Peers' pieces are read at offsets from its beginning, so it has to begin where torch's handle begins, which
+is checked. Its two barriers share one signal pad: they are all issued on one side stream, where none overtakes another.
 """
 
 from __future__ import annotations
@@ -9,22 +15,28 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..layout import Layout
 from .base import Traffic, TransportedBucket, Views, Work, behind
 from .flat import Flat
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from ..buckets import BucketSpec
     from ..groups import Group, Ranks
+    from ..layout import Layout
 
 __all__ = ["SymmetricMemory"]
 
 _BEFORE, _AFTER = 0, 1  # channels of a handle's barriers
+
+_ALIGNMENT = 512  # bytes to which each shard's offset in an allocation is aligned
+
+_Pieces: TypeAlias = "list[tuple[int, torch.Tensor]]"
 
 
 class SymmetricMemory(Flat):
@@ -43,8 +55,8 @@ class SymmetricMemory(Flat):
     def __init__(self, memory: ModuleType | Any = None, devices: Sequence[str] = ("cuda",)) -> None:
         self._memory = memory
         self._devices = devices
-        # The shared memory by shard and process group. Keys are weak, so that all processes unmap a bucket's memory when
-        # the bucket is freed.
+        # The place of each shard in shared memory. Keys are weak, so that all processes unmap an allocation when its
+        # buckets are freed.
         self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @property
@@ -69,20 +81,35 @@ class SymmetricMemory(Flat):
         super().check(device, dtypes, ranks)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> torch.Tensor:
-        shard = self.memory.empty(numel, dtype=dtype, device=device).zero_()
-        # A collective, at the same place on all ranks: memory of this transport is made in the order of the plan.
-        self._rendezvous(shard, ranks.group)
+        [shard] = self.allocate_together([(numel, dtype)], device, ranks)
         return shard
 
+    def allocate_together(
+        self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device, ranks: Ranks
+    ) -> list[torch.Tensor]:
+        """See [Note: One symmetric allocation for many shards]. A collective, at the same place on all ranks."""
+        offsets = [0]
+        for numel, dtype in sizes:
+            offsets.append(offsets[-1] + -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT)
+        memory = self.memory.empty(max(offsets[-1], _ALIGNMENT), dtype=torch.uint8, device=device).zero_()
+        allocation = _Allocation(self, memory)
+        allocation.handle(ranks.group)
+        shards = []
+        for offset, (numel, dtype) in zip(offsets, sizes, strict=False):
+            # `.data` has a version of its own: a write to one shard is no change of the others.
+            shard = memory[offset : offset + numel * dtype.itemsize].view(dtype).data
+            self._shared[shard] = _Shared(allocation, offset // dtype.itemsize, dtype)
+            shards.append(shard)
+        return shards
+
     def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
-        shared = self._rendezvous(shard, bucket.ranks.group)
-        pieces = shared.pieces(bucket.spec.layout)
+        handle, pieces = self._shared[shard].read_by(bucket.ranks.group, bucket.spec.layout)
 
         def pull() -> None:
-            shared.handle.barrier(channel=_BEFORE)  # all ranks' optimizers have written their shards
+            handle.barrier(channel=_BEFORE)  # all ranks' optimizers have written their shards
             for offset, piece in pieces:
                 unsharded.flat.narrow(0, offset, piece.numel()).copy_(piece)
-            shared.handle.barrier(channel=_AFTER)  # now the shard may be written again
+            handle.barrier(channel=_AFTER)  # now the shard may be written again
 
         return [behind(list, pull, (shard, unsharded.flat))]
 
@@ -110,48 +137,70 @@ class SymmetricMemory(Flat):
             launches=traffic.launches * spec.layout.world_size, is_reduce_scatter=False, copied_after=own
         )
 
-    def _rendezvous(self, shard: torch.Tensor, group: Group) -> _Shared:
-        by_group = self._shared.get(shard)
-        if by_group is None:
-            by_group = self._shared[shard] = weakref.WeakKeyDictionary()
+
+class _Allocation:
+    """Symmetric memory, and its handle for each process group for as long as both live."""
+
+    def __init__(self, transport: SymmetricMemory, memory: torch.Tensor) -> None:
+        self._transport = transport
+        self._memory = memory
+        self._handles: weakref.WeakKeyDictionary[ProcessGroup, Any] = weakref.WeakKeyDictionary()
+
+    def handle(self, group: Group) -> Any:
+        """Return what barriers and peers' memory are reached by; the first time it is a collective.
+
+        Raises:
+            ValueError: memory cannot be shared with the other ranks.
+        """
         process_group = group.process_group
-        if process_group not in by_group:
+        if process_group not in self._handles:
+            name = self._transport.name
             try:
-                handle = self.memory.rendezvous(shard, group=process_group.group_name)
+                handle = self._transport.memory.rendezvous(self._memory, group=process_group.group_name)
             except RuntimeError as error:
                 raise ValueError(
-                    f"transport={self.name!r}: rank {group.rank} cannot share memory with the other ranks of "
+                    f"transport={name!r}: rank {group.rank} cannot share memory with the other ranks of "
                     f"{group.description!r}: {error}"
                 ) from error
-            by_group[process_group] = _Shared(handle, shard, group)
-        return by_group[process_group]
+            if offset := getattr(handle, "offset", 0):
+                raise ValueError(
+                    f"transport={name!r}: torch has put shards {offset} bytes into an allocation of its pool, where peers "
+                    f"would read others; set TORCH_SYMMMEM_IMPLICIT_POOL=0, or use 'flat'"
+                )
+            self._handles[process_group] = handle
+        return self._handles[process_group]
 
 
 class _Shared:
-    """A shard in memory that all ranks of a group can read."""
+    """A shard that all ranks of a group can read, as a part of an allocation."""
 
-    def __init__(self, handle: Any, shard: torch.Tensor, group: Group) -> None:
-        self.handle = handle
-        self._dtype, self._rank, self._size = shard.dtype, group.rank, group.size
-        self._layout: Layout | None = None
-        self._pieces: list[tuple[int, torch.Tensor]] = []
+    def __init__(self, allocation: _Allocation, offset: int, dtype: torch.dtype) -> None:
+        self._allocation, self._offset, self._dtype = allocation, offset, dtype
+        self._pieces: weakref.WeakKeyDictionary[ProcessGroup, tuple[Layout, _Pieces]] = weakref.WeakKeyDictionary()
 
-    def pieces(self, layout: Layout) -> list[tuple[int, torch.Tensor]]:
-        """Return the pieces of all ranks' shards, with their offsets in the unsharded buffer; the same list each time."""
-        if self._layout is not layout:
+    def read_by(self, group: Group, layout: Layout) -> tuple[Any, _Pieces]:
+        """Return the handle and the pieces of all ranks' shards, with their offsets in the unsharded buffer.
+
+        Torch makes a tensor for each; they are made once.
+        """
+        handle, process_group = self._allocation.handle(group), group.process_group
+        known = self._pieces.get(process_group)
+        if known is None or known[0] is not layout:
             # At any time each rank reads from a different peer.
-            peers = [(self._rank + distance) % self._size for distance in range(self._size)]
-            self._pieces = [
-                (
-                    s.unsharded_offset + peer * s.shard_numel,
-                    self.handle.get_buffer(peer, (s.shard_numel,), self._dtype, s.shard_offset),
-                )
-                for peer in peers
-                for s in layout.segments
-                if s.shard_numel
-            ]
-            self._layout = layout
-        return self._pieces
+            peers = [(group.rank + distance) % group.size for distance in range(group.size)]
+            known = self._pieces[process_group] = (
+                layout,
+                [
+                    (
+                        s.unsharded_offset + peer * s.shard_numel,
+                        handle.get_buffer(peer, (s.shard_numel,), self._dtype, self._offset + s.shard_offset),
+                    )
+                    for peer in peers
+                    for s in layout.segments
+                    if s.shard_numel
+                ],
+            )
+        return handle, known[1]
 
 
 def _one_device_for_all() -> bool:

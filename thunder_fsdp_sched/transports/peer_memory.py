@@ -1,0 +1,56 @@
+"""Memory that peers read, allocated for all buckets at once, because each allocation is a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import TRANSPORTS, Transport
+
+if TYPE_CHECKING:
+    from ..buckets import BucketSpec
+    from ..groups import Ranks
+
+__all__ = ["PeerMemory", "announce_all"]
+
+
+class PeerMemory:
+    """Memory for what buckets send that have a transport, a device and their ranks in common.
+
+    The first bucket that takes its memory allocates it for all that were announced by then. Ranks announce and take in the
+    same order: that of the plan, later that of their traces.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device, ranks: Ranks) -> None:
+        self._transport, self._device, self._ranks = transport, device, ranks
+        self._announced: dict[str, tuple[int, torch.dtype]] = {}
+        self._allocated: dict[str, torch.Tensor] = {}
+
+    def announce(self, bucket: str, numel: int, dtype: torch.dtype) -> None:
+        """Note that ``bucket`` will take memory for ``numel`` elements of ``dtype``."""
+        self._announced[bucket] = numel, dtype
+
+    def take(self, bucket: str) -> torch.Tensor:
+        """Return the memory of ``bucket``, zeros, once."""
+        if bucket not in self._allocated:
+            sizes, self._announced = self._announced, {}
+            shards = self._transport.allocate_together(list(sizes.values()), self._device, self._ranks)
+            self._allocated.update(zip(sizes, shards, strict=True))
+        return self._allocated.pop(bucket)
+
+
+def announce_all(buckets: Iterable[tuple[BucketSpec, Ranks]]) -> dict[str, PeerMemory]:
+    """Announce the buckets of a plan whose peers read their shards; return where each takes its memory, by name."""
+    shared: dict[tuple[str, torch.device, Ranks], PeerMemory] = {}
+    by_bucket = {}
+    for spec, ranks in buckets:
+        transport = TRANSPORTS[spec.travel.transport]
+        if transport.peers_read_shards:
+            key = spec.travel.transport, spec.device, ranks
+            if key not in shared:
+                shared[key] = PeerMemory(transport, spec.device, ranks)
+            shared[key].announce(spec.name, spec.layout.shard_numel, spec.param_dtype)
+            by_bucket[spec.name] = shared[key]
+    return by_bucket
