@@ -443,11 +443,13 @@ class Bucket:
 
     def shard_to_send(self, *, again: bool) -> torch.Tensor:
         """Return the flat shard as it is sent; ``again`` if backward gathers the same values as its forward."""
-        with self.source.sending():
-            return self.source.shard(again=again)
+        return self.source.shard(again=again)
 
     def gather_into(self, unsharded: Views, sent: torch.Tensor) -> Sequence[Work]:
-        """Issue a gather of ``sent`` into ``unsharded`` and return its works; keep ``sent`` alive until they finish."""
+        """Issue a gather of ``sent``, which :meth:`shard_to_send` has just returned, and return its works.
+
+        Keep ``sent`` alive until they finish.
+        """
         with self.source.sending():
             return self.transport.all_gather(self, sent, unsharded)
 

@@ -58,7 +58,7 @@ class Source:
         return self._bucket.shard
 
     def sending(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which to call :meth:`shard` and to issue the gather."""
+        """Return the context in which to issue the gather of what :meth:`shard` has just returned."""
         return NOWHERE
 
     def finish_copy(self) -> None:
@@ -88,14 +88,20 @@ class Cast(Source):
 
 
 class Load(Source):
-    """The source that sends a copy of an offloaded shard on the device; each gather makes a new copy."""
+    """The source that sends a copy of an offloaded shard on the device; each gather makes a new copy.
+
+    On a GPU a separate stream copies and sends it. That stream waits once for the compute so far: the user may write
+    pinned memory from the device, and the gather writes where that compute may still read.
+    """
 
     _copied: torch.cuda.Event | None = None
 
     def shard(self, *, again: bool) -> torch.Tensor:
         bucket = self._bucket
-        with torch.no_grad(), labelled(f"fsdp_load({bucket.spec.name})"):
-            device = bucket.spec.device
+        device = bucket.spec.device
+        if device.type == "cuda":
+            side_stream(device).wait_stream(torch.cuda.current_stream(device))
+        with torch.no_grad(), self.sending(), labelled(f"fsdp_load({bucket.spec.name})"):
             copy = torch.empty_like(bucket.shard, dtype=bucket.spec.param_dtype, device=device)
             copy.copy_(bucket.shard, non_blocking=True)
             if device.type == "cuda":
@@ -108,13 +114,8 @@ class Load(Source):
             self._copied = None
 
     def sending(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a separate stream on a GPU, which waits for the compute so far."""
         device = self._bucket.spec.device
-        if device.type != "cuda":
-            return NOWHERE
-        stream = side_stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        return torch.cuda.stream(stream)
+        return torch.cuda.stream(side_stream(device)) if device.type == "cuda" else NOWHERE
 
 
 _last_copies: dict[torch.device, torch.cuda.Event] = {}

@@ -257,7 +257,8 @@ def behind(issue: Callable[[], Sequence[Work]], action: Callable[[], None], uses
     if device.type != "cuda":
         return _Then(issue(), action)
     current, stream = torch.cuda.current_stream(device), side_stream(device)
-    stream.wait_stream(current)
+    if stream != current:  # an offloaded shard was copied there
+        stream.wait_stream(current)
     with torch.cuda.stream(stream):
         try:
             for work in issue():
