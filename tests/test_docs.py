@@ -69,6 +69,22 @@ def test_the_documented_transport_trains_like_the_unsharded_model(ranks: Ranks) 
     ranks.run(_train_through_the_documented_transport)
 
 
+def _record_collectives(rank: int, world_size: int) -> list[str]:
+    twins = Twins(rank, world_size, Stack(2).double())
+    twins.train(steps=1)
+    [block] = blocks_of(section("troubleshooting.md", "Ranks"))
+    names: dict[str, Any] = {}
+    exec(block.replace('not entry["retired"]', "True"), names)  # whether one still runs depends on time
+    return [line for _, line in names["unfinished_collectives"]()]
+
+
+def test_the_flight_recorder_names_the_line_and_so_the_bucket_of_a_collective(ranks: Ranks) -> None:
+    for lines in ranks.run(_record_collectives):
+        for call in ("fsdp_all_gather", "fsdp_reduce_scatter"):
+            for bucket in ("bucket_first", "bucket_blocks_0", "bucket_last"):
+                assert any(f"{call}({bucket}," in line for line in lines), (call, bucket)
+
+
 def messages_in_the_source() -> list[str]:
     """Every text in the package, with a NUL for each value that is filled in."""
     found = []
