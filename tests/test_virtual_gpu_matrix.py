@@ -25,13 +25,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_gpu import guard
 from virtual_gpu.clocks import kinds
+from virtual_gpu.histories import TRANSPORTS, make
 from virtual_gpu.world import Rank, Result, run
 
 LONG_ONLY = pytest.mark.skipif(settings().max_examples <= 100, reason="the whole matrix: --hypothesis-profile=long")
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
-
-TRANSPORTS = ("flat", "coalesced", "all_to_all", "all_reduce", "staged", "symmetric_memory")
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "zero3": {},
@@ -40,21 +39,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16 reduced in fp32": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
     "zero2 bf16": {"sharding_strategy": "zero2", "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
     "prefetch 0": {"prefetch": 0},
+    "prefetch 1": {"prefetch": 1},
     "prefetch 3": {"prefetch": 3},
     "two groups": {"separate_reduce_scatter_group": True},
     "offload": {"offload_policy": CPUOffloadPolicy()},
+    "zero2 offload": {"sharding_strategy": "zero2", "offload_policy": CPUOffloadPolicy()},
     "offload bf16": {
         "offload_policy": CPUOffloadPolicy(),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
     },
 }
-
-
-def make(rank: Rank, **options: Any) -> Any:
-    """A jitted model of five buckets on the rank's device."""
-    with torch.device(rank.device):
-        module = Stack(3, width=8)
-    return thunder.jit(module, transforms=[fsdp(**options)])
 
 
 def batch(rank: Rank) -> torch.Tensor:
@@ -229,6 +223,10 @@ def check(function: Callable[..., None], transport: str, options: dict[str, Any]
     return run(partial(function, transport=transport, **options), **{"ranks": ranks, **world})
 
 
+def _has(transport: str, option: str) -> bool:
+    return transport != "symmetric_memory" or "offload" not in option
+
+
 def _cases(usual: set[tuple[str, str]], rows: Any) -> list[Any]:
     return [pytest.param(*case, marks=[] if case in usual else [LONG_ONLY]) for case in rows]
 
@@ -243,7 +241,7 @@ def _cases(usual: set[tuple[str, str]], rows: Any) -> list[Any]:
             ("all_to_all", "two groups"),
             ("staged", "offload bf16"),
         },
-        [c for c in itertools.product(TRANSPORTS, OPTIONS) if c[0] != "symmetric_memory" or "offload" not in c[1]],
+        [c for c in itertools.product(TRANSPORTS, OPTIONS) if _has(*c)],
     ),
 )
 def test_training_has_no_fault(transport: str, option: str) -> None:
@@ -269,15 +267,42 @@ def test_every_use_has_no_fault(transport: str, use: str) -> None:
 
 @LONG_ONLY
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("option", ["zero2", "bf16 reduced in fp32", "offload"])
-def test_every_use_has_no_fault_with_options(use: str, option: str) -> None:
-    check(USES[use], "staged", OPTIONS[option]).assert_clean()
+@pytest.mark.parametrize(
+    ("transport", "option"),
+    [
+        case
+        for case in itertools.product(
+            ("all_to_all", "staged", "symmetric_memory"), ("zero2", "bf16 reduced in fp32", "offload")
+        )
+        if _has(*case)
+    ],
+)
+def test_every_use_has_no_fault_with_options(transport: str, option: str, use: str) -> None:
+    check(USES[use], transport, OPTIONS[option]).assert_clean()
 
 
 @LONG_ONLY
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_hybrid_sharding_has_no_fault(transport: str) -> None:
-    check(use_a_mesh, transport, {}, world_size=4, ranks=range(4)).assert_clean()
+def test_autocast_has_no_fault_with_zero2(transport: str) -> None:
+    check(use_autocast, transport, OPTIONS["zero2"]).assert_clean()
+
+
+_SOME = ("zero3", "zero2", "bf16 reduced in fp32", "offload")
+
+
+@pytest.mark.parametrize(
+    ("transport", "option"),
+    _cases({("flat", "zero3")}, [c for c in itertools.product(TRANSPORTS, _SOME) if _has(*c)]),
+)
+def test_hybrid_sharding_has_no_fault(transport: str, option: str) -> None:
+    check(use_a_mesh, transport, OPTIONS[option], world_size=4, ranks=range(4)).assert_clean()
+
+
+@LONG_ONLY
+@pytest.mark.parametrize("function", [train, use_another_stream, use_autocast, clip, fail])
+@pytest.mark.parametrize(("transport", "option"), [c for c in itertools.product(TRANSPORTS, _SOME) if _has(*c)])
+def test_the_current_device_may_be_another(transport: str, option: str, function: Callable[..., None]) -> None:
+    check(function, transport, OPTIONS[option], ranks=[1], set_device=False).assert_clean()
 
 
 def overwrite_during_a_copy(rank: Rank, **options: Any) -> None:
@@ -292,6 +317,11 @@ def test_an_offloaded_shard_written_after_a_forward_without_backward_has_no_faul
     check(overwrite_during_a_copy, "flat", {"offload_policy": CPUOffloadPolicy()}).assert_clean()
 
 
-def test_measure_keeps_what_streams_still_use() -> None:
+@pytest.mark.parametrize(
+    "transport",
+    [pytest.param(t, marks=[] if t == "all_to_all" else [LONG_ONLY]) for t in TRANSPORTS if t != "symmetric_memory"],
+)
+def test_measure_keeps_what_streams_still_use(transport: str) -> None:
     # It has collectives run beside computation, on the same memory: values do not matter there, so races do not.
-    assert "reuse" not in kinds(check(measure_once, "all_to_all", {}).faults)
+    # It decides by time, so it runs as one rank, which symmetric memory does not.
+    assert "reuse" not in kinds(check(measure_once, transport, {}).faults)

@@ -1,0 +1,148 @@
+"""What tests of waits and counters run: a small model of five buckets, through the things that users do with it."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest import mock
+
+from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.buffers import InFlight
+
+import thunder
+import torch
+from models import Stack
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from .world import Rank, Result, run
+
+__all__ = ["SETUPS", "TRANSPORTS", "make", "ran", "setups_of", "step_of"]
+
+TRANSPORTS = ("flat", "coalesced", "all_to_all", "all_reduce", "staged", "symmetric_memory")
+
+SETUPS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "offload": {"offload_policy": CPUOffloadPolicy()},
+    "interrupted": {},
+}
+"""Options of the histories in which single waits are taken away."""
+
+_INTERRUPTED: dict[str, dict[str, Any]] = {
+    "all_to_all": {"at": 7, "sharding_strategy": "zero2"},
+    "staged": {"at": 3},
+    "symmetric_memory": {"at": 10},
+}
+"""The wait at which an exception ends a step: work on a side stream that nobody waits for is in flight, and none of NCCL."""
+
+
+def setups_of(transport: str) -> list[str]:
+    """Return the setups that a transport has."""
+    setups = [s for s in SETUPS if (transport, s) != ("symmetric_memory", "offload")]
+    return [s for s in setups if s != "interrupted" or transport in _INTERRUPTED]
+
+
+def make(rank: Rank, blocks: int = 3, width: int = 8, **options: Any) -> Any:
+    """Return a jitted model of ``blocks + 2`` buckets on the rank's device."""
+    with torch.device(rank.device):
+        module = Stack(blocks, width=width)
+    return thunder.jit(module, transforms=[fsdp(**options)])
+
+
+def ran(transport: str, setup: str) -> Result:
+    """Run a history of a setup."""
+    # Only symmetric memory has other ranks touch this one's memory. There all gathers are issued at once: else the barriers
+    # of the earlier buckets of a forward order what the last one needs a barrier for.
+    symmetric = transport == "symmetric_memory"
+    options: dict[str, Any] = {"prefetch": 6} if symmetric else {}
+    history: Callable[..., None] = _train
+    if setup == "interrupted":
+        history, options = _interrupt, _INTERRUPTED[transport]
+    return run(history, ranks=None if symmetric else [0], transport=transport, **options, **SETUPS[setup])
+
+
+def _train(rank: Rank, **options: Any) -> None:
+    """Train, evaluate, change parameters after an evaluation: what a wait or a barrier is there for."""
+    model = make(rank, **options)
+
+    def write(gradients: bool) -> None:
+        with rank.phase("optimizer"), torch.no_grad():
+            for param in model.parameters():
+                param.sub_(param.grad if gradients else 0.5)
+                param.grad = None
+
+    def evaluate() -> None:
+        with rank.phase("evaluation"), torch.no_grad():
+            model(torch.randn(4, 8, device=rank.device))
+
+    for _ in range(3):
+        with rank.phase("forward"):
+            loss = model(torch.randn(4, 8, device=rank.device)).sum()
+        with rank.phase("backward"):
+            loss.backward()
+        write(gradients=True)
+    for _ in range(2):
+        evaluate()
+        write(gradients=False)
+    if "offload_policy" not in options:
+        return
+    with rank.phase("written by the device"):
+        for param in model.parameters():
+            param.data.copy_(torch.ones(param.shape, device=rank.device), non_blocking=True)
+    evaluate()
+    with model.no_sync(), rank.phase("accumulation"):
+        model(torch.randn(4, 8, device=rank.device)).sum().backward()
+    with rank.phase("optimizer"):
+        for param in model.parameters():
+            param.data.sub_(0.5)
+
+
+class _Interrupted(Exception):
+    pass
+
+
+def _interrupt(rank: Rank, at: int, **options: Any) -> None:
+    """A step ends at one of its waits, everything is dropped, and its memory is allocated again."""
+    model = make(rank, width=32, audit=False, **options)
+    x = torch.ones(4, 32, device=rank.device)
+    with rank.phase("step"):
+        model(x).sum().backward()
+    wait, waits = InFlight.wait, itertools.count(1)
+
+    def interrupted(flight: InFlight) -> None:
+        if next(waits) == at:
+            raise _Interrupted
+        wait(flight)
+
+    with rank.phase("interrupted"):
+        with mock.patch.object(InFlight, "wait", interrupted):
+            try:
+                model(x).sum().backward()
+            except _Interrupted:
+                pass
+            else:
+                raise AssertionError("nothing was interrupted")
+        del model
+        gc.collect()
+        for _ in range(3):
+            torch.zeros(1 << 16, device=rank.device)
+
+
+def step_of(rank: Rank, precision: str, **options: Any) -> None:
+    """Take three steps of gradient descent; the phases of each are ``forward 0``, ``backward 0`` and so on."""
+    model = make(rank, **options)
+    for step in range(3):
+        autocast: AbstractContextManager[Any] = nullcontext()
+        if precision == "autocast":
+            autocast = torch.autocast("cuda", torch.bfloat16)
+        with rank.phase(f"forward {step}"), autocast:
+            loss = model(torch.randn(4, 8, device=rank.device)).float().sum()
+        with rank.phase(f"backward {step}"):
+            loss.backward()
+        with rank.phase("optimizer"), torch.no_grad():
+            for param in model.parameters():
+                param.sub_(param.grad)
+                param.grad = None

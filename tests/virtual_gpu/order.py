@@ -1,0 +1,307 @@
+"""What happens before what, as sets of accesses, with and without each single wait, barrier, event or reference.
+
+A second opinion on ``clocks``: nothing is summed up in numbers and nothing is forgotten. Each access has a bit, and the
+clock of a stream or a host is the set of all accesses that are known to have finished. So whether a wait matters can be
+decided for each one by itself:
+
+- *flagged*: without it two accesses to the same bytes, or a use of memory and its next allocation, are not ordered;
+- *implied*: every access still follows exactly the same accesses, because another wait says as much;
+- *apart*: some order is lost, but only between accesses that have no byte in common.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .log import HOST, Access, Entry, Log, Region, Stream, overlap
+
+__all__ = ["Mutation", "Order", "Verdict"]
+
+Thread = tuple[int, Stream]
+Bits = int
+"""A set of accesses."""
+
+_EVERYWHERE: Region = ((0, 1 << 62),)
+
+
+class Mutation(NamedTuple):
+    """One thing taken away.
+
+    Attributes:
+        kind: ``wait``, ``barrier``, ``event`` (its record), ``host wait``, ``record_stream`` or ``reference``.
+        entries: what is missing, by rank and position in its log; of a reference the storage instead of the position.
+        entry: one of them.
+    """
+
+    kind: str
+    entries: tuple[tuple[int, int], ...]
+    entry: Entry
+
+
+class Verdict(NamedTuple):
+    """What becomes of the order without it: ``flagged``, ``implied`` or ``apart``."""
+
+    mutation: Mutation
+    verdict: str
+
+
+@dataclass
+class _Step:
+    """An entry, or one that several ranks have come to, with the bits of their accesses."""
+
+    parts: tuple[tuple[int, int, Entry, Bits], ...]
+    conflicts: dict[int, Bits] = field(default_factory=dict)  # by rank: earlier accesses that must be known
+    used: Bits = 0  # of a free: the accesses to the memory
+    lender: Stream | None = None  # of a free: the stream of the allocation
+
+
+@dataclass
+class _State:
+    clocks: defaultdict[Thread, Bits] = field(default_factory=lambda: defaultdict(int))
+    events: dict[tuple[int, int], Bits] = field(default_factory=dict)
+    signals: defaultdict[tuple[object, ...], list[Bits]] = field(default_factory=lambda: defaultdict(list))
+    recorded: defaultdict[tuple[int, int], set[Stream]] = field(default_factory=lambda: defaultdict(set))
+    freed: defaultdict[Thread, Bits] = field(default_factory=lambda: defaultdict(int))
+
+    def copy(self) -> _State:
+        return _State(
+            self.clocks.copy(),
+            self.events.copy(),
+            defaultdict(list, {key: list(sent) for key, sent in self.signals.items()}),
+            defaultdict(set, {key: set(streams) for key, streams in self.recorded.items()}),
+            self.freed.copy(),
+        )
+
+
+class Order:
+    """The order of all accesses in some ranks' logs, which must not end in a deadlock."""
+
+    def __init__(self, logs: Sequence[Log]) -> None:
+        self._logs = {log.rank: log for log in logs}
+        self._steps: list[_Step] = []
+        self._numbers = 0
+        self._line_up()
+        self._find_conflicts()
+        self._before: list[tuple[Bits, ...]] = []
+        self._unordered: list[Bits] = []
+        state = _State()
+        for step in self._steps:
+            before, unordered = self._do(state, step)
+            self._before.append(before)
+            self._unordered.append(unordered)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether all accesses to the same bytes are ordered."""
+        return not any(self._unordered)
+
+    def verdicts(self, matters: Callable[[Entry], bool]) -> Iterator[Verdict]:
+        """Take away each single wait, barrier, event and ``record_stream`` that ``matters`` accepts, and each reference."""
+        state = _State()
+        for position, step in enumerate(self._steps):
+            entry = step.parts[0][2]
+            kind = _kind_of(entry)
+            if kind is not None and matters(entry):
+                mutation = Mutation(kind, tuple((r, i) for r, i, _, _ in step.parts), entry)
+                yield Verdict(mutation, self._without(state.copy(), position, step))
+            self._do(state, step)
+        yield from self._without_references(matters)
+
+    def _without(self, state: _State, position: int, step: _Step) -> str:
+        same = True
+        if step.parts[0][2].blocks and step.parts[0][2].kind == "copy":  # the copy itself stays
+            self._do(state, step, blocks=False)
+        for number in range(position + 1, len(self._steps)):
+            before, unordered = self._do(state, self._steps[number])
+            if unordered & ~self._unordered[number]:
+                return "flagged"
+            same = same and before == self._before[number]
+        return "implied" if same else "apart"
+
+    def _without_references(self, matters: Callable[[Entry], bool]) -> Iterator[Verdict]:
+        """As if memory that another stream uses last was freed as soon as that use is issued."""
+        lent = self._lent(matters)
+        state = _State()
+        waiting: defaultdict[Thread, list[tuple[Mutation, Bits]]] = defaultdict(list)
+        for position, step in enumerate(self._steps):
+            rank, _, entry, _ = step.parts[0]
+            thread = rank, entry.stream
+            if entry.kind == "alloc":
+                known = state.clocks[thread] | state.clocks[rank, HOST]
+                for mutation, used in waiting.pop(thread, []):
+                    yield Verdict(mutation, "flagged" if used & ~known else "apart")
+            self._do(state, step)
+            for mutation, lender, used in lent.get(position, ()):
+                rank = mutation.entries[0][0]
+                left = used & ~state.clocks[rank, lender] & ~state.clocks[rank, HOST]
+                if left:
+                    waiting[rank, lender].append((mutation, left))
+                else:
+                    yield Verdict(mutation, "implied")
+        for mutations in waiting.values():
+            yield from (Verdict(mutation, "apart") for mutation, _ in mutations)  # nothing is allocated any more
+
+    def _lent(self, matters: Callable[[Entry], bool]) -> dict[int, list[tuple[Mutation, Stream, Bits]]]:
+        """By the step of the last use: memory that is freed in a step and that another stream uses last."""
+        allocated: dict[tuple[int, int], Entry] = {}
+        last: dict[tuple[int, int], tuple[int, Stream]] = {}
+        found: defaultdict[int, list[tuple[Mutation, Stream, Bits]]] = defaultdict(list)
+        for position, step in enumerate(self._steps):
+            for rank, _, entry, _ in step.parts:
+                key = rank, entry.storage
+                if entry.kind == "alloc":
+                    allocated[key] = entry
+                elif entry.kind == "free" and entry.phase and key in allocated and key in last:
+                    where, stream = last[key]
+                    alloc = allocated[key]
+                    if matters(alloc) and HOST not in (alloc.stream, stream) and stream != alloc.stream:
+                        mutation = Mutation("reference", (key,), alloc)
+                        found[where].append((mutation, alloc.stream, step.used))
+                for access in entry.accesses:
+                    last[rank, access.storage] = position, entry.stream
+        return found
+
+    def _line_up(self) -> None:
+        """Put the entries of all ranks in one order in which they can happen."""
+        following = {rank: enumerate(log.entries) for rank, log in self._logs.items()}
+        at = {rank: next(entries, None) for rank, entries in following.items()}
+        sent: Counter[tuple[object, ...]] = Counter()
+
+        def advance(ranks: Sequence[int]) -> None:
+            parts = []
+            for rank in ranks:
+                found = at[rank]
+                assert found is not None
+                index, entry = found
+                bits = 0
+                if entry.accesses or entry.kind == "alloc":
+                    bits, self._numbers = 1 << self._numbers, self._numbers + 1
+                parts.append((rank, index, entry, bits))
+                at[rank] = next(following[rank], None)
+            self._steps.append(_Step(tuple(parts)))
+
+        while any(found is not None for found in at.values()):
+            done = len(self._steps)
+            for rank in self._logs:
+                while (found := at[rank]) is not None:
+                    entry = found[1]
+                    members = self._members(rank, entry)
+                    if len(members) > 1:
+                        others = [at[r] for r in members]
+                        if not all(
+                            o is not None and (o[1].kind, o[1].group) == (entry.kind, entry.group) for o in others
+                        ):
+                            break
+                        advance(members)
+                        continue
+                    if entry.kind == "put":
+                        sent[entry.group, rank, entry.peer, entry.signature] += 1
+                    elif entry.kind == "take":
+                        key = entry.group, entry.peer, rank, entry.signature
+                        if not sent[key]:
+                            break
+                        sent[key] -= 1
+                    advance([rank])
+            assert len(self._steps) > done, "a deadlock"
+
+    def _members(self, rank: int, entry: Entry) -> list[int]:
+        if entry.kind not in ("collective", "barrier", "split"):
+            return [rank]
+        return [r for r in self._logs[rank].members.get(entry.group, (rank,)) if r in self._logs]
+
+    def _find_conflicts(self) -> None:
+        past: defaultdict[tuple[int, int], list[tuple[Bits, Region, bool]]] = defaultdict(list)
+        lenders: dict[tuple[int, int], Stream] = {}
+        for step in self._steps:
+            for rank, _, entry, bits in step.parts:
+                if entry.kind == "alloc":
+                    lenders[rank, entry.storage] = entry.stream
+                    if entry.stream != HOST:  # an earlier tensor's memory, which the stream may still use
+                        past[rank, entry.storage].append((bits, _EVERYWHERE, True))
+                elif entry.kind == "free":
+                    step.lender = lenders.get((rank, entry.storage))
+                    for accessed, _, _ in past.pop((rank, entry.storage), ()):
+                        step.used |= accessed
+                conflicts = 0
+                for access in entry.accesses:
+                    before = past[self._key(rank, access)]
+                    for accessed, region, write in before:
+                        if (write or access.write) and accessed != bits and overlap(region, access.region):
+                            conflicts |= accessed
+                for access in entry.accesses:
+                    past[self._key(rank, access)].append((bits, access.region, access.write))
+                step.conflicts[rank] = conflicts
+
+    def _key(self, rank: int, access: Access) -> tuple[int, int]:
+        remote = self._logs[rank].remote.get(access.storage)
+        if remote is not None:
+            group, number, peer = remote
+            owner = self._logs[rank].members[group][peer]
+            if owner in self._logs:
+                return owner, self._logs[owner].shared[group, number]
+        return rank, access.storage
+
+    def _do(self, state: _State, step: _Step, *, blocks: bool = True) -> tuple[tuple[Bits, ...], Bits]:
+        """Do a step; return what each of its accesses follows, and what it should follow but does not."""
+        clocks = state.clocks
+        if len(step.parts) > 1:
+            together = 0
+            for rank, _, entry, _ in step.parts:
+                together |= clocks[rank, entry.stream] | clocks[rank, HOST]
+            for rank, _, entry, _ in step.parts:
+                clocks[rank, entry.stream] |= together
+        before: list[Bits] = []
+        unordered = 0
+        for rank, _, entry, bits in step.parts:
+            thread, host, kind = (rank, entry.stream), (rank, HOST), entry.kind
+            if thread != host:
+                clocks[thread] |= clocks[host]
+            if kind == "record":
+                state.events[rank, entry.event] = clocks[thread]
+            elif kind == "wait_event":
+                clocks[thread] |= state.events.get((rank, entry.event), 0)
+            elif kind == "sync_event":
+                clocks[host] |= state.events.get((rank, entry.event), 0)
+            elif kind == "sync_device":
+                for (r, stream), clock in list(clocks.items()):
+                    if r == rank and stream.device == entry.stream.device:
+                        clocks[host] |= clock
+            elif kind == "free":
+                if step.lender is not None and step.lender != HOST:
+                    left = step.used & ~clocks[rank, step.lender] & ~clocks[host]
+                    for stream in state.recorded.pop((rank, entry.storage), ()):
+                        left &= ~clocks[rank, stream]
+                    state.freed[rank, step.lender] |= left
+            elif kind == "record_stream":
+                state.recorded[rank, entry.storage].add(entry.stream)
+            elif kind == "alloc":
+                if entry.stream != HOST:
+                    unordered |= state.freed.pop(thread, 0) & ~clocks[thread]
+                    before.append(clocks[thread])
+                    clocks[thread] |= bits
+            else:
+                if kind == "take":
+                    clocks[thread] |= state.signals[entry.group, entry.peer, rank, entry.signature].pop(0)
+                if bits:
+                    unordered |= step.conflicts[rank] & ~clocks[thread]
+                    before.append(clocks[thread])
+                    clocks[thread] |= bits
+                if kind == "put":
+                    state.signals[entry.group, rank, entry.peer, entry.signature].append(clocks[thread])
+            if entry.blocks and blocks:
+                clocks[host] |= clocks[thread]
+        return tuple(before), unordered
+
+
+def _kind_of(entry: Entry) -> str | None:
+    """What it is that is missing without ``entry``, ``None`` of what cannot be missing by itself."""
+    if entry.kind in ("wait_event", "barrier"):
+        return entry.kind.removesuffix("_event")
+    if entry.kind == "record":
+        return "event"
+    if entry.kind in ("sync_event", "sync", "sync_device") or (entry.kind == "copy" and entry.blocks):
+        return "host wait"
+    return "record_stream" if entry.kind == "record_stream" else None
