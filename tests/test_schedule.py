@@ -158,7 +158,7 @@ class FakeProcessGroup:
 def agree(per_rank: list[list[list[str]]], seconds: float = 5) -> list[str]:
     """Each rank compiles its traces (lists of lines); gives what each was told, empty if nothing was wrong."""
     process_group = FakeProcessGroup(dist.HashStore())
-    told = [""] * len(per_rank)
+    told = ["(its thread has died)"] * len(per_rank)
 
     def run(rank: int) -> None:
         group = Group("test", rank, range(len(per_rank)), "threads", "test", weakref.ref(process_group))
@@ -168,9 +168,9 @@ def agree(per_rank: list[list[list[str]]], seconds: float = 5) -> list[str]:
                 everyone = tuple(range(len(per_rank)))
                 program = [Step(line, "test", everyone, False, i) for i, line in enumerate(lines)]
                 agreement.check(f"forward of trace {number + 1}", program)
+            told[rank] = ""
         except ScheduleDisagreement as error:
             told[rank] = str(error)
-        told[rank] = told[rank] or agreement.explain()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(per_rank))]
     for thread in threads:
