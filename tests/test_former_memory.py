@@ -58,7 +58,7 @@ def _refuse(rank: int, world_size: int, way: str) -> None:
     model = thunder.jit(module, transforms=[fsdp()])
     for _ in range(2):  # nothing is let through the second time
         with pytest.raises(
-            ValueError, match=r"forward reads '.*', a view of parameter 'a\.weight' that was taken before"
+            ValueError, match=r"forward reads '.*', a view of parameter 'a\.weight' that was created before"
         ):
             model(x, view)
     expected = with_copy(x, copy)

@@ -27,7 +27,7 @@ def refuse_shards_and_grads(named: dict[str, torch.nn.Parameter]) -> None:
         if hasattr(param, SHARD_OF):
             raise ValueError(
                 f"parameter {name!r} is a shard already, of {getattr(param, SHARD_OF)[0]!r}: fsdp(...) was given the "
-                f"module, or one that shares the parameter, before. Make the module anew, and jit it once"
+                f"module, or one that shares the parameter, before. Create a new module, and jit it once"
             )
         if param.grad is not None:
             raise ValueError(
@@ -56,8 +56,8 @@ def refuse_views(
         shared = None if tensor.is_meta or tensor.layout is not torch.strided else leaves.get(_storage_of(tensor))
         if shared is not None and tensor is not named[shared]:
             raise ValueError(
-                f"{kind} {name!r} shares memory with parameter {shared!r}, which is going to have other memory: it would "
-                f"keep the values of today. Clone it, or read the parameter itself in forward"
+                f"{kind} {name!r} shares memory with parameter {shared!r}. Sharding moves the parameter, so it would "
+                f"keep the current values. Clone it, or read the parameter itself in forward"
             )
 
 
@@ -71,6 +71,6 @@ def refuse_fixed(own: dict[str, torch.nn.Parameter], specs: list[tuple[ParamSpec
         why = explain_fixed_data(own[spec.name], torch.empty(0, device=spec.device))
         if why:
             raise ValueError(
-                f"parameter {spec.name!r} is on the meta device and cannot become a shard there: {why}. Let go of it, or "
-                f"make the module anew"
+                f"parameter {spec.name!r} is on the meta device and cannot become a shard there: {why}. Release it, or "
+                f"create a new module"
             )

@@ -146,8 +146,8 @@ class Auditor:
             name = self._former.owner_of(tensor)
             if name is not None:
                 raise ValueError(
-                    f"fsdp: forward reads {proxy.name!r}, a view of parameter {name!r} that was taken before "
-                    f"thunder.jit(..., transforms=[fsdp(...)]) and keeps the values of that time. Read the parameter itself "
+                    f"fsdp: forward reads {proxy.name!r}, a view of parameter {name!r} that was created before "
+                    f"thunder.jit(..., transforms=[fsdp(...)]) and keeps the old values. Read the parameter itself "
                     f"in forward, or clone the view"
                 )
 

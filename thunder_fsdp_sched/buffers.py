@@ -67,7 +67,7 @@ class SlottedBucket(TransportedBucket, Protocol):
     rank: int
 
     def explain(self, text: str) -> str:
-        """Tell the other ranks what failed here and return what they tell."""
+        """Report a failure to the other ranks and return their reports."""
 
 
 class Slot:

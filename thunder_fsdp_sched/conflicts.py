@@ -22,6 +22,6 @@ def refuse_conflicts(model: ThunderModule) -> None:
         if isinstance(transform, CUDAGraphTransform):
             raise ValueError(
                 f"transforms: {type(transform).__name__} would capture the collectives of fsdp(...) in CUDA graphs, which "
-                f"replay what happened during the capture whatever no_sync or an exception has changed since: gradients "
-                f"would be wrong. Leave it out"
+                f"replay the capture even after no_sync or an exception has changed what to do, so gradients would be "
+                f"wrong. Remove it"
             )

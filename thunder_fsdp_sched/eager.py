@@ -61,7 +61,7 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
     """
     sharded, module = find_transform(model).sharded, model._model
     if sharded.running_eagerly:
-        raise RuntimeError("eager: already inside eager(...) of this model; use the module that it gave")
+        raise RuntimeError("eager: already inside eager(...) of this model; use the module that it returned")
     sharded.own.check()
     sharded.own.check_shards()
     sharded.check_initialized()
@@ -119,7 +119,7 @@ class _Unsharded:
                 way.append(way[-1]._modules.get(child, way[-1]))
             own = way[-1]._parameters
             if own.get(leaf) is None:
-                raise RuntimeError(f"eager: the module has no parameter {name!r}: another transform has made it")
+                raise RuntimeError(f"eager: the module has no parameter {name!r}: another transform created it")
             ways.append(way)
             self.places.append((own, leaf, index, placeholders[name]))
         self.innermost = _innermost(ways)
@@ -210,7 +210,9 @@ def _put_back(
 
 
 def _refuse_compiled(*_: Any) -> None:
-    raise RuntimeError("the compiled model was called inside eager(...) of it: call the module that eager(...) gave")
+    raise RuntimeError(
+        "the compiled model was called inside eager(...) of it: call the module that eager(...) returned"
+    )
 
 
 def _refuse_gradients(*_: Any) -> None:

@@ -39,7 +39,7 @@ class ShardGrad(torch.Tensor):
     ) -> Any:
         if func in _NORMS:
             raise RuntimeError(
-                f"{func.__name__} of sharded gradients: each rank has some rows of a gradient, so every rank would get "
+                f"{func.__name__} of sharded gradients: each rank has some rows of a gradient, so every rank would compute "
                 f"another norm. Use thunder_fsdp_sched.clip_grad_norm_(model, max_norm), which returns the norm; that of "
                 f"the rows is p.grad.as_subclass(torch.Tensor).norm()"
             )

@@ -5,9 +5,9 @@ has for whole parameters, such as momenta, does not fit their rows, or broadcast
 optimizer is checked before its first step on shards, and again after it has loaded a state. Later steps cost one
 look-up.
 
-After its first step, ``state_dict`` of an optimizer holds entries that know which rows they are, as that of a model does
-(see [Note: Two kinds of entries] in ``pieces``): ``dcp.save`` and ``torch.save`` would take plain rows for whole state.
-What is loaded from such entries becomes rows again at the next step.
+After its first step, ``state_dict`` of an optimizer holds entries that know which rows they are, as that of a model
+does (see [Note: Two kinds of entries] in ``pieces``): ``dcp.save`` and ``torch.save`` would take plain rows for whole
+state. What is loaded from such entries becomes rows again at the next step.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ def _check_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, name: st
         elif isinstance(value, torch.Tensor) and value.ndim and value.shape == shape != param.shape:
             raise ValueError(
                 f"{type(optimizer).__name__}: state {key!r} of parameter {name!r} has the shape {tuple(shape)} of the "
-                f"unsharded parameter, but the optimizer now trains this rank's rows {tuple(param.shape)}: it was made and "
-                f"stepped before thunder.jit, or has loaded the state of an unsharded run. Make it anew, and load its state "
-                f"by thunder_fsdp_sched.load_checkpoint"
+                f"unsharded parameter, but the optimizer now trains this rank's rows {tuple(param.shape)}: it was created "
+                f"and stepped before thunder.jit, or has loaded the state of an unsharded run. Create a new optimizer, and "
+                f"load its state with thunder_fsdp_sched.load_checkpoint"
             )
 
 
 def _hold_entries(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Puts entries that know which rows they hold in place of plain rows."""
+    """Replace plain rows in a state with entries that record which rows they hold."""
     states = dict(state_dict["state"])
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         for param, number in zip(group["params"], saved["params"], strict=True):

@@ -68,7 +68,7 @@ class WholeParameters(torch.optim.Optimizer):
         options: all other arguments of ``optimizer_class``.
 
     Raises:
-        TypeError: ``optimizer_class`` is no such class, or ``model`` is not sharded by ``fsdp(...)``.
+        TypeError: ``optimizer_class`` is not such a class, or ``model`` is not sharded by ``fsdp(...)``.
         ValueError: a parameter is not one of the model, or is not sharded.
         ScheduleDisagreement: ranks passed different parameters, or a different order.
     """
@@ -150,8 +150,8 @@ class WholeParameters(torch.optim.Optimizer):
         for number, param in zip(numbers, params, strict=False):  # the lengths are checked when loading
             if number in state_dict["state"] and not self.owns(param):
                 raise ValueError(
-                    f"state_dict: it has the state of {self._names[param]!r}, which another rank owns: it is of another "
-                    f"rank or another number of ranks. save_checkpoint and load_checkpoint do for any number"
+                    f"state_dict: it has the state of {self._names[param]!r}, which another rank owns: it was saved by "
+                    f"another rank, or with another number of ranks. save_checkpoint and load_checkpoint support any number"
                 )
         super().load_state_dict(state_dict)
 
@@ -197,13 +197,13 @@ class WholeParameters(torch.optim.Optimizer):
         name = self._names.get(rows)
         if name is None:
             raise ValueError(
-                f"params: a tensor of shape {tuple(rows.shape)} is no parameter of the model: give parameters of the "
+                f"params: a tensor of shape {tuple(rows.shape)} is no parameter of the model: pass parameters of the "
                 f"jitted module, model.parameters()"
             )
         if name not in self._sharded.places:
             raise ValueError(
-                f"params: {name!r} is not sharded (ignored_params), every rank has it whole: give it to "
-                f"{self._class.__name__} itself"
+                f"params: {name!r} is not sharded (ignored_params), every rank has it whole: pass it to "
+                f"{self._class.__name__} directly"
             )
         return OwnedParam(rows, *self._sharded.places[name])
 
@@ -239,7 +239,7 @@ _NEED_WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
 
 
 def _refuse_rows(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuses torch's own optimizers that would take rows for parameters, on all ranks alike."""
+    """Raise an error on all ranks for optimizers of torch that would mistake rows for whole parameters."""
     if why := _mixes_ranks(optimizer):
         for param in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
             name = getattr(param, "_fsdp_spread", None)
@@ -254,7 +254,7 @@ def _refuse_rows(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             if name is not None:
                 cls = type(optimizer).__name__
                 raise ValueError(
-                    f"{cls} needs whole parameters, but was given rows of {name!r}, which is sharded: make it by "
+                    f"{cls} needs whole parameters, but was given rows of {name!r}, which is sharded: create it with "
                     f"thunder_fsdp_sched.WholeParameters({cls}, model, params, ...)"
                 )
 

@@ -24,15 +24,22 @@ class ScheduleMismatch(ValueError):
 def replay_schedule(trace: TraceCtx, *, schedule: Schedule) -> TraceCtx:
     """Reorder the communication of ``trace`` to match ``schedule``.
 
-    Runs in place of ``sort_communication`` with ``fsdp(schedule=...)``: after ``guard_first`` and before
-    ``plan_slots``. It keeps the order of compute and does not judge the schedule; ``verify`` proves later that the
-    result is right. A pinned schedule that issues the second gather later than sorting would gives this trace::
+    Runs after ``guard_first`` and before ``plan_slots``, in place of ``sort_communication``, if a schedule is pinned
+    with ``fsdp(schedule=...)``. Compute keeps its order. The pass does not judge the schedule; ``verify`` proves later
+    that the result is right. Before::
 
+        ft146 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_weight, again=False)  # 16,384 bytes float32
+        (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)
+        t110 = torch.nn.functional.linear(x, t109, None)
+
+    After, with a schedule that was saved with default options, it is the trace that ``sort_communication`` shows.
+    After, with one that was saved with ``prefetch=0``::
+
+        # prefetch: 0 ahead of its wait
         ft146 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_weight, again=False)  # 16,384 bytes float32
         # first consumer: t110 = linear
         (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)
-        # prefetch: 0 ahead of its wait
-        ft148 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight, again=False)  # 16,384 bytes float32
+        t110 = torch.nn.functional.linear(x, t109, None)
 
     Raises:
         ScheduleMismatch: names the first line of the schedule that does not fit the trace.
