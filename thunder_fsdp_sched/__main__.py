@@ -50,7 +50,7 @@ class DType(str, Enum):
     float64 = "float64"
 
 
-Prefetch = Annotated[int, typer.Option(min=0, help="Buckets ahead of its wait that an all-gather is issued.")]
+Prefetch = Annotated[int, typer.Option(min=0, help="How many buckets ahead of its wait an all-gather is issued.")]
 
 
 @app.command()
@@ -59,14 +59,14 @@ def demo(
     blocks: Annotated[int, typer.Option(min=1, help="Transformer blocks.")] = DemoOptions.blocks,
     width: Annotated[int, typer.Option(min=8, help="Width of the model.")] = DemoOptions.width,
     length: Annotated[int, typer.Option(min=2, help="Bytes of a sequence.")] = DemoOptions.length,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences a rank and step.")] = DemoOptions.batch,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and step.")] = DemoOptions.batch,
     world_size: Annotated[int, typer.Option(min=1, help="Ranks: processes on this machine.")] = DemoOptions.world_size,
     sharding: Annotated[Sharding, typer.Option(help="What to run.")] = Sharding.both,
     prefetch: Prefetch = DemoOptions.prefetch,
-    seed: Annotated[int, typer.Option(min=0, help="Of the weights and of the batches.")] = DemoOptions.seed,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and the batches.")] = DemoOptions.seed,
     dtype: Annotated[DType, typer.Option(help="Of the parameters.")] = DType.float32,
     tolerance: Annotated[
-        float | None, typer.Option(help="Largest difference from the unsharded run, in loss and in parameters.")
+        float | None, typer.Option(help="Largest accepted difference from the unsharded run, in loss and parameters.")
     ] = None,
 ) -> None:
     """Train a byte-level GPT on real text with 2 ranks, show its traces before and after sorting, and check it.
@@ -97,7 +97,7 @@ def trace(
             metavar="MODULE:FACTORY", help="A function that returns (module, args) or (module, args, kwargs)."
         ),
     ],
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks to make the traces for; none is started.")] = 8,
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks to trace for; none is started.")] = 8,
     sharding: Annotated[Sharding, typer.Option(help="What to show.")] = Sharding.zero3,
     bucketing: Annotated[str, typer.Option(help="block, layer, none, or bytes of a bucket.")] = "block",
     prefetch: Prefetch = 1,
@@ -145,7 +145,7 @@ def plan(
     sharding: Annotated[Sharding, typer.Option(help="zero2 or zero3.")] = Sharding.zero3,
     bucketing: Annotated[str, typer.Option(help="block, layer, none, or bytes of a bucket.")] = "block",
     prefetch: Annotated[str, typer.Option(help="Buckets ahead, or auto.")] = "1",
-    replicas: Annotated[int, typer.Option(min=1, help="Hybrid sharding: copies of the shards.")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, help="Hybrid sharding: number of copies of the shards.")] = 1,
     transport: Annotated[str, typer.Option(help="How buckets travel.")] = "auto",
     max_unsharded: Annotated[str | None, typer.Option(help="Budget for unsharded memory, such as 8GiB.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences a rank.")] = 1,
@@ -162,7 +162,7 @@ def plan(
     """
     console = make_console()
     if sharding is Sharding.both:
-        raise typer.BadParameter("plan takes zero2 or zero3, not both")
+        raise typer.BadParameter("plan accepts zero2 or zero3, not both")
     try:
         make = find_model(model, batch=batch, length=length, dtype=_dtype(dtype))
         with console.status(f"tracing {model} as rank 0 of {world_size}"):
@@ -209,7 +209,7 @@ def diff(
     if differs:
         console.print(f"{one} holds {len(first)} schedules, {other} holds {len(second)}", highlight=False)
     for number, (a, b) in enumerate(zip(first, second, strict=False), start=1):
-        difference = a.diff(b) or ("the computation around it is another" if a != b else "")
+        difference = a.diff(b) or ("the compute around it differs" if a != b else "")
         if difference:
             differs = True
             console.print(f"schedule {number}", highlight=False)

@@ -40,7 +40,7 @@ class SentBucket(TransportedBucket, Protocol):
     params: tuple[torch.nn.Parameter, ...]
 
     def allocate_sent(self) -> torch.Tensor:
-        """Allocate what travels: the flat shard, or a cast of it."""
+        """Allocate the tensor that gathers send: the flat shard, or a cast of it."""
 
 
 class Source:

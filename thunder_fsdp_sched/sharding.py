@@ -363,7 +363,7 @@ def _versions() -> list[str]:
 
 
 def _travel(options: Options, placing: Placing, name: str, params: tuple[ParamSpec, ...], over: ShardedOver) -> Travel:
-    """Return how a bucket travels according to the options, and raise an error if that is impossible."""
+    """Return how a bucket is sent according to the options, and raise an error if that is impossible."""
     first, ranks = params[0], placing.ranks(over)
     asked, reason = options.transport, "asked for"
     if callable(asked):

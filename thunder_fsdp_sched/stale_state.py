@@ -5,9 +5,9 @@ has for whole parameters, such as momenta, does not fit their rows, or broadcast
 optimizer is checked before its first step on shards, and again after it has loaded a state. Later steps cost one
 look-up.
 
-After its first step, ``state_dict`` of an optimizer holds entries that know which rows they are, as that of a model
-does (see [Note: Two kinds of entries] in ``pieces``): ``dcp.save`` and ``torch.save`` would take plain rows for whole
-state. What is loaded from such entries becomes rows again at the next step.
+After an optimizer's first step, its ``state_dict`` has entries that record which rows they hold, like that of a model
+(see [Note: Two kinds of entries] in ``pieces``), because ``dcp.save`` and ``torch.save`` would mistake plain rows for
+whole state. Entries that are loaded become rows again at the next step.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .shard_grads import plain
 __all__ = ["SHARD_OF", "mark_as_shard"]
 
 SHARD_OF = "_fsdp_shard_of"
-"""Attribute of a parameter that is a shard: the leading name and the shape of the unsharded one."""
+"""The attribute of a shard with the first name and the shape of the unsharded parameter."""
 
 _PLACE = "_fsdp_place"
-"""Attribute of a parameter that is a shard: its :class:`_Place`."""
+"""The attribute of a shard with its :class:`_Place`."""
 
-_marks = 0  # of shards, in this process: optimizers are checked again when there are more
+_marks = 0  # number of marked shards in this process; when it grows, optimizers are checked again
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 class _Place:
-    """Where a shard belongs. As an attribute of it, it keeps the shard from being pickled as if it was the parameter."""
+    """The bucket and index of a shard. As an attribute, it prevents pickling the shard as if it were the parameter."""
 
     def __init__(self, bucket: Bucket, index: int) -> None:
         self._bucket = weakref.ref(bucket)
@@ -44,7 +44,7 @@ class _Place:
         self._name = bucket.spec.params[index].name
 
     def find(self) -> tuple[Bucket, int] | None:
-        """Return bucket and index, unless the model is gone."""
+        """Return bucket and index, or ``None`` if the model is gone."""
         bucket = self._bucket()
         return None if bucket is None else (bucket, self._index)
 
@@ -56,7 +56,7 @@ class _Place:
 
 
 def mark_as_shard(bucket: Bucket, index: int) -> None:
-    """Notes of which parameter ``bucket.params[index]`` is a shard."""
+    """Mark ``bucket.params[index]`` as a shard of its parameter."""
     global _marks
     param, spec = bucket.params[index], bucket.spec.params[index]
     setattr(param, SHARD_OF, (spec.name, spec.shape))

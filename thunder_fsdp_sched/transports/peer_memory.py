@@ -1,4 +1,4 @@
-"""Memory that peers read, allocated for all buckets at once, because each allocation is a collective."""
+"""Allocate memory that peers read for all buckets at once, because each allocation is a collective."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["PeerMemory", "announce_all"]
 
 
 class PeerMemory:
-    """Memory for what buckets send that have a transport, a device and their ranks in common.
+    """The memory from which buckets with the same transport, device and ranks send.
 
-    The first bucket that takes its memory allocates it for all that were announced by then. Ranks announce and take in the
-    same order: that of the plan, later that of their traces.
+    The first bucket that takes its memory allocates that of all buckets announced so far. All ranks announce and take
+    memory in the same order: that of the plan, later that of their traces.
     """
 
     def __init__(self, transport: Transport, device: torch.device, ranks: Ranks) -> None:
@@ -29,11 +29,11 @@ class PeerMemory:
         self._allocated: dict[str, torch.Tensor] = {}
 
     def announce(self, bucket: str, numel: int, dtype: torch.dtype) -> None:
-        """Note that ``bucket`` will take memory for ``numel`` elements of ``dtype``."""
+        """Announce that ``bucket`` will take memory for ``numel`` elements of ``dtype``."""
         self._announced[bucket] = numel, dtype
 
     def take(self, bucket: str) -> torch.Tensor:
-        """Return the memory of ``bucket``, zeros, once."""
+        """Return the memory of ``bucket``, filled with zeros; only once."""
         if bucket not in self._allocated:
             sizes, self._announced = self._announced, {}
             shards = self._transport.allocate_together(list(sizes.values()), self._device, self._ranks)
@@ -42,7 +42,7 @@ class PeerMemory:
 
 
 def announce_all(buckets: Iterable[tuple[BucketSpec, Ranks]]) -> dict[str, PeerMemory]:
-    """Announce the buckets of a plan whose peers read their shards; return where each takes its memory, by name."""
+    """Announce the buckets of a plan whose shards peers read; return the memory of each, keyed by name."""
     shared: dict[tuple[str, torch.device, Ranks], PeerMemory] = {}
     by_bucket = {}
     for spec, ranks in buckets:
