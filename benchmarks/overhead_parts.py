@@ -19,6 +19,7 @@ from unittest import mock
 
 import thunder_fsdp_sched
 from thunder_fsdp_sched.channel import announce
+from thunder_fsdp_sched.computation import NOTHING
 from thunder_fsdp_sched.control import Agreed, Control, Run
 from thunder_fsdp_sched.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.groups import Group
@@ -91,7 +92,7 @@ def _agree(rank: int, folder: Path, rounds: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     everyone = Group.of(dist.distributed_c10d._get_default_group())
     control = Control(everyone, announce(everyone, "agreement")(), "model", "the model")
-    run = Run(control, "forward_0", Agreed(1, True, True), "forward", (), (), 0)
+    run = Run(control, "forward_0", Agreed(1, True, True), "forward", NOTHING, (), 0)
     seconds: dict[str, list[float]] = defaultdict(list)
     _stop_collecting()
     for _ in range(rounds * STEPS):
