@@ -430,7 +430,7 @@ class Bucket:
 
     @property
     def scratch(self) -> dict[tuple[torch.dtype, int], list[torch.Tensor]]:
-        """Memory that no transport uses at the moment, by dtype and number of elements."""
+        """Idle temporary memory of transports, keyed by dtype and number of elements."""
         return self.arena.scratch
 
     def keep_unsharded(self) -> Slot:

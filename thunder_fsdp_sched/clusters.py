@@ -59,10 +59,10 @@ class Efficiency:
     """Shares of the peaks, between 0 and 1, that a training step is assumed to reach. Assumptions, not datasheet values.
 
     Attributes:
-        flops: of the peak FLOP/s in a large matrix multiplication.
-        memory: of the memory bandwidth in an elementwise kernel.
-        intra_node: of a device's link inside the node, in a ring.
-        inter_node: of a device's link between nodes, in a ring.
+        flops: share of the peak FLOP/s in a large matrix multiplication.
+        memory: share of the memory bandwidth in an elementwise kernel.
+        intra_node: share of the bandwidth of a device's link inside the node, in a ring.
+        inter_node: share of the bandwidth of a device's link between nodes, in a ring.
     """
 
     flops: float = 1.0
@@ -76,7 +76,7 @@ class ClusterSpec:
     """A cluster of equal nodes. Units are seconds, bytes, FLOP (an addition or a multiplication), and their ratios.
 
     Attributes:
-        source: where the figures come from, in words.
+        source: the sources of the figures.
         devices_per_node: ranks of one node; consecutive ranks share a node.
         memory: bytes of one device.
         flops: peak FLOP/s of one device by dtype, dense matrices.
@@ -91,8 +91,8 @@ class ClusterSpec:
         reduce_scatter_factor: bytes that a reduce-scatter sends, relative to a ring. 2 for gloo, which reduces
             everything on all ranks and discards the rest.
         concurrent: collectives of one process group that run at once: 1 for NCCL, 2 for gloo.
-        gather_share: share of the link that an all-gather has beside reductions, if they run at once.
-        reduction_share: share of the link that all reductions have beside an all-gather; together at most 1.
+        gather_share: share of the link that an all-gather gets while reductions run.
+        reduction_share: share of the link that all reductions get while an all-gather runs; together at most 1.
         efficiency: assumed shares of the peaks.
     """
 
@@ -299,7 +299,7 @@ def cluster_of_this_process() -> ClusterSpec:
 
 
 def measure_this_machine(world_size: int | None = None) -> ClusterSpec:
-    """Measure a node of CPU ranks on this machine: one thread and one core each, gloo between them. Takes a minute.
+    """Measure a node of CPU ranks on this machine: one thread and one core each, gloo between them. This takes a minute.
 
     Args:
         world_size: number of ranks; the default is one for each core that this process may use.

@@ -510,7 +510,7 @@ def quiet_no_sync(model: ThunderModule) -> None:
 
 
 def without_torch_function() -> AbstractContextManager[None]:
-    """Treat tensors of subclasses as plain ones."""
+    """Return a context in which tensors of subclasses behave like plain tensors."""
     import torch
 
     return torch._C.DisableTorchFunctionSubclass()

@@ -70,8 +70,8 @@ class CostModel(Protocol):
     Attributes:
         synchronous: whether the host itself computes (CPU), so that issuing and computing coincide.
         concurrent: collectives of one process group that run at once.
-        gather_share: share of the link that an all-gather has beside reductions, if they run at once.
-        reduction_share: share of the link that all reductions have beside an all-gather; together at most 1.
+        gather_share: share of the link that an all-gather gets while reductions run.
+        reduction_share: share of the link that all reductions get while an all-gather runs; together at most 1.
     """
 
     synchronous: bool

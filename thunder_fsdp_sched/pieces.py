@@ -51,7 +51,7 @@ class RowPiece(torch.Tensor):
         )
 
     def share_memory_(self) -> NoReturn:
-        # torch would look for memory of the whole tensor, which there is none of.
+        # torch would look for memory of the whole tensor, which does not exist.
         raise NotImplementedError("share_memory_ of a RowPiece: share the memory of its rows, to_local()")
 
     @classmethod

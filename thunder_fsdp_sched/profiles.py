@@ -88,8 +88,8 @@ class Profile:
         collectives: the collectives of both traces, in issue order.
         contention: share of compute speed that is lost while a collective runs, keyed by its kind.
         concurrent: collectives of the process group that run at once.
-        gather_share: share of the link that an all-gather has beside reductions, if they run at once.
-        reduction_share: share of the link that all reductions have beside an all-gather; together at most 1.
+        gather_share: share of the link that an all-gather gets while reductions run.
+        reduction_share: share of the link that all reductions get while an all-gather runs; together at most 1.
         step_seconds: median time of the unmodified step, with overlapped communication, on the slowest rank.
     """
 

@@ -448,7 +448,7 @@ def travels(bsym: BoundSymbol) -> bool:
 
 
 def marks(issue: BoundSymbol) -> dict[str, int]:
-    """Return the marks of a gather, ``followed_by`` and ``preceded_by``, that it has."""
+    """Return the marks of a gather that are set: ``followed_by`` and ``preceded_by``."""
     return {k: v for k in ("followed_by", "preceded_by") if (v := issue.kwargs.get(k)) is not None}
 
 

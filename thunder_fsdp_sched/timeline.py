@@ -29,7 +29,7 @@ class Interval(NamedTuple):
         kind: ``"compute"``, ``"wait"`` (the compute stream waits for a collective), or the collective's symbol.
         label: name of the symbol.
         bucket: the bucket of a collective or a wait, else ``""``.
-        trace: the number of its trace.
+        trace: the index of its trace among the simulated ones.
         position: index of the bound symbol in its trace, ``del`` statements not counted.
     """
 
@@ -90,7 +90,7 @@ class Timeline:
 
     @cached_property
     def exposed_by_bucket(self) -> dict[str, float]:
-        """Return the time in which the bucket's collectives run and compute does not. Two on two groups count twice."""
+        """Return the time in which the bucket's collectives run and compute does not. Concurrent collectives both count."""
         exposed: dict[str, float] = {}
         outside = _outside(((c.start, c.end) for c in self.collectives), self._busy)
         for interval, seconds in zip(self.collectives, outside, strict=True):

@@ -49,7 +49,7 @@ _saving: set[str] = set()
 """The claims that this process holds."""
 
 _completed: set[str] = set()
-"""Those that have completed their folder."""
+"""The claims of runs that have completed their folder."""
 
 
 def claim(folder: Path, complete: str) -> str:
