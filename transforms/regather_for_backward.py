@@ -32,8 +32,10 @@ def refuse_redrawn_gradients(trace: TraceCtx) -> TraceCtx:
 
     Runs first on the backward trace, before ``write_grads_in_place``, and changes nothing. Thunder computes the
     gradient of an operator that it registered automatically by running the operator again. For a random operator that
-    is a different sample from the one in forward, so the gradient is wrong, with and without sharding. Such bound
-    symbols are named ``<operator>_vjp``.
+    is a different sample from the one in forward, so the gradient is wrong, with and without sharding. Such a line is
+    refused, if a gradient that backward returns depends on it::
+
+        (t42,) = gumbel_softmax_vjp(((t31,), {}), t20)
 
     Raises:
         NotImplementedError: names the operator.

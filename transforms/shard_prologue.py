@@ -32,8 +32,12 @@ def refuse_foreign_parameters(
     """Raise an error if forward reads a parameter other than by its name in the module.
 
     The gradient of such a parameter would not be reduced. Runs on the prologue before ``shard_prologue``, and changes
-    nothing. The prologue shows where forward reads a value: a parameter that it unpacks by name is fine, one that it
-    takes from an attribute or a list is not.
+    nothing. The prologue shows where forward reads a value. The first of these parameters is unpacked by name; the last
+    is read from a list and refused::
+
+        t_head_weight: "cpu f32[64, 64]" = module.get_parameter('head.weight')
+        obj1: "Any" = module.tied
+        t_tied_0: "cpu f32[32, 64]" = obj1[0]
 
     Args:
         module: the user's module, which the prologue unpacks.
