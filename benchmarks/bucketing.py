@@ -45,7 +45,7 @@ def parse() -> argparse.Namespace:
     add_link_options(parser)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--length", type=int, default=16, help="bytes of text a rank and step")
+    parser.add_argument("--length", type=int, default=16, help="bytes of text per rank and step")
     parser.add_argument("--compute", type=float, default=0.9, metavar="S", help="seconds to emulate")
     parser.add_argument("--real", action="store_true", help="real compute, nothing emulated")
     parser.add_argument("--rounds", type=int, default=9, help="steps of each system")

@@ -55,7 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--fake", type=int, metavar="W", help="one process, as rank 0 of W, instead of real ranks")
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--length", type=int, default=16, help="bytes of text a rank and step")
+    parser.add_argument("--length", type=int, default=16, help="bytes of text per rank and step")
     parser.add_argument("--match", default="", metavar="REGEX", help="only systems whose names match")
     parser.add_argument("--save", type=Path, help="folder for all figures (copies.json) and the picture (copies.png)")
     return parser.parse_args()

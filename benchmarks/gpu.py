@@ -69,7 +69,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--length", type=int, default=1024, help="bytes of text in a sequence")
-    parser.add_argument("--batch", type=int, default=4, help="sequences a rank and step")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=15, help="steps of each system")
     parser.add_argument("--together", type=int, default=4, help="systems alive at once; at least 2")

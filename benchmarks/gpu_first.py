@@ -73,7 +73,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--length", type=int, default=512, help="bytes of text in a sequence")
-    parser.add_argument("--batch", type=int, default=4, help="sequences a rank and step")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a case counts as hanging")
     parser.add_argument("--save", type=Path, help="folder for the page, all records, and what the processes printed")
     parser.add_argument("--stand-in", action="store_true", help="gloo on the CPU: tries this program, and no GPU")

@@ -46,7 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=1e9, help="bits/s that a rank can send")
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--tokens", type=int, default=512, help="tokens a rank and step, in sequences of 256 at most")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens per rank and step, in sequences of 256 at most")
     parser.add_argument("--emulate", type=float, metavar="SECONDS", help="sleep instead of multiplying matrices")
     parser.add_argument("--rounds", type=int, default=5, help="measured steps of each configuration")
     parser.add_argument("--repeats", type=int, default=4, help="measured runs for the profile")

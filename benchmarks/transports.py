@@ -48,7 +48,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prefetch", type=int, default=1)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--tokens", type=int, default=512, help="tokens a rank and step, in sequences of 256 at most")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens per rank and step, in sequences of 256 at most")
     parser.add_argument("--emulate", type=float, metavar="SECONDS", help="sleep instead of multiplying matrices")
     parser.add_argument("--rounds", type=int, default=9, help="measured steps of each system")
     parser.add_argument("--only", choices=("transports", "precisions"), help="one of the two tables")

@@ -89,7 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--experts", type=int, default=2, help="of a block; 2 weigh as much as its dense part")
-    parser.add_argument("--tokens", type=int, default=512, help="tokens a rank and step, with --real")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens per rank and step, with --real")
     parser.add_argument("--emulate", type=float, metavar="SECONDS", default=0.6, help="compute, by sleeping")
     parser.add_argument("--real", action="store_true", help="real compute")
     parser.add_argument("--rounds", type=int, default=9)

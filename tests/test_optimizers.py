@@ -363,7 +363,7 @@ def _refused(rank: int, world_size: int) -> None:
         WholeParameters(Muon, pair.reference, matrices)
     with pytest.raises(ValueError, match=r"a tensor of shape \(13, 7\) is no parameter of the model"):
         WholeParameters(Muon, pair.model, [pair.reference.blocks[1].weight])
-    with pytest.raises(ValueError, match=r"'row' is not sharded \(ignored_params\).*give it to Muon itself"):
+    with pytest.raises(ValueError, match=r"'row' is not sharded \(ignored_params\).*pass it to Muon directly"):
         WholeParameters(Muon, pair.model, [pair.model.get_parameter("row")])
     # What the class refuses, it refuses on all ranks, in its own words and about whole parameters.
     with pytest.raises(ValueError, match=r"Muon only supports 2D parameters .* torch\.Size\(\[3\]\)"):
