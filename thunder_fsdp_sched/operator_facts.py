@@ -104,12 +104,20 @@ _IMPURE_PRIMS = frozenset(
 )
 """Prims that return new memory, but different values each time."""
 
+_KEPT = "_fsdp_facts"
+
 _IMPURE_TAGS: set[Any] = {OpTags.RANDOM_OP, OpTags.IN_PLACE, OpTags.DONT_DCE}
 
 
 def facts_of(bsym: BoundSymbol) -> Facts:
-    """Return the facts about ``bsym``; see [Note: Sources of facts]."""
-    facts = _facts_of(bsym)
+    """Return the facts about ``bsym``; see [Note: Sources of facts].
+
+    Several passes ask for them. What a bound symbol is does not change, so it keeps them, as it keeps its flat arguments;
+    only tags are added to it.
+    """
+    facts: Facts | None = vars(bsym).get(_KEPT)
+    if facts is None:
+        facts = vars(bsym)[_KEPT] = _facts_of(bsym)
     if facts.pure and not _IMPURE_TAGS.isdisjoint((*bsym.tags, *(bsym.sym.tags or ()))):
         return facts._replace(pure=False)
     return facts
