@@ -12,7 +12,9 @@ same accesses and guards the same things:
   traceback, and waits for it in a busy loop. Frames are kept, one a line.
 - The source lines of all frames of the stack are looked for at each compilation, and only the caller's are used. Only these
   are looked for.
-- The signature of a symbol's meta function is inspected at each call of the symbol. Signatures are kept.
+- The signature of a symbol's meta function is inspected at each call of the symbol, and arguments are bound to it one by
+  one. Signatures are kept, and arguments that are given by position are taken as they are.
+- After each call of a symbol, dead code is looked for among its subsymbols. Where there are none, it is not.
 - Arguments and results are flattened twice, to look for dataclasses, and each time it is asked anew whether their type can
   be flattened. They are flattened once, and types that could be flattened are kept.
 
@@ -145,15 +147,27 @@ def _stack() -> list[Any]:
     return [None, None, inspect.getframeinfo(sys._getframe(3))]
 
 
-_signatures: weakref.WeakKeyDictionary[Callable[..., Any], inspect.Signature] = weakref.WeakKeyDictionary()
+_Signature = tuple[inspect.Signature, int, tuple[Any, ...]]
+_signatures: weakref.WeakKeyDictionary[Callable[..., Any], _Signature] = weakref.WeakKeyDictionary()
+
+
+def _signature_of(function: Callable[..., Any]) -> _Signature:
+    """Return a signature, how many arguments may be given by position if that is all it takes, and their defaults."""
+    signature = inspect.signature(function)
+    parameters = signature.parameters.values()
+    by_position = len(parameters) if all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) else -1
+    return signature, by_position, tuple(p.default for p in parameters)
 
 
 def _normalize(called: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Stand in for ``Symbol.normalize``."""
     meta = called.meta
-    signature = _signatures.get(meta) if type(meta) is types.FunctionType else inspect.signature(meta)
-    if signature is None:
-        signature = _signatures[meta] = inspect.signature(meta)
+    known = _signatures.get(meta) if type(meta) is types.FunctionType else _signature_of(meta)
+    if known is None:
+        known = _signatures[meta] = _signature_of(meta)
+    signature, by_position, defaults = known
+    if not kwargs and len(args) <= by_position and inspect.Parameter.empty not in defaults[len(args) :]:
+        return args + defaults[len(args) :], {}
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.args, bound.kwargs
@@ -174,14 +188,29 @@ def _flatten(tree: Any, namespace: str = pytree.OPTREE_NAMESPACE) -> tuple[list[
 
 
 _tree_flatten_with_dataclass = pytree.tree_flatten_with_dataclass
+_no_dataclasses: set[type] = set()
 
 
 def _flatten_with_dataclass(tree: Any) -> tuple[list[Any], Any]:
     """Stand in for ``tree_flatten_with_dataclass``."""
     leaves, spec = _flatten(tree)
-    if any(dataclasses.is_dataclass(leaf) for leaf in leaves):  # perhaps one to be registered
-        return _tree_flatten_with_dataclass(tree)
+    for kind in {*map(type, leaves)} - _no_dataclasses:
+        if dataclasses.is_dataclass(kind) or issubclass(kind, type):  # perhaps one to be registered
+            return _tree_flatten_with_dataclass(tree)
+        _no_dataclasses.add(kind)
     return leaves, spec
+
+
+_dce_bsyms = getattr(transform_common, "dce_bsyms", None)  # from Thunder 0.2.7 on
+
+
+def _eliminate_dead_code(bsyms: list[Any], output: Any, needed_proxies: set[Any] | None = None) -> list[Any]:
+    """Stand in for ``dce_bsyms``."""
+    if bsyms or needed_proxies is not None:
+        assert _dce_bsyms is not None
+        return _dce_bsyms(bsyms, output, needed_proxies)
+    _flatten(output)  # which may raise
+    return []
 
 
 LOOKASIDES = {torch_module.Module._wrapped_call_impl: _call, torch_module.Module.__getattr__: _getattr}
@@ -193,6 +222,7 @@ _replacements: dict[tuple[Any, str], Any] = {
     (interpreter, "inspect"): types.SimpleNamespace(**{**vars(inspect), "stack": _stack}),
     (interpreter.InterpreterFrame, "get_or_make_python_frame"): _python_frame,
     (symbol.Symbol, "normalize"): _normalize,
+    (transform_common, "dce_bsyms"): _eliminate_dead_code,
     (symbol, "tree_flatten_with_dataclass"): _flatten_with_dataclass,
     **{(user, "tree_flatten"): _flatten for user in (symbol, codeutils, transform_common, utils)},
 }
