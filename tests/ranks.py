@@ -29,7 +29,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tracing_shortcuts import tracing_shortcuts
 
-__all__ = ["RankError", "Ranks"]
+__all__ = ["PRELOADED", "RankError", "Ranks"]
+
+PRELOADED = ["thunder_fsdp_sched", "thunder", "hypothesis"]
+"""What the server of forked processes imports before it forks the first."""
 
 _GRACE = 5.0  # seconds that the other ranks have for a report of their own after one has failed
 
@@ -91,7 +94,7 @@ class Ranks:
             # A server that has imported everything forks the workers: importing torch and Thunder takes longer than most
             # tests.
             context = mp.get_context("forkserver")
-            context.set_forkserver_preload(["thunder_fsdp_sched", "thunder", "hypothesis"])
+            context.set_forkserver_preload(PRELOADED)
         else:  # importing Thunder looks for GPUs, and a process that is forked after that cannot use them
             context = mp.get_context("spawn")
         store = self._folder / f"store-{next(self._starts)}"

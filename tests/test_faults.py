@@ -19,8 +19,9 @@ import thunder
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from ranks import RankError, Ranks
+from ranks import PRELOADED, RankError, Ranks
 from torch import nn
+from tracing_shortcuts import tracing_shortcuts
 
 BOUND = 30.0
 """Seconds within which every surviving rank has to have failed, on a busy machine."""
@@ -234,7 +235,8 @@ def test_two_runs_of_twenty_steps_give_the_same_bits(ranks: Ranks) -> None:
 
 def _work(rank: int, folder: Path, lose_the_store: bool) -> None:
     try:
-        _train_from_a_store(rank, folder, lose_the_store)
+        with tracing_shortcuts():
+            _train_from_a_store(rank, folder, lose_the_store)
     except Exception as error:
         (folder / f"error-{rank}").write_text(f"{type(error).__name__}: {error}")
         raise
@@ -287,7 +289,8 @@ def test_processes_may_be_forked_or_spawned(tmp_path: Path, method: str) -> None
 def test_without_a_store_compiled_steps_go_on_and_compiling_fails(tmp_path: Path) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     (tmp_path / "port").write_text(str(server.port))
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")  # the server of the ranks, which has imported everything
+    context.set_forkserver_preload(PRELOADED)
     processes = [context.Process(target=_work, args=(rank, tmp_path, True), daemon=True) for rank in range(2)]
     for process in processes:
         process.start()
