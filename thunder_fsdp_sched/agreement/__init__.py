@@ -1,0 +1,1 @@
+"""Agreement of the ranks on what they compile and on what they run."""

@@ -1,0 +1,1 @@
+"""Process groups: descriptions of them, their creation, and their end."""

@@ -1,0 +1,1 @@
+"""The module's side: parameters become shards."""

@@ -1,0 +1,1 @@
+"""The simulated step: machines, costs, time lines, and the choices that rest on them."""

@@ -1,0 +1,1 @@
+"""Tools to plan, measure, count and draw steps."""

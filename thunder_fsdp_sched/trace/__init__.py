@@ -1,0 +1,1 @@
+"""The vocabulary of traces, and what is read off them."""
