@@ -18,8 +18,10 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched  # before thunder
-from thunder_fsdp_sched import audit, operator_facts, traces, transform
+from thunder_fsdp_sched import transform
 from thunder_fsdp_sched.demo.model import GPT
+from thunder_fsdp_sched.trace import inspection, operator_facts
+from thunder_fsdp_sched.transforms import audit
 
 import thunder
 import torch
@@ -49,7 +51,7 @@ def measure(blocks: int) -> None:
         stack.enter_context(timed(audit, "_exchange", spent, "exchange"))
         stack.enter_context(timed(audit.Auditor, "before", spent, "check"))
         stack.enter_context(timed(audit.Auditor, "after", spent, "check"))
-        stack.enter_context(timed(traces, "facts_of", spent, "facts"))
+        stack.enter_context(timed(inspection, "facts_of", spent, "facts"))
         started = time.process_time()
         jitted(tokens, tokens).backward()
         total = time.process_time() - started

@@ -101,7 +101,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 def count(system: Any, tokens: Any, world_size: int) -> dict[str, Any]:
     """Collectives, the bytes that gloo sends for them, and bytes of copies, in one step of this rank."""
-    from thunder_fsdp_sched.measuring import StepCounter
+    from thunder_fsdp_sched.tools.step_counter import StepCounter
 
     from systems import local, step, wire_bytes
 
@@ -117,7 +117,7 @@ def count(system: Any, tokens: Any, world_size: int) -> dict[str, Any]:
 
 def latency(system: Any) -> float:
     """The collectives of a step in their order, on one element a rank; seconds on this rank."""
-    from thunder_fsdp_sched.symbols import WAITS, fsdp_all_gather, group_of, travels
+    from thunder_fsdp_sched.trace.symbols import WAITS, fsdp_all_gather, group_of, travels
     from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
 
     import torch
@@ -183,7 +183,7 @@ def finish(arguments: argparse.Namespace, figures: dict[str, dict[str, Any]], se
 
 
 def table(figures: dict[str, dict[str, Any]]) -> Any:
-    from thunder_fsdp_sched.report import human_bytes
+    from thunder_fsdp_sched.tools.report import human_bytes
 
     from rich import box
     from rich.table import Table

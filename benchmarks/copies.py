@@ -9,7 +9,7 @@ A GPT, forward and backward, in the step after the second one; of rank 0. With `
 else runs: the figures are those of any number of ranks. Nothing is timed.
 
 * Copied: bytes of parameters and of gradients that operators copy, concatenate, cast or scale, by
-  ``thunder_fsdp_sched.measuring`` (there: what is whose), and what gloo itself copies into its results.
+  ``thunder_fsdp_sched.tools.step_counter`` (there: what is whose), and what gloo itself copies into its results.
 * Operators: how many copy, concatenate or cast parameters or gradients.
 * Wire: what a rank sends by the formulas of rings, N the bytes of the whole tensor: N(W-1)/W for an all-gather, a
   reduce-scatter and an all-to-all, twice that for an all-reduce, N for a broadcast. gloo does a reduce-scatter as an
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace, rank: int, world_size: int) -> None:
 
 def count(system: Any, tokens: Any, world_size: int, whole_bytes: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """What one step does on this rank; ``whole_bytes`` are those of all parameters."""
-    from thunder_fsdp_sched.measuring import StepCounter
+    from thunder_fsdp_sched.tools.step_counter import StepCounter
 
     from live_memory import LiveMemory
     from netns import sent_bytes
@@ -146,7 +146,7 @@ def count(system: Any, tokens: Any, world_size: int, whole_bytes: int, arguments
 
 def copied_gradients(backward: Any) -> dict[str, int]:
     """Bytes of each gradient that nobody writes where its reduction reads it, by the parameter's name."""
-    from thunder_fsdp_sched.symbols import GRAD_WRITERS, fsdp_reduce_scatter
+    from thunder_fsdp_sched.trace.symbols import GRAD_WRITERS, fsdp_reduce_scatter
 
     written = {b.output.name for b in backward.bound_symbols if b.sym.name in GRAD_WRITERS}
     copied = {}
@@ -161,7 +161,7 @@ def copied_gradients(backward: Any) -> dict[str, int]:
 
 def promises(figures: dict[str, dict[str, Any]], blocks: int, world_size: int) -> list[tuple[bool, str]]:
     """What this project promises, whether it holds, and the figure."""
-    from thunder_fsdp_sched.report import human_bytes
+    from thunder_fsdp_sched.tools.report import human_bytes
 
     made = []
     for name, of_one in figures.items():
@@ -193,7 +193,7 @@ def promises(figures: dict[str, dict[str, Any]], blocks: int, world_size: int) -
 
 def finish(arguments: argparse.Namespace, figures: dict[str, dict[str, Any]], world_size: int) -> None:
     from thunder_fsdp_sched.demo.show import make_console
-    from thunder_fsdp_sched.report import human_bytes
+    from thunder_fsdp_sched.tools.report import human_bytes
 
     console = make_console()
     whole = next(iter(figures.values()))["all_parameter_bytes"]
@@ -214,7 +214,7 @@ def finish(arguments: argparse.Namespace, figures: dict[str, dict[str, Any]], wo
 
 
 def moved_table(figures: dict[str, dict[str, Any]]) -> Any:
-    from thunder_fsdp_sched.report import human_bytes
+    from thunder_fsdp_sched.tools.report import human_bytes
 
     def operators(of_one: dict[str, Any]) -> str:
         return " / ".join(str(of_one["operators"][kind][0]) for kind in ("copy", "concatenation", "cast"))
@@ -234,7 +234,7 @@ def moved_table(figures: dict[str, dict[str, Any]]) -> Any:
 
 
 def memory_table(figures: dict[str, dict[str, Any]]) -> Any:
-    from thunder_fsdp_sched.report import human_bytes
+    from thunder_fsdp_sched.tools.report import human_bytes
 
     def part(key: str) -> Callable[[dict[str, Any]], str]:
         return lambda f: f"{f[key] / f['all_parameter_bytes']:.3f}"

@@ -200,7 +200,7 @@ def _distance(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 def profile(setup: Setup, name: str) -> dict[str, Any]:
     """Profile one step of a case, and simulate it."""
-    from thunder_fsdp_sched.measure import MeasuredCost, measure
+    from thunder_fsdp_sched.tools.profiler import MeasuredCost, measure
 
     import torch.distributed as dist
     from gpu_trace import read
@@ -275,8 +275,8 @@ def measured(activities: list[Any]) -> dict[str, Any]:
 
 
 def _preset(setup: Setup) -> Any:
-    from thunder_fsdp_sched.clusters import preset_of_gpu
-    from thunder_fsdp_sched.cost import AnalyticCost
+    from thunder_fsdp_sched.simulator.clusters import preset_of_gpu
+    from thunder_fsdp_sched.simulator.cost import AnalyticCost
 
     import torch
 
@@ -289,7 +289,7 @@ def _preset(setup: Setup) -> Any:
 
 def simulated(compiled: Any, cost: Any) -> dict[str, Any]:
     """The step of a compiled pair of traces as the simulator sees it."""
-    from thunder_fsdp_sched.simulate import simulate
+    from thunder_fsdp_sched.simulator.simulate import simulate
 
     timeline = simulate(compiled.forward, compiled.backward, cost)
     return {

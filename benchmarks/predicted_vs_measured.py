@@ -62,7 +62,7 @@ def parse() -> argparse.Namespace:
 
 def run_rank(arguments: argparse.Namespace) -> None:
     import thunder_fsdp_sched
-    from thunder_fsdp_sched.measure import measure
+    from thunder_fsdp_sched.tools.profiler import measure
 
     import thunder
     import torch
@@ -138,8 +138,8 @@ def report(
     profile: Any, jitted: dict[tuple[str, int], Any], times: dict[tuple[str, int], list[tuple[float, float]]]
 ) -> None:
     """Prints a line for each configuration: what the profile says of its parts, measured times, and the prediction."""
-    from thunder_fsdp_sched.measure import MeasuredCost
-    from thunder_fsdp_sched.simulate import simulate
+    from thunder_fsdp_sched.simulator.simulate import simulate
+    from thunder_fsdp_sched.tools.profiler import MeasuredCost
 
     import thunder
 

@@ -10,7 +10,7 @@ Seconds are of forward and backward without the optimizer, of the slowest rank. 
 
 * By formula: what the transports say that a rank sends, for each collective in the traces. gloo does a reduce-scatter as
   an all-reduce, which is twice that for gradients. Sent: what the kernel counted on the interface, headers included.
-* Copies, calls and memory are counted in untimed steps, by ``thunder_fsdp_sched.measuring``. Casts are those into
+* Copies, calls and memory are counted in untimed steps, by ``thunder_fsdp_sched.tools.step_counter``. Casts are those into
   memory that collectives read, and of what reductions gave; they are among the copies. What the model converts itself
   is not (Thunder's layer norms on CPU convert bfloat16 weights that they have broadcast), but is in the JSON file.
 """
@@ -136,7 +136,7 @@ def measure(arguments: argparse.Namespace, ways: dict[str, dict[str, Any]]) -> d
 
 def by_formula(transform: Any) -> dict[str, int]:
     """What the transports say of the collectives in the traces."""
-    from thunder_fsdp_sched.symbols import fsdp_all_gather, fsdp_reduce_scatter
+    from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_reduce_scatter
     from thunder_fsdp_sched.transports import TRANSPORTS
 
     schedule = transform.compiled[-1].schedule
@@ -161,7 +161,7 @@ def by_formula(transform: Any) -> dict[str, int]:
 
 def counted(system: Any, tokens: Any) -> dict[str, int]:
     """What one step copies, casts, issues and keeps live on this rank."""
-    from thunder_fsdp_sched.measuring import StepCounter
+    from thunder_fsdp_sched.tools.step_counter import StepCounter
 
     from systems import step
 
@@ -242,7 +242,7 @@ def report(arguments: argparse.Namespace, tables: dict[str, dict[str, dict[str, 
 
 
 def table(title: str, figures: dict[str, dict[str, Any]]) -> Any:
-    from thunder_fsdp_sched.report import human_bytes
+    from thunder_fsdp_sched.tools.report import human_bytes
 
     from rich import box
     from rich.table import Table

@@ -266,7 +266,7 @@ class Alone:
     """
 
     def __init__(self, transform: Any, groups: dict[str, Any]) -> None:
-        from thunder_fsdp_sched.symbols import fsdp_all_gather, fsdp_reduce_scatter
+        from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_reduce_scatter
 
         self.groups = groups
         self.calls: list[tuple[str, bool, torch.Tensor, torch.Tensor]] = []
@@ -312,7 +312,7 @@ def counters(arguments: argparse.Namespace) -> list[int]:
 
 def report(arguments: argparse.Namespace, figures: dict[str, dict[str, Any]], nbytes: dict[str, int]) -> None:
     from thunder_fsdp_sched.demo.show import make_console
-    from thunder_fsdp_sched.report import human_bytes
+    from thunder_fsdp_sched.tools.report import human_bytes
 
     from rich import box
     from rich.table import Table

@@ -5,7 +5,7 @@ One process traces the model on the meta device as rank 0 of 64 sees it, and sim
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.demo.model import GPT
-from thunder_fsdp_sched.planner import plan_step
+from thunder_fsdp_sched.tools.dry_run import plan_step
 
 import torch
 

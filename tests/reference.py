@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import fsdp, full_state_dict
-from thunder_fsdp_sched.sharding import gather_param
+from thunder_fsdp_sched.sharding.sharded_module import gather_param
 
 import thunder
 import torch

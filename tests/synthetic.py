@@ -1,11 +1,11 @@
 """Traces built straight from symbols: thousands of shapes in seconds, nothing is compiled and nothing communicates."""
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.buckets import BucketSpec, ParamSpec
-from thunder_fsdp_sched.buffers import Arena, Bucket
-from thunder_fsdp_sched.groups import Group, Ranks
-from thunder_fsdp_sched.layout import plan_layout
-from thunder_fsdp_sched.symbols import fsdp_all_gather, fsdp_wait_params
+from thunder_fsdp_sched.distributed.process_groups import Group, Ranks
+from thunder_fsdp_sched.plan.buckets import BucketSpec, ParamSpec
+from thunder_fsdp_sched.plan.layout import plan_layout
+from thunder_fsdp_sched.runtime.buffers import Arena, Bucket
+from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_wait_params
 from thunder_fsdp_sched.transports.flat import Flat
 
 import torch

@@ -88,14 +88,13 @@ def test_the_flight_recorder_names_the_line_and_so_the_bucket_of_a_collective(ra
 def messages_in_the_source() -> list[str]:
     """Every text in the package, with a NUL for each value that is filled in."""
     found = []
-    for folder in (ROOT / "thunder_fsdp_sched", ROOT / "transforms"):
-        for path in folder.rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.JoinedStr):
-                    parts = (v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
-                    found.append("".join(map(str, parts)))
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(node.value)
+    for path in (ROOT / "thunder_fsdp_sched").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
     return [text.replace("`", "") for text in found]
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import thunder_fsdp_sched as tfs  # before thunder
-from thunder_fsdp_sched.planner import PlannedStep
+from thunder_fsdp_sched.tools.dry_run import PlannedStep
 
 import pytest
 import torch

@@ -14,8 +14,8 @@ from typing import Any
 
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.logs import describe_change
+from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.transform import FSDPTransform
 
 import pytest

@@ -64,14 +64,7 @@ def metadata(wheel: Path) -> email.message.Message:
 
 def modules_of_the_tree() -> set[str]:
     """The path in a wheel of every module in the work tree."""
-    wings = {"thunder_fsdp_sched": ROOT / "thunder_fsdp_sched", "thunder_fsdp_sched/transforms": ROOT / "transforms"}
-    return {
-        f"{prefix}/{path.relative_to(folder).as_posix()}"
-        for prefix, folder in wings.items()
-        for path in folder.rglob("*.py")
-        # Through the symlink, some versions of Python list the passes twice.
-        if path.relative_to(folder).parts[0] != "transforms"
-    }
+    return {path.relative_to(ROOT).as_posix() for path in (ROOT / "thunder_fsdp_sched").rglob("*.py")}
 
 
 def import_elsewhere(tmp_path: Path, set_up: str) -> str:
@@ -119,7 +112,7 @@ def test_the_sdist_is_enough_to_build_the_same_wheel(sdist, wheel, tmp_path):
             assert name.endswith("/RECORD") or one.read(name) == other.read(name), name
     unpacked = tmp_path / "thunder_fsdp_sched-0.1.0"
     assert (unpacked / "LICENSE").is_file()
-    assert (unpacked / "transforms" / "__init__.py").is_file()
+    assert (unpacked / "thunder_fsdp_sched" / "transforms" / "__init__.py").is_file()
 
 
 def test_the_wheel_imports_from_an_empty_folder(wheel, tmp_path):
@@ -136,19 +129,19 @@ def test_an_editable_install_imports_from_an_empty_folder(tree, tmp_path, symlin
     copy = tmp_path / "tree"
     shutil.copytree(tree, copy, symlinks=True)
     if not symlink:
-        (copy / "thunder_fsdp_sched" / "transforms").unlink()
+        (copy / "transforms").unlink()
     site = tmp_path / "site"
     with zipfile.ZipFile(build("editable", copy, tmp_path / "out")) as archive:
         archive.extractall(site)
     found = import_elsewhere(tmp_path, f"site.addsitedir({str(site)!r})").split()
-    home = Path(os.path.realpath(copy))
-    assert found == [str(home / "thunder_fsdp_sched" / "__init__.py"), str(home / "transforms" / "__init__.py")]
+    home = Path(os.path.realpath(copy)) / "thunder_fsdp_sched"
+    assert found == [str(home / "__init__.py"), str(home / "transforms" / "__init__.py")]
 
 
 def test_the_work_tree_has_the_symlink():
-    link = ROOT / "thunder_fsdp_sched" / "transforms"
-    assert os.readlink(link) == os.path.join("..", "transforms")
-    assert link.resolve() == ROOT / "transforms"
+    link = ROOT / "transforms"
+    assert os.readlink(link) == os.path.join("thunder_fsdp_sched", "transforms")
+    assert link.resolve() == ROOT / "thunder_fsdp_sched" / "transforms"
 
 
 def test_the_metadata_says_what_it_needs(wheel):

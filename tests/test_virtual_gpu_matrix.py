@@ -12,7 +12,7 @@ from typing import Any
 
 import thunder_fsdp_sched
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.measure import measure
+from thunder_fsdp_sched.tools.profiler import measure
 
 import pytest
 import thunder

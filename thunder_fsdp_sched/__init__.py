@@ -8,9 +8,12 @@ from . import compat
 compat.prepare()
 compat.import_thunder()
 
+from .agreement.consistency import ScheduleDisagreement
 from .api import fsdp
-from .buckets import BucketSpec, ParamSpec, Plan
-from .checkpoint import (
+from .plan.buckets import BucketSpec, ParamSpec, Plan
+from .plugin import FSDPSched
+from .trace.schedule import CommOp, Schedule, StepSchedule
+from .training.checkpoint import (
     CheckpointError,
     full_state_dict,
     get_model_state_dict,
@@ -21,14 +24,11 @@ from .checkpoint import (
     save_checkpoint,
     save_safetensors,
 )
-from .consistency import ScheduleDisagreement
-from .eager import eager
-from .gradients import clip_grad_norm_, discard_unreduced
-from .plugin import FSDPSched
-from .schedule import CommOp, Schedule, StepSchedule
+from .training.eager import eager
+from .training.gradients import clip_grad_norm_, discard_unreduced
+from .training.whole_parameters import WholeParameters
 from .transform import CompiledTraces, FSDPTransform
 from .transforms import ScheduleMismatch, VerificationError
-from .whole_parameters import WholeParameters
 
 __all__ = [
     "BucketSpec",

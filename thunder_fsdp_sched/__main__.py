@@ -15,11 +15,11 @@ import typer
 from .api import fsdp
 from .demo import DemoOptions, run_demo
 from .demo.show import make_console
-from .fake_ranks import compile_as_rank
-from .planner import check_made, find_model, plan_step
-from .plot import plot_timelines, save_perfetto
-from .report import before_and_after, plan_table, planned_step_table
-from .schedule import load_schedules
+from .tools.dry_run import check_made, find_model, plan_step
+from .tools.fake_ranks import compile_as_rank
+from .tools.plot import plot_timelines, save_perfetto
+from .tools.report import before_and_after, plan_table, planned_step_table
+from .trace.schedule import load_schedules
 
 __all__ = ["app"]
 

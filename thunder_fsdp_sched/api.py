@@ -12,10 +12,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from .buckets import ParamSpec
-from .clusters import ClusterSpec
 from .options import check_options
-from .schedule import StepSchedule
+from .plan.buckets import ParamSpec
+from .simulator.clusters import ClusterSpec
+from .trace.schedule import StepSchedule
 from .transform import FSDPTransform
 
 __all__ = ["fsdp"]

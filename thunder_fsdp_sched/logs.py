@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from .buffers import Slot
-from .schedule import is_communication
-from .traces import statements
+from .runtime.buffers import Slot
+from .trace.inspection import statements
+from .trace.schedule import is_communication
 
 __all__ = ["LOGGER", "Progress", "describe_change", "log_pass"]
 

@@ -14,11 +14,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from .buckets import BucketingStrategy, ParamSpec
-from .clusters import ClusterSpec
-from .clusters import cluster as cluster_by_name
-from .groups import Group
-from .schedule import StepSchedule, load_schedules
+from .distributed.process_groups import Group
+from .plan.buckets import BucketingStrategy, ParamSpec
+from .simulator.clusters import ClusterSpec
+from .simulator.clusters import cluster as cluster_by_name
+from .trace.schedule import StepSchedule, load_schedules
 from .transports import TRANSPORTS
 
 __all__ = ["Options", "check_options", "resolve_device"]

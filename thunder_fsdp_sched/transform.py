@@ -43,23 +43,22 @@ from thunder.distributed import get_skip_data_parallel_grad_sync
 from thunder.executors.passes import del_last_used
 from thunder.extend import Executor, FusionExecutor
 
-from . import symbols
-from .audit import audited
-from .buckets import Plan
-from .choose import Choice, choose, room_for_gathers, room_for_slots
-from .clusters import cluster_of_this_process
+from .agreement.control import Run
 from .compat import quiet_no_sync, refuse_foreign_state_dicts
-from .computation import computation_of, trace_lines
-from .control import Run
-from .cost import AnalyticCost
-from .describing import NO_CALL, Call, count_issues, read_call
-from .jitted_state import hold_entries
 from .logs import LOGGER, log_pass
 from .options import Options
-from .precision import attach_casts, cast_inputs
-from .schedule import Schedule, StepSchedule, compute_digest, read_program, read_schedule, save_schedules
-from .sharding import ShardedModule, gather_param
-from .traces import is_backward_trace, split_joint, statements
+from .plan.buckets import Plan
+from .sharding.input_casts import attach_casts, cast_inputs
+from .sharding.jitted_state import hold_entries
+from .sharding.sharded_module import ShardedModule, gather_param
+from .simulator.autotune import Choice, choose, room_for_gathers, room_for_slots
+from .simulator.clusters import cluster_of_this_process
+from .simulator.cost import AnalyticCost
+from .trace import symbols
+from .trace.computation import computation_of, trace_lines
+from .trace.descriptions import NO_CALL, Call, count_issues, read_call
+from .trace.inspection import is_backward_trace, split_joint, statements
+from .trace.schedule import Schedule, StepSchedule, compute_digest, read_program, read_schedule, save_schedules
 from .transforms import (
     ScheduleMismatch,
     bucket_communication,
@@ -84,6 +83,7 @@ from .transforms import (
     verify,
     write_grads_in_place,
 )
+from .transforms.audit import audited
 
 __all__ = ["CompiledTraces", "FSDPTransform", "find_transform"]
 

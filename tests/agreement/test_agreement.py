@@ -7,7 +7,8 @@ import importlib.metadata
 from datetime import timedelta
 from unittest import mock
 
-from thunder_fsdp_sched import ScheduleDisagreement, fsdp, sharding
+from thunder_fsdp_sched import ScheduleDisagreement, fsdp
+from thunder_fsdp_sched.sharding import sharded_module
 
 import pytest
 import thunder
@@ -138,14 +139,16 @@ def test_ranks_that_shard_differently_are_told_before_any_collective(ranks: Rank
 
 
 def _rank_1_does_not_come(rank: int, world_size: int) -> None:
-    with mock.patch.object(sharding, "_AGREEMENT_TIMEOUT", timedelta(seconds=1)):
+    with mock.patch.object(sharded_module, "_AGREEMENT_TIMEOUT", timedelta(seconds=1)):
         if rank == 0:
             with pytest.raises(
                 ScheduleDisagreement, match=r"rank 1 did not come to thunder\.jit\(.*\) within 1 s of rank 0"
             ):
                 _jit(TwoWays())
         else:
-            next(sharding._numbers[dist.group.WORLD.group_name])  # the next module is the next one on this rank, too
+            next(
+                sharded_module._numbers[dist.group.WORLD.group_name]
+            )  # the next module is the next one on this rank, too
 
 
 def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched import ScheduleDisagreement, channel, fsdp, full_state_dict, transform
-from thunder_fsdp_sched.traces import AGREEMENT, statements
+from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict, transform
+from thunder_fsdp_sched.agreement import channel
+from thunder_fsdp_sched.trace.inspection import AGREEMENT, statements
 from thunder_fsdp_sched.transforms import insert_agreement
 
 import pytest

@@ -20,8 +20,7 @@ from thunder_fsdp_sched.demo.model import GPT
 from thunder_fsdp_sched.demo.show import comparison
 from thunder_fsdp_sched.demo.text import read_text, sample
 from thunder_fsdp_sched.demo.training import Run
-from thunder_fsdp_sched.measuring import StepCounter, StepCounts
-from thunder_fsdp_sched.report import (
+from thunder_fsdp_sched.tools.report import (
     before_and_after,
     communication_lines,
     human_bytes,
@@ -29,6 +28,7 @@ from thunder_fsdp_sched.report import (
     schedule_table,
     summarize_thunder,
 )
+from thunder_fsdp_sched.tools.step_counter import StepCounter, StepCounts
 
 import pytest
 import thunder
@@ -116,7 +116,7 @@ def test_trace_command_shows_a_factorys_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_training_example_trains(tmp_path: Path) -> None:
-    script = (Path(__file__).parents[1] / "examples" / "train.py").read_text()
+    script = (Path(__file__).parents[2] / "examples" / "train.py").read_text()
     (tmp_path / "train.py").write_text(script)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"],
@@ -134,7 +134,7 @@ def test_the_training_example_trains(tmp_path: Path) -> None:
 
 
 def _restartable_script() -> str:
-    return (Path(__file__).parents[1] / "examples" / "resume.py").read_text()
+    return (Path(__file__).parents[2] / "examples" / "resume.py").read_text()
 
 
 def test_the_restartable_example_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ REPETITIONS = 2
 _SCRIPT = """
 import os, sys, threading
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched import symbols
-from thunder_fsdp_sched.buffers import slot_bytes
+from thunder_fsdp_sched.trace import symbols
+from thunder_fsdp_sched.runtime.buffers import slot_bytes
 import thunder, torch, torch.distributed as dist
 from datetime import timedelta
 

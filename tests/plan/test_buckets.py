@@ -1,6 +1,6 @@
 """Blocks are found from the module tree, and buckets never mix what cannot travel together."""
 
-from thunder_fsdp_sched.buckets import BucketingStrategy, ParamSpec, make_plan, named_blocks
+from thunder_fsdp_sched.plan.buckets import BucketingStrategy, ParamSpec, make_plan, named_blocks
 
 import pytest
 import torch

@@ -2,7 +2,7 @@
 
 import math
 
-from thunder_fsdp_sched.layout import ALIGNMENT, Layout, plan_layout
+from thunder_fsdp_sched.plan.layout import ALIGNMENT, Layout, plan_layout
 
 import pytest
 import torch

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
-from thunder_fsdp_sched import clip_grad_norm_, fsdp, full_state_dict, load_checkpoint, save_checkpoint, sending
+from thunder_fsdp_sched import clip_grad_norm_, fsdp, full_state_dict, load_checkpoint, save_checkpoint
+from thunder_fsdp_sched.runtime import shard_source
 from thunder_fsdp_sched.transports.symmetric_memory import SymmetricMemory
 
 import pytest
@@ -44,7 +45,9 @@ def _offload(rank: int, world_size: int, strategy: str, policy: MixedPrecisionPo
         options = dict(sharding_strategy=strategy, mp_policy=policy, device="cpu")
         model = thunder.jit(_model(), transforms=[transform := fsdp(offload_policy=offload, **options)])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        with mock.patch.object(sending.Load, "shard", autospec=True, side_effect=sending.Load.shard) as loaded:
+        with mock.patch.object(
+            shard_source.Load, "shard", autospec=True, side_effect=shard_source.Load.shard
+        ) as loaded:
             norms = _train(rank, model, optimizer, range(2))
         assert bool(loaded.call_count) == isinstance(offload, CPUOffloadPolicy)
         if folder is not None:
@@ -101,16 +104,16 @@ def test_parameters_are_bit_equal_to_those_of_fsdp2(ranks: Ranks) -> None:
 def _nothing_stays(rank: int, world_size: int) -> None:
     model = thunder.jit(_model(), transforms=[transform := fsdp(offload_policy=CPUOffloadPolicy())])
     sent = []
-    load = sending.Load.shard
+    load = shard_source.Load.shard
 
-    def spy(self: sending.Load, *, again: bool) -> torch.Tensor:
+    def spy(self: shard_source.Load, *, again: bool) -> torch.Tensor:
         alive = sum(torch.UntypedStorage._expired(ref) is False for ref in sent)
         assert alive <= 2, "more copies of shards than gathers in flight"
         copy = load(self, again=again)
         sent.append(copy.untyped_storage()._weak_ref())
         return copy
 
-    with mock.patch.object(sending.Load, "shard", spy):
+    with mock.patch.object(shard_source.Load, "shard", spy):
         for step in range(2):
             model(_inputs(step, rank)).square().mean().backward()
     assert len(sent) > len(transform.plan)

@@ -6,8 +6,8 @@ from collections import Counter
 from unittest import mock
 
 from thunder_fsdp_sched import fsdp, full_state_dict, testing, transform
-from thunder_fsdp_sched.symbols import fsdp_wait_params
-from thunder_fsdp_sched.traces import args_of, outs_of
+from thunder_fsdp_sched.trace.inspection import args_of, outs_of
+from thunder_fsdp_sched.trace.symbols import fsdp_wait_params
 
 import pytest
 import thunder

@@ -6,8 +6,8 @@ import dataclasses
 
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import testing
-from thunder_fsdp_sched.clusters import cluster
 from thunder_fsdp_sched.options import parse_bytes
+from thunder_fsdp_sched.simulator.clusters import cluster
 
 import pytest
 from test_testing import make

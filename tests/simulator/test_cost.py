@@ -7,9 +7,11 @@ import math
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.buckets import BucketSpec, ParamSpec, Travel
-from thunder_fsdp_sched.buffers import Arena, Bucket
-from thunder_fsdp_sched.clusters import (
+from thunder_fsdp_sched.distributed.process_groups import Group, Ranks
+from thunder_fsdp_sched.plan.buckets import BucketSpec, ParamSpec, Travel
+from thunder_fsdp_sched.plan.layout import plan_layout
+from thunder_fsdp_sched.runtime.buffers import Arena, Bucket
+from thunder_fsdp_sched.simulator.clusters import (
     CLUSTERS,
     ClusterSpec,
     Efficiency,
@@ -18,14 +20,18 @@ from thunder_fsdp_sched.clusters import (
     cluster_of_this_process,
     preset_of_gpu,
 )
-from thunder_fsdp_sched.cost import AnalyticCost, bytes_of, flops_of, ring_seconds
-from thunder_fsdp_sched.groups import Group, Ranks
-from thunder_fsdp_sched.layout import plan_layout
-from thunder_fsdp_sched.measure import measure
-from thunder_fsdp_sched.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes
-from thunder_fsdp_sched.simulate import simulate
-from thunder_fsdp_sched.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params, is_there
+from thunder_fsdp_sched.simulator.cost import AnalyticCost, bytes_of, flops_of, ring_seconds
+from thunder_fsdp_sched.simulator.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes
+from thunder_fsdp_sched.simulator.simulate import simulate
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
+from thunder_fsdp_sched.tools.profiler import measure
+from thunder_fsdp_sched.trace.symbols import (
+    fsdp_all_gather,
+    fsdp_reduce_scatter,
+    fsdp_wait_grads,
+    fsdp_wait_params,
+    is_there,
+)
 from thunder_fsdp_sched.transports import TRANSPORTS, Traffic
 from thunder_fsdp_sched.transports.all_to_all import AllToAll
 from thunder_fsdp_sched.transports.flat import Flat

@@ -9,18 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.buckets import BucketSpec, ParamSpec
-from thunder_fsdp_sched.buffers import Arena, Bucket
-from thunder_fsdp_sched.cost import Seconds, runs_nothing
-from thunder_fsdp_sched.groups import Group, Ranks
-from thunder_fsdp_sched.layout import plan_layout
-from thunder_fsdp_sched.simulate import COMPUTE, Timeline, simulate
-from thunder_fsdp_sched.symbols import (
-    fsdp_all_gather,
-    fsdp_reduce_scatter,
-    fsdp_wait_grads,
-    fsdp_wait_params,
-)
+from thunder_fsdp_sched.distributed.process_groups import Group, Ranks
+from thunder_fsdp_sched.plan.buckets import BucketSpec, ParamSpec
+from thunder_fsdp_sched.plan.layout import plan_layout
+from thunder_fsdp_sched.runtime.buffers import Arena, Bucket
+from thunder_fsdp_sched.simulator.cost import Seconds, runs_nothing
+from thunder_fsdp_sched.simulator.simulate import COMPUTE, Timeline, simulate
+from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from thunder_fsdp_sched.transforms import plan_slots, sort_communication
 from thunder_fsdp_sched.transports.flat import Flat
 

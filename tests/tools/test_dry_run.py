@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.__main__ import app
-from thunder_fsdp_sched.planner import find_model, plan_step
-from thunder_fsdp_sched.schedule import load_schedules
+from thunder_fsdp_sched.tools.dry_run import find_model, plan_step
+from thunder_fsdp_sched.trace.schedule import load_schedules
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_a_plan_tells_the_step_and_writes_what_was_asked_for(tmp_path):
     pytest.importorskip("matplotlib")
     files = [tmp_path / name for name in ("step.png", "step.json", "one.json")]
     outputs = ["--picture", str(files[0]), "--perfetto", str(files[1]), "--schedule", str(files[2])]
-    done = invoke("plan", "--model", "test_planner:make_on_meta", "--world-size", "16", *outputs)
+    done = invoke("plan", "--model", "test_dry_run:make_on_meta", "--world-size", "16", *outputs)
     assert done.exit_code == 0, done.output
     assert "scheduled" in done.output and "unsorted" in done.output and "blocks.1" in done.output
     assert all(file.stat().st_size for file in files)
@@ -35,7 +35,7 @@ def test_a_plan_tells_the_step_and_writes_what_was_asked_for(tmp_path):
 
     assert invoke("diff", str(files[2]), str(files[2])).exit_code == 0
     other = tmp_path / "other.json"
-    again = ["plan", "--model", "test_planner:make_on_meta", "--world-size", "16", "--schedule", str(other)]
+    again = ["plan", "--model", "test_dry_run:make_on_meta", "--world-size", "16", "--schedule", str(other)]
     assert invoke(*again, "--prefetch", "0").exit_code == 0
     difference = invoke("diff", str(files[2]), str(other))
     assert difference.exit_code == 1
@@ -45,21 +45,21 @@ def test_a_plan_tells_the_step_and_writes_what_was_asked_for(tmp_path):
 def test_a_hybrid_step_is_planned_on_both_kinds_of_links():
     shown = {}
     for replicas in ("1", "8"):
-        done = invoke("plan", "--model", "test_planner:make_on_meta", "--world-size", "64", "--replicas", replicas)
+        done = invoke("plan", "--model", "test_dry_run:make_on_meta", "--world-size", "64", "--replicas", replicas)
         assert done.exit_code == 0, done.output
         shown[replicas] = done.output
     assert "8 x 8" in shown["8"] and "8 x 8" not in shown["1"]
     step = plan_step(make_on_meta, world_size=64, replicas=8, on="h100-sxm")
     assert set(step.after.communication_seconds) == {"mesh_shard", "mesh_replicate"}
     assert all(seconds > 0 for seconds in step.after.communication_seconds.values())
-    refused = invoke("plan", "--model", "test_planner:make_on_meta", "--world-size", "64", "--replicas", "7")
+    refused = invoke("plan", "--model", "test_dry_run:make_on_meta", "--world-size", "64", "--replicas", "7")
     assert "replicas: 64 ranks cannot hold 7 copies" in " ".join(refused.output.split())
 
 
 def test_an_unknown_model_or_cluster_is_refused_by_name():
     with pytest.raises(ValueError, match="'no-such-model' is neither"):
         find_model("no-such-model", batch=1, length=8, dtype=torch.bfloat16)
-    assert "nowhere" in invoke("plan", "--model", "test_planner:make_on_meta", "--cluster", "nowhere").output
+    assert "nowhere" in invoke("plan", "--model", "test_dry_run:make_on_meta", "--cluster", "nowhere").output
     assert "no_such_module" in invoke("plan", "--model", "no_such_module:make").output
 
 
@@ -77,16 +77,16 @@ NOT_A_FUNCTION = 3
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("plan", "--model", "test_planner:make_on_meta", "--dtype", "foo"), "torch has no dtype 'foo'"),
-        (("plan", "--model", "test_planner:make_on_meta", "--dtype", "nn"), "torch has no dtype 'nn'"),
-        (("plan", "--model", "test_planner:make_nothing"), "'make_nothing' must return (module, args)"),
-        (("plan", "--model", "test_planner:make_a_list"), "but returned a list"),
-        (("plan", "--model", "test_planner:NOT_A_FUNCTION"), "is of type int, not a function that makes a model"),
-        (("plan", "--model", "test_planner:make_on_meta", "--bucketing", "foo"), "foo"),
+        (("plan", "--model", "test_dry_run:make_on_meta", "--dtype", "foo"), "torch has no dtype 'foo'"),
+        (("plan", "--model", "test_dry_run:make_on_meta", "--dtype", "nn"), "torch has no dtype 'nn'"),
+        (("plan", "--model", "test_dry_run:make_nothing"), "'make_nothing' must return (module, args)"),
+        (("plan", "--model", "test_dry_run:make_a_list"), "but returned a list"),
+        (("plan", "--model", "test_dry_run:NOT_A_FUNCTION"), "is of type int, not a function that makes a model"),
+        (("plan", "--model", "test_dry_run:make_on_meta", "--bucketing", "foo"), "foo"),
         (("plan", "--model", ":make"), "cannot be imported"),
-        (("trace", "test_planner:make_nothing"), "must return (module, args)"),
-        (("trace", "test_planner:NOT_A_FUNCTION"), "is of type int, not a function that makes a model"),
-        (("trace", "test_planner:make_on_meta", "--bucketing", "foo"), "foo"),
+        (("trace", "test_dry_run:make_nothing"), "must return (module, args)"),
+        (("trace", "test_dry_run:NOT_A_FUNCTION"), "is of type int, not a function that makes a model"),
+        (("trace", "test_dry_run:make_on_meta", "--bucketing", "foo"), "foo"),
         (("diff", "nowhere.json", "nowhere.json"), "nowhere.json"),
     ],
 )

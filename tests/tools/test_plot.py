@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.clusters import cluster
-from thunder_fsdp_sched.cost import AnalyticCost
-from thunder_fsdp_sched.simulate import simulate
-from thunder_fsdp_sched.symbols import fsdp_all_gather
+from thunder_fsdp_sched.simulator.clusters import cluster
+from thunder_fsdp_sched.simulator.cost import AnalyticCost
+from thunder_fsdp_sched.simulator.simulate import simulate
+from thunder_fsdp_sched.trace.symbols import fsdp_all_gather
 from thunder_fsdp_sched.transforms import plan_slots, sort_communication
 
 import pytest
@@ -24,7 +24,7 @@ def timeline():
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_a_picture_is_drawn_for_each_timeline(timeline, tmp_path, ending):
     pytest.importorskip("matplotlib")
-    from thunder_fsdp_sched.plot import plot_timelines
+    from thunder_fsdp_sched.tools.plot import plot_timelines
 
     figure = plot_timelines([("before", timeline), ("after", timeline)], tmp_path / f"steps.{ending}")
     assert (tmp_path / f"steps.{ending}").stat().st_size > 1000
@@ -36,7 +36,7 @@ def test_a_picture_is_drawn_for_each_timeline(timeline, tmp_path, ending):
 
 
 def test_a_perfetto_file_holds_every_collective_with_its_times(timeline, tmp_path):
-    from thunder_fsdp_sched.plot import save_perfetto
+    from thunder_fsdp_sched.tools.plot import save_perfetto
 
     save_perfetto(timeline, tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]

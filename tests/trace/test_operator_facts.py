@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.operator_facts import facts_of
-from thunder_fsdp_sched.traces import Aliases
+from thunder_fsdp_sched.trace.inspection import Aliases
+from thunder_fsdp_sched.trace.operator_facts import facts_of
 
 import torch
 from operator_calls import Call, calls

@@ -10,10 +10,10 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp, full_state_dict, get_model_state_dict, load_checkpoint, save_checkpoint
-from thunder_fsdp_sched.checkpoint import RowPiece
-from thunder_fsdp_sched.jitted_state import rows_by_name
-from thunder_fsdp_sched.pieces import local_rows
-from thunder_fsdp_sched.sharding import gather_param
+from thunder_fsdp_sched.sharding.jitted_state import rows_by_name
+from thunder_fsdp_sched.sharding.row_pieces import local_rows
+from thunder_fsdp_sched.sharding.sharded_module import gather_param
+from thunder_fsdp_sched.training.checkpoint import RowPiece
 
 import pytest
 import thunder

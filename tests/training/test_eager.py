@@ -12,7 +12,7 @@ from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.buffers import slot_bytes
+from thunder_fsdp_sched.runtime.buffers import slot_bytes
 from thunder_fsdp_sched.transports.flat import Flat
 
 import pytest
@@ -287,5 +287,5 @@ def _run_readme(rank: int, world_size: int, code: str) -> None:
 
 
 def test_the_readmes_loop_generates(ranks: Ranks) -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
     ranks.run(_run_readme, next(b for b in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "tfs.eager" in b))

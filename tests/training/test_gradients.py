@@ -9,7 +9,7 @@ import pickle
 from typing import Any
 
 from thunder_fsdp_sched import clip_grad_norm_, fsdp, full_state_dict
-from thunder_fsdp_sched.jitted_state import rows_by_name
+from thunder_fsdp_sched.sharding.jitted_state import rows_by_name
 
 import pytest
 import thunder

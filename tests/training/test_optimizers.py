@@ -12,7 +12,7 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import WholeParameters, fsdp, full_state_dict
-from thunder_fsdp_sched.sharding import gather_param
+from thunder_fsdp_sched.sharding.sharded_module import gather_param
 
 import pytest
 import thunder

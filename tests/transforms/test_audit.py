@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import audit, fsdp, operator_facts, traces
-from thunder_fsdp_sched.audit import fsdp_audit
-from thunder_fsdp_sched.operator_facts import Facts
-from thunder_fsdp_sched.transforms import VerificationError
+from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.trace import inspection, operator_facts
+from thunder_fsdp_sched.trace.operator_facts import Facts
+from thunder_fsdp_sched.transforms import VerificationError, audit
+from thunder_fsdp_sched.transforms.audit import fsdp_audit
 
 import pytest
 import thunder
@@ -87,7 +88,7 @@ def _lie_about_views(backward: bool) -> Iterator[None]:
             return facts._replace(aliases={})
         return facts
 
-    with mock.patch.object(traces, "facts_of", facts_of):
+    with mock.patch.object(inspection, "facts_of", facts_of):
         yield
 
 
@@ -180,7 +181,7 @@ def _operators_that_write(rank: int, world_size: int) -> None:
 
         with (
             mock.patch.object(audit, "facts_of", known),
-            mock.patch.object(traces, "facts_of", known),
+            mock.patch.object(inspection, "facts_of", known),
             pytest.raises(VerificationError, match=r"changes parameter 'b.weight'(.|\n)*known not to write"),
         ):
             _jit_with_operator()(x)

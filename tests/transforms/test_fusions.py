@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, full_state_dict, testing, transforms
-from thunder_fsdp_sched.sharding import gather_param
-from thunder_fsdp_sched.symbols import fsdp_all_gather, fsdp_cut, fsdp_wait_params
-from thunder_fsdp_sched.traces import args_of, forward_part, outs_of
+from thunder_fsdp_sched.sharding.sharded_module import gather_param
+from thunder_fsdp_sched.trace.inspection import args_of, forward_part, outs_of
+from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_cut, fsdp_wait_params
 
 import nvfuser_standin
 import pytest

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from thunder_fsdp_sched.measuring import StepCounter
-from thunder_fsdp_sched.symbols import fsdp_all_gather, is_there
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
-from thunder_fsdp_sched.traces import has_backward, return_of
+from thunder_fsdp_sched.tools.step_counter import StepCounter
+from thunder_fsdp_sched.trace.inspection import has_backward, return_of
+from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, is_there
 from thunder_fsdp_sched.transforms import plan_slots
 from thunder_fsdp_sched.transforms.plan_slots import shared_slots
 

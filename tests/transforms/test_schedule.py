@@ -7,11 +7,18 @@ import weakref
 from datetime import timedelta
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.consistency import Agreement, ScheduleDisagreement
-from thunder_fsdp_sched.deadlock import Step
-from thunder_fsdp_sched.groups import Group
-from thunder_fsdp_sched.schedule import _OP_TYPES, CommOp, StepSchedule, load_schedules, read_schedule, save_schedules
-from thunder_fsdp_sched.symbols import fsdp_all_gather
+from thunder_fsdp_sched.agreement.consistency import Agreement, ScheduleDisagreement
+from thunder_fsdp_sched.distributed.process_groups import Group
+from thunder_fsdp_sched.trace.deadlock import Step
+from thunder_fsdp_sched.trace.schedule import (
+    _OP_TYPES,
+    CommOp,
+    StepSchedule,
+    load_schedules,
+    read_schedule,
+    save_schedules,
+)
+from thunder_fsdp_sched.trace.symbols import fsdp_all_gather
 from thunder_fsdp_sched.transforms import ScheduleMismatch, plan_slots, replay_schedule, sort_communication, verify
 
 import pytest

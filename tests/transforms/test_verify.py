@@ -13,7 +13,8 @@ from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
-from thunder_fsdp_sched.symbols import (
+from thunder_fsdp_sched.trace.inspection import args_of, outs_of, return_of
+from thunder_fsdp_sched.trace.symbols import (
     GRAD_WRITERS,
     fsdp_all_gather,
     fsdp_reduce_scatter,
@@ -21,7 +22,6 @@ from thunder_fsdp_sched.symbols import (
     fsdp_wait_params,
     marks,
 )
-from thunder_fsdp_sched.traces import args_of, outs_of, return_of
 from thunder_fsdp_sched.transforms import VerificationError, plan_slots, sort_communication, verify
 
 import pytest

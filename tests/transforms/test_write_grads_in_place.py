@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import fsdp, full_state_dict, symbols, testing, transform
-from thunder_fsdp_sched.buffers import Bucket, Slot
-from thunder_fsdp_sched.cost import AnalyticCost, flops_of
-from thunder_fsdp_sched.planner import plan_step
-from thunder_fsdp_sched.report import planned_step_table
-from thunder_fsdp_sched.symbols import GRAD_WRITERS, fsdp_all_gather, fsdp_reduce_scatter
+from thunder_fsdp_sched import fsdp, full_state_dict, testing, transform
+from thunder_fsdp_sched.runtime.buffers import Bucket, Slot
+from thunder_fsdp_sched.simulator.cost import AnalyticCost, flops_of
+from thunder_fsdp_sched.tools.dry_run import plan_step
+from thunder_fsdp_sched.tools.report import planned_step_table
+from thunder_fsdp_sched.trace import symbols
+from thunder_fsdp_sched.trace.symbols import GRAD_WRITERS, fsdp_all_gather, fsdp_reduce_scatter
 from thunder_fsdp_sched.transforms import share_written_in_place
 from thunder_fsdp_sched.transforms.plan_slots import grads_over_params, live_ranges, shared_slots
 from thunder_fsdp_sched.transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT

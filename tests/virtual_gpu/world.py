@@ -10,7 +10,11 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import buffers, compat, consistency, group_creation, initialize, sharding
+from thunder_fsdp_sched import compat
+from thunder_fsdp_sched.agreement import consistency
+from thunder_fsdp_sched.distributed import group_creation
+from thunder_fsdp_sched.runtime import buffers
+from thunder_fsdp_sched.sharding import meta_init, sharded_module
 from thunder_fsdp_sched.transports import base
 
 import torch
@@ -189,12 +193,12 @@ def _replaced(recording: Recording, *, alone: bool) -> Iterator[tuple[Any, str, 
     yield torch.accelerator, "is_available", lambda: True
     yield torch.accelerator, "current_accelerator", lambda *args, **kwargs: torch.device("cuda")
     yield base, "_side_streams", {}
-    yield sharding, "type", _type_of
-    for module in (buffers, initialize, sharding):
+    yield sharded_module, "type", _type_of
+    for module in (buffers, meta_init, sharded_module):
         yield module, "replace_data", _replace_data
-    yield sharding, "is_blank", lambda tensor: False  # fake numbers look alike
+    yield sharded_module, "is_blank", lambda tensor: False  # fake numbers look alike
     if alone:  # ranks run one after the other: none can answer another
-        yield sharding, "Agreement", _Alone
+        yield sharded_module, "Agreement", _Alone
         yield consistency, "Agreement", _Alone
         yield group_creation, "_level_group_counts", lambda *ranks: []
 

@@ -12,7 +12,7 @@ because a rank does not arrive or is gone, closes the channel permanently.
 
 The group uses gloo, whatever the backend of the training group, and tokens are in host memory, so the device is never
 synchronized. One channel serves all models of a process that the same ranks share. The channel does not keep its group
-alive: see [Note: Weak references to process groups] in ``groups``.
+alive: see [Note: Weak references to process groups] in ``process_groups``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from .compat import all_gather_on_host, timeout_of
-from .group_creation import new_group
-from .groups import Group
+from ..compat import all_gather_on_host, timeout_of
+from ..distributed.group_creation import new_group
+from ..distributed.process_groups import Group
 
 __all__ = ["TOKEN", "Channel", "ScheduleDisagreement", "Subject", "announce"]
 

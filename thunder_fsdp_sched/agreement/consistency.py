@@ -25,11 +25,11 @@ from typing import Any
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
+from ..distributed.process_groups import Group
+from ..trace.computation import NOTHING, Computation
+from ..trace.deadlock import Step, find_fault
 from .channel import ScheduleDisagreement
-from .computation import NOTHING, Computation
 from .control import Agreed, Control, number_of
-from .deadlock import Step, find_fault
-from .groups import Group
 
 __all__ = ["Agreement", "ScheduleDisagreement"]
 

@@ -28,16 +28,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .buffers import Bucket
+from ..distributed.process_groups import Group
+from ..runtime.buffers import Bucket
+from ..runtime.coordination import Tally
+from ..transports.base import TransportedBucket
 from .channel import TOKEN, Channel
-from .coordination import Tally
-from .groups import Group
-from .transports.base import TransportedBucket
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .computation import Computation
+    from ..trace.computation import Computation
 
 __all__ = ["Agreed", "Control", "Run", "control_of", "number_of"]
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from thunder.core.trace import TraceCtx
 
-from ..buckets import Plan
-from ..report import human_bytes
-from ..symbols import travels
+from ..plan.buckets import Plan
 from ..testing import (
     assert_gathers_in_consumer_order,
     assert_prefetch_distance,
@@ -17,6 +15,8 @@ from ..testing import (
     assert_unsharded_bytes_at_most,
     assert_waits_right_before_first_consumer,
 )
+from ..tools.report import human_bytes
+from ..trace.symbols import travels
 from .options import DemoOptions
 from .training import Run, largest_difference, largest_loss_difference
 

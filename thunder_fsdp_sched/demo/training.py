@@ -16,9 +16,9 @@ from thunder.core.trace import TraceCtx
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
 
 from ..api import fsdp
-from ..buckets import Plan
-from ..checkpoint import full_state_dict
-from ..measuring import StepCounter, StepCounts
+from ..plan.buckets import Plan
+from ..tools.step_counter import StepCounter, StepCounts
+from ..training.checkpoint import full_state_dict
 from ..transform import CompiledTraces
 from .model import GPT
 from .options import DemoOptions

@@ -4,7 +4,7 @@
 ``destroy_process_group`` joins a group's threads only when the last reference to the group is gone. A gloo thread that
 still releases the tensors of its last collective while the interpreter shuts down aborts the process. Models, buckets
 and traces live until then, so they refer to process groups weakly. See also [Note: Gloo threads at exit] in
-``exiting``.
+``shutdown``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from . import exiting
+from . import shutdown
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ class Group:
     @classmethod
     def of(cls, group: ProcessGroup) -> Group:
         """Return the description of ``group``, of which this process is a member."""
-        exiting.register()
+        shutdown.register()
         description = getattr(group, "group_desc", "")
         return cls(
             description if description and description != "undefined" else group.group_name,

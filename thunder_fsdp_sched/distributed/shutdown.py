@@ -4,7 +4,7 @@
 A gloo thread that releases the tensors of its last collective needs the interpreter's lock. Once the interpreter is
 shutting down, acquiring the lock terminates the thread inside a destructor, and the process aborts (SIGABRT). A process
 group joins its threads when it is destroyed, which happens when the last reference is gone. So models refer to process
-groups weakly (see ``groups``), and at exit all remaining gloo groups are aborted and destroyed; after an uncaught
+groups weakly (see ``process_groups``), and at exit all remaining gloo groups are aborted and destroyed; after an uncaught
 error, for example, the traceback still refers to them. Groups that also have another backend are not destroyed, because
 that could wait for other ranks.
 """
@@ -20,7 +20,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from .compat import process_groups
+from ..compat import process_groups
 
 __all__ = ["register"]
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from .buckets import BucketSpec
+from ..plan.buckets import BucketSpec
+from ..plan.layout import ALIGNMENT, Layout, Placement
+from ..transports import TRANSPORTS
 from .buffers import Bucket, handle_name
-from .layout import ALIGNMENT, Layout, Placement
-from .transports import TRANSPORTS
 
 __all__ = ["bytes_of_rest", "in_dtype", "only"]
 

@@ -43,17 +43,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from .compat import replace_data
+from ..compat import replace_data
+from ..transports.base import Transport, TransportedBucket, Views, Work
 from .coordination import Coordinator, Tally
-from .runs import forward_number, is_backward_of
-from .sending import Source, source_of
+from .forward_numbers import forward_number, is_backward_of
 from .shard_grads import mark, mark_after_backward
-from .transports.base import Transport, TransportedBucket, Views, Work
+from .shard_source import Source, source_of
 
 if TYPE_CHECKING:
-    from .buckets import BucketSpec
-    from .groups import Ranks
-    from .transports.peer_memory import PeerMemory
+    from ..distributed.process_groups import Ranks
+    from ..plan.buckets import BucketSpec
+    from ..transports.peer_memory import PeerMemory
 
 __all__ = ["SLOT_ALIGNMENT", "Arena", "Bucket", "InFlight", "Slot", "failed", "slot_bytes"]
 
@@ -337,7 +337,7 @@ class Bucket:
         transport: moves the bucket.
         arena: memory for the slots that the bucket shares with others.
         handle: the name under which it prints.
-        whole: for a bucket alias (``parts``), the bucket whose shard and parameters it uses.
+        whole: for a bucket alias (``bucket_aliases``), the bucket whose shard and parameters it uses.
         peer_memory: allocates what the bucket sends if peers read it there; the bucket is announced to it.
 
     Attributes:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from .transports.base import TransportedBucket
+from ..transports.base import TransportedBucket
 
 __all__ = ["Coordinator", "Tally"]
 

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .runs import forward_number, is_backward_of
-from .transports.base import NOWHERE, TransportedBucket, labelled, side_stream
+from ..transports.base import NOWHERE, TransportedBucket, labelled, side_stream
+from .forward_numbers import forward_number, is_backward_of
 
 __all__ = ["Source", "finish_copies", "source_of"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from thunder.core.module import ThunderModule
 
-from .buckets import ParamSpec
-from .compat import explain_fixed_data
-from .options import Options
-from .own_parameters import find_owner, tensors_in_containers
+from ..compat import explain_fixed_data
+from ..options import Options
+from ..plan.buckets import ParamSpec
+from .module_parameters import find_owner, tensors_in_containers
 from .stale_state import SHARD_OF
 
 __all__ = ["own_object", "refuse_fixed", "refuse_shards_and_grads", "refuse_views"]

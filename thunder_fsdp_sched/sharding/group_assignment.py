@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .buckets import BucketSpec, ParamSpec, ShardedOver
-from .group_creation import companion, default_group, twin
-from .groups import Group, Ranks
-from .options import Options
+from ..distributed.group_creation import companion, default_group, twin
+from ..distributed.process_groups import Group, Ranks
+from ..options import Options
+from ..plan.buckets import BucketSpec, ParamSpec, ShardedOver
 
 __all__ = ["Placing", "everyone_of"]
 

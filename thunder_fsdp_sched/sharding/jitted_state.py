@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 import torch
 from thunder.core.module import ThunderModule
 
-from .own_parameters import refuse_assign, refuse_keep_vars
-from .pieces import param_entry, rows_from
-from .sharding import ShardedModule
+from .module_parameters import refuse_assign, refuse_keep_vars
+from .row_pieces import param_entry, rows_from
+from .sharded_module import ShardedModule
 
 __all__ = ["hold_entries", "rows_by_name"]
 

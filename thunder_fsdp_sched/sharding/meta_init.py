@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from .buffers import Bucket
-from .compat import replace_data
+from ..compat import replace_data
+from ..runtime.buffers import Bucket
 
 __all__ = ["initialize", "is_blank", "make_blank"]
 

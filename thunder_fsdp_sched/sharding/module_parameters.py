@@ -13,7 +13,7 @@ parameters that are not gathered.
 Code that is unaware of this would compute with rows, or save them as if they were the parameter. *Guards* are hooks on
 each module that has sharded parameters. They refuse calls outside of tracing and ``eager``, ``deepcopy``, and pickling.
 They make ``state_dict`` return entries that record which rows they hold (see [Note: Two kinds of entries] in
-``pieces``), and ``load_state_dict`` accept such entries or whole tensors. Guards of calls are removed while Thunder
+``row_pieces``), and ``load_state_dict`` accept such entries or whole tensors. Guards of calls are removed while Thunder
 traces, because it would interpret them. The jitted module does the same: see ``jitted_state``.
 """
 
@@ -28,8 +28,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .buffers import Bucket, address
-from .pieces import param_entry, rows_from
+from ..runtime.buffers import Bucket, address
+from .row_pieces import param_entry, rows_from
 
 __all__ = [
     "OwnParameters",

@@ -1,6 +1,6 @@
 """Shard a module: build shard buffers from its parameters, and turn the parameters into views of them.
 
-The module's own parameters become the shards: see [Note: The module's own parameters] in ``own_parameters``.
+The module's own parameters become the shards: see [Note: The module's own parameters] in ``module_parameters``.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ import torch.distributed as dist
 from thunder.core.module import ThunderModule
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from ..agreement.channel import announce
+from ..agreement.consistency import Agreement
+from ..agreement.control import Control, control_of
+from ..compat import parameters_of_running_ddp, refuse_ddp, replace_data, timeout_of, watch_cache_misses
+from ..logs import Progress
+from ..options import Options, check_transport, resolve_device
+from ..plan.buckets import ParamSpec, Plan, ShardedOver, Travel, make_plan
+from ..runtime.buffers import Arena, Bucket, handle_name
+from ..runtime.former_memory import FormerMemory
+from ..runtime.shard_source import finish_copies
+from ..transports import TRANSPORTS, choose_transport
+from ..transports.peer_memory import announce_all
 from .adoption import own_object, refuse_fixed, refuse_shards_and_grads, refuse_views
-from .buckets import ParamSpec, Plan, ShardedOver, Travel, make_plan
-from .buffers import Arena, Bucket, handle_name
-from .channel import announce
-from .compat import parameters_of_running_ddp, refuse_ddp, replace_data, timeout_of, watch_cache_misses
 from .conflicts import refuse_conflicts
-from .consistency import Agreement
-from .control import Control, control_of
-from .former_memory import FormerMemory
-from .initialize import initialize, is_blank, make_blank
-from .logs import Progress
-from .options import Options, check_transport, resolve_device
-from .own_parameters import OwnParameters, find_owner
-from .placing import Placing, everyone_of
-from .sending import finish_copies
+from .group_assignment import Placing, everyone_of
+from .meta_init import initialize, is_blank, make_blank
+from .module_parameters import OwnParameters, find_owner
 from .stale_state import SHARD_OF, mark_as_shard
-from .transports import TRANSPORTS, choose_transport
-from .transports.peer_memory import announce_all
 
 __all__ = ["ShardedModule", "gather_param"]
 

@@ -6,7 +6,7 @@ optimizer is checked before its first step on shards, and again after it has loa
 look-up.
 
 After an optimizer's first step, its ``state_dict`` has entries that record which rows they hold, like that of a model
-(see [Note: Two kinds of entries] in ``pieces``), because ``dcp.save`` and ``torch.save`` would mistake plain rows for
+(see [Note: Two kinds of entries] in ``row_pieces``), because ``dcp.save`` and ``torch.save`` would mistake plain rows for
 whole state. Entries that are loaded become rows again at the next step.
 """
 
@@ -19,9 +19,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .buffers import Bucket
-from .pieces import RowPiece, as_entry, refuse_unshared, rows_from
-from .shard_grads import plain
+from ..runtime.buffers import Bucket
+from ..runtime.shard_grads import plain
+from .row_pieces import RowPiece, as_entry, refuse_unshared, rows_from
 
 __all__ = ["SHARD_OF", "mark_as_shard"]
 

@@ -17,13 +17,11 @@ from functools import cached_property
 
 from thunder.core.trace import TraceCtx
 
-from .buffers import Arena, Bucket, slot_bytes
-from .cost import CostModel
-from .operands import bucket_of
-from .simulate import simulate
-from .symbols import fsdp_all_gather, fsdp_reduce_scatter
-from .traces import split_joint
-from .transforms import (
+from ..runtime.buffers import Arena, Bucket, slot_bytes
+from ..trace.inspection import split_joint
+from ..trace.operands import bucket_of
+from ..trace.symbols import fsdp_all_gather, fsdp_reduce_scatter
+from ..transforms import (
     mark_left_by_forward,
     plan_slots,
     regather_for_backward,
@@ -31,8 +29,10 @@ from .transforms import (
     sort_communication,
     write_grads_in_place,
 )
-from .transforms.plan_slots import filling_bytes, slot_bytes_of
-from .transforms.sort_communication import bytes_in_flight
+from ..transforms.plan_slots import filling_bytes, slot_bytes_of
+from ..transforms.sort_communication import bytes_in_flight
+from .cost import CostModel
+from .simulate import simulate
 
 __all__ = ["Candidate", "Choice", "choose", "room_for_gathers", "room_for_slots"]
 

@@ -34,10 +34,10 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from torch.utils.flop_counter import flop_registry
 
-from .buffers import Bucket
-from .clusters import ClusterSpec, cluster
-from .operands import bucket_of
-from .symbols import (
+from ..runtime.buffers import Bucket
+from ..trace.inspection import AGREEMENT, outs_of
+from ..trace.operands import bucket_of
+from ..trace.symbols import (
     GRAD_WRITERS,
     ISSUES,
     WAITS,
@@ -51,8 +51,8 @@ from .symbols import (
     is_there,
     payload,
 )
-from .traces import AGREEMENT, outs_of
-from .transports import Traffic
+from ..transports import Traffic
+from .clusters import ClusterSpec, cluster
 
 __all__ = ["AnalyticCost", "CostModel", "Seconds", "bytes_of", "flops_of", "ring_seconds", "runs_nothing"]
 
@@ -65,7 +65,7 @@ class Seconds(NamedTuple):
 
 
 class CostModel(Protocol):
-    """The interface between cost models and :func:`thunder_fsdp_sched.simulate.simulate`. Times are in seconds.
+    """The interface between cost models and :func:`thunder_fsdp_sched.simulator.simulate.simulate`. Times are in seconds.
 
     Attributes:
         synchronous: whether the host itself computes (CPU), so that issuing and computing coincide.

@@ -15,10 +15,10 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from .buffers import Bucket
-from .cost import Seconds, runs_nothing
-from .operands import bucket_of
-from .symbols import (
+from ..runtime.buffers import Bucket
+from ..trace.inspection import is_backward_trace
+from ..trace.operands import bucket_of
+from ..trace.symbols import (
     GRAD_WRITERS,
     ISSUES,
     WAITS,
@@ -27,7 +27,7 @@ from .symbols import (
     fsdp_reduce_unreduced,
     waited_by,
 )
-from .traces import is_backward_trace
+from .cost import Seconds, runs_nothing
 
 __all__ = ["CollectiveTime", "MeasuredCost", "OpTime", "Profile", "computes", "shapes_of", "symbol_of"]
 

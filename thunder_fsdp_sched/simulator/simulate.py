@@ -28,10 +28,10 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from .buffers import Bucket, Slot
-from .cost import CostModel, Seconds
-from .operands import Issue, Wait, bucket_of
-from .symbols import (
+from ..runtime.buffers import Bucket, Slot
+from ..trace.inspection import AGREEMENT, aliased_inputs, args_of, outs_of
+from ..trace.operands import Issue, Wait, bucket_of
+from ..trace.symbols import (
     GRAD_WRITERS,
     ISSUES,
     WAITS,
@@ -42,8 +42,8 @@ from .symbols import (
     is_there,
     payload,
 )
+from .cost import CostModel, Seconds
 from .timeline import COMPUTE, Interval, SlotUse, Timeline
-from .traces import AGREEMENT, aliased_inputs, args_of, outs_of
 
 __all__ = ["COMPUTE", "Interval", "SlotUse", "Timeline", "simulate"]
 

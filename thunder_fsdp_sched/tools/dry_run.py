@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from .api import fsdp
-from .clusters import ClusterSpec, cluster
-from .cost import AnalyticCost
+from ..api import fsdp
+from ..simulator.clusters import ClusterSpec, cluster
+from ..simulator.cost import AnalyticCost
+from ..simulator.simulate import Timeline, simulate
+from ..transform import FSDPTransform
 from .fake_ranks import Made, compile_as_rank
-from .simulate import Timeline, simulate
-from .transform import FSDPTransform
 
 __all__ = ["PlannedStep", "check_made", "find_model", "plan_step"]
 

@@ -9,7 +9,7 @@ import thunder
 import torch
 import torch.distributed as dist
 
-from .transform import FSDPTransform
+from ..transform import FSDPTransform
 
 __all__ = ["Made", "compile_as_rank"]
 

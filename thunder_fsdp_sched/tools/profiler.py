@@ -31,15 +31,15 @@ from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
-from .buffers import Arena, Bucket, InFlight, Slot
-from .cost import runs_nothing
-from .operands import Issue, Wait, bucket_of
-from .profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of, symbol_of
-from .runs import as_backward_of_latest_forward
-from .sharding import ShardedModule
-from .symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter, payload, travels
-from .traces import with_bound_symbols
-from .transform import find_transform
+from ..runtime.buffers import Arena, Bucket, InFlight, Slot
+from ..runtime.forward_numbers import as_backward_of_latest_forward
+from ..sharding.sharded_module import ShardedModule
+from ..simulator.cost import runs_nothing
+from ..simulator.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of, symbol_of
+from ..trace.inspection import with_bound_symbols
+from ..trace.operands import Issue, Wait, bucket_of
+from ..trace.symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter, payload, travels
+from ..transform import find_transform
 
 __all__ = ["CollectiveTime", "MeasuredCost", "OpTime", "Profile", "measure"]
 

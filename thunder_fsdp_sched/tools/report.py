@@ -13,13 +13,13 @@ from rich.table import Table
 from rich.text import Text
 from thunder.core.trace import TraceCtx
 
-from .buckets import BucketSpec, Plan
-from .planner import PlannedStep
-from .schedule import Schedule
-from .symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_reduce_unreduced
-from .traces import statement, statements
-from .transforms import share_written_in_place
-from .transforms.plan_slots import shared_slots
+from ..plan.buckets import BucketSpec, Plan
+from ..trace.inspection import statement, statements
+from ..trace.schedule import Schedule
+from ..trace.symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_reduce_unreduced
+from ..transforms import share_written_in_place
+from ..transforms.plan_slots import shared_slots
+from .dry_run import PlannedStep
 
 __all__ = [
     "before_and_after",

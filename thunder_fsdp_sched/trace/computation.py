@@ -32,11 +32,11 @@ from thunder.core.proxies import NumberProxy, Proxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
-from .buffers import Bucket
+from ..runtime.buffers import Bucket
+from .inspection import statements
 from .operands import bucket_of
 from .schedule import is_communication
 from .symbols import WAITS
-from .traces import statements
 
 __all__ = ["NOTHING", "Computation", "computation_of", "trace_lines"]
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from .buffers import Bucket, Slot
+from ..runtime.buffers import Bucket, Slot
 
 __all__ = ["Gather", "GradWrite", "Issue", "OneParameter", "Reduction", "Wait", "bucket_of"]
 

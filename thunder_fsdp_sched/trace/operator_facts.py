@@ -4,7 +4,7 @@
 1. *Symbols of this package* are known exactly: they return views of slots, which the passes follow themselves.
 2. *Prims of Thunder* are in an explicit table. A prim that is not in the table is unknown.
 3. *Functions of torch* are observed, whichever symbol of Thunder calls them: see [Note: Observing a function] in
-   ``observe``. So are Thunder's own small implementations, which call torch.
+   ``observation``. So are Thunder's own small implementations, which call torch.
 4. *Composite symbols and fusions* have the facts that follow from their subsymbols. If the function of a composite can
 also
    be observed, the two sources are combined: an output aliases the inputs of either, and the symbol is pure only in
@@ -24,8 +24,8 @@ from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.pytree import tree_unflatten
 from thunder.core.symbol import BoundSymbol
 
-from .compat import function_called_by, torch_function_of
-from .observe import Observed, observe_call
+from ..compat import function_called_by, torch_function_of
+from .observation import Observed, observe_call
 
 __all__ = ["Facts", "facts_of"]
 

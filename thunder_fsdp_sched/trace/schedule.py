@@ -15,6 +15,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from .deadlock import Step
+from .inspection import args_of, outs_of, statements
 from .operands import Issue, Wait, bucket_of
 from .symbols import (
     ISSUES,
@@ -27,7 +28,6 @@ from .symbols import (
     marks,
     payload,
 )
-from .traces import args_of, outs_of, statements
 
 __all__ = ["CommOp", "Schedule", "StepSchedule", "load_schedules", "read_program", "read_schedule", "save_schedules"]
 

@@ -41,13 +41,13 @@ from thunder.core.transforms import get_grad, put_grad
 from thunder.distributed import get_skip_data_parallel_grad_sync
 from thunder.extend import OperatorExecutor, register_executor
 
-from .buckets import BucketSpec
-from .buffers import Bucket, InFlight, Slot, address, failed
-from .compat import running_node_number
-from .groups import Group
+from ..compat import running_node_number
+from ..distributed.process_groups import Group
+from ..plan.buckets import BucketSpec
+from ..runtime.buffers import Bucket, InFlight, Slot, address, failed
+from ..runtime.forward_numbers import forward_number
+from ..transports.base import Views, labelled
 from .operands import bucket_of
-from .runs import forward_number
-from .transports.base import Views, labelled
 
 __all__ = [
     "GRAD_WRITERS",

@@ -23,12 +23,12 @@ import torch
 from thunder.core.module import ThunderModule
 from torch import nn
 
-from .buffers import Arena, Bucket, InFlight, slot_bytes
-from .groups import Group
-from .precision import attach_casts
-from .sharding import ShardedModule
-from .symbols import all_gather, wait_params
-from .transform import find_transform
+from ..distributed.process_groups import Group
+from ..runtime.buffers import Arena, Bucket, InFlight, slot_bytes
+from ..sharding.input_casts import attach_casts
+from ..sharding.sharded_module import ShardedModule
+from ..trace.symbols import all_gather, wait_params
+from ..transform import find_transform
 
 __all__ = ["eager"]
 

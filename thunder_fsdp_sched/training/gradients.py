@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 
-from .shard_grads import plain
-from .transform import find_transform
+from ..runtime.shard_grads import plain
+from ..transform import find_transform
 
 __all__ = ["clip_grad_norm_", "discard_unreduced"]
 

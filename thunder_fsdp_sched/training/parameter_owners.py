@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .buffers import Bucket
-from .shard_grads import plain
+from ..runtime.buffers import Bucket
+from ..runtime.shard_grads import plain
 
 __all__ = ["OwnedParam", "choose_owners", "rows_from_owners", "rows_to_owners"]
 

@@ -31,8 +31,8 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .owners import OwnedParam, choose_owners, rows_from_owners, rows_to_owners
-from .transform import find_transform
+from ..transform import find_transform
+from .parameter_owners import OwnedParam, choose_owners, rows_from_owners, rows_to_owners
 
 __all__ = ["WholeParameters"]
 

@@ -32,13 +32,13 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, from_trace
 
-from .buffers import Arena, Bucket, Slot
-from .former_memory import FormerMemory
-from .operands import Issue, Wait, bucket_of
-from .operator_facts import facts_of
-from .symbols import GRAD_WRITERS, ISSUES, WAITS, executor, fsdp_all_gather, fsdp_wait_params
-from .traces import Aliases, args_of, outs_of, statement
-from .transforms import VerificationError
+from ..runtime.buffers import Arena, Bucket, Slot
+from ..runtime.former_memory import FormerMemory
+from ..trace.inspection import Aliases, args_of, outs_of, statement
+from ..trace.operands import Issue, Wait, bucket_of
+from ..trace.operator_facts import facts_of
+from ..trace.symbols import GRAD_WRITERS, ISSUES, WAITS, executor, fsdp_all_gather, fsdp_wait_params
+from . import VerificationError
 
 __all__ = ["Auditor", "audited", "fsdp_audit", "without_audit"]
 

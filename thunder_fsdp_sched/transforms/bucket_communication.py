@@ -12,9 +12,10 @@ from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..buffers import Bucket
-from ..operands import OneParameter, bucket_of
-from ..symbols import (
+from ..runtime.buffers import Bucket
+from ..trace.inspection import return_of, with_bound_symbols
+from ..trace.operands import OneParameter, bucket_of
+from ..trace.symbols import (
     fsdp_accumulate_grads,
     fsdp_all_gather,
     fsdp_all_reduce,
@@ -25,7 +26,6 @@ from ..symbols import (
     fsdp_wait_grads,
     fsdp_wait_params,
 )
-from ..traces import return_of, with_bound_symbols
 
 __all__ = ["bucket_communication"]
 

@@ -6,9 +6,9 @@ import time
 
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..operands import bucket_of
-from ..symbols import fsdp_accumulate_grads, fsdp_backward_done, fsdp_reduce_scatter, fsdp_reduce_unreduced
-from ..traces import return_of, with_bound_symbols
+from ..trace.inspection import return_of, with_bound_symbols
+from ..trace.operands import bucket_of
+from ..trace.symbols import fsdp_accumulate_grads, fsdp_backward_done, fsdp_reduce_scatter, fsdp_reduce_unreduced
 
 __all__ = ["end_backward"]
 

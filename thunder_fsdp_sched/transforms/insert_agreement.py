@@ -12,10 +12,10 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..control import Run
-from ..operands import Wait, bucket_of
-from ..symbols import WAITS, executor, fsdp_params_unchanged, fsdp_reduce_unreduced, travels
-from ..traces import AGREEMENT, with_bound_symbols
+from ..agreement.control import Run
+from ..trace.inspection import AGREEMENT, with_bound_symbols
+from ..trace.operands import Wait, bucket_of
+from ..trace.symbols import WAITS, executor, fsdp_params_unchanged, fsdp_reduce_unreduced, travels
 
 __all__ = ["fsdp_agree", "fsdp_agreed", "insert_agreement"]
 

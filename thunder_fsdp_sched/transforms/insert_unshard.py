@@ -14,10 +14,10 @@ from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..buffers import Bucket
-from ..operator_facts import facts_of
-from ..symbols import fsdp_unshard
-from ..traces import Aliases, args_of, is_pure, outs_of, return_of, with_bound_symbols
+from ..runtime.buffers import Bucket
+from ..trace.inspection import Aliases, args_of, is_pure, outs_of, return_of, with_bound_symbols
+from ..trace.operator_facts import facts_of
+from ..trace.symbols import fsdp_unshard
 from .shard_prologue import become_shard
 
 __all__ = ["insert_unshard"]

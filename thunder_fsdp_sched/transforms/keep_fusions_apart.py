@@ -27,9 +27,10 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag, has_tags
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..buffers import Bucket
-from ..operands import Wait, bucket_of
-from ..symbols import (
+from ..runtime.buffers import Bucket
+from ..trace.inspection import Aliases, args_of, communicates, forward_part, outs_of, swap_args, with_bound_symbols
+from ..trace.operands import Wait, bucket_of
+from ..trace.symbols import (
     executor,
     fsdp_accumulate_grads,
     fsdp_all_gather,
@@ -39,7 +40,6 @@ from ..symbols import (
     fsdp_wait_grads,
     fsdp_wait_params,
 )
-from ..traces import Aliases, args_of, communicates, forward_part, outs_of, swap_args, with_bound_symbols
 
 __all__ = ["keep_fusions_apart", "remove_cuts"]
 

@@ -31,9 +31,10 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..buffers import Arena, Bucket, Slot, slot_bytes
-from ..operands import Issue, Reduction, Wait, bucket_of
-from ..symbols import (
+from ..runtime.buffers import Arena, Bucket, Slot, slot_bytes
+from ..trace.inspection import Aliases, args_of, has_backward, outs_of, with_bound_symbols
+from ..trace.operands import Issue, Reduction, Wait, bucket_of
+from ..trace.symbols import (
     GRAD_WRITERS,
     fsdp_all_gather,
     fsdp_all_reduce,
@@ -44,7 +45,6 @@ from ..symbols import (
     marks,
     payload,
 )
-from ..traces import Aliases, args_of, has_backward, outs_of, with_bound_symbols
 
 __all__ = [
     "filling_bytes",

@@ -18,11 +18,11 @@ from thunder.core.proxies import NumberProxy, Proxy, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..buffers import Bucket
-from ..operands import bucket_of
-from ..operator_facts import facts_of
-from ..symbols import fsdp_all_gather, fsdp_wait_params
-from ..traces import args_of, derivation, forward_part, is_pure, outs_of, swap_args, with_bound_symbols
+from ..runtime.buffers import Bucket
+from ..trace.inspection import args_of, derivation, forward_part, is_pure, outs_of, swap_args, with_bound_symbols
+from ..trace.operands import bucket_of
+from ..trace.operator_facts import facts_of
+from ..trace.symbols import fsdp_all_gather, fsdp_wait_params
 
 __all__ = ["refuse_redrawn_gradients", "regather_for_backward"]
 
@@ -205,7 +205,7 @@ class _Regather:
 
 
 def _again(bucket: Bucket) -> dict[str, bool]:
-    """Return the keyword arguments of a gather in backward; see [Note: Reuse of casts] in ``sending``."""
+    """Return the keyword arguments of a gather in backward; see [Note: Reuse of casts] in ``shard_source``."""
     return {"again": True} if bucket.spec.param_dtype != bucket.spec.dtype else {}
 
 

@@ -12,7 +12,7 @@ A marked gather states how many issues on its arena lie between it and the end o
 start of its backward (``preceded_by``). The arena counts issues at run time. If there was one more (another forward in
 between, an exception, a second backward), the bucket is gathered as usual. The backward of another forward, which may
 have had other parameters, does not reuse it either: see [Note: The backward of the most recent forward] in
-``runs``. Both rules depend only on the order of calls, so all ranks decide alike.
+``forward_numbers``. Both rules depend only on the order of calls, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from collections import defaultdict
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..buffers import Arena, Slot
-from ..operands import Issue, bucket_of
-from ..symbols import fsdp_all_gather, fsdp_reduce_scatter
-from ..traces import has_backward, with_bound_symbols
+from ..runtime.buffers import Arena, Slot
+from ..trace.inspection import has_backward, with_bound_symbols
+from ..trace.operands import Issue, bucket_of
+from ..trace.symbols import fsdp_all_gather, fsdp_reduce_scatter
 from .plan_slots import left_by_forward, live_ranges
 
 __all__ = ["mark_left_by_forward", "reuse_from_forward"]

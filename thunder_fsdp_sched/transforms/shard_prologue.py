@@ -12,8 +12,8 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..symbols import fsdp_check_no_sync
-from ..traces import with_bound_symbols
+from ..trace.inspection import with_bound_symbols
+from ..trace.symbols import fsdp_check_no_sync
 
 __all__ = ["refuse_foreign_parameters", "shard_prologue", "unpacked_parameters"]
 

@@ -11,10 +11,10 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..groups import Group
-from ..operands import Wait, bucket_of
-from ..symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
-from ..traces import Aliases, args_of, communicates, outs_of, statements, with_bound_symbols
+from ..distributed.process_groups import Group
+from ..trace.inspection import Aliases, args_of, communicates, outs_of, statements, with_bound_symbols
+from ..trace.operands import Wait, bucket_of
+from ..trace.symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from .plan_slots import slot_bytes_of
 
 __all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "MAX_SMALL_STEPS", "bytes_in_flight", "issue_points", "sort_communication"]

@@ -11,20 +11,8 @@ from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..buffers import Bucket, Slot
-from ..operands import GradWrite, Issue, Wait, bucket_of
-from ..symbols import (
-    GRAD_WRITERS,
-    ISSUES,
-    fsdp_all_gather,
-    fsdp_all_reduce,
-    fsdp_reduce_scatter,
-    fsdp_wait_grads,
-    fsdp_wait_params,
-    is_there,
-    marks,
-)
-from ..traces import (
+from ..runtime.buffers import Bucket, Slot
+from ..trace.inspection import (
     Aliases,
     args_of,
     communicates,
@@ -34,6 +22,18 @@ from ..traces import (
     return_of,
     statement,
     with_bound_symbols,
+)
+from ..trace.operands import GradWrite, Issue, Wait, bucket_of
+from ..trace.symbols import (
+    GRAD_WRITERS,
+    ISSUES,
+    fsdp_all_gather,
+    fsdp_all_reduce,
+    fsdp_reduce_scatter,
+    fsdp_wait_grads,
+    fsdp_wait_params,
+    is_there,
+    marks,
 )
 from .plan_slots import BEFORE, left_by_forward
 

@@ -27,10 +27,10 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 from thunder.executors import torchex
 
-from ..buffers import Bucket
-from ..operands import Reduction, bucket_of
-from ..symbols import GRAD_WRITERS, fsdp_matmul_into, fsdp_reduce_scatter, fsdp_sum_into
-from ..traces import args_of, outs_of, statements, with_bound_symbols
+from ..runtime.buffers import Bucket
+from ..trace.inspection import args_of, outs_of, statements, with_bound_symbols
+from ..trace.operands import Reduction, bucket_of
+from ..trace.symbols import GRAD_WRITERS, fsdp_matmul_into, fsdp_reduce_scatter, fsdp_sum_into
 
 __all__ = ["share_written_in_place", "write_grads_in_place"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..layout import plan_layout
+from ..plan.layout import plan_layout
 from .all_reduce import AllReduce
 from .all_to_all import AllToAll
 from .base import Traffic, Transport, Work

@@ -12,7 +12,7 @@ from .base import Traffic, TransportedBucket, Views, Work
 from .flat import Flat
 
 if TYPE_CHECKING:
-    from ..buckets import BucketSpec
+    from ..plan.buckets import BucketSpec
 
 __all__ = ["AllReduce"]
 

@@ -11,8 +11,8 @@ import torch
 from torch._C._autograd import _profiler_enabled
 
 if TYPE_CHECKING:
-    from ..buckets import BucketSpec
-    from ..groups import Ranks
+    from ..distributed.process_groups import Ranks
+    from ..plan.buckets import BucketSpec
 
 __all__ = [
     "NOWHERE",

@@ -13,7 +13,7 @@ from .base import Traffic, TransportedBucket, Views, Work
 from .flat import Flat
 
 if TYPE_CHECKING:
-    from ..buckets import BucketSpec
+    from ..plan.buckets import BucketSpec
 
 __all__ = ["Coalesced"]
 

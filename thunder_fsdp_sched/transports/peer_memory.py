@@ -10,8 +10,8 @@ import torch
 from . import TRANSPORTS, Transport
 
 if TYPE_CHECKING:
-    from ..buckets import BucketSpec
-    from ..groups import Ranks
+    from ..distributed.process_groups import Ranks
+    from ..plan.buckets import BucketSpec
 
 __all__ = ["PeerMemory", "announce_all"]
 

@@ -26,9 +26,9 @@ from .flat import Flat
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ..buckets import BucketSpec
-    from ..groups import Group, Ranks
-    from ..layout import Layout
+    from ..distributed.process_groups import Group, Ranks
+    from ..plan.buckets import BucketSpec
+    from ..plan.layout import Layout
 
 __all__ = ["SymmetricMemory"]
 

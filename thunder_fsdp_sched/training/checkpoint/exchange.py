@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from ..control import control_of
-from ..groups import Group
+from ...agreement.control import control_of
+from ...distributed.process_groups import Group
 
 __all__ = ["exchange"]
 

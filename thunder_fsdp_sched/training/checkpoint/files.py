@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..control import control_of
-from ..groups import Group
-from ..jitted_state import rows_by_name
-from ..pieces import local_rows
-from ..transform import find_transform
+from ...agreement.control import control_of
+from ...distributed.process_groups import Group
+from ...sharding.jitted_state import rows_by_name
+from ...sharding.row_pieces import local_rows
+from ...transform import find_transform
 from . import extra as extras
 from .claim import METADATA, check_claim, claim, is_complete, leave
 from .exchange import exchange

@@ -10,9 +10,9 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ..pieces import as_entry, local_rows
-from ..sharding import ShardedModule
-from ..transform import find_transform
+from ...sharding.row_pieces import as_entry, local_rows
+from ...sharding.sharded_module import ShardedModule
+from ...transform import find_transform
 from .optimizers import misfits
 from .state_dict import names_of_params, owned_names
 

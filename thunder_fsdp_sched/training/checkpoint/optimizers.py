@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from thunder.core.module import ThunderModule
 
-from ..groups import Group
+from ...distributed.process_groups import Group
 from .exchange import exchange
 from .state_dict import names_of_params, owned_names
 

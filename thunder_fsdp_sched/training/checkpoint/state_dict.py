@@ -9,10 +9,10 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.tensor import DTensor
 
-from ..pieces import RowPiece, as_entry, refuse_unshared
-from ..shard_grads import plain
-from ..sharding import ShardedModule
-from ..transform import find_transform
+from ...runtime.shard_grads import plain
+from ...sharding.row_pieces import RowPiece, as_entry, refuse_unshared
+from ...sharding.sharded_module import ShardedModule
+from ...transform import find_transform
 
 __all__ = ["get_model_state_dict", "get_optimizer_state_dict", "listed", "names_of_params", "owned_names"]
 

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from thunder.core.module import ThunderModule
 
-from ..groups import Group
-from ..jitted_state import rows_by_name
-from ..pieces import refuse_unshared
-from ..sharding import ShardedModule, gather_param
-from ..transform import find_transform
+from ...distributed.process_groups import Group
+from ...sharding.jitted_state import rows_by_name
+from ...sharding.row_pieces import refuse_unshared
+from ...sharding.sharded_module import ShardedModule, gather_param
+from ...transform import find_transform
 from .claim import INDEX, complete_folder, is_complete, leave
 from .exchange import exchange
 from .files import CheckpointError, claim_together, refuse_different, together
