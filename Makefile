@@ -24,7 +24,7 @@ MODELS := $(BASE)-models
 DOCS := $(BASE)-docs
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
-.PHONY: help setup everything demo test models lint format types docs wheel notebooks clean distclean
+.PHONY: help setup everything demo test models lint format types docs imports wheel notebooks clean distclean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -33,7 +33,7 @@ help:
 	@echo "make test       run the tests"
 	@echo "make models     install LitGPT and transformers, train their models beside FSDP2"
 	@echo "make lint       ruff: rules and format      make format   let ruff mend what it can"
-	@echo "make types      mypy"
+	@echo "make types      mypy                             make imports  which room imports which"
 	@echo "make docs       build the documentation strictly (into build/site)"
 	@echo "make wheel      build wheel and sdist, install the wheel elsewhere, import it"
 	@echo "make notebooks  run the notebooks"
@@ -60,6 +60,9 @@ format: $(DEV)
 
 types: $(DEV)
 	$(PY) -m mypy
+
+imports: $(DEV)
+	$(VENV)/bin/lint-imports
 
 # Not --quiet, which keeps warnings from being counted.
 docs: $(DOCS)
