@@ -10,7 +10,7 @@ compat.import_thunder()
 
 from .agreement.consistency import ScheduleDisagreement
 from .api import fsdp
-from .plan.buckets import BucketSpec, ParamSpec, Plan
+from .plan.specs import BucketSpec, ParamSpec, Plan
 from .plugin import FSDPSched
 from .trace.schedule import CommOp, Schedule, StepSchedule
 from .training.checkpoint import (

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from .options import check_options
-from .plan.buckets import ParamSpec
+from .plan.specs import ParamSpec
 from .simulator.clusters import ClusterSpec
 from .trace.schedule import StepSchedule
 from .transform import FSDPTransform

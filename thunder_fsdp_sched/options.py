@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from .distributed.process_groups import Group
-from .plan.buckets import BucketingStrategy, ParamSpec
+from .plan.bucketing import BucketingStrategy
+from .plan.specs import ParamSpec
 from .simulator.clusters import ClusterSpec
 from .simulator.clusters import cluster as cluster_by_name
 from .trace.schedule import StepSchedule, load_schedules

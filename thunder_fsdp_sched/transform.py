@@ -47,7 +47,7 @@ from .agreement.control import Run
 from .compat import quiet_no_sync, refuse_foreign_state_dicts
 from .logs import LOGGER, log_pass
 from .options import Options
-from .plan.buckets import Plan
+from .plan.specs import Plan
 from .sharding.input_casts import attach_casts, cast_inputs
 from .sharding.jitted_state import hold_entries
 from .sharding.sharded_module import ShardedModule, gather_param

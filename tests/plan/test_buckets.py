@@ -1,6 +1,7 @@
 """Blocks are found from the module tree, and buckets never mix what cannot travel together."""
 
-from thunder_fsdp_sched.plan.buckets import BucketingStrategy, ParamSpec, make_plan, named_blocks
+from thunder_fsdp_sched.plan.bucketing import BucketingStrategy, make_plan, named_blocks
+from thunder_fsdp_sched.plan.specs import ParamSpec
 
 import pytest
 import torch

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.distributed.process_groups import Group, Ranks
-from thunder_fsdp_sched.plan.buckets import BucketSpec, ParamSpec
 from thunder_fsdp_sched.plan.layout import plan_layout
+from thunder_fsdp_sched.plan.specs import BucketSpec, ParamSpec
 from thunder_fsdp_sched.runtime.buffers import Arena, Bucket
 from thunder_fsdp_sched.simulator.cost import Seconds, runs_nothing
 from thunder_fsdp_sched.simulator.simulate import COMPUTE, Timeline, simulate

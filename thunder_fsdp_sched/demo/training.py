@@ -16,7 +16,7 @@ from thunder.core.trace import TraceCtx
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
 
 from ..api import fsdp
-from ..plan.buckets import Plan
+from ..plan.specs import Plan
 from ..tools.step_counter import StepCounter, StepCounts
 from ..training.checkpoint import full_state_dict
 from ..transform import CompiledTraces

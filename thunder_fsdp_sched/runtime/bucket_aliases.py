@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import torch
 
-from ..plan.buckets import BucketSpec
 from ..plan.layout import ALIGNMENT, Layout, Placement
+from ..plan.specs import BucketSpec
 from ..transports import TRANSPORTS
 from .buffers import Bucket, handle_name
 

@@ -52,7 +52,7 @@ from .shard_source import Source, source_of
 
 if TYPE_CHECKING:
     from ..distributed.process_groups import Ranks
-    from ..plan.buckets import BucketSpec
+    from ..plan.specs import BucketSpec
     from ..transports.peer_memory import PeerMemory
 
 __all__ = ["SLOT_ALIGNMENT", "Arena", "Bucket", "InFlight", "Slot", "failed", "slot_bytes"]

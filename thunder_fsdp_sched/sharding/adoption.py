@@ -7,7 +7,7 @@ from thunder.core.module import ThunderModule
 
 from ..compat import explain_fixed_data
 from ..options import Options
-from ..plan.buckets import ParamSpec
+from ..plan.specs import ParamSpec
 from .module_parameters import find_owner, tensors_in_containers
 from .stale_state import SHARD_OF
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..distributed.group_creation import companion, default_group, twin
 from ..distributed.process_groups import Group, Ranks
 from ..options import Options
-from ..plan.buckets import BucketSpec, ParamSpec, ShardedOver
+from ..plan.specs import BucketSpec, ParamSpec, ShardedOver
 
 __all__ = ["Placing", "everyone_of"]
 

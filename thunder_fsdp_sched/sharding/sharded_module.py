@@ -28,7 +28,8 @@ from ..agreement.control import Control, control_of
 from ..compat import parameters_of_running_ddp, refuse_ddp, replace_data, timeout_of, watch_cache_misses
 from ..logs import Progress
 from ..options import Options, check_transport, resolve_device
-from ..plan.buckets import ParamSpec, Plan, ShardedOver, Travel, make_plan
+from ..plan.bucketing import make_plan
+from ..plan.specs import ParamSpec, Plan, ShardedOver, Travel
 from ..runtime.buffers import Arena, Bucket, handle_name
 from ..runtime.former_memory import FormerMemory
 from ..runtime.shard_source import finish_copies

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from thunder.core.trace import TraceCtx
 
-from ..plan.buckets import BucketSpec, Plan
+from ..plan.specs import BucketSpec, Plan
 from ..trace.inspection import statement, statements
 from ..trace.schedule import Schedule
 from ..trace.symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_reduce_unreduced

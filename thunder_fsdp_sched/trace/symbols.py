@@ -43,7 +43,7 @@ from thunder.extend import OperatorExecutor, register_executor
 
 from ..compat import running_node_number
 from ..distributed.process_groups import Group
-from ..plan.buckets import BucketSpec
+from ..plan.specs import BucketSpec
 from ..runtime.buffers import Bucket, InFlight, Slot, address, failed
 from ..runtime.forward_numbers import forward_number
 from ..transports.base import Views, labelled

@@ -13,7 +13,7 @@ from .base import Traffic, TransportedBucket, Views, Work, behind, issue_each, s
 from .flat import Flat, pairs
 
 if TYPE_CHECKING:
-    from ..plan.buckets import BucketSpec
+    from ..plan.specs import BucketSpec
 
 __all__ = ["AllToAll"]
 

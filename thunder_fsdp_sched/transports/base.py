@@ -12,7 +12,7 @@ from torch._C._autograd import _profiler_enabled
 
 if TYPE_CHECKING:
     from ..distributed.process_groups import Ranks
-    from ..plan.buckets import BucketSpec
+    from ..plan.specs import BucketSpec
 
 __all__ = [
     "NOWHERE",

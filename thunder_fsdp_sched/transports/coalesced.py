@@ -13,7 +13,7 @@ from .base import Traffic, TransportedBucket, Views, Work
 from .flat import Flat
 
 if TYPE_CHECKING:
-    from ..plan.buckets import BucketSpec
+    from ..plan.specs import BucketSpec
 
 __all__ = ["Coalesced"]
 

@@ -11,7 +11,7 @@ from . import TRANSPORTS, Transport
 
 if TYPE_CHECKING:
     from ..distributed.process_groups import Ranks
-    from ..plan.buckets import BucketSpec
+    from ..plan.specs import BucketSpec
 
 __all__ = ["PeerMemory", "announce_all"]
 

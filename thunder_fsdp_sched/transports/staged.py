@@ -12,7 +12,7 @@ from .base import Traffic, Transport, TransportedBucket, Views, Work, behind, se
 from .flat import all_gather_flat, reduce_scatter_flat
 
 if TYPE_CHECKING:
-    from ..plan.buckets import BucketSpec
+    from ..plan.specs import BucketSpec
 
 __all__ = ["Staged"]
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ..distributed.process_groups import Group, Ranks
-    from ..plan.buckets import BucketSpec
     from ..plan.layout import Layout
+    from ..plan.specs import BucketSpec
 
 __all__ = ["SymmetricMemory"]
 

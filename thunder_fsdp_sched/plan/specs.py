@@ -1,0 +1,186 @@
+"""Specifications of parameters, buckets and plans: pure data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .layout import Layout
+
+__all__ = ["BucketSpec", "ParamSpec", "Plan", "ShardedOver", "Travel"]
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter, with all its names if it is tied.
+
+    Attributes:
+        names: every name of the parameter in the module. Plans and messages use the first.
+        shape: shape of the unsharded parameter.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        trained = "" if self.requires_grad else ", frozen"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{' = '.join(self.names)}: {dtype}{list(self.shape)} on {self.device.type}{trained}"
+
+
+class ShardedOver(NamedTuple):
+    """The process group over which parameters are sharded, by description, its size, and the number of replicas."""
+
+    group: str
+    size: int
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class Travel:
+    """The way in which a bucket is sent.
+
+    Attributes:
+        transport: name of the transport.
+        reason: why this transport was chosen.
+        per_param: whether it needs a layout that splits every parameter evenly by rows.
+        staging: whether its slots have a second half, with the elements in the order in which ranks send them.
+        param_dtype: dtype of unsharded parameters; ``None`` for the dtype of the shards.
+        reduce_dtype: dtype in which gradients are sent and reduced; ``None`` for ``param_dtype``.
+        offload: whether shards and their gradients are stored on the CPU; shards are copied to the device to be sent.
+        pin_memory: whether they are stored in page-locked memory there.
+    """
+
+    transport: str = "flat"
+    reason: str = "default"
+    per_param: bool = False
+    staging: bool = False
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    offload: bool = False
+    pin_memory: bool = False
+
+
+@dataclass(frozen=True)
+class BucketSpec:
+    """The parameters of one bucket. They share dtype, device, ``requires_grad`` and process group.
+
+    Attributes:
+        name: unique in the plan, made from the module path (``transformer.h.0``).
+        reshard_after_forward: true for ZeRO-3 (gathered again for backward), false for ZeRO-2 (stays unsharded).
+        group: description of the process group over which it is sharded.
+        replicas: number of ranks that hold a copy of each shard, including this one.
+    """
+
+    name: str
+    params: tuple[ParamSpec, ...]
+    layout: Layout
+    reshard_after_forward: bool
+    travel: Travel = Travel()
+    group: str = ""
+    replicas: int = 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of shards and of sharded gradients."""
+        return self.params[0].dtype
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """The dtype of unsharded parameters."""
+        return self.travel.param_dtype or self.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype of unsharded gradients, in their slot and when sent."""
+        return self.travel.reduce_dtype or self.param_dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of unsharded parameters and gradients, and of the collectives."""
+        return self.params[0].device
+
+    @property
+    def shard_device(self) -> torch.device:
+        """The device of shards and sharded gradients."""
+        return torch.device("cpu") if self.travel.offload else self.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.params[0].requires_grad
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the unsharded parameters in ``param_dtype``, padding included."""
+        return self.layout.unsharded_numel * self.param_dtype.itemsize
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of the unsharded gradients in ``reduce_dtype``, padding included."""
+        return self.layout.unsharded_numel * self.reduce_dtype.itemsize
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of the unsharded buffer that belong to no parameter."""
+        return self.layout.padding_numel * self.param_dtype.itemsize
+
+    @property
+    def sent_numel(self) -> int:
+        """Elements of the shards of all ranks together."""
+        return self.layout.shard_numel * self.layout.world_size
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of one rank's shard buffer, padding included."""
+        return self.layout.shard_numel * self.dtype.itemsize
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of the unsharded parameters without padding, in their own dtype."""
+        return sum(p.numel for p in self.params) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All buckets of a model, in the order of the module tree.
+
+    Attributes:
+        world_size: size of the process group over which buckets are sharded by default.
+        group: description of that process group.
+    """
+
+    buckets: tuple[BucketSpec, ...]
+    world_size: int
+    group: str
+
+    def __iter__(self) -> Iterator[BucketSpec]:
+        return iter(self.buckets)
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    def __getitem__(self, name: str) -> BucketSpec:
+        for bucket in self.buckets:
+            if bucket.name == name:
+                return bucket
+        raise KeyError(f"no bucket {name!r}; buckets are {[b.name for b in self.buckets]}")
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of all unsharded parameters without padding."""
+        return sum(b.param_bytes for b in self.buckets)
