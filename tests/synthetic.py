@@ -4,7 +4,8 @@ import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.distributed.process_groups import Group, Ranks
 from thunder_fsdp_sched.plan.layout import plan_layout
 from thunder_fsdp_sched.plan.specs import BucketSpec, ParamSpec
-from thunder_fsdp_sched.runtime.buffers import Arena, Bucket
+from thunder_fsdp_sched.runtime.bucket import Bucket
+from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_wait_params
 from thunder_fsdp_sched.transports.flat import Flat
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from .runtime.buffers import Slot
+from .runtime.memory import Slot
 from .trace.inspection import statements
 from .trace.schedule import is_communication
 

@@ -17,7 +17,7 @@ _SCRIPT = """
 import os, sys, threading
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched.trace import symbols
-from thunder_fsdp_sched.runtime.buffers import slot_bytes
+from thunder_fsdp_sched.runtime.memory import slot_bytes
 import thunder, torch, torch.distributed as dist
 from datetime import timedelta
 

@@ -10,8 +10,9 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import discard_unreduced, fsdp
+from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.bucket_aliases import in_dtype
-from thunder_fsdp_sched.runtime.buffers import Arena, Bucket, slot_bytes
+from thunder_fsdp_sched.runtime.memory import Arena, slot_bytes
 from thunder_fsdp_sched.trace import symbols
 from thunder_fsdp_sched.transports import TRANSPORTS
 from thunder_fsdp_sched.transports.base import issue_each

@@ -10,7 +10,8 @@ from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.distributed.process_groups import Group, Ranks
 from thunder_fsdp_sched.plan.layout import plan_layout
 from thunder_fsdp_sched.plan.specs import BucketSpec, ParamSpec, Travel
-from thunder_fsdp_sched.runtime.buffers import Arena, Bucket
+from thunder_fsdp_sched.runtime.bucket import Bucket
+from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.simulator.clusters import (
     CLUSTERS,
     ClusterSpec,

@@ -12,7 +12,7 @@ from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.runtime.buffers import slot_bytes
+from thunder_fsdp_sched.runtime.memory import slot_bytes
 from thunder_fsdp_sched.transports.flat import Flat
 
 import pytest

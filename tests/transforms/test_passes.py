@@ -3,7 +3,7 @@ is traced with a fake process group. Nothing here moves data; tests/test_trainin
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
-from thunder_fsdp_sched.runtime.buffers import Bucket
+from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.trace.inspection import args_of, outs_of
 from thunder_fsdp_sched.trace.schedule import read_schedule
 from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params

@@ -9,7 +9,8 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import fsdp, full_state_dict, testing, transform
-from thunder_fsdp_sched.runtime.buffers import Bucket, Slot
+from thunder_fsdp_sched.runtime.bucket import Bucket
+from thunder_fsdp_sched.runtime.memory import Slot
 from thunder_fsdp_sched.simulator.cost import AnalyticCost, flops_of
 from thunder_fsdp_sched.tools.dry_run import plan_step
 from thunder_fsdp_sched.tools.report import planned_step_table

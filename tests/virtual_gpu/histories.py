@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.runtime.buffers import InFlight
+from thunder_fsdp_sched.runtime.memory import InFlight
 
 import thunder
 import torch

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from ..distributed.process_groups import Group
-from ..runtime.buffers import Bucket
+from ..runtime.bucket import Bucket
 from ..runtime.coordination import Tally
 from ..transports.base import TransportedBucket
 from .channel import TOKEN, Channel

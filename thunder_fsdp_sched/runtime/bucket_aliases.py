@@ -13,7 +13,7 @@ import torch
 from ..plan.layout import ALIGNMENT, Layout, Placement
 from ..plan.specs import BucketSpec
 from ..transports import TRANSPORTS
-from .buffers import Bucket, handle_name
+from .bucket import Bucket, handle_name
 
 __all__ = ["bytes_of_rest", "in_dtype", "only"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..compat import replace_data
-from ..runtime.buffers import Bucket
+from ..runtime.bucket import Bucket
 
 __all__ = ["initialize", "is_blank", "make_blank"]
 

@@ -28,7 +28,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..runtime.buffers import Bucket, address
+from ..runtime.bucket import Bucket
+from ..runtime.memory import address
 from .row_pieces import param_entry, rows_from
 
 __all__ = [

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils import dlpack
 from torch.utils._pytree import tree_map
 
-from ..runtime.buffers import Bucket
+from ..runtime.bucket import Bucket
 
 __all__ = ["RowPiece", "as_entry", "local_rows", "param_entry", "refuse_unshared", "rows_from"]
 

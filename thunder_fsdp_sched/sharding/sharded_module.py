@@ -30,8 +30,9 @@ from ..logs import Progress
 from ..options import Options, check_transport, resolve_device
 from ..plan.bucketing import make_plan
 from ..plan.specs import ParamSpec, Plan, ShardedOver, Travel
-from ..runtime.buffers import Arena, Bucket, handle_name
+from ..runtime.bucket import Bucket, handle_name
 from ..runtime.former_memory import FormerMemory
+from ..runtime.memory import Arena
 from ..runtime.shard_source import finish_copies
 from ..transports import TRANSPORTS, choose_transport
 from ..transports.peer_memory import announce_all

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..runtime.buffers import Bucket
+from ..runtime.bucket import Bucket
 from ..runtime.shard_grads import plain
 from .row_pieces import RowPiece, as_entry, refuse_unshared, rows_from
 

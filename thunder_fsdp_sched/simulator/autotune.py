@@ -17,7 +17,8 @@ from functools import cached_property
 
 from thunder.core.trace import TraceCtx
 
-from ..runtime.buffers import Arena, Bucket, slot_bytes
+from ..runtime.bucket import Bucket
+from ..runtime.memory import Arena, slot_bytes
 from ..trace.inspection import split_joint
 from ..trace.operands import bucket_of
 from ..trace.symbols import fsdp_all_gather, fsdp_reduce_scatter

@@ -34,7 +34,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from torch.utils.flop_counter import flop_registry
 
-from ..runtime.buffers import Bucket
+from ..runtime.bucket import Bucket
 from ..trace.inspection import AGREEMENT, outs_of
 from ..trace.operands import bucket_of
 from ..trace.symbols import (

@@ -15,7 +15,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..runtime.buffers import Bucket
+from ..runtime.bucket import Bucket
 from ..trace.inspection import is_backward_trace
 from ..trace.operands import bucket_of
 from ..trace.symbols import (

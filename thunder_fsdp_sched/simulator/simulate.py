@@ -28,7 +28,8 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..runtime.buffers import Bucket, Slot
+from ..runtime.bucket import Bucket
+from ..runtime.memory import Slot
 from ..trace.inspection import AGREEMENT, aliased_inputs, args_of, outs_of
 from ..trace.operands import Issue, Wait, bucket_of
 from ..trace.symbols import (

@@ -31,8 +31,9 @@ from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
-from ..runtime.buffers import Arena, Bucket, InFlight, Slot
+from ..runtime.bucket import Bucket
 from ..runtime.forward_numbers import as_backward_of_latest_forward
+from ..runtime.memory import Arena, InFlight, Slot
 from ..sharding.sharded_module import ShardedModule
 from ..simulator.cost import runs_nothing
 from ..simulator.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of, symbol_of

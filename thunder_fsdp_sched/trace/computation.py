@@ -32,7 +32,7 @@ from thunder.core.proxies import NumberProxy, Proxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
-from ..runtime.buffers import Bucket
+from ..runtime.bucket import Bucket
 from .inspection import statements
 from .operands import bucket_of
 from .schedule import is_communication

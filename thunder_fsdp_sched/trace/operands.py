@@ -11,7 +11,8 @@ from typing import Any, cast
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from ..runtime.buffers import Bucket, Slot
+from ..runtime.bucket import Bucket
+from ..runtime.memory import Slot
 
 __all__ = ["Gather", "GradWrite", "Issue", "OneParameter", "Reduction", "Wait", "bucket_of"]
 

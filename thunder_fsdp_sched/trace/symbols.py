@@ -44,8 +44,9 @@ from thunder.extend import OperatorExecutor, register_executor
 from ..compat import running_node_number
 from ..distributed.process_groups import Group
 from ..plan.specs import BucketSpec
-from ..runtime.buffers import Bucket, InFlight, Slot, address, failed
+from ..runtime.bucket import Bucket
 from ..runtime.forward_numbers import forward_number
+from ..runtime.memory import InFlight, Slot, address, failed
 from ..transports.base import Views, labelled
 from .operands import bucket_of
 

@@ -24,7 +24,8 @@ from thunder.core.module import ThunderModule
 from torch import nn
 
 from ..distributed.process_groups import Group
-from ..runtime.buffers import Arena, Bucket, InFlight, slot_bytes
+from ..runtime.bucket import Bucket
+from ..runtime.memory import Arena, InFlight, slot_bytes
 from ..sharding.input_casts import attach_casts
 from ..sharding.sharded_module import ShardedModule
 from ..trace.symbols import all_gather, wait_params

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..runtime.buffers import Bucket
+from ..runtime.bucket import Bucket
 from ..runtime.shard_grads import plain
 
 __all__ = ["OwnedParam", "choose_owners", "rows_from_owners", "rows_to_owners"]

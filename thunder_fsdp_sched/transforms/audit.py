@@ -32,8 +32,9 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, from_trace
 
-from ..runtime.buffers import Arena, Bucket, Slot
+from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
+from ..runtime.memory import Arena, Slot
 from ..trace.inspection import Aliases, args_of, outs_of, statement
 from ..trace.operands import Issue, Wait, bucket_of
 from ..trace.operator_facts import facts_of

@@ -12,7 +12,7 @@ from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..runtime.buffers import Bucket
+from ..runtime.bucket import Bucket
 from ..trace.inspection import return_of, with_bound_symbols
 from ..trace.operands import OneParameter, bucket_of
 from ..trace.symbols import (

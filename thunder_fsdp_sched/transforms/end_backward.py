@@ -28,7 +28,7 @@ def end_backward(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
         fsdp_backward_done(False, bucket_blocks_2, bucket_blocks_1, bucket_blocks_0)
         return (None, t144, t138, t129)
 
-    See [Note: State after an exception] in ``buffers``.
+    See [Note: State after an exception] in ``memory``.
     """
     started = time.perf_counter()
     takers = (fsdp_accumulate_grads,) if no_sync else (fsdp_reduce_scatter, fsdp_reduce_unreduced)

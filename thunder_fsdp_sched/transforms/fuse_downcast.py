@@ -14,8 +14,8 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..runtime.bucket import Bucket
 from ..runtime.bucket_aliases import bytes_of_rest, in_dtype, only
-from ..runtime.buffers import Bucket
 from ..trace.inspection import args_of, swap_args, with_bound_symbols
 from ..trace.operands import Gather, Wait, bucket_of
 from ..trace.symbols import fsdp_all_gather, fsdp_wait_params

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from thunder.core.symbol import BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..runtime.buffers import Bucket
+from ..runtime.bucket import Bucket
 from ..trace.inspection import args_of, forward_part, outs_of, return_of, with_bound_symbols
 from ..trace.operands import Gather, bucket_of
 from ..trace.symbols import fsdp_all_gather, fsdp_params_unchanged

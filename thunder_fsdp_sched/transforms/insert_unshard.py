@@ -14,7 +14,7 @@ from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..runtime.buffers import Bucket
+from ..runtime.bucket import Bucket
 from ..trace.inspection import Aliases, args_of, is_pure, outs_of, return_of, with_bound_symbols
 from ..trace.operator_facts import facts_of
 from ..trace.symbols import fsdp_unshard

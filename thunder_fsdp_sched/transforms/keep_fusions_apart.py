@@ -27,7 +27,7 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag, has_tags
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..runtime.buffers import Bucket
+from ..runtime.bucket import Bucket
 from ..trace.inspection import Aliases, args_of, communicates, forward_part, outs_of, swap_args, with_bound_symbols
 from ..trace.operands import Wait, bucket_of
 from ..trace.symbols import (

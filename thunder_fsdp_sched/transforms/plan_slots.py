@@ -31,7 +31,8 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..runtime.buffers import Arena, Bucket, Slot, slot_bytes
+from ..runtime.bucket import Bucket
+from ..runtime.memory import Arena, Slot, slot_bytes
 from ..trace.inspection import Aliases, args_of, has_backward, outs_of, with_bound_symbols
 from ..trace.operands import Issue, Reduction, Wait, bucket_of
 from ..trace.symbols import (

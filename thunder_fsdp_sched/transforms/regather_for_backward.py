@@ -18,7 +18,7 @@ from thunder.core.proxies import NumberProxy, Proxy, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..runtime.buffers import Bucket
+from ..runtime.bucket import Bucket
 from ..trace.inspection import args_of, derivation, forward_part, is_pure, outs_of, swap_args, with_bound_symbols
 from ..trace.operands import bucket_of
 from ..trace.operator_facts import facts_of

@@ -23,7 +23,7 @@ from collections import defaultdict
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..runtime.buffers import Arena, Slot
+from ..runtime.memory import Arena, Slot
 from ..trace.inspection import has_backward, with_bound_symbols
 from ..trace.operands import Issue, bucket_of
 from ..trace.symbols import fsdp_all_gather, fsdp_reduce_scatter

@@ -11,7 +11,8 @@ from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..runtime.buffers import Bucket, Slot
+from ..runtime.bucket import Bucket
+from ..runtime.memory import Slot
 from ..trace.inspection import (
     Aliases,
     args_of,

@@ -27,7 +27,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 from thunder.executors import torchex
 
-from ..runtime.buffers import Bucket
+from ..runtime.bucket import Bucket
 from ..trace.inspection import args_of, outs_of, statements, with_bound_symbols
 from ..trace.operands import Reduction, bucket_of
 from ..trace.symbols import GRAD_WRITERS, fsdp_matmul_into, fsdp_reduce_scatter, fsdp_sum_into

@@ -1,0 +1,264 @@
+"""A bucket at run time: its shard, its parameters, and the gradients of ``no_sync``.
+
+See [Note: Who may overwrite what] and [Note: What an exception leaves] in ``memory``.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..compat import replace_data
+from ..transports.base import Transport, Views, Work
+from .coordination import Coordinator, Tally
+from .forward_numbers import is_backward_of
+from .memory import Arena, Slot, address, shard_strides, shard_views, slot_bytes, unsharded_views
+from .shard_grads import mark, mark_after_backward
+from .shard_source import Source, source_of
+
+if TYPE_CHECKING:
+    from ..distributed.process_groups import Ranks
+    from ..plan.specs import BucketSpec
+    from ..transports.peer_memory import PeerMemory
+
+__all__ = ["Bucket"]
+
+
+class Bucket:
+    """A bucket at run time, and the opaque handle that represents it in traces.
+
+    It is compared and hashed by identity, so two models, or two plans of one model, share nothing.
+
+    Args:
+        spec: the planned bucket.
+        ranks: the ranks that share the bucket.
+        transport: moves the bucket.
+        arena: memory for the slots that the bucket shares with others.
+        handle: the name under which it prints.
+        whole: for a bucket alias (``bucket_aliases``), the bucket whose shard and parameters it uses.
+        peer_memory: allocates what the bucket sends if peers read it there; the bucket is announced to it.
+
+    Attributes:
+        source: provides the tensor that a gather sends.
+        whole: the bucket itself; for a bucket alias, the bucket that it stands for.
+        shard: the flat shard buffer. ``params`` are this rank's rows of each parameter, views of it with their own
+            version counters.
+    """
+
+    source: Source
+    shard: torch.Tensor
+    params: tuple[torch.nn.Parameter, ...]
+    tally: Tally
+
+    def __init__(
+        self,
+        spec: BucketSpec,
+        ranks: Ranks,
+        transport: Transport,
+        arena: Arena,
+        handle: str,
+        *,
+        whole: Bucket | None = None,
+        peer_memory: PeerMemory | None = None,
+    ) -> None:
+        self.spec = spec
+        self.whole: Bucket = whole or self
+        self.ranks = ranks
+        self.rank = ranks.group.rank
+        self.transport = transport
+        self.arena = arena
+        self.handle = handle
+        self.private_slot: Slot | None = None
+        self.tally = Tally() if whole is None else whole.tally
+        self.peer_memory = peer_memory
+        self.kept_since: int | None = None
+        """The ``forward_number`` of the last gather into the private slot; ``None`` until it is waited for."""
+        self._strided = shard_strides(spec, self.rank)
+        self.all_gather_label = f"fsdp_all_gather({spec.name})"
+        self.reduce_scatter_label = f"fsdp_reduce_scatter({spec.name})"
+        self.all_reduce_label = f"fsdp_all_reduce({spec.name})"
+        self.shard = self._allocate_shard() if whole is None else whole.shard
+        self.shard_views = shard_views(spec, self.rank, self.shard)
+        self.shard_pointers = tuple(map(address, self.shard_views))
+        if whole is None:
+            self.params = tuple(
+                torch.nn.Parameter(view, param.requires_grad)
+                for view, param in zip(self.shard_views, spec.params, strict=True)
+            )
+        else:
+            by_name = {param.name: whole.params[i] for i, param in enumerate(whole.spec.params)}
+            self.params = tuple(by_name[param.name] for param in spec.params)
+        self.control: Coordinator | None = None
+        """How the model agrees with the other ranks on what runs next."""
+        self.unreduced: torch.Tensor | None = None
+        """Flat unsharded gradients that ``no_sync`` backwards have accumulated and no backward has reduced yet."""
+        self.unreduced_params: set[int] = set()
+        self.adding = False
+        """Whether a ``no_sync`` backward has added gradients to :attr:`unreduced` and has not run to its end."""
+        self.adding_first = False
+        """Whether :attr:`unreduced` then holds only gradients of that backward."""
+        self.late_grads: dict[int, torch.Tensor] = {}
+        """Sharded gradients of parameters that only earlier ``no_sync`` backwards had; added at the end of backward."""
+        self.source = source_of(self)
+        self.parts: dict[Any, Bucket] = {}
+        """Aliases of this bucket, gathered in another way; see the module ``parts``."""
+
+    def __repr__(self) -> str:
+        return self.handle
+
+    def explain(self, text: str) -> str:
+        """Tell the other ranks what failed here and return what they tell; nothing without other ranks."""
+        control = self.whole.control
+        return "" if control is None else control.explain(text)
+
+    def _allocate_shard(self) -> torch.Tensor:
+        spec = self.spec
+        if spec.param_dtype != spec.dtype:  # gathers send a cast
+            shard = torch.zeros(spec.layout.shard_numel, dtype=spec.dtype, device=spec.shard_device)
+        else:
+            shard = self.allocate_sent()
+        return shard.pin_memory() if spec.travel.pin_memory else shard
+
+    def allocate_sent(self) -> torch.Tensor:
+        """Allocate what gathers send: the flat shard, or memory for its cast."""
+        spec = self.spec
+        if self.peer_memory is not None:
+            return self.peer_memory.take(spec.name)
+        return self.transport.allocate(spec.layout.shard_numel, spec.param_dtype, spec.shard_device, self.ranks)
+
+    @property
+    def scratch(self) -> dict[tuple[torch.dtype, int], list[torch.Tensor]]:
+        """Idle temporary memory of transports, keyed by dtype and number of elements."""
+        return self.arena.scratch
+
+    def keep_unsharded(self) -> Slot:
+        """Return the bucket's private slot, where it stays from forward to backward (ZeRO-2); created on first use."""
+        if self.private_slot is None:  # with an arena of its own, no other slot can overlap it
+            arena = Arena(self.spec.device)
+            name = self.handle.replace("bucket_", "own_", 1)
+            self.private_slot = arena.slot(0, slot_bytes(self.spec, self.spec.param_dtype), name)
+        return self.private_slot
+
+    def shard_to_send(self, *, again: bool) -> torch.Tensor:
+        """Return the flat shard as it is sent; ``again`` if backward gathers the same values as its forward."""
+        return self.source.shard(again=again)
+
+    def gather_into(self, unsharded: Views, sent: torch.Tensor) -> Sequence[Work]:
+        """Issue a gather of ``sent``, which :meth:`shard_to_send` has just returned, and return its works.
+
+        Keep ``sent`` alive until they finish.
+        """
+        with self.source.sending():
+            return self.transport.all_gather(self, sent, unsharded)
+
+    def is_kept_for_this_backward(self) -> bool:
+        """Return whether the private slot holds the values that the running backward's own forward gathered.
+
+        Another forward may have gathered other values since: swapping parameters through ``.data`` changes no version.
+        """
+        return self.kept_since is not None and is_backward_of(self.kept_since)
+
+    def sharded_grads(self, reduced: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the gradient of each shard as views of a flat reduced gradient, in dtype and on device of shards."""
+        spec = self.spec
+        flat = reduced if reduced.dtype is spec.dtype else reduced.to(spec.dtype)
+        if spec.travel.offload:
+            # The copy blocks the host: autograd may add it to a gradient at once, and the optimizer reads it.
+            on_host = torch.empty_like(flat, device="cpu", pin_memory=spec.travel.pin_memory)
+            flat = on_host.copy_(flat)
+        assert flat.storage_offset() == 0
+        return tuple(map(flat.as_strided, *self._strided))
+
+    @functools.cached_property
+    def own_pieces(self) -> list[tuple[slice, slice]]:
+        """The elements of the shard, and their elements in the unsharded buffer, as pairs of slices."""
+        return [
+            (
+                slice(s.shard_offset, s.shard_offset + s.shard_numel),
+                slice(
+                    s.unsharded_offset + self.rank * s.shard_numel, s.unsharded_offset + (self.rank + 1) * s.shard_numel
+                ),
+            )
+            for s in self.spec.layout.segments
+            if s.shard_numel
+        ]
+
+    def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add unsharded gradients, one per parameter or ``None``, to :attr:`unreduced`."""
+        self._refuse_half_a_sum()
+        self.adding_first = self.unreduced is None
+        if self.unreduced is None:
+            self.unreduced = torch.zeros(
+                self.spec.layout.unsharded_numel, dtype=self.spec.reduce_dtype, device=self.spec.device
+            )
+        self.adding = True
+        for index, view in enumerate(unsharded_views(self.spec, self.unreduced)):
+            grad = grads[index]
+            if grad is not None:
+                view.add_(grad)
+                self.unreduced_params.add(index)
+
+    def unreduced_grads(self) -> tuple[torch.Tensor | None, set[int]]:
+        """Return :attr:`unreduced` and the indices of the parameters whose gradients it holds.
+
+        Raises:
+            RuntimeError: a backward under ``no_sync`` failed after adding some of its gradients.
+        """
+        self._refuse_half_a_sum()
+        return self.unreduced, self.unreduced_params
+
+    def drop_unreduced(self) -> None:
+        """Drop :attr:`unreduced`, after adding to ``.grad`` the gradients that backward cannot return."""
+        for index, grad in self.late_grads.items():
+            self.add_to_grad(index, grad)
+        self.discard_unreduced()
+
+    def discard_unreduced(self) -> None:
+        """Drop :attr:`unreduced`."""
+        self.unreduced, self.unreduced_params, self.late_grads, self.adding = None, set(), {}, False
+
+    def _refuse_half_a_sum(self) -> None:
+        if self.adding and self.adding_first:  # it holds only gradients of the failed backward
+            self.discard_unreduced()
+        elif self.adding:
+            raise RuntimeError(
+                f"a backward under no_sync failed after it had added gradients to bucket {self.spec.name!r}, so the sum "
+                f"includes part of a backward. Call thunder_fsdp_sched.discard_unreduced(model) and repeat the "
+                f"accumulation from its first batch"
+            )
+
+    def add_to_grad(self, index: int, grad: torch.Tensor) -> None:
+        """Add a sharded gradient to ``.grad`` as autograd does."""
+        param = self.params[index]
+        param.grad = grad if param.grad is None else param.grad.add_(grad)
+        if self.ranks.group.size > 1:
+            mark(param)
+
+    def adopt(self, index: int, param: torch.nn.Parameter) -> None:
+        """Turn ``param``, the unsharded parameter ``index``, into this rank's shard; the object stays the same."""
+        replace_data(param, self.shard_views[index])
+        self.params = (*self.params[:index], param, *self.params[index + 1 :])
+        # Loading through this view bumps the version of the parameter, so autograd sees the change in saved tensors.
+        view = param.detach()
+        self.shard_views = (*self.shard_views[:index], view, *self.shard_views[index + 1 :])
+        if self.ranks.group.size > 1:
+            mark_after_backward(param)
+
+    def copy_in(self, index: int, unsharded: torch.Tensor) -> None:
+        """Copy this rank's rows of the unsharded parameter ``index`` into its shard."""
+        self.shard_views[index].copy_(self.own_rows(index, unsharded))
+
+    def own_rows(self, index: int, unsharded: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of the unsharded parameter ``index``, as a view."""
+        starts = self.spec.layout.placements[index].row_starts
+        rows = unsharded.reshape(1) if unsharded.ndim == 0 else unsharded
+        return rows[starts[self.rank] : starts[self.rank + 1]]
+
+
+def handle_name(bucket_name: str) -> str:
+    """Return a Python identifier for a bucket's name: ``transformer.h.0`` -> ``bucket_transformer_h_0``."""
+    return "bucket_" + re.sub(r"\W", "_", bucket_name)
