@@ -16,7 +16,7 @@ REPETITIONS = 2
 _SCRIPT = """
 import os, sys, threading
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched.trace import symbols
+from thunder_fsdp_sched.runtime import ops
 from thunder_fsdp_sched.runtime.memory import slot_bytes
 import thunder, torch, torch.distributed as dist
 from datetime import timedelta
@@ -48,11 +48,11 @@ def run(rank, store, how):
         if how == "failed" and rank == 1 and step == 1:
             sys.exit(3)
         grads = [torch.ones(param.shape) for param in bucket.spec.params]
-        reduction = symbols._reduce_scatter(bucket, slot, *grads)
-        symbols._wait_grads(bucket, reduction)
-        symbols.wait_params(bucket, symbols.all_gather(bucket, slot, *bucket.params))
+        reduction = ops.reduce_scatter(bucket, slot, *grads)
+        ops.wait_grads(bucket, reduction)
+        ops.wait_params(bucket, ops.all_gather(bucket, slot, *bucket.params))
     if how == "in flight":
-        reduction = symbols._reduce_scatter(bucket, slot, *grads)
+        reduction = ops.reduce_scatter(bucket, slot, *grads)
     if how in ("destroyed", "twin"):
         dist.destroy_process_group()
 

@@ -10,10 +10,10 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import discard_unreduced, fsdp
+from thunder_fsdp_sched.runtime import ops
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.bucket_aliases import in_dtype
 from thunder_fsdp_sched.runtime.memory import Arena, slot_bytes
-from thunder_fsdp_sched.trace import symbols
 from thunder_fsdp_sched.transports import TRANSPORTS
 from thunder_fsdp_sched.transports.base import issue_each
 
@@ -274,11 +274,11 @@ def _interrupt_an_issue(rank: int, world_size: int) -> None:
         mock.patch.object(TRANSPORTS["flat"], "all_gather", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
-        symbols.all_gather(first, slot, *first.params)
+        ops.all_gather(first, slot, *first.params)
     for lost in (slot, overlapping):
         with pytest.raises(RuntimeError, match=r"bucket '0' failed: it was interrupted while it was being issued"):
-            symbols.all_gather(second, lost, *second.params)
-    symbols.wait_params(second, symbols.all_gather(second, apart, *second.params))
+            ops.all_gather(second, lost, *second.params)
+    ops.wait_params(second, ops.all_gather(second, apart, *second.params))
 
     # Another handle of a bucket has all that a bucket has.
     part = in_dtype(first, torch.bfloat16)

@@ -9,12 +9,12 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import fsdp, full_state_dict, testing, transform
+from thunder_fsdp_sched.runtime import ops
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Slot
 from thunder_fsdp_sched.simulator.cost import AnalyticCost, flops_of
 from thunder_fsdp_sched.tools.dry_run import plan_step
 from thunder_fsdp_sched.tools.report import planned_step_table
-from thunder_fsdp_sched.trace import symbols
 from thunder_fsdp_sched.trace.symbols import GRAD_WRITERS, fsdp_all_gather, fsdp_reduce_scatter
 from thunder_fsdp_sched.transforms import share_written_in_place
 from thunder_fsdp_sched.transforms.plan_slots import grads_over_params, live_ranges, shared_slots
@@ -303,7 +303,7 @@ def test_a_step_copies_no_gradient_that_a_matmul_makes(ranks: Ranks, strategy: s
 @contextlib.contextmanager
 def _failing_after(count: int) -> Iterator[None]:
     """Lets what writes a gradient in place fail after so many; and checks that nothing in flight has its memory."""
-    place_of_grad = symbols._place_of_grad
+    place_of_grad = ops._place_of_grad
     left = count
 
     def place(bucket: Bucket, slot: Slot, index: int) -> torch.Tensor:
@@ -315,7 +315,7 @@ def _failing_after(count: int) -> Iterator[None]:
         assert not any(f.slot is not None and f.slot.overlaps(slot) for f in slot.arena.in_flight)
         return grad.fill_(torch.nan)  # what was there does not matter
 
-    with mock.patch.object(symbols, "_place_of_grad", place):
+    with mock.patch.object(ops, "_place_of_grad", place):
         yield
 
 

@@ -26,9 +26,9 @@ from torch import nn
 from ..distributed.process_groups import Group
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, InFlight, slot_bytes
+from ..runtime.ops import all_gather, wait_params
 from ..sharding.input_casts import attach_casts
 from ..sharding.sharded_module import ShardedModule
-from ..trace.symbols import all_gather, wait_params
 from ..transform import find_transform
 
 __all__ = ["eager"]

@@ -1,0 +1,225 @@
+"""Run-time implementations of the symbols in ``trace.symbols``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from thunder.distributed import get_skip_data_parallel_grad_sync
+
+from ..compat import running_node_number
+from ..transports.base import Views, labelled
+from .bucket import Bucket
+from .forward_numbers import forward_number
+from .memory import InFlight, Slot, address, failed
+
+__all__ = [
+    "accumulate_grads",
+    "all_gather",
+    "all_reduce",
+    "backward_done",
+    "check_no_sync",
+    "matmul_into",
+    "params_unchanged",
+    "reduce_scatter",
+    "reduce_unreduced",
+    "sum_into",
+    "wait_grads",
+    "wait_params",
+]
+
+
+def _check_shards(bucket: Bucket, shards: Sequence[torch.Tensor | None]) -> None:
+    for index, (shard, pointer) in enumerate(zip(shards, bucket.shard_pointers, strict=True)):
+        if shard is not None and address(shard) != pointer:
+            raise RuntimeError(
+                f"parameter {bucket.spec.params[index].name!r} is no longer in the shard buffer of bucket "
+                f"{bucket.spec.name!r}: it was replaced by another tensor (`p.data = ...`, "
+                f"or a change of dtype or device). Copy into the parameter instead: `with torch.no_grad(): p.copy_(new)`."
+            )
+
+
+def all_gather(
+    bucket: Bucket,
+    slot: Slot,
+    *shards: torch.Tensor | None,
+    again: bool = False,
+    followed_by: int | None = None,
+    preceded_by: int | None = None,
+) -> InFlight:
+    _check_shards(bucket, shards)
+    arena, tally = slot.arena, bucket.tally
+    tally.issued += 1
+    arena.claim(slot)
+    if arena.take_left(bucket, slot, preceded_by):
+        tally.issued += 1
+        return arena.issue(InFlight(bucket, "all-gather", slot, ()))
+    if preceded_by is not None:
+        tally.settle()  # the trace settles the round only before the first gather that certainly sends
+    unsharded = slot.params[bucket]
+    if slot is bucket.private_slot:
+        bucket.kept_since = None
+    sent = bucket.shard_to_send(again=again)
+    try:
+        with labelled(bucket.all_gather_label):
+            works = bucket.gather_into(unsharded, sent)
+        arena.issue(flight := InFlight(bucket, "all-gather", slot, works, sent=sent))
+    except RuntimeError as error:
+        raise failed(bucket, "all-gather", error) from error
+    except BaseException as error:
+        _interrupted(bucket, "all-gather", slot, error)
+        raise
+    tally.issued += 1
+    if followed_by is not None:
+        arena.leave(bucket, slot, followed_by)
+    return flight
+
+
+def _interrupted(bucket: Bucket, what: str, slot: Slot, error: BaseException) -> None:
+    # A transport that raises an Exception leaves nothing in flight; an interrupt may have come at any time.
+    if not isinstance(error, Exception):
+        slot.arena.lose(bucket, what, slot)
+
+
+def wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    slot = flight.slot
+    assert slot is not None
+    slot.arena.finish(flight)
+    if flight.sent is not None and bucket.spec.travel.offload and running_node_number() is not None:
+        bucket.source.finish_copy()
+    if slot is bucket.private_slot:
+        bucket.kept_since = forward_number()
+    return slot.params[bucket].tensors
+
+
+def _place_of_grad(bucket: Bucket, slot: Slot, index: int) -> torch.Tensor:
+    # The slot of a reduction is in use from its first gradient on.
+    slot.arena.write_gradient(slot)
+    return slot.grads[bucket].tensors[index]
+
+
+def matmul_into(bucket: Bucket, slot: Slot, index: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    multiply = torch.mm if a.ndim == 2 else torch.bmm  # what torch.matmul calls; both write into `out`
+    return multiply(a, b, out=_place_of_grad(bucket, slot, index))
+
+
+def sum_into(
+    bucket: Bucket, slot: Slot, index: int, a: torch.Tensor, dims: int | tuple[int, ...] | None, keepdim: bool
+) -> torch.Tensor:
+    grad = _place_of_grad(bucket, slot, index)
+    return torch.sum(a, dims, keepdim, dtype=grad.dtype, out=grad)
+
+
+def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> InFlight:
+    arena = slot.arena
+    arena.claim(slot)
+    unsharded = slot.grads[bucket]
+    unreduced, unreduced_params = bucket.unreduced_grads()
+    # All but those that their producer wrote in place: these are the view itself.
+    copied = [(v, g) for v, g in zip(unsharded.tensors, grads, strict=True) if g is not None and g is not v]
+    if copied:
+        torch._foreach_copy_([v for v, _ in copied], [g for _, g in copied])  # one kernel on a GPU
+    if unreduced is not None:
+        for view, grad in zip(unsharded.tensors, grads, strict=True):
+            if grad is None:
+                view.zero_()
+        unsharded.flat.add_(unreduced)
+    bucket.tally.issued += 1
+    # Autograd keeps the sharded gradients as `.grad` without a copy and adds to them, so this must be new memory.
+    shard = torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.spec.device)
+    try:
+        with labelled(bucket.reduce_scatter_label):
+            works = bucket.transport.reduce_scatter(bucket, unsharded, shard)
+        only_unreduced = tuple(i for i in unreduced_params if grads[i] is None)
+        arena.issue(flight := InFlight(bucket, "reduce-scatter", slot, works, shard, only_unreduced))
+    except RuntimeError as error:
+        raise failed(bucket, "reduce-scatter", error) from error
+    except BaseException as error:
+        _interrupted(bucket, "reduce-scatter", slot, error)
+        raise
+    bucket.tally.issued += 1
+    return flight
+
+
+def all_reduce(bucket: Bucket, flight: InFlight) -> InFlight:
+    assert flight.slot is not None and flight.output is not None
+    flight.slot.arena.finish(flight)
+    return flight._replace(what="all-reduce", slot=None, works=[_average_replicas(bucket, flight.output)])
+
+
+def _average_replicas(bucket: Bucket, shard: torch.Tensor) -> torch.distributed.Work:
+    assert bucket.ranks.replicas is not None
+    bucket.tally.issued += 1
+    try:
+        with labelled(bucket.all_reduce_label):
+            work = torch.distributed.all_reduce(
+                shard, op=torch.distributed.ReduceOp.AVG, group=bucket.ranks.replicas.process_group, async_op=True
+            )
+    except RuntimeError as error:
+        raise failed(bucket, "all-reduce", error) from error
+    bucket.tally.issued += 1
+    return work
+
+
+def wait_grads(bucket: Bucket, flight: InFlight) -> tuple[torch.Tensor, ...]:
+    if flight.slot is None:
+        flight.wait()
+    else:
+        flight.slot.arena.finish(flight)
+    assert flight.output is not None
+    grads = bucket.sharded_grads(flight.output)
+    bucket.late_grads = {index: grads[index] for index in flight.only_unreduced} if flight.only_unreduced else {}
+    return grads
+
+
+def accumulate_grads(bucket: Bucket, *grads: torch.Tensor | None) -> None:
+    bucket.accumulate(grads)
+
+
+def check_no_sync(module: Any, no_sync: bool) -> None:
+    if get_skip_data_parallel_grad_sync() is not no_sync:
+        raise RuntimeError(f"these traces were compiled for no_sync={no_sync}")
+
+
+def reduce_unreduced(bucket: Bucket) -> None:
+    unreduced, unreduced_params = bucket.unreduced_grads()
+    if unreduced is None:
+        return
+    unreduced = unreduced.clone()  # a transport may write to it, and if this backward fails it is still needed
+    spec = bucket.spec
+    shard = torch.empty(bucket.shard.numel(), dtype=spec.reduce_dtype, device=spec.device)
+    staging = torch.empty(spec.sent_numel, dtype=shard.dtype, device=shard.device) if spec.travel.staging else None
+    bucket.tally.issued += 1
+    try:
+        works = bucket.transport.reduce_scatter(
+            bucket, Views(unreduced, (), spec.layout.pieces(unreduced), staging), shard
+        )
+    except RuntimeError as error:
+        raise failed(bucket, "reduce-scatter", error) from error
+    bucket.tally.issued += 1
+    InFlight(bucket, "reduce-scatter", None, works).wait()
+    if bucket.ranks.replicas is not None:
+        InFlight(bucket, "all-reduce", None, [_average_replicas(bucket, shard)]).wait()
+    grads = bucket.sharded_grads(shard)
+    bucket.late_grads = {index: grads[index] for index in unreduced_params}
+
+
+def backward_done(no_sync: bool, *buckets: Bucket) -> None:
+    for bucket in buckets:
+        if no_sync:
+            bucket.adding = False
+        elif bucket.unreduced is not None:
+            bucket.drop_unreduced()
+
+
+def params_unchanged(bucket: Bucket, *shards: torch.Tensor | None) -> None:
+    # Backward receives the shards as saved tensors, and autograd compares their versions when it unpacks them.
+    _check_shards(bucket, shards)
+    slot = bucket.private_slot
+    assert slot is not None
+    slot.arena.finish_leftovers(slot)
+    if bucket.is_kept_for_this_backward():
+        return
+    bucket.tally.settle()  # the trace settles the round only before its own collectives
+    wait_params(bucket, all_gather(bucket, slot, *shards, again=True))
