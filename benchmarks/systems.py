@@ -19,7 +19,7 @@ from typing import Any
 import thunder_fsdp_sched
 from thunder_fsdp_sched.compat import prepare  # noqa: F401  # before thunder
 from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
-from thunder_fsdp_sched.simulator.cost import flops_of
+from thunder_fsdp_sched.simulator.flops import flops_of
 from thunder_fsdp_sched.trace.symbols import ISSUES, WAITS, fsdp_all_gather
 
 import thunder

@@ -21,7 +21,8 @@ from thunder_fsdp_sched.simulator.clusters import (
     cluster_of_this_process,
     preset_of_gpu,
 )
-from thunder_fsdp_sched.simulator.cost import AnalyticCost, bytes_of, flops_of, ring_seconds
+from thunder_fsdp_sched.simulator.cost import AnalyticCost, bytes_of, ring_seconds
+from thunder_fsdp_sched.simulator.flops import flops_of
 from thunder_fsdp_sched.simulator.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes
 from thunder_fsdp_sched.simulator.simulate import simulate
 from thunder_fsdp_sched.testing import compile_on_fake_ranks

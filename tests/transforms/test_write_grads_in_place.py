@@ -12,7 +12,8 @@ from thunder_fsdp_sched import fsdp, full_state_dict, testing, transform
 from thunder_fsdp_sched.runtime import ops
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Slot
-from thunder_fsdp_sched.simulator.cost import AnalyticCost, flops_of
+from thunder_fsdp_sched.simulator.cost import AnalyticCost
+from thunder_fsdp_sched.simulator.flops import flops_of
 from thunder_fsdp_sched.tools.dry_run import plan_step
 from thunder_fsdp_sched.tools.report import planned_step_table
 from thunder_fsdp_sched.trace.symbols import GRAD_WRITERS, fsdp_all_gather, fsdp_reduce_scatter

@@ -22,17 +22,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-import torch
-from thunder.core.dtypes import to_torch_dtype
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
-from torch.utils.flop_counter import flop_registry
 
 from ..runtime.bucket import Bucket
 from ..trace.inspection import AGREEMENT, outs_of
@@ -53,8 +49,9 @@ from ..trace.symbols import (
 )
 from ..transports import Traffic
 from .clusters import ClusterSpec, cluster
+from .flops import _key, flops_of, tensors
 
-__all__ = ["AnalyticCost", "CostModel", "Seconds", "bytes_of", "flops_of", "ring_seconds", "runs_nothing"]
+__all__ = ["AnalyticCost", "CostModel", "Seconds", "bytes_of", "ring_seconds", "runs_nothing"]
 
 
 class Seconds(NamedTuple):
@@ -225,119 +222,6 @@ def ring_seconds(spec: ClusterSpec, nbytes: float, ranks: Sequence[int], *, pass
 
 
 #
-# FLOPs
-#
-
-
-def flops_of(bsym: BoundSymbol) -> dict[torch.dtype, int]:
-    """Return the FLOPs of a bound symbol, keyed by dtype; empty if ``torch.utils.flop_counter`` has no formula."""
-    counted: dict[torch.dtype, int] = {}
-    for part in _with_formula(bsym):
-        flops = _FORMULAS[_key(part)](part) if _key(part) in _FORMULAS else _aten(part)
-        if flops:
-            dtype = to_torch_dtype(next(_tensors(part.flat_proxy_args)).dtype)
-            counted[dtype] = counted.get(dtype, 0) + flops
-    return counted
-
-
-def _with_formula(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
-    if _key(bsym) in _FORMULAS or bsym.sym.name.startswith(_ATEN):
-        yield bsym
-    else:
-        for sub in bsym.subsymbols:
-            yield from _with_formula(sub)
-
-
-_ATEN = "torch.ops.aten."
-
-
-def _key(bsym: BoundSymbol) -> Any:
-    return bsym.sym.id if isinstance(bsym.sym.id, PrimIDs) else bsym.sym.name
-
-
-@lru_cache(maxsize=4096)
-def _formula(name: str, *shapes: Any, out: Any = None) -> int:
-    return int(flop_registry[getattr(torch.ops.aten, name)](*shapes, out_val=out))
-
-
-def _shape(proxy: Any) -> Any:
-    return tuple(int(size) for size in proxy.shape) if isinstance(proxy, TensorProxy) else proxy
-
-
-def _linear(bsym: BoundSymbol) -> int:
-    a, weight = map(_shape, bsym.args[:2])
-    return _formula("mm", (math.prod(a[:-1]), a[-1]), weight[::-1])
-
-
-def _matmul(bsym: BoundSymbol) -> int:
-    a, b = map(_shape, bsym.args[:2])
-    if len(a) == 1:
-        a = (1, *a)
-    if len(b) == 1:
-        b = (*b, 1)
-    if len(b) == 2:
-        return _formula("mm", (math.prod(a[:-1]), a[-1]), b)
-    batch = math.prod(torch.broadcast_shapes(a[:-2], b[:-2]))
-    return _formula("bmm", (batch, *a[-2:]), (batch, *b[-2:]))
-
-
-def _grouped_mm(bsym: BoundSymbol) -> int:
-    a, b = map(_shape, bsym.args[:2])
-    # Each row (or column) of the ragged side is multiplied with one group only: the FLOPs are those of one group.
-    return _formula("mm", a[-2:], b[-2:]) * (a[0] if len(a) == len(b) == 3 else 1)
-
-
-def _convolution(bsym: BoundSymbol) -> int:
-    a, weight = map(_shape, bsym.args[:2])
-    return _formula("convolution", a, weight, None, None, None, None, bool(bsym.args[6]), out=_shape(bsym.output))
-
-
-def _attention(first: int, heads: int = 1) -> Callable[[BoundSymbol], int]:
-    """Return a formula for attention whose query is argument ``first``; 1 means backward, with the gradient as argument 0.
-
-    The formulas of ``flop_counter`` ignore causality. Fused kernels skip the part above the diagonal, which is half of
-    the work if there are as many queries as keys, and so does this formula.
-    """
-
-    def flops(bsym: BoundSymbol) -> int:
-        shapes = [_shape(arg) for arg in bsym.args[: first + 3]]
-        if heads == 2:  # (batch, sequence, heads, size)
-            shapes = [(s[0], s[2], s[1], s[3]) for s in shapes]
-        name = "_scaled_dot_product_flash_attention" + ("_backward" if first else "")
-        counted = _formula(name, *shapes)
-        causal = any(arg is True for arg in bsym.args[first + 3 :]) or bsym.kwargs.get("is_causal", False)
-        return counted // 2 if causal and shapes[first][2] == shapes[first + 1][2] else counted
-
-    return flops
-
-
-_FORMULAS: dict[Any, Callable[[BoundSymbol], int]] = {
-    PrimIDs.LINEAR: _linear,
-    PrimIDs.MATMUL: _matmul,
-    PrimIDs.CONVOLUTION: _convolution,
-    "sdpaex_grad_forward_scaled_dot_product_efficient_attention": _attention(0),
-    "sdpafx_grad_forward_scaled_dot_product_efficient_attention": _attention(0),
-    "sdpaex_scaled_dot_product_efficient_attention_backward": _attention(1),
-    "sdpafx_scaled_dot_product_efficient_attention_backward": _attention(1),
-    "cudnn_sdpa_fwd": _attention(0),
-    "cudnn_sdpa_bwd": _attention(1),
-    "fa3_fwd": _attention(0, heads=2),
-    "fa3_bwd": _attention(1, heads=2),
-    "scaled_dot_product_attention": _attention(0),
-}
-if hasattr(PrimIDs, "_GROUPED_MM"):
-    _FORMULAS[PrimIDs._GROUPED_MM] = _grouped_mm
-
-
-def _aten(bsym: BoundSymbol) -> int:
-    packet = getattr(torch.ops.aten, bsym.sym.name.removeprefix(_ATEN), None)
-    if packet not in flop_registry:
-        return 0
-    outs = tuple(_shape(o) for o in bsym.flat_outs)
-    return int(flop_registry[packet](*map(_shape, bsym.args), out_val=outs if len(outs) != 1 else outs[0]))
-
-
-#
 # Bytes
 #
 
@@ -348,15 +232,11 @@ def bytes_of(bsym: BoundSymbol, values: _Values | None = None) -> int:
     An operator that selects rows (an embedding) reads only as much as it writes.
     """
     sizes = values.sizes if values is not None else {}
-    inputs = {p.name: sizes.get(p.name) or _nbytes(p) for p in _tensors(bsym.flat_proxy_args)}
-    written = sum(_nbytes(p) for p in _tensors(bsym.flat_proxy_outs) if p.name not in inputs)
+    inputs = {p.name: sizes.get(p.name) or _nbytes(p) for p in tensors(bsym.flat_proxy_args)}
+    written = sum(_nbytes(p) for p in tensors(bsym.flat_proxy_outs) if p.name not in inputs)
     if _picks_rows(bsym):
         return sum(min(size, written) for size in inputs.values()) + written
     return sum(inputs.values()) + written
-
-
-def _tensors(proxies: Sequence[Any]) -> Iterator[TensorProxy]:
-    return (p for p in proxies if isinstance(p, TensorProxy))
 
 
 def _nbytes(proxy: TensorProxy) -> int:
@@ -398,13 +278,13 @@ class _Values:
         kinds: set[Any] = set()
         if bsym.sym.is_fusion or not _view_kinds(bsym, kinds):
             return False
-        source = next(_tensors(bsym.flat_proxy_args), None)
+        source = next(tensors(bsym.flat_proxy_args), None)
         if source is None:
             return True
         strided = source.name in self.strided
         if strided and kinds & _RESHAPES:
             return False
-        for out in _tensors(bsym.flat_proxy_outs):
+        for out in tensors(bsym.flat_proxy_outs):
             if out.name == source.name:
                 continue
             if kinds & _EXPANDS or source.name in self.sizes:
