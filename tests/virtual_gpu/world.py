@@ -14,7 +14,7 @@ from thunder_fsdp_sched import compat
 from thunder_fsdp_sched.agreement import consistency
 from thunder_fsdp_sched.distributed import group_creation
 from thunder_fsdp_sched.runtime import bucket
-from thunder_fsdp_sched.sharding import meta_init, sharded_module
+from thunder_fsdp_sched.sharding import meta_init, setup, sharded_module
 from thunder_fsdp_sched.transports import base
 
 import torch
@@ -193,7 +193,7 @@ def _replaced(recording: Recording, *, alone: bool) -> Iterator[tuple[Any, str, 
     yield torch.accelerator, "is_available", lambda: True
     yield torch.accelerator, "current_accelerator", lambda *args, **kwargs: torch.device("cuda")
     yield base, "_side_streams", {}
-    yield sharded_module, "type", _type_of
+    yield setup, "type", _type_of
     for module in (bucket, meta_init, sharded_module):
         yield module, "replace_data", _replace_data
     yield sharded_module, "is_blank", lambda tensor: False  # fake numbers look alike

@@ -6,12 +6,11 @@ The module's own parameters become the shards: see [Note: The module's own param
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import itertools
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -20,27 +19,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..agreement.channel import announce
 from ..agreement.consistency import Agreement
-from ..agreement.control import Control, control_of
+from ..agreement.control import Control
 from ..compat import parameters_of_running_ddp, refuse_ddp, replace_data, timeout_of, watch_cache_misses
 from ..logs import Progress
-from ..options import Options, check_transport, resolve_device
+from ..options import Options, resolve_device
 from ..plan.bucketing import make_plan
-from ..plan.specs import ParamSpec, Plan, ShardedOver, Travel
-from ..runtime.bucket import Bucket, handle_name
+from ..plan.specs import Plan
+from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
-from ..runtime.memory import Arena
 from ..runtime.shard_source import finish_copies
-from ..transports import TRANSPORTS, choose_transport
-from ..transports.peer_memory import announce_all
 from .adoption import own_object, refuse_fixed, refuse_shards_and_grads, refuse_views
 from .conflicts import refuse_conflicts
 from .group_assignment import Placing, everyone_of
-from .meta_init import initialize, is_blank, make_blank
+from .meta_init import is_blank, make_blank
 from .module_parameters import OwnParameters, find_owner
+from .setup import (
+    allocate_buckets,
+    broadcast,
+    ignored_names,
+    initialize_shards,
+    move_unsharded,
+    param_specs,
+    travel_of,
+    versions,
+)
 from .stale_state import SHARD_OF, mark_as_shard
 
 __all__ = ["ShardedModule", "gather_param"]
@@ -136,7 +141,7 @@ class ShardedModule:
         agreement = Agreement(everyone, name, timeout, compares_computation=not options.allow_different_computation)
         find_channel = None if agreement.alone else announce(everyone, f"{everyone.name} {name}")
         # This precedes everything that ranks do together: creating groups, broadcasting parameters.
-        agreement.check_same("versions and options of fsdp(...)", [*_versions(), *options.lines()])
+        agreement.check_same("versions and options of fsdp(...)", [*versions(), *options.lines()])
         title = f"{name} ({type(model._model).__name__})"
         control = Control(everyone, find_channel and find_channel(), f"{everyone.name} {name}", title)
         agreement.control = control
@@ -146,12 +151,12 @@ class ShardedModule:
         usual = placing.key(placing.usual)
         with agreement.all_or_none("whether the module can be sharded"):
             refuse_shards_and_grads(named)
-            ignored = _ignored_names(named, options)
-            specs = _specs({n: p for n, p in named.items() if n not in ignored}, options)
+            ignored = ignored_names(named, options)
+            specs = param_specs({n: p for n, p in named.items() if n not in ignored}, options)
             refuse_views(model, named, ignored, options)
             own = {spec.name: own_object(module, spec, param) for spec, param in specs}
             refuse_fixed(own, specs)
-            moved = _move(model, ignored, options)
+            moved = move_unsharded(model, ignored, options)
             over = {spec.name: placing.of(spec.name, param) for spec, param in specs}
             for spec, _ in specs:
                 placing.check_sends(spec, over[spec.name])
@@ -164,9 +169,9 @@ class ShardedModule:
                     "broadcast_from: the module is on the meta device, so there is nothing to broadcast; pass param_init_fn "
                     "to initialize it"
                 )
-            _broadcast(((p, over[s.name], s.device) for s, p in specs), options.broadcast_from, placing)
+            broadcast(((p, over[s.name], s.device) for s, p in specs), options.broadcast_from, placing)
             via = specs[0][0].device if specs else options.device
-            _broadcast(((t, usual, via) for t in moved.values()), options.broadcast_from, placing)
+            broadcast(((t, usual, via) for t in moved.values()), options.broadcast_from, placing)
         plan = make_plan(
             module,
             specs,
@@ -175,9 +180,9 @@ class ShardedModule:
             group=usual.group,
             reshard_after_forward=options.reshard_after_forward,
             over=over,
-            travel=partial(_travel, options, placing),
+            travel=partial(travel_of, options, placing),
         )
-        buckets = _allocate(plan, placing)
+        buckets = allocate_buckets(plan, placing)
         places = {name: (b, i) for b in buckets for i, param in enumerate(b.spec.params) for name in param.names}
         began_on_meta = {n for n, p in (*named.items(), *model.named_buffers()) if p.is_meta}
         for spec, param in specs:
@@ -185,7 +190,7 @@ class ShardedModule:
             if param.is_meta:
                 make_blank(bucket.shard_views[index])
         if options.param_init_fn is not None:
-            _initialize(module, options, placing, places, moved)
+            initialize_shards(module, options, placing, places, moved)
         former = FormerMemory()
         for spec, param in specs:
             bucket, index = places[spec.name]
@@ -356,156 +361,3 @@ def gather_param(bucket: Bucket, index: int, shard: torch.Tensor) -> torch.Tenso
             if rows[start:end].numel():
                 dist.broadcast(rows[start:end], src=global_rank, group=group.process_group)
     return whole
-
-
-def _versions() -> list[str]:
-    return [
-        f"{name} {importlib.metadata.version(name)}" for name in ("thunder_fsdp_sched", "lightning-thunder", "torch")
-    ]
-
-
-def _travel(options: Options, placing: Placing, name: str, params: tuple[ParamSpec, ...], over: ShardedOver) -> Travel:
-    """Return how a bucket is sent according to the options, and raise an error if that is impossible."""
-    first, ranks = params[0], placing.ranks(over)
-    asked, reason = options.transport, "asked for"
-    if callable(asked):
-        asked, reason = check_transport(asked(name, params)), "asked for by the callable"
-    param_dtype = options.mp_policy.param_dtype if first.dtype.is_floating_point else None
-    reduce_dtype = (options.mp_policy.reduce_dtype or param_dtype) if first.dtype.is_floating_point else None
-    dtypes = (param_dtype or first.dtype, reduce_dtype or param_dtype or first.dtype)
-    if asked == "auto":
-        itemsize = min(d.itemsize for d in (first.dtype, *dtypes))
-        asked, reason = choose_transport(
-            [p.shape for p in params], over.size, itemsize, ranks.group.backend_for(first.device)
-        )
-    transport = TRANSPORTS[asked]
-    try:
-        transport.check(first.device, dtypes, ranks)
-    except ValueError as error:
-        raise ValueError(f"{error} (bucket {name!r})") from error
-    policy = options.offload_policy
-    offload = isinstance(policy, CPUOffloadPolicy)
-    if offload and transport.peers_read_shards:
-        raise ValueError(
-            f"transport={asked!r}: peers read shards in GPU memory, but offload_policy keeps them on the CPU "
-            f"(bucket {name!r}); choose another transport"
-        )
-    if offload:
-        reason += "; shards on the CPU"
-    pin_memory = isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and first.device.type == "cuda"
-    return Travel(asked, reason, transport.per_param, transport.staging, param_dtype, reduce_dtype, offload, pin_memory)
-
-
-def _ignored_names(named: dict[str, torch.nn.Parameter], options: Options) -> set[str]:
-    ignored = set()
-    for wanted in options.ignored_params:
-        matches = {n for n, p in named.items() if (n == wanted if isinstance(wanted, str) else p is wanted)}
-        if not matches:
-            what = repr(wanted) if isinstance(wanted, str) else f"a parameter of shape {tuple(wanted.shape)}"
-            raise ValueError(f"ignored_params: {what} is not a parameter of the module")
-        ignored |= {n for n, p in named.items() if any(p is named[m] for m in matches)}
-    return ignored
-
-
-def _specs(named: dict[str, torch.nn.Parameter], options: Options) -> list[tuple[ParamSpec, torch.nn.Parameter]]:
-    """Return a spec for each distinct parameter, with all its tied names, in the order of the module tree."""
-    tied: dict[int, list[str]] = {}
-    for name, param in named.items():
-        if type(param) is not torch.nn.Parameter or param.layout is not torch.strided:
-            raise TypeError(
-                f"parameter {name!r} is a {type(param).__name__} with layout {param.layout}; only plain strided "
-                f"parameters can be sharded. Convert it, or list it in ignored_params"
-            )
-        tied.setdefault(id(param), []).append(name)
-    specs = []
-    owners: dict[tuple[torch.device, int], str] = {}
-    for names in tied.values():
-        param = named[names[0]]
-        if param.numel() and not param.is_meta:
-            storage = (param.device, param.untyped_storage().data_ptr())
-            other = owners.setdefault(storage, names[0])
-            if other != names[0]:
-                raise ValueError(
-                    f"parameters {other!r} ({named[other].dtype}) and {names[0]!r} ({param.dtype}) share memory, but are "
-                    f"two Parameter objects: their shards would drift apart. Tie them (assign the same Parameter to "
-                    f"both names), or clone one"
-                )
-        device = options.device or resolve_device(torch.device(getattr(param, "_thunder_device", param.device)))
-        specs.append((ParamSpec(tuple(names), tuple(param.shape), param.dtype, device, param.requires_grad), param))
-    return specs
-
-
-def _move(model: ThunderModule, ignored: set[str], options: Options) -> dict[str, torch.Tensor]:
-    """Return ignored parameters and buffers on the requested device."""
-    moved: dict[str, torch.Tensor] = {}
-    copies: dict[int, torch.Tensor] = {}  # a tensor with several names stays one tensor
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        if options.device is None or tensor.device == options.device or tensor.is_meta:
-            return tensor
-        if id(tensor) not in copies:
-            copy = tensor.detach().to(options.device)
-            is_param = isinstance(tensor, torch.nn.Parameter)
-            copies[id(tensor)] = torch.nn.Parameter(copy, tensor.requires_grad) if is_param else copy
-        return copies[id(tensor)]
-
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if name in ignored:
-            moved[name] = move(param)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        moved[name] = move(buffer)
-    return moved
-
-
-def _broadcast(
-    tensors: Iterable[tuple[torch.Tensor, ShardedOver, torch.device | None]], source: int, placing: Placing
-) -> None:
-    """Broadcast each tensor over its ranks, from the given device if they cannot send it from its own."""
-    with torch.no_grad():
-        for tensor, over, via in tensors:
-            if tensor.is_meta:
-                continue  # param_init_fn will create it
-            with control_of(placing.everyone).doing("broadcast_from"):
-                placing.broadcast(tensor.detach(), source, over, via=via)
-
-
-def _allocate(plan: Plan, placing: Placing) -> list[Bucket]:
-    arenas: dict[torch.device, Arena] = {}
-    handles: set[str] = set()
-    buckets = []
-    peer_memory = announce_all((spec, placing.ranks_of(spec)) for spec in plan)
-    for spec in plan:
-        handle = handle_name(spec.name)
-        while handle in handles:
-            handle += "_"
-        handles.add(handle)
-        arena = arenas.setdefault(spec.device, Arena(spec.device))
-        transport = TRANSPORTS[spec.travel.transport]
-        buckets.append(
-            Bucket(spec, placing.ranks_of(spec), transport, arena, handle, peer_memory=peer_memory.get(spec.name))
-        )
-    return buckets
-
-
-def _initialize(
-    module: torch.nn.Module,
-    options: Options,
-    placing: Placing,
-    places: dict[str, tuple[Bucket, int]],
-    moved: dict[str, torch.Tensor],
-) -> None:
-    """Initialize the shards, buffers and ignored parameters that were on the meta device."""
-    assert options.param_init_fn is not None and options.device is not None
-
-    def take(name: str, tensor: torch.Tensor) -> None:
-        bucket, index = places.get(name, (None, 0))
-        over = placing.key(placing.usual if bucket is None else bucket.ranks)
-        if options.broadcast_from is not None:
-            _broadcast([(tensor, over, options.device)], options.broadcast_from, placing)
-        if bucket is None:
-            moved[name] = tensor
-        else:
-            with torch.no_grad():
-                bucket.copy_in(index, tensor)
-
-    initialize(module, options.param_init_fn, options.device, places, take)

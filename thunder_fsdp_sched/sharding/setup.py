@@ -1,0 +1,186 @@
+"""Steps of sharding a module: which parameters, how their buckets travel, what is moved, allocated and filled."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable
+
+import torch
+from thunder.core.module import ThunderModule
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from ..agreement.control import control_of
+from ..options import Options, check_transport, resolve_device
+from ..plan.specs import ParamSpec, Plan, ShardedOver, Travel
+from ..runtime.bucket import Bucket, handle_name
+from ..runtime.memory import Arena
+from ..transports import TRANSPORTS, choose_transport
+from ..transports.peer_memory import announce_all
+from .group_assignment import Placing
+from .meta_init import initialize
+
+__all__ = [
+    "allocate_buckets",
+    "broadcast",
+    "ignored_names",
+    "initialize_shards",
+    "move_unsharded",
+    "param_specs",
+    "travel_of",
+    "versions",
+]
+
+
+def versions() -> list[str]:
+    return [
+        f"{name} {importlib.metadata.version(name)}" for name in ("thunder_fsdp_sched", "lightning-thunder", "torch")
+    ]
+
+
+def travel_of(
+    options: Options, placing: Placing, name: str, params: tuple[ParamSpec, ...], over: ShardedOver
+) -> Travel:
+    """Return how a bucket is sent according to the options, and raise an error if that is impossible."""
+    first, ranks = params[0], placing.ranks(over)
+    asked, reason = options.transport, "asked for"
+    if callable(asked):
+        asked, reason = check_transport(asked(name, params)), "asked for by the callable"
+    param_dtype = options.mp_policy.param_dtype if first.dtype.is_floating_point else None
+    reduce_dtype = (options.mp_policy.reduce_dtype or param_dtype) if first.dtype.is_floating_point else None
+    dtypes = (param_dtype or first.dtype, reduce_dtype or param_dtype or first.dtype)
+    if asked == "auto":
+        itemsize = min(d.itemsize for d in (first.dtype, *dtypes))
+        asked, reason = choose_transport(
+            [p.shape for p in params], over.size, itemsize, ranks.group.backend_for(first.device)
+        )
+    transport = TRANSPORTS[asked]
+    try:
+        transport.check(first.device, dtypes, ranks)
+    except ValueError as error:
+        raise ValueError(f"{error} (bucket {name!r})") from error
+    policy = options.offload_policy
+    offload = isinstance(policy, CPUOffloadPolicy)
+    if offload and transport.peers_read_shards:
+        raise ValueError(
+            f"transport={asked!r}: peers read shards in GPU memory, but offload_policy keeps them on the CPU "
+            f"(bucket {name!r}); choose another transport"
+        )
+    if offload:
+        reason += "; shards on the CPU"
+    pin_memory = isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and first.device.type == "cuda"
+    return Travel(asked, reason, transport.per_param, transport.staging, param_dtype, reduce_dtype, offload, pin_memory)
+
+
+def ignored_names(named: dict[str, torch.nn.Parameter], options: Options) -> set[str]:
+    ignored = set()
+    for wanted in options.ignored_params:
+        matches = {n for n, p in named.items() if (n == wanted if isinstance(wanted, str) else p is wanted)}
+        if not matches:
+            what = repr(wanted) if isinstance(wanted, str) else f"a parameter of shape {tuple(wanted.shape)}"
+            raise ValueError(f"ignored_params: {what} is not a parameter of the module")
+        ignored |= {n for n, p in named.items() if any(p is named[m] for m in matches)}
+    return ignored
+
+
+def param_specs(named: dict[str, torch.nn.Parameter], options: Options) -> list[tuple[ParamSpec, torch.nn.Parameter]]:
+    """Return a spec for each distinct parameter, with all its tied names, in the order of the module tree."""
+    tied: dict[int, list[str]] = {}
+    for name, param in named.items():
+        if type(param) is not torch.nn.Parameter or param.layout is not torch.strided:
+            raise TypeError(
+                f"parameter {name!r} is a {type(param).__name__} with layout {param.layout}; only plain strided "
+                f"parameters can be sharded. Convert it, or list it in ignored_params"
+            )
+        tied.setdefault(id(param), []).append(name)
+    specs = []
+    owners: dict[tuple[torch.device, int], str] = {}
+    for names in tied.values():
+        param = named[names[0]]
+        if param.numel() and not param.is_meta:
+            storage = (param.device, param.untyped_storage().data_ptr())
+            other = owners.setdefault(storage, names[0])
+            if other != names[0]:
+                raise ValueError(
+                    f"parameters {other!r} ({named[other].dtype}) and {names[0]!r} ({param.dtype}) share memory, but are "
+                    f"two Parameter objects: their shards would drift apart. Tie them (assign the same Parameter to "
+                    f"both names), or clone one"
+                )
+        device = options.device or resolve_device(torch.device(getattr(param, "_thunder_device", param.device)))
+        specs.append((ParamSpec(tuple(names), tuple(param.shape), param.dtype, device, param.requires_grad), param))
+    return specs
+
+
+def move_unsharded(model: ThunderModule, ignored: set[str], options: Options) -> dict[str, torch.Tensor]:
+    """Return ignored parameters and buffers on the requested device."""
+    moved: dict[str, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}  # a tensor with several names stays one tensor
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if options.device is None or tensor.device == options.device or tensor.is_meta:
+            return tensor
+        if id(tensor) not in copies:
+            copy = tensor.detach().to(options.device)
+            is_param = isinstance(tensor, torch.nn.Parameter)
+            copies[id(tensor)] = torch.nn.Parameter(copy, tensor.requires_grad) if is_param else copy
+        return copies[id(tensor)]
+
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if name in ignored:
+            moved[name] = move(param)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        moved[name] = move(buffer)
+    return moved
+
+
+def broadcast(
+    tensors: Iterable[tuple[torch.Tensor, ShardedOver, torch.device | None]], source: int, placing: Placing
+) -> None:
+    """Broadcast each tensor over its ranks, from the given device if they cannot send it from its own."""
+    with torch.no_grad():
+        for tensor, over, via in tensors:
+            if tensor.is_meta:
+                continue  # param_init_fn will create it
+            with control_of(placing.everyone).doing("broadcast_from"):
+                placing.broadcast(tensor.detach(), source, over, via=via)
+
+
+def allocate_buckets(plan: Plan, placing: Placing) -> list[Bucket]:
+    arenas: dict[torch.device, Arena] = {}
+    handles: set[str] = set()
+    buckets = []
+    peer_memory = announce_all((spec, placing.ranks_of(spec)) for spec in plan)
+    for spec in plan:
+        handle = handle_name(spec.name)
+        while handle in handles:
+            handle += "_"
+        handles.add(handle)
+        arena = arenas.setdefault(spec.device, Arena(spec.device))
+        transport = TRANSPORTS[spec.travel.transport]
+        buckets.append(
+            Bucket(spec, placing.ranks_of(spec), transport, arena, handle, peer_memory=peer_memory.get(spec.name))
+        )
+    return buckets
+
+
+def initialize_shards(
+    module: torch.nn.Module,
+    options: Options,
+    placing: Placing,
+    places: dict[str, tuple[Bucket, int]],
+    moved: dict[str, torch.Tensor],
+) -> None:
+    """Initialize the shards, buffers and ignored parameters that were on the meta device."""
+    assert options.param_init_fn is not None and options.device is not None
+
+    def take(name: str, tensor: torch.Tensor) -> None:
+        bucket, index = places.get(name, (None, 0))
+        over = placing.key(placing.usual if bucket is None else bucket.ranks)
+        if options.broadcast_from is not None:
+            broadcast([(tensor, over, options.device)], options.broadcast_from, placing)
+        if bucket is None:
+            moved[name] = tensor
+        else:
+            with torch.no_grad():
+                bucket.copy_in(index, tensor)
+
+    initialize(module, options.param_init_fn, options.device, places, take)
