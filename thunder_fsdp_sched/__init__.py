@@ -10,6 +10,7 @@ compat.import_thunder()
 
 from .agreement.consistency import ScheduleDisagreement
 from .api import fsdp
+from .pipeline import CompiledTraces
 from .plan.specs import BucketSpec, ParamSpec, Plan
 from .plugin import FSDPSched
 from .trace.schedule import CommOp, Schedule, StepSchedule
@@ -27,7 +28,7 @@ from .training.checkpoint import (
 from .training.eager import eager
 from .training.gradients import clip_grad_norm_, discard_unreduced
 from .training.whole_parameters import WholeParameters
-from .transform import CompiledTraces, FSDPTransform
+from .transform import FSDPTransform
 from .transforms import ScheduleMismatch, VerificationError
 
 __all__ = [

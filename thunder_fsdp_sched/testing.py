@@ -19,12 +19,13 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from .api import fsdp
+from .pipeline import CompiledTraces
 from .tools.fake_ranks import Made, compile_as_rank
 from .trace.inspection import Aliases, args_of, outs_of, statement, statements
 from .trace.operands import Wait, bucket_of
 from .trace.schedule import StepSchedule, read_schedule
 from .trace.symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
-from .transform import CompiledTraces, FSDPTransform, find_transform
+from .transform import FSDPTransform, find_transform
 from .transforms.sort_communication import issue_points
 
 Subject = Any

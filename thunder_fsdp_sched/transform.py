@@ -27,38 +27,36 @@ import itertools
 import time
 import warnings
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import thunder
 from thunder.core.module import ThunderModule
-from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
 from thunder.distributed import get_skip_data_parallel_grad_sync
 from thunder.executors.passes import del_last_used
-from thunder.extend import Executor, FusionExecutor
+from thunder.extend import FusionExecutor
 
 from .agreement.control import Run
 from .compat import quiet_no_sync, refuse_foreign_state_dicts
-from .logs import LOGGER, log_pass
+from .logs import LOGGER
 from .options import Options
+from .pipeline import CompiledTraces, JointPasses, Pass, can_fuse_any, without
 from .plan.specs import Plan
 from .sharding.input_casts import attach_casts, cast_inputs
 from .sharding.jitted_state import hold_entries
 from .sharding.sharded_module import ShardedModule, gather_param
-from .simulator.autotune import Choice, choose, room_for_gathers, room_for_slots
+from .simulator.autotune import choose, room_for_gathers, room_for_slots
 from .simulator.clusters import cluster_of_this_process
 from .simulator.cost import AnalyticCost
 from .trace import symbols
 from .trace.computation import computation_of, trace_lines
-from .trace.descriptions import NO_CALL, Call, count_issues, read_call
+from .trace.descriptions import count_issues, read_call
 from .trace.inspection import is_backward_trace, split_joint, statements
-from .trace.schedule import Schedule, StepSchedule, compute_digest, read_program, read_schedule, save_schedules
+from .trace.schedule import StepSchedule, compute_digest, read_program, read_schedule, save_schedules
 from .transforms import (
     ScheduleMismatch,
     bucket_communication,
@@ -85,9 +83,8 @@ from .transforms import (
 )
 from .transforms.audit import audited
 
-__all__ = ["CompiledTraces", "FSDPTransform", "find_transform"]
+__all__ = ["FSDPTransform", "find_transform"]
 
-Pass = Callable[[TraceCtx], TraceCtx]
 
 WARN_COMPILED = 32
 """How many sets of shapes and flags may be compiled for one module before a warning suggests alternatives."""
@@ -95,55 +92,6 @@ WARN_COMPILED = 32
 MAX_COMPILED = 128
 """How many sets of shapes and flags are kept for one module. A new one evicts the oldest, which is compiled again when
 needed. Ranks need not evict the same one, because a program that they have agreed on is not compared again."""
-
-
-@dataclass
-class CompiledTraces:
-    """The traces and schedules compiled for one set of input shapes and flags.
-
-    Attributes:
-        no_sync: whether it was compiled for ``no_sync``.
-        number: how many sets were compiled earlier.
-        call: the inputs and flags.
-        prefetch: how many prefetch steps ahead gathers are issued.
-        choice: the outcome of ``prefetch="auto"`` or ``max_unsharded_bytes``; ``None`` without them.
-        joint: the joint trace with bucketed communication, before fusion (forward alone without gradients).
-        forward_before, backward_before: the execution traces that Thunder passes to us, with communication unsorted.
-        forward, backward: the traces that run. Backward is ``None`` without gradients.
-        forward_schedule, backward_schedule: the communication of these traces, as values.
-        pass_seconds: processor time (seconds) of each pass, keyed by its name.
-    """
-
-    no_sync: bool
-    number: int = 0
-    call: Call = NO_CALL
-    prefetch: int = 0
-    choice: Choice | None = None
-    joint: TraceCtx | None = None
-    forward_before: TraceCtx | None = None
-    forward: TraceCtx | None = None
-    forward_schedule: Schedule | None = None
-    backward_before: TraceCtx | None = None
-    backward: TraceCtx | None = None
-    backward_schedule: Schedule | None = None
-    pass_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-    @property
-    def schedule(self) -> StepSchedule:
-        """The schedules of forward and backward together."""
-        assert self.forward_schedule is not None
-        return StepSchedule(self.forward_schedule, self.backward_schedule, self.no_sync)
-
-    def run(self, passes: Sequence[Pass], trace: TraceCtx) -> TraceCtx:
-        """Run passes in order, record the processor time of each, and log what it changed."""
-        for pass_ in passes:
-            started = time.process_time()
-            changed = pass_(trace)
-            seconds = time.process_time() - started
-            self.pass_seconds[_name(pass_)] += seconds
-            log_pass(_name(pass_), seconds, trace, changed)
-            trace = changed
-        return trace
 
 
 class FSDPTransform(Transform):
@@ -161,8 +109,8 @@ class FSDPTransform(Transform):
         self._making: CompiledTraces | None = None
         self._sharded: ShardedModule | None = None
         self._executors = (
-            _JointPasses(f"fsdp_sched_before_fusion_{id(self)}", self._before_fusion),
-            _JointPasses(f"fsdp_sched_behind_fusion_{id(self)}", self._behind_fusion),
+            JointPasses(f"fsdp_sched_before_fusion_{id(self)}", self._before_fusion),
+            JointPasses(f"fsdp_sched_behind_fusion_{id(self)}", self._behind_fusion),
         )
         self._fusions: list[FusionExecutor] = []
         self._agrees = True  # at run time; False only to measure the cost of agreement
@@ -227,8 +175,8 @@ class FSDPTransform(Transform):
         self._stats.add(thunder.compile_stats(model))
         compile_data = thunder.compile_data(model)
         before, behind = self._executors
-        others = _without(compile_data.executors_list, (symbols.executor, before, behind))
-        self._fusions = [e for e in others if isinstance(e, FusionExecutor) and not isinstance(e, _JointPasses)]
+        others = without(compile_data.executors_list, (symbols.executor, before, behind))
+        self._fusions = [e for e in others if isinstance(e, FusionExecutor) and not isinstance(e, JointPasses)]
         compile_data.executors_list = (symbols.executor, before, *others, behind)
 
     def transform_traces_pre_prologue(
@@ -275,7 +223,7 @@ class FSDPTransform(Transform):
         kept = self.sharded.kept
         passes: list[Pass] = [partial(regather_for_backward, kept=kept), partial(guard_kept, kept=kept)]
         if self._fusions:
-            can_fuse = partial(_can_fuse, self._fusions)
+            can_fuse = partial(can_fuse_any, self._fusions)
             passes.append(partial(keep_fusions_apart, can_fuse=can_fuse))
         compiled.joint = compiled.run(passes, bucketed)
         return compiled.joint
@@ -454,35 +402,6 @@ def find_transform(model: object) -> FSDPTransform:
     if transform._sharded is not None:
         transform._sharded.own.check()
     return transform
-
-
-class _JointPasses(FusionExecutor):
-    """A fusion executor that runs our passes and claims no operator.
-
-    Its ``fusion_pass`` is the only public hook that sees the joint trace after operators are claimed.
-    """
-
-    def __init__(self, name: str, run: Pass) -> None:
-        super().__init__(name)
-        self.fusion_pass = run
-
-    def can_execute(self, bsym: Any) -> bool:
-        return False
-
-    def can_fuse(self, bsym: Any) -> bool:
-        return False
-
-
-def _name(pass_: Pass) -> str:
-    return pass_.func.__name__ if isinstance(pass_, partial) else pass_.__name__
-
-
-def _can_fuse(fusions: Sequence[FusionExecutor], bsym: BoundSymbol) -> bool:
-    return any(executor.can_fuse(bsym) for executor in fusions)
-
-
-def _without(executors: Sequence[Executor], ours: Sequence[Executor]) -> list[Executor]:
-    return [e for e in executors if e not in ours]
 
 
 def _join(prefix: str, name: str) -> str:

@@ -1,0 +1,102 @@
+"""How passes run on traces: one after the other, timed and logged, or at a fusion executor's turn."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+from thunder.extend import Executor, FusionExecutor
+
+from .logs import log_pass
+from .simulator.autotune import Choice
+from .trace.descriptions import NO_CALL, Call
+from .trace.schedule import Schedule, StepSchedule
+
+__all__ = ["CompiledTraces", "JointPasses", "Pass", "can_fuse_any", "without"]
+
+
+Pass = Callable[[TraceCtx], TraceCtx]
+
+
+@dataclass
+class CompiledTraces:
+    """The traces and schedules compiled for one set of input shapes and flags.
+
+    Attributes:
+        no_sync: whether it was compiled for ``no_sync``.
+        number: how many sets were compiled earlier.
+        call: the inputs and flags.
+        prefetch: how many prefetch steps ahead gathers are issued.
+        choice: the outcome of ``prefetch="auto"`` or ``max_unsharded_bytes``; ``None`` without them.
+        joint: the joint trace with bucketed communication, before fusion (forward alone without gradients).
+        forward_before, backward_before: the execution traces that Thunder passes to us, with communication unsorted.
+        forward, backward: the traces that run. Backward is ``None`` without gradients.
+        forward_schedule, backward_schedule: the communication of these traces, as values.
+        pass_seconds: processor time (seconds) of each pass, keyed by its name.
+    """
+
+    no_sync: bool
+    number: int = 0
+    call: Call = NO_CALL
+    prefetch: int = 0
+    choice: Choice | None = None
+    joint: TraceCtx | None = None
+    forward_before: TraceCtx | None = None
+    forward: TraceCtx | None = None
+    forward_schedule: Schedule | None = None
+    backward_before: TraceCtx | None = None
+    backward: TraceCtx | None = None
+    backward_schedule: Schedule | None = None
+    pass_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def schedule(self) -> StepSchedule:
+        """The schedules of forward and backward together."""
+        assert self.forward_schedule is not None
+        return StepSchedule(self.forward_schedule, self.backward_schedule, self.no_sync)
+
+    def run(self, passes: Sequence[Pass], trace: TraceCtx) -> TraceCtx:
+        """Run passes in order, record the processor time of each, and log what it changed."""
+        for pass_ in passes:
+            started = time.process_time()
+            changed = pass_(trace)
+            seconds = time.process_time() - started
+            self.pass_seconds[_name(pass_)] += seconds
+            log_pass(_name(pass_), seconds, trace, changed)
+            trace = changed
+        return trace
+
+
+class JointPasses(FusionExecutor):
+    """A fusion executor that runs our passes and claims no operator.
+
+    Its ``fusion_pass`` is the only public hook that sees the joint trace after operators are claimed.
+    """
+
+    def __init__(self, name: str, run: Pass) -> None:
+        super().__init__(name)
+        self.fusion_pass = run
+
+    def can_execute(self, bsym: Any) -> bool:
+        return False
+
+    def can_fuse(self, bsym: Any) -> bool:
+        return False
+
+
+def _name(pass_: Pass) -> str:
+    return pass_.func.__name__ if isinstance(pass_, partial) else pass_.__name__
+
+
+def can_fuse_any(fusions: Sequence[FusionExecutor], bsym: BoundSymbol) -> bool:
+    return any(executor.can_fuse(bsym) for executor in fusions)
+
+
+def without(executors: Sequence[Executor], ours: Sequence[Executor]) -> list[Executor]:
+    return [e for e in executors if e not in ours]
