@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import clip_grad_norm_, fsdp, get_model_state_dict, get_optimizer_state_dict
-from thunder_fsdp_sched.compat import timeout_of
+from thunder_fsdp_sched.private_api import timeout_of
 from thunder_fsdp_sched.runtime.memory import InFlight
 from thunder_fsdp_sched.tools.profiler import measure
 

@@ -41,11 +41,11 @@ from thunder.executors.passes import del_last_used
 from thunder.extend import FusionExecutor
 
 from .agreement.control import Run
-from .compat import quiet_no_sync, refuse_foreign_state_dicts
 from .logs import LOGGER
 from .options import Options
 from .pipeline import CompiledTraces, JointPasses, Pass, can_fuse_any, without
 from .plan.specs import Plan
+from .private_api import quiet_no_sync, refuse_foreign_state_dicts
 from .sharding.input_casts import attach_casts, cast_inputs
 from .sharding.jitted_state import hold_entries
 from .sharding.sharded_module import ShardedModule, gather_param

@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, transform
-from thunder_fsdp_sched.compat import process_groups
+from thunder_fsdp_sched.private_api import process_groups
 
 import pytest
 import shared_memory

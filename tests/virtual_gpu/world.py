@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import compat
+from thunder_fsdp_sched import private_api
 from thunder_fsdp_sched.agreement import consistency
 from thunder_fsdp_sched.distributed import group_creation
 from thunder_fsdp_sched.runtime import bucket
@@ -210,7 +210,7 @@ def _type_of(value: Any) -> type:
 
 def _replace_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
     """Replace a parameter's memory; a fake tensor keeps its device as an attribute, which would stay."""
-    compat.replace_data(param, data)
+    private_api.replace_data(param, data)
     if is_fake(param):
         param.fake_device = data.device  # type: ignore[attr-defined]
 

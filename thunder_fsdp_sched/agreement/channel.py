@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from ..compat import all_gather_on_host, timeout_of
 from ..distributed.group_creation import new_group
 from ..distributed.process_groups import Group
+from ..private_api import all_gather_on_host, timeout_of
 
 __all__ = ["TOKEN", "Channel", "ScheduleDisagreement", "Subject", "announce"]
 

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..compat import copy_of_options, is_group_name_taken, process_groups, splits_default_group, timeout_of
+from ..private_api import copy_of_options, is_group_name_taken, process_groups, splits_default_group, timeout_of
 from .process_groups import Group
 
 __all__ = ["companion", "default_group", "new_group", "twin"]

@@ -20,7 +20,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from ..compat import process_groups
+from ..private_api import process_groups
 
 __all__ = ["register"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..compat import replace_data
+from ..private_api import replace_data
 from ..transports.base import Transport, Views, Work
 from .coordination import Coordinator, Tally
 from .forward_numbers import is_backward_of

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from thunder.distributed import get_skip_data_parallel_grad_sync
 
-from ..compat import running_node_number
+from ..private_api import running_node_number
 from ..transports.base import Views, labelled
 from .bucket import Bucket
 from .forward_numbers import forward_number

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ..compat import reduces_found_infs, without_torch_function
+from ..private_api import reduces_found_infs, without_torch_function
 
 __all__ = ["ShardGrad", "mark", "mark_after_backward", "plain"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from thunder.core.module import ThunderModule
 
-from ..compat import explain_fixed_data
 from ..options import Options
 from ..plan.specs import ParamSpec
+from ..private_api import explain_fixed_data
 from .module_parameters import find_owner, tensors_in_containers
 from .stale_state import SHARD_OF
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ..compat import replace_data
+from ..private_api import replace_data
 from ..runtime.bucket import Bucket
 
 __all__ = ["initialize", "is_blank", "make_blank"]

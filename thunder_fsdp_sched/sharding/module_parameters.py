@@ -6,7 +6,7 @@ optimizers, parameter groups by submodule, ``requires_grad_``, hooks and ``zero_
 whether they were created before or after ``thunder.jit``. Thunder's prologue reads the same objects.
 
 Thunder traces with the shapes in the module, which must then be whole. So during tracing, placeholders on the meta
-device replace the shards. They are inserted after a miss in Thunder's cache (``compat.watch_cache_misses``), and
+device replace the shards. They are inserted after a miss in Thunder's cache (``private_api.watch_cache_misses``), and
 removed when the first transform receives the trace, or when tracing has failed. ``eager`` also uses them, for
 parameters that are not gathered.
 

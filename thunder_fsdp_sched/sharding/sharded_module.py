@@ -23,11 +23,11 @@ from thunder.core.module import ThunderModule
 from ..agreement.channel import announce
 from ..agreement.consistency import Agreement
 from ..agreement.control import Control
-from ..compat import parameters_of_running_ddp, refuse_ddp, replace_data, timeout_of, watch_cache_misses
 from ..logs import Progress
 from ..options import Options, resolve_device
 from ..plan.bucketing import make_plan
 from ..plan.specs import Plan
+from ..private_api import parameters_of_running_ddp, refuse_ddp, replace_data, timeout_of, watch_cache_misses
 from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
 from ..runtime.shard_source import finish_copies

@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..compat import schema_of, shape_of
+from ..private_api import schema_of, shape_of
 
 __all__ = ["Observed", "observe", "observe_call"]
 

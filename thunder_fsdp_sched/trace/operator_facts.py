@@ -24,7 +24,7 @@ from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.pytree import tree_unflatten
 from thunder.core.symbol import BoundSymbol
 
-from ..compat import function_called_by, torch_function_of
+from ..private_api import function_called_by, torch_function_of
 from .observation import Observed, observe_call
 
 __all__ = ["Facts", "facts_of"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ..compat import all_gather_coalesced, reduce_scatter_coalesced
+from ..private_api import all_gather_coalesced, reduce_scatter_coalesced
 from .base import Traffic, TransportedBucket, Views, Work
 from .flat import Flat
 

@@ -1,0 +1,399 @@
+"""Uses of private names of torch and Thunder, each behind a function that says what it is for."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:  # this module is imported before torch and Thunder can be
+    import torch
+    from thunder.core.module import ThunderModule
+    from torch._C._distributed_c10d import Store
+
+__all__ = [
+    "TraceCache",
+    "all_gather_coalesced",
+    "all_gather_on_host",
+    "copy_of_options",
+    "explain_fixed_data",
+    "function_called_by",
+    "is_group_name_taken",
+    "next_node_number",
+    "parameters_of_running_ddp",
+    "process_groups",
+    "quiet_no_sync",
+    "reduce_scatter_coalesced",
+    "reduces_found_infs",
+    "refuse_ddp",
+    "refuse_foreign_state_dicts",
+    "replace_data",
+    "running_node_number",
+    "schema_of",
+    "shape_of",
+    "splits_default_group",
+    "timeout_of",
+    "torch_function_of",
+    "watch_cache_misses",
+    "without_torch_function",
+]
+
+
+def all_gather_on_host(group: Any) -> Callable[[Any, Any], Any]:
+    """Return a function that issues an all-gather of host memory on ``group``: ``(gathered, own) -> work``.
+
+    It is the backend's own method, which skips argument checks, logging and the dispatcher, and so takes less than half
+    of the host time of ``dist.all_gather_into_tensor``. It keeps the backend alive.
+    """
+    import torch
+    import torch.distributed as dist
+
+    backend = group._get_backend(torch.device("cpu"))
+    issue = getattr(backend, "_allgather_base", None)
+    if issue is None:
+        return lambda gathered, own: dist.all_gather_into_tensor(gathered, own, group=group, async_op=True)
+    return issue
+
+
+def all_gather_coalesced(outputs: list[Any], inputs: list[Any], group: Any) -> Any:
+    """Issue one launch of an all-gather for each pair of tensors; return its work.
+
+    It is the call at the end of ``_coalescing_manager``, without collecting and checking the arguments one by one.
+    """
+    from torch._C._distributed_c10d import AllgatherOptions
+
+    options = AllgatherOptions()
+    options.asyncOp = True
+    # torch 2.13 renamed it.
+    issue = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
+    return issue(outputs, inputs, options)
+
+
+def reduce_scatter_coalesced(outputs: list[Any], inputs: list[Any], op: Any, group: Any) -> Any:
+    """Issue one launch of a reduce-scatter for each pair of tensors; return its work."""
+    from torch._C._distributed_c10d import ReduceScatterOptions
+
+    options = ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = True
+    issue = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
+    return issue(outputs, inputs, options)
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Return the timeout of the collectives of ``group``."""
+    import torch.distributed as dist
+
+    for device in ("cuda", "cpu"):
+        found = getattr(_options_of(group, device), "_timeout", None)
+        if isinstance(found, timedelta):
+            return found
+    return dist.distributed_c10d.default_pg_timeout
+
+
+def copy_of_options(group: Any) -> Any:
+    """Return a copy of the ``pg_options`` of ``group``, for another group with the same backend.
+
+    It is ``None`` for backends without options, such as gloo. It is a copy because creating a group changes its
+    options.
+    """
+    options = _options_of(group, "cuda")
+    return copy.deepcopy(options) if hasattr(options, "is_high_priority_stream") else None
+
+
+def _options_of(group: Any, device: str) -> Any:
+    import torch
+
+    try:
+        return group._get_backend(torch.device(device)).options
+    except (AttributeError, RuntimeError):  # the group has no backend for the device, or the backend no options
+        return None
+
+
+def splits_default_group() -> bool:
+    """Return whether ``new_group`` creates an NCCL group by splitting the default group's communicator.
+
+    It does after ``init_process_group(device_id=...)``. All ranks of the default group must take part then, even with
+    ``use_local_synchronization``.
+    """
+    from torch.distributed.distributed_c10d import _get_default_group, _get_split_source
+
+    default = _get_default_group()
+    return default.bound_device_id is not None and _get_split_source(default) is not None
+
+
+def next_node_number() -> int:
+    """Return the number of the next autograd node that this thread creates."""
+    import torch
+
+    return torch._C._autograd._get_sequence_nr()
+
+
+def running_node_number() -> int | None:
+    """Return the number of the autograd node whose backward this thread runs, ``None`` outside of a backward."""
+    import torch
+
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def is_group_name_taken(ranks: Collection[int], number: int, store: Store) -> bool:
+    """Return whether the name that torch derives from ``ranks`` and ``number`` known groups has been used.
+
+    Destroyed groups count, too: their members' addresses stay in ``store``, that of the default group, and a new group
+    of the same name would try to connect to them.
+    """
+    from torch.distributed.distributed_c10d import _world
+
+    text = "_".join(map(str, (*sorted(ranks), number)))
+    name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+    # The keys under which gloo and NCCL store the first member's address and the first communicator's id.
+    return name in _world.pg_names.values() or any(store.check([f"{name}//{key}"]) for key in ("cpu//0/0", "cuda//0"))
+
+
+def process_groups() -> list[Any]:
+    """Return the process groups that this process knows, in the order of creation."""
+    from torch.distributed.distributed_c10d import _world
+
+    return list(_world.pg_names)
+
+
+def refuse_foreign_state_dicts(module: Any, names: Collection[str]) -> None:
+    """Make functions of other libraries raise an error on a module that is sharded here.
+
+    They are unaware of these shards, and would mistake each rank's rows for whole parameters. No function is replaced.
+    Instead, the module gets attributes that only these functions read, before they access parameters:
+
+    - ``torch.distributed.checkpoint.state_dict`` calls a module's ``_fqn_modifiers()``, if it has them, at each module
+    with
+      children. A jitted module has one child, the original module, and finds the attribute there.
+    - For a module without children it only checks whether another composable API was applied, as ``fully_shard`` does.
+    - ``DistributedDataParallel``, which would copy rank 0's rows to all ranks, reads the names of parameters to ignore.
+    - Thunder's ``thunder.distributed.checkpoint`` reads ``use_fsdp`` of each module. Thunder also reads it of the root
+    on
+      other occasions, so the value there depends on the caller.
+
+    Args:
+        module: the original module.
+        names: its sharded parameters.
+    """
+    from torch.distributed._composable.contract import REGISTRY_KEY
+
+    module._ddp_params_and_buffers_to_ignore = _RefusedByDDP()
+    owners = {""}
+    for name in names:
+        path = name.rpartition(".")[0]
+        while path:
+            owners.add(path)
+            path = path.rpartition(".")[0]
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        if path in owners:
+            submodule._fqn_modifiers = _refuse_foreign
+            submodule.use_fsdp = _RefusedByCheckpoints()
+            if not any(True for _ in submodule.children()):
+                setattr(submodule, REGISTRY_KEY, _RefusedRegistry())
+
+
+def _refuse_foreign() -> NoReturn:
+    raise RuntimeError(
+        "the module's parameters are sharded by thunder_fsdp_sched: this function would take the rows that this rank holds "
+        "for whole parameters. Call thunder_fsdp_sched's full_state_dict, get_model_state_dict or get_optimizer_state_dict "
+        "with the jitted module to save it, and load_checkpoint or the jitted module's load_original_state_dict to load it"
+    )
+
+
+class _RefusedByDDP:
+    """The names of parameters that ``DistributedDataParallel`` ignores; reading them is an error."""
+
+    def __iter__(self) -> NoReturn:
+        refuse_ddp()
+
+
+def refuse_ddp() -> NoReturn:
+    """Raise an error because a sharded module was passed to ``DistributedDataParallel``."""
+    raise RuntimeError(
+        "the module's parameters are sharded by thunder_fsdp_sched, which reduces their gradients: DistributedDataParallel "
+        "would copy the rows of one rank to all others. Leave it out; for replicas of shards there is fsdp(mesh=...)"
+    )
+
+
+def parameters_of_running_ddp() -> list[Any]:
+    """Return the parameters of the ``DistributedDataParallel`` whose forward is running."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    running = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    return [] if running is None else running._module_parameters
+
+
+class _RefusedByCheckpoints:
+    """The value of ``use_fsdp``: false, and an error for Thunder's checkpoint functions."""
+
+    def __bool__(self) -> bool:
+        if sys._getframe(1).f_globals.get("__name__") == "thunder.distributed.checkpoint":
+            _refuse_foreign()
+        return False
+
+
+class _RefusedRegistry(dict[str, Any]):
+    """The composable APIs that were applied to a module; asking for one is an error."""
+
+    def __contains__(self, name: object) -> bool:
+        _refuse_foreign()
+
+
+def schema_of(op: Any) -> Any:
+    """Return the schema of an operator overload of torch."""
+    return op._schema
+
+
+def shape_of(proxy: Any) -> tuple[Any, ...]:
+    """Return the shape of a tensor proxy. Under symbolic values ``proxy.shape`` records a bound symbol while tracing."""
+    return proxy._shape
+
+
+def function_called_by(bsym: Any) -> Callable[..., Any] | None:
+    """Return the function that an executor's bound symbol calls, if it belongs to torch or to Thunder itself."""
+    called = (bsym._call_ctx or {}).get(bsym.sym.name)
+    if called is not None:
+        return called if _is_library_function(called) else None
+    module = bsym.sym.module
+    name = module.__name__ if isinstance(module, ModuleType) else getattr(module, "__module__", "")
+    if name.partition(".")[0] != "torch":
+        return None
+    called = getattr(module, bsym.sym.name, None)
+    return called if callable(called) else None
+
+
+def torch_function_of(id: Any) -> Callable[..., Any] | None:
+    """Return the torch function that a symbol's id names by path: ``torch.nn.functional.gelu``, ``Tensor.half``."""
+    root, _, path = id.partition(".") if isinstance(id, str) else ("", "", "")
+    if root not in ("torch", "Tensor"):
+        return None
+    found: Any = sys.modules["torch"]
+    for name in path.split(".") if root == "torch" else ("Tensor", path):
+        found = getattr(found, name, None)
+    return found if callable(found) else None
+
+
+def _is_library_function(function: Any) -> bool:
+    """Return whether a callable is a torch function, an operator overload, or a Thunder function that calls torch."""
+    import torch
+
+    if isinstance(function, functools.partial):
+        return _is_library_function(function.func)
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return True
+    if isinstance(function, FunctionType):
+        module: Any = function.__module__ or ""
+    elif isinstance(function, (BuiltinFunctionType, MethodDescriptorType)):
+        owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
+        module = str(getattr(owner, "__module__", None) or getattr(owner, "__name__", ""))
+    else:
+        return False
+    return str(module).partition(".")[0] in ("torch", "thunder")
+
+
+class TraceCache(list[Any]):
+    """A list of Thunder's compiled traces of one module, with a callback when none fits a call, before Thunder traces.
+
+    Thunder tries its entries in reversed order and stops at the first that fits.
+    """
+
+    def __init__(self, entries: Iterable[Any], on_miss: Callable[[], object]) -> None:
+        super().__init__(entries)
+        self._on_miss = on_miss
+
+    def __reversed__(self) -> Iterator[Any]:
+        yield from super().__reversed__()
+        self._on_miss()
+
+
+def watch_cache_misses(model: ThunderModule, on_miss: Callable[[], object]) -> Callable[[], object]:
+    """Call ``on_miss`` before Thunder traces ``model`` for new inputs.
+
+    Returns a function to call before each call of ``model``: ``on_miss`` if Thunder's cache option disables look-ups.
+    """
+    import thunder
+    from thunder.core.options import CACHE_OPTIONS
+
+    stats = thunder.compile_stats(model)
+    stats.interpreter_cache = TraceCache(stats.interpreter_cache, on_miss)
+    if thunder.cache_option(model) in (CACHE_OPTIONS.CONSTANT_VALUES, CACHE_OPTIONS.SYMBOLIC_VALUES):
+        return lambda: None
+    return on_miss
+
+
+def quiet_no_sync(model: ThunderModule) -> None:
+    """Give a jitted module a ``no_sync`` that only sets Thunder's flag, without a warning at its end.
+
+    Thunder's method reduces the gradients of Thunder's own ddp and fsdp when it ends, and warns if neither was applied.
+    Here the next backward reduces gradients. This object's attribute hides the method; the class stays as it is.
+    """
+    from thunder.distributed import skip_data_parallel_grad_sync
+
+    model.no_sync = skip_data_parallel_grad_sync
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Return a context in which tensors of subclasses behave like plain tensors."""
+    import torch
+
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def reduces_found_infs() -> bool:
+    """Return whether ranks exchange infs: whether ``ShardedGradScaler.unscale_`` is two calls above our caller."""
+    unscale_grads = sys._getframe(2)
+    above = unscale_grads.f_back
+    return (
+        unscale_grads.f_globals.get("__name__") == "torch.distributed.fsdp.sharded_grad_scaler"
+        and above is not None
+        and above.f_code.co_name == "unscale_"
+    )
+
+
+def explain_fixed_data(param: torch.nn.Parameter, data: torch.Tensor) -> str:
+    """Return why :func:`replace_data` cannot give ``data`` to ``param``; empty if it can."""
+    import torch
+
+    if param.is_meta == data.is_meta:
+        return ""
+    if weakref.getweakrefs(param):
+        return "something holds a weak reference to it"
+    # One is its Python object, the other a node that accumulates its gradient.
+    limit = 2 if param.requires_grad else 1
+    if torch.Tensor._use_count(param) > limit:  # type: ignore[attr-defined]
+        return "a graph of an earlier forward still holds it"
+    return ""
+
+
+def replace_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
+    """Give ``param`` the memory, shape and device of ``data``. The object, its attributes and its hooks stay.
+
+    It has its own version counter. From the meta device, the cases in :func:`explain_fixed_data` are impossible.
+    """
+    import torch
+
+    if param.is_meta == data.is_meta:
+        # The node that accumulates its gradient has the old shape. A change of dtype makes autograd drop it.
+        other = torch.float32 if param.dtype is torch.float64 else torch.float64
+        if param.requires_grad:
+            param.data = torch.empty(0, dtype=other, device=param.device)
+        param.data = data
+        return
+    new = torch.nn.Parameter(data.data, param.requires_grad)
+    new.__dict__.update(param.__dict__)
+    hooks, accumulated_hooks = param._backward_hooks, param._post_accumulate_grad_hooks
+    torch.utils.swap_tensors(param, new)
+    if hooks:
+        param._backward_hooks = None
+        param._backward_hooks = hooks
+    if accumulated_hooks:
+        param._post_accumulate_grad_hooks = accumulated_hooks
