@@ -21,7 +21,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import thunder
@@ -41,6 +40,7 @@ from ..trace.inspection import with_bound_symbols
 from ..trace.operands import Issue, Wait, bucket_of
 from ..trace.symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter, payload, travels
 from ..transform import find_transform
+from .clocks import Clock, CudaClock
 
 __all__ = ["CollectiveTime", "MeasuredCost", "OpTime", "Profile", "measure"]
 
@@ -91,7 +91,7 @@ class _Measurement:
         self.control = sharded.control
         self.device = device
         self.repeats = repeats
-        self.clock = _CudaClock(device) if device.type == "cuda" else _Clock()
+        self.clock = CudaClock(device) if device.type == "cuda" else Clock()
 
     def run(self, forward: Callable[..., Any], backward: Callable[..., Any] | None) -> Profile:
         step = [forward, *([backward] if backward else [])]
@@ -280,7 +280,7 @@ class _Probe:
             the trace) on host and device, its time on the link, or nothing of interest.
     """
 
-    def __init__(self, trace: TraceCtx, clock: _Clock, align: Callable[[], None], *, finish: bool) -> None:
+    def __init__(self, trace: TraceCtx, clock: Clock, align: Callable[[], None], *, finish: bool) -> None:
         self.labels: list[tuple[str, int]] = []
         bsyms: list[BoundSymbol] = []
 
@@ -358,62 +358,3 @@ def _slowdown(run: Sequence[tuple[float, float]], alone: Sequence[tuple[float, f
         passed += loaded
         full_speed += usual
     return 1 - full_speed / passed if passed else 0.0
-
-
-class _Clock:
-    """A reader of the host's clock, for a CPU, where the host computes."""
-
-    def __init__(self) -> None:
-        self.reads: list[Any] = []
-
-    def tick(self) -> None:
-        """Read the clock between two bound symbols."""
-        self.reads.append(time.perf_counter())
-
-    def tick_at_once(self) -> None:
-        """Read the clock after the issue of a collective that is running."""
-        self.tick()
-
-    def finish(self, flight: InFlight) -> None:
-        flight.wait()
-
-    def settle(self) -> None:
-        """Wait until the device is idle."""
-
-    def durations(self) -> list[tuple[float, float]]:
-        """Return (host, device) seconds from each reading to the next; zero for the last."""
-        return [*((0.0, after - before) for before, after in pairwise(self.reads)), (0.0, 0.0)]
-
-
-class _CudaClock(_Clock):
-    """A reader of the clocks of host and device. The device sleeps at each reading so that the host stays ahead of it,
-    and its time for a bound symbol is that of the kernels only."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-
-    def tick(self) -> None:
-        self._read(pause=True)
-
-    def tick_at_once(self) -> None:
-        self._read(pause=False)
-
-    def _read(self, *, pause: bool) -> None:
-        entered = time.perf_counter()
-        end, start = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        stream = torch.cuda.current_stream(self.device)
-        end.record(stream)
-        if pause:
-            with torch.cuda.stream(stream):  # the current device may be another
-                torch.cuda._sleep(100_000)  # cycles, about 60 us
-        start.record(stream)
-        self.reads.append((entered, time.perf_counter(), end, start))
-
-    def settle(self) -> None:
-        torch.cuda.synchronize(self.device)
-
-    def durations(self) -> list[tuple[float, float]]:
-        self.settle()
-        pairs = pairwise(self.reads)
-        return [*((b[0] - a[1], a[3].elapsed_time(b[2]) / 1e3) for a, b in pairs), (0.0, 0.0)]
