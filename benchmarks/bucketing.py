@@ -117,7 +117,7 @@ def count(system: Any, tokens: Any, world_size: int) -> dict[str, Any]:
 
 def latency(system: Any) -> float:
     """The collectives of a step in their order, on one element a rank; seconds on this rank."""
-    from thunder_fsdp_sched.trace.symbols import WAITS, fsdp_all_gather, group_of, travels
+    from thunder_fsdp_sched.trace.symbols import WAITS, fsdp_all_gather, group_of, issues_collective
     from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
 
     import torch
@@ -128,7 +128,7 @@ def latency(system: Any) -> float:
         bsym
         for trace in (compiled.forward, compiled.backward)
         for bsym in trace.bound_symbols
-        if travels(bsym) or bsym.sym.name in WAITS
+        if issues_collective(bsym) or bsym.sym.name in WAITS
     ]
     own, whole = torch.zeros(1), torch.zeros(dist.get_world_size())
     dist.barrier()

@@ -20,7 +20,7 @@ from unittest import mock
 import thunder_fsdp_sched
 from thunder_fsdp_sched.agreement.channel import announce
 from thunder_fsdp_sched.agreement.control import Agreed, Control, Run
-from thunder_fsdp_sched.distributed.process_groups import Group
+from thunder_fsdp_sched.distributed.process_groups import ProcessGroupRef
 from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.trace.computation import NOTHING
 from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
@@ -90,8 +90,8 @@ def agreement(options: Namespace) -> dict[str, Any]:
 def _agree(rank: int, folder: Path, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    everyone = Group.of(dist.distributed_c10d._get_default_group())
-    control = Control(everyone, announce(everyone, "agreement")(), "model", "the model")
+    world_group = ProcessGroupRef.of(dist.distributed_c10d._get_default_group())
+    control = Control(world_group, announce(world_group, "agreement")(), "model", "the model")
     run = Run(control, "forward_0", Agreed(1, True, True), "forward", NOTHING, (), 0)
     seconds: dict[str, list[float]] = defaultdict(list)
     _stop_collecting()

@@ -5,7 +5,7 @@ One process traces the model on the meta device as rank 0 of 64 sees it, and sim
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.demo.model import GPT
-from thunder_fsdp_sched.tools.dry_run import plan_step
+from thunder_fsdp_sched.tools.dry_run import dry_run_step
 
 import torch
 
@@ -21,7 +21,7 @@ def make():
 def main():
     steps = {}
     for strategy in ("zero2", "zero3"):
-        steps[strategy] = step = plan_step(make, world_size=64, on="h100-sxm", sharding_strategy=strategy)
+        steps[strategy] = step = dry_run_step(make, world_size=64, on="h100-sxm", sharding_strategy=strategy)
         time = step.after
         print(
             f"{strategy}: step {1e3 * time.step_seconds:.2f} ms, unsorted {1e3 * step.before.step_seconds:.2f} ms, "

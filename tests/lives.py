@@ -47,8 +47,8 @@ class Pair:
         self.world = World(life, copy.deepcopy(model), world_size)
         self.transform = fsdp(**options)
         self.sharded = thunder.jit(model, transforms=[self.transform])
-        self.places = {name: self.transform.sharded.places[name] for name in self.world.params}
-        self.params = {name: self.transform.sharded.shards[name] for name in self.places}
+        self.locations = {name: self.transform.sharded.locations[name] for name in self.world.params}
+        self.params = {name: self.transform.sharded.shards[name] for name in self.locations}
         self.saves = 0
         self.reset()
 
@@ -56,7 +56,7 @@ class Pair:
         self.world.reset()
         with torch.no_grad():
             for name, param in self.params.items():
-                param.requires_grad_(self.world.trainable[name]).copy_(self.own_rows(name, self.world.initial[name]))
+                param.requires_grad_(self.world.trainable[name]).copy_(self.local_rows(name, self.world.initial[name]))
                 param.grad = None
             for name, value in self.world.initial_buffers.items():
                 self.sharded.get_buffer(name).copy_(value)
@@ -66,9 +66,9 @@ class Pair:
         self.mismatch: str | None = None
         self.parted = self.misled = False
 
-    def own_rows(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        bucket, index = self.places[name]
-        return bucket.own_rows(index, whole)
+    def local_rows(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        bucket, index = self.locations[name]
+        return bucket.local_rows(index, whole)
 
     def fail(self, text: str) -> None:
         self.mismatch = self.mismatch or text
@@ -89,11 +89,11 @@ class Pair:
             return
         for name, theirs in self.world.params.items():
             ours = self.params[name]
-            self.compare(f"parameter {name}", ours, self.own_rows(name, theirs))
+            self.compare(f"parameter {name}", ours, self.local_rows(name, theirs))
             if (ours.grad is None) != (theirs.grad is None):
                 self.fail(f"gradient of {name}: {ours.grad}, expected {theirs.grad}")
             elif ours.grad is not None and theirs.grad is not None:
-                self.compare(f"gradient of {name}", ours.grad, self.own_rows(name, theirs.grad))
+                self.compare(f"gradient of {name}", ours.grad, self.local_rows(name, theirs.grad))
         for name, buffer in self.world.models[self.rank].named_buffers():
             self.compare(f"buffer {name}", self.sharded.get_buffer(name), buffer)
 

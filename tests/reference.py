@@ -112,7 +112,7 @@ class Twins:
     def whole_grads(self) -> dict[str, torch.Tensor | None]:
         """The sharded module's gradients, gathered."""
         grads = {}
-        for name, (bucket, index) in self.transform.sharded.places.items():
+        for name, (bucket, index) in self.transform.sharded.locations.items():
             grad = self.sharded.get_parameter(name).grad
             grads[name] = None if grad is None else gather_param(bucket, index, grad)
         return grads

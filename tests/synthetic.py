@@ -1,8 +1,8 @@
 """Traces built straight from symbols: thousands of shapes in seconds, nothing is compiled and nothing communicates."""
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.distributed.process_groups import Group, Ranks
-from thunder_fsdp_sched.plan.layout import plan_layout
+from thunder_fsdp_sched.distributed.process_groups import ProcessGroupRef, Ranks
+from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.plan.specs import BucketSpec, ParamSpec
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Arena
@@ -22,12 +22,12 @@ SHAPE = (16, 16)  # 1,024 bytes: slots of several sizes
 def make_buckets(sizes: list[int], *, zero3: bool = True) -> list[Bucket]:
     arena = Arena(torch.device("cpu"))
     buckets = []
-    ranks = Ranks.of(Group("none", 0, range(2)))
+    ranks = Ranks.of(ProcessGroupRef("none", 0, range(2)))
     for number, size in enumerate(sizes):
         params = tuple(
             ParamSpec((f"b{number}.p{i}",), SHAPE, torch.float32, torch.device("cpu"), True) for i in range(size)
         )
-        spec = BucketSpec(f"b{number}", params, plan_layout([SHAPE] * size, 2, 4), zero3)
+        spec = BucketSpec(f"b{number}", params, make_layout([SHAPE] * size, 2, 4), zero3)
         buckets.append(Bucket(spec, ranks, Flat(), arena, f"bucket_b{number}"))
     return buckets
 

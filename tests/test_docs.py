@@ -59,7 +59,7 @@ def _train_through_the_documented_transport(rank: int, world_size: int) -> None:
         options = run(section("extending.md", "A transport"))["transform_options"]
         twins = Twins(rank, world_size, Stack(2).double(), **options)
         twins.train(steps=2)
-        assert {bucket.travel.transport for bucket in twins.transform.plan} == {"broadcasts"}
+        assert {bucket.comm.transport for bucket in twins.transform.plan} == {"broadcasts"}
     finally:
         TRANSPORTS.clear()
         TRANSPORTS.update(before)

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import thunder_fsdp_sched as tfs  # before thunder
-from thunder_fsdp_sched.tools.dry_run import PlannedStep
+from thunder_fsdp_sched.tools.dry_run import DryRun
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def test_evaluate_gives_the_loss_of_unpadded_batches_and_generates(ranks: Ranks)
 
 
 def test_plan_compares_strategies_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    steps: dict[str, PlannedStep] = load("plan").main()
+    steps: dict[str, DryRun] = load("plan").main()
     assert capsys.readouterr().out.count("of communication exposed") == 2
     assert steps["zero3"].after.peak_unsharded_bytes < steps["zero2"].after.peak_unsharded_bytes
     for step in steps.values():

@@ -107,7 +107,7 @@ def _offloaded(rank: Rank) -> None:
         entry = saved[name]["exp_avg"].to_local()
         own = optimizer.state[param]["exp_avg"]
         assert entry.untyped_storage().data_ptr() == own.untyped_storage().data_ptr(), name
-    assert all(bucket.travel.pin_memory for bucket in ours.plan)
+    assert all(bucket.comm.pin_memory for bucket in ours.plan)
 
 
 def test_entries_of_a_state_dict_share_the_memory_of_offloaded_shards() -> None:
@@ -184,7 +184,7 @@ def _backends(rank: Rank, backend: str) -> None:
     with rank.device:
         module = nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 7, bias=False))
     thunder.jit(module, transforms=[ours := fsdp(process_group=group, bucketing_strategy=lambda *_: "all")])
-    assert {bucket.travel.transport for bucket in ours.plan} == {"coalesced"}
+    assert {bucket.comm.transport for bucket in ours.plan} == {"coalesced"}
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cuda:nccl", "cpu:fake,cuda:nccl"])

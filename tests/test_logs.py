@@ -33,7 +33,7 @@ PASSES = (
     "regather_for_backward",
     "write_grads_in_place",
     "sort_communication",
-    "plan_slots",
+    "assign_slots",
     "verify",
     "del_last_used",
 )
@@ -101,7 +101,7 @@ def test_each_pass_says_what_it_counted(caplog: pytest.LogCaptureFixture) -> Non
     ):
         assert change in said["bucket_communication"].split(", ")
     assert re.search(r"\d+ of \d+ collectives and waits moved", said["sort_communication"])
-    assert re.search(r"\d+ slots? of [\d,]+ bytes in all", said["plan_slots"])
+    assert re.search(r"\d+ slots? of [\d,]+ bytes in all", said["assign_slots"])
     assert re.match(r"\d+ bound symbols \(0 new", said["verify"]) or "no change" in said["verify"]
 
 

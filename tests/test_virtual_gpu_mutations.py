@@ -32,8 +32,8 @@ NEVER_FLAGGED = {
     # The side stream, on which the copy was allocated, waits for the gather before it allocates anything else.
     ("staged", "offload"): {("reference", "shard_source.py:shard < bucket.py:shard_to_send")},
     # torch's own operation allocated it on torch's stream, which waits for ours before it allocates anything else.
-    ("symmetric_memory", "fp32"): {("reference", "symmetric_memory.py:reduce < base.py:behind")},
-    ("symmetric_memory", "bf16"): {("reference", "symmetric_memory.py:reduce < base.py:behind")},
+    ("symmetric_memory", "fp32"): {("reference", "symmetric_memory.py:reduce < base.py:issue_then")},
+    ("symmetric_memory", "bf16"): {("reference", "symmetric_memory.py:reduce < base.py:issue_then")},
 }
 """Kinds and places of what is redundant wherever it occurs, by transport and setup."""
 

@@ -15,10 +15,10 @@ import typer
 from .api import fsdp
 from .demo import DemoOptions, run_demo
 from .demo.show import make_console
-from .tools.dry_run import check_made, find_model, plan_step
+from .tools.dry_run import check_made, dry_run_step, find_model
 from .tools.fake_ranks import compile_as_rank
 from .tools.plot import plot_timelines, save_perfetto
-from .tools.report import before_and_after, plan_table, planned_step_table
+from .tools.report import before_and_after, dry_run_table, plan_table
 from .trace.schedule import load_schedules
 
 __all__ = ["app"]
@@ -166,7 +166,7 @@ def plan(
     try:
         make = find_model(model, batch=batch, length=length, dtype=_dtype(dtype))
         with console.status(f"tracing {model} as rank 0 of {world_size}"):
-            step = plan_step(
+            step = dry_run_step(
                 make,
                 world_size=world_size,
                 on=cluster,
@@ -180,7 +180,7 @@ def plan(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     console.print(plan_table(step.transform.plan), highlight=False)
-    console.print(planned_step_table(step), highlight=False)
+    console.print(dry_run_table(step), highlight=False)
     if step.transform.compiled[-1].choice is not None:
         console.print(str(step.transform.compiled[-1].choice), highlight=False)
     if picture is not None:

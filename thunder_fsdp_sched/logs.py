@@ -48,7 +48,7 @@ class Progress:
         self._started = time.perf_counter()
         self.say(text, *args)
 
-    def step(self, text: str, *args: object) -> None:
+    def log_phase(self, text: str, *args: object) -> None:
         """Log a later message of a compilation, with the seconds since its start."""
         if not self._quiet:
             LOGGER.info(f"%s, %.1f s: {text}", self._title, time.perf_counter() - self._started, *args)

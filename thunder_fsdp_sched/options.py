@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from .distributed.process_groups import Group
+from .distributed.process_groups import ProcessGroupRef
 from .plan.bucketing import BucketingStrategy
 from .plan.specs import ParamSpec
 from .simulator.clusters import ClusterSpec
@@ -42,7 +42,7 @@ class Options:
     prefetch: int | Literal["auto"]
     device: torch.device | None
     mesh: DeviceMesh | None
-    process_group: Group | None
+    process_group: ProcessGroupRef | None
     broadcast_from: int | None
     ignored_params: tuple[torch.nn.Parameter | str, ...]
     move_state_dict_to_cpu: bool
@@ -183,7 +183,7 @@ def check_options(
         prefetch=prefetch,
         device=device,
         mesh=mesh,
-        process_group=None if process_group is None else Group.of(process_group),
+        process_group=None if process_group is None else ProcessGroupRef.of(process_group),
         broadcast_from=broadcast_from,
         ignored_params=_ignored(ignored_params),
         move_state_dict_to_cpu=move_state_dict_to_cpu,

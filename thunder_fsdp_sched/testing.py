@@ -197,10 +197,12 @@ def assert_prefetch_distance(trace: TraceCtx, prefetch: int) -> None:
     see :func:`~thunder_fsdp_sched.transforms.sort_communication.issue_points`.
     """
     found = [g for g in gathers(trace) if g.first_consumer is not None]
-    steps = sorted({_first(g) for g in found})
-    number = {consumer: i for i, consumer in enumerate(steps)}
-    first_wait = {s: min(g.wait for g in found if number[_first(g)] == s) for s in range(len(steps))}
-    points = issue_points([sum(g.nbytes for g in found if number[_first(g)] == s) for s in range(len(steps))], prefetch)
+    stages = sorted({_first(g) for g in found})
+    number = {consumer: i for i, consumer in enumerate(stages)}
+    first_wait = {s: min(g.wait for g in found if number[_first(g)] == s) for s in range(len(stages))}
+    points = issue_points(
+        [sum(g.nbytes for g in found if number[_first(g)] == s) for s in range(len(stages))], prefetch
+    )
     for gather in found:
         own = number[_first(gather)]
         ahead = sum(gather.issue < first_wait[s] for s in range(own))

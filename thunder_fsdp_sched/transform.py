@@ -14,7 +14,7 @@ for each new set of shapes and flags
     ``_JointPasses`` after the fusions        remove_cuts, regather_for_backward
     (Thunder: the joint trace is split)
     ``transform_trace_post_optimization``     [refuse_redrawn_gradients], write_grads_in_place, guard_first,
-                                              sort_communication (or replay_schedule), plan_slots, mark_left_by_forward
+                                              sort_communication (or replay_schedule), assign_slots, mark_retained_by_forward
                                               (backward: reuse_from_forward), verify, insert_agreement, [end_backward],
                                               del_last_used
                                               first for the forward trace, then for the backward trace; the first run
@@ -49,7 +49,7 @@ from .private_api import quiet_no_sync, refuse_foreign_state_dicts
 from .sharding.input_casts import attach_casts, cast_inputs
 from .sharding.jitted_state import hold_entries
 from .sharding.sharded_module import ShardedModule, gather_param
-from .simulator.autotune import choose, room_for_gathers, room_for_slots
+from .simulator.autotune import choose, gather_budget, slot_budget
 from .simulator.clusters import cluster_of_this_process
 from .simulator.cost import AnalyticCost
 from .trace import symbols
@@ -59,6 +59,7 @@ from .trace.inspection import is_backward_trace, split_joint, statements
 from .trace.schedule import StepSchedule, compute_digest, read_program, read_schedule, save_schedules
 from .transforms import (
     ScheduleMismatch,
+    assign_slots,
     bucket_communication,
     end_backward,
     fuse_downcast,
@@ -67,8 +68,7 @@ from .transforms import (
     insert_agreement,
     insert_unshard,
     keep_fusions_apart,
-    mark_left_by_forward,
-    plan_slots,
+    mark_retained_by_forward,
     refuse_foreign_parameters,
     refuse_redrawn_gradients,
     regather_for_backward,
@@ -110,7 +110,7 @@ class FSDPTransform(Transform):
         self._sharded: ShardedModule | None = None
         self._executors = (
             JointPasses(f"fsdp_sched_before_fusion_{id(self)}", self._before_fusion),
-            JointPasses(f"fsdp_sched_behind_fusion_{id(self)}", self._behind_fusion),
+            JointPasses(f"fsdp_sched_behind_fusion_{id(self)}", self._after_fusion),
         )
         self._fusions: list[FusionExecutor] = []
         self._agrees = True  # at run time; False only to measure the cost of agreement
@@ -170,14 +170,14 @@ class FSDPTransform(Transform):
         self._sharded.attach(model)
         hold_entries(model, self._sharded)
         attach_casts(model, self.options.mp_policy)
-        refuse_foreign_state_dicts(model._model, self._sharded.places)
+        refuse_foreign_state_dicts(model._model, self._sharded.locations)
         quiet_no_sync(model)
         self._stats.add(thunder.compile_stats(model))
         compile_data = thunder.compile_data(model)
-        before, behind = self._executors
-        others = without(compile_data.executors_list, (symbols.executor, before, behind))
+        first_executor, last_executor = self._executors
+        others = without(compile_data.executors_list, (symbols.executor, first_executor, last_executor))
         self._fusions = [e for e in others if isinstance(e, FusionExecutor) and not isinstance(e, JointPasses)]
-        compile_data.executors_list = (symbols.executor, before, *others, behind)
+        compile_data.executors_list = (symbols.executor, first_executor, *others, last_executor)
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
@@ -187,15 +187,15 @@ class FSDPTransform(Transform):
                 "fsdp: thunder.jit was given a function; give it the torch.nn.Module whose parameters are to be sharded, "
                 "thunder.jit(module, transforms=[fsdp(...)]), and call the result in your function"
             )
-        assert self._sharded.own.are_whole, "Thunder has traced the module without asking its cache"
-        self._sharded.own.show_shards()
+        assert self._sharded.module_params.has_placeholders, "Thunder has traced the module without asking its cache"
+        self._sharded.module_params.install_shards()
         refuse_foreign_parameters(prologue_trace, self._sharded.module, self._sharded.shards, self._sharded.known())
         no_sync = get_skip_data_parallel_grad_sync()
         self._forget_oldest()
         call = read_call(prologue_trace, no_sync=no_sync)
-        self._sharded.progress.step("traced for %s, %d bound symbols", call, len(computation_trace.bound_symbols))
+        self._sharded.progress.log_phase("traced for %s, %d bound symbols", call, len(computation_trace.bound_symbols))
         self._making = CompiledTraces(no_sync, next(self._compilations), call)
-        places, shards = self.sharded.places, self.sharded.shards
+        locations, shards = self.sharded.locations, self.sharded.shards
         unpacked = unpacked_parameters(prologue_trace)
         inputs = {
             argument.name: unpacked[value.name]
@@ -205,13 +205,13 @@ class FSDPTransform(Transform):
         run = self._making.run
         prologue_trace = run([partial(shard_prologue, shards=shards, no_sync=no_sync)], prologue_trace)
         computation_trace = run(
-            [partial(insert_unshard, inputs=inputs, buckets=places, shards=shards)], computation_trace
+            [partial(insert_unshard, inputs=inputs, buckets=locations, shards=shards)], computation_trace
         )
         return prologue_trace, computation_trace, epilogue_trace
 
     def _before_fusion(self, trace: TraceCtx) -> TraceCtx:
         compiled = self._current
-        self.sharded.progress.step("differentiated, %d bound symbols in the joint trace", len(trace.bound_symbols))
+        self.sharded.progress.log_phase("differentiated, %d bound symbols in the joint trace", len(trace.bound_symbols))
         bucketed = compiled.run(
             [
                 partial(bucket_communication, buckets=self.sharded.buckets, no_sync=compiled.no_sync),
@@ -251,10 +251,10 @@ class FSDPTransform(Transform):
             "choose: %d candidates, %.1f ms\n%s", len(compiled.choice.considered), 1e3 * seconds, compiled.choice
         )
         if budget is not None and has_backward and not self._settled:
-            self.sharded.keep(compiled.choice.chosen.kept)
+            self.sharded.set_kept_buckets(compiled.choice.chosen.kept)
             self._settled = True
 
-    def _behind_fusion(self, trace: TraceCtx) -> TraceCtx:
+    def _after_fusion(self, trace: TraceCtx) -> TraceCtx:
         if not self._fusions:
             return trace
         passes: list[Pass] = [remove_cuts, partial(regather_for_backward, kept=self.sharded.kept)]
@@ -264,15 +264,15 @@ class FSDPTransform(Transform):
         backward = is_backward_trace(computation_trace)
         compiled = self._current
         name, size = "backward" if backward else "forward", len(computation_trace.bound_symbols)
-        self.sharded.progress.step("scheduling %s, %d bound symbols", name, size)
+        self.sharded.progress.log_phase("scheduling %s, %d bound symbols", name, size)
         checks: list[Pass] = [refuse_redrawn_gradients] if backward else []
         unsorted = compiled.run([*checks, write_grads_in_place, guard_first], computation_trace)
         forward, kept = compiled.forward if backward else None, self.sharded.kept
-        room = room_for_slots(unsorted, budget=self.options.max_unsharded_bytes, kept=kept)
+        room = slot_budget(unsorted, budget=self.options.max_unsharded_bytes, kept=kept)
         passes: list[Pass] = [
             self._order(unsorted, backward),
-            partial(plan_slots, kept=kept, forward=forward, max_bytes=room),
-            mark_left_by_forward if forward is None else partial(reuse_from_forward, forward=forward),
+            partial(assign_slots, kept=kept, forward=forward, max_bytes=room),
+            mark_retained_by_forward if forward is None else partial(reuse_from_forward, forward=forward),
             partial(verify, forward=forward),
         ]
         sorted_trace = compiled.run(passes, unsorted)
@@ -293,7 +293,7 @@ class FSDPTransform(Transform):
             self._finish(compiled)
         if not self.options.audit:
             return trace
-        return audited(trace, forward=forward, former=self.sharded.former, stats=self._stats)
+        return audited(trace, forward=forward, former_memory=self.sharded.former_memory, stats=self._stats)
 
     def _agree(self, trace: TraceCtx, backward: bool) -> list[Pass]:
         """Compare what the ranks have compiled, and return the pass that makes them agree at run time, if needed."""
@@ -302,7 +302,7 @@ class FSDPTransform(Transform):
         agreed = self.sharded.agreement.check(
             f"{name} of a {'no_sync ' if compiled.no_sync else ''}trace", read_program(trace), computation
         )
-        if control.alone or not agreed.communicates or not self._agrees:
+        if control.is_single_rank or not agreed.communicates or not self._agrees:
             return []
         run = Run(
             control,
@@ -327,7 +327,7 @@ class FSDPTransform(Transform):
         self.compiled.append(compiled)
         self._making = None
         seconds = sum(compiled.pass_seconds.values())
-        self.sharded.progress.step("compiled number %d; the passes took %.1f s", compiled.number, seconds)
+        self.sharded.progress.log_phase("compiled number %d; the passes took %.1f s", compiled.number, seconds)
         if len(self.compiled) == WARN_COMPILED + 1:
             texts = list(dict.fromkeys(str(c.call) for c in self.compiled))
             warnings.warn(
@@ -346,7 +346,7 @@ class FSDPTransform(Transform):
     def _order(self, trace: TraceCtx, backward: bool) -> Pass:
         """Return the pass that orders communication: the sorting pass, or the replay of a pinned schedule."""
         if self.options.schedule is None:
-            room = room_for_gathers(trace, budget=self.options.max_unsharded_bytes, kept=self.sharded.kept)
+            room = gather_budget(trace, budget=self.options.max_unsharded_bytes, kept=self.sharded.kept)
             return partial(sort_communication, prefetch=self._current.prefetch, max_unsharded_bytes=room)
         compiled = self._current
         if not backward:
@@ -365,20 +365,20 @@ class FSDPTransform(Transform):
         self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
         """Return this rank's rows of each unsharded entry (for ``load_original_state_dict``)."""
-        self.sharded.own.check()
+        self.sharded.module_params.check()
         return {k: self.sharded.shard_entry(_join(submodule_name, k), v) for k, v in state_dict.items()}
 
     def reverse_transform_state_dict_for_submodule(
         self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
         """Gather each sharded entry (for ``original_state_dict``). A collective: all ranks must call it."""
-        self.sharded.own.check()
+        self.sharded.module_params.check()
         self.sharded.check_initialized()
         unsharded = {}
         for key, value in state_dict.items():
             name = _join(submodule_name, key)
-            if name in self.sharded.places:
-                bucket, index = self.sharded.places[name]
+            if name in self.sharded.locations:
+                bucket, index = self.sharded.locations[name]
                 value = gather_param(bucket, index, value)
                 if self.options.move_state_dict_to_cpu:
                     value = value.cpu()
@@ -400,7 +400,7 @@ def find_transform(model: object) -> FSDPTransform:
             f"that no fsdp(...) shards"
         )
     if transform._sharded is not None:
-        transform._sharded.own.check()
+        transform._sharded.module_params.check()
     return transform
 
 

@@ -355,7 +355,7 @@ def _backends(rank: int, world_size: int) -> None:
     for backend in ("undefined", "cpu:gloo"):  # the first is what init_process_group() without a backend gives
         group = dist.new_group(backend=backend)
         twins = Twins(rank, world_size, Stack(1).double(), process_group=group, separate_reduce_scatter_group=True)
-        assert {bucket.travel.transport for bucket in twins.transform.plan} == {"all_to_all"}, backend
+        assert {bucket.comm.transport for bucket in twins.transform.plan} == {"all_to_all"}, backend
         twins.train(steps=1)
         with pytest.raises(ValueError, match="gloo cannot send"):
             policy = MixedPrecisionPolicy(param_dtype=torch.float8_e4m3fn)

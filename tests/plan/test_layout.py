@@ -2,7 +2,7 @@
 
 import math
 
-from thunder_fsdp_sched.plan.layout import ALIGNMENT, Layout, plan_layout
+from thunder_fsdp_sched.plan.layout import ALIGNMENT, Layout, make_layout
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def gathered(layout: Layout, params: list[torch.Tensor]) -> list[torch.Tensor]:
 @given(shapes, st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_gathering_every_segment_gives_every_parameter_contiguously(shapes, world_size, itemsize, per_param):
     params = [torch.rand(shape) for shape in shapes]
-    layout = plan_layout(shapes, world_size, itemsize, per_param=per_param)
+    layout = make_layout(shapes, world_size, itemsize, per_param=per_param)
     for got, param in zip(gathered(layout, params), params, strict=True):
         assert torch.equal(got, param)
 
@@ -47,7 +47,7 @@ def test_gathering_every_segment_gives_every_parameter_contiguously(shapes, worl
 @settings(max_examples=100, deadline=None)
 @given(shapes, st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 4, 8]))
 def test_parameters_start_aligned(shapes, world_size, itemsize):
-    layout = plan_layout(shapes, world_size, itemsize)
+    layout = make_layout(shapes, world_size, itemsize)
     assert all(p.unsharded_offset * itemsize % ALIGNMENT == 0 for p in layout.placements)
 
 
@@ -55,24 +55,24 @@ def test_parameters_start_aligned(shapes, world_size, itemsize):
 def test_a_llama_block_is_one_segment_with_little_padding(world_size, padding):
     d, ff, kv = 4096, 14336, 1024
     shapes = [(d, d), (kv, d), (kv, d), (d, d), (ff, d), (ff, d), (d, ff), (d,), (d,)]
-    layout = plan_layout(shapes, world_size, 2)
+    layout = make_layout(shapes, world_size, 2)
     assert len(layout.segments) == 1
     assert layout.padding_numel / layout.unsharded_numel < padding
 
 
 def test_rows_of_unrelated_widths_do_not_blow_the_bucket_up():
     shapes = [(1000, 97), (1000, 101), (1000, 103)]
-    layout = plan_layout(shapes, 8, 4)
+    layout = make_layout(shapes, 8, 4)
     assert layout.padding_numel / layout.unsharded_numel < 0.05
 
 
 def test_per_param_gives_even_runs_of_rows():
-    layout = plan_layout([(10, 3), (7,)], 4, 4, per_param=True)
+    layout = make_layout([(10, 3), (7,)], 4, 4, per_param=True)
     assert [p.row_starts for p in layout.placements] == [(0, 3, 6, 9, 10), (0, 2, 4, 6, 7)]
     assert len(layout.segments) == 2
 
 
 def test_a_piece_of_a_matrix_stays_a_matrix():
-    layout = plan_layout([(16, 8), (8,), ()], 2, 4)
+    layout = make_layout([(16, 8), (8,), ()], 2, 4)
     assert [[len(p.shard_shape(r)) for r in range(2)] for p in layout.placements] == [[2, 2], [1, 1], [1, 1]]
     assert sum(math.prod(layout.placements[2].shard_shape(r)) for r in range(2)) == 1

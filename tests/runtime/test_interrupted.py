@@ -12,7 +12,7 @@ from unittest import mock
 from thunder_fsdp_sched import discard_unreduced, fsdp
 from thunder_fsdp_sched.runtime import ops
 from thunder_fsdp_sched.runtime.bucket import Bucket
-from thunder_fsdp_sched.runtime.bucket_aliases import in_dtype
+from thunder_fsdp_sched.runtime.bucket_aliases import alias_in_dtype
 from thunder_fsdp_sched.runtime.memory import Arena, slot_bytes
 from thunder_fsdp_sched.transports import TRANSPORTS
 from thunder_fsdp_sched.transports.base import issue_each
@@ -71,10 +71,10 @@ class _Steps:
             for name in ("all_gather", "reduce_scatter"):
                 # Not after it: between a transport's return and the arena's note only an interrupt can come.
                 stack.enter_context(around(TRANSPORTS[transport], name, after=False))
-            stack.enter_context(around(Arena, "claim"))
-            stack.enter_context(around(Arena, "issue", before=False))
+            stack.enter_context(around(Arena, "acquire"))
+            stack.enter_context(around(Arena, "track", before=False))
             stack.enter_context(around(Arena, "finish"))
-            stack.enter_context(around(Arena, "write_gradient"))
+            stack.enter_context(around(Arena, "prepare_for_gradient"))
             stack.enter_context(around(Bucket, "accumulate"))
             stack.enter_context(around(Bucket, "sharded_grads"))
             stack.enter_context(around(Bucket, "is_kept_for_this_backward"))
@@ -226,7 +226,7 @@ def _fail_while_accumulating(rank: int, world_size: int) -> None:
             with context:
                 loss = twins.sharded(*twins.inputs(6)).square().sum()
                 failed = steps.fail(at, loss.backward)
-            if failed and any(bucket.adding for bucket in twins.transform.sharded.buckets):
+            if failed and any(bucket.is_accumulating for bucket in twins.transform.sharded.buckets):
                 with pytest.raises(
                     RuntimeError, match=r"failed after it had added gradients to bucket .*discard_unreduced"
                 ):
@@ -281,7 +281,7 @@ def _interrupt_an_issue(rank: int, world_size: int) -> None:
     ops.wait_params(second, ops.all_gather(second, apart, *second.params))
 
     # Another handle of a bucket has all that a bucket has.
-    part = in_dtype(first, torch.bfloat16)
+    part = alias_in_dtype(first, torch.bfloat16)
     assert vars(part).keys() == vars(first).keys() and part.shard is first.shard and part.params[0] is first.params[0]
 
 

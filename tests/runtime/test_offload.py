@@ -46,7 +46,10 @@ def _offload(rank: int, world_size: int, strategy: str, policy: MixedPrecisionPo
         model = thunder.jit(_model(), transforms=[transform := fsdp(offload_policy=offload, **options)])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         with mock.patch.object(
-            shard_source.Load, "shard", autospec=True, side_effect=shard_source.Load.shard
+            shard_source.OffloadedShardSource,
+            "shard",
+            autospec=True,
+            side_effect=shard_source.OffloadedShardSource.shard,
         ) as loaded:
             norms = _train(rank, model, optimizer, range(2))
         assert bool(loaded.call_count) == isinstance(offload, CPUOffloadPolicy)
@@ -55,14 +58,14 @@ def _offload(rank: int, world_size: int, strategy: str, policy: MixedPrecisionPo
             load_checkpoint(folder / "OffloadPolicy", model, optimizer)
         norms += _train(rank, model, optimizer, range(2, 4))
         for bucket in transform.sharded.buckets:
-            assert bucket.spec.travel.offload == isinstance(offload, CPUOffloadPolicy)
+            assert bucket.spec.comm.offload == isinstance(offload, CPUOffloadPolicy)
             assert all(p.device.type == "cpu" for p in bucket.params)
         results.append((norms, full_state_dict(model)))
     (norms, state), (offloaded_norms, offloaded) = results
     assert norms == offloaded_norms
     for name, value in state.items():
         assert torch.equal(value, offloaded[name]), name
-    assert "shards on the CPU" in transform.plan["blocks.0"].travel.reason
+    assert "shards on the CPU" in transform.plan["blocks.0"].comm.reason
 
 
 @pytest.mark.parametrize(
@@ -104,16 +107,16 @@ def test_parameters_are_bit_equal_to_those_of_fsdp2(ranks: Ranks) -> None:
 def _nothing_stays(rank: int, world_size: int) -> None:
     model = thunder.jit(_model(), transforms=[transform := fsdp(offload_policy=CPUOffloadPolicy())])
     sent = []
-    load = shard_source.Load.shard
+    load = shard_source.OffloadedShardSource.shard
 
-    def spy(self: shard_source.Load, *, again: bool) -> torch.Tensor:
+    def spy(self: shard_source.OffloadedShardSource, *, again: bool) -> torch.Tensor:
         alive = sum(torch.UntypedStorage._expired(ref) is False for ref in sent)
         assert alive <= 2, "more copies of shards than gathers in flight"
         copy = load(self, again=again)
         sent.append(copy.untyped_storage()._weak_ref())
         return copy
 
-    with mock.patch.object(shard_source.Load, "shard", spy):
+    with mock.patch.object(shard_source.OffloadedShardSource, "shard", spy):
         for step in range(2):
             model(_inputs(step, rank)).square().mean().backward()
     assert len(sent) > len(transform.plan)

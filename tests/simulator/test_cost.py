@@ -7,9 +7,9 @@ import math
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.distributed.process_groups import Group, Ranks
-from thunder_fsdp_sched.plan.layout import plan_layout
-from thunder_fsdp_sched.plan.specs import BucketSpec, ParamSpec, Travel
+from thunder_fsdp_sched.distributed.process_groups import ProcessGroupRef, Ranks
+from thunder_fsdp_sched.plan.layout import make_layout
+from thunder_fsdp_sched.plan.specs import BucketSpec, CommSpec, ParamSpec
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.simulator.clusters import (
@@ -32,7 +32,7 @@ from thunder_fsdp_sched.trace.symbols import (
     fsdp_reduce_scatter,
     fsdp_wait_grads,
     fsdp_wait_params,
-    is_there,
+    is_resident,
 )
 from thunder_fsdp_sched.transports import TRANSPORTS, Traffic
 from thunder_fsdp_sched.transports.all_to_all import AllToAll
@@ -159,8 +159,10 @@ def test_the_faster_protocol_is_taken_and_efficiency_counts():
 
 def bucket(shapes, *, world_size=2, dtype=torch.float32) -> Bucket:
     params = tuple(ParamSpec((f"p{i}",), s, dtype, torch.device("cpu"), True) for i, s in enumerate(shapes))
-    spec = BucketSpec("b", params, plan_layout(shapes, world_size, dtype.itemsize), True)
-    return Bucket(spec, Ranks.of(Group("data", 0, range(world_size))), Flat(), Arena(torch.device("cpu")), "bucket_b")
+    spec = BucketSpec("b", params, make_layout(shapes, world_size, dtype.itemsize), True)
+    return Bucket(
+        spec, Ranks.of(ProcessGroupRef("data", 0, range(world_size))), Flat(), Arena(torch.device("cpu")), "bucket_b"
+    )
 
 
 def test_a_bucket_travels_as_what_its_layout_says():
@@ -408,7 +410,7 @@ def measured(rank: int, world_size: int, strategy: str) -> dict:
     return {
         "profile": found,
         "gathers": sum(
-            b.sym is fsdp_all_gather and not is_there(b)
+            b.sym is fsdp_all_gather and not is_resident(b)
             for trace in (compiled.forward, compiled.backward)
             for b in trace.bound_symbols
         ),
@@ -449,10 +451,10 @@ def test_what_cannot_be_measured_is_an_error(ranks):
 def test_transports_and_precision_cost_what_they_move():
     spec = dataclasses.replace(PLAIN, synchronous=True)
 
-    def gather_seconds(on, **travel) -> float:
+    def gather_seconds(on, **comm) -> float:
         made = bucket([(4, 4)])
-        made.spec = dataclasses.replace(made.spec, travel=Travel(**travel))
-        made.transport = TRANSPORTS[made.spec.travel.transport]
+        made.spec = dataclasses.replace(made.spec, comm=CommSpec(**comm))
+        made.transport = TRANSPORTS[made.spec.comm.transport]
         trace = TraceCtx()
         with tracectx(trace):
             shard = TensorProxy(shape=(2, 4), device=devices.cpu, dtype=dtypes.float32)

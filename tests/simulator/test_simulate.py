@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.distributed.process_groups import Group, Ranks
-from thunder_fsdp_sched.plan.layout import plan_layout
+from thunder_fsdp_sched.distributed.process_groups import ProcessGroupRef, Ranks
+from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.plan.specs import BucketSpec, ParamSpec
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.simulator.cost import Seconds, runs_nothing
 from thunder_fsdp_sched.simulator.simulate import COMPUTE, Timeline, simulate
 from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
-from thunder_fsdp_sched.transforms import plan_slots, sort_communication
+from thunder_fsdp_sched.transforms import assign_slots, sort_communication
 from thunder_fsdp_sched.transports.flat import Flat
 
 import pytest
@@ -77,8 +77,10 @@ class Writer:
         while len(self.buckets) <= number:
             name = f"b{len(self.buckets)}"
             params = (ParamSpec((f"{name}.p",), SHAPE, torch.float32, torch.device("cpu"), True),)
-            spec = BucketSpec(name, params, plan_layout([SHAPE], 2, 4), self.zero3)
-            self.buckets.append(Bucket(spec, Ranks.of(Group(group, 0, range(2))), Flat(), self.arena, f"bucket_{name}"))
+            spec = BucketSpec(name, params, make_layout([SHAPE], 2, 4), self.zero3)
+            self.buckets.append(
+                Bucket(spec, Ranks.of(ProcessGroupRef(group, 0, range(2))), Flat(), self.arena, f"bucket_{name}")
+            )
         return self.buckets[number]
 
     def write(self, what: Callable, *args: object) -> object:
@@ -391,7 +393,7 @@ def steps(draw):
                 writer.compute()
                 writer.reduce(number)
                 writer.wait_grads(number)
-        traces.append(plan_slots(sort_communication(writer.done(), prefetch=prefetch)))
+        traces.append(assign_slots(sort_communication(writer.done(), prefetch=prefetch)))
     return traces
 
 

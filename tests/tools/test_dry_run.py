@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.__main__ import app
-from thunder_fsdp_sched.tools.dry_run import find_model, plan_step
+from thunder_fsdp_sched.tools.dry_run import dry_run_step, find_model
 from thunder_fsdp_sched.trace.schedule import load_schedules
 
 import pytest
@@ -49,7 +49,7 @@ def test_a_hybrid_step_is_planned_on_both_kinds_of_links():
         assert done.exit_code == 0, done.output
         shown[replicas] = done.output
     assert "8 x 8" in shown["8"] and "8 x 8" not in shown["1"]
-    step = plan_step(make_on_meta, world_size=64, replicas=8, on="h100-sxm")
+    step = dry_run_step(make_on_meta, world_size=64, replicas=8, on="h100-sxm")
     assert set(step.after.communication_seconds) == {"mesh_shard", "mesh_replicate"}
     assert all(seconds > 0 for seconds in step.after.communication_seconds.values())
     refused = invoke("plan", "--model", "test_dry_run:make_on_meta", "--world-size", "64", "--replicas", "7")

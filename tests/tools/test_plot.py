@@ -9,7 +9,7 @@ from thunder_fsdp_sched.simulator.clusters import cluster
 from thunder_fsdp_sched.simulator.cost import AnalyticCost
 from thunder_fsdp_sched.simulator.simulate import simulate
 from thunder_fsdp_sched.trace.symbols import fsdp_all_gather
-from thunder_fsdp_sched.transforms import plan_slots, sort_communication
+from thunder_fsdp_sched.transforms import assign_slots, sort_communication
 
 import pytest
 from synthetic import chain
@@ -18,7 +18,7 @@ from synthetic import chain
 @pytest.fixture(scope="module")
 def timeline():
     cost = AnalyticCost(cluster("h100-sxm"))
-    return simulate(plan_slots(sort_communication(chain(4), prefetch=1)), None, cost)
+    return simulate(assign_slots(sort_communication(chain(4), prefetch=1)), None, cost)
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])

@@ -6,27 +6,27 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.trace.deadlock import Step, find_fault
+from thunder_fsdp_sched.trace.deadlock import Action, find_fault
 from thunder_fsdp_sched.trace.schedule import read_program
-from thunder_fsdp_sched.transforms import plan_slots, sort_communication, verify
+from thunder_fsdp_sched.transforms import assign_slots, sort_communication, verify
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from synthetic import chain
 
-Programs = Mapping[int, Sequence[Step]]
+Programs = Mapping[int, Sequence[Action]]
 
 
-def program(*steps: str) -> list[Step]:
+def program(*actions: str) -> list[Action]:
     """``"A:01"`` issues on the group A of ranks 0 and 1; ``"wait 0"`` waits for the first that was issued."""
-    issued: list[Step] = []
+    issued: list[Action] = []
     out = []
-    for step in steps:
-        if step.startswith("wait"):
-            out.append(issued[int(step[5:])]._replace(waits=True))
+    for action in actions:
+        if action.startswith("wait"):
+            out.append(issued[int(action[5:])]._replace(waits=True))
         else:
-            group, ranks = step.split(":")
-            issued.append(Step(f"op on {group}", group, tuple(map(int, ranks)), False, len(issued)))
+            group, ranks = action.split(":")
+            issued.append(Action(f"op on {group}", group, tuple(map(int, ranks)), False, len(issued)))
             out.append(issued[-1])
     return out
 
@@ -44,8 +44,8 @@ def test_programs_that_end():
 
 
 def test_another_order_on_one_group_is_named_with_its_line():
-    one = [Step(name, "A", (0, 1), False, i) for i, name in enumerate(("h.0", "h.1"))]
-    other = [step._replace(line=line) for step, line in zip(one, ("h.1", "h.0"), strict=True)]
+    one = [Action(name, "A", (0, 1), False, i) for i, name in enumerate(("h.0", "h.1"))]
+    other = [action._replace(line=line) for action, line in zip(one, ("h.1", "h.0"), strict=True)]
     assert find_fault({0: one, 1: other}) == "line 1:\n    rank 0: h.0\n    rank 1: h.1"
     assert "line 2:\n    rank 0: h.1\n    rank 1: (nothing)" in find_fault({0: one, 1: one[:1]})
 
@@ -77,12 +77,21 @@ def test_who_takes_no_part_is_named():
 
 
 def test_the_program_of_a_trace_is_what_it_issues_and_waits_for():
-    trace = verify(plan_slots(sort_communication(chain(3), prefetch=1)))
-    steps = read_program(trace)
-    assert [(s.waits, s.number) for s in steps] == [(False, 0), (False, 1), (True, 0), (False, 2), (True, 1), (True, 2)]
-    assert {s.ranks for s in steps} == {(0, 1)}
-    assert find_fault({0: steps, 1: steps}) == ""
-    assert find_fault({0: steps, 1: read_program(verify(plan_slots(sort_communication(chain(3), prefetch=2))))}) == ""
+    trace = verify(assign_slots(sort_communication(chain(3), prefetch=1)))
+    actions = read_program(trace)
+    assert [(s.waits, s.number) for s in actions] == [
+        (False, 0),
+        (False, 1),
+        (True, 0),
+        (False, 2),
+        (True, 1),
+        (True, 2),
+    ]
+    assert {s.ranks for s in actions} == {(0, 1)}
+    assert find_fault({0: actions, 1: actions}) == ""
+    assert (
+        find_fault({0: actions, 1: read_program(verify(assign_slots(sort_communication(chain(3), prefetch=2))))}) == ""
+    )
 
 
 #
@@ -121,19 +130,19 @@ def _events(programs: Programs, ranks: list[int], state: State, serial: bool) ->
     positions, done = state
     for i, rank in enumerate(ranks):
         if positions[i] < len(programs[rank]):
-            step = programs[rank][positions[i]]
-            if not step.waits or step.number in done[i]:
+            action = programs[rank][positions[i]]
+            if not action.waits or action.number in done[i]:
                 yield (*positions[:i], positions[i] + 1, *positions[i + 1 :]), done
     heads: dict[str, dict[int, int]] = {}
     members: dict[str, tuple[int, ...]] = {}
     for i, rank in enumerate(ranks):
         running = [s for s in programs[rank][: positions[i]] if not s.waits and s.number not in done[i]]
-        oldest: dict[str, Step] = {}
-        for step in running[:1] if serial else running:
-            oldest.setdefault(step.group, step)
-        for group, step in oldest.items():
-            heads.setdefault(group, {})[i] = step.number
-            members[group] = step.ranks
+        oldest: dict[str, Action] = {}
+        for action in running[:1] if serial else running:
+            oldest.setdefault(action.group, action)
+        for group, action in oldest.items():
+            heads.setdefault(group, {})[i] = action.number
+            members[group] = action.ranks
     for group, numbers in heads.items():
         if len(numbers) == len(members[group]):
             yield positions, tuple(d | {numbers[i]} if i in numbers else d for i, d in enumerate(done))
@@ -150,15 +159,17 @@ def small_programs(draw: st.DrawFn) -> Programs:
     for rank in range(3):
         own = [group for group, members in GROUPS.items() if rank in members for _ in range(times[group])]
         order = draw(st.permutations(own))
-        steps: list[Step] = []
+        actions: list[Action] = []
         waited = []
         for number, group in enumerate(order):
-            steps.append(Step(f"op on {group}", group, GROUPS[group], False, number))
+            actions.append(Action(f"op on {group}", group, GROUPS[group], False, number))
             for earlier in range(number + 1):
                 if earlier not in waited and draw(st.booleans()):
-                    steps.append(Step(f"op on {order[earlier]}", order[earlier], GROUPS[order[earlier]], True, earlier))
+                    actions.append(
+                        Action(f"op on {order[earlier]}", order[earlier], GROUPS[order[earlier]], True, earlier)
+                    )
                     waited.append(earlier)
-        programs[rank] = steps
+        programs[rank] = actions
     return programs
 
 

@@ -95,9 +95,9 @@ def _sharded(use_all: tuple[Use, ...], expected: dict[str, Any], options: dict[s
             values = _values(jitted, named, model.width)
             wanted = dict(expected)
             for name in named:
-                bucket, index = transform.sharded.places[name]
+                bucket, index = transform.sharded.locations[name]
                 if (whole := expected[f"gradient of {name}"]) is not None:
-                    wanted[f"gradient of {name}"] = bucket.own_rows(index, whole)
+                    wanted[f"gradient of {name}"] = bucket.local_rows(index, whole)
             if difference := _difference(values, wanted):
                 return f"wrong: {difference}"
     except Exception as error:

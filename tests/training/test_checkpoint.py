@@ -57,8 +57,8 @@ def _whole_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, 
         whole[f"lr {number}"] = torch.tensor([group["lr"], group["weight_decay"]])
     for name, param in model.named_parameters():
         for key, value in optimizer.state.get(param, {}).items():
-            is_rows = name in sharded.places and value.ndim
-            whole[f"{name} {key}"] = gather_param(*sharded.places[name], value) if is_rows else value.clone()
+            is_rows = name in sharded.locations and value.ndim
+            whole[f"{name} {key}"] = gather_param(*sharded.locations[name], value) if is_rows else value.clone()
     return whole
 
 

@@ -22,7 +22,14 @@ from thunder_fsdp_sched import fsdp, full_state_dict, load_checkpoint, save_chec
 from thunder_fsdp_sched.sharding.jitted_state import rows_by_name
 from thunder_fsdp_sched.training.checkpoint import claim as claims
 from thunder_fsdp_sched.training.checkpoint import extra as extras
-from thunder_fsdp_sched.training.checkpoint.claim import INDEX, METADATA, check_claim, claim, complete_folder, leave
+from thunder_fsdp_sched.training.checkpoint.claim import (
+    INDEX,
+    METADATA,
+    check_claim,
+    claim,
+    complete_folder,
+    release_claim,
+)
 from thunder_fsdp_sched.training.checkpoint.metadata import read_metadata, seal
 
 import numpy as np
@@ -595,7 +602,7 @@ def test_a_claim_is_held_as_long_as_its_process_lives(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == [".claim"], "files of a run that is gone are deleted"
     with pytest.raises(ValueError, match=f"process {os.getpid()} on"):
         claim(tmp_path, METADATA)
-    leave(tmp_path, METADATA, ours)
+    release_claim(tmp_path, METADATA, ours)
     assert not any(tmp_path.iterdir())
 
 
@@ -614,10 +621,10 @@ def test_a_claim_of_another_host_is_taken_over_and_its_files_are_left(tmp_path: 
         (tmp_path / f".{run}" / METADATA).write_text(run)
     # It lives after all, and is first.
     complete_folder(tmp_path, METADATA, theirs, tmp_path / f".{theirs}" / METADATA)
-    leave(tmp_path, METADATA, theirs)
+    release_claim(tmp_path, METADATA, theirs)
     with pytest.raises(ValueError, match="another run has completed"):
         complete_folder(tmp_path, METADATA, ours, tmp_path / f".{ours}" / METADATA)
-    leave(tmp_path, METADATA, ours)
+    release_claim(tmp_path, METADATA, ours)
     assert {entry.name for entry in tmp_path.iterdir()} == {METADATA, f".{theirs}", f"__0_{theirs}_0.distcp"}
     assert (tmp_path / METADATA).read_text() == theirs
     with pytest.raises(ValueError, match="has completed"):

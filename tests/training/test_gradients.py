@@ -100,7 +100,7 @@ def _clip_over_groups(rank: int, world_size: int) -> None:
     sharded = twins.transform.sharded
     for name, param in twins.sharded.named_parameters():
         squares = param.grad.pow(2).sum()
-        total += squares / (1 if name in sharded.places else world_size)
+        total += squares / (1 if name in sharded.locations else world_size)
     dist.all_reduce(total)
     torch.testing.assert_close(clip_grad_norm_(twins.sharded, 1e9), total.sqrt(), rtol=1e-12, atol=0)
 
@@ -261,7 +261,7 @@ def _clip_on_the_host(rank: int, world_size: int) -> None:
             torch.manual_seed(0)
             model = thunder.jit(Stack(1).double(), transforms=[ours := fsdp(ignored_params=names)])
             model(torch.full((2, 4), 1.0 + rank, dtype=torch.float64)).sum().backward()
-            ours.sharded.everyone = dataclasses.replace(ours.sharded.everyone, backends=backends)
+            ours.sharded.world_group = dataclasses.replace(ours.sharded.world_group, backends=backends)
             with _collectives() as issued:
                 norms.append(clip_grad_norm_(model, 1.0, norm_type))
             assert len(issued) == 1

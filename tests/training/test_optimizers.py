@@ -73,8 +73,8 @@ class Pair:
             grad = torch.randn(param.shape, generator=generator)
             if param.requires_grad and name != "unused":
                 param.grad = grad
-                bucket, index = self.sharded.places[name]
-                self.model.get_parameter(name).grad = bucket.own_rows(index, grad).clone()
+                bucket, index = self.sharded.locations[name]
+                self.model.get_parameter(name).grad = bucket.local_rows(index, grad).clone()
 
     def gather_gradients(self) -> None:
         """Gives the reference the gradients of the sharded model, and checks that ranks agree on which there are."""
@@ -83,7 +83,7 @@ class Pair:
             there = [None] * dist.get_world_size()
             dist.all_gather_object(there, grad is not None)
             assert len(set(there)) == 1, (name, there)
-            param.grad = None if grad is None else gather_param(*self.sharded.places[name], grad)
+            param.grad = None if grad is None else gather_param(*self.sharded.locations[name], grad)
 
     def step(self) -> None:
         for optimizer in (*self.optimizers, *self.theirs):

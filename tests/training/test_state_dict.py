@@ -231,7 +231,7 @@ def _zero(model: Any) -> None:
 def _hold_entries(rank: int, world_size: int, folder: Path, options: dict[str, Any]) -> None:
     models, twin = _models(**options)
     jitted, expected = models[""], twin.state_dict()
-    places = jitted._lc_transforms[-1].sharded.places
+    places = jitted._lc_transforms[-1].sharded.locations
     kinds = set()
     for prefix, owner in models.items():
         whole = {n: v for n, v in expected.items() if prefix != "part" or n.startswith("blocks.")}

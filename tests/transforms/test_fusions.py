@@ -399,7 +399,7 @@ def _train_noisy(rank: int, world_size: int, fuser: str | None) -> None:
         for owner in range(world_size):  # the others' gradients are zero, so the mean is this rank's alone
             output = sharded(torch.full((8, 4), float(rank == owner), dtype=torch.float64))
             output.sum().backward()
-            bucket, index = transform.sharded.places["w"]
+            bucket, index = transform.sharded.locations["w"]
             grad = gather_param(bucket, index, sharded.get_parameter("w").grad)
             bias = full_state_dict(sharded)["bias"]
             if rank == owner:

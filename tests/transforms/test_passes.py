@@ -8,13 +8,13 @@ from thunder_fsdp_sched.trace.inspection import args_of, outs_of
 from thunder_fsdp_sched.trace.schedule import read_schedule
 from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from thunder_fsdp_sched.transforms import (
-    plan_slots,
+    assign_slots,
     share_written_in_place,
     sort_communication,
     verify,
     write_grads_in_place,
 )
-from thunder_fsdp_sched.transforms.plan_slots import filling_bytes, grads_over_params, live_ranges, shared_slots
+from thunder_fsdp_sched.transforms.assign_slots import filling_bytes, grads_over_params, live_ranges, shared_slots
 from thunder_fsdp_sched.transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT, issue_points
 
 import pytest
@@ -89,7 +89,7 @@ def compute(trace: TraceCtx) -> list:
 @given(traces(), st.integers(0, 4))
 def test_a_sorted_trace_keeps_every_promise(trace, prefetch):
     trace = write_grads_in_place(trace)
-    done = verify(plan_slots(sort_communication(trace, prefetch=prefetch)))
+    done = verify(assign_slots(sort_communication(trace, prefetch=prefetch)))
     assert compute(done) == compute(trace), "compute was reordered or lost"
     testing.assert_waits_right_before_first_consumer(done)
     testing.assert_gathers_in_consumer_order(done)
@@ -130,7 +130,7 @@ def test_sorting_twice_changes_nothing(trace, prefetch):
 @settings(max_examples=200, deadline=None)
 @given(traces(), st.integers(0, 3))
 def test_slots_never_overlap_while_both_are_live(trace, prefetch):
-    done = plan_slots(sort_communication(write_grads_in_place(trace), prefetch=prefetch))
+    done = assign_slots(sort_communication(write_grads_in_place(trace), prefetch=prefetch))
     ranges = live_ranges(done)
     slots = {position: done.bound_symbols[position].args[1] for position in ranges}
     gather_of = grads_over_params(done, ranges)
@@ -146,7 +146,7 @@ def test_slots_never_overlap_while_both_are_live(trace, prefetch):
 @given(traces(), st.integers(0, 3))
 def test_gradients_fill_no_more_slots_than_are_set_aside_for_them(trace, prefetch):
     unsorted = write_grads_in_place(trace)
-    done = plan_slots(sort_communication(unsorted, prefetch=prefetch))
+    done = assign_slots(sort_communication(unsorted, prefetch=prefetch))
     assert filling_bytes(done) == filling_bytes(unsorted)
     reductions = {p: r for p, r in live_ranges(done).items() if done.bound_symbols[p].sym is fsdp_reduce_scatter}
     assert (share_written_in_place(done)[0] == 0) == all(not r.grads for r in reductions.values())
@@ -158,7 +158,7 @@ def test_gradients_fill_no_more_slots_than_are_set_aside_for_them(trace, prefetc
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
 def test_equal_blocks_need_one_slot_more_than_prefetch(prefetch):
-    done = verify(plan_slots(sort_communication(chain(8), prefetch=prefetch)))
+    done = verify(assign_slots(sort_communication(chain(8), prefetch=prefetch)))
     assert len({b.args[1] for b in done.bound_symbols if b.sym is fsdp_all_gather}) == prefetch + 1
     testing.assert_gathered_buckets_at_most(done, prefetch + 1)
     bucket = next(b for b in done.bound_symbols if b.sym is fsdp_all_gather).args[0]
@@ -191,7 +191,7 @@ def test_smaller_steps_count_for_less_as_prefetch_of_bigger_ones(sizes, prefetch
 def test_zero2_buckets_keep_their_private_slots():
     trace = chain(4, zero3=False)
     kept = {b.args[0] for b in trace.bound_symbols if b.sym is fsdp_all_gather}
-    done = verify(plan_slots(sort_communication(trace, prefetch=1), kept=kept))
+    done = verify(assign_slots(sort_communication(trace, prefetch=1), kept=kept))
     for bsym in done.bound_symbols:
         if bsym.sym is fsdp_all_gather:
             assert bsym.args[1] is bsym.args[0].private_slot
@@ -202,7 +202,7 @@ def test_no_collective_crosses_an_op_that_communicates_and_is_not_ours():
     foreign = next(i for i, b in enumerate(trace.bound_symbols) if b.sym.name == "neg")
     bsym = trace.bound_symbols[foreign]
     trace.bound_symbols[foreign] = bsym.from_bsym(args=(*bsym.args, FakeProcessGroup()))
-    done = verify(plan_slots(sort_communication(trace, prefetch=3)))
+    done = verify(assign_slots(sort_communication(trace, prefetch=3)))
     names = [b.sym.name for b in done.bound_symbols]
     barrier = next(i for i, b in enumerate(done.bound_symbols) if b.sym.name == "neg")
     assert names[:barrier].count("fsdp_all_gather") == 1
@@ -214,7 +214,7 @@ def test_a_gather_that_a_budget_held_back_names_the_bucket_that_had_to_go():
     trace = chain(4)
     bucket = next(b for b in trace.bound_symbols if b.sym is fsdp_all_gather).args[0]
     done = verify(
-        plan_slots(sort_communication(trace, prefetch=2, max_unsharded_bytes=2 * bucket.spec.unsharded_bytes))
+        assign_slots(sort_communication(trace, prefetch=2, max_unsharded_bytes=2 * bucket.spec.unsharded_bytes))
     )
     reasons = {op.bucket: op.reason for op in read_schedule(done).of("fsdp_all_gather")}
     assert reasons["b1"] == "prefetch: 2 ahead of its wait, before the wait for b0"
@@ -224,7 +224,7 @@ def test_a_gather_that_a_budget_held_back_names_the_bucket_that_had_to_go():
 
 
 def test_a_failing_assertion_shows_the_trace_around_the_fault():
-    trace = plan_slots(sort_communication(chain(4), prefetch=1))
+    trace = assign_slots(sort_communication(chain(4), prefetch=1))
     with pytest.raises(AssertionError) as caught:
         testing.assert_prefetch_distance(trace, 2)
     assert "expected 2" in str(caught.value)
@@ -233,7 +233,7 @@ def test_a_failing_assertion_shows_the_trace_around_the_fault():
 
 def test_unsorted_traces_fail_the_assertions():
     with pytest.raises(AssertionError, match="expected 1"):
-        testing.assert_prefetch_distance(plan_slots(chain(4)), 1)
+        testing.assert_prefetch_distance(assign_slots(chain(4)), 1)
 
 
 def test_recomputed_activations_need_no_gather_of_their_own():

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
 from thunder_fsdp_sched.tools.step_counter import StepCounter
 from thunder_fsdp_sched.trace.inspection import has_backward, return_of
-from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, is_there
-from thunder_fsdp_sched.transforms import plan_slots
-from thunder_fsdp_sched.transforms.plan_slots import shared_slots
+from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, is_resident
+from thunder_fsdp_sched.transforms import assign_slots
+from thunder_fsdp_sched.transforms.assign_slots import shared_slots
 
 import pytest
 import torch
@@ -102,7 +102,7 @@ def _train(rank: int, world_size: int, name: str, options: dict[str, Any]) -> di
         "issued": issued,
         "forward": len(_gathers(compiled.forward)),
         "backward": len(again),
-        "there": sum(map(is_there, again)),
+        "there": sum(map(is_resident, again)),
     }
 
 
@@ -126,12 +126,12 @@ def test_what_stays_takes_hardly_more_memory(prefetch: int) -> None:
     [compiled] = compile_on_fake_ranks(lambda: (model, inputs), 8, prefetch=prefetch)
     forward, backward = compiled.forward, compiled.backward
     assert forward is not None and backward is not None
-    there = [b.args[0].spec.unsharded_bytes for b in _gathers(backward) if is_there(b)]
+    there = [b.args[0].spec.unsharded_bytes for b in _gathers(backward) if is_resident(b)]
     block = max(b.args[0].spec.unsharded_bytes for b in _gathers(backward))
-    assert is_there(_gathers(backward)[0]), "what nothing could hide"
+    assert is_resident(_gathers(backward)[0]), "what nothing could hide"
     assert sum(there) >= prefetch * block
     for trace, more in ((forward, 1.0), (backward, 33 / 32)):
-        alone = plan_slots(_unmarked(trace))
+        alone = assign_slots(_unmarked(trace))
         assert shared_slots(trace)[0] <= more * shared_slots(alone)[0]
 
 

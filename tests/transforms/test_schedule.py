@@ -8,8 +8,8 @@ from datetime import timedelta
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.agreement.consistency import Agreement, ScheduleDisagreement
-from thunder_fsdp_sched.distributed.process_groups import Group
-from thunder_fsdp_sched.trace.deadlock import Step
+from thunder_fsdp_sched.distributed.process_groups import ProcessGroupRef
+from thunder_fsdp_sched.trace.deadlock import Action
 from thunder_fsdp_sched.trace.schedule import (
     _OP_TYPES,
     CommOp,
@@ -19,7 +19,7 @@ from thunder_fsdp_sched.trace.schedule import (
     save_schedules,
 )
 from thunder_fsdp_sched.trace.symbols import fsdp_all_gather
-from thunder_fsdp_sched.transforms import ScheduleMismatch, plan_slots, replay_schedule, sort_communication, verify
+from thunder_fsdp_sched.transforms import ScheduleMismatch, assign_slots, replay_schedule, sort_communication, verify
 
 import pytest
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from test_passes import traces
 
 
 def done(trace, prefetch: int = 1):
-    return verify(plan_slots(sort_communication(trace, prefetch=prefetch)))
+    return verify(assign_slots(sort_communication(trace, prefetch=prefetch)))
 
 
 def test_every_op_says_why_it_stands_where_it_stands():
@@ -119,7 +119,7 @@ def test_a_diff_shows_what_moved():
 @given(traces(), st.integers(0, 3))
 def test_a_replayed_schedule_gives_the_same_trace(trace, prefetch):
     pinned = done(trace, prefetch)
-    again = verify(plan_slots(replay_schedule(trace, schedule=read_schedule(pinned))))
+    again = verify(assign_slots(replay_schedule(trace, schedule=read_schedule(pinned))))
     assert [str(b) for b in again.bound_symbols] == [str(b) for b in pinned.bound_symbols]
 
 
@@ -144,7 +144,7 @@ def test_a_wrong_schedule_is_caught_by_verify():
     ops = [dataclasses.replace(op, position=op.position + (i == 2)) for i, op in enumerate(schedule)]
     moved = replay_schedule(trace, schedule=dataclasses.replace(schedule, ops=tuple(ops)))
     with pytest.raises(AssertionError, match="which nothing before it defines"):
-        verify(plan_slots(moved))
+        verify(assign_slots(moved))
 
 
 #
@@ -168,12 +168,12 @@ def agree(per_rank: list[list[list[str]]], seconds: float = 5) -> list[str]:
     told = ["(its thread has died)"] * len(per_rank)
 
     def run(rank: int) -> None:
-        group = Group("test", rank, range(len(per_rank)), "threads", "test", weakref.ref(process_group))
+        group = ProcessGroupRef("test", rank, range(len(per_rank)), "threads", "test", weakref.ref(process_group))
         agreement = Agreement(group, "module 0", timedelta(seconds=seconds))
         try:
             for number, lines in enumerate(per_rank[rank]):
                 everyone = tuple(range(len(per_rank)))
-                program = [Step(line, "test", everyone, False, i) for i, line in enumerate(lines)]
+                program = [Action(line, "test", everyone, False, i) for i, line in enumerate(lines)]
                 agreement.check(f"forward of trace {number + 1}", program)
             told[rank] = ""
         except ScheduleDisagreement as error:

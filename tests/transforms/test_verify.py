@@ -20,9 +20,9 @@ from thunder_fsdp_sched.trace.symbols import (
     fsdp_reduce_scatter,
     fsdp_wait_grads,
     fsdp_wait_params,
-    marks,
+    residency_marks,
 )
-from thunder_fsdp_sched.transforms import VerificationError, plan_slots, sort_communication, verify
+from thunder_fsdp_sched.transforms import VerificationError, assign_slots, sort_communication, verify
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def _compiled() -> testing.CompiledTraces:
 
 
 TRACES: dict[str, Callable[[], TraceCtx]] = {
-    "chain": lambda: plan_slots(sort_communication(chain(4), prefetch=2)),
+    "chain": lambda: assign_slots(sort_communication(chain(4), prefetch=2)),
     "forward": lambda: _compiled().forward,
     "backward": lambda: _compiled().backward,
 }
@@ -309,9 +309,9 @@ def save_a_parameter(trace: TraceCtx) -> None:
 
 
 def miscount_issues(trace: TraceCtx) -> None:
-    position = next(i for i in positions(trace, fsdp_all_gather) if marks(trace.bound_symbols[i]))
+    position = next(i for i in positions(trace, fsdp_all_gather) if residency_marks(trace.bound_symbols[i]))
     bsym = trace.bound_symbols[position]
-    off_by_one = {mark: number + 1 for mark, number in marks(bsym).items()}
+    off_by_one = {mark: number + 1 for mark, number in residency_marks(bsym).items()}
     trace.bound_symbols[position] = bsym.from_bsym(kwargs=bsym.kwargs | off_by_one)
 
 

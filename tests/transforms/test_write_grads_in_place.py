@@ -14,11 +14,11 @@ from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Slot
 from thunder_fsdp_sched.simulator.cost import AnalyticCost
 from thunder_fsdp_sched.simulator.flops import flops_of
-from thunder_fsdp_sched.tools.dry_run import plan_step
-from thunder_fsdp_sched.tools.report import planned_step_table
+from thunder_fsdp_sched.tools.dry_run import dry_run_step
+from thunder_fsdp_sched.tools.report import dry_run_table
 from thunder_fsdp_sched.trace.symbols import GRAD_WRITERS, fsdp_all_gather, fsdp_reduce_scatter
 from thunder_fsdp_sched.transforms import share_written_in_place
-from thunder_fsdp_sched.transforms.plan_slots import grads_over_params, live_ranges, shared_slots
+from thunder_fsdp_sched.transforms.assign_slots import grads_over_params, live_ranges, shared_slots
 from thunder_fsdp_sched.transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 
 import pytest
@@ -188,10 +188,10 @@ def test_cost_and_report_know_what_is_not_copied() -> None:
         seconds = cost.seconds(one)
         issues = [s.device for b, s in zip(one.bound_symbols, seconds, strict=True) if b.sym is fsdp_reduce_scatter]
         assert issues and all((s == 0) is free for s in issues)
-    step = plan_step(lambda: (Stack(), (torch.ones(2, 4),)), world_size=2, on="h100-sxm")
+    step = dry_run_step(lambda: (Stack(), (torch.ones(2, 4),)), world_size=2, on="h100-sxm")
     written, total = share(step.transform)
     assert written == total
-    assert "gradients written in place: 1 kB of 1 kB" in planned_step_table(step).caption
+    assert "gradients written in place: 1 kB of 1 kB" in dry_run_table(step).caption
 
 
 #
@@ -304,7 +304,7 @@ def test_a_step_copies_no_gradient_that_a_matmul_makes(ranks: Ranks, strategy: s
 @contextlib.contextmanager
 def _failing_after(count: int) -> Iterator[None]:
     """Lets what writes a gradient in place fail after so many; and checks that nothing in flight has its memory."""
-    place_of_grad = ops._place_of_grad
+    place_of_grad = ops._grad_view
     left = count
 
     def place(bucket: Bucket, slot: Slot, index: int) -> torch.Tensor:
@@ -316,7 +316,7 @@ def _failing_after(count: int) -> Iterator[None]:
         assert not any(f.slot is not None and f.slot.overlaps(slot) for f in slot.arena.in_flight)
         return grad.fill_(torch.nan)  # what was there does not matter
 
-    with mock.patch.object(ops, "_place_of_grad", place):
+    with mock.patch.object(ops, "_grad_view", place):
         yield
 
 

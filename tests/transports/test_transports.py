@@ -52,7 +52,7 @@ def _train_float32(rank: int, world_size: int, strategy: str) -> None:
     for transport in ON_CPU:
         torch.manual_seed(0)
         twins = Twins(rank, world_size, Mixed(), tolerance=1e-5, sharding_strategy=strategy, transport=transport)
-        assert {b.travel.transport for b in twins.transform.plan} == {transport}
+        assert {b.comm.transport for b in twins.transform.plan} == {transport}
         outputs[transport] = twins.sharded(*twins.inputs()).detach()
         twins.train(steps=2)
         parameters[transport] = full_state_dict(twins.sharded)
@@ -134,7 +134,7 @@ def test_bfloat16_training_through_every_transport_on_4_ranks(four_ranks: Worker
 def _through_other_transports(rank: int, world_size: int) -> None:
     chosen = {"first": "all_reduce", "blocks.0": "coalesced", "blocks.1": "staged", "last": "flat"}
     twins = Twins(rank, world_size, Stack(2).double(), transport=lambda bucket, params: chosen[bucket])
-    assert {b.name: b.travel.transport for b in twins.transform.plan} == chosen
+    assert {b.name: b.comm.transport for b in twins.transform.plan} == chosen
     twins.train(steps=2)
     with twins.sharded.no_sync():
         twins.backward(step=5)

@@ -220,7 +220,7 @@ class _Alone(consistency.Agreement):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.alone = True
+        self.is_single_rank = True
 
 
 @contextlib.contextmanager

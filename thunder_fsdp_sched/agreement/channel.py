@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from ..distributed.group_creation import new_group
-from ..distributed.process_groups import Group
+from ..distributed.process_groups import ProcessGroupRef
 from ..private_api import all_gather_on_host, timeout_of
 
 __all__ = ["TOKEN", "Channel", "ScheduleDisagreement", "Subject", "announce"]
@@ -71,7 +71,7 @@ class Channel:
     """The channel among the ranks of a group; see [Note: Rounds].
 
     Args:
-        everyone: the ranks.
+        world_group: the ranks.
         timeout: how long a rank waits for the others in a round.
 
     Attributes:
@@ -79,20 +79,20 @@ class Channel:
         pending: the action that was posted and is not settled yet.
     """
 
-    def __init__(self, everyone: Group, timeout: timedelta) -> None:
-        ranks = list(everyone.global_ranks)
-        made = new_group(ranks, everyone.process_group, "fsdp_control", backend="gloo", timeout=timeout)
-        self.group = dataclasses.replace(made, description=everyone.description)
+    def __init__(self, world_group: ProcessGroupRef, timeout: timedelta) -> None:
+        ranks = list(world_group.global_ranks)
+        made = new_group(ranks, world_group.process_group, "fsdp_control", backend="gloo", timeout=timeout)
+        self.group = dataclasses.replace(made, description=world_group.description)
         self.size = made.size
         self._issue: Callable[[Any, Any], Any] | None = all_gather_on_host(made.process_group)
         # The method keeps the group's backend and threads alive, so it must be dropped with the group.
         channel = weakref.ref(self)
 
-        def let_go(_: object) -> None:
+        def release(_: object) -> None:
             if (self := channel()) is not None:
                 self._issue = None
 
-        self._end = weakref.ref(made.process_group, let_go)
+        self._end = weakref.ref(made.process_group, release)
         self.rounds = 0
         self.pending: Subject | None = None
         self.last: Subject | None = None
@@ -110,7 +110,7 @@ class Channel:
         return not self.closed and self.group.is_alive
 
     @property
-    def me(self) -> int:
+    def global_rank(self) -> int:
         """This process's global rank."""
         return self.group.global_ranks[self.group.rank]
 
@@ -123,7 +123,7 @@ class Channel:
         if self.pending is not None:
             self.settle()
         if self.closed:
-            raise ScheduleDisagreement(f"{self.closed}\nrank {self.me} has come to {subject.describe()} since")
+            raise ScheduleDisagreement(f"{self.closed}\nrank {self.global_rank} has come to {subject.describe()} since")
         issue = self._issue
         if issue is None:
             raise RuntimeError(
@@ -152,7 +152,7 @@ class Channel:
             raise self._close(error) from error
         self.pending = self._work = None
         self.rounds += 1
-        if self._received != self._sent * self.size and self._misfit() is not None:
+        if self._received != self._sent * self.size and self._first_mismatch() is not None:
             raise self._disagreement(subject)
         self.last = subject
 
@@ -181,7 +181,7 @@ class Channel:
                 if waiting:
                     time.sleep(0.05)
         lines = [f"    rank {rank}: {_first_line(theirs)}" for rank, theirs in reported.items()]
-        silent = [r for r in self.group.global_ranks if r != self.me and r not in reported]
+        silent = [r for r in self.group.global_ranks if r != self.global_rank and r not in reported]
         if silent:
             lines.append(f"    {_named(silent)} reported nothing within {_FAILURE_PATIENCE.total_seconds():g} s")
         agreed = f"All ranks had agreed on {self.last.describe()}. " if self.last is not None else ""
@@ -204,7 +204,7 @@ class Channel:
             prefix = f"absent/{self.rounds}"
             store.set(f"{prefix}/{self.group.rank}", what)
             came = self._collect(store, prefix, _FAILURE_PATIENCE)
-        came[self.me] = what
+        came[self.global_rank] = what
         missing = [rank for rank in self.group.global_ranks if rank not in came]
         timed_out = "timed out" in str(error).lower()
         who = f"{_named(missing)} did not come" if missing else "the ranks did not come together"
@@ -218,7 +218,7 @@ class Channel:
         return ScheduleDisagreement(self.closed)
 
     def _disagreement(self, subject: Subject) -> ScheduleDisagreement:
-        first, other = self._misfit() or (self.me, self.me)
+        first, other = self._first_mismatch() or (self.global_rank, self.global_rank)
         own = json.dumps([subject.describe(), list(subject.details())])
         subject.cancel()
         texts: dict[int, str] = {}
@@ -231,7 +231,7 @@ class Channel:
                 for rank in range(self.size):
                     store.delete_key(f"{prefix}/{rank}")
                 store.delete_key(f"{prefix}/read")
-        texts[self.me] = own
+        texts[self.global_rank] = own
         what = {rank: json.loads(texts[rank]) for rank in sorted(texts)}
         sides = {rank: text for rank, (text, _) in what.items()}
         for rank in self.group.global_ranks:
@@ -241,7 +241,7 @@ class Channel:
             message += "\n" + _first_difference({rank: what[rank][1] for rank in (first, other)})
         return ScheduleDisagreement(message)
 
-    def _misfit(self) -> tuple[int, int] | None:
+    def _first_mismatch(self) -> tuple[int, int] | None:
         """Return the global ranks of the first two tokens that do not match, if any."""
         first: dict[tuple[int, ...], int] = {}
         tokens = [TOKEN.unpack_from(self._received, i * TOKEN.size) for i in range(self.size)]
@@ -263,7 +263,7 @@ class Channel:
 _channels: dict[tuple[tuple[int, ...], timedelta], Channel] = {}
 
 
-def announce(everyone: Group, name: str) -> Callable[[], Channel]:
+def announce(world_group: ProcessGroupRef, name: str) -> Callable[[], Channel]:
     """Announce to the other ranks whether this one lacks an open channel.
 
     Args:
@@ -273,17 +273,17 @@ def announce(everyone: Group, name: str) -> Callable[[], Channel]:
         A function that returns the channel of these ranks and creates one if any of them lacks it. It is a collective,
         to be called once all ranks have announced.
     """
-    timeout = timeout_of(everyone.process_group)
-    key = tuple(everyone.global_ranks), timeout
+    timeout = timeout_of(world_group.process_group)
+    key = tuple(world_group.global_ranks), timeout
     known = _channels.get(key)
-    store = everyone.process_group.get_group_store()
+    store = world_group.process_group.get_group_store()
     lacking = f"thunder_fsdp_sched/{name}/lacking"
     store.add(lacking, int(known is None or not known.is_open))
 
     def find() -> Channel:
         if store.add(lacking, 0):
-            _channels[key] = Channel(everyone, timeout)
-        if store.add(f"{lacking}/read", 1) == everyone.size:
+            _channels[key] = Channel(world_group, timeout)
+        if store.add(f"{lacking}/read", 1) == world_group.size:
             store.delete_key(lacking)
             store.delete_key(f"{lacking}/read")
         return _channels[key]

@@ -25,9 +25,9 @@ from typing import Any
 from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
-from ..distributed.process_groups import Group
+from ..distributed.process_groups import ProcessGroupRef
 from ..trace.computation import NOTHING, Computation
-from ..trace.deadlock import Step, find_fault
+from ..trace.deadlock import Action, find_fault
 from .channel import ScheduleDisagreement
 from .control import Agreed, Control, number_of
 
@@ -51,7 +51,9 @@ class Agreement:
         control: the control of the module, once it exists.
     """
 
-    def __init__(self, group: Group, name: str, timeout: timedelta, *, compares_computation: bool = True) -> None:
+    def __init__(
+        self, group: ProcessGroupRef, name: str, timeout: timedelta, *, compares_computation: bool = True
+    ) -> None:
         self.group = group
         self.name = name
         self.timeout = timeout
@@ -60,9 +62,9 @@ class Agreement:
         self.agreed: dict[str, Agreed] = {}
         self.control: Control | None = None
         self._numbers: dict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
-        self.alone = group.size == 1 or group.is_fake
+        self.is_single_rank = group.size == 1 or group.is_fake
 
-    def check(self, what: str, program: Sequence[Step], computation: Computation = NOTHING) -> Agreed:
+    def check(self, what: str, program: Sequence[Action], computation: Computation = NOTHING) -> Agreed:
         """Prove that the programs of all ranks together finish; see [Note: The deadlock proof] in ``deadlock``.
 
         Programs that the ranks have already agreed on are not compared again. So a rank whose batch has another shape
@@ -77,13 +79,13 @@ class Agreement:
             ScheduleDisagreement: on every rank. It names the first line that differs and the ranks, or where they would
                 block each other, or the ranks that do something else or did not arrive.
         """
-        if self.alone:
+        if self.is_single_rank:
             return Agreed(0, False, False)
         content = json.dumps([what, program])
         digest = hashlib.sha256(content.encode()).hexdigest()
         if digest not in self.agreed:
             if self.control is not None:
-                self.control.meet(f"compiling the {what}")
+                self.control.rendezvous(f"compiling the {what}")
             try:
                 self.agreed[digest] = self._ask(what, content, computation)
             except DistNetworkError as error:
@@ -125,7 +127,7 @@ class Agreement:
             ScheduleDisagreement: on every rank. It names the first line that differs and the ranks, or the ranks that
                 did not arrive within the timeout.
         """
-        if self.alone:
+        if self.is_single_rank:
             return
 
         def judge(digests: Sequence[str]) -> dict[str, Any]:
@@ -212,13 +214,13 @@ class Agreement:
         return {"fault": absent(named, self.timeout.total_seconds())}
 
     def _judge(self, texts: Sequence[str], what: str) -> dict[str, Any]:
-        programs: dict[int, list[Step]] = {}
+        programs: dict[int, list[Action]] = {}
         contents, computations = zip(*(json.loads(text) for text in texts), strict=True)
         for rank, content in zip(self.group.global_ranks, contents, strict=True):
             other_what, program = json.loads(content)
             if other_what != what:
                 return {"fault": f"rank {self._me} compiled {what}, rank {rank} compiled {other_what}"}
-            programs[rank] = [Step(line, group, tuple(ranks), *rest) for line, group, ranks, *rest in program]
+            programs[rank] = [Action(line, group, tuple(ranks), *rest) for line, group, ranks, *rest in program]
         fault = find_fault(programs)
         if fault:
             return {"fault": f"{what}, {fault}"}
@@ -234,7 +236,7 @@ class Agreement:
         alike = len(set(contents)) == 1
         return {"result": [number_of("\n".join(contents)), any(programs.values()), self.compares_computation and alike]}
 
-    def about(self, what: str, group: Group) -> Agreement:
+    def about(self, what: str, group: ProcessGroupRef) -> Agreement:
         """Return a new, separate agreement among the ranks of ``group`` for the same module.
 
         Modules are numbered per group of all their ranks, and two such groups may share the store of ``group``.

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..distributed.process_groups import Group
+from ..distributed.process_groups import ProcessGroupRef
 from ..runtime.bucket import Bucket
-from ..runtime.coordination import Tally
+from ..runtime.coordination import IssueCounts
 from ..transports.base import TransportedBucket
 from .channel import TOKEN, Channel
 
@@ -52,31 +52,33 @@ class Control:
         title: the model's name in messages.
     """
 
-    def __init__(self, group: Group, channel: Channel | None = None, name: str = "", title: str = "the model") -> None:
+    def __init__(
+        self, group: ProcessGroupRef, channel: Channel | None = None, name: str = "", title: str = "the model"
+    ) -> None:
         self.channel = channel
         self.title = title
-        self.tally = Tally()
+        self.issue_counts = IssueCounts()
         if channel is not None:
-            self.tally.settle = channel.settle
+            self.issue_counts.settle = channel.settle
         self._size = group.size
         self._number = number_of(name)
         self._rank = group.global_ranks[group.rank] if group.global_ranks else 0
         _controls[group] = self
 
     @property
-    def alone(self) -> bool:
+    def is_single_rank(self) -> bool:
         """Whether there are no other ranks to agree with."""
         return self.channel is None
 
-    def concerns_all(self, bucket: TransportedBucket) -> bool:
+    def is_on_all_ranks(self, bucket: TransportedBucket) -> bool:
         """Return whether all ranks have ``bucket``; with ``process_group_for`` some may have other parameters."""
         return bucket.ranks.group.size * bucket.spec.replicas == self._size
 
-    def process_group(self, otherwise: Group) -> ProcessGroup:
+    def process_group(self, otherwise: ProcessGroupRef) -> ProcessGroup:
         """Return the process group for collectives of torch itself after a meeting; ``otherwise`` without other ranks."""
         return (otherwise if self.channel is None else self.channel.group).process_group
 
-    def meet(self, what: str, *details: str) -> None:
+    def rendezvous(self, what: str, *details: str) -> None:
         """Wait until all ranks have reached the same call.
 
         Args:
@@ -93,7 +95,7 @@ class Control:
     def begin(self, what: str, *details: str) -> None:
         """Start a :meth:`meet` without waiting; ``settle`` completes it."""
         if self.channel is not None:
-            excess = self.tally.issued - self.tally.expected
+            excess = self.issue_counts.issued - self.issue_counts.expected
             call = _Call(" ".join((what, *details)), self.title, excess)
             token = TOKEN.pack(number_of(what), self._number, number_of("\n".join(details)), 0, excess, 0, 0)
             self.channel.post(token, call)
@@ -107,7 +109,7 @@ class Control:
         """Meet the other ranks and return the objects of all ranks, in the order of ranks."""
         if self.channel is None:
             return [value]
-        self.meet(what)
+        self.rendezvous(what)
         with self.doing(f"the exchange of {what}"):
             return self.channel.gather(value)
 
@@ -115,7 +117,7 @@ class Control:
         """Meet the other ranks and reduce numbers over all ranks, on the host."""
         if self.channel is None:
             return list(values)
-        self.meet(what)
+        self.rendezvous(what)
         tensor = torch.tensor(values, dtype=torch.float64)
         with self.doing(f"the reduction of {what}"):
             dist.all_reduce(tensor, op=op, group=self.channel.group.process_group)
@@ -191,25 +193,25 @@ class Run:
 
     def post(self) -> None:
         """Announce to the other ranks that this trace starts."""
-        tally = self.control.tally
-        self._excess = excess = tally.issued - tally.expected
+        issue_counts = self.control.issue_counts
+        self._excess = excess = issue_counts.issued - issue_counts.expected
         self._begun = self.issues
         self._reduced = again = 0
         for i, reference in enumerate(self.guarded):
             bucket = reference()
             if bucket is not None and not bucket.is_kept_for_this_backward():
-                again |= self.control.concerns_all(bucket) << i % 60
+                again |= self.control.is_on_all_ranks(bucket) << i % 60
                 self._begun += 2
         for i, reference in enumerate(self.left_over):
             bucket = reference()
             if bucket is not None and bucket.unreduced_grads()[0] is not None:
-                self._reduced |= self.control.concerns_all(bucket) << i % 60
+                self._reduced |= self.control.is_on_all_ranks(bucket) << i % 60
                 self._begun += 2 if bucket.ranks.replicas is None else 4
         state = excess, self._reduced, again
         token = self._token(hash(state)) if any(state) else self._usual
         assert self.control.channel is not None
         self.control.channel.post(token, self)
-        tally.expected += self._begun
+        issue_counts.expected += self._begun
 
     def settle(self) -> None:
         """Wait until all ranks have announced it."""
@@ -223,7 +225,7 @@ class Run:
         return self.lines
 
     def cancel(self) -> None:
-        self.control.tally.expected -= self._begun
+        self.control.issue_counts.expected -= self._begun
         self._begun = 0
 
     def _token(self, state: int) -> bytes:
@@ -261,9 +263,9 @@ def number_of(text: str) -> int:
 
 _TRACE = number_of("trace")
 
-_controls: weakref.WeakKeyDictionary[Group, Control] = weakref.WeakKeyDictionary()
+_controls: weakref.WeakKeyDictionary[ProcessGroupRef, Control] = weakref.WeakKeyDictionary()
 
 
-def control_of(group: Group) -> Control:
+def control_of(group: ProcessGroupRef) -> Control:
     """Return the control of the model that ``group`` shares, or one without other ranks if there is none."""
     return _controls.get(group) or Control(group)

@@ -16,7 +16,7 @@ from ..testing import (
     assert_waits_right_before_first_consumer,
 )
 from ..tools.report import human_bytes
-from ..trace.symbols import travels
+from ..trace.symbols import issues_collective
 from .options import DemoOptions
 from .training import Run, largest_difference, largest_loss_difference
 
@@ -75,7 +75,7 @@ def check_run(run: Run, strategy: str, unsharded: Run, stock: Run, options: Demo
         human_bytes(counts.unsharded_bytes_allocated),
     )
     check("every rank issues the same collectives in the same order", run.alike, f"{len(counts.collectives)} a rank")
-    planned = sum(travels(bsym) for trace in _traces(run) for bsym in trace.bound_symbols)
+    planned = sum(issues_collective(bsym) for trace in _traces(run) for bsym in trace.bound_symbols)
     check(
         "the step issues as many collectives as its traces",
         planned == len(counts.collectives),

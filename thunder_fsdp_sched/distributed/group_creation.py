@@ -17,12 +17,12 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..private_api import copy_of_options, is_group_name_taken, process_groups, splits_default_group, timeout_of
-from .process_groups import Group
+from .process_groups import ProcessGroupRef
 
 __all__ = ["companion", "default_group", "new_group", "twin"]
 
 
-def default_group() -> Group:
+def default_group() -> ProcessGroupRef:
     """Return the default process group.
 
     Raises:
@@ -33,22 +33,22 @@ def default_group() -> Group:
             "fsdp: there is no process group to shard over; call torch.distributed.init_process_group() before "
             "thunder.jit(), and start the script with torchrun"
         )
-    return Group.of(dist.distributed_c10d._get_default_group())
+    return ProcessGroupRef.of(dist.distributed_c10d._get_default_group())
 
 
-def twin(group: Group) -> Group:
+def twin(group: ProcessGroupRef) -> ProcessGroupRef:
     """Return a process group of the same ranks with a separate communicator."""
     return companion(group.process_group, list(group.global_ranks), f"{group.description}_reductions")
 
 
-_companions: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], Group]] = (
+_companions: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], ProcessGroupRef]] = (
     weakref.WeakKeyDictionary()
 )
 """The process groups created here, keyed by the user's process group to which they belong. All models share them, for
 the lifetime of the user's group, because each has threads and connections, or on GPUs a communicator."""
 
 
-def companion(of: dist.ProcessGroup, ranks: list[int], description: str) -> Group:
+def companion(of: dist.ProcessGroup, ranks: list[int], description: str) -> ProcessGroupRef:
     """Return the process group of ``ranks`` with the backend of the group ``of``, created once and destroyed with it."""
     known = _companions.setdefault(of, {})
     key = description, tuple(ranks)
@@ -65,7 +65,7 @@ def new_group(
     *,
     backend: str | None = None,
     timeout: timedelta | None = None,
-) -> Group:
+) -> ProcessGroupRef:
     """Create a process group of ``ranks``, destroyed with the group ``of``; see [Note: Groups created by their members].
 
     Args:
@@ -92,12 +92,12 @@ def new_group(
         )
     for level in levels:
         dist.destroy_process_group(level)
-    group = Group.of(made)
+    group = ProcessGroupRef.of(made)
     weakref.finalize(of, _destroy, group).atexit = False
     return group
 
 
-def _destroy(group: Group) -> None:
+def _destroy(group: ProcessGroupRef) -> None:
     if group.is_alive and dist.is_initialized() and group.process_group in process_groups():
         dist.destroy_process_group(group.process_group)
 
@@ -116,10 +116,10 @@ def _level_group_counts(ranks: list[int], named_after: list[int]) -> list[dist.P
         ranks: the members.
         named_after: the members' ranks as torch puts them into the name.
     """
-    everybody = default_group()
-    if everybody.is_fake:
+    world = default_group()
+    if world.is_fake:
         return []
-    store = everybody.process_group.get_group_store()
+    store = world.process_group.get_group_store()
     prefix = f"thunder_fsdp_sched/groups/{'_'.join(map(str, sorted(ranks)))}"
     me, known = dist.get_rank(), len(process_groups())
     call = store.add(f"{prefix}/calls/{me}", 1)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-__all__ = ["Group", "Ranks"]
+__all__ = ["ProcessGroupRef", "Ranks"]
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class ProcessGroupRef:
     """A description of a process group that outlives the group.
 
     Attributes:
@@ -46,7 +46,7 @@ class Group:
     _process_group: weakref.ref[ProcessGroup] | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, group: ProcessGroup) -> Group:
+    def of(cls, group: ProcessGroup) -> ProcessGroupRef:
         """Return the description of ``group``, of which this process is a member."""
         shutdown.register()
         description = getattr(group, "group_desc", "")
@@ -139,17 +139,23 @@ class Ranks:
         replicas: the ranks that have the same shards (hybrid sharding); ``None`` if this rank is the only one.
     """
 
-    group: Group
-    reductions: Group
-    replicas: Group | None = None
+    group: ProcessGroupRef
+    reductions: ProcessGroupRef
+    replicas: ProcessGroupRef | None = None
 
     @classmethod
-    def of(cls, group: Group, *, reductions: Group | None = None, replicas: Group | None = None) -> Ranks:
+    def of(
+        cls,
+        group: ProcessGroupRef,
+        *,
+        reductions: ProcessGroupRef | None = None,
+        replicas: ProcessGroupRef | None = None,
+    ) -> Ranks:
         """Return the ranks; ``reductions`` defaults to ``group``, and ``replicas`` of only this rank count as ``None``."""
         return cls(group, reductions or group, replicas if replicas is not None and replicas.size > 1 else None)
 
     @property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[ProcessGroupRef, ...]:
         """The groups whose members have shards or replicas of the same parameters."""
         return (self.group,) if self.replicas is None else (self.group, self.replicas)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from .layout import plan_layout
-from .specs import BucketSpec, ParamSpec, Plan, ShardedOver, Travel
+from .layout import make_layout
+from .specs import BucketSpec, CommSpec, GroupKey, ParamSpec, Plan
 
 __all__ = ["BucketingStrategy", "make_plan", "named_blocks"]
 
@@ -19,10 +19,10 @@ BucketRule = Callable[[str, torch.nn.Parameter], str]
 # ZeRO-3, the first gather of backward (of the last block). The smaller these collectives are, the less communication is
 # exposed. So these two blocks are cut into edge pieces: runs of consecutive modules, each with a collective of its own.
 # The compute of one piece hides the collective of another.
-_PARTS = 6
+_EDGE_PIECES = 6
 """The largest number of edge pieces of a block. Each piece has at least this share (1/6) of the block."""
 
-_LEAST_PART_BYTES = 1 << 19
+_MIN_EDGE_PIECE_BYTES = 1 << 19
 """The smallest edge piece (bytes). For fewer bytes, starting a collective takes longer than sending them."""
 
 
@@ -42,8 +42,8 @@ def make_plan(
     world_size: int,
     group: str,
     reshard_after_forward: bool,
-    over: Mapping[str, ShardedOver] | None = None,
-    travel: Callable[[str, tuple[ParamSpec, ...], ShardedOver], Travel] = lambda name, params, over: Travel(),
+    group_keys: Mapping[str, GroupKey] | None = None,
+    comm_spec: Callable[[str, tuple[ParamSpec, ...], GroupKey], CommSpec] = lambda name, params, group_keys: CommSpec(),
 ) -> Plan:
     """Group parameters into buckets, never across dtype, device, ``requires_grad`` or process group.
 
@@ -55,19 +55,19 @@ def make_plan(
         world_size: number of ranks to shard over.
         group: description of the process group, for people.
         reshard_after_forward: true for ZeRO-3, false for ZeRO-2.
-        over: the ranks of parameters that are sharded over others than the default, keyed by the parameter's name.
-        travel: returns how a bucket is sent, given its name, its parameters and its ranks.
+        group_keys: the ranks of parameters that are sharded over others than the default, keyed by the parameter's name.
+        comm_spec: returns how a bucket is sent, given its name, its parameters and its ranks.
 
     Raises:
         TypeError: the rule did not return a name.
         ValueError: the rule puts parameters that are sharded over different groups into one bucket.
     """
     rule = _rule(module, strategy)
-    usual = ShardedOver(group, world_size)
-    grouped: dict[tuple[str, torch.dtype, torch.device, bool, ShardedOver], list[ParamSpec]] = {}
-    groups_of: dict[str, tuple[ShardedOver, str]] = {}
+    default_key = GroupKey(group, world_size)
+    grouped: dict[tuple[str, torch.dtype, torch.device, bool, GroupKey], list[ParamSpec]] = {}
+    groups_of: dict[str, tuple[GroupKey, str]] = {}
     for spec, param in params:
-        name, ranks = rule(spec, param), (over or {}).get(spec.name, usual)
+        name, ranks = rule(spec, param), (group_keys or {}).get(spec.name, default_key)
         other, first = groups_of.setdefault(name, (ranks, spec.name))
         if other != ranks and not isinstance(strategy, BucketingStrategy | int):
             raise ValueError(
@@ -89,11 +89,11 @@ def make_plan(
             unique = f"{unique}.{details.pop(0)}" if details else f"{unique}_"
             unique = unique.rstrip(".")
         taken.add(unique)
-        how = travel(unique, tuple(specs), ranks)
-        narrowest = min((d or dtype).itemsize for d in (dtype, how.param_dtype, how.reduce_dtype))
-        layout = plan_layout([s.shape for s in specs], ranks.size, narrowest, per_param=how.per_param)
+        comm = comm_spec(unique, tuple(specs), ranks)
+        narrowest = min((d or dtype).itemsize for d in (dtype, comm.param_dtype, comm.reduce_dtype))
+        layout = make_layout([s.shape for s in specs], ranks.size, narrowest, per_param=comm.per_param)
         buckets.append(
-            BucketSpec(unique, tuple(specs), layout, reshard_after_forward, how, ranks.group, ranks.replicas)
+            BucketSpec(unique, tuple(specs), layout, reshard_after_forward, comm, ranks.group, ranks.replicas)
         )
     return Plan(tuple(buckets), world_size, group)
 
@@ -144,7 +144,7 @@ def _by_block(module: torch.nn.Module) -> Callable[[ParamSpec, torch.nn.Paramete
     in_turn = [b for b in blocks if _is_container(modules[b.rpartition(".")[0]])]  # not an embedding, not a head
     bucket_of: dict[str, str] = {}
     for block in dict.fromkeys((*in_turn[:1], *in_turn[-1:])):
-        bucket_of.update(_parts_of(modules[block], block))
+        bucket_of.update(_edge_pieces(modules[block], block))
 
     def rule(spec: ParamSpec, param: torch.nn.Parameter) -> str:
         block = _innermost(spec.name, blocks)
@@ -153,15 +153,15 @@ def _by_block(module: torch.nn.Module) -> Callable[[ParamSpec, torch.nn.Paramete
     return rule
 
 
-def _parts_of(block: torch.nn.Module, path: str) -> dict[str, str]:
+def _edge_pieces(block: torch.nn.Module, path: str) -> dict[str, str]:
     """Return the bucket of each module in a block that owns parameters directly; empty if the block is too small to cut."""
     sizes = {
         f"{path}.{name}" if name else path: sum(p.nbytes for p in owner.parameters(recurse=False))
         for name, owner in block.named_modules()
     }
     sizes = {name: size for name, size in sizes.items() if size}
-    least = sum(sizes.values()) / _PARTS
-    if least < _LEAST_PART_BYTES:
+    least = sum(sizes.values()) / _EDGE_PIECES
+    if least < _MIN_EDGE_PIECE_BYTES:
         return {}
     runs: list[list[str]] = [[]]
     for name in sizes:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ALIGNMENT", "Layout", "Placement", "Segment", "plan_layout"]
+__all__ = ["ALIGNMENT", "Layout", "Placement", "Segment", "make_layout"]
 
 ALIGNMENT = 16
 """Alignment (bytes) of each parameter in the unsharded buffer, for vector loads and inductor's guard."""
@@ -102,24 +102,24 @@ class Layout:
         """Elements of the unsharded buffer that belong to no parameter."""
         return self.unsharded_numel - sum(p.numel for p in self.placements)
 
-    def pieces(self, unsharded: torch.Tensor) -> list[torch.Tensor]:
+    def unsharded_segments(self, unsharded: torch.Tensor) -> list[torch.Tensor]:
         """Return each non-empty segment as a view of a flat unsharded buffer."""
         return [
-            _piece(unsharded, s.unsharded_offset, self.world_size * s.shard_numel)
+            _narrow(unsharded, s.unsharded_offset, self.world_size * s.shard_numel)
             for s in self.segments
             if s.shard_numel
         ]
 
-    def own_pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
+    def shard_segments(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Return a rank's own range of each non-empty segment, as a view of its flat shard."""
-        return [_piece(shard, s.shard_offset, s.shard_numel) for s in self.segments if s.shard_numel]
+        return [_narrow(shard, s.shard_offset, s.shard_numel) for s in self.segments if s.shard_numel]
 
 
-def _piece(flat: torch.Tensor, start: int, numel: int) -> torch.Tensor:
+def _narrow(flat: torch.Tensor, start: int, numel: int) -> torch.Tensor:
     return flat if numel == flat.numel() else flat.narrow(0, start, numel)  # usually one segment is all
 
 
-def plan_layout(
+def make_layout(
     shapes: Sequence[tuple[int, ...]], world_size: int, itemsize: int, *, per_param: bool = False
 ) -> Layout:
     """Lay out parameters of the given shapes, in order, in one bucket for ``world_size`` ranks.
@@ -133,10 +133,10 @@ def plan_layout(
     """
     align = max(1, ALIGNMENT // itemsize)
     if per_param:
-        groups = [[i] for i in range(len(shapes))]
+        memberships = [[i] for i in range(len(shapes))]
     else:
         everything = list(range(len(shapes)))
-        groups = [everything]
+        memberships = [everything]
         if (
             _padding(_fill_segment(shapes, everything, world_size, align), shapes, everything, world_size)
             > _MAX_PADDING
@@ -146,17 +146,19 @@ def plan_layout(
             for i in everything:
                 by_width.setdefault(math.prod(shapes[i][1:]), []).append(i)
             split = list(by_width.values())
-            if len(split) > 1 and _total(shapes, split, world_size, align) < _total(shapes, groups, world_size, align):
-                groups = split
+            if len(split) > 1 and _total(shapes, split, world_size, align) < _total(
+                shapes, memberships, world_size, align
+            ):
+                memberships = split
 
     segments: list[Segment] = []
     placements: dict[int, Placement] = {}
     unsharded_offset = shard_offset = 0
-    for group in groups:
-        shard_numel, offsets = _fill_segment(shapes, group, world_size, align)
+    for members in memberships:
+        shard_numel, offsets = _fill_segment(shapes, members, world_size, align)
         segments.append(Segment(unsharded_offset, shard_offset, shard_numel))
-        for i, offset in zip(group, offsets, strict=True):
-            placements[i] = _place(shapes[i], offset, segments[-1], world_size)
+        for i, offset in zip(members, offsets, strict=True):
+            placements[i] = _make_placement(shapes[i], offset, segments[-1], world_size)
         unsharded_offset = _round_up(unsharded_offset + world_size * shard_numel, align)
         shard_offset = shard_offset + shard_numel if per_param else _round_up(shard_offset + shard_numel, align)
     return Layout(
@@ -168,7 +170,7 @@ def plan_layout(
     )
 
 
-def _place(shape: tuple[int, ...], offset: int, segment: Segment, world_size: int) -> Placement:
+def _make_placement(shape: tuple[int, ...], offset: int, segment: Segment, world_size: int) -> Placement:
     row_numel = math.prod(shape[1:])
     rows = shape[0] if shape else 1
     starts = []
@@ -188,29 +190,27 @@ def _place(shape: tuple[int, ...], offset: int, segment: Segment, world_size: in
 
 
 def _fill_segment(
-    shapes: Sequence[tuple[int, ...]], group: list[int], world_size: int, align: int
+    shapes: Sequence[tuple[int, ...]], members: list[int], world_size: int, align: int
 ) -> tuple[int, list[int]]:
-    """Return the segment's elements per rank, and the offset of each parameter of ``group`` within the segment."""
-    if len(group) == 1:  # even runs of rows
-        shape = shapes[group[0]]
+    """Return the segment's elements per rank, and the offset of each parameter of ``members`` within the segment."""
+    if len(members) == 1:  # even runs of rows
+        shape = shapes[members[0]]
         return _ceil_div(shape[0] if shape else 1, world_size) * math.prod(shape[1:]), [0]
-    numels = [math.prod(shapes[i]) for i in group]
-    widths = [math.prod(shapes[i][1:]) for i in group]
+    numels = [math.prod(shapes[i]) for i in members]
+    widths = [math.prod(shapes[i][1:]) for i in members]
     least = _ceil_div(sum(_round_up(n, align) for n in numels), world_size)
     # A parameter longer than a shard is cut more than once, so the distance between cuts must be a multiple of its
     # rows.
     quantum = math.lcm(align, *(w for n, w in zip(numels, widths, strict=True) if n > least and w))
     shard_numel = max(_round_up(least, quantum), quantum)
     while True:
-        offsets, end = _place_in_order(numels, widths, shard_numel, align)
+        offsets, end = _pack_in_order(numels, widths, shard_numel, align)
         if end <= world_size * shard_numel:
             return shard_numel, offsets
         shard_numel = _round_up(max(shard_numel + 1, _ceil_div(end, world_size)), quantum)
 
 
-def _place_in_order(
-    numels: Sequence[int], widths: Sequence[int], shard_numel: int, align: int
-) -> tuple[list[int], int]:
+def _pack_in_order(numels: Sequence[int], widths: Sequence[int], shard_numel: int, align: int) -> tuple[list[int], int]:
     """Place parameters in order, each with the least padding that puts its first cut on the start of a row."""
     offsets = []
     end = 0
@@ -226,13 +226,13 @@ def _place_in_order(
     return offsets, end
 
 
-def _padding(filled: tuple[int, list[int]], shapes: Sequence[tuple[int, ...]], group: list[int], world: int) -> float:
+def _padding(filled: tuple[int, list[int]], shapes: Sequence[tuple[int, ...]], members: list[int], world: int) -> float:
     total = filled[0] * world
-    return 1 - sum(math.prod(shapes[i]) for i in group) / total if total else 0.0
+    return 1 - sum(math.prod(shapes[i]) for i in members) / total if total else 0.0
 
 
-def _total(shapes: Sequence[tuple[int, ...]], groups: list[list[int]], world_size: int, align: int) -> int:
-    return sum(_fill_segment(shapes, group, world_size, align)[0] for group in groups) * world_size
+def _total(shapes: Sequence[tuple[int, ...]], memberships: list[list[int]], world_size: int, align: int) -> int:
+    return sum(_fill_segment(shapes, members, world_size, align)[0] for members in memberships) * world_size
 
 
 def _ceil_div(a: int, b: int) -> int:

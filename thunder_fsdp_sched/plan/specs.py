@@ -11,7 +11,7 @@ import torch
 
 from .layout import Layout
 
-__all__ = ["BucketSpec", "ParamSpec", "Plan", "ShardedOver", "Travel"]
+__all__ = ["BucketSpec", "ParamSpec", "Plan", "GroupKey", "CommSpec"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ParamSpec:
         return f"{' = '.join(self.names)}: {dtype}{list(self.shape)} on {self.device.type}{trained}"
 
 
-class ShardedOver(NamedTuple):
+class GroupKey(NamedTuple):
     """The process group over which parameters are sharded, by description, its size, and the number of replicas."""
 
     group: str
@@ -52,7 +52,7 @@ class ShardedOver(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Travel:
+class CommSpec:
     """The way in which a bucket is sent.
 
     Attributes:
@@ -91,7 +91,7 @@ class BucketSpec:
     params: tuple[ParamSpec, ...]
     layout: Layout
     reshard_after_forward: bool
-    travel: Travel = Travel()
+    comm: CommSpec = CommSpec()
     group: str = ""
     replicas: int = 1
 
@@ -103,12 +103,12 @@ class BucketSpec:
     @property
     def param_dtype(self) -> torch.dtype:
         """The dtype of unsharded parameters."""
-        return self.travel.param_dtype or self.dtype
+        return self.comm.param_dtype or self.dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype of unsharded gradients, in their slot and when sent."""
-        return self.travel.reduce_dtype or self.param_dtype
+        return self.comm.reduce_dtype or self.param_dtype
 
     @property
     def device(self) -> torch.device:
@@ -118,7 +118,7 @@ class BucketSpec:
     @property
     def shard_device(self) -> torch.device:
         """The device of shards and sharded gradients."""
-        return torch.device("cpu") if self.travel.offload else self.device
+        return torch.device("cpu") if self.comm.offload else self.device
 
     @property
     def requires_grad(self) -> bool:

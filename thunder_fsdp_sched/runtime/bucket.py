@@ -14,11 +14,11 @@ import torch
 
 from ..private_api import replace_data
 from ..transports.base import Transport, Views, Work
-from .coordination import Coordinator, Tally
+from .coordination import Coordinator, IssueCounts
 from .forward_numbers import is_backward_of
 from .memory import Arena, Slot, address, shard_strides, shard_views, slot_bytes, unsharded_views
 from .shard_grads import mark, mark_after_backward
-from .shard_source import Source, source_of
+from .shard_source import ShardSource, source_of
 
 if TYPE_CHECKING:
     from ..distributed.process_groups import Ranks
@@ -39,20 +39,20 @@ class Bucket:
         transport: moves the bucket.
         arena: memory for the slots that the bucket shares with others.
         handle: the name under which it prints.
-        whole: for a bucket alias (``bucket_aliases``), the bucket whose shard and parameters it uses.
+        base: for a bucket alias (``bucket_aliases``), the bucket whose shard and parameters it uses.
         peer_memory: allocates what the bucket sends if peers read it there; the bucket is announced to it.
 
     Attributes:
         source: provides the tensor that a gather sends.
-        whole: the bucket itself; for a bucket alias, the bucket that it stands for.
+        base: the bucket itself; for a bucket alias, the bucket that it stands for.
         shard: the flat shard buffer. ``params`` are this rank's rows of each parameter, views of it with their own
             version counters.
     """
 
-    source: Source
+    source: ShardSource
     shard: torch.Tensor
     params: tuple[torch.nn.Parameter, ...]
-    tally: Tally
+    issue_counts: IssueCounts
 
     def __init__(
         self,
@@ -62,57 +62,57 @@ class Bucket:
         arena: Arena,
         handle: str,
         *,
-        whole: Bucket | None = None,
+        base: Bucket | None = None,
         peer_memory: PeerMemory | None = None,
     ) -> None:
         self.spec = spec
-        self.whole: Bucket = whole or self
+        self.base: Bucket = base or self
         self.ranks = ranks
         self.rank = ranks.group.rank
         self.transport = transport
         self.arena = arena
         self.handle = handle
         self.private_slot: Slot | None = None
-        self.tally = Tally() if whole is None else whole.tally
+        self.issue_counts = IssueCounts() if base is None else base.issue_counts
         self.peer_memory = peer_memory
-        self.kept_since: int | None = None
+        self.gathered_in_forward: int | None = None
         """The ``forward_number`` of the last gather into the private slot; ``None`` until it is waited for."""
         self._strided = shard_strides(spec, self.rank)
         self.all_gather_label = f"fsdp_all_gather({spec.name})"
         self.reduce_scatter_label = f"fsdp_reduce_scatter({spec.name})"
         self.all_reduce_label = f"fsdp_all_reduce({spec.name})"
-        self.shard = self._allocate_shard() if whole is None else whole.shard
+        self.shard = self._allocate_shard() if base is None else base.shard
         self.shard_views = shard_views(spec, self.rank, self.shard)
         self.shard_pointers = tuple(map(address, self.shard_views))
-        if whole is None:
+        if base is None:
             self.params = tuple(
                 torch.nn.Parameter(view, param.requires_grad)
                 for view, param in zip(self.shard_views, spec.params, strict=True)
             )
         else:
-            by_name = {param.name: whole.params[i] for i, param in enumerate(whole.spec.params)}
+            by_name = {param.name: base.params[i] for i, param in enumerate(base.spec.params)}
             self.params = tuple(by_name[param.name] for param in spec.params)
         self.control: Coordinator | None = None
         """How the model agrees with the other ranks on what runs next."""
         self.unreduced: torch.Tensor | None = None
         """Flat unsharded gradients that ``no_sync`` backwards have accumulated and no backward has reduced yet."""
         self.unreduced_params: set[int] = set()
-        self.adding = False
+        self.is_accumulating = False
         """Whether a ``no_sync`` backward has added gradients to :attr:`unreduced` and has not run to its end."""
-        self.adding_first = False
+        self.is_first_accumulation = False
         """Whether :attr:`unreduced` then holds only gradients of that backward."""
-        self.late_grads: dict[int, torch.Tensor] = {}
+        self.deferred_grads: dict[int, torch.Tensor] = {}
         """Sharded gradients of parameters that only earlier ``no_sync`` backwards had; added at the end of backward."""
         self.source = source_of(self)
-        self.parts: dict[Any, Bucket] = {}
-        """Aliases of this bucket, gathered in another way; see the module ``parts``."""
+        self.aliases: dict[Any, Bucket] = {}
+        """Aliases of this bucket, gathered in another way; see the module ``aliases``."""
 
     def __repr__(self) -> str:
         return self.handle
 
     def explain(self, text: str) -> str:
         """Tell the other ranks what failed here and return what they tell; nothing without other ranks."""
-        control = self.whole.control
+        control = self.base.control
         return "" if control is None else control.explain(text)
 
     def _allocate_shard(self) -> torch.Tensor:
@@ -121,7 +121,7 @@ class Bucket:
             shard = torch.zeros(spec.layout.shard_numel, dtype=spec.dtype, device=spec.shard_device)
         else:
             shard = self.allocate_sent()
-        return shard.pin_memory() if spec.travel.pin_memory else shard
+        return shard.pin_memory() if spec.comm.pin_memory else shard
 
     def allocate_sent(self) -> torch.Tensor:
         """Allocate what gathers send: the flat shard, or memory for its cast."""
@@ -135,7 +135,7 @@ class Bucket:
         """Idle temporary memory of transports, keyed by dtype and number of elements."""
         return self.arena.scratch
 
-    def keep_unsharded(self) -> Slot:
+    def ensure_private_slot(self) -> Slot:
         """Return the bucket's private slot, where it stays from forward to backward (ZeRO-2); created on first use."""
         if self.private_slot is None:  # with an arena of its own, no other slot can overlap it
             arena = Arena(self.spec.device)
@@ -152,7 +152,7 @@ class Bucket:
 
         Keep ``sent`` alive until they finish.
         """
-        with self.source.sending():
+        with self.source.send_context():
             return self.transport.all_gather(self, sent, unsharded)
 
     def is_kept_for_this_backward(self) -> bool:
@@ -160,21 +160,21 @@ class Bucket:
 
         Another forward may have gathered other values since: swapping parameters through ``.data`` changes no version.
         """
-        return self.kept_since is not None and is_backward_of(self.kept_since)
+        return self.gathered_in_forward is not None and is_backward_of(self.gathered_in_forward)
 
     def sharded_grads(self, reduced: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the gradient of each shard as views of a flat reduced gradient, in dtype and on device of shards."""
         spec = self.spec
         flat = reduced if reduced.dtype is spec.dtype else reduced.to(spec.dtype)
-        if spec.travel.offload:
+        if spec.comm.offload:
             # The copy blocks the host: autograd may add it to a gradient at once, and the optimizer reads it.
-            on_host = torch.empty_like(flat, device="cpu", pin_memory=spec.travel.pin_memory)
+            on_host = torch.empty_like(flat, device="cpu", pin_memory=spec.comm.pin_memory)
             flat = on_host.copy_(flat)
         assert flat.storage_offset() == 0
         return tuple(map(flat.as_strided, *self._strided))
 
     @functools.cached_property
-    def own_pieces(self) -> list[tuple[slice, slice]]:
+    def local_slices(self) -> list[tuple[slice, slice]]:
         """The elements of the shard, and their elements in the unsharded buffer, as pairs of slices."""
         return [
             (
@@ -189,13 +189,13 @@ class Bucket:
 
     def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add unsharded gradients, one per parameter or ``None``, to :attr:`unreduced`."""
-        self._refuse_half_a_sum()
-        self.adding_first = self.unreduced is None
+        self._check_sum_complete()
+        self.is_first_accumulation = self.unreduced is None
         if self.unreduced is None:
             self.unreduced = torch.zeros(
                 self.spec.layout.unsharded_numel, dtype=self.spec.reduce_dtype, device=self.spec.device
             )
-        self.adding = True
+        self.is_accumulating = True
         for index, view in enumerate(unsharded_views(self.spec, self.unreduced)):
             grad = grads[index]
             if grad is not None:
@@ -208,23 +208,23 @@ class Bucket:
         Raises:
             RuntimeError: a backward under ``no_sync`` failed after adding some of its gradients.
         """
-        self._refuse_half_a_sum()
+        self._check_sum_complete()
         return self.unreduced, self.unreduced_params
 
-    def drop_unreduced(self) -> None:
+    def flush_unreduced(self) -> None:
         """Drop :attr:`unreduced`, after adding to ``.grad`` the gradients that backward cannot return."""
-        for index, grad in self.late_grads.items():
+        for index, grad in self.deferred_grads.items():
             self.add_to_grad(index, grad)
         self.discard_unreduced()
 
     def discard_unreduced(self) -> None:
         """Drop :attr:`unreduced`."""
-        self.unreduced, self.unreduced_params, self.late_grads, self.adding = None, set(), {}, False
+        self.unreduced, self.unreduced_params, self.deferred_grads, self.is_accumulating = None, set(), {}, False
 
-    def _refuse_half_a_sum(self) -> None:
-        if self.adding and self.adding_first:  # it holds only gradients of the failed backward
+    def _check_sum_complete(self) -> None:
+        if self.is_accumulating and self.is_first_accumulation:  # it holds only gradients of the failed backward
             self.discard_unreduced()
-        elif self.adding:
+        elif self.is_accumulating:
             raise RuntimeError(
                 f"a backward under no_sync failed after it had added gradients to bucket {self.spec.name!r}, so the sum "
                 f"includes part of a backward. Call thunder_fsdp_sched.discard_unreduced(model) and repeat the "
@@ -250,9 +250,9 @@ class Bucket:
 
     def copy_in(self, index: int, unsharded: torch.Tensor) -> None:
         """Copy this rank's rows of the unsharded parameter ``index`` into its shard."""
-        self.shard_views[index].copy_(self.own_rows(index, unsharded))
+        self.shard_views[index].copy_(self.local_rows(index, unsharded))
 
-    def own_rows(self, index: int, unsharded: torch.Tensor) -> torch.Tensor:
+    def local_rows(self, index: int, unsharded: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of the unsharded parameter ``index``, as a view."""
         starts = self.spec.layout.placements[index].row_starts
         rows = unsharded.reshape(1) if unsharded.ndim == 0 else unsharded

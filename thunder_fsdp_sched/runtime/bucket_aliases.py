@@ -15,69 +15,69 @@ from ..plan.specs import BucketSpec
 from ..transports import TRANSPORTS
 from .bucket import Bucket, handle_name
 
-__all__ = ["bytes_of_rest", "in_dtype", "only"]
+__all__ = ["alias_bytes", "alias_in_dtype", "alias_of_params"]
 
 
-class _Part(Bucket):
-    def __init__(self, whole: Bucket, spec: BucketSpec, pieces: list[tuple[slice, slice]] | None = None) -> None:
-        transport = TRANSPORTS[spec.travel.transport]
-        memory = whole.peer_memory if transport.peers_read_shards else None
+class _BucketAlias(Bucket):
+    def __init__(self, base: Bucket, spec: BucketSpec, pieces: list[tuple[slice, slice]] | None = None) -> None:
+        transport = TRANSPORTS[spec.comm.transport]
+        memory = base.peer_memory if transport.peers_read_shards else None
         if memory is not None:
             memory.announce(spec.name, spec.layout.shard_numel, spec.param_dtype)
         handle = handle_name(spec.name)
-        super().__init__(spec, whole.ranks, transport, whole.arena, handle, whole=whole, peer_memory=memory)
+        super().__init__(spec, base.ranks, transport, base.arena, handle, base=base, peer_memory=memory)
         if pieces is not None:
-            self.own_pieces = pieces
+            self.local_slices = pieces
 
 
-def in_dtype(bucket: Bucket, dtype: torch.dtype) -> Bucket:
+def alias_in_dtype(bucket: Bucket, dtype: torch.dtype) -> Bucket:
     """Return the alias that gathers all of ``bucket`` in lower precision, by casting its shard before sending it."""
     key = (dtype,)
-    if key not in bucket.parts:
-        travel = replace(bucket.spec.travel, param_dtype=dtype, reason=f"{bucket.spec.travel.reason}; cast before it")
+    if key not in bucket.aliases:
+        comm = replace(bucket.spec.comm, param_dtype=dtype, reason=f"{bucket.spec.comm.reason}; cast before it")
         name = f"{bucket.spec.name}.{str(dtype).removeprefix('torch.')}"
-        bucket.parts[key] = _Part(bucket, replace(bucket.spec, name=name, travel=travel))
-    return bucket.parts[key]
+        bucket.aliases[key] = _BucketAlias(bucket, replace(bucket.spec, name=name, comm=comm))
+    return bucket.aliases[key]
 
 
-def only(bucket: Bucket, indices: Sequence[int]) -> Bucket:
+def alias_of_params(bucket: Bucket, indices: Sequence[int]) -> Bucket:
     """Return the alias that gathers only the parameters with these indices, in their own dtype.
 
     Each rank owns the same rows as in the bucket, so ranks have different amounts to send. The alias therefore uses the
     transport ``all_reduce``, which sends twice the bytes; these parameters are expected to be small.
     """
     key = tuple(indices)
-    if key not in bucket.parts:
+    if key not in bucket.aliases:
         spec = bucket.spec
         placements, pieces, end = [], [], 0
         for index in indices:
             placement = replace(spec.layout.placements[index], unsharded_offset=end)
-            pieces.append(_own_piece(placement, bucket.rank))
+            pieces.append(_local_slice(placement, bucket.rank))
             placements.append(placement)
             end += _aligned(placement.numel, spec.dtype)
         layout = Layout(spec.layout.world_size, (), tuple(placements), end, spec.layout.shard_numel)
         reason = "the rest of a bucket that is gathered in lower precision: ranks send different amounts"
-        bucket.parts[key] = _Part(
+        bucket.aliases[key] = _BucketAlias(
             bucket,
             replace(
                 spec,
                 name=f"{spec.name}.{str(spec.dtype).removeprefix('torch.')}",
                 params=tuple(spec.params[i] for i in indices),
                 layout=layout,
-                travel=replace(spec.travel, transport="all_reduce", reason=reason, per_param=False, staging=False),
+                comm=replace(spec.comm, transport="all_reduce", reason=reason, per_param=False, staging=False),
             ),
             pieces,
         )
-    return bucket.parts[key]
+    return bucket.aliases[key]
 
 
-def bytes_of_rest(bucket: Bucket, indices: Sequence[int]) -> int:
-    """Return the bytes of the unsharded buffer of :func:`only`."""
+def alias_bytes(bucket: Bucket, indices: Sequence[int]) -> int:
+    """Return the bytes of the unsharded buffer of :func:`alias_of_params`."""
     spec = bucket.spec
     return sum(_aligned(spec.layout.placements[i].numel, spec.dtype) for i in indices) * spec.dtype.itemsize
 
 
-def _own_piece(placement: Placement, rank: int) -> tuple[slice, slice]:
+def _local_slice(placement: Placement, rank: int) -> tuple[slice, slice]:
     first, last = (placement.row_starts[r] * placement.row_numel for r in (rank, rank + 1))
     begin = placement.shard_offsets[rank]
     return (

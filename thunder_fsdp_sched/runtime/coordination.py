@@ -11,16 +11,16 @@ from typing import Any, Protocol
 
 from ..transports.base import TransportedBucket
 
-__all__ = ["Coordinator", "Tally"]
+__all__ = ["Coordinator", "IssueCounts"]
 
 
 class Coordinator(Protocol):
     """The part of ``Control`` that buckets use."""
 
-    def concerns_all(self, bucket: TransportedBucket) -> bool:
+    def is_on_all_ranks(self, bucket: TransportedBucket) -> bool:
         """Return whether all ranks have ``bucket``."""
 
-    def meet(self, what: str, *details: str) -> None:
+    def rendezvous(self, what: str, *details: str) -> None:
         """Wait until all ranks have reached the same call."""
 
     def doing(self, what: str) -> AbstractContextManager[Any]:
@@ -30,7 +30,7 @@ class Coordinator(Protocol):
         """Report a failure to the other ranks and return their reports."""
 
 
-class Tally:
+class IssueCounts:
     """The number of collectives that one model has issued on this rank; see [Note: Agreement of ranks] in ``control``.
 
     Each collective counts twice, before and after it is issued, so an issue that failed halfway is recognized.

@@ -9,7 +9,7 @@ Three kinds of memory hold parameters and gradients, each with one rule.
 the same bytes; a change between forward and backward is an error (``fsdp_params_unchanged``). Backward first checks
 each slot: if a forward without gradients, or one that failed, has written it since, the bucket is gathered again.
 
-*Shared slots* are ranges of the arena. Within a trace, ``plan_slots`` assigns a range to another collective only after
+*Shared slots* are ranges of the arena. Within a trace, ``assign_slots`` assigns a range to another collective only after
 the last reader of the previous one. The range of a single parameter may be assigned to its own gradient after the last
 read of that parameter. ``verify`` proves both. Between two traces shared slots hold nothing that is used again, with
 one exception: buckets from the end of forward, for the backward that follows. See [Note: Buckets left by forward] in
@@ -19,7 +19,7 @@ one exception: buckets from the end of forward, for the backward that follows. S
 An exception (an index out of range, out of memory, an interrupt) may end a forward or a backward between any two lines.
 
 *Collectives in flight* stay registered in their arena until they are waited for. The next use of overlapping memory
-waits for them first (``Arena.claim``), and a later reader of a private slot waits for that slot. If an issue itself was
+waits for them first (``Arena.acquire``), and a later reader of a private slot waits for that slot. If an issue itself was
 interrupted, it is unknown what is in flight, so every later use of that memory is an error.
 
 *Resident buckets* are reused only by the backward of the forward that left them, and only if no other issue has used
@@ -90,9 +90,9 @@ class Slot:
         self.arena = arena
         self.offset = offset
         self.nbytes = nbytes
-        self.params = _Lying(lambda bucket: arena.lay(bucket, self, bucket.spec.param_dtype))
-        self.grads = _Lying(lambda bucket: arena.lay(bucket, self, bucket.spec.reduce_dtype))
-        self.sharing = {self}
+        self.params = _ViewCache(lambda bucket: arena.make_views(bucket, self, bucket.spec.param_dtype))
+        self.grads = _ViewCache(lambda bucket: arena.make_views(bucket, self, bucket.spec.reduce_dtype))
+        self.overlapping = {self}
 
     def __repr__(self) -> str:
         return self.name
@@ -110,7 +110,7 @@ class Slot:
         return self.offset <= span[0] and span[1] <= self.end
 
 
-class _Lying(dict[SlottedBucket, Views]):
+class _ViewCache(dict[SlottedBucket, Views]):
     """The views of a slot for each bucket, created on first use; a step only looks them up."""
 
     def __init__(self, make: Callable[[SlottedBucket], Views]) -> None:
@@ -179,7 +179,7 @@ class Arena:
         self.nbytes = 0
         self._in_flight: dict[Slot, InFlight] = {}
         self._issued = 0
-        self._left: dict[SlottedBucket, _Left] = {}
+        self._retained: dict[SlottedBucket, _Retained] = {}
         self.scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
         self._memory: torch.Tensor | None = None
         self._slots: dict[tuple[int, int], Slot] = {}
@@ -192,12 +192,12 @@ class Arena:
             slot = Slot(name or f"slot_{len(self._slots)}", self, offset, nbytes)
             for other in self._slots.values():
                 if other.overlaps(slot):
-                    other.sharing.add(slot)
-                    slot.sharing.add(other)
+                    other.overlapping.add(slot)
+                    slot.overlapping.add(other)
             self._slots[offset, nbytes] = slot
             if slot.end > self.nbytes:
                 self.nbytes = slot.end
-                self.let_go()
+                self.release()
         return slot
 
     def allocate(self) -> None:
@@ -206,15 +206,15 @@ class Arena:
             with torch.inference_mode(False):  # training may follow a first call in inference mode
                 self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drop the arena's references to its memory, which slots would keep alive; the last view frees it."""
         self._memory = None
-        self._left.clear()
+        self._retained.clear()
         for slot in self._slots.values():
             slot.params.clear()
             slot.grads.clear()
 
-    def lay(self, bucket: SlottedBucket, slot: Slot, dtype: torch.dtype) -> Views:
+    def make_views(self, bucket: SlottedBucket, slot: Slot, dtype: torch.dtype) -> Views:
         """Return the views of ``slot`` for ``bucket``, with elements of ``dtype``."""
         self.allocate()
         assert self._memory is not None
@@ -225,13 +225,13 @@ class Arena:
             # from a thread, and must not invalidate saved views of the parameters.
             flat = self._memory[slot.offset : slot.offset + nbytes].view(dtype).data
             staging, end = None, nbytes
-            if spec.travel.staging:
+            if spec.comm.staging:
                 begin, end = _aligned(nbytes), _aligned(nbytes) + spec.sent_numel * dtype.itemsize
                 staging = self._memory[slot.offset + begin : slot.offset + end].view(dtype).data
             assert end <= slot.nbytes, (bucket, slot)
             # `.data` also hides from autograd that parameters are views: Thunder detaches views that backward reads.
             tensors = tuple(view.data for view in unsharded_views(spec, flat))
-            return Views(flat, tensors, [piece.data for piece in spec.layout.pieces(flat)], staging)
+            return Views(flat, tensors, [piece.data for piece in spec.layout.unsharded_segments(flat)], staging)
 
     def span_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return the range of bytes of the arena that ``tensor`` spans, or ``None`` if it is not in the arena."""
@@ -248,52 +248,52 @@ class Arena:
         """The collectives that were issued and not yet waited for, at most one per slot."""
         return tuple(self._in_flight.values())
 
-    def claim(self, slot: Slot) -> None:
+    def acquire(self, slot: Slot) -> None:
         """Prepare ``slot`` for an issue: wait for collectives on its memory that an exception left in flight.
 
         This counts as an issue even if it fails, because from here on the memory may be written.
         """
         self._issued += 1
-        self.finish_leftovers(slot)
+        self.finish_stale(slot)
 
-    def issue(self, flight: InFlight) -> InFlight:
+    def track(self, flight: InFlight) -> InFlight:
         """Register ``flight``, whose slot was claimed, as in flight."""
         assert flight.slot is not None and flight.slot not in self._in_flight, flight
         self._in_flight[flight.slot] = flight
         return flight
 
-    def lose(self, bucket: SlottedBucket, what: str, slot: Slot) -> None:
+    def mark_interrupted(self, bucket: SlottedBucket, what: str, slot: Slot) -> None:
         """Record that an issue on the memory of ``slot`` was interrupted, so it is unknown what is in flight there."""
-        self._in_flight[slot] = InFlight(bucket, what, slot, (_Lost(),))
+        self._in_flight[slot] = InFlight(bucket, what, slot, (_InterruptedWork(),))
 
-    def leave(self, bucket: SlottedBucket, slot: Slot, followed_by: int) -> None:
+    def retain(self, bucket: SlottedBucket, slot: Slot, followed_by: int) -> None:
         """Record that the last issue was a gather that the next ``followed_by`` issues of forward do not overwrite."""
-        self._left[bucket] = _Left(slot, self._issued + followed_by, forward_number())
+        self._retained[bucket] = _Retained(slot, self._issued + followed_by, forward_number())
 
-    def take_left(self, bucket: SlottedBucket, slot: Slot, preceded_by: int | None) -> bool:
+    def take_retained(self, bucket: SlottedBucket, slot: Slot, preceded_by: int | None) -> bool:
         """Return whether ``bucket`` is still resident in ``slot``, which the running backward has claimed.
 
         It is if this backward's own forward left it there and only the rest of that forward and ``preceded_by`` issues
         of this backward were issued since. In both cases the bucket no longer counts as left.
         """
-        left = self._left.pop(bucket, None)
+        retained = self._retained.pop(bucket, None)
         return (
-            left is not None
+            retained is not None
             and preceded_by is not None
-            and left.slot is slot
-            and left.issued == self._issued - 1 - preceded_by
-            and is_backward_of(left.number)
+            and retained.slot is slot
+            and retained.issued == self._issued - 1 - preceded_by
+            and is_backward_of(retained.number)
         )
 
-    def write_gradient(self, slot: Slot) -> None:
+    def prepare_for_gradient(self, slot: Slot) -> None:
         """Prepare the memory of ``slot`` for gradients before their reduction claims it.
 
         The backward of an earlier forward may fail before its first issue. Buckets that it has overwritten by then must
         not count as resident from the latest forward.
         """
-        self.finish_leftovers(slot)
-        if self._left and not all(is_backward_of(left.number) for left in self._left.values()):
-            self._left.clear()
+        self.finish_stale(slot)
+        if self._retained and not all(is_backward_of(retained.number) for retained in self._retained.values()):
+            self._retained.clear()
 
     def finish(self, flight: InFlight) -> None:
         """Wait for ``flight``. If that fails, it stays in flight and its memory stays unusable."""
@@ -303,14 +303,14 @@ class Arena:
         if self._in_flight.get(slot) is flight:
             del self._in_flight[slot]
 
-    def finish_leftovers(self, slot: Slot) -> None:
+    def finish_stale(self, slot: Slot) -> None:
         """Wait for collectives on the memory of ``slot`` that an exception in an earlier step left in flight."""
-        if not self._in_flight.keys().isdisjoint(slot.sharing):
-            for flight in [flight for other, flight in self._in_flight.items() if other in slot.sharing]:
+        if not self._in_flight.keys().isdisjoint(slot.overlapping):
+            for flight in [flight for other, flight in self._in_flight.items() if other in slot.overlapping]:
                 self.finish(flight)
 
 
-class _Left(NamedTuple):
+class _Retained(NamedTuple):
     """A bucket that forward left in shared memory.
 
     ``issued`` is the arena's number of issues at the end of that forward, ``number`` its ``forward_number``.
@@ -321,7 +321,7 @@ class _Left(NamedTuple):
     number: int
 
 
-class _Lost:
+class _InterruptedWork:
     """A stand-in for works that an interrupted issue may have started; waiting for it is an error."""
 
     def wait(self) -> None:
@@ -332,7 +332,7 @@ class _Lost:
 
 def slot_bytes(spec: BucketSpec, dtype: torch.dtype) -> int:
     """Return the bytes of a slot that holds the bucket in ``dtype``, including staging and alignment."""
-    staging = _aligned(spec.sent_numel * dtype.itemsize) if spec.travel.staging else 0
+    staging = _aligned(spec.sent_numel * dtype.itemsize) if spec.comm.staging else 0
     return _aligned(spec.layout.unsharded_numel * dtype.itemsize) + staging
 
 
@@ -367,8 +367,8 @@ def address(shard: torch.Tensor) -> int:
 
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides = []
-    step = 1
+    stride = 1
     for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
+        strides.append(stride)
+        stride *= max(size, 1)
     return tuple(reversed(strides))

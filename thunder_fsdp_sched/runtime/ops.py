@@ -49,71 +49,71 @@ def all_gather(
     preceded_by: int | None = None,
 ) -> InFlight:
     _check_shards(bucket, shards)
-    arena, tally = slot.arena, bucket.tally
-    tally.issued += 1
-    arena.claim(slot)
-    if arena.take_left(bucket, slot, preceded_by):
-        tally.issued += 1
-        return arena.issue(InFlight(bucket, "all-gather", slot, ()))
+    arena, issue_counts = slot.arena, bucket.issue_counts
+    issue_counts.issued += 1
+    arena.acquire(slot)
+    if arena.take_retained(bucket, slot, preceded_by):
+        issue_counts.issued += 1
+        return arena.track(InFlight(bucket, "all-gather", slot, ()))
     if preceded_by is not None:
-        tally.settle()  # the trace settles the round only before the first gather that certainly sends
+        issue_counts.settle()  # the trace settles the round only before the first gather that certainly sends
     unsharded = slot.params[bucket]
     if slot is bucket.private_slot:
-        bucket.kept_since = None
+        bucket.gathered_in_forward = None
     sent = bucket.shard_to_send(again=again)
     try:
         with labelled(bucket.all_gather_label):
             works = bucket.gather_into(unsharded, sent)
-        arena.issue(flight := InFlight(bucket, "all-gather", slot, works, sent=sent))
+        arena.track(flight := InFlight(bucket, "all-gather", slot, works, sent=sent))
     except RuntimeError as error:
         raise failed(bucket, "all-gather", error) from error
     except BaseException as error:
         _interrupted(bucket, "all-gather", slot, error)
         raise
-    tally.issued += 1
+    issue_counts.issued += 1
     if followed_by is not None:
-        arena.leave(bucket, slot, followed_by)
+        arena.retain(bucket, slot, followed_by)
     return flight
 
 
 def _interrupted(bucket: Bucket, what: str, slot: Slot, error: BaseException) -> None:
     # A transport that raises an Exception leaves nothing in flight; an interrupt may have come at any time.
     if not isinstance(error, Exception):
-        slot.arena.lose(bucket, what, slot)
+        slot.arena.mark_interrupted(bucket, what, slot)
 
 
 def wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
     slot = flight.slot
     assert slot is not None
     slot.arena.finish(flight)
-    if flight.sent is not None and bucket.spec.travel.offload and running_node_number() is not None:
+    if flight.sent is not None and bucket.spec.comm.offload and running_node_number() is not None:
         bucket.source.finish_copy()
     if slot is bucket.private_slot:
-        bucket.kept_since = forward_number()
+        bucket.gathered_in_forward = forward_number()
     return slot.params[bucket].tensors
 
 
-def _place_of_grad(bucket: Bucket, slot: Slot, index: int) -> torch.Tensor:
+def _grad_view(bucket: Bucket, slot: Slot, index: int) -> torch.Tensor:
     # The slot of a reduction is in use from its first gradient on.
-    slot.arena.write_gradient(slot)
+    slot.arena.prepare_for_gradient(slot)
     return slot.grads[bucket].tensors[index]
 
 
 def matmul_into(bucket: Bucket, slot: Slot, index: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     multiply = torch.mm if a.ndim == 2 else torch.bmm  # what torch.matmul calls; both write into `out`
-    return multiply(a, b, out=_place_of_grad(bucket, slot, index))
+    return multiply(a, b, out=_grad_view(bucket, slot, index))
 
 
 def sum_into(
     bucket: Bucket, slot: Slot, index: int, a: torch.Tensor, dims: int | tuple[int, ...] | None, keepdim: bool
 ) -> torch.Tensor:
-    grad = _place_of_grad(bucket, slot, index)
+    grad = _grad_view(bucket, slot, index)
     return torch.sum(a, dims, keepdim, dtype=grad.dtype, out=grad)
 
 
 def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> InFlight:
     arena = slot.arena
-    arena.claim(slot)
+    arena.acquire(slot)
     unsharded = slot.grads[bucket]
     unreduced, unreduced_params = bucket.unreduced_grads()
     # All but those that their producer wrote in place: these are the view itself.
@@ -125,20 +125,20 @@ def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> I
             if grad is None:
                 view.zero_()
         unsharded.flat.add_(unreduced)
-    bucket.tally.issued += 1
+    bucket.issue_counts.issued += 1
     # Autograd keeps the sharded gradients as `.grad` without a copy and adds to them, so this must be new memory.
     shard = torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.spec.device)
     try:
         with labelled(bucket.reduce_scatter_label):
             works = bucket.transport.reduce_scatter(bucket, unsharded, shard)
         only_unreduced = tuple(i for i in unreduced_params if grads[i] is None)
-        arena.issue(flight := InFlight(bucket, "reduce-scatter", slot, works, shard, only_unreduced))
+        arena.track(flight := InFlight(bucket, "reduce-scatter", slot, works, shard, only_unreduced))
     except RuntimeError as error:
         raise failed(bucket, "reduce-scatter", error) from error
     except BaseException as error:
         _interrupted(bucket, "reduce-scatter", slot, error)
         raise
-    bucket.tally.issued += 1
+    bucket.issue_counts.issued += 1
     return flight
 
 
@@ -150,7 +150,7 @@ def all_reduce(bucket: Bucket, flight: InFlight) -> InFlight:
 
 def _average_replicas(bucket: Bucket, shard: torch.Tensor) -> torch.distributed.Work:
     assert bucket.ranks.replicas is not None
-    bucket.tally.issued += 1
+    bucket.issue_counts.issued += 1
     try:
         with labelled(bucket.all_reduce_label):
             work = torch.distributed.all_reduce(
@@ -158,7 +158,7 @@ def _average_replicas(bucket: Bucket, shard: torch.Tensor) -> torch.distributed.
             )
     except RuntimeError as error:
         raise failed(bucket, "all-reduce", error) from error
-    bucket.tally.issued += 1
+    bucket.issue_counts.issued += 1
     return work
 
 
@@ -169,7 +169,7 @@ def wait_grads(bucket: Bucket, flight: InFlight) -> tuple[torch.Tensor, ...]:
         flight.slot.arena.finish(flight)
     assert flight.output is not None
     grads = bucket.sharded_grads(flight.output)
-    bucket.late_grads = {index: grads[index] for index in flight.only_unreduced} if flight.only_unreduced else {}
+    bucket.deferred_grads = {index: grads[index] for index in flight.only_unreduced} if flight.only_unreduced else {}
     return grads
 
 
@@ -189,28 +189,28 @@ def reduce_unreduced(bucket: Bucket) -> None:
     unreduced = unreduced.clone()  # a transport may write to it, and if this backward fails it is still needed
     spec = bucket.spec
     shard = torch.empty(bucket.shard.numel(), dtype=spec.reduce_dtype, device=spec.device)
-    staging = torch.empty(spec.sent_numel, dtype=shard.dtype, device=shard.device) if spec.travel.staging else None
-    bucket.tally.issued += 1
+    staging = torch.empty(spec.sent_numel, dtype=shard.dtype, device=shard.device) if spec.comm.staging else None
+    bucket.issue_counts.issued += 1
     try:
         works = bucket.transport.reduce_scatter(
-            bucket, Views(unreduced, (), spec.layout.pieces(unreduced), staging), shard
+            bucket, Views(unreduced, (), spec.layout.unsharded_segments(unreduced), staging), shard
         )
     except RuntimeError as error:
         raise failed(bucket, "reduce-scatter", error) from error
-    bucket.tally.issued += 1
+    bucket.issue_counts.issued += 1
     InFlight(bucket, "reduce-scatter", None, works).wait()
     if bucket.ranks.replicas is not None:
         InFlight(bucket, "all-reduce", None, [_average_replicas(bucket, shard)]).wait()
     grads = bucket.sharded_grads(shard)
-    bucket.late_grads = {index: grads[index] for index in unreduced_params}
+    bucket.deferred_grads = {index: grads[index] for index in unreduced_params}
 
 
 def backward_done(no_sync: bool, *buckets: Bucket) -> None:
     for bucket in buckets:
         if no_sync:
-            bucket.adding = False
+            bucket.is_accumulating = False
         elif bucket.unreduced is not None:
-            bucket.drop_unreduced()
+            bucket.flush_unreduced()
 
 
 def params_unchanged(bucket: Bucket, *shards: torch.Tensor | None) -> None:
@@ -218,8 +218,8 @@ def params_unchanged(bucket: Bucket, *shards: torch.Tensor | None) -> None:
     _check_shards(bucket, shards)
     slot = bucket.private_slot
     assert slot is not None
-    slot.arena.finish_leftovers(slot)
+    slot.arena.finish_stale(slot)
     if bucket.is_kept_for_this_backward():
         return
-    bucket.tally.settle()  # the trace settles the round only before its own collectives
+    bucket.issue_counts.settle()  # the trace settles the round only before its own collectives
     wait_params(bucket, all_gather(bucket, slot, *shards, again=True))

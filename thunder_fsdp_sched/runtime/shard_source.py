@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..transports.base import NOWHERE, TransportedBucket, labelled, side_stream
+from ..transports.base import NO_CONTEXT, TransportedBucket, labelled, side_stream
 from .forward_numbers import forward_number, is_backward_of
 
-__all__ = ["Source", "finish_copies", "source_of"]
+__all__ = ["ShardSource", "finish_copies", "source_of"]
 
 
 class SentBucket(TransportedBucket, Protocol):
@@ -43,7 +43,7 @@ class SentBucket(TransportedBucket, Protocol):
         """Allocate the tensor that gathers send: the flat shard, or a cast of it."""
 
 
-class Source:
+class ShardSource:
     """The source that sends the shard itself."""
 
     def __init__(self, bucket: SentBucket) -> None:
@@ -57,15 +57,15 @@ class Source:
         """
         return self._bucket.shard
 
-    def sending(self) -> contextlib.AbstractContextManager[Any]:
+    def send_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which to issue the gather of what :meth:`shard` has just returned."""
-        return NOWHERE
+        return NO_CONTEXT
 
     def finish_copy(self) -> None:
         """Wait until the host may write the shard again; see [Note: Writes to offloaded shards]."""
 
 
-class Cast(Source):
+class CastShardSource(ShardSource):
     """The source that sends a cast of the shard in lower precision, made by one kernel in each forward."""
 
     _cast: torch.Tensor | None = None
@@ -87,7 +87,7 @@ class Cast(Source):
         return self._cast
 
 
-class Load(Source):
+class OffloadedShardSource(ShardSource):
     """The source that sends a copy of an offloaded shard on the device; each gather makes a new copy.
 
     On a GPU a separate stream copies and sends it. That stream waits once for the compute so far: the user may write
@@ -101,7 +101,7 @@ class Load(Source):
         device = bucket.spec.device
         if device.type == "cuda":
             side_stream(device).wait_stream(torch.cuda.current_stream(device))
-        with torch.no_grad(), self.sending(), labelled(f"fsdp_load({bucket.spec.name})"):
+        with torch.no_grad(), self.send_context(), labelled(f"fsdp_load({bucket.spec.name})"):
             copy = torch.empty_like(bucket.shard, dtype=bucket.spec.param_dtype, device=device)
             copy.copy_(bucket.shard, non_blocking=True)
             if device.type == "cuda":
@@ -113,9 +113,9 @@ class Load(Source):
             self._copied.synchronize()
             self._copied = None
 
-    def sending(self) -> contextlib.AbstractContextManager[Any]:
+    def send_context(self) -> contextlib.AbstractContextManager[Any]:
         device = self._bucket.spec.device
-        return torch.cuda.stream(side_stream(device)) if device.type == "cuda" else NOWHERE
+        return torch.cuda.stream(side_stream(device)) if device.type == "cuda" else NO_CONTEXT
 
 
 _last_copies: dict[torch.device, torch.cuda.Event] = {}
@@ -130,11 +130,11 @@ def finish_copies() -> None:
         copied.synchronize()
 
 
-def source_of(bucket: SentBucket) -> Source:
+def source_of(bucket: SentBucket) -> ShardSource:
     """Return the source of the tensors that ``bucket`` sends."""
-    if bucket.spec.travel.offload:
-        return Load(bucket)
-    return Cast(bucket) if bucket.spec.param_dtype != bucket.spec.dtype else Source(bucket)
+    if bucket.spec.comm.offload:
+        return OffloadedShardSource(bucket)
+    return CastShardSource(bucket) if bucket.spec.param_dtype != bucket.spec.dtype else ShardSource(bucket)
 
 
 _optimizer_steps = 0

@@ -11,14 +11,18 @@ from ..private_api import explain_fixed_data
 from .module_parameters import find_owner, tensors_in_containers
 from .stale_state import SHARD_OF
 
-__all__ = ["own_object", "refuse_fixed", "refuse_shards_and_grads", "refuse_views"]
+__all__ = ["module_param_of", "refuse_fixed", "refuse_shards_and_grads", "refuse_views"]
 
 
-def own_object(module: torch.nn.Module, spec: ParamSpec, param: torch.nn.Parameter) -> torch.nn.Parameter:
+def module_param_of(module: torch.nn.Module, spec: ParamSpec, param: torch.nn.Parameter) -> torch.nn.Parameter:
     """Return the module's own object for a parameter; ``param`` itself if another transform has replaced it."""
     found = find_owner(module, spec.name)
-    own = None if found is None else found[0]._parameters[found[1]]
-    return param if own is None or own.shape != param.shape or own.dtype != param.dtype else own
+    module_param = None if found is None else found[0]._parameters[found[1]]
+    return (
+        param
+        if module_param is None or module_param.shape != param.shape or module_param.dtype != param.dtype
+        else module_param
+    )
 
 
 def refuse_shards_and_grads(named: dict[str, torch.nn.Parameter]) -> None:
@@ -45,12 +49,12 @@ def refuse_views(
         for n, p in named.items()
         if p.numel() and not p.is_meta and (n not in ignored or options.device not in (None, p.device))
     }
-    own = {id(param) for param in model._model.parameters()}
+    module_param_ids = {id(param) for param in model._model.parameters()}
     others = [
         *(("ignored parameter", n, named[n]) for n in ignored),
         *(("buffer", n, b) for n, b in model.named_buffers(remove_duplicate=False)),
         # Parameters may be in lists, because they stay the same objects.
-        *(("attribute", n, t) for n, t in tensors_in_containers(model._model) if id(t) not in own),
+        *(("attribute", n, t) for n, t in tensors_in_containers(model._model) if id(t) not in module_param_ids),
     ]
     for kind, name, tensor in others:
         shared = None if tensor.is_meta or tensor.layout is not torch.strided else leaves.get(_storage_of(tensor))
@@ -65,10 +69,12 @@ def _storage_of(tensor: torch.Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
-def refuse_fixed(own: dict[str, torch.nn.Parameter], specs: list[tuple[ParamSpec, torch.nn.Parameter]]) -> None:
+def refuse_fixed(
+    module_params: dict[str, torch.nn.Parameter], specs: list[tuple[ParamSpec, torch.nn.Parameter]]
+) -> None:
     """Raise an error for objects on the meta device that cannot be given memory."""
     for spec, _ in specs:
-        why = explain_fixed_data(own[spec.name], torch.empty(0, device=spec.device))
+        why = explain_fixed_data(module_params[spec.name], torch.empty(0, device=spec.device))
         if why:
             raise ValueError(
                 f"parameter {spec.name!r} is on the meta device and cannot become a shard there: {why}. Release it, or "

@@ -9,60 +9,60 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..distributed.group_creation import companion, default_group, twin
-from ..distributed.process_groups import Group, Ranks
+from ..distributed.process_groups import ProcessGroupRef, Ranks
 from ..options import Options
-from ..plan.specs import BucketSpec, ParamSpec, ShardedOver
+from ..plan.specs import BucketSpec, GroupKey, ParamSpec
 
-__all__ = ["Placing", "everyone_of"]
+__all__ = ["GroupAssignment", "find_world_group"]
 
 
-class Placing:
+class GroupAssignment:
     """The ranks of each parameter.
 
     Attributes:
-        usual: the ranks of parameters for which ``process_group_for`` returns nothing else.
-        everyone: all ranks that share any of the module's parameters (:func:`everyone_of`).
+        default_ranks: the ranks of parameters for which ``process_group_for`` returns nothing else.
+        world_group: all ranks that share any of the module's parameters (:func:`find_world_group`).
     """
 
-    def __init__(self, options: Options, everyone: Group) -> None:
+    def __init__(self, options: Options, world_group: ProcessGroupRef) -> None:
         self._options = options
-        self.everyone = everyone
+        self.world_group = world_group
         self._made: dict[str, Ranks] = {}
-        self._of: dict[ShardedOver, Ranks] = {}
+        self._of: dict[GroupKey, Ranks] = {}
         self._mesh_of: dict[Ranks, DeviceMesh] = {}  # only 2-D meshes
         if options.mesh is not None:
-            self.usual = self._of_mesh(options.mesh)
+            self.default_ranks = self._of_mesh(options.mesh)
         else:
-            self.usual = self._ranks(everyone)
+            self.default_ranks = self._ranks(world_group)
 
-    def of(self, name: str, param: torch.nn.Parameter) -> ShardedOver:
+    def of(self, name: str, param: torch.nn.Parameter) -> GroupKey:
         """Return the ranks that share a parameter, according to ``process_group_for``.
 
         Raises:
-            TypeError, ValueError: ``process_group_for`` returned something that this rank or ``everyone`` cannot use.
+            TypeError, ValueError: ``process_group_for`` returned something that this rank or ``world_group`` cannot use.
         """
-        asked = None if self._options.process_group_for is None else self._options.process_group_for(name, param)
-        return self.key(self.usual if asked is None else self._checked(name, asked))
+        answer = None if self._options.process_group_for is None else self._options.process_group_for(name, param)
+        return self.key(self.default_ranks if answer is None else self._checked(name, answer))
 
-    def ranks(self, over: ShardedOver) -> Ranks:
+    def ranks(self, group_key: GroupKey) -> Ranks:
         """Return the ranks that a plan describes by ``key``."""
-        return self._of[over]
+        return self._of[group_key]
 
     def ranks_of(self, spec: BucketSpec) -> Ranks:
         """The ranks that share a bucket."""
-        return self.ranks(ShardedOver(spec.group, spec.layout.world_size, spec.replicas))
+        return self.ranks(GroupKey(spec.group, spec.layout.world_size, spec.replicas))
 
-    def check_sends(self, spec: ParamSpec, over: ShardedOver) -> None:
+    def check_sends(self, spec: ParamSpec, group_key: GroupKey) -> None:
         """Raise an error if the ranks that share a parameter cannot send it to each other.
 
         Raises:
             ValueError: they have no backend for its device.
         """
-        for group in self._of[over].groups:
+        for group in self._of[group_key].groups:
             group.check_sends(spec.device, f"parameter {spec.name!r}")
 
     def broadcast(
-        self, tensor: torch.Tensor, source: int, over: ShardedOver, *, via: torch.device | None = None
+        self, tensor: torch.Tensor, source: int, group_key: GroupKey, *, via: torch.device | None = None
     ) -> None:
         """Broadcast a tensor from the global rank ``source`` to all ranks that share it.
 
@@ -72,12 +72,12 @@ class Placing:
         Raises:
             ValueError: ``source`` is not among these ranks, or neither device has a backend.
         """
-        ranks = self._of[over]
+        ranks = self._of[group_key]
         if not all(group.backend_for(tensor.device) for group in ranks.groups):
             for group in ranks.groups:
                 group.check_sends(via or tensor.device, f"a tensor of shape {tuple(tensor.shape)} for broadcast_from")
             copy = tensor.to(via)
-            self.broadcast(copy, source, over)
+            self.broadcast(copy, source, group_key)
             tensor.copy_(copy)
             return
         mesh = self._mesh_of.get(ranks)
@@ -93,36 +93,36 @@ class Placing:
             source = int(mesh.mesh[row, column])
         dist.broadcast(tensor, src=source, group=ranks.group.process_group)
 
-    def key(self, ranks: Ranks) -> ShardedOver:
+    def key(self, ranks: Ranks) -> GroupKey:
         """Return the key by which a plan describes these ranks."""
         replicas = ranks.replicas.size if ranks.replicas is not None else 1
-        key = ShardedOver(ranks.group.description, ranks.group.size, replicas)
+        key = GroupKey(ranks.group.description, ranks.group.size, replicas)
         if self._of.setdefault(key, ranks) is not ranks:  # two groups with one description
             key = key._replace(group=f"{ranks.group.description} {ranks.group.name}")
             self._of[key] = ranks
         return key
 
-    def _checked(self, name: str, asked: Any) -> Ranks:
-        if asked is dist.GroupMember.NON_GROUP_MEMBER:
+    def _checked(self, name: str, answer: Any) -> Ranks:
+        if answer is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 f"process_group_for: rank {dist.get_rank()} is not in the process group for parameter {name!r}; return the "
                 f"group that this rank is a member of"
             )
-        if isinstance(asked, DeviceMesh):
-            if asked.ndim > 2:
+        if isinstance(answer, DeviceMesh):
+            if answer.ndim > 2:
                 raise ValueError(
-                    f"process_group_for: the mesh for {name!r} has {asked.ndim} dimensions, expected at most 2"
+                    f"process_group_for: the mesh for {name!r} has {answer.ndim} dimensions, expected at most 2"
                 )
-            ranks = self._of_mesh(asked)
-        elif isinstance(asked, dist.ProcessGroup):
-            ranks = self._ranks(Group.of(asked))
+            ranks = self._of_mesh(answer)
+        elif isinstance(answer, dist.ProcessGroup):
+            ranks = self._ranks(ProcessGroupRef.of(answer))
         else:
             raise TypeError(
-                f"process_group_for: expected a process group, a mesh or None for parameter {name!r}, got {asked!r} of "
-                f"type {type(asked).__name__}"
+                f"process_group_for: expected a process group, a mesh or None for parameter {name!r}, got {answer!r} of "
+                f"type {type(answer).__name__}"
             )
         for group in (ranks.group, ranks.replicas):
-            outside = set(group.global_ranks) - set(self.everyone.global_ranks) if group is not None else set()
+            outside = set(group.global_ranks) - set(self.world_group.global_ranks) if group is not None else set()
             if outside:
                 raise ValueError(
                     f"process_group_for: the group for parameter {name!r} holds ranks {sorted(outside)}, which are not "
@@ -132,12 +132,12 @@ class Placing:
 
     def _of_mesh(self, mesh: DeviceMesh) -> Ranks:
         if mesh.ndim == 1:
-            return self._ranks(Group.of(mesh.get_group()))
-        ranks = self._ranks(Group.of(mesh.get_group(1)), Group.of(mesh.get_group(0)))
+            return self._ranks(ProcessGroupRef.of(mesh.get_group()))
+        ranks = self._ranks(ProcessGroupRef.of(mesh.get_group(1)), ProcessGroupRef.of(mesh.get_group(0)))
         self._mesh_of[ranks] = mesh
         return ranks
 
-    def _ranks(self, group: Group, replicas: Group | None = None) -> Ranks:
+    def _ranks(self, group: ProcessGroupRef, replicas: ProcessGroupRef | None = None) -> Ranks:
         """Return the ranks of these groups; the same object for the same groups."""
         key = f"{group.name} {replicas.name if replicas is not None else ''}"
         if key not in self._made:
@@ -146,7 +146,7 @@ class Placing:
         return self._made[key]
 
 
-def everyone_of(options: Options) -> Group:
+def find_world_group(options: Options) -> ProcessGroupRef:
     """Return all ranks that share any of a module's parameters, for agreement and for aligning measurements.
 
     Raises:
@@ -157,9 +157,9 @@ def everyone_of(options: Options) -> Group:
     return options.process_group or default_group()
 
 
-def _group_of_mesh(mesh: DeviceMesh) -> Group:
+def _group_of_mesh(mesh: DeviceMesh) -> ProcessGroupRef:
     if mesh.ndim == 1:
-        return Group.of(mesh.get_group())
+        return ProcessGroupRef.of(mesh.get_group())
     ranks = sorted(mesh.mesh.flatten().tolist())
     if len(ranks) == dist.get_world_size():
         return default_group()

@@ -61,13 +61,13 @@ class _JittedState:
         if self._gives_rows:
             return rows_by_name(self._model)
         refuse_keep_vars(keep_vars)
-        self._sharded.own.check()
+        self._sharded.module_params.check()
         if destination is None:
             destination = OrderedDict()
             destination._metadata = OrderedDict()  # type: ignore[attr-defined]
         for name, value in rows_by_name(self._model).items():
             for known_as in self._sharded.names_of(name):
-                place = self._sharded.places.get(known_as)
+                place = self._sharded.locations.get(known_as)
                 destination[prefix + known_as] = value if place is None else param_entry(*place)
         return destination
 
@@ -87,12 +87,12 @@ class _JittedState:
                 case nothing is changed.
             ValueError: ``assign``.
         """
-        self._sharded.own.check()
+        self._sharded.module_params.check()
         model, errors = self._model, []
         loaded = dict(state_dict)
         for name in rows_by_name(model):
             for known_as in self._sharded.names_of(name):
-                place, value = self._sharded.places.get(known_as), loaded.get(known_as)
+                place, value = self._sharded.locations.get(known_as), loaded.get(known_as)
                 if place is None or not isinstance(value, torch.Tensor):
                     continue
                 if assign:

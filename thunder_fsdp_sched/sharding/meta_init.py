@@ -47,19 +47,19 @@ def initialize(
     module: nn.Module,
     init: Callable[[nn.Module], object],
     device: torch.device,
-    places: dict[str, tuple[Bucket, int]],
+    locations: dict[str, tuple[Bucket, int]],
     take: Callable[[str, torch.Tensor], None],
 ) -> None:
     """Materialize the tensors that each submodule owns on the meta device, initialize them with ``init``, and shard them.
 
     Submodules are visited in the order of the module tree, so random numbers are drawn as for the whole module. Besides
-    the shards, only the tensors of one submodule exist at a time. Afterwards the parameters in ``places`` are on the
+    the shards, only the tensors of one submodule exist at a time. Afterwards the parameters in ``locations`` are on the
     meta device again; all others are the same objects, with memory.
 
     Args:
         init: called with each submodule. Changes that it makes to other submodules are lost.
         device: the device of the materialized tensors.
-        places: bucket and index of each sharded parameter, keyed by each of its names.
+        locations: bucket and index of each sharded parameter, keyed by each of its names.
         take: called with each name and its initialized tensor: a whole parameter, to be sharded, or a buffer.
     """
     for path, submodule in module.named_modules():
@@ -73,8 +73,8 @@ def initialize(
             if isinstance(tensor, nn.Parameter):
                 # In the dtype of the shards, because the module's own parameter may already have that of unsharded
                 # parameters.
-                place = places.get(f"{path}.{name}".lstrip("."))
-                real = real if place is None else real.to(place[0].spec.dtype)
+                location = locations.get(f"{path}.{name}".lstrip("."))
+                real = real if location is None else real.to(location[0].spec.dtype)
                 own[name] = nn.Parameter(real, tensor.requires_grad)
             else:
                 own[name] = real
@@ -84,7 +84,7 @@ def initialize(
             full_name = f"{path}.{name}".lstrip(".")
             made = own[name]
             assert made is not None
-            if full_name in places:
+            if full_name in locations:
                 take(full_name, made)
             elif isinstance(tensor, nn.Parameter):
                 replace_data(tensor, made.detach())

@@ -33,7 +33,7 @@ from ..runtime.memory import address
 from .row_pieces import param_entry, rows_from
 
 __all__ = [
-    "OwnParameters",
+    "ModuleParameters",
     "find_owner",
     "params_in_containers",
     "refuse_assign",
@@ -54,16 +54,16 @@ class _Entry(NamedTuple):
         self.owner._parameters[self.leaf] = param
 
 
-class OwnParameters:
+class ModuleParameters:
     """The parameters of one sharded module: shards, or placeholders while whole shapes are needed.
 
     Attributes:
-        are_whole: whether placeholders are in the module now.
+        has_placeholders: whether placeholders are in the module now.
         placeholders: parameters of whole shape on the meta device, keyed by each name.
     """
 
     def __init__(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
-        self.are_whole = False
+        self.has_placeholders = False
         self._module = module
         self._buckets = buckets
         self._entries = list(_entries(module, buckets))
@@ -91,7 +91,7 @@ class OwnParameters:
             guard = _Guard(path, self)
             guarded.register_state_dict_pre_hook(guard.check_state_dict)
             guarded.register_state_dict_post_hook(partial(guard.hold_entries))  # torch sets an attribute of the hook
-            guarded.register_load_state_dict_pre_hook(guard.cut_loaded)
+            guarded.register_load_state_dict_pre_hook(guard.shard_loaded_entries)
         self._guard_calls()
 
     def check(self) -> None:
@@ -102,7 +102,7 @@ class OwnParameters:
         Raises:
             RuntimeError: names the replaced object.
         """
-        if self.are_whole or all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._values)):
+        if self.has_placeholders or all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._values)):
             return
         for entries, key, value, name in zip(self._dicts, self._keys, self._values, self._names, strict=True):
             if entries.get(key) is not value:
@@ -141,9 +141,9 @@ class OwnParameters:
                         f"instead: `with torch.no_grad(): p.copy_(new)`"
                     )
 
-    def show_whole(self) -> None:
+    def install_placeholders(self) -> None:
         """Put placeholders of whole shape into the module, and stop guarding calls."""
-        if not self.are_whole:
+        if not self.has_placeholders:
             for entry in self._entries:
                 if entry.placeholder.requires_grad is not entry.shard.requires_grad:
                     entry.placeholder.requires_grad_(entry.shard.requires_grad)
@@ -151,21 +151,21 @@ class OwnParameters:
             for handle in self._call_guards:
                 handle.remove()
             self._call_guards.clear()
-            self.are_whole = True
+            self.has_placeholders = True
 
-    def show_shards(self) -> None:
+    def install_shards(self) -> None:
         """Put the shards back into the module."""
-        if self.are_whole:
+        if self.has_placeholders:
             for entry in self._entries:
                 entry.put(entry.shard)
-            self.are_whole = False
+            self.has_placeholders = False
             self._guard_calls()
 
     def is_root(self, module: nn.Module) -> bool:
         """Return whether ``module`` is the sharded module itself, not a submodule."""
         return module is self._module
 
-    def place_of(self, owner: nn.Module, leaf: str) -> tuple[Bucket, int] | None:
+    def locate(self, owner: nn.Module, leaf: str) -> tuple[Bucket, int] | None:
         """The bucket and index of a sharded parameter that ``owner`` has directly."""
         return self._places.get((id(owner), leaf))
 
@@ -182,9 +182,9 @@ class OwnParameters:
 class _Guard:
     """The hooks on a module that refuse uses that would mistake its rows for parameters."""
 
-    def __init__(self, path: str, own: OwnParameters) -> None:
+    def __init__(self, path: str, params: ModuleParameters) -> None:
         self._path = path
-        self._own = own
+        self._params = params
 
     def __call__(self, module: nn.Module, args: Any) -> NoReturn:
         raise RuntimeError(
@@ -201,19 +201,19 @@ class _Guard:
 
     def check_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         refuse_keep_vars(keep_vars)
-        if self._own.is_root(module):  # once for all submodules
-            self._own.check()
+        if self._params.is_root(module):  # once for all submodules
+            self._params.check()
 
     def hold_entries(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """Replace plain rows in a state dict with entries that record which rows they hold."""
         for leaf in module._parameters:
-            place = self._own.place_of(module, leaf)
-            if place is not None:
-                if module._parameters[leaf] is not place[0].params[place[1]]:
-                    self._own.check()
-                state_dict[prefix + leaf] = param_entry(*place)
+            location = self._params.locate(module, leaf)
+            if location is not None:
+                if module._parameters[leaf] is not location[0].params[location[1]]:
+                    self._params.check()
+                state_dict[prefix + leaf] = param_entry(*location)
 
-    def cut_loaded(
+    def shard_loaded_entries(
         self,
         module: nn.Module,
         state_dict: dict[str, Any],
@@ -226,13 +226,13 @@ class _Guard:
     ) -> None:
         """Replace loaded entries with this rank's rows, before torch copies them into the shards."""
         for leaf in module._parameters:
-            place, value = self._own.place_of(module, leaf), state_dict.get(prefix + leaf)
-            if place is None or not isinstance(value, torch.Tensor):
+            location, value = self._params.locate(module, leaf), state_dict.get(prefix + leaf)
+            if location is None or not isinstance(value, torch.Tensor):
                 continue
             if local_metadata.get("assign_to_params_buffers", False):
                 refuse_assign(prefix + leaf)
             try:
-                state_dict[prefix + leaf] = rows_from(*place, value)
+                state_dict[prefix + leaf] = rows_from(*location, value)
             except ValueError as error:
                 errors.append(f"size mismatch for {prefix + leaf}: {error}")
                 del state_dict[prefix + leaf]

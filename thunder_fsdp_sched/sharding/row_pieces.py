@@ -147,7 +147,7 @@ def refuse_unshared(bucket: Bucket) -> None:
     Raises:
         ValueError: names the parameter and its ranks.
     """
-    if bucket.control is not None and not bucket.control.concerns_all(bucket):
+    if bucket.control is not None and not bucket.control.is_on_all_ranks(bucket):
         raise ValueError(
             f"checkpoint: {bucket.spec.params[0].name!r} is sharded over ranks {list(bucket.ranks.group.global_ranks)} "
             f"alone (process_group_for), and the others hold another parameter of this name: a checkpoint keeps one "
@@ -171,7 +171,7 @@ def rows_from(bucket: Bucket, index: int, value: torch.Tensor, *, as_rows: bool 
         raise ValueError(f"the unsharded parameter has shape {expected}, the entry {tuple(value.shape)}")
     value = value.detach()
     if not isinstance(value, (DTensor, RowPiece)):
-        return bucket.own_rows(index, value)
+        return bucket.local_rows(index, value)
     start, end = placement.row_starts[rank : rank + 2]
     local = local_rows(value)
     if start == end:

@@ -11,12 +11,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..agreement.control import control_of
 from ..options import Options, check_transport, resolve_device
-from ..plan.specs import ParamSpec, Plan, ShardedOver, Travel
+from ..plan.specs import CommSpec, GroupKey, ParamSpec, Plan
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.memory import Arena
 from ..transports import TRANSPORTS, choose_transport
 from ..transports.peer_memory import announce_all
-from .group_assignment import Placing
+from .group_assignment import GroupAssignment
 from .meta_init import initialize
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "initialize_shards",
     "move_unsharded",
     "param_specs",
-    "travel_of",
+    "comm_spec_of",
     "versions",
 ]
 
@@ -37,11 +37,11 @@ def versions() -> list[str]:
     ]
 
 
-def travel_of(
-    options: Options, placing: Placing, name: str, params: tuple[ParamSpec, ...], over: ShardedOver
-) -> Travel:
+def comm_spec_of(
+    options: Options, assignment: GroupAssignment, name: str, params: tuple[ParamSpec, ...], group_key: GroupKey
+) -> CommSpec:
     """Return how a bucket is sent according to the options, and raise an error if that is impossible."""
-    first, ranks = params[0], placing.ranks(over)
+    first, ranks = params[0], assignment.ranks(group_key)
     asked, reason = options.transport, "asked for"
     if callable(asked):
         asked, reason = check_transport(asked(name, params)), "asked for by the callable"
@@ -51,7 +51,7 @@ def travel_of(
     if asked == "auto":
         itemsize = min(d.itemsize for d in (first.dtype, *dtypes))
         asked, reason = choose_transport(
-            [p.shape for p in params], over.size, itemsize, ranks.group.backend_for(first.device)
+            [p.shape for p in params], group_key.size, itemsize, ranks.group.backend_for(first.device)
         )
     transport = TRANSPORTS[asked]
     try:
@@ -68,7 +68,9 @@ def travel_of(
     if offload:
         reason += "; shards on the CPU"
     pin_memory = isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and first.device.type == "cuda"
-    return Travel(asked, reason, transport.per_param, transport.staging, param_dtype, reduce_dtype, offload, pin_memory)
+    return CommSpec(
+        asked, reason, transport.per_param, transport.staging, param_dtype, reduce_dtype, offload, pin_memory
+    )
 
 
 def ignored_names(named: dict[str, torch.nn.Parameter], options: Options) -> set[str]:
@@ -133,31 +135,31 @@ def move_unsharded(model: ThunderModule, ignored: set[str], options: Options) ->
 
 
 def broadcast(
-    tensors: Iterable[tuple[torch.Tensor, ShardedOver, torch.device | None]], source: int, placing: Placing
+    tensors: Iterable[tuple[torch.Tensor, GroupKey, torch.device | None]], source: int, assignment: GroupAssignment
 ) -> None:
     """Broadcast each tensor over its ranks, from the given device if they cannot send it from its own."""
     with torch.no_grad():
-        for tensor, over, via in tensors:
+        for tensor, group_key, via in tensors:
             if tensor.is_meta:
                 continue  # param_init_fn will create it
-            with control_of(placing.everyone).doing("broadcast_from"):
-                placing.broadcast(tensor.detach(), source, over, via=via)
+            with control_of(assignment.world_group).doing("broadcast_from"):
+                assignment.broadcast(tensor.detach(), source, group_key, via=via)
 
 
-def allocate_buckets(plan: Plan, placing: Placing) -> list[Bucket]:
+def allocate_buckets(plan: Plan, assignment: GroupAssignment) -> list[Bucket]:
     arenas: dict[torch.device, Arena] = {}
     handles: set[str] = set()
     buckets = []
-    peer_memory = announce_all((spec, placing.ranks_of(spec)) for spec in plan)
+    peer_memory = announce_all((spec, assignment.ranks_of(spec)) for spec in plan)
     for spec in plan:
         handle = handle_name(spec.name)
         while handle in handles:
             handle += "_"
         handles.add(handle)
         arena = arenas.setdefault(spec.device, Arena(spec.device))
-        transport = TRANSPORTS[spec.travel.transport]
+        transport = TRANSPORTS[spec.comm.transport]
         buckets.append(
-            Bucket(spec, placing.ranks_of(spec), transport, arena, handle, peer_memory=peer_memory.get(spec.name))
+            Bucket(spec, assignment.ranks_of(spec), transport, arena, handle, peer_memory=peer_memory.get(spec.name))
         )
     return buckets
 
@@ -165,22 +167,22 @@ def allocate_buckets(plan: Plan, placing: Placing) -> list[Bucket]:
 def initialize_shards(
     module: torch.nn.Module,
     options: Options,
-    placing: Placing,
-    places: dict[str, tuple[Bucket, int]],
+    assignment: GroupAssignment,
+    locations: dict[str, tuple[Bucket, int]],
     moved: dict[str, torch.Tensor],
 ) -> None:
     """Initialize the shards, buffers and ignored parameters that were on the meta device."""
     assert options.param_init_fn is not None and options.device is not None
 
     def take(name: str, tensor: torch.Tensor) -> None:
-        bucket, index = places.get(name, (None, 0))
-        over = placing.key(placing.usual if bucket is None else bucket.ranks)
+        bucket, index = locations.get(name, (None, 0))
+        group_key = assignment.key(assignment.default_ranks if bucket is None else bucket.ranks)
         if options.broadcast_from is not None:
-            broadcast([(tensor, over, options.device)], options.broadcast_from, placing)
+            broadcast([(tensor, group_key, options.device)], options.broadcast_from, assignment)
         if bucket is None:
             moved[name] = tensor
         else:
             with torch.no_grad():
                 bucket.copy_in(index, tensor)
 
-    initialize(module, options.param_init_fn, options.device, places, take)
+    initialize(module, options.param_init_fn, options.device, locations, take)

@@ -31,19 +31,19 @@ from ..private_api import parameters_of_running_ddp, refuse_ddp, replace_data, t
 from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
 from ..runtime.shard_source import finish_copies
-from .adoption import own_object, refuse_fixed, refuse_shards_and_grads, refuse_views
+from .adoption import module_param_of, refuse_fixed, refuse_shards_and_grads, refuse_views
 from .conflicts import refuse_conflicts
-from .group_assignment import Placing, everyone_of
+from .group_assignment import GroupAssignment, find_world_group
 from .meta_init import is_blank, make_blank
-from .module_parameters import OwnParameters, find_owner
+from .module_parameters import ModuleParameters, find_owner
 from .setup import (
     allocate_buckets,
     broadcast,
+    comm_spec_of,
     ignored_names,
     initialize_shards,
     move_unsharded,
     param_specs,
-    travel_of,
     versions,
 )
 from .stale_state import SHARD_OF, mark_as_shard
@@ -64,15 +64,15 @@ class ShardedModule:
 
     Attributes:
         module: the user's module, whose own parameters are now the shards.
-        own: the parameters of ``module``.
+        module_params: the parameters of ``module``.
         plan: the buckets as planned.
         buckets: the buckets with their memory, in the order of the plan.
-        everyone: all ranks that share parameters with this one.
+        world_group: all ranks that share parameters with this one.
         control: agrees with these ranks on what runs next.
         kept: the buckets that stay unsharded between forward and backward.
-        places: the bucket of each sharded parameter and its index there, keyed by each of its names.
+        locations: the bucket of each sharded parameter and its index there, keyed by each of its names.
         shards: this rank's rows of each sharded parameter, as a view of the shard buffer, keyed by each of its names.
-        former: the memory in which the parameters were stored before.
+        former_memory: the memory in which the parameters were stored before.
         running_eagerly: whether the module's own forward may be called right now (``eager``).
         progress: logs the progress of compiling.
     """
@@ -88,20 +88,20 @@ class ShardedModule:
         self.module = module
         self.plan = plan
         self.buckets = buckets
-        self.everyone = agreement.group
+        self.world_group = agreement.group
         self.agreement = agreement
         self.control = control
-        self.places: dict[str, tuple[Bucket, int]] = {}
+        self.locations: dict[str, tuple[Bucket, int]] = {}
         self.shards: dict[str, torch.nn.Parameter] = {}
-        self.former = FormerMemory()
+        self.former_memory = FormerMemory()
         self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
         self.began_on_meta: set[str] = set()  # until all of them are known to have values
         self.kept = {bucket for bucket in buckets if not bucket.spec.reshard_after_forward}
         self.running_eagerly = False
-        self.progress = Progress(control.title, self.everyone.rank)
+        self.progress = Progress(control.title, self.world_group.rank)
         for bucket in buckets:
             bucket.control = control
-            bucket.tally = control.tally
+            bucket.issue_counts = control.issue_counts
             for index, param in enumerate(bucket.spec.params):
                 if bucket.spec.layout.placements[index].is_cut:  # for optimizers that need whole parameters
                     bucket.params[index]._fsdp_rows_of = param.name  # type: ignore[attr-defined]
@@ -109,9 +109,9 @@ class ShardedModule:
                     bucket.params[index]._fsdp_spread = param.name  # type: ignore[attr-defined]
                 mark_as_shard(bucket, index)
                 for name in param.names:
-                    self.places[name] = (bucket, index)
+                    self.locations[name] = (bucket, index)
                     self.shards[name] = bucket.params[index]
-        self.own = OwnParameters(module, buckets)
+        self.module_params = ModuleParameters(module, buckets)
         self._model: weakref.ref[ThunderModule] | None = None
 
     @classmethod
@@ -133,77 +133,77 @@ class ShardedModule:
         """
         if options.device is not None:  # not earlier: fsdp(...) may be called before torch.cuda.set_device
             options = replace(options, device=resolve_device(options.device))
-        everyone = everyone_of(options)
-        name = f"module {next(_numbers[everyone.name])}"
+        world_group = find_world_group(options)
+        name = f"module {next(_numbers[world_group.name])}"
         timeout = _AGREEMENT_TIMEOUT
-        if everyone.is_alive and not everyone.is_fake:
-            timeout = min(timeout, timeout_of(everyone.process_group))
-        agreement = Agreement(everyone, name, timeout, compares_computation=not options.allow_different_computation)
-        find_channel = None if agreement.alone else announce(everyone, f"{everyone.name} {name}")
+        if world_group.is_alive and not world_group.is_fake:
+            timeout = min(timeout, timeout_of(world_group.process_group))
+        agreement = Agreement(world_group, name, timeout, compares_computation=not options.allow_different_computation)
+        find_channel = None if agreement.is_single_rank else announce(world_group, f"{world_group.name} {name}")
         # This precedes everything that ranks do together: creating groups, broadcasting parameters.
         agreement.check_same("versions and options of fsdp(...)", [*versions(), *options.lines()])
         title = f"{name} ({type(model._model).__name__})"
-        control = Control(everyone, find_channel and find_channel(), f"{everyone.name} {name}", title)
+        control = Control(world_group, find_channel and find_channel(), f"{world_group.name} {name}", title)
         agreement.control = control
-        placing = Placing(options, everyone)
+        assignment = GroupAssignment(options, world_group)
         module = model._model
         named = dict(model.named_parameters(remove_duplicate=False))
-        usual = placing.key(placing.usual)
+        default_key = assignment.key(assignment.default_ranks)
         with agreement.all_or_none("whether the module can be sharded"):
             refuse_shards_and_grads(named)
             ignored = ignored_names(named, options)
             specs = param_specs({n: p for n, p in named.items() if n not in ignored}, options)
             refuse_views(model, named, ignored, options)
-            own = {spec.name: own_object(module, spec, param) for spec, param in specs}
-            refuse_fixed(own, specs)
+            module_params = {spec.name: module_param_of(module, spec, param) for spec, param in specs}
+            refuse_fixed(module_params, specs)
             moved = move_unsharded(model, ignored, options)
-            over = {spec.name: placing.of(spec.name, param) for spec, param in specs}
+            group_keys = {spec.name: assignment.of(spec.name, param) for spec, param in specs}
             for spec, _ in specs:
-                placing.check_sends(spec, over[spec.name])
-        for key in dict.fromkeys(over.values()):  # ranks of different groups may have different experts
-            lines = [f"{spec}{' on meta' * p.is_meta}" for spec, p in specs if over[spec.name] == key]
-            agreement.about("parameters", placing.ranks(key).group).check_same("the parameters to shard", lines)
+                assignment.check_sends(spec, group_keys[spec.name])
+        for key in dict.fromkeys(group_keys.values()):  # ranks of different groups may have different experts
+            lines = [f"{spec}{' on meta' * p.is_meta}" for spec, p in specs if group_keys[spec.name] == key]
+            agreement.about("parameters", assignment.ranks(key).group).check_same("the parameters to shard", lines)
         if options.broadcast_from is not None:
             if options.param_init_fn is None and any(p.is_meta for _, p in specs):
                 raise ValueError(
                     "broadcast_from: the module is on the meta device, so there is nothing to broadcast; pass param_init_fn "
                     "to initialize it"
                 )
-            broadcast(((p, over[s.name], s.device) for s, p in specs), options.broadcast_from, placing)
+            broadcast(((p, group_keys[s.name], s.device) for s, p in specs), options.broadcast_from, assignment)
             via = specs[0][0].device if specs else options.device
-            broadcast(((t, usual, via) for t in moved.values()), options.broadcast_from, placing)
+            broadcast(((t, default_key, via) for t in moved.values()), options.broadcast_from, assignment)
         plan = make_plan(
             module,
             specs,
             strategy=options.bucketing,
-            world_size=usual.size,
-            group=usual.group,
+            world_size=default_key.size,
+            group=default_key.group,
             reshard_after_forward=options.reshard_after_forward,
-            over=over,
-            travel=partial(travel_of, options, placing),
+            group_keys=group_keys,
+            comm_spec=partial(comm_spec_of, options, assignment),
         )
-        buckets = allocate_buckets(plan, placing)
-        places = {name: (b, i) for b in buckets for i, param in enumerate(b.spec.params) for name in param.names}
+        buckets = allocate_buckets(plan, assignment)
+        locations = {name: (b, i) for b in buckets for i, param in enumerate(b.spec.params) for name in param.names}
         began_on_meta = {n for n, p in (*named.items(), *model.named_buffers()) if p.is_meta}
         for spec, param in specs:
-            bucket, index = places[spec.name]
+            bucket, index = locations[spec.name]
             if param.is_meta:
                 make_blank(bucket.shard_views[index])
         if options.param_init_fn is not None:
-            initialize_shards(module, options, placing, places, moved)
-        former = FormerMemory()
+            initialize_shards(module, options, assignment, locations, moved)
+        former_memory = FormerMemory()
         for spec, param in specs:
-            bucket, index = places[spec.name]
+            bucket, index = locations[spec.name]
             if not param.is_meta:
-                former.add(spec.name, param)
+                former_memory.add(spec.name, param)
                 with torch.no_grad():
                     bucket.copy_in(index, param)
                 param.data = param.new_empty(
                     0
                 )  # frees its memory if another transform created it besides the module's own
-            bucket.adopt(index, own[spec.name])
+            bucket.adopt(index, module_params[spec.name])
         sharded = cls(module, plan, buckets, agreement, control)
-        sharded.former = former
+        sharded.former_memory = former_memory
         sharded.replaced = moved
         sharded.began_on_meta = began_on_meta
         sharded._update_module()
@@ -218,12 +218,17 @@ class ShardedModule:
                 if found is None:
                     continue
                 owner, leaf = found
-                own = owner._parameters[leaf]
-                if own is tensor or own is None or own.shape != tensor.shape or own.dtype != tensor.dtype:
+                module_param = owner._parameters[leaf]
+                if (
+                    module_param is tensor
+                    or module_param is None
+                    or module_param.shape != tensor.shape
+                    or module_param.dtype != tensor.dtype
+                ):
                     continue  # a transform has replaced it
-                if own.is_meta == tensor.is_meta:
-                    replace_data(own, tensor.detach())
-                    self.replaced[name] = own
+                if module_param.is_meta == tensor.is_meta:
+                    replace_data(module_param, tensor.detach())
+                    self.replaced[name] = module_param
                 else:
                     owner._parameters[leaf] = tensor
             else:
@@ -232,7 +237,7 @@ class ShardedModule:
                     if leaf in buffers:
                         buffers[leaf] = tensor
 
-    def keep(self, names: Collection[str]) -> None:
+    def set_kept_buckets(self, names: Collection[str]) -> None:
         """Keep exactly the named buckets unsharded between forward and backward from now on."""
         self.plan = replace(
             self.plan, buckets=tuple(replace(b, reshard_after_forward=b.name not in names) for b in self.plan)
@@ -250,20 +255,21 @@ class ShardedModule:
                 model._overrides_parameters if isinstance(tensor, torch.nn.Parameter) else model._overrides_buffers
             )
             overrides[name] = tensor
-        show_whole_unless_looked_up = watch_cache_misses(model, partial(self.before_trace, weakref.ref(model)))
+        install_placeholders_on_miss = watch_cache_misses(model, partial(self.before_trace, weakref.ref(model)))
 
         def before_call(*_: Any) -> None:
             if not self.running_eagerly:
-                self.own.show_shards()  # compiling without a call may have failed and left placeholders in the module
-                self.own.check()
+                # Compiling without a call may have failed and left placeholders in the module.
+                self.module_params.install_shards()
+                self.module_params.check()
                 if any(hasattr(param, SHARD_OF) for param in parameters_of_running_ddp()):
                     refuse_ddp()
-                show_whole_unless_looked_up()
+                install_placeholders_on_miss()
 
         def after_call(*_: Any) -> None:
             finish_copies()
-            if not self.running_eagerly and self.own.are_whole:  # tracing failed
-                self.own.show_shards()
+            if not self.running_eagerly and self.module_params.has_placeholders:  # tracing failed
+                self.module_params.install_shards()
                 self._warn_of_containers()
 
         model.register_forward_pre_hook(before_call)
@@ -273,12 +279,12 @@ class ShardedModule:
         """Check the module and replace its parameters with placeholders of whole shape, before Thunder traces ``model``."""
         if (jitted := model()) is not None:
             refuse_conflicts(jitted)
-        self.own.show_shards()
-        self.own.check()
-        self.own.check_shards()
+        self.module_params.install_shards()
+        self.module_params.check()
+        self.module_params.check_shards()
         self.check_initialized()
         self.progress.begin("tracing the module for new inputs")
-        self.own.show_whole()
+        self.module_params.install_placeholders()
 
     def known(self) -> Collection[str]:
         """Return the names of all parameters that Thunder may unpack, including those that other transforms created."""
@@ -286,7 +292,7 @@ class ShardedModule:
         return self.shards.keys() if model is None else model._overrides_parameters.keys()
 
     def _warn_of_containers(self) -> None:
-        for path, name in self.own.in_containers().items():
+        for path, name in self.module_params.in_containers().items():
             warnings.warn(
                 f"fsdp: {path} holds parameter {name!r}, which is sharded: if forward reads it there, tracing sees only "
                 f"this rank's rows. Read it as {name}",
@@ -295,9 +301,9 @@ class ShardedModule:
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """Return all names of a parameter, the leading one first; for one that is not sharded, only ``name``."""
-        if name not in self.places:
+        if name not in self.locations:
             return (name,)
-        bucket, index = self.places[name]
+        bucket, index = self.locations[name]
         return bucket.spec.params[index].names
 
     def check_initialized(self) -> None:
@@ -307,7 +313,7 @@ class ShardedModule:
             RuntimeError: names them.
             ScheduleDisagreement: names those of another rank.
         """
-        if not self.began_on_meta or self.everyone.is_fake:  # a plan needs no values
+        if not self.began_on_meta or self.world_group.is_fake:  # a plan needs no values
             return
         with self.agreement.all_or_none("whether all parameters have values"):
             assert self._model is not None
@@ -329,13 +335,13 @@ class ShardedModule:
         Raises:
             ValueError: the entry's shape is not that of the parameter.
         """
-        if name not in self.places:
+        if name not in self.locations:
             return value
-        bucket, index = self.places[name]
+        bucket, index = self.locations[name]
         expected = bucket.spec.params[index].shape
         if tuple(value.shape) != expected:
             raise ValueError(f"state dict entry {name!r}: expected shape {expected}, got {tuple(value.shape)}")
-        return bucket.own_rows(index, value).to(device=bucket.spec.shard_device, dtype=bucket.spec.dtype)
+        return bucket.local_rows(index, value).to(device=bucket.spec.shard_device, dtype=bucket.spec.dtype)
 
 
 def gather_param(bucket: Bucket, index: int, shard: torch.Tensor) -> torch.Tensor:
@@ -348,13 +354,13 @@ def gather_param(bucket: Bucket, index: int, shard: torch.Tensor) -> torch.Tenso
         A new tensor of the unsharded shape on the bucket's device, on every rank.
     """
     group, name = bucket.ranks.group, bucket.spec.params[index].name
-    control = bucket.whole.control
-    if control is not None and control.concerns_all(bucket):
-        control.meet("gathering for a state dict the parameter", name)
+    control = bucket.base.control
+    if control is not None and control.is_on_all_ranks(bucket):
+        control.rendezvous("gathering for a state dict the parameter", name)
     placement = bucket.spec.layout.placements[index]
     whole = torch.empty(placement.shape, dtype=bucket.spec.dtype, device=bucket.spec.device)
     rows = whole.reshape(1) if whole.ndim == 0 else whole
-    bucket.own_rows(index, whole).copy_(shard)
+    bucket.local_rows(index, whole).copy_(shard)
     with control.doing(f"gathering the parameter {name}") if control is not None else contextlib.nullcontext():
         for rank, global_rank in enumerate(group.global_ranks):
             start, end = placement.row_starts[rank : rank + 2]

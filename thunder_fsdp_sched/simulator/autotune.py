@@ -23,21 +23,21 @@ from ..trace.inspection import split_joint
 from ..trace.operands import bucket_of
 from ..trace.symbols import fsdp_all_gather, fsdp_reduce_scatter
 from ..transforms import (
-    mark_left_by_forward,
-    plan_slots,
+    assign_slots,
+    mark_retained_by_forward,
     regather_for_backward,
     reuse_from_forward,
     sort_communication,
     write_grads_in_place,
 )
-from ..transforms.plan_slots import filling_bytes, slot_bytes_of
+from ..transforms.assign_slots import filling_bytes, slot_bytes_of
 from ..transforms.sort_communication import bytes_in_flight
 from .cost import CostModel
 from .simulate import simulate
 
-__all__ = ["Candidate", "Choice", "choose", "room_for_gathers", "room_for_slots"]
+__all__ = ["Candidate", "Choice", "choose", "gather_budget", "slot_budget"]
 
-_FARTHEST = 8
+_MAX_PREFETCH = 8
 """The largest prefetch distance that is tried; communication still exposed then cannot be hidden in the step."""
 
 _PATIENCE = 2
@@ -105,7 +105,7 @@ def choose(
         ValueError: nothing fits; the message has the bytes of the smallest candidate.
     """
     search = _Search(joint, cost, frozenset(kept), max_unsharded_bytes)
-    distances = [prefetch] if prefetch is not None else range(min(_FARTHEST, search.gathers) + 1)
+    distances = [prefetch] if prefetch is not None else range(min(_MAX_PREFETCH, search.gathers) + 1)
     considered: list[Candidate] = []
     for distance in distances:
         candidate = search.best_at(distance, may_keep)
@@ -117,7 +117,7 @@ def choose(
             if min(c.step_seconds for c in considered[-_PATIENCE:]) > before * (1 - _SAME):
                 break
     if not considered:
-        least = search.try_out(distances[0], search.kept)[1]
+        least = search.evaluate(distances[0], search.kept)[1]
         raise ValueError(
             f"max_unsharded_bytes: {max_unsharded_bytes:,} bytes are too few: with prefetch={distances[0]} and nothing kept "
             f"for backward the slots need {least:,} bytes. Allow more, or make smaller buckets "
@@ -128,27 +128,27 @@ def choose(
     return Choice(min(good, key=lambda c: (c.unsharded_bytes, c.prefetch)), tuple(considered))
 
 
-def room_for_gathers(trace: TraceCtx, *, budget: int | None, kept: Collection[Bucket]) -> int | None:
+def gather_budget(trace: TraceCtx, *, budget: int | None, kept: Collection[Bucket]) -> int | None:
     """Return the bytes left for gathered buckets in one trace: the budget minus kept buckets and unsharded gradients.
 
     Unsharded gradients are the reductions that may be in flight, and the slots that gradients are written to meanwhile.
     """
-    room = room_for_slots(trace, budget=budget, kept=kept)
+    room = slot_budget(trace, budget=budget, kept=kept)
     if room is None:
         return None
     in_flight = sum(bytes_in_flight(b for b in trace.bound_symbols if b.sym is fsdp_reduce_scatter).values())
     return max(room - in_flight - filling_bytes(trace), 0)
 
 
-def room_for_slots(trace: TraceCtx, *, budget: int | None, kept: Collection[Bucket]) -> int | None:
+def slot_budget(trace: TraceCtx, *, budget: int | None, kept: Collection[Bucket]) -> int | None:
     """Return the bytes left for shared slots: the budget minus kept buckets."""
     return None if budget is None else budget - _private_bytes(trace, kept)
 
 
 def _private_bytes(trace: TraceCtx, kept: Collection[Bucket]) -> int:
     """Return the bytes of the slots of kept buckets; for those that this trace does not gather, the planned bytes."""
-    gathered = [b for b in trace.bound_symbols if b.sym is fsdp_all_gather and bucket_of(b).whole in kept]
-    elsewhere = set(kept) - {bucket_of(b).whole for b in gathered}
+    gathered = [b for b in trace.bound_symbols if b.sym is fsdp_all_gather and bucket_of(b).base in kept]
+    elsewhere = set(kept) - {bucket_of(b).base for b in gathered}
     return sum(map(slot_bytes_of, gathered)) + sum(slot_bytes(b.spec, b.spec.param_dtype) for b in elsewhere)
 
 
@@ -177,7 +177,7 @@ class _Search:
             low, high = (middle, high) if self._fits(prefetch, middle) else (low, middle)
         self.most = low
         kept = self.kept | frozenset(self.first_in_backward[:low])
-        halves, nbytes = self.try_out(prefetch, kept)
+        halves, nbytes = self.evaluate(prefetch, kept)
         seconds = simulate(halves, None, self.cost).step_seconds
         return Candidate(prefetch, tuple(sorted(b.spec.name for b in kept)), nbytes, seconds)
 
@@ -185,9 +185,9 @@ class _Search:
         if self.budget is None:
             return True
         kept = self.kept | frozenset(self.first_in_backward[:number])
-        return self.try_out(prefetch, kept)[1] <= self.budget
+        return self.evaluate(prefetch, kept)[1] <= self.budget
 
-    def try_out(self, prefetch: int, kept: frozenset[Bucket]) -> tuple[Sequence[TraceCtx], int]:
+    def evaluate(self, prefetch: int, kept: frozenset[Bucket]) -> tuple[Sequence[TraceCtx], int]:
         """Run the passes for one candidate in an unused arena, and return the sorted halves and the bytes of all slots."""
         scratch: dict[Arena, Arena] = {}
 
@@ -198,11 +198,13 @@ class _Search:
         halves: list[TraceCtx] = []
         for half in map(write_grads_in_place, split_joint(joint)):
             forward = halves[0] if halves else None
-            room = room_for_gathers(half, budget=self.budget, kept=kept)
+            room = gather_budget(half, budget=self.budget, kept=kept)
             half = sort_communication(half, prefetch=prefetch, max_unsharded_bytes=room)
-            most = room_for_slots(half, budget=self.budget, kept=kept)
-            half = plan_slots(half, kept=kept, arena_of=arena_of, forward=forward, max_bytes=most)
-            halves.append(mark_left_by_forward(half) if forward is None else reuse_from_forward(half, forward=forward))
+            most = slot_budget(half, budget=self.budget, kept=kept)
+            half = assign_slots(half, kept=kept, arena_of=arena_of, forward=forward, max_bytes=most)
+            halves.append(
+                mark_retained_by_forward(half) if forward is None else reuse_from_forward(half, forward=forward)
+            )
         private = _private_bytes(halves[0], kept)
         return halves, private + sum(arena.nbytes for arena in scratch.values())
 
@@ -213,4 +215,4 @@ class _Search:
         if len(halves) == 1:
             return []
         ordered = sort_communication(halves[1], prefetch=0)
-        return list(dict.fromkeys(bucket_of(b).whole for b in ordered.bound_symbols if b.sym is fsdp_all_gather))
+        return list(dict.fromkeys(bucket_of(b).base for b in ordered.bound_symbols if b.sym is fsdp_all_gather))

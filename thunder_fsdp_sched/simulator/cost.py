@@ -44,7 +44,7 @@ from ..trace.symbols import (
     fsdp_wait_grads,
     fsdp_wait_params,
     group_of,
-    is_there,
+    is_resident,
     payload,
 )
 from ..transports import Traffic
@@ -139,10 +139,10 @@ class AnalyticCost:
             grads = [g for g in bsym.args[1:] if type(g) is TensorProxy] if name != fsdp_all_gather.name else []
             grads = [] if name in WAITS else [g for g in grads if g.name not in values.in_place]
             touched = (3 if bsym.sym is fsdp_accumulate_grads else 2) * sum(map(_nbytes, grads))
-            beside = _moved_beside(bsym, on_stream=not self.synchronous)
-            kernels = len(grads) + (beside > 0)
-            device = (touched + beside) / spec.bytes_per_second + kernels * spec.kernel_overhead
-            issued = _traffic(name, bucket_of(bsym)).launches if name in _BY_TRANSPORT and not is_there(bsym) else 1
+            extra = _extra_bytes_moved(bsym, on_stream=not self.synchronous)
+            kernels = len(grads) + (extra > 0)
+            device = (touched + extra) / spec.bytes_per_second + kernels * spec.kernel_overhead
+            issued = _traffic(name, bucket_of(bsym)).launches if name in _BY_TRANSPORT and not is_resident(bsym) else 1
             return Seconds((issued + kernels) * spec.launch_overhead, device)
         if name in GRAD_WRITERS:
             values.in_place.add(bsym.output.name)
@@ -158,7 +158,7 @@ def runs_nothing(bsym: BoundSymbol) -> bool:
     return bsym.sym.id in _BOOKKEEPING or bsym.sym.name == "clear_mutable_collection" or bsym.sym.name in AGREEMENT
 
 
-def _moved_beside(bsym: BoundSymbol, *, on_stream: bool) -> int:
+def _extra_bytes_moved(bsym: BoundSymbol, *, on_stream: bool) -> int:
     """Return the bytes that casts of shards and the transport's copies read and write at an issue or a wait.
 
     Args:
@@ -166,7 +166,7 @@ def _moved_beside(bsym: BoundSymbol, *, on_stream: bool) -> int:
     """
     name, spec = bsym.sym.name, bucket_of(bsym).spec
     shard, copied = spec.layout.shard_numel, 0
-    if is_there(bsym):
+    if is_resident(bsym):
         return 0
     if name in _BY_TRANSPORT:
         copied = _traffic(name, bucket_of(bsym)).copied_before
@@ -174,7 +174,7 @@ def _moved_beside(bsym: BoundSymbol, *, on_stream: bool) -> int:
         copied = _traffic(_WAITED[name], bucket_of(bsym)).copied_after
     if name == fsdp_all_gather.name:
         again = bsym.kwargs.get("again", False)
-        casts = spec.travel.offload or (
+        casts = spec.comm.offload or (
             spec.param_dtype != spec.dtype and not again
         )  # counted as if host and device shared one memory
         return copied + (shard * (spec.dtype.itemsize + spec.param_dtype.itemsize) if casts else 0)

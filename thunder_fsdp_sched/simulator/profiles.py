@@ -22,10 +22,10 @@ from ..trace.symbols import (
     GRAD_WRITERS,
     ISSUES,
     WAITS,
+    awaited_kind,
     fsdp_backward_done,
     fsdp_params_unchanged,
     fsdp_reduce_unreduced,
-    waited_by,
 )
 from .cost import Seconds, runs_nothing
 
@@ -180,7 +180,7 @@ class MeasuredCost:
             collective = self._collective(bsym.sym.name, bucket_of(bsym))
             return Seconds(collective.issue_host, collective.issue)
         if bsym.sym.name in WAITS:
-            collective = self._collective(waited_by(bsym), bucket_of(bsym))
+            collective = self._collective(awaited_kind(bsym), bucket_of(bsym))
             return Seconds(collective.wait_host, collective.wait)
         return Seconds(0.0, 0.0)
 

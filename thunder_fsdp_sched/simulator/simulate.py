@@ -40,7 +40,7 @@ from ..trace.symbols import (
     fsdp_all_reduce,
     fsdp_wait_params,
     group_of,
-    is_there,
+    is_resident,
     payload,
 )
 from .cost import CostModel, Seconds
@@ -62,21 +62,21 @@ def simulate(forward: TraceCtx | Sequence[TraceCtx], backward: TraceCtx | None, 
     traces = [forward] if isinstance(forward, TraceCtx) else list(forward)
     if backward is not None:
         traces.append(backward)
-    step = _Step(cost)
+    simulator = _Simulator(cost)
     uses = _SlotUses()
     for number, trace in enumerate(traces):
-        step.run(number, trace, uses)
-    return step.timeline(uses)
+        simulator.run(number, trace, uses)
+    return simulator.timeline(uses)
 
 
 @dataclass(eq=False)
 class _Flight:
-    """A collective in flight; ``left`` is its remaining work in seconds, if it were alone on the link."""
+    """A collective in flight; ``remaining`` is its remaining work in seconds, if it were alone on the link."""
 
     kind: str
     bucket: Bucket
     arrival: float
-    left: float
+    remaining: float
     trace: int
     position: int
     start: float = -1.0
@@ -94,7 +94,7 @@ class _Link:
         self.cost = cost
         self.intervals = intervals
         self.now = 0.0
-        self.alone = 0.0
+        self.dedicated_seconds = 0.0
         self.waiting: deque[_Flight] = deque()
         self.active: list[_Flight] = []
         self.load = 0.0
@@ -103,7 +103,7 @@ class _Link:
         """The time at which the next collective starts or finishes."""
 
     def issue(self, flight: _Flight) -> None:
-        self.alone += flight.left
+        self.dedicated_seconds += flight.remaining
         self.advance(flight.arrival)
         self.waiting.append(flight)
         self._admit()
@@ -111,7 +111,7 @@ class _Link:
     def advance(self, until: float) -> None:
         while self.next_change <= until:
             self._move(self.next_change)
-            for flight in [f for f in self.active if f.left <= 1e-12]:
+            for flight in [f for f in self.active if f.remaining <= 1e-12]:
                 self._end(flight)
             self._admit()
         if until > self.now:
@@ -125,7 +125,7 @@ class _Link:
 
     def _move(self, until: float) -> None:
         for flight, share in zip(self.active, self._shares(), strict=True):
-            flight.left -= (until - self.now) * share
+            flight.remaining -= (until - self.now) * share
         self.now = until
 
     def _end(self, flight: _Flight) -> None:
@@ -150,7 +150,7 @@ class _Link:
             flight.start = self.now
             self.active.append(flight)
         shares = self._shares()
-        ends = [self.now + max(f.left, 0.0) / share for f, share in zip(self.active, shares, strict=True) if share]
+        ends = [self.now + max(f.remaining, 0.0) / share for f, share in zip(self.active, shares, strict=True) if share]
         if self.waiting and len(self.active) < self.cost.concurrent:
             ends.append(self.waiting[0].arrival)
         self.next_change = min(ends, default=float("inf"))
@@ -172,7 +172,7 @@ class _Link:
         ]
 
 
-class _Step:
+class _Simulator:
     """The state of all streams while traces run."""
 
     def __init__(self, cost: CostModel) -> None:
@@ -182,13 +182,13 @@ class _Step:
         self.compute = 0.0
         self.links: dict[str, _Link] = {}
         self.flights: dict[str, tuple[_Link, _Flight]] = {}
-        self.there: set[str] = set()  # gathers whose buckets are resident, so there is nothing to wait for
-        self.full_speed = 0.0
-        self.lost = 0.0
+        self.resident: set[str] = set()  # gathers whose buckets are resident, so there is nothing to wait for
+        self.compute_seconds = 0.0
+        self.contention_seconds = 0.0
 
     def run(self, number: int, trace: TraceCtx, uses: _SlotUses) -> None:
         self.flights.clear()
-        self.there.clear()
+        self.resident.clear()
         position = 0
         for bsym, seconds in zip(trace.bound_symbols, self.cost.seconds(trace), strict=True):
             if bsym.sym.id is PrimIDs.DEL or bsym.sym.name in AGREEMENT:
@@ -199,15 +199,15 @@ class _Step:
                 uses.wait(bsym, self.compute)
                 self._work(bsym, seconds, number, position)
                 self._communicate(bsym, number, position)
-            elif is_there(bsym):
-                self.there.add(bsym.output.name)
+            elif is_resident(bsym):
+                self.resident.add(bsym.output.name)
                 uses.find(bsym, self.compute)
             elif name in ISSUES:
                 began = self.compute
                 self._work(bsym, seconds, number, position)
                 uses.issue(bsym, self._communicate(bsym, number, position), began)
             elif name in WAITS:
-                if Wait(bsym).future.name not in self.there:
+                if Wait(bsym).future.name not in self.resident:
                     self._wait(bsym, seconds, number, position)
                 uses.wait(bsym, self.compute)
             else:
@@ -222,8 +222,10 @@ class _Step:
                 link.advance(link.next_change)
         self.intervals.sort(key=lambda i: (i.trace, i.position, i.kind != "wait"))
         end = max([self.host, *(i.end for i in self.intervals)])
-        communication = {group: link.alone for group, link in self.links.items()}
-        return Timeline(tuple(self.intervals), uses.done(), end, self.full_speed, self.lost, communication)
+        communication = {group: link.dedicated_seconds for group, link in self.links.items()}
+        return Timeline(
+            tuple(self.intervals), uses.done(), end, self.compute_seconds, self.contention_seconds, communication
+        )
 
     def _work(self, bsym: BoundSymbol, seconds: Seconds, trace: int, position: int, bucket: str = "") -> None:
         self.host += seconds.host
@@ -231,8 +233,8 @@ class _Step:
         if work:
             start = self.compute if self.cost.synchronous else max(self.host, self.compute)
             self.compute = self._end_of(start, work)
-            self.full_speed += work
-            self.lost += self.compute - start - work
+            self.compute_seconds += work
+            self.contention_seconds += self.compute - start - work
             self.intervals.append(
                 Interval(COMPUTE, COMPUTE, bsym.sym.name, bucket, start, self.compute, trace, position)
             )

@@ -17,11 +17,11 @@ from ..simulator.simulate import Timeline, simulate
 from ..transform import FSDPTransform
 from .fake_ranks import Made, compile_as_rank
 
-__all__ = ["PlannedStep", "check_made", "find_model", "plan_step"]
+__all__ = ["DryRun", "check_made", "find_model", "dry_run_step"]
 
 
 @dataclass(frozen=True)
-class PlannedStep:
+class DryRun:
     """A planned step.
 
     Attributes:
@@ -36,9 +36,9 @@ class PlannedStep:
     after: Timeline
 
 
-def plan_step(
+def dry_run_step(
     make: Callable[[], Made], *, world_size: int, on: ClusterSpec | str, replicas: int = 1, **options: Any
-) -> PlannedStep:
+) -> DryRun:
     """Trace and schedule a model as rank 0 of ``world_size`` ranks, in this process, and simulate its step.
 
     Args:
@@ -70,7 +70,7 @@ def plan_step(
     compiled = transform.compiled[-1]
     assert compiled.forward is not None and compiled.forward_before is not None
     cost = AnalyticCost(spec)
-    return PlannedStep(
+    return DryRun(
         transform,
         spec,
         simulate(compiled.forward_before, compiled.backward_before, cost),

@@ -38,7 +38,7 @@ from ..simulator.cost import runs_nothing
 from ..simulator.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of, symbol_of
 from ..trace.inspection import with_bound_symbols
 from ..trace.operands import Issue, Wait, bucket_of
-from ..trace.symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter, payload, travels
+from ..trace.symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter, issues_collective, payload
 from ..transform import find_transform
 from .clocks import Clock, CudaClock
 
@@ -87,7 +87,7 @@ class _Measurement:
     ) -> None:
         self.traces = traces
         self.arguments = arguments
-        self.group = sharded.everyone
+        self.group = sharded.world_group
         self.control = sharded.control
         self.device = device
         self.repeats = repeats
@@ -129,7 +129,7 @@ class _Measurement:
         return results[1:]
 
     def _align(self) -> None:
-        self.control.meet("measure")
+        self.control.rendezvous("measure")
         self.clock.settle()
 
     def _timed_step(self, step: Sequence[Callable[..., Any]]) -> float:
@@ -166,7 +166,7 @@ class _Measurement:
         return tuple(OpTime(symbol_of(b), shapes_of(b), next(means), next(means)) for _, b in computing)
 
     def _collectives(self, trace: TraceCtx, medians: dict[Any, tuple[float, float]]) -> Iterator[CollectiveTime]:
-        issued = {b.output.name: (i, b) for i, b in enumerate(trace.bound_symbols) if travels(b)}
+        issued = {b.output.name: (i, b) for i, b in enumerate(trace.bound_symbols) if issues_collective(b)}
         waited = {Wait(b).future.name: i for i, b in enumerate(trace.bound_symbols) if b.sym.name in WAITS}
         issues = [medians[_OP, i] for i, _ in issued.values()]
         # The reduce-scatter is waited for by the all-reduce across replicas, as part of it.
@@ -193,7 +193,7 @@ class _Measurement:
             busy = sum(map(sum, alone))
             count = max(1, min(math.ceil(busy / max(largest.wire, 1e-6)), 2**30 // largest.nbytes, 32))
             window = 0.9 * count * largest.wire
-            loads = [(start, *self._place(largest)) for _ in range(count)]
+            loads = [(start, *self._bucket_and_slot(largest)) for _ in range(count)]
             runs = self._repeat(lambda loads=loads: self._run_probe(probe, loads))  # type: ignore[misc]
             found = statistics.median(_slowdown(run, alone, window) for run in runs)
             shares[kind.name] = min(max(self._over_ranks([found])[0], 0.0), 0.9)
@@ -209,19 +209,19 @@ class _Measurement:
         if len(by_kind) < 2:
             return 1, 1.0, 0.0
         gather, reduction = by_kind[fsdp_all_gather.name], by_kind[fsdp_reduce_scatter.name]
-        reduce, other = [(_start_reduce_scatter, *self._place(reduction)) for _ in range(2)]
-        all_gather = (_start_all_gather, *self._place(gather))
+        reduce, other = [(_start_reduce_scatter, *self._bucket_and_slot(reduction)) for _ in range(2)]
+        all_gather = (_start_all_gather, *self._bucket_and_slot(gather))
 
         def first_of_two() -> float:
             return self._ends([reduce, other])[0]
 
-        def gather_behind_reduction() -> list[float]:
+        def gather_after_reduction() -> list[float]:
             return self._ends([all_gather, reduce], reverse=True)
 
         first = self._over_ranks([statistics.median(self._repeat(first_of_two))])[0]
         if first < 1.5 * reduction.wire:
             return 1, 1.0, 0.0
-        ends = [statistics.median(of_one) for of_one in zip(*self._repeat(gather_behind_reduction), strict=True)]
+        ends = [statistics.median(of_one) for of_one in zip(*self._repeat(gather_after_reduction), strict=True)]
         gathered, reduced = self._over_ranks(ends)
         gather_share = min(gather.wire / gathered, 1.0)
         reduced_beside = reduction.wire - (reduced - gathered)
@@ -239,7 +239,7 @@ class _Measurement:
             ends.append(time.perf_counter() - started)
         return ends
 
-    def _place(self, collective: CollectiveTime) -> tuple[Bucket, Slot]:
+    def _bucket_and_slot(self, collective: CollectiveTime) -> tuple[Bucket, Slot]:
         """Return the bucket of a collective of the traces, and an unused slot for it."""
         for trace in self.traces:
             for bsym in trace.bound_symbols:
@@ -323,7 +323,7 @@ def _pretend(bucket: Bucket, slot: Any, *tensors: Any, **how: Any) -> InFlight:
     """A stand-in for a collective that finishes at once and leaves its slot unchanged."""
     if isinstance(slot, InFlight):  # the all-reduce across replicas
         return slot._replace(slot=None, works=[])
-    return slot.arena.issue(InFlight(bucket, "collective", slot, [], _empty_shard(bucket)))
+    return slot.arena.track(InFlight(bucket, "collective", slot, [], _empty_shard(bucket)))
 
 
 def _start_all_gather(bucket: Bucket, slot: Slot) -> InFlight:
@@ -344,8 +344,8 @@ def _empty_shard(bucket: Bucket) -> torch.Tensor:
 
 def _medians(runs: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
     return [
-        (statistics.median(h for h, _ in place), statistics.median(d for _, d in place))
-        for place in zip(*runs, strict=True)
+        (statistics.median(h for h, _ in times), statistics.median(d for _, d in times))
+        for times in zip(*runs, strict=True)
     ]
 
 

@@ -18,15 +18,15 @@ from ..trace.inspection import statement, statements
 from ..trace.schedule import Schedule
 from ..trace.symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_reduce_unreduced
 from ..transforms import share_written_in_place
-from ..transforms.plan_slots import shared_slots
-from .dry_run import PlannedStep
+from ..transforms.assign_slots import shared_slots
+from .dry_run import DryRun
 
 __all__ = [
     "before_and_after",
     "communication_lines",
     "human_bytes",
     "plan_table",
-    "planned_step_table",
+    "dry_run_table",
     "schedule_table",
     "summarize_thunder",
 ]
@@ -146,7 +146,7 @@ def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
     )
     reasons: dict[str, list[str]] = {}
     for bucket in plan:
-        reasons.setdefault(f"{bucket.travel.transport}: {bucket.travel.reason}", []).append(bucket.name)
+        reasons.setdefault(f"{bucket.comm.transport}: {bucket.comm.reason}", []).append(bucket.name)
     table.caption = "\n".join(
         reason + (f" ({', '.join(names)})" if len(reasons) > 1 else "") for reason, names in reasons.items()
     )
@@ -183,7 +183,7 @@ def summarize_thunder(trace: TraceCtx) -> list[str]:
     return lines
 
 
-def planned_step_table(step: PlannedStep) -> Table:
+def dry_run_table(step: DryRun) -> Table:
     """Return a table of a planned step, unsorted and scheduled, on its cluster. It fits 80 columns."""
     table = Table(
         title=f"one step on {step.cluster.name}, simulated; times in ms", box=box.SIMPLE_HEAD, title_justify="left"

@@ -20,10 +20,10 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Step", "find_fault"]
+__all__ = ["Action", "find_fault"]
 
 
-class Step(NamedTuple):
+class Action(NamedTuple):
     """One action of a program: issuing a collective, or waiting for one.
 
     Attributes:
@@ -41,27 +41,28 @@ class Step(NamedTuple):
     number: int
 
 
-def find_fault(programs: Mapping[int, Sequence[Step]]) -> str:
+def find_fault(programs: Mapping[int, Sequence[Action]]) -> str:
     """Return what prevents these programs, keyed by global rank, from finishing; empty if nothing does.
 
     The time is linear in the number of actions.
     """
-    return _different_order(programs) or _stuck(programs)
+    return _different_order(programs) or _find_stuck(programs)
 
 
-def _different_order(programs: Mapping[int, Sequence[Step]]) -> str:
+def _different_order(programs: Mapping[int, Sequence[Action]]) -> str:
     issued: dict[str, dict[int, list[str]]] = {}
     members: dict[str, tuple[int, ...]] = {}
     for rank, program in programs.items():
-        for step in program:
-            if not step.waits:
-                issued.setdefault(step.group, {}).setdefault(rank, []).append(step.line)
-                known = members.setdefault(step.group, step.ranks)
-                if known != step.ranks:
-                    return f"process group {step.group!r} is {known} for one rank and {step.ranks} for rank {rank}"
-                if rank not in step.ranks:
+        for action in program:
+            if not action.waits:
+                issued.setdefault(action.group, {}).setdefault(rank, []).append(action.line)
+                known = members.setdefault(action.group, action.ranks)
+                if known != action.ranks:
+                    return f"process group {action.group!r} is {known} for one rank and {action.ranks} for rank {rank}"
+                if rank not in action.ranks:
                     return (
-                        f"rank {rank} issues {step.line} on process group {step.group!r} of {step.ranks}, not its own"
+                        f"rank {rank} issues {action.line} on process group {action.group!r} of {action.ranks}, not "
+                        f"its own"
                     )
     for group, ranks in members.items():
         missing = [rank for rank in ranks if rank not in programs]
@@ -79,28 +80,28 @@ def _different_order(programs: Mapping[int, Sequence[Step]]) -> str:
     return ""
 
 
-def _stuck(programs: Mapping[int, Sequence[Step]]) -> str:
+def _find_stuck(programs: Mapping[int, Sequence[Action]]) -> str:
     position = dict.fromkeys(programs, 0)
     queue: dict[int, deque[int]] = {rank: deque() for rank in programs}  # collectives issued but not run, by number
     done: dict[int, set[int]] = {rank: set() for rank in programs}
     at_head: Counter[str] = Counter()  # number of members of each group whose next collective is that of the group
-    step_of = {rank: {s.number: s for s in program if not s.waits} for rank, program in programs.items()}
+    issue_of = {rank: {s.number: s for s in program if not s.waits} for rank, program in programs.items()}
     runnable = deque(programs)
     while runnable:
         rank = runnable.popleft()
         program = programs[rank]
         while position[rank] < len(program):
-            step = program[position[rank]]
-            if step.waits:
-                if step.number not in done[rank]:
+            action = program[position[rank]]
+            if action.waits:
+                if action.number not in done[rank]:
                     break
             else:
-                queue[rank].append(step.number)
+                queue[rank].append(action.number)
                 if len(queue[rank]) == 1:
-                    at_head[step.group] += 1
+                    at_head[action.group] += 1
             position[rank] += 1
-            if not step.waits and at_head[step.group] == len(step.ranks):
-                runnable.extend(_take_place(step, queue, done, at_head, step_of))
+            if not action.waits and at_head[action.group] == len(action.ranks):
+                runnable.extend(_complete(action, queue, done, at_head, issue_of))
     stuck = [rank for rank in programs if position[rank] < len(programs[rank]) or queue[rank]]
     if not stuck:
         return ""
@@ -108,21 +109,21 @@ def _stuck(programs: Mapping[int, Sequence[Step]]) -> str:
     for rank in stuck:
         program = programs[rank]
         at = program[position[rank]].line if position[rank] < len(program) else "its end"
-        head = step_of[rank][queue[rank][0]] if queue[rank] else None
-        behind = f", in {head.line} with ranks {head.ranks}" if head is not None else ""
-        lines.append(f"    rank {rank} is held up at {at}{behind}")
+        head = issue_of[rank][queue[rank][0]] if queue[rank] else None
+        held_by = f", in {head.line} with ranks {head.ranks}" if head is not None else ""
+        lines.append(f"    rank {rank} is held up at {at}{held_by}")
     return "\n".join(lines)
 
 
-def _take_place(
-    step: Step,
+def _complete(
+    action: Action,
     queue: Mapping[int, deque[int]],
     done: Mapping[int, set[int]],
     at_head: Counter[str],
-    step_of: Mapping[int, Mapping[int, Step]],
+    issue_of: Mapping[int, Mapping[int, Action]],
 ) -> list[int]:
     """Run the collective at the head of all members' queues, and all that follow; return the ranks to continue."""
-    possible, moved = [step], []
+    possible, moved = [action], []
     while possible:
         current = possible.pop()
         at_head[current.group] -= len(current.ranks)
@@ -130,7 +131,7 @@ def _take_place(
             done[member].add(queue[member].popleft())
             moved.append(member)
             if queue[member]:
-                following = step_of[member][queue[member][0]]
+                following = issue_of[member][queue[member][0]]
                 at_head[following.group] += 1
                 if at_head[following.group] == len(following.ranks):
                     possible.append(following)

@@ -42,12 +42,12 @@ class Issue(_Operands):
 
     @property
     def slot(self) -> Slot:
-        """The memory for the unsharded bucket; only after ``plan_slots``."""
+        """The memory for the unsharded bucket; only after ``assign_slots``."""
         return cast(Slot, self.bsym.args[1])
 
     @property
     def planned_slot(self) -> Slot | None:
-        """The slot, ``None`` before ``plan_slots``."""
+        """The slot, ``None`` before ``assign_slots``."""
         slot = self.bsym.args[1]
         return slot if isinstance(slot, Slot) else None
 

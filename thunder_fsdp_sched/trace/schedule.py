@@ -14,7 +14,7 @@ from typing import Any
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from .deadlock import Step
+from .deadlock import Action
 from .inspection import args_of, outs_of, statements
 from .operands import Issue, Wait, bucket_of
 from .symbols import (
@@ -24,9 +24,9 @@ from .symbols import (
     fsdp_all_reduce,
     fsdp_reduce_scatter,
     group_of,
-    is_there,
-    marks,
+    is_resident,
     payload,
+    residency_marks,
 )
 
 __all__ = ["CommOp", "Schedule", "StepSchedule", "load_schedules", "read_program", "read_schedule", "save_schedules"]
@@ -110,13 +110,13 @@ class Schedule:
         ]
 
 
-def read_program(trace: TraceCtx) -> list[Step]:
+def read_program(trace: TraceCtx) -> list[Action]:
     """Return what a rank that runs ``trace`` issues and waits for, for ``deadlock.find_fault``."""
-    steps: list[Step] = []
-    issued: dict[str, Step] = {}
+    actions: list[Action] = []
+    issued: dict[str, Action] = {}
 
     def wait_for(future: str) -> None:
-        steps.append(issued[future]._replace(waits=True))
+        actions.append(issued[future]._replace(waits=True))
 
     for bsym in statements(trace):
         kind = bsym.sym.name
@@ -126,11 +126,11 @@ def read_program(trace: TraceCtx) -> list[Step]:
             bucket = bucket_of(bsym)
             nbytes, dtype = payload(kind, bucket.spec)
             group = group_of(kind, bucket)
-            line = f"{kind} {bucket.spec.name} {nbytes} bytes {dtype} {bucket.spec.travel.transport}"
-            line += "".join(f" {mark}={number}" for mark, number in marks(bsym).items())
-            steps.append(Step(line, group.name or group.description, tuple(group.global_ranks), False, len(issued)))
-            issued[bsym.output.name] = steps[-1]
-    return steps
+            line = f"{kind} {bucket.spec.name} {nbytes} bytes {dtype} {bucket.spec.comm.transport}"
+            line += "".join(f" {mark}={number}" for mark, number in residency_marks(bsym).items())
+            actions.append(Action(line, group.name or group.description, tuple(group.global_ranks), False, len(issued)))
+            issued[bsym.output.name] = actions[-1]
+    return actions
 
 
 @dataclass(frozen=True)
@@ -182,11 +182,11 @@ def read_schedule(trace: TraceCtx) -> Schedule:
                 nbytes,
                 str(dtype).removeprefix("torch."),
                 group_of(collective, bucket).description,
-                bucket.spec.travel.transport if collective != fsdp_all_reduce.name else "all_reduce",
+                bucket.spec.comm.transport if collective != fsdp_all_reduce.name else "all_reduce",
                 slot,
                 consumer,
                 str(bsym.header),
-                not is_there(bsym),
+                not is_resident(bsym),
             )
         )
     return Schedule(tuple(ops), len(bsyms), compute_digest(bsyms))
@@ -227,25 +227,27 @@ def load_schedules(path: str | Path) -> list[StepSchedule]:
         raise ValueError(f"schedule: {path} holds no schedule: {error}") from error
 
 
-def _step(content: object, place: str) -> StepSchedule:
-    step = _typed(content, dict, place)
-    backward = _field(step, "backward", (dict, type(None)), place)
+def _step(content: object, json_path: str) -> StepSchedule:
+    step = _typed(content, dict, json_path)
+    backward = _field(step, "backward", (dict, type(None)), json_path)
     return StepSchedule(
-        _schedule(_field(step, "forward", dict, place), f"{place}.forward"),
-        None if backward is None else _schedule(backward, f"{place}.backward"),
-        _field(step, "no_sync", bool, place),
+        _schedule(_field(step, "forward", dict, json_path), f"{json_path}.forward"),
+        None if backward is None else _schedule(backward, f"{json_path}.backward"),
+        _field(step, "no_sync", bool, json_path),
     )
 
 
-def _schedule(content: dict[str, Any], place: str) -> Schedule:
+def _schedule(content: dict[str, Any], json_path: str) -> Schedule:
     ops = []
-    for number, op in enumerate(_field(content, "ops", list, place)):
-        at = f"{place}.ops[{number}]"
+    for number, op in enumerate(_field(content, "ops", list, json_path)):
+        at = f"{json_path}.ops[{number}]"
         fields = _typed(op, dict, at)
         if unknown := fields.keys() - _OP_TYPES.keys():
             raise ValueError(f"{at}.{sorted(unknown)[0]} is unknown")
         ops.append(CommOp(**{name: _field(fields, name, types, at) for name, types in _OP_TYPES.items()}))
-    return Schedule(tuple(ops), _field(content, "statements", int, place), _field(content, "compute", str, place))
+    return Schedule(
+        tuple(ops), _field(content, "statements", int, json_path), _field(content, "compute", str, json_path)
+    )
 
 
 _OP_TYPES: dict[str, type | tuple[type, ...]] = {
@@ -264,15 +266,15 @@ _OP_TYPES: dict[str, type | tuple[type, ...]] = {
 """The type of each field of a :class:`CommOp` in a file."""
 
 
-def _field(content: dict[str, Any], name: str, types: type | tuple[type, ...], place: str) -> Any:
+def _field(content: dict[str, Any], name: str, types: type | tuple[type, ...], json_path: str) -> Any:
     if name not in content:
-        raise ValueError(f"{place} has no {name!r}")
-    return _typed(content[name], types, f"{place}.{name}")
+        raise ValueError(f"{json_path} has no {name!r}")
+    return _typed(content[name], types, f"{json_path}.{name}")
 
 
-def _typed(value: Any, types: type | tuple[type, ...], place: str) -> Any:
+def _typed(value: Any, types: type | tuple[type, ...], json_path: str) -> Any:
     types = types if isinstance(types, tuple) else (types,)
     if type(value) not in types:  # not isinstance, which accepts a bool as an int
         names = " or ".join("null" if cls is type(None) else cls.__name__ for cls in types)
-        raise ValueError(f"{place}: expected {names}, got {type(value).__name__}")
+        raise ValueError(f"{json_path}: expected {names}, got {type(value).__name__}")
     return value

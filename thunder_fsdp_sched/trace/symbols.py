@@ -40,7 +40,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import OperatorExecutor, register_executor
 
-from ..distributed.process_groups import Group
+from ..distributed.process_groups import ProcessGroupRef
 from ..plan.specs import BucketSpec
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
@@ -81,11 +81,11 @@ __all__ = [
     "fsdp_wait_grads",
     "fsdp_wait_params",
     "group_of",
-    "is_there",
-    "marks",
+    "is_resident",
+    "residency_marks",
     "payload",
-    "travels",
-    "waited_by",
+    "issues_collective",
+    "awaited_kind",
 ]
 
 executor = OperatorExecutor("fsdp_sched", version="0.1")
@@ -198,7 +198,7 @@ def _print(
         call = f"({', '.join(o.name for o in bsym.output)},) = {call}"
     if bsym.sym.name in ISSUES:
         nbytes, dtype = payload(bsym.sym.name, bucket_of(bsym).spec)
-        call += f"  # {nbytes:,} bytes {str(dtype).removeprefix('torch.')}{', already resident' * is_there(bsym)}"
+        call += f"  # {nbytes:,} bytes {str(dtype).removeprefix('torch.')}{', already resident' * is_resident(bsym)}"
     return call
 
 
@@ -246,17 +246,17 @@ GRAD_WRITERS = {fsdp_matmul_into.name: "matmul", fsdp_sum_into.name: "sum"}
 """Symbols that write a gradient into the slot of its reduction, and the operators that they replace."""
 
 
-def is_there(issue: BoundSymbol) -> bool:
+def is_resident(issue: BoundSymbol) -> bool:
     """Return whether a gather expects its bucket to be resident from forward, so that nothing is sent."""
     return issue.kwargs.get("preceded_by") is not None
 
 
-def travels(bsym: BoundSymbol) -> bool:
+def issues_collective(bsym: BoundSymbol) -> bool:
     """Return whether ``bsym`` issues a collective and is not a gather whose bucket is already resident."""
-    return bsym.sym.name in ISSUES and not is_there(bsym)
+    return bsym.sym.name in ISSUES and not is_resident(bsym)
 
 
-def marks(issue: BoundSymbol) -> dict[str, int]:
+def residency_marks(issue: BoundSymbol) -> dict[str, int]:
     """Return the marks of a gather that are set: ``followed_by`` and ``preceded_by``."""
     return {k: v for k in ("followed_by", "preceded_by") if (v := issue.kwargs.get(k)) is not None}
 
@@ -270,14 +270,14 @@ def payload(kind: str, spec: BucketSpec) -> tuple[int, torch.dtype]:
     return spec.layout.shard_numel * spec.reduce_dtype.itemsize, spec.reduce_dtype
 
 
-def waited_by(wait: BoundSymbol) -> str:
+def awaited_kind(wait: BoundSymbol) -> str:
     """Return the kind of collective that a wait waits for."""
     if wait.sym is fsdp_wait_params:
         return fsdp_all_gather.name
     return fsdp_reduce_scatter.name if bucket_of(wait).ranks.replicas is None else fsdp_all_reduce.name
 
 
-def group_of(kind: str, bucket: Bucket) -> Group:
+def group_of(kind: str, bucket: Bucket) -> ProcessGroupRef:
     """Return the ranks that take part in a collective of that kind."""
     if kind == fsdp_all_gather.name:
         return bucket.ranks.group

@@ -23,7 +23,7 @@ import torch
 from thunder.core.module import ThunderModule
 from torch import nn
 
-from ..distributed.process_groups import Group
+from ..distributed.process_groups import ProcessGroupRef
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, InFlight, slot_bytes
 from ..runtime.ops import all_gather, wait_params
@@ -63,16 +63,16 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
     sharded, module = find_transform(model).sharded, model._model
     if sharded.running_eagerly:
         raise RuntimeError("eager: already inside eager(...) of this model; use the module that it returned")
-    sharded.own.check()
-    sharded.own.check_shards()
+    sharded.module_params.check()
+    sharded.module_params.check_shards()
     sharded.check_initialized()
-    if found := sharded.own.in_containers():
+    if found := sharded.module_params.in_containers():
         path, name = next(iter(found.items()))
         raise RuntimeError(
             f"eager: {path} of the module holds parameter {name!r} beside its name: forward could read this rank's rows "
             f"there. Remove it"
         )
-    unsharded = [_Unsharded(model, bucket, sharded.own.placeholders) for bucket in sharded.buckets]
+    unsharded = [_Unsharded(model, bucket, sharded.module_params.placeholders) for bucket in sharded.buckets]
     inside: dict[nn.Module, list[_Unsharded]] = {}
     for one in unsharded:
         inside.setdefault(one.innermost if reshard_after_forward else module, []).append(one)
@@ -80,8 +80,8 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
     with torch.no_grad(), contextlib.ExitStack() as undo:
         sharded.running_eagerly = True
         undo.callback(setattr, sharded, "running_eagerly", False)
-        sharded.own.show_whole()
-        undo.callback(sharded.own.show_shards)
+        sharded.module_params.install_placeholders()
+        undo.callback(sharded.module_params.install_shards)
         _use_current(model, sharded, undo)
         undo.callback(_reshard, unsharded, finally_=True)
         _unshard(stay)
@@ -94,8 +94,8 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
         for hook in hooks:
             undo.callback(hook.remove)
         yield module
-    sharded.control.meet("the end of eager(...)")
-    _check_gathers(sharded, [one for one in unsharded if not sharded.control.concerns_all(one.bucket)])
+    sharded.control.rendezvous("the end of eager(...)")
+    _check_gathers(sharded, [one for one in unsharded if not sharded.control.is_on_all_ranks(one.bucket)])
 
 
 class _Unsharded:
@@ -112,7 +112,7 @@ class _Unsharded:
         self.users = self.gathers = 0
         names = [(name, index) for index, param in enumerate(bucket.spec.params) for name in param.names]
         ways = []
-        self.places: list[tuple[dict[str, nn.Parameter | None], str, int, nn.Parameter]] = []
+        self.entries: list[tuple[dict[str, nn.Parameter | None], str, int, nn.Parameter]] = []
         for name, index in names:
             *path, leaf = name.split(".")
             way = [model._model]
@@ -122,13 +122,13 @@ class _Unsharded:
             if own.get(leaf) is None:
                 raise RuntimeError(f"eager: the module has no parameter {name!r}: another transform created it")
             ways.append(way)
-            self.places.append((own, leaf, index, placeholders[name]))
+            self.entries.append((own, leaf, index, placeholders[name]))
         self.innermost = _innermost(ways)
 
     def issue(self) -> InFlight:
         bucket, spec = self.bucket, self.bucket.spec
         self.gathers += 1
-        bucket.tally.expected += 2
+        bucket.issue_counts.expected += 2
         slot = Arena(spec.device).slot(0, slot_bytes(spec, spec.param_dtype))
         return all_gather(bucket, slot, *(self.model.get_parameter(param.name) for param in spec.params))
 
@@ -139,12 +139,12 @@ class _Unsharded:
             for whole, param in zip(wait_params(self.bucket, flight), self.bucket.spec.params, strict=True)
         ]
         self.bucket.source.finish_copy()
-        flight.slot.arena.let_go()
-        for own, leaf, index, _ in self.places:
+        flight.slot.arena.release()
+        for own, leaf, index, _ in self.entries:
             own[leaf] = params[index]
 
     def free(self) -> None:
-        for own, leaf, _, placeholder in self.places:
+        for own, leaf, _, placeholder in self.entries:
             own[leaf] = placeholder
 
 
@@ -170,9 +170,9 @@ def _unshard(members: Sequence[_Unsharded], *_: Any) -> None:
     _refuse_gradients()
     control = wanted[0].bucket.control if wanted else None
     if control is not None:
-        names = [one.bucket.spec.name for one in wanted if control.concerns_all(one.bucket)]
+        names = [one.bucket.spec.name for one in wanted if control.is_on_all_ranks(one.bucket)]
         if names:
-            control.meet("gathering inside eager(...)", *names)
+            control.rendezvous("gathering inside eager(...)", *names)
     flights = [one.issue() for one in wanted]
     for one, flight in zip(wanted, flights, strict=True):
         one.fill(flight)
@@ -194,14 +194,14 @@ def _use_current(model: ThunderModule, sharded: ShardedModule, undo: contextlib.
     ):
         tied: dict[int, torch.Tensor] = {}  # the model has them only under their first name
         for name, own in list(named):
-            if name not in sharded.places:
+            if name not in sharded.locations:
                 path, _, leaf = name.rpartition(".")
                 owner = getattr(module.get_submodule(path), kind)
                 owner[leaf] = given = tied.setdefault(id(own), current(name))
-                undo.callback(_put_back, model, owner, leaf, name, own, given)
+                undo.callback(_restore, model, owner, leaf, name, own, given)
 
 
-def _put_back(
+def _restore(
     model: ThunderModule, owner: dict[str, Any], leaf: str, name: str, own: torch.Tensor, given: torch.Tensor
 ) -> None:
     now = owner.get(leaf)
@@ -223,7 +223,7 @@ def _refuse_gradients(*_: Any) -> None:
 
 def _check_gathers(sharded: ShardedModule, unsharded: Sequence[_Unsharded]) -> None:
     """Compare through the store, because a collective of equal size could match a gather of the other ranks."""
-    groups: dict[str, Group] = {one.bucket.ranks.group.name: one.bucket.ranks.group for one in unsharded}
+    groups: dict[str, ProcessGroupRef] = {one.bucket.ranks.group.name: one.bucket.ranks.group for one in unsharded}
     for name, group in groups.items():
         lines = [
             f"bucket {one.bucket.spec.name!r} was gathered {one.gathers} times"

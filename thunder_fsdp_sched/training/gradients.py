@@ -47,14 +47,14 @@ def clip_grad_norm_(
     if not max_norm >= 0:
         raise ValueError(f"max_norm: expected a number of at least 0, got {max_norm!r}")
     sharded = find_transform(model).sharded
-    everyone, control = sharded.everyone, sharded.control
+    world_group, control = sharded.world_group, sharded.control
     control.begin("clip_grad_norm_", f"with norm_type={norm_type}")
     weighed: list[tuple[float, list[torch.Tensor]]] = [
         (1 / bucket.spec.replicas, [g for p in bucket.params if p.grad is not None and (g := plain(p.grad)).numel()])
         for bucket in sharded.buckets
     ]
-    whole = [p.grad for n, p in model.named_parameters() if n not in sharded.places and p.grad is not None]
-    weighed.append((1 / everyone.size, whole))
+    whole = [p.grad for n, p in model.named_parameters() if n not in sharded.locations and p.grad is not None]
+    weighed.append((1 / world_group.size, whole))
     device = sharded.buckets[0].spec.device if sharded.buckets else torch.device("cpu")
     dtype = torch.float64 if any(p.dtype is torch.float64 for p in model.parameters()) else torch.float32
     total = torch.zeros((), dtype=dtype, device=device)
@@ -66,12 +66,12 @@ def clip_grad_norm_(
             total = torch.maximum(total, norms.max())
         else:
             total += weight * norms.pow(norm_type).sum()
-    if not control.alone:
+    if not control.is_single_rank:
         reduce = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
         control.settle()
-        if everyone.backend_for(device):
+        if world_group.backend_for(device):
             with control.doing("the all-reduce of clip_grad_norm_"):
-                dist.all_reduce(total, reduce, group=everyone.process_group)
+                dist.all_reduce(total, reduce, group=world_group.process_group)
         else:  # nothing is sharded, and all gradients are on the CPU
             (norm,) = control.reduce("clip_grad_norm_", [total.item()], reduce)
             total.fill_(norm)
@@ -80,7 +80,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not total.isfinite():
         names = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
         per_rank = zip(
-            everyone.global_ranks, control.exchange("the names of gradients that are not finite", names), strict=True
+            world_group.global_ranks, control.exchange("the names of gradients that are not finite", names), strict=True
         )
         culprits = [f"not finite on rank {rank}: {', '.join(theirs)}" for rank, theirs in per_rank if theirs]
         why = "; ".join(culprits) or f"every gradient is finite, but their norm overflows {dtype}"

@@ -24,7 +24,7 @@ class OwnedParam:
 
     Attributes:
         rows: this rank's rows, a parameter of the sharded model.
-        whole: the parameter that the optimizer updates. Outside of a step it has a shape but no memory.
+        unsharded: the parameter that the optimizer updates. Outside of a step it has a shape but no memory.
         owner: the rank that updates it, in the process group over which it is sharded.
     """
 
@@ -36,14 +36,14 @@ class OwnedParam:
         self.control = bucket.control
         self.owner = 0
         self._placement = bucket.spec.layout.placements[index]
-        self.whole = torch.nn.Parameter(self._blank(), rows.requires_grad)
+        self.unsharded = torch.nn.Parameter(self._blank(), rows.requires_grad)
 
     @property
-    def is_mine(self) -> bool:
+    def is_owned_here(self) -> bool:
         return self.owner == self.group.rank
 
     @property
-    def travels_with(self) -> tuple[Any, ...]:
+    def exchange_key(self) -> tuple[Any, ...]:
         """A key that is equal for parameters that one collective can send, and that sorts equally on all ranks."""
         return (tuple(self.group.global_ranks), self.group.name, str(self.rows.dtype), str(self.spec.device))
 
@@ -58,16 +58,16 @@ class OwnedParam:
 
     def rows_of(self, rank: int) -> torch.Tensor:
         start, end = self._placement.row_starts[rank : rank + 2]
-        return self.whole[start:end]
+        return self.unsharded[start:end]
 
     def fill(self, values: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        """Assemble :attr:`whole` from the rows of each rank."""
-        self.whole.data = torch.cat(list(values))
-        self.whole.grad = torch.cat(list(grads))
+        """Assemble :attr:`unsharded` from the rows of each rank."""
+        self.unsharded.data = torch.cat(list(values))
+        self.unsharded.grad = torch.cat(list(grads))
 
     def empty(self) -> None:
-        self.whole.grad = None
-        self.whole.data = self._blank()
+        self.unsharded.grad = None
+        self.unsharded.data = self._blank()
 
     def _blank(self) -> torch.Tensor:
         # A 0-dim parameter counts as one row, as in its bucket and in checkpoints.
@@ -88,7 +88,7 @@ def choose_owners(known: Iterable[OwnedParam], new: Iterable[OwnedParam]) -> Non
 def rows_to_owners(params: Sequence[OwnedParam]) -> None:
     """Send this rank's rows of parameters and gradients to their owners, which assemble them."""
     group = params[0].group
-    mine = [p for p in params if p.is_mine]
+    mine = [p for p in params if p.is_owned_here]
     received = _all_to_all(
         params[0],
         [[t for p in params if p.owner == rank for t in (p.rows, p.grad)] for rank in range(group.size)],
@@ -101,7 +101,7 @@ def rows_to_owners(params: Sequence[OwnedParam]) -> None:
 def rows_from_owners(params: Sequence[OwnedParam]) -> None:
     """Send updated rows from this rank to the ranks that hold them, and receive its own rows from the other owners."""
     group = params[0].group
-    mine = [p for p in params if p.is_mine]
+    mine = [p for p in params if p.is_owned_here]
     by_owner = [[p for p in params if p.owner == rank] for rank in range(group.size)]
     received = _all_to_all(
         params[0],

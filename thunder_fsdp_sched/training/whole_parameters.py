@@ -97,7 +97,7 @@ class WholeParameters(torch.optim.Optimizer):
 
     def owns(self, param: torch.Tensor) -> bool:
         """Return whether this rank updates ``param`` and has its state."""
-        return self._params[param].is_mine
+        return self._params[param].is_owned_here
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -111,14 +111,14 @@ class WholeParameters(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # In an order that is the same on all ranks, even if they have parameters of different process groups.
-        together: dict[tuple[Any, ...], list[OwnedParam]] = defaultdict(list)
+        by_exchange: dict[tuple[Any, ...], list[OwnedParam]] = defaultdict(list)
         for param in self._params.values():
             if param.rows.grad is not None:
-                together[param.travels_with].append(param)
-        exchanges = [together[key] for key in sorted(together)]
-        control, places = self._sharded.control, self._sharded.places
+                by_exchange[param.exchange_key].append(param)
+        exchanges = [by_exchange[key] for key in sorted(by_exchange)]
+        control, locations = self._sharded.control, self._sharded.locations
         names = [p.spec.name for params in exchanges for p in params]
-        control.meet("WholeParameters.step for", *(n for n in names if control.concerns_all(places[n][0])))
+        control.rendezvous("WholeParameters.step for", *(n for n in names if control.is_on_all_ranks(locations[n][0])))
         for params in exchanges:
             with torch.profiler.record_function("fsdp_rows_to_owners"):
                 rows_to_owners(params)
@@ -160,8 +160,8 @@ class WholeParameters(torch.optim.Optimizer):
         assert self._inner is not None
         for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
             theirs.update(_options(ours))  # a scheduler may have changed them
-        owned = [param for param in self._params.values() if param.is_mine]
-        self._inner.state = defaultdict(dict, {p.whole: self.state[p.rows] for p in owned if p.rows in self.state})
+        owned = [param for param in self._params.values() if param.is_owned_here]
+        self._inner.state = defaultdict(dict, {p.unsharded: self.state[p.rows] for p in owned if p.rows in self.state})
         self._inner.step()
         self._keep_state()
         for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
@@ -170,27 +170,29 @@ class WholeParameters(torch.optim.Optimizer):
     def _keep_state(self) -> None:
         assert self._inner is not None
         for param in self._params.values():
-            if param.is_mine and param.whole in self._inner.state:
-                self.state[param.rows] = self._inner.state[param.whole]
+            if param.is_owned_here and param.unsharded in self._inner.state:
+                self.state[param.rows] = self._inner.state[param.unsharded]
         self._inner.state = defaultdict(dict)  # frees state that a loaded state replaces
 
     def _take(self, groups: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
         """Check groups, compare them among ranks, assign an owner to each parameter, and add them to the optimizer."""
         new = {rows: self._param(rows) for group in groups for rows in group["params"]}
         self._agree([[new[rows] for rows in group["params"]] for group in groups])
-        wholes = [{**_options(group), "params": [new[rows].whole for rows in group["params"]]} for group in groups]
+        unsharded_groups = [
+            {**_options(group), "params": [new[rows].unsharded for rows in group["params"]]} for group in groups
+        ]
         # Every rank passes all parameters to the optimizer, so that errors occur on all ranks.
         if self._inner is None:
-            self._inner = self._class(wholes, **options)
+            self._inner = self._class(unsharded_groups, **options)
             self.defaults = self._inner.defaults
         else:
-            for whole in wholes:
+            for whole in unsharded_groups:
                 self._inner.add_param_group(whole)
         choose_owners(self._params.values(), new.values())
         self._params |= new
         for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
             ours.update(_options(theirs))
-            theirs["params"] = [self._params[rows].whole for rows in ours["params"] if self.owns(rows)]
+            theirs["params"] = [self._params[rows].unsharded for rows in ours["params"] if self.owns(rows)]
         self._keep_state()  # some optimizers create it in the constructor
 
     def _param(self, rows: torch.Tensor) -> OwnedParam:
@@ -200,12 +202,12 @@ class WholeParameters(torch.optim.Optimizer):
                 f"params: a tensor of shape {tuple(rows.shape)} is no parameter of the model: pass parameters of the "
                 f"jitted module, model.parameters()"
             )
-        if name not in self._sharded.places:
+        if name not in self._sharded.locations:
             raise ValueError(
                 f"params: {name!r} is not sharded (ignored_params), every rank has it whole: pass it to "
                 f"{self._class.__name__} directly"
             )
-        return OwnedParam(rows, *self._sharded.places[name])
+        return OwnedParam(rows, *self._sharded.locations[name])
 
     def _agree(self, groups: Sequence[Sequence[OwnedParam]]) -> None:
         """Raise an error if parameters differ between ranks, which would block each other in ``step`` or drift apart."""

@@ -7,6 +7,7 @@ blocks of ``Linear(64, 64, bias=False)`` and ``relu`` on two ranks, with the def
 was cut.
 """
 
+from .assign_slots import assign_slots
 from .bucket_communication import bucket_communication
 from .end_backward import end_backward
 from .fuse_downcast import fuse_downcast
@@ -14,10 +15,9 @@ from .guard_kept import guard_first, guard_kept
 from .insert_agreement import insert_agreement
 from .insert_unshard import insert_unshard
 from .keep_fusions_apart import keep_fusions_apart, remove_cuts
-from .plan_slots import plan_slots
 from .regather_for_backward import refuse_redrawn_gradients, regather_for_backward
 from .replay_schedule import ScheduleMismatch, replay_schedule
-from .reuse_from_forward import mark_left_by_forward, reuse_from_forward
+from .reuse_from_forward import mark_retained_by_forward, reuse_from_forward
 from .shard_prologue import refuse_foreign_parameters, shard_prologue, unpacked_parameters
 from .sort_communication import sort_communication
 from .verify import VerificationError, verify
@@ -34,8 +34,8 @@ __all__ = [
     "insert_agreement",
     "insert_unshard",
     "keep_fusions_apart",
-    "mark_left_by_forward",
-    "plan_slots",
+    "mark_retained_by_forward",
+    "assign_slots",
     "refuse_foreign_parameters",
     "refuse_redrawn_gradients",
     "regather_for_backward",

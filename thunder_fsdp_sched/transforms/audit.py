@@ -56,7 +56,7 @@ class _Param(NamedTuple):
         return self.slot.params[self.bucket].tensors[self.number]
 
 
-class _Planned(NamedTuple):
+class _Expected(NamedTuple):
     """The plan for one bound symbol.
 
     Attributes:
@@ -80,17 +80,17 @@ class Auditor:
     Args:
         trace: the trace with slots.
         forward: for a backward trace, its forward trace, whose saved tensors may be in private slots.
-        former: the memory in which parameters were stored before sharding.
+        former_memory: the memory in which parameters were stored before sharding.
         on_success: called once, after the first run.
     """
 
     def __init__(
-        self, trace: TraceCtx, *, forward: TraceCtx | None, former: FormerMemory, on_success: Callable[[], None]
+        self, trace: TraceCtx, *, forward: TraceCtx | None, former_memory: FormerMemory, on_success: Callable[[], None]
     ) -> None:
         self.name = "audit_forward" if forward is None else "audit_backward"
-        self.planned: dict[int, _Planned] = {}
+        self.expected: dict[int, _Expected] = {}
         self.inputs = tuple(p for p in trace.args if isinstance(p, TensorProxy)) if forward is None else ()
-        self._former = former
+        self._former_memory = former_memory
         self._on_success: Callable[[], None] | None = on_success
         self._before: list[tuple[int, torch.Tensor | None]] = []
         self._aliases = Aliases()
@@ -102,7 +102,7 @@ class Auditor:
         for position, bsym in enumerate(trace.bound_symbols):
             self._follow(bsym, position)
             if not _is_own(bsym) and bsym.sym.id not in _NO_OPERATORS:
-                self._plan(bsym, position)
+                self._expect(bsym, position)
         self._arenas: tuple[Arena, ...] = tuple({slot.arena: None for _, slot, _ in self._gathers})
 
     def __repr__(self) -> str:
@@ -125,14 +125,14 @@ class Auditor:
         elif bsym.sym.name not in WAITS and bsym.sym.name not in GRAD_WRITERS:
             self._aliases.add(bsym)
 
-    def _plan(self, bsym: BoundSymbol, position: int) -> None:
+    def _expect(self, bsym: BoundSymbol, position: int) -> None:
         defined = set(outs_of(bsym))
         tensors = (p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy) and p.name in defined)
         outs = tuple({p.name: p for p in tensors}.values())
         slots = tuple(frozenset(p.slot for p in self._roots(out.name)) for out in outs)
         read = tuple(dict.fromkeys(p for arg in args_of(bsym) for p in self._roots(arg)))
         if outs or read:
-            self.planned[position] = _Planned(bsym, outs, slots, read, facts_of(bsym).known)
+            self.expected[position] = _Expected(bsym, outs, slots, read, facts_of(bsym).known)
 
     def _roots(self, name: str) -> list[_Param]:
         return [self._params[root] for root in sorted(self._aliases.roots(name)) if root in self._params]
@@ -144,7 +144,7 @@ class Auditor:
             ValueError: names the input and the parameter.
         """
         for proxy, tensor in zip(self.inputs, inputs, strict=True):
-            name = self._former.owner_of(tensor)
+            name = self._former_memory.owner_of(tensor)
             if name is not None:
                 raise ValueError(
                     f"fsdp: forward reads {proxy.name!r}, a view of parameter {name!r} that was created before "
@@ -154,8 +154,8 @@ class Auditor:
 
     def before(self, position: int) -> None:
         """Record the state of the parameters that the bound symbol at ``position`` is about to read."""
-        planned = self.planned[position]
-        self._before = [(p.tensor._version, None if planned.known else p.tensor.clone()) for p in planned.read]
+        expected = self.expected[position]
+        self._before = [(p.tensor._version, None if expected.known else p.tensor.clone()) for p in expected.read]
 
     def after(self, position: int, outputs: Sequence[torch.Tensor]) -> None:
         """Compare the effect of the bound symbol at ``position`` with the plan.
@@ -163,16 +163,16 @@ class Auditor:
         Raises:
             VerificationError: it returned memory of a slot or changed a parameter, contrary to the plan.
         """
-        planned, state, self._before = self.planned[position], self._before, []
-        for proxy, output, slots in zip(planned.outs, outputs, planned.slots, strict=True):
+        expected, state, self._before = self.expected[position], self._before, []
+        for proxy, output, slots in zip(expected.outs, outputs, expected.slots, strict=True):
             for arena in self._arenas:
                 span = arena.span_of(output)
                 if span is not None and not any(s.arena is arena and s.contains(span) for s in slots):
                     self._fail(position, self._misplaced(position, proxy.name, arena, span, slots))
-        for param, (version, copy) in zip(planned.read, state, strict=True):
+        for param, (version, copy) in zip(expected.read, state, strict=True):
             if param.tensor._version != version or (copy is not None and not _same_bytes(param.tensor, copy)):
                 spec = param.bucket.spec
-                what = "is known not to write it" if planned.known else "an unknown operator may not write it"
+                what = "is known not to write it" if expected.known else "an unknown operator may not write it"
                 self._fail(
                     position,
                     f"changes parameter {spec.params[param.number].name!r} of bucket {spec.name!r} in {param.slot} in "
@@ -188,13 +188,13 @@ class Auditor:
         where = (
             f"{found[-1][0]} of bucket {found[-1][1]!r}" if found else "memory of slots that nothing was gathered into"
         )
-        planned = f"the plan says {', '.join(sorted(map(str, slots)))}" if slots else "the plan says it lies in none"
-        return f"returns {name!r}, which lies in {where}; {planned}"
+        expected = f"the plan says {', '.join(sorted(map(str, slots)))}" if slots else "the plan says it lies in none"
+        return f"returns {name!r}, which lies in {where}; {expected}"
 
     def _fail(self, position: int, what: str) -> None:
         raise VerificationError(
             f"{self.name}: bound symbol {position} {what}. What this project knows about the operator is wrong; please "
-            f"report it. Nothing was updated with the wrong values.\n    {statement(self.planned[position].bsym)}"
+            f"report it. Nothing was updated with the wrong values.\n    {statement(self.expected[position].bsym)}"
         )
 
     def succeeded(self) -> None:
@@ -204,12 +204,14 @@ class Auditor:
             on_success()
 
 
-def audited(trace: TraceCtx, *, forward: TraceCtx | None, former: FormerMemory, stats: Iterable[Any]) -> TraceCtx:
+def audited(
+    trace: TraceCtx, *, forward: TraceCtx | None, former_memory: FormerMemory, stats: Iterable[Any]
+) -> TraceCtx:
     """Return ``trace``, complete with ``del`` statements, with the audit of its first run.
 
     Args:
         forward: for a backward trace, its forward trace.
-        former: the memory in which parameters were stored before sharding.
+        former_memory: the memory in which parameters were stored before sharding.
         stats: Thunder's statistics of the jitted modules that may run the trace. After the first run, their cache
             receives the trace without the audit.
     """
@@ -222,20 +224,20 @@ def audited(trace: TraceCtx, *, forward: TraceCtx | None, former: FormerMemory, 
             for one in of_modules:
                 _exchange(one, found, backward)
 
-    auditor = Auditor(trace, forward=forward, former=former, on_success=exchange)
+    auditor = Auditor(trace, forward=forward, former_memory=former_memory, on_success=exchange)
     inputs_checked = not auditor.inputs
     for position, bsym in enumerate(trace.bound_symbols):
-        planned = auditor.planned.get(position)
+        expected = auditor.expected.get(position)
         if not inputs_checked and bsym.sym.id not in _NO_OPERATORS:
             new.bound_symbols.append(fsdp_audit_inputs.bind(auditor, *auditor.inputs, output=None))
             inputs_checked = True
         if bsym.sym.id is PrimIDs.RETURN:
             new.bound_symbols.append(fsdp_audit_done.bind(auditor, output=None))
-        if planned is not None and planned.read:
+        if expected is not None and expected.read:
             new.bound_symbols.append(fsdp_audit_before.bind(auditor, position, output=None))
         new.bound_symbols.append(bsym)
-        if planned is not None:
-            new.bound_symbols.append(fsdp_audit.bind(auditor, position, *planned.outs, output=None))
+        if expected is not None:
+            new.bound_symbols.append(fsdp_audit.bind(auditor, position, *expected.outs, output=None))
     new._any_future_tensors = trace._any_future_tensors
     return new
 

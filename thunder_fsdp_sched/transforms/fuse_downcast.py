@@ -15,7 +15,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..runtime.bucket import Bucket
-from ..runtime.bucket_aliases import bytes_of_rest, in_dtype, only
+from ..runtime.bucket_aliases import alias_bytes, alias_in_dtype, alias_of_params
 from ..trace.inspection import args_of, swap_args, with_bound_symbols
 from ..trace.operands import Gather, Wait, bucket_of
 from ..trace.symbols import fsdp_all_gather, fsdp_wait_params
@@ -115,19 +115,19 @@ class _Lowered(NamedTuple):
         rest = sorted(used - found.keys())
         lower = bucket.spec.layout.unsharded_numel * dtype.itemsize
         # The rest is gathered by an all-reduce, which sends twice its bytes.
-        if not found or lower + 2 * bytes_of_rest(bucket, rest) >= bucket.spec.unsharded_bytes:
+        if not found or lower + 2 * alias_bytes(bucket, rest) >= bucket.spec.unsharded_bytes:
             return None
         return cls(bucket, dtype, found, rest)
 
     def emit(self, trace: TraceCtx, wait: BoundSymbol) -> Iterator[BoundSymbol]:
         gather = next(b for b in trace.bound_symbols if b.output is Wait(wait).future)
-        low = in_dtype(self.bucket, self.dtype)
+        low = alias_in_dtype(self.bucket, self.dtype)
         outs = list(fsdp_wait_params.meta(low, None))
         for index, of_one in self.casts.items():
             outs[index] = of_one[0].output
         yield from _pair(gather, wait, low, Gather(gather).shards, outs)
         if self.rest:
-            rest = only(self.bucket, self.rest)
+            rest = alias_of_params(self.bucket, self.rest)
             shards = [Gather(gather).shards[i] for i in self.rest]
             yield from _pair(gather, wait, rest, shards, [wait.output[i] for i in self.rest])
 

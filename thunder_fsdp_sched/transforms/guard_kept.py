@@ -38,7 +38,7 @@ def guard_kept(trace: TraceCtx, *, kept: Collection[Bucket]) -> TraceCtx:
     aborted forward or an evaluation may have overwritten it since.
     """
     started = time.perf_counter()
-    gathers = [b for b in trace.bound_symbols if b.sym is fsdp_all_gather and bucket_of(b).whole in kept]
+    gathers = [b for b in trace.bound_symbols if b.sym is fsdp_all_gather and bucket_of(b).base in kept]
     if not gathers or all(forward_part(trace)[:-1]):
         return trace
     new = with_bound_symbols(trace, trace.bound_symbols[:-1], "fsdp: guard kept buckets", started)

@@ -15,7 +15,7 @@ from thunder.core.trace import TraceCtx, tracectx
 from ..agreement.control import Run
 from ..trace.inspection import AGREEMENT, with_bound_symbols
 from ..trace.operands import Wait, bucket_of
-from ..trace.symbols import WAITS, executor, fsdp_params_unchanged, fsdp_reduce_unreduced, travels
+from ..trace.symbols import WAITS, executor, fsdp_params_unchanged, fsdp_reduce_unreduced, issues_collective
 
 __all__ = ["fsdp_agree", "fsdp_agreed", "insert_agreement"]
 
@@ -51,10 +51,10 @@ def insert_agreement(trace: TraceCtx, *, run: Run, before_issue: bool) -> TraceC
     for position, bsym in enumerate(bsyms):
         if head is None and bsym.sym.id not in _UNPACKING:
             head = position
-        if travels(bsym):
+        if issues_collective(bsym):
             issued.add(bsym.output.name)
         waits = bsym.sym.name in WAITS and Wait(bsym).future.name in issued
-        if (travels(bsym) and before_issue) or waits or bsym.sym is fsdp_reduce_unreduced:
+        if (issues_collective(bsym) and before_issue) or waits or bsym.sym is fsdp_reduce_unreduced:
             end = position
             break
     if end is None:  # other ranks communicate in this trace, this one does not

@@ -84,7 +84,7 @@ def keep_fusions_apart(trace: TraceCtx, *, can_fuse: Callable[[BoundSymbol], boo
         params.add(bsym)
         halves[is_forward].add(bsym)
     for half in halves.values():
-        half.place(fusible)
+        half.assign_positions(fusible)
 
     new = with_bound_symbols(trace, (), "fsdp: keep fusions apart", started)
     out = new.bound_symbols
@@ -125,8 +125,8 @@ def remove_cuts(trace: TraceCtx) -> TraceCtx:
     bsyms = []
     for bsym in trace.bound_symbols:
         if bsym.sym is fsdp_cut:
-            for before, behind in zip(bsym.args, bsym.output, strict=True):
-                original[behind.name] = original.get(before.name, before)
+            for before, after in zip(bsym.args, bsym.output, strict=True):
+                original[after.name] = original.get(before.name, before)
             continue
         if bsym.sym is fsdp_wait_params:
             bsym = Wait(bsym).with_token(None)
@@ -164,13 +164,13 @@ class _Params:
 
 @dataclass(eq=False)
 class _Comm:
-    """A collective and its wait, to be placed before compute number ``place`` of their half.
+    """A collective and its wait, to be placed before compute number ``position`` of their half.
 
     Unless they are ``moved``, they stay where they are.
     """
 
     bsyms: list[BoundSymbol]
-    place: int
+    position: int
     moved: bool = False
 
     @property
@@ -187,7 +187,7 @@ class _Half:
         self.compute: list[BoundSymbol] = []
         self.comms: list[_Comm] = []
         self.comm_of: dict[str, _Comm] = {}  # by the name of the future
-        self.emitted = 0
+        self.next_position = 0
         self.names: dict[str, Proxy] = {}  # new names of tensors that have crossed a cut
 
     def add(self, bsym: BoundSymbol) -> None:
@@ -202,7 +202,7 @@ class _Half:
             self.comms.append(_Comm([bsym], len(self.compute)))
             self.comm_of.update(dict.fromkeys(outs_of(bsym), self.comms[-1]))
 
-    def place(self, fusible: Collection[int]) -> None:
+    def assign_positions(self, fusible: Collection[int]) -> None:
         """Choose the position of every gather and reduction.
 
         Args:
@@ -210,19 +210,19 @@ class _Half:
         """
         self.uses = _Uses(self.compute, self.params)
         cost = self.uses.width()
-        for place in range(1, len(self.compute)):
-            if id(self.compute[place - 1]) not in fusible or id(self.compute[place]) not in fusible:
-                cost[place] = 0
-        self._place_gathers(cost)
-        self._place_reductions(cost)
+        for position in range(1, len(self.compute)):
+            if id(self.compute[position - 1]) not in fusible or id(self.compute[position]) not in fusible:
+                cost[position] = 0
+        self._position_gathers(cost)
+        self._position_reductions(cost)
         moved = [c for c in self.comms if c.moved]
-        self.at: dict[int, list[_Comm]] = defaultdict(list)
+        self.comms_at: dict[int, list[_Comm]] = defaultdict(list)
         for comm in moved:
-            self.at[comm.place].append(comm)
+            self.comms_at[comm.position].append(comm)
         self.moved = {id(bsym) for comm in moved for bsym in comm.bsyms}
-        self.crossing = self.uses.crossing(self.at.keys())
+        self.crossing = self.uses.crossing(self.comms_at.keys())
 
-    def _place_gathers(self, cost: list[int]) -> None:
+    def _position_gathers(self, cost: list[int]) -> None:
         uses = self.uses
         first = {comm: uses.first_read(comm.bsyms[-1]) for comm in self.comms if comm.is_gather}
         before: tuple[int, int] | None = None  # consumer and position of the previous gather
@@ -230,34 +230,34 @@ class _Half:
             if consumer == len(self.compute):
                 continue  # only a reduction reads it, no compute
             if before is None or consumer > before[0]:
-                before = consumer, self._place_gather(comm, consumer, before[0] if before else None, cost)
-            comm.place, comm.moved = before[1], True
+                before = consumer, self._gather_position(comm, consumer, before[0] if before else None, cost)
+            comm.position, comm.moved = before[1], True
         for comm in first:
             if comm.moved:
-                cost[comm.place] = 0
+                cost[comm.position] = 0
 
-    def _place_gather(self, gather: _Comm, consumer: int, before: int | None, cost: Sequence[int]) -> int:
+    def _gather_position(self, gather: _Comm, consumer: int, before: int | None, cost: Sequence[int]) -> int:
         uses = self.uses
-        shards_there = max((uses.produced.get(a, -1) for a in args_of(gather.bsyms[0])), default=-1)
-        limits = (before or 0, uses.closed_before[consumer], uses.barrier_before[consumer], shards_there)
-        places = range(min(max(limits) + 1, consumer), consumer + 1)
+        shards_ready = max((uses.produced.get(a, -1) for a in args_of(gather.bsyms[0])), default=-1)
+        limits = (before or 0, uses.closed_before[consumer], uses.barrier_before[consumer], shards_ready)
+        positions = range(min(max(limits) + 1, consumer), consumer + 1)
         # The later the better, because compute before the cut hides the gather. But in forward a block's first weights
         # are read at the end of a norm. To keep the norm in one region, only expensive compute stays before the cut
         # there.
-        place = _last_cheapest(cost, places)
-        if cost[place] and not self.is_backward and before is not None:
-            places = range(max(places[0], uses.expensive_before[consumer] + 1), consumer + 1)
-            place = min(places, key=cost.__getitem__)
-        return place
+        position = _last_cheapest(cost, positions)
+        if cost[position] and not self.is_backward and before is not None:
+            positions = range(max(positions[0], uses.expensive_before[consumer] + 1), consumer + 1)
+            position = min(positions, key=cost.__getitem__)
+        return position
 
-    def _place_reductions(self, cost: list[int]) -> None:
+    def _position_reductions(self, cost: list[int]) -> None:
         uses = self.uses
         ready: dict[_Comm, int] = {}
         for comm in self.comms:
             grads = args_of(comm.bsyms[0])
             # A gradient may be a gathered parameter itself: then no compute precedes the reduction, only a wait.
             if not comm.is_gather and not any(g in self.params.bucket_of for g in grads):
-                ready[comm] = max((uses.produced.get(g, comm.place - 1) + 1 for g in grads), default=comm.place)
+                ready[comm] = max((uses.produced.get(g, comm.position - 1) + 1 for g in grads), default=comm.position)
         order = sorted(ready, key=ready.__getitem__)
         for number, comm in enumerate(order):
             start, bucket = ready[comm], bucket_of(comm.bsyms[0])
@@ -267,8 +267,8 @@ class _Half:
             latest = start
             while latest < end and uses.buckets[latest] <= {bucket} and latest not in uses.barriers:
                 latest += 1
-            comm.place, comm.moved = _last_cheapest(cost, range(start, latest + 1)), True
-            cost[comm.place] = 0
+            comm.position, comm.moved = _last_cheapest(cost, range(start, latest + 1)), True
+            cost[comm.position] = 0
 
     def moves(self, bsym: BoundSymbol) -> bool:
         """Return whether ``bsym`` is communication that ``emit`` returns at another position."""
@@ -276,18 +276,18 @@ class _Half:
 
     def emit(self) -> list[BoundSymbol]:
         """Return the bound symbols to insert before the next compute: reductions, the cut, gathers."""
-        place, self.emitted = self.emitted, self.emitted + 1
-        comms = self.at.get(place, ())
+        position, self.next_position = self.next_position, self.next_position + 1
+        comms = self.comms_at.get(position, ())
         bsyms = [bsym for comm in comms if not comm.is_gather for bsym in comm.bsyms]
         token = None
-        if crossing := self.crossing.get(place):
-            behind = tuple(proxy.replace_name(f"cut_{proxy.name}", disambiguate=True) for proxy in crossing)
-            cut = fsdp_cut.bind(*(self.names.get(p.name, p) for p in crossing), output=behind)
+        if crossing := self.crossing.get(position):
+            renamed = tuple(proxy.replace_name(f"cut_{proxy.name}", disambiguate=True) for proxy in crossing)
+            cut = fsdp_cut.bind(*(self.names.get(p.name, p) for p in crossing), output=renamed)
             if self.is_backward:
                 cut.tags.add(BoundSymbolTag.BACKWARD)
             bsyms.append(cut)
-            self.names.update(zip((p.name for p in crossing), behind, strict=True))
-            token = behind[-1]
+            self.names.update(zip((p.name for p in crossing), renamed, strict=True))
+            token = renamed[-1]
         for comm in comms:
             if comm.is_gather:
                 gather, wait = comm.bsyms
@@ -295,8 +295,8 @@ class _Half:
         return bsyms
 
 
-def _last_cheapest(cost: Sequence[int], places: range) -> int:
-    return min(reversed(places), key=cost.__getitem__)
+def _last_cheapest(cost: Sequence[int], positions: range) -> int:
+    return min(reversed(positions), key=cost.__getitem__)
 
 
 class _Uses:
@@ -331,25 +331,25 @@ class _Uses:
 
     def width(self) -> list[int]:
         """Return the number of live tensors at each position: produced before it and read after it."""
-        steps = [0] * (self.count + 2)
+        changes = [0] * (self.count + 2)
         for i, tensors in enumerate(self.tensors):
             for proxy in tensors:
                 if proxy.name in self.read_last:
-                    steps[i + 1] += 1
-                    steps[self.read_last[proxy.name] + 1] -= 1
+                    changes[i + 1] += 1
+                    changes[self.read_last[proxy.name] + 1] -= 1
         width, live = [], 0
-        for step in steps[:-1]:
-            live += step
+        for change in changes[:-1]:
+            live += change
             width.append(live)
         return width
 
-    def crossing(self, places: Collection[int]) -> dict[int, tuple[TensorProxy, ...]]:
+    def crossing(self, positions: Collection[int]) -> dict[int, tuple[TensorProxy, ...]]:
         """Return the live tensors at each of these positions, in the order in which they are produced."""
         crossing: dict[int, tuple[TensorProxy, ...]] = {}
         live: dict[str, TensorProxy] = {}
         ends: dict[int, list[str]] = defaultdict(list)
         for i, tensors in enumerate(self.tensors):
-            if i in places and live:
+            if i in positions and live:
                 crossing[i] = tuple(live.values())
             for name in ends.pop(i, ()):
                 del live[name]

@@ -80,7 +80,7 @@ def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket]) -> Trace
     started = time.perf_counter()
     forward = forward_part(trace)
     if all(forward[:-1]) or not any(
-        b.sym is fsdp_all_gather and bucket_of(b).whole not in kept for b in trace.bound_symbols
+        b.sym is fsdp_all_gather and bucket_of(b).base not in kept for b in trace.bound_symbols
     ):
         return trace
     new = with_bound_symbols(trace, (), "fsdp: regather for backward", started)
@@ -136,7 +136,7 @@ class _Regather:
             self.gathers[bucket_of(bsym)] = bsym
         elif bsym.sym is fsdp_wait_params:
             self.waits[bucket_of(bsym)] = bsym
-            if bucket_of(bsym).whole not in self.kept:
+            if bucket_of(bsym).base not in self.kept:
                 self.from_params.update(outs_of(bsym))
         elif bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
             for part in bsym.subsymbols if bsym.sym.is_fusion else (bsym,):

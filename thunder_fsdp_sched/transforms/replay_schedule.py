@@ -24,7 +24,7 @@ class ScheduleMismatch(ValueError):
 def replay_schedule(trace: TraceCtx, *, schedule: Schedule) -> TraceCtx:
     """Reorder the communication of ``trace`` to match ``schedule``.
 
-    Runs after ``guard_first`` and before ``plan_slots``, in place of ``sort_communication``, if a schedule is pinned
+    Runs after ``guard_first`` and before ``assign_slots``, in place of ``sort_communication``, if a schedule is pinned
     with ``fsdp(schedule=...)``. Compute keeps its order. The pass does not judge the schedule; ``verify`` proves later
     that the result is right. Before::
 

@@ -2,7 +2,7 @@
 
 [Note: Buckets left by forward]
 Backward first reads the buckets that forward gathered last. They stay in their slots until another collective uses the
-memory. ``plan_slots`` keeps as many of forward's last gathers resident as fit into the memory that forward needs
+memory. ``assign_slots`` keeps as many of forward's last gathers resident as fit into the memory that forward needs
 anyway. In backward it assigns them the same slots, if parameters then need no more memory there and all slots together
 need at most 1/32 more. The passes of this file mark these gathers: nothing is sent if backward runs right after its
 forward, as in a usual step. That saves backward's first gather, which no compute could hide. (Users of FSDP2 spend
@@ -27,15 +27,15 @@ from ..runtime.memory import Arena, Slot
 from ..trace.inspection import has_backward, with_bound_symbols
 from ..trace.operands import Issue, bucket_of
 from ..trace.symbols import fsdp_all_gather, fsdp_reduce_scatter
-from .plan_slots import left_by_forward, live_ranges
+from .assign_slots import live_ranges, retained_by_forward
 
-__all__ = ["mark_left_by_forward", "reuse_from_forward"]
+__all__ = ["mark_retained_by_forward", "reuse_from_forward"]
 
 
-def mark_left_by_forward(trace: TraceCtx) -> TraceCtx:
+def mark_retained_by_forward(trace: TraceCtx) -> TraceCtx:
     """Mark the gathers of a forward trace whose slots nothing overwrites before the end of forward.
 
-    Runs on the forward trace after ``plan_slots`` and before ``verify``. Does nothing if there is no backward. Before::
+    Runs on the forward trace after ``assign_slots`` and before ``verify``. Does nothing if there is no backward. Before::
 
         ft148 = fsdp_all_gather(bucket_blocks_1, slot_1, t_blocks_1_weight, again=False)  # 16,384 bytes float32
         ...
@@ -51,22 +51,22 @@ def mark_left_by_forward(trace: TraceCtx) -> TraceCtx:
     """
     started = time.perf_counter()
     bsyms = list(trace.bound_symbols)
-    behind: dict[Arena, list[Slot]] = defaultdict(list)
+    later_slots: dict[Arena, list[Slot]] = defaultdict(list)
     if has_backward(trace):
         for position, bsym in reversed(list(enumerate(bsyms))):
             if bsym.sym is fsdp_all_gather:
                 bucket, slot = bucket_of(bsym), Issue(bsym).slot
-                later = behind[slot.arena]
-                if bucket.private_slot is not slot and not any(map(slot.overlaps, later)):
-                    bsyms[position] = _marked(bsym, followed_by=len(later))
-                later.append(slot)
-    return with_bound_symbols(trace, bsyms, "fsdp: mark what is left for backward", started)
+                slots = later_slots[slot.arena]
+                if bucket.private_slot is not slot and not any(map(slot.overlaps, slots)):
+                    bsyms[position] = _marked(bsym, followed_by=len(slots))
+                slots.append(slot)
+    return with_bound_symbols(trace, bsyms, "fsdp: mark what is retained for backward", started)
 
 
 def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
     """Mark the gathers of a backward trace whose buckets are still resident from ``forward``.
 
-    Runs on the backward trace after ``plan_slots`` and before ``verify``. Does nothing if forward left no bucket in a
+    Runs on the backward trace after ``assign_slots`` and before ``verify``. Does nothing if forward left no bucket in a
     shared slot. Before::
 
         ft157 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, again=False)  # 16,384 bytes float32
@@ -80,18 +80,18 @@ def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
     See [Note: Buckets left by forward].
 
     Args:
-        forward: the forward trace after ``mark_left_by_forward``.
+        forward: the forward trace after ``mark_retained_by_forward``.
     """
     started = time.perf_counter()
     bsyms = list(trace.bound_symbols)
-    left = left_by_forward(forward)
+    retained = retained_by_forward(forward)
     before: dict[Arena, int] = defaultdict(int)
-    ranges = live_ranges(trace) if left else {}
+    ranges = live_ranges(trace) if retained else {}
     for position, bsym in enumerate(trace.bound_symbols):
         if bsym.sym not in (fsdp_all_gather, fsdp_reduce_scatter):
             continue
         bucket, slot = bucket_of(bsym), Issue(bsym).slot
-        if bsym.sym is fsdp_all_gather and left.pop(bucket, None) == slot:
+        if bsym.sym is fsdp_all_gather and retained.pop(bucket, None) == slot:
             others = (Issue(bsyms[i]).slot for i, live in ranges.items() if i != position and live.start < position)
             if not any(map(slot.overlaps, others)):
                 bsyms[position] = _marked(bsym, preceded_by=before[slot.arena])

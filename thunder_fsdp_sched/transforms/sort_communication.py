@@ -11,13 +11,13 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..distributed.process_groups import Group
+from ..distributed.process_groups import ProcessGroupRef
 from ..trace.inspection import Aliases, args_of, communicates, outs_of, statements, with_bound_symbols
 from ..trace.operands import Wait, bucket_of
 from ..trace.symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
-from .plan_slots import slot_bytes_of
+from .assign_slots import slot_bytes_of
 
-__all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "MAX_SMALL_STEPS", "bytes_in_flight", "issue_points", "sort_communication"]
+__all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "MAX_SMALL_STAGES", "bytes_in_flight", "issue_points", "sort_communication"]
 
 MAX_REDUCTIONS_IN_FLIGHT = 2
 """How many equally large reductions of one process group may be in flight. Each holds a slot of unsharded gradients. A
@@ -28,7 +28,7 @@ their own."""
 _SMALL = 10
 """A collective this many times smaller than another is too small to hide it."""
 
-MAX_SMALL_STEPS = 4
+MAX_SMALL_STAGES = 4
 """How many more steps than ``prefetch`` a gather may be issued ahead if the steps between are small."""
 
 
@@ -45,7 +45,7 @@ class _Gather:
     first_consumer: int = -1
     last_consumer: int = -1
     section: int = -1
-    step: int = -1
+    stage: int = -1
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class _Gather:
 class _Reduction:
     issue: BoundSymbol
     wait: BoundSymbol
-    across: BoundSymbol | None = None
+    all_reduce: BoundSymbol | None = None
     """The all-reduce of its result across replicas; ``None`` without replicas and once it is issued."""
     ready_after: int = -1
     consumers: list[int] = field(default_factory=list)
@@ -75,18 +75,18 @@ class _Reduction:
         return bucket_of(self.issue).spec.grad_bytes
 
     @property
-    def group(self) -> Group:
+    def group(self) -> ProcessGroupRef:
         return bucket_of(self.issue).ranks.reductions
 
     @property
     def holds_slot(self) -> bool:
-        return self.across is not None or Wait(self.wait).future.name == self.issue.output.name
+        return self.all_reduce is not None or Wait(self.wait).future.name == self.issue.output.name
 
 
 def sort_communication(trace: TraceCtx, *, prefetch: int, max_unsharded_bytes: int | None = None) -> TraceCtx:
     """Reorder the communication of a forward or backward execution trace.
 
-    Runs after ``guard_first`` and before ``plan_slots``; ``replay_schedule`` takes its place if a schedule is pinned. A
+    Runs after ``guard_first`` and before ``assign_slots``; ``replay_schedule`` takes its place if a schedule is pinned. A
     trace without communication keeps its bound symbols. Before::
 
         ft146 = fsdp_all_gather(bucket_blocks_0, None, t_blocks_0_weight, again=False)  # 16,384 bytes float32
@@ -140,39 +140,41 @@ def sort_communication(trace: TraceCtx, *, prefetch: int, max_unsharded_bytes: i
     return with_bound_symbols(trace, bsyms, "fsdp: sort communication", started)
 
 
-def bytes_in_flight(reductions: Iterable[BoundSymbol]) -> dict[Group, int]:
+def bytes_in_flight(reductions: Iterable[BoundSymbol]) -> dict[ProcessGroupRef, int]:
     """Return the most bytes of slots that the reductions of each process group may hold between issue and wait."""
-    reduced: dict[Group, list[int]] = defaultdict(list)
+    reduced: dict[ProcessGroupRef, list[int]] = defaultdict(list)
     for issue in reductions:
         reduced[bucket_of(issue).ranks.reductions].append(slot_bytes_of(issue))
     return {group: sum(sorted(nbytes)[-MAX_REDUCTIONS_IN_FLIGHT:]) for group, nbytes in reduced.items()}
 
 
-def issue_points(step_bytes: Sequence[int], prefetch: int) -> list[int]:
+def issue_points(stage_bytes: Sequence[int], prefetch: int) -> list[int]:
     """Return for each prefetch step of a trace the step before whose wait its gathers are issued.
 
     Usually that is ``prefetch`` steps earlier. But the compute of a step is roughly proportional to its bytes, so a
     smaller step (a norm, an edge piece) hides only part of a larger gather and counts only by that part. A gather may
-    therefore be issued up to ``MAX_SMALL_STEPS`` steps further ahead, as long as all steps from there on have no more
+    therefore be issued up to ``MAX_SMALL_STAGES`` steps further ahead, as long as all steps from there on have no more
     bytes together than ``prefetch + 1`` of the largest, plus a tenth of one for small steps. No gather overtakes
     another.
 
     Args:
-        step_bytes: unsharded bytes of each step, in order.
+        stage_bytes: unsharded bytes of each step, in order.
     """
-    most = (prefetch + 1 + 1 / _SMALL) * max(step_bytes, default=0)
+    most = (prefetch + 1 + 1 / _SMALL) * max(stage_bytes, default=0)
     points = []
-    for step, nbytes in enumerate(step_bytes):
-        point, hidden, held = step, 0, nbytes
-        while point > max(0, step - prefetch - MAX_SMALL_STEPS) and hidden * _SMALL < prefetch * nbytes * (_SMALL - 1):
-            held += step_bytes[point - 1]
+    for stage, nbytes in enumerate(stage_bytes):
+        point, hidden, held = stage, 0, nbytes
+        while point > max(0, stage - prefetch - MAX_SMALL_STAGES) and hidden * _SMALL < prefetch * nbytes * (
+            _SMALL - 1
+        ):
+            held += stage_bytes[point - 1]
             if held > most:
                 break
             point -= 1
-            hidden += min(nbytes, step_bytes[point])
+            hidden += min(nbytes, stage_bytes[point])
         points.append(point)
-    for step in range(len(points) - 2, -1, -1):
-        points[step] = min(points[step], points[step + 1])
+    for stage in range(len(points) - 2, -1, -1):
+        points[stage] = min(points[stage], points[stage + 1])
     return points
 
 
@@ -183,39 +185,39 @@ class _Sorter:
         self.out: list[BoundSymbol] = []
         self.compute: list[BoundSymbol] = []
         issues: dict[str, BoundSymbol] = {}
-        across: dict[str, BoundSymbol] = {}
+        all_reduces: dict[str, BoundSymbol] = {}
         gathers: list[_Gather] = []
         self.reductions: list[_Reduction] = []
         for bsym in statements(trace):
             if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter):
                 issues[bsym.output.name] = bsym
             elif bsym.sym is fsdp_all_reduce:
-                across[bsym.output.name] = bsym
+                all_reduces[bsym.output.name] = bsym
             elif bsym.sym is fsdp_wait_params:
                 # The token, if any, is no longer needed: it kept fusion regions apart.
                 gathers.append(_Gather(issues[Wait(bsym).future.name], Wait(bsym).with_token(None)))
             elif bsym.sym is fsdp_wait_grads:
-                behind = across.get(Wait(bsym).future.name)
-                future = Wait(bsym if behind is None else behind).future
-                self.reductions.append(_Reduction(issues[future.name], bsym, behind))
+                all_reduce = all_reduces.get(Wait(bsym).future.name)
+                future = Wait(bsym if all_reduce is None else all_reduce).future
+                self.reductions.append(_Reduction(issues[future.name], bsym, all_reduce))
             else:
                 self.compute.append(bsym)
-        self.most_in_flight = bytes_in_flight(r.issue for r in self.reductions)
+        self.in_flight_limit = bytes_in_flight(r.issue for r in self.reductions)
         self._find_consumers(gathers)
         self.gathers = sorted((g for g in gathers if g.first_consumer >= 0), key=lambda g: g.first_consumer)
-        self.steps: list[list[_Gather]] = []
+        self.stages: list[list[_Gather]] = []
         for gather in self.gathers:
-            if not self.steps or self.steps[-1][0].first_consumer != gather.first_consumer:
-                self.steps.append([])
-            self.steps[-1].append(gather)
-            gather.step = len(self.steps) - 1
-        travelling = [sum(bucket_of(g.issue).spec.unsharded_bytes for g in step) for step in self.steps]
-        self.issue_points = issue_points(travelling, prefetch)
+            if not self.stages or self.stages[-1][0].first_consumer != gather.first_consumer:
+                self.stages.append([])
+            self.stages[-1].append(gather)
+            gather.stage = len(self.stages) - 1
+        stage_bytes = [sum(bucket_of(g.issue).spec.unsharded_bytes for g in stage) for stage in self.stages]
+        self.issue_points = issue_points(stage_bytes, prefetch)
 
         self.next_issue = 0  # number of the gather to be issued next
-        self.next_step = 0  # step to be waited for next
+        self.next_stage = 0  # step to be waited for next
         self.live: list[_Gather] = []  # issued, last consumer not yet in `out`
-        self.held_back: dict[_Gather, str] = {}  # why a gather could not be issued when it was due
+        self.delay_reasons: dict[_Gather, str] = {}  # why a gather could not be issued when it was due
         self.in_flight: list[_Reduction] = []
 
     def _find_consumers(self, gathers: list[_Gather]) -> None:
@@ -249,8 +251,8 @@ class _Sorter:
             for root in {root for g in grads for root in aliases.roots(g)} & of_param.keys():
                 gather = of_param[root]
                 if gather.first_consumer < 0:
-                    shards_there = max((produced.get(a, -1) for a in args_of(gather.issue)), default=-1)
-                    gather.first_consumer = max(reduction.ready_after, shards_there + 1)
+                    shards_ready = max((produced.get(a, -1) for a in args_of(gather.issue)), default=-1)
+                    gather.first_consumer = max(reduction.ready_after, shards_ready + 1)
                     gather.section = self.section_of[gather.first_consumer]
                 reduction.ready_after = max(reduction.ready_after, gather.first_consumer)
                 gather.last_consumer = max(gather.last_consumer, reduction.ready_after)
@@ -264,7 +266,7 @@ class _Sorter:
             waits_at.setdefault(min(reduction.consumers, default=len(self.compute) - 1), []).append(reduction)
 
         for i, bsym in enumerate(self.compute):
-            if self.next_step < len(self.steps) and self.steps[self.next_step][0].first_consumer == i:
+            if self.next_stage < len(self.stages) and self.stages[self.next_stage][0].first_consumer == i:
                 self._wait_for_params(bsym, i)
             for reduction in waits_at.get(i, ()):
                 self._wait_for_grads(reduction, f"consumer: {_show(bsym)}")
@@ -275,30 +277,30 @@ class _Sorter:
 
     def _wait_for_params(self, consumer: BoundSymbol, position: int) -> None:
         """Emit the waits of the next step, due before compute ``position``, and the gathers to issue before them."""
-        step = self.steps[self.next_step]
-        ahead = f", before the wait for {step[0].name}" if self.prefetch else ""
+        stage = self.stages[self.next_stage]
+        ahead = f", before the wait for {stage[0].name}" if self.prefetch else ""
         self._issue_gathers(position - 1, f"prefetch: {self.prefetch} ahead of its wait{ahead}")
-        while self.next_issue < len(self.gathers) and self.gathers[self.next_issue].step <= self.next_step:
+        while self.next_issue < len(self.gathers) and self.gathers[self.next_issue].stage <= self.next_stage:
             self._issue("first consumer: the next wait needs it")
-        for gather in step:
+        for gather in stage:
             self._emit(gather.wait, f"first consumer: {_show(consumer)}")
-        self.next_step += 1
+        self.next_stage += 1
 
     def _issue_gathers(self, position: int, reason: str) -> None:
         """Issue the gathers that are due after compute ``position``, before the next step is waited for."""
         self.live = [g for g in self.live if g.last_consumer > position]
         while self.next_issue < len(self.gathers):
             gather = self.gathers[self.next_issue]
-            if self.issue_points[gather.step] > self.next_step:
+            if self.issue_points[gather.stage] > self.next_stage:
                 return
-            early = gather.step > self.next_step
-            held = self._held_back(gather, position, early)
-            if held:
-                self.held_back[gather] = held
+            early = gather.stage > self.next_stage
+            delay_reason = self._delay_reason(gather, position, early)
+            if delay_reason:
+                self.delay_reasons[gather] = delay_reason
                 return
             self._issue(reason if early or not self.prefetch else "first consumer: the next wait needs it")
 
-    def _held_back(self, gather: _Gather, position: int, early: bool) -> str:
+    def _delay_reason(self, gather: _Gather, position: int, early: bool) -> str:
         """Return why ``gather`` cannot be issued after compute ``position``; empty if it can."""
         if gather.section != self.section_of[min(position + 1, len(self.section_of) - 1)]:
             return (
@@ -318,25 +320,25 @@ class _Sorter:
 
     def _issue(self, reason: str) -> None:
         gather = self.gathers[self.next_issue]
-        self._emit(gather.issue, self.held_back.pop(gather, reason))
+        self._emit(gather.issue, self.delay_reasons.pop(gather, reason))
         self.live.append(gather)
         self.next_issue += 1
 
     def _reduce(self, reduction: _Reduction, position: int) -> None:
         # Once its all-reduce across replicas is issued, a reduction no longer holds a slot.
-        most = self.most_in_flight[reduction.group]
+        most = self.in_flight_limit[reduction.group]
         while before := [r for r in self.in_flight if r.holds_slot and r.group is reduction.group]:
             if sum(slot_bytes_of(r.issue) for r in (*before, reduction)) <= most:
                 break
             reason = f"in-flight limit: the bytes of the {MAX_REDUCTIONS_IN_FLIGHT} largest reductions"
-            if before[0].across is not None:
-                self._go_across(before[0], reason)
+            if before[0].all_reduce is not None:
+                self._issue_all_reduce(before[0], reason)
             else:
                 self._wait_for_grads(before[0], reason)
-        if self.prefetch and self.next_step < len(self.steps) and self._share_a_group(reduction):
+        if self.prefetch and self.next_stage < len(self.stages) and self._share_a_group(reduction):
             # A bucket that is still read before the next step occupies the memory that an earlier gather would need.
-            until = self.steps[self.next_step][0].first_consumer
-            if not any(position < g.last_consumer < until for g in self.live if g.step < self.next_step):
+            until = self.stages[self.next_stage][0].first_consumer
+            if not any(position < g.last_consumer < until for g in self.live if g.stage < self.next_stage):
                 self._issue_gathers(
                     position, f"prefetch: due, and would queue behind the reduction of {reduction.name}"
                 )
@@ -344,7 +346,9 @@ class _Sorter:
         self._emit(reduction.issue, f"producer: last gradient by {_show(last)}" if last else "producer: none")
         for earlier in self.in_flight:
             if reduction.nbytes * _SMALL >= earlier.nbytes:
-                self._go_across(earlier, f"producer: its reduce-scatter could finish before that of {reduction.name}")
+                self._issue_all_reduce(
+                    earlier, f"producer: its reduce-scatter could finish before that of {reduction.name}"
+                )
         self.in_flight.append(reduction)
 
     def _share_a_group(self, reduction: _Reduction) -> bool:
@@ -359,13 +363,13 @@ class _Sorter:
             if until not in self.in_flight:
                 return
             self.in_flight.remove(reduction)
-            self._go_across(reduction, reason)
+            self._issue_all_reduce(reduction, reason)
             self._emit(reduction.wait, reason)
 
-    def _go_across(self, reduction: _Reduction, reason: str) -> None:
-        if reduction.across is not None:
-            self._emit(reduction.across, reason)
-            reduction.across = None
+    def _issue_all_reduce(self, reduction: _Reduction, reason: str) -> None:
+        if reduction.all_reduce is not None:
+            self._emit(reduction.all_reduce, reason)
+            reduction.all_reduce = None
 
     def _emit(self, bsym: BoundSymbol, reason: str) -> None:
         self.out.append(bsym.from_bsym(header=reason))

@@ -33,10 +33,10 @@ from ..trace.symbols import (
     fsdp_reduce_scatter,
     fsdp_wait_grads,
     fsdp_wait_params,
-    is_there,
-    marks,
+    is_resident,
+    residency_marks,
 )
-from .plan_slots import BEFORE, left_by_forward
+from .assign_slots import BEFORE_TRACE, retained_by_forward
 
 __all__ = ["VerificationError", "verify"]
 
@@ -52,7 +52,7 @@ class VerificationError(AssertionError):
 
 
 @dataclass
-class _Occupied:
+class _Occupancy:
     """A slot in use by a collective, from the position of its first write to that of its last use.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Occupied:
     reads: dict[int, int] = field(default_factory=dict)
     writes: dict[int, int] = field(default_factory=dict)
 
-    def replaces(self, old: _Occupied) -> bool:
+    def replaces(self, old: _Occupancy) -> bool:
         """Return whether each gradient here replaces its own parameter in ``old``, after the parameter's last read."""
         spec = self.bucket.spec
         return (
@@ -85,7 +85,7 @@ class _Occupied:
 def verify(trace: TraceCtx, *, forward: TraceCtx | None = None) -> TraceCtx:
     """Check a sorted trace with slots, and return it with the same bound symbols.
 
-    Runs after ``mark_left_by_forward`` or ``reuse_from_forward`` and before ``insert_agreement``. It always runs.
+    Runs after ``mark_retained_by_forward`` or ``reuse_from_forward`` and before ``insert_agreement``. It always runs.
     It proves:
 
     * Every value is defined before it is read.
@@ -109,7 +109,7 @@ def verify(trace: TraceCtx, *, forward: TraceCtx | None = None) -> TraceCtx:
         t110 = torch.nn.functional.linear(x, t109, None)  # t109 is in slot_0
 
     Args:
-        forward: for a backward trace, its forward trace after ``mark_left_by_forward``.
+        forward: for a backward trace, its forward trace after ``mark_retained_by_forward``.
 
     Raises:
         VerificationError: names the bound symbol and the bucket.
@@ -126,12 +126,12 @@ class _Verifier:
         self.defined: set[str] = set(names(tree_iter((trace.args, trace.kwargs))))
         self.open: dict[str, BoundSymbol] = {}
         self.closed: dict[str, BoundSymbol] = {}
-        self.occupied: list[_Occupied] = []
-        self.of_param: dict[str, _Occupied] = {}
+        self.occupied: list[_Occupancy] = []
+        self.of_param: dict[str, _Occupancy] = {}
         self.index_of: dict[str, int] = {}  # a parameter's index in its bucket
         self.reduction_of = {a: b for b in trace.bound_symbols if b.sym is fsdp_reduce_scatter for a in args_of(b)}
         self.in_place: set[str] = set()
-        self.filling: dict[str, _Occupied] = {}  # slots of reductions yet to be issued, by their futures
+        self.filling: dict[str, _Occupancy] = {}  # slots of reductions yet to be issued, by their futures
         self.aliases = Aliases()
 
     def fail(self, position: int, what: str) -> NoReturn:
@@ -161,7 +161,7 @@ class _Verifier:
         self._check_order()
         self._check_barriers()
         self._check_return()
-        self._check_left()
+        self._check_retained()
 
     def _issue(self, position: int, bsym: BoundSymbol) -> None:
         bucket, slot = bucket_of(bsym), bsym.args[1]
@@ -171,13 +171,13 @@ class _Verifier:
         if not isinstance(slot, Slot):
             self.fail(position, f"bucket {bucket.spec.name!r} has no slot")
         future = bsym.output.name
-        begin = BEFORE if is_there(bsym) else position
+        begin = BEFORE_TRACE if is_resident(bsym) else position
         occupied = self.filling.pop(future) if future in self.filling else self._occupy(bucket, slot, begin)
         occupied.last_use = occupied.issue = position
         self.of_param[future] = occupied
 
-    def _occupy(self, bucket: Bucket, slot: Slot, position: int) -> _Occupied:
-        self.occupied.append(_Occupied(bucket, slot, position, position))
+    def _occupy(self, bucket: Bucket, slot: Slot, position: int) -> _Occupancy:
+        self.occupied.append(_Occupancy(bucket, slot, position, position))
         return self.occupied[-1]
 
     def _write_grad(self, position: int, bsym: BoundSymbol) -> None:
@@ -235,7 +235,7 @@ class _Verifier:
                     )
 
     def _check_memory(self) -> None:
-        live: list[_Occupied] = []
+        live: list[_Occupancy] = []
         for new in sorted(self.occupied, key=lambda o: o.begin):
             live = [old for old in live if old.last_use >= new.begin]
             for old in live:
@@ -308,14 +308,14 @@ class _Verifier:
                         f"{occupied.bucket.spec.name!r}; other buckets reuse that slot",
                     )
 
-    def _check_left(self) -> None:
+    def _check_retained(self) -> None:
         """Check the marks of gathers: the number of issues that they state, and that none overwrites the bucket."""
-        left = left_by_forward(self.forward) if self.forward is not None else None
+        retained = retained_by_forward(self.forward) if self.forward is not None else None
         kinds = (fsdp_all_gather, fsdp_reduce_scatter)
         issues = [(i, b) for i, b in enumerate(self.trace.bound_symbols) if b.sym in kinds]
         for number, (position, bsym) in enumerate(issues):
             bucket, slot = bucket_of(bsym), Issue(bsym).slot
-            for mark, said in marks(bsym).items():
+            for mark, said in residency_marks(bsym).items():
                 others = issues[:number] if mark == "preceded_by" else issues[number + 1 :]
                 slots = [s for _, b in others if (s := Issue(b).slot).arena is slot.arena]
                 if said != len(slots):
@@ -327,7 +327,7 @@ class _Verifier:
                     self.fail(
                         position, f"leaves bucket {bucket.spec.name!r} in {slot}, which a later collective writes"
                     )
-                if mark == "preceded_by" and left is not None and left.pop(bucket, None) is not slot:
+                if mark == "preceded_by" and retained is not None and retained.pop(bucket, None) is not slot:
                     self.fail(
                         position, f"expects bucket {bucket.spec.name!r} in {slot}, where forward did not leave it"
                     )

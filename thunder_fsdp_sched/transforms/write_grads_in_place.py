@@ -38,7 +38,7 @@ __all__ = ["share_written_in_place", "write_grads_in_place"]
 def write_grads_in_place(trace: TraceCtx) -> TraceCtx:
     """Replace matmuls and sums that compute a gradient with symbols that write it into the slot of the reduction.
 
-    Runs on the split traces before ``guard_first``, ``sort_communication`` and ``plan_slots``, which fills in the slot.
+    Runs on the split traces before ``guard_first``, ``sort_communication`` and ``assign_slots``, which fills in the slot.
     A trace without reductions keeps its bound symbols. Before::
 
         t128 = torch.matmul(t126, t127)

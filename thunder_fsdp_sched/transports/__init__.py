@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..plan.layout import plan_layout
+from ..plan.layout import make_layout
 from .all_reduce import AllReduce
 from .all_to_all import AllToAll
 from .base import Traffic, Transport, Work
@@ -40,12 +40,12 @@ def choose_transport(
     """
     if backend == "gloo" and world_size > 1:
         return "all_to_all", "auto, no copy, and gradients are sent once (gloo's reduce-scatter sends them twice)"
-    flat = plan_layout(shapes, world_size, itemsize)
+    flat = make_layout(shapes, world_size, itemsize)
     segments = sum(1 for s in flat.segments if s.shard_numel)
     if segments <= 1:
         return "flat", "auto, one collective and no copy"
     if backend == "nccl":
-        coalesced = plan_layout(shapes, world_size, itemsize, per_param=True)
+        coalesced = make_layout(shapes, world_size, itemsize, per_param=True)
         if coalesced.unsharded_numel <= flat.unsharded_numel:
             return "coalesced", f"auto, one launch where one vector would need {segments} collectives"
     return "flat", "auto, no copy"

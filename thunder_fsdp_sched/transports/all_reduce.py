@@ -29,8 +29,8 @@ class AllReduce(Flat):
 
     def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
         unsharded.flat.zero_()
-        for piece, place in bucket.own_pieces:
-            unsharded.flat[place].copy_(shard[piece])
+        for piece, target in bucket.local_slices:
+            unsharded.flat[target].copy_(shard[piece])
         return [
             dist.all_reduce(
                 unsharded.flat.view(torch.uint8).view(torch.int32),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from .base import Traffic, TransportedBucket, Views, Work, behind, issue_each, segment_bytes
+from .base import Traffic, TransportedBucket, Views, Work, issue_each, issue_then, segment_bytes
 from .flat import Flat, pairs
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class AllToAll(Flat):
         def exchange() -> Sequence[Work]:
             return [dist.all_to_all_single(received, whole, group=group, async_op=True)]
 
-        work = behind(exchange, add_up, (whole, received, own))
+        work = issue_then(exchange, add_up, (whole, received, own))
         return _Returning(work, received, free)
 
 

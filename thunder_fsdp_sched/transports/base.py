@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from ..plan.specs import BucketSpec
 
 __all__ = [
-    "NOWHERE",
+    "NO_CONTEXT",
     "Traffic",
     "Transport",
     "TransportedBucket",
     "Views",
     "Work",
-    "behind",
+    "issue_then",
     "issue_each",
     "labelled",
     "segment_bytes",
@@ -51,7 +51,7 @@ class Views(NamedTuple):
 
     flat: torch.Tensor
     tensors: tuple[torch.Tensor, ...]
-    pieces: list[torch.Tensor]
+    segments: list[torch.Tensor]
     staging: torch.Tensor | None = None
 
 
@@ -67,7 +67,7 @@ class TransportedBucket(Protocol):
         """The ranks that share it, with their process groups."""
 
     @property
-    def own_pieces(self) -> list[tuple[slice, slice]]:
+    def local_slices(self) -> list[tuple[slice, slice]]:
         """The elements of this rank's shard, and their elements in the unsharded buffer, as pairs of slices."""
 
     @property
@@ -110,7 +110,7 @@ class Transport(ABC):
 
     Attributes:
         per_param: whether it needs a layout that splits every parameter evenly by rows
-            (``plan_layout(per_param=True)``).
+            (``make_layout(per_param=True)``).
         staging: whether its slots need a second half, in the order in which ranks send (``Views.staging``).
         peers_read_shards: whether other ranks read a shard directly, so that it must be on the device.
     """
@@ -179,13 +179,13 @@ def segment_bytes(spec: BucketSpec, dtype: torch.dtype) -> tuple[int, ...]:
     return tuple(s.shard_numel * world_size * dtype.itemsize for s in spec.layout.segments if s.shard_numel)
 
 
-NOWHERE = nullcontext()
+NO_CONTEXT = nullcontext()
 """A context manager that does nothing."""
 
 
 def labelled(name: str) -> AbstractContextManager[Any]:
     """Return a context that labels its content in profiles. It does nothing without a profiler: a label costs 6 us."""
-    return torch.profiler.record_function(name) if _profiler_enabled() else NOWHERE
+    return torch.profiler.record_function(name) if _profiler_enabled() else NO_CONTEXT
 
 
 def issue_each(issues: Iterable[Callable[[], Work]]) -> list[Work]:
@@ -224,7 +224,7 @@ class _OnStream:
                 tensor.record_stream(self._stream)
 
 
-class _Then:
+class _WorkThenAction:
     """Work that runs an action when it is waited for, after its own works have finished."""
 
     def __init__(self, works: Sequence[Work], action: Callable[[], None]) -> None:
@@ -247,7 +247,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return _side_streams[device]
 
 
-def behind(issue: Callable[[], Sequence[Work]], action: Callable[[], None], uses: Sequence[torch.Tensor]) -> Work:
+def issue_then(issue: Callable[[], Sequence[Work]], action: Callable[[], None], uses: Sequence[torch.Tensor]) -> Work:
     """Issue works, and run ``action`` after them: on a side stream, or on a CPU at the wait.
 
     Args:
@@ -255,7 +255,7 @@ def behind(issue: Callable[[], Sequence[Work]], action: Callable[[], None], uses
     """
     device = uses[0].device
     if device.type != "cuda":
-        return _Then(issue(), action)
+        return _WorkThenAction(issue(), action)
     current, stream = torch.cuda.current_stream(device), side_stream(device)
     if stream != current:  # an offloaded shard was copied there
         stream.wait_stream(current)

@@ -28,16 +28,16 @@ class Coalesced(Flat):
     per_param = True
 
     def all_gather(self, bucket: TransportedBucket, shard: torch.Tensor, unsharded: Views) -> Sequence[Work]:
-        if not unsharded.pieces:
+        if not unsharded.segments:
             return []
-        owns, group = bucket.spec.layout.own_pieces(shard), bucket.ranks.group.process_group
-        return [all_gather_coalesced(unsharded.pieces, owns, group)]
+        owns, group = bucket.spec.layout.shard_segments(shard), bucket.ranks.group.process_group
+        return [all_gather_coalesced(unsharded.segments, owns, group)]
 
     def reduce_scatter(self, bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
-        if not unsharded.pieces:
+        if not unsharded.segments:
             return []
-        owns, group = bucket.spec.layout.own_pieces(shard), bucket.ranks.reductions.process_group
-        return [reduce_scatter_coalesced(owns, unsharded.pieces, dist.ReduceOp.AVG, group)]
+        owns, group = bucket.spec.layout.shard_segments(shard), bucket.ranks.reductions.process_group
+        return [reduce_scatter_coalesced(owns, unsharded.segments, dist.ReduceOp.AVG, group)]
 
     def gather_traffic(self, spec: BucketSpec) -> Traffic:
         return _in_one(super().gather_traffic(spec))

@@ -42,4 +42,4 @@ def pairs(
     bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Return each non-empty segment, whole, and the rank's own range of it."""
-    return zip(unsharded.pieces, bucket.spec.layout.own_pieces(shard), strict=True)
+    return zip(unsharded.segments, bucket.spec.layout.shard_segments(shard), strict=True)

@@ -46,9 +46,9 @@ def announce_all(buckets: Iterable[tuple[BucketSpec, Ranks]]) -> dict[str, PeerM
     shared: dict[tuple[str, torch.device, Ranks], PeerMemory] = {}
     by_bucket = {}
     for spec, ranks in buckets:
-        transport = TRANSPORTS[spec.travel.transport]
+        transport = TRANSPORTS[spec.comm.transport]
         if transport.peers_read_shards:
-            key = spec.travel.transport, spec.device, ranks
+            key = spec.comm.transport, spec.device, ranks
             if key not in shared:
                 shared[key] = PeerMemory(transport, spec.device, ranks)
             shared[key].announce(spec.name, spec.layout.shard_numel, spec.param_dtype)

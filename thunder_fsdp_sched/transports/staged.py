@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from .base import Traffic, Transport, TransportedBucket, Views, Work, behind, segment_bytes
+from .base import Traffic, Transport, TransportedBucket, Views, Work, issue_then, segment_bytes
 from .flat import all_gather_flat, reduce_scatter_flat
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Staged(Transport):
             by_rank = staging.view(bucket.spec.layout.world_size, -1)
             torch.split_with_sizes_copy(by_rank, sizes, dim=1, out=places)
 
-        return [behind(issue, interleave, (shard, staging, unsharded.flat))]
+        return [issue_then(issue, interleave, (shard, staging, unsharded.flat))]
 
     def reduce_scatter(self, bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
         assert unsharded.staging is not None

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .base import Traffic, TransportedBucket, Views, Work, behind
+from .base import Traffic, TransportedBucket, Views, Work, issue_then
 from .flat import Flat
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ..distributed.process_groups import Group, Ranks
+    from ..distributed.process_groups import ProcessGroupRef, Ranks
     from ..plan.layout import Layout
     from ..plan.specs import BucketSpec
 
@@ -111,7 +111,7 @@ class SymmetricMemory(Flat):
                 unsharded.flat.narrow(0, offset, piece.numel()).copy_(piece)
             handle.barrier(channel=_AFTER)  # now the shard may be written again
 
-        return [behind(list, pull, (shard, unsharded.flat))]
+        return [issue_then(list, pull, (shard, unsharded.flat))]
 
     def reduce_scatter(self, bucket: TransportedBucket, unsharded: Views, shard: torch.Tensor) -> Sequence[Work]:
         layout = bucket.spec.layout
@@ -124,7 +124,7 @@ class SymmetricMemory(Flat):
                     own = torch.ops.symm_mem._low_contention_reduce_scatter(whole, "avg", name)
                     shard.narrow(0, s.shard_offset, s.shard_numel).copy_(torch.ops._c10d_functional.wait_tensor(own))
 
-        return [behind(list, reduce, (shard, unsharded.flat))]
+        return [issue_then(list, reduce, (shard, unsharded.flat))]
 
     def gather_traffic(self, spec: BucketSpec) -> Traffic:
         traffic = super().gather_traffic(spec)
@@ -146,7 +146,7 @@ class _Allocation:
         self._memory = memory
         self._handles: weakref.WeakKeyDictionary[ProcessGroup, Any] = weakref.WeakKeyDictionary()
 
-    def handle(self, group: Group) -> Any:
+    def handle(self, group: ProcessGroupRef) -> Any:
         """Return what barriers and peers' memory are reached by; the first time it is a collective.
 
         Raises:
@@ -178,7 +178,7 @@ class _Shared:
         self._allocation, self._offset, self._dtype = allocation, offset, dtype
         self._pieces: weakref.WeakKeyDictionary[ProcessGroup, tuple[Layout, _Pieces]] = weakref.WeakKeyDictionary()
 
-    def read_by(self, group: Group, layout: Layout) -> tuple[Any, _Pieces]:
+    def read_by(self, group: ProcessGroupRef, layout: Layout) -> tuple[Any, _Pieces]:
         """Return the handle and the pieces of all ranks' shards, with their offsets in the unsharded buffer.
 
         Torch makes a tensor for each; they are made once.

@@ -25,7 +25,7 @@ import socket
 import uuid
 from pathlib import Path
 
-__all__ = ["INDEX", "METADATA", "check_claim", "claim", "complete_folder", "is_complete", "leave"]
+__all__ = ["INDEX", "METADATA", "check_claim", "claim", "complete_folder", "is_complete", "release_claim"]
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def claim(folder: Path, complete: str) -> str:
     if not is_complete(folder, complete):
         (folder / complete).unlink(missing_ok=True)  # an empty one, of a run that was killed while it wrote the file
     else:
-        leave(folder, complete, run)
+        release_claim(folder, complete, run)
         raise ValueError(f"folder: another run has completed {folder} meanwhile: give each run a folder of its own")
     return run
 
@@ -129,7 +129,7 @@ def complete_folder(folder: Path, complete: str, run: str, source: Path) -> None
     _completed.add(run)
 
 
-def leave(folder: Path, complete: str, run: str) -> None:
+def release_claim(folder: Path, complete: str, run: str) -> None:
     """Give up a claim, and delete the files of all other runs if ``run`` has completed the folder, else its own.
 
     It never raises: at worst, an abandoned claim and unused files remain.

@@ -54,7 +54,7 @@ def encode(extra: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
         if cls in _DICTS.values():
             for key in value:
                 if type(key) not in (str, int):
-                    raise ValueError(f"{_place(path)} has the key {key!r}: keys have to be texts or integers")
+                    raise ValueError(f"{_path_text(path)} has the key {key!r}: keys have to be texts or integers")
             if cls is dict and all(type(key) is str for key in value) and _TYPE not in value:
                 return {key: walk(v, (*path, key)) for key, v in value.items()}
             return {_TYPE: cls.__name__, "items": [[k, walk(v, (*path, k))] for k, v in value.items()]}
@@ -64,8 +64,9 @@ def encode(extra: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
             content = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
             return {_TYPE: "ndarray", "dtype": value.dtype.str, "shape": list(value.shape), "value": content}
         raise ValueError(
-            f"{_place(path)} is a {cls.__module__}.{cls.__qualname__}, which a checkpoint cannot hold: give numbers, texts, "
-            f"tensors, or lists, tuples and dictionaries of them (the state_dict() of an object instead of the object)"
+            f"{_path_text(path)} is a {cls.__module__}.{cls.__qualname__}, which a checkpoint cannot hold: give numbers, "
+            f"texts, tensors, or lists, tuples and dictionaries of them "
+            f"(the state_dict() of an object instead of the object)"
         )
 
     if odd := [name for name in extra if type(name) is not str or name == _TYPE]:
@@ -145,14 +146,14 @@ def tensor_targets(
     def walk(want: Any, have: Any, path: tuple[Any, ...]) -> None:
         if isinstance(want, torch.Tensor) != isinstance(have, TensorName) and want is not None:
             there = "a tensor" if isinstance(have, TensorName) else f"a {type(have).__name__}"
-            raise ValueError(f"{_place(path)} is {there} in the checkpoint, but a {type(want).__name__} was given")
+            raise ValueError(f"{_path_text(path)} is {there} in the checkpoint, but a {type(want).__name__} was given")
         if isinstance(have, TensorName):
             entry = found[have]
             if want is None:
                 targets[have] = torch.empty(entry.size, dtype=entry.properties.dtype)
             elif want.shape != entry.size:
                 raise ValueError(
-                    f"{_place(path)} has shape {tuple(entry.size)} in the checkpoint, but {tuple(want.shape)} was given"
+                    f"{_path_text(path)} has shape {tuple(entry.size)} in the checkpoint, but {tuple(want.shape)} was given"
                 )
             elif local_rows(want) is want:
                 targets[have] = torch.empty(entry.size, dtype=entry.properties.dtype, device=want.device)
@@ -160,7 +161,7 @@ def tensor_targets(
                 targets[have] = torch.empty_like(want.detach())
         elif isinstance(have, dict):
             if isinstance(want, dict) and (missing := [key for key in want if key not in have]):
-                raise ValueError(f"{_place(path)} has no {missing[0]!r} in the checkpoint, but {list(have)}")
+                raise ValueError(f"{_path_text(path)} has no {missing[0]!r} in the checkpoint, but {list(have)}")
             for key, value in have.items():
                 walk(want.get(key) if isinstance(want, dict) else None, value, (*path, key))
         elif isinstance(have, (list, tuple)):
@@ -171,7 +172,7 @@ def tensor_targets(
     for name, want in wanted.items():
         if isinstance(want, dict) and not isinstance(saved[name], dict):
             raise ValueError(
-                f"{_place((name,))} is a {type(saved[name]).__name__} in the checkpoint, but a dict was given"
+                f"{_path_text((name,))} is a {type(saved[name]).__name__} in the checkpoint, but a dict was given"
             )
         walk(want, saved[name], (name,))
     return targets
@@ -181,5 +182,5 @@ class TensorName(str):
     """The name of a tensor, as its placeholder."""
 
 
-def _place(path: tuple[Any, ...]) -> str:
+def _path_text(path: tuple[Any, ...]) -> str:
     return "extra" + "".join(f"[{key!r}]" for key in path)

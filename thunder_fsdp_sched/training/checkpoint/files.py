@@ -29,12 +29,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ...agreement.control import control_of
-from ...distributed.process_groups import Group
+from ...distributed.process_groups import ProcessGroupRef
 from ...sharding.jitted_state import rows_by_name
 from ...sharding.row_pieces import local_rows
 from ...transform import find_transform
 from . import extra as extras
-from .claim import METADATA, check_claim, claim, is_complete, leave
+from .claim import METADATA, check_claim, claim, is_complete, release_claim
 from .exchange import exchange
 from .fitting import Cast, blank_optimizer_state, compare, optimizer_state_dicts, tell_casts
 from .metadata import check_files, contents_of, read_metadata
@@ -45,12 +45,12 @@ from .writing import ClaimedWriter
 
 __all__ = [
     "CheckpointError",
-    "claim_together",
+    "claim_on_all_ranks",
     "latest_checkpoint",
     "load_checkpoint",
     "refuse_different",
     "save_checkpoint",
-    "together",
+    "run_on_all_ranks",
 ]
 
 Result = TypeVar("Result")
@@ -102,7 +102,7 @@ def save_checkpoint(
     path, chosen = Path(folder), listed(optimizers)
     sharded = find_transform(model).sharded
     sharded.check_initialized()
-    group = sharded.everyone
+    group = sharded.world_group
 
     def collect() -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
         _check_extra(extra)
@@ -123,7 +123,7 @@ def save_checkpoint(
         state[_EXTRA] = {"json": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), "tensors": tensors}
         return state, extras.digests(extra), facts
 
-    state, digests, facts = together(group, "save_checkpoint", collect)
+    state, digests, facts = run_on_all_ranks(group, "save_checkpoint", collect)
     if different := different_facts(group, "save_checkpoint, optimizers", facts):
         raise CheckpointError(
             f"fsdp: optimizers differ between ranks, and those of one of them would be saved for all: {different}"
@@ -135,7 +135,7 @@ def save_checkpoint(
             f"fsdp: extra: {names[0] if names else 'its names'!r} differs between ranks, and one of them would be saved for "
             f"all: give what is equal on all ranks, or collect it (all_gather_object) before"
         )
-    run = claim_together(group, path, METADATA)
+    run = claim_on_all_ranks(group, path, METADATA)
     try:
         writer = ClaimedWriter(path, run, checksums=checksums)
         save(state, storage_writer=writer, process_group=control_of(group).process_group(group))
@@ -144,7 +144,7 @@ def save_checkpoint(
         raise CheckpointError(f"fsdp: the checkpoint {path} was not saved: {_reason(error)}{complete}") from error
     finally:
         if group.rank == 0:
-            leave(path, METADATA, run)
+            release_claim(path, METADATA, run)
     return path
 
 
@@ -182,8 +182,8 @@ def load_checkpoint(
             checkpoints; or if a file cannot be read or is damaged. Nothing is changed then.
     """
     path, chosen = Path(folder), listed(optimizers)
-    group = find_transform(model).sharded.everyone
-    metadata, digest = together(group, "load_checkpoint", lambda: read_metadata(path))
+    group = find_transform(model).sharded.world_group
+    metadata, digest = run_on_all_ranks(group, "load_checkpoint", lambda: read_metadata(path))
     refuse_different(group, path, digest)
     reader = CheckedReader(path, metadata, verify=verify_checksums)
     if verify_checksums and not reader.has_checksums and group.rank == 0:
@@ -220,7 +220,7 @@ def load_checkpoint(
             target |= blank_values(extra or {}, metadata)
         return target
 
-    target = together(group, "load_checkpoint", prepare)
+    target = run_on_all_ranks(group, "load_checkpoint", prepare)
     if different := different_facts(group, "load_checkpoint, optimizers", kind_of(model, chosen)):
         raise CheckpointError(f"fsdp: ranks load into different optimizers, nothing is changed: {different}")
     try:
@@ -240,7 +240,7 @@ def load_checkpoint(
         return states, {name: source[name] for name in extra or {}}
 
     # Every rank has read everything, and nothing has been changed yet.
-    states, rest = together(group, "load_checkpoint", finish)
+    states, rest = run_on_all_ranks(group, "load_checkpoint", finish)
     if casts and group.rank == 0:
         warnings.warn(f"load_checkpoint casts what {path} holds: {tell_casts(casts)}", stacklevel=2)
     with torch.no_grad():
@@ -256,7 +256,7 @@ def _check_extra(extra: Any) -> None:
         raise ValueError(f"extra: expected a dictionary of values by name, got a {type(extra).__name__}")
 
 
-def claim_together(group: Group, folder: Path, complete: str) -> str:
+def claim_on_all_ranks(group: ProcessGroupRef, folder: Path, complete: str) -> str:
     """Claim a folder on the first rank, for all ranks; a collective.
 
     Returns:
@@ -267,18 +267,18 @@ def claim_together(group: Group, folder: Path, complete: str) -> str:
             folders.
     """
     what = "claiming a folder"
-    claimed = together(group, what, lambda: claim(folder, complete) if group.rank == 0 else "")
+    claimed = run_on_all_ranks(group, what, lambda: claim(folder, complete) if group.rank == 0 else "")
     [run, *_] = exchange(group, what, claimed)
     try:
-        together(group, what, lambda: check_claim(folder, run))
+        run_on_all_ranks(group, what, lambda: check_claim(folder, run))
     except CheckpointError:
         if group.rank == 0:
-            leave(folder, complete, run)
+            release_claim(folder, complete, run)
         raise
     return run
 
 
-def refuse_different(group: Group, source: Path, digest: str) -> None:
+def refuse_different(group: ProcessGroupRef, source: Path, digest: str) -> None:
     """Check that all ranks are about to load the same checkpoint; a collective.
 
     Raises:
@@ -313,7 +313,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def together(group: Group, what: str, do: Callable[[], Result]) -> Result:
+def run_on_all_ranks(group: ProcessGroupRef, what: str, do: Callable[[], Result]) -> Result:
     """Run ``do`` on every rank of ``group``; if it fails on any, raise an error on all.
 
     Args:

@@ -82,9 +82,9 @@ def _blank_state(
     sharded: ShardedModule, name: str, what: str, found: TensorStorageMetadata, *, whole: bool
 ) -> torch.Tensor:
     dtype = found.properties.dtype
-    if whole or not found.size or name not in sharded.places:
+    if whole or not found.size or name not in sharded.locations:
         return torch.empty(found.size, dtype=dtype)
-    bucket, index = sharded.places[name]
+    bucket, index = sharded.locations[name]
     expected = bucket.spec.params[index].shape or (1,)
     if tuple(found.size) != expected:
         raise ValueError(

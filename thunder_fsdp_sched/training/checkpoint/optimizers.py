@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from thunder.core.module import ThunderModule
 
-from ...distributed.process_groups import Group
+from ...distributed.process_groups import ProcessGroupRef
 from .exchange import exchange
 from .state_dict import names_of_params, owned_names
 
@@ -50,7 +50,7 @@ def state_of(model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]) 
     return facts
 
 
-def different_facts(group: Group, what: str, facts: Facts) -> str:
+def different_facts(group: ProcessGroupRef, what: str, facts: Facts) -> str:
     """Compare facts between ranks; a collective, of two rounds if they differ.
 
     Returns:

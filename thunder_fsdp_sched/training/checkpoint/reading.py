@@ -105,13 +105,13 @@ class PlainPlanner(DefaultLoadPlanner):
                 f"{name!r} is no plain value, and was not unpickled: {str(error).splitlines()[0]}"
             ) from None
         *above, last = self.mappings[name]
-        place: Any = self.original_state_dict
+        container: Any = self.original_state_dict
         for key in above:
-            place = place[_key(place, key)]
-        place[_key(place, last)] = loaded
+            container = container[_key(container, key)]
+        container[_key(container, last)] = loaded
 
 
-def check_plain(value: Any, place: str) -> None:
+def check_plain(value: Any, location: str) -> None:
     """Raise an error unless :class:`PlainPlanner` can load a state dict that DCP saved.
 
     Raises:
@@ -119,10 +119,10 @@ def check_plain(value: Any, place: str) -> None:
     """
     if isinstance(value, dict):
         for key, below in value.items():
-            check_plain(below, f"{place}[{key!r}]")
+            check_plain(below, f"{location}[{key!r}]")
     elif isinstance(value, list) and any(isinstance(below, (dict, list, torch.Tensor)) for below in value):
         for number, below in enumerate(value):
-            check_plain(below, f"{place}[{number}]")
+            check_plain(below, f"{location}[{number}]")
     elif not isinstance(value, (torch.Tensor, str, int, float, type(None))) or isinstance(value, np.generic):
         data = io.BytesIO()
         try:
@@ -131,7 +131,7 @@ def check_plain(value: Any, place: str) -> None:
             _load(data)
         except Exception as error:
             raise ValueError(
-                f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: give "
+                f"{location} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: give "
                 f"numbers, texts, tensors, or lists, tuples and dictionaries of them"
             ) from error
 
@@ -149,43 +149,43 @@ def blank_values(wanted: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
     planner = DefaultLoadPlanner()
     planner.set_up_planner(target, metadata)
     for name, value in planner.state_dict.items():
-        place = "extra" + "".join(f"[{key!r}]" for key in planner.mappings[name])
+        location = "extra" + "".join(f"[{key!r}]" for key in planner.mappings[name])
         found = metadata.state_dict_metadata.get(name)
         if found is None:
-            raise ValueError(f"{place} is not in the checkpoint: extra has to have the structure that was saved")
+            raise ValueError(f"{location} is not in the checkpoint: extra has to have the structure that was saved")
         if isinstance(found, TensorStorageMetadata):
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
             if shape != tuple(found.size):
                 raise ValueError(
-                    f"{place} is a tensor of shape {tuple(found.size)} in the checkpoint, but "
+                    f"{location} is a tensor of shape {tuple(found.size)} in the checkpoint, but "
                     f"{f'one of shape {shape}' if shape is not None else f'a {type(value).__name__}'} was given"
                 )
     return target
 
 
-def _add_leaf(place: Any, path: Sequence[Any], found: Any, name: str) -> None:
+def _add_leaf(container: Any, path: Sequence[Any], found: Any, name: str) -> None:
     """Create memory for saved values that are not in the given structure.
 
     Raises:
         ValueError: their structure is ambiguous, because DCP converts all keys to text.
     """
-    key = _key(place, path[0])
+    key = _key(container, path[0])
     name = f"{name}[{key!r}]"
-    if isinstance(place, dict) and key not in place:
-        if len(path) > 1 or not any(isinstance(own, str) for own in place):
+    if isinstance(container, dict) and key not in container:
+        if len(path) > 1 or not any(isinstance(own, str) for own in container):
             raise ValueError(f"{name} is in the checkpoint only: extra has to have the structure that was saved")
         is_tensor = isinstance(found, TensorStorageMetadata)
-        place[key] = torch.empty(found.size, dtype=found.properties.dtype) if is_tensor else None
-    elif isinstance(place, (list, tuple)) and not (isinstance(key, int) and key < len(place)):
+        container[key] = torch.empty(found.size, dtype=found.properties.dtype) if is_tensor else None
+    elif isinstance(container, (list, tuple)) and not (isinstance(key, int) and key < len(container)):
         raise ValueError(f"{name} is in the checkpoint only: extra has to have the structure that was saved")
-    elif len(path) > 1 and isinstance(place, (dict, list, tuple)):
-        _add_leaf(place[key], path[1:], found, name)
+    elif len(path) > 1 and isinstance(container, (dict, list, tuple)):
+        _add_leaf(container[key], path[1:], found, name)
 
 
-def _key(place: Any, key: Any) -> Any:
+def _key(container: Any, key: Any) -> Any:
     """Return the dictionary key that DCP has converted to text."""
-    if isinstance(place, dict) and key not in place:
-        return next((own for own in place if str(own) == key), key)
+    if isinstance(container, dict) and key not in container:
+        return next((own for own in container if str(own) == key), key)
     return key
 
 

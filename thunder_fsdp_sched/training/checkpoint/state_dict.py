@@ -117,7 +117,7 @@ def owned_names(names: dict[torch.Tensor, str], optimizers: Iterable[torch.optim
 
 
 def _state_entry(sharded: ShardedModule, name: str, param: torch.Tensor, key: str, value: Any) -> Any:
-    if name not in sharded.places or not isinstance(value, torch.Tensor) or not value.ndim:
+    if name not in sharded.locations or not isinstance(value, torch.Tensor) or not value.ndim:
         return value
     if isinstance(value, (DTensor, RowPiece)):  # loaded, and not stepped yet
         return value
@@ -127,4 +127,4 @@ def _state_entry(sharded: ShardedModule, name: str, param: torch.Tensor, key: st
             f"{tuple(param.shape)}: which part of a whole tensor it is cannot be told. Optimizers that need whole "
             f"parameters have to be made by WholeParameters(optimizer_class, model, params)"
         )
-    return as_entry(*sharded.places[name], plain(value), as_rows=True)
+    return as_entry(*sharded.locations[name], plain(value), as_rows=True)

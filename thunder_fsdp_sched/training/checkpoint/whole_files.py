@@ -25,14 +25,14 @@ from typing import Any
 import torch
 from thunder.core.module import ThunderModule
 
-from ...distributed.process_groups import Group
+from ...distributed.process_groups import ProcessGroupRef
 from ...sharding.jitted_state import rows_by_name
 from ...sharding.row_pieces import refuse_unshared
 from ...sharding.sharded_module import ShardedModule, gather_param
 from ...transform import find_transform
-from .claim import INDEX, complete_folder, is_complete, leave
+from .claim import INDEX, complete_folder, is_complete, release_claim
 from .exchange import exchange
-from .files import CheckpointError, claim_together, refuse_different, together
+from .files import CheckpointError, claim_on_all_ranks, refuse_different, run_on_all_ranks
 from .fitting import Cast, tell_casts
 
 __all__ = ["load_safetensors", "save_safetensors"]
@@ -83,8 +83,8 @@ def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str], *, ch
         if is_complete(path, INDEX):
             raise ValueError(f"folder: {path} holds a model already; give a folder of its own")
 
-    together(sharded.everyone, "save_safetensors", begin)
-    run = claim_together(sharded.everyone, path, INDEX)
+    run_on_all_ranks(sharded.world_group, "save_safetensors", begin)
+    run = claim_on_all_ranks(sharded.world_group, path, INDEX)
     try:
         _write(model, sharded, path, run, torch_files, checksums=checksums)
     except CheckpointError as error:
@@ -92,15 +92,15 @@ def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str], *, ch
             raise CheckpointError(f"{error}; {path} is complete nevertheless, by this run or another") from error
         raise
     finally:
-        if sharded.everyone.rank == 0:
-            leave(path, INDEX, run)
+        if sharded.world_group.rank == 0:
+            release_claim(path, INDEX, run)
     return path / INDEX
 
 
 def _write(
     model: ThunderModule, sharded: ShardedModule, path: Path, run: str, torch_files: Any, *, checksums: bool
 ) -> None:
-    writes = sharded.everyone.rank == 0
+    writes = sharded.world_group.rank == 0
     files = {f"model-{i + 1:05d}-{run}.safetensors": bucket for i, bucket in enumerate(sharded.buckets)}
     where: dict[str, str] = {}
     crcs: dict[str, str] = {}
@@ -120,14 +120,18 @@ def _write(
                 tensors[spec.name] = whole.cpu()
             where[spec.name] = file
             total += spec.numel * spec.dtype.itemsize
-        together(sharded.everyone, "save_safetensors", lambda file=file, tensors=tensors: write(file, tensors))  # type: ignore[misc]
+        run_on_all_ranks(
+            sharded.world_group,
+            "save_safetensors",
+            lambda file=file, tensors=tensors: write(file, tensors),  # type: ignore[misc]
+        )
     rest = _unsharded(model, sharded)
     if rest:
         file = f"model-rest-{run}.safetensors"
         where |= dict.fromkeys(rest, file)
         total += sum(t.numel() * t.dtype.itemsize for t in rest.values())
         copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in rest.items()} if writes else {}
-        together(sharded.everyone, "save_safetensors", lambda: write(file, copies))
+        run_on_all_ranks(sharded.world_group, "save_safetensors", lambda: write(file, copies))
 
     def end() -> None:
         if writes:
@@ -141,7 +145,7 @@ def _write(
             finally:
                 partial.unlink()
 
-    together(sharded.everyone, "save_safetensors", end)
+    run_on_all_ranks(sharded.world_group, "save_safetensors", end)
 
 
 def load_safetensors(
@@ -165,8 +169,8 @@ def load_safetensors(
     safetensors = _import("safetensors")
     sharded = find_transform(model).sharded
     rest = _unsharded(model, sharded)
-    files, crcs = together(sharded.everyone, "load_safetensors", lambda: _files(Path(source)))
-    _verify(sharded.everyone, Path(source), files, crcs, verify=verify_checksums)
+    files, crcs = run_on_all_ranks(sharded.world_group, "load_safetensors", lambda: _files(Path(source)))
+    _verify(sharded.world_group, Path(source), files, crcs, verify=verify_checksums)
     casts: list[Cast] = []
 
     def open_all() -> dict[str, Any]:
@@ -204,8 +208,8 @@ def load_safetensors(
             raise ValueError(f"{source} does not fit the model: {'; '.join(faults[:8])}{more}")
         return slices
 
-    slices = together(sharded.everyone, "load_safetensors", open_all)
-    if casts and sharded.everyone.rank == 0:
+    slices = run_on_all_ranks(sharded.world_group, "load_safetensors", open_all)
+    if casts and sharded.world_group.rank == 0:
         warnings.warn(f"load_safetensors casts what {source} holds: {tell_casts(casts)}", stacklevel=2)
     with torch.no_grad():
         for bucket in sharded.buckets:
@@ -221,7 +225,7 @@ def load_safetensors(
 
 
 def _unsharded(model: ThunderModule, sharded: ShardedModule) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in rows_by_name(model).items() if name not in sharded.places}
+    return {name: tensor for name, tensor in rows_by_name(model).items() if name not in sharded.locations}
 
 
 def _files(source: Path) -> tuple[list[Path], dict[str, str]]:
@@ -249,7 +253,7 @@ def _files(source: Path) -> tuple[list[Path], dict[str, str]]:
     return files, {}
 
 
-def _verify(group: Group, source: Path, files: list[Path], crcs: dict[str, str], *, verify: bool) -> None:
+def _verify(group: ProcessGroupRef, source: Path, files: list[Path], crcs: dict[str, str], *, verify: bool) -> None:
     """Verify that all ranks will read the same files, and that these are undamaged; a collective."""
 
     def look() -> tuple[list[tuple[int, ...]], str]:
@@ -257,13 +261,13 @@ def _verify(group: Group, source: Path, files: list[Path], crcs: dict[str, str],
         known = repr([(file.name, stat.st_size, crcs.get(file.name)) for file, stat in zip(files, stats, strict=True)])
         return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats], known
 
-    identities, digest = together(group, "load_safetensors", look)
+    identities, digest = run_on_all_ranks(group, "load_safetensors", look)
     everyones = exchange(group, "load_safetensors", identities)
     refuse_different(group, source, digest)
     same = all(other == everyones[0] for other in everyones)
     if not same and not crcs:
         refuse_different(
-            group, source, repr(together(group, "load_safetensors", lambda: [_crc32(file) for file in files]))
+            group, source, repr(run_on_all_ranks(group, "load_safetensors", lambda: [_crc32(file) for file in files]))
         )
 
     def check() -> None:
@@ -273,7 +277,7 @@ def _verify(group: Group, source: Path, files: list[Path], crcs: dict[str, str],
                     f"{file} is damaged, nothing is changed: its checksum is wrong (verify_checksums=False ignores that)"
                 )
 
-    together(group, "load_safetensors", check)
+    run_on_all_ranks(group, "load_safetensors", check)
     if verify and not crcs and group.rank == 0:
         _log.warning("%s has no checksums", source)
 

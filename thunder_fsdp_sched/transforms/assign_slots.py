@@ -42,27 +42,27 @@ from ..trace.symbols import (
     fsdp_reduce_scatter,
     fsdp_wait_grads,
     fsdp_wait_params,
-    is_there,
-    marks,
+    is_resident,
     payload,
+    residency_marks,
 )
 
 __all__ = [
     "filling_bytes",
     "grads_over_params",
-    "left_by_forward",
+    "retained_by_forward",
     "live_ranges",
     "peak_live_bytes",
-    "plan_slots",
+    "assign_slots",
     "shared_slots",
     "slot_bytes_of",
 ]
 
 
-BEFORE = -1
+BEFORE_TRACE = -1
 """The start of the live range of a bucket that is resident when the trace begins: before the first position."""
 
-_FOR_STAYING = 1 / 32
+_RESIDENCY_GROWTH = 1 / 32
 """How much larger backward's arena may grow to keep forward's buckets resident, as a share of its bytes. The edge
 pieces of a block have a little more padding than the block itself."""
 
@@ -73,7 +73,7 @@ class LiveRange:
 
     Attributes:
         grads: positions of the bound symbols that write gradients into the buffer before the reduction is issued.
-        touched: a position for each index in the bucket. For a gather, the last read of the parameter, or the wait if
+        last_access: a position for each index in the bucket. For a gather, the last read of the parameter, or the wait if
             nothing reads it. For a reduction, the write of the gradient, if it is written in place.
     """
 
@@ -82,10 +82,10 @@ class LiveRange:
     end: int
     nbytes: int
     grads: list[int] = field(default_factory=list)
-    touched: dict[int, int] = field(default_factory=dict)
+    last_access: dict[int, int] = field(default_factory=dict)
 
 
-def plan_slots(
+def assign_slots(
     trace: TraceCtx,
     *,
     kept: Collection[Bucket] = (),
@@ -96,7 +96,7 @@ def plan_slots(
     """Assign a slot to each ``fsdp_all_gather`` and ``fsdp_reduce_scatter``, and to the writes of their gradients.
 
     Runs after ``sort_communication`` or ``replay_schedule``, which fix the live ranges, and before
-    ``mark_left_by_forward`` or ``reuse_from_forward``. A trace without communication keeps its bound symbols. Before::
+    ``mark_retained_by_forward`` or ``reuse_from_forward``. A trace without communication keeps its bound symbols. Before::
 
         ft148 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight, again=False)  # 16,384 bytes float32
         (t109,) = fsdp_wait_params(bucket_blocks_0, ft146)
@@ -116,61 +116,61 @@ def plan_slots(
         kept: buckets that stay unsharded (ZeRO-2). They are gathered into private slots. The others, and all gradients,
             share an arena.
         arena_of: returns a bucket's arena. Pass another arena to try out a plan without changing the real one.
-        forward: for a backward trace, its forward trace after ``mark_left_by_forward``. See [Note: Buckets left by forward]
-            in ``reuse_from_forward``.
+        forward: for a backward trace, its forward trace after ``mark_retained_by_forward``. See
+            [Note: Buckets left by forward] in ``reuse_from_forward``.
         max_bytes: limit (bytes) up to which the arena may grow to keep forward's buckets resident.
     """
     started = time.perf_counter()
     ranges = live_ranges(trace)
-    private = {i for i, r in ranges.items() if r.bucket.whole in kept and trace.bound_symbols[i].sym is fsdp_all_gather}
+    private = {i for i, r in ranges.items() if r.bucket.base in kept and trace.bound_symbols[i].sym is fsdp_all_gather}
     shared = {i: r for i, r in ranges.items() if i not in private}
     gather_of = grads_over_params(trace, shared)
-    offsets = _plan(list(shared.values()), gather_of, {})
+    offsets = _assign_offsets(list(shared.values()), gather_of, {})
     gathers = [r for i, r in shared.items() if trace.bound_symbols[i].sym is fsdp_all_gather]
-    staying: dict[LiveRange, tuple[int, int]] = {}
+    residents: dict[LiveRange, tuple[int, int]] = {}
     fixed: dict[LiveRange, int] = {}  # offsets of ranges that stay resident from forward
-    limit, most = _end(offsets), _most_live(gathers)
+    limit, most = _arena_end(offsets), _peak_bytes(gathers)
     if has_backward(trace):
-        staying = {r: (r.start, len(trace.bound_symbols)) for r in reversed(gathers)}
+        residents = {r: (r.start, len(trace.bound_symbols)) for r in reversed(gathers)}
     elif forward is not None:
-        left = left_by_forward(forward)
-        needed = max([limit, *(slot.end for slot in left.values())])
-        limit = needed + int(needed * _FOR_STAYING)
+        retained = retained_by_forward(forward)
+        needed = max([limit, *(slot.end for slot in retained.values())])
+        limit = needed + int(needed * _RESIDENCY_GROWTH)
         limit = limit if max_bytes is None else max(needed, min(limit, max_bytes))
         most = max(most, peak_live_bytes(forward))
         first = {r.bucket: r for r in reversed(gathers)}
-        staying = {r: (BEFORE, r.end) for r in reversed(first.values()) if r.bucket in left}
-        fixed = {r: left[r.bucket].offset for r in staying}
+        residents = {r: (BEFORE_TRACE, r.end) for r in reversed(first.values()) if r.bucket in retained}
+        fixed = {r: retained[r.bucket].offset for r in residents}
 
-    def plan() -> dict[LiveRange, int] | None:
-        if _most_live(gathers) > most:
+    def assign() -> dict[LiveRange, int] | None:
+        if _peak_bytes(gathers) > most:
             return None
-        there = {r: offset for r, offset in fixed.items() if r.start == BEFORE}
-        planned = _plan(list(shared.values()), gather_of, there)
-        return planned if _end(planned) <= limit else None
+        preset = {r: offset for r, offset in fixed.items() if r.start == BEFORE_TRACE}
+        assigned = _assign_offsets(list(shared.values()), gather_of, preset)
+        return assigned if _arena_end(assigned) <= limit else None
 
-    offsets = _stretch(staying, plan) or offsets
+    offsets = _extend_ranges(residents, assign) or offsets
     bsyms = list(trace.bound_symbols)
     for position, live in ranges.items():
         if position in private:
-            slot = live.bucket.keep_unsharded()
+            slot = live.bucket.ensure_private_slot()
         else:
             slot = arena_of(live.bucket).slot(offsets[live], live.nbytes)
         for user in (*live.grads, position):
             bsyms[user] = Issue(bsyms[user]).with_slot(slot, live.bucket)
-    return with_bound_symbols(trace, bsyms, "fsdp: plan slots", started)
+    return with_bound_symbols(trace, bsyms, "fsdp: assign slots", started)
 
 
-def left_by_forward(forward: TraceCtx) -> dict[Bucket, Slot]:
+def retained_by_forward(forward: TraceCtx) -> dict[Bucket, Slot]:
     """Return the buckets that are still resident in shared slots after a marked forward trace, with their slots."""
     gathers = (b for b in forward.bound_symbols if b.sym is fsdp_all_gather)
-    return {bucket_of(b): Issue(b).slot for b in gathers if "followed_by" in marks(b)}
+    return {bucket_of(b): Issue(b).slot for b in gathers if "followed_by" in residency_marks(b)}
 
 
 def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
     """Return the live range of each gather and reduction, keyed by the position of its issue in the trace.
 
-    The live range of a bucket that forward left in its slot starts before the trace, at ``BEFORE``.
+    The live range of a bucket that forward left in its slot starts before the trace, at ``BEFORE_TRACE``.
     """
     ranges: dict[int, LiveRange] = {}
     issued: dict[str, LiveRange] = {}
@@ -180,10 +180,10 @@ def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
     for position, bsym in enumerate(trace.bound_symbols):
         if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter):
             grads = [written[arg] for arg in args_of(bsym) if arg in written]
-            start = BEFORE if is_there(bsym) else min([*grads, position])
+            start = BEFORE_TRACE if is_resident(bsym) else min([*grads, position])
             live = LiveRange(bucket_of(bsym), start, position, slot_bytes_of(bsym), grads)
             if bsym.sym is fsdp_reduce_scatter:
-                live.touched = {
+                live.last_access = {
                     i: written[g.name]
                     for i, g in enumerate(Reduction(bsym).grads)
                     if g is not None and g.name in written
@@ -195,7 +195,7 @@ def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
                 continue
             flight.end = position
             if bsym.sym is fsdp_wait_params:
-                flight.touched = dict.fromkeys(range(len(bsym.output)), position)
+                flight.last_access = dict.fromkeys(range(len(bsym.output)), position)
                 owner.update({param.name: (flight, index) for index, param in enumerate(bsym.output)})
         else:
             if bsym.sym.name in GRAD_WRITERS:
@@ -206,7 +206,7 @@ def live_ranges(trace: TraceCtx) -> dict[int, LiveRange]:
                 for root in aliases.roots(arg):
                     if root in owner:
                         live, index = owner[root]
-                        live.end = live.touched[index] = position
+                        live.end = live.last_access[index] = position
     return ranges
 
 
@@ -228,8 +228,8 @@ def grads_over_params(trace: TraceCtx, ranges: dict[int, LiveRange]) -> dict[Liv
         gather = gathers.get(live.bucket)
         if gather is None or not gather.start < live.start <= gather.end or spec.param_dtype != spec.reduce_dtype:
             continue
-        writes = [live.touched.get(index, position) for index in gather.touched]
-        if gather.end < position and all(r < w for r, w in zip(gather.touched.values(), writes, strict=True)):
+        writes = [live.last_access.get(index, position) for index in gather.last_access]
+        if gather.end < position and all(r < w for r, w in zip(gather.last_access.values(), writes, strict=True)):
             found[live] = gathers.pop(live.bucket)
     return found
 
@@ -260,7 +260,7 @@ def peak_live_bytes(trace: TraceCtx) -> int:
         taken, needed = slot_of[gather], slot_of[reduction]
         if taken is not None and needed is not None and taken.overlaps(needed):
             gather.end = reduction.start - 1
-    return _most_live(shared.values())
+    return _peak_bytes(shared.values())
 
 
 def filling_bytes(trace: TraceCtx) -> int:
@@ -274,14 +274,14 @@ def filling_bytes(trace: TraceCtx) -> int:
         if live.grads:
             last = max(produced.get(arg, -1) for arg in args_of(trace.bound_symbols[position]))
             spans.append((live.start, last, live.nbytes))
-    return _most_at_once(spans)
+    return _peak_of_spans(spans)
 
 
-def _most_live(ranges: Iterable[LiveRange]) -> int:
-    return _most_at_once((r.start, r.end, r.nbytes) for r in ranges)
+def _peak_bytes(ranges: Iterable[LiveRange]) -> int:
+    return _peak_of_spans((r.start, r.end, r.nbytes) for r in ranges)
 
 
-def _most_at_once(spans: Iterable[tuple[int, int, int]]) -> int:
+def _peak_of_spans(spans: Iterable[tuple[int, int, int]]) -> int:
     """Return the largest sum of bytes at one position, of spans ``(start, end, bytes)`` with both ends included."""
     changes: dict[int, int] = {}
     for start, end, nbytes in spans:
@@ -290,10 +290,10 @@ def _most_at_once(spans: Iterable[tuple[int, int, int]]) -> int:
     return max(itertools.accumulate((changes[position] for position in sorted(changes)), initial=0))
 
 
-def _stretch(
-    spans: dict[LiveRange, tuple[int, int]], plan: Callable[[], dict[LiveRange, int] | None]
+def _extend_ranges(
+    spans: dict[LiveRange, tuple[int, int]], assign: Callable[[], dict[LiveRange, int] | None]
 ) -> dict[LiveRange, int] | None:
-    """Stretch live ranges to the given spans, in order, as many as ``plan`` finds offsets for.
+    """Stretch live ranges to the given spans, in order, as many as ``assign`` finds offsets for.
 
     Where one more does not fit, it may replace the previous one if it is larger.
     """
@@ -304,7 +304,7 @@ def _stretch(
         nonlocal found
         for live, (start, end) in (before | {live: spans[live] for live in chosen}).items():
             live.start, live.end = start, end
-        offsets = plan()
+        offsets = assign()
         found = offsets or found
         return offsets is not None
 
@@ -320,7 +320,7 @@ def _stretch(
     return found
 
 
-def _plan(
+def _assign_offsets(
     ranges: list[LiveRange], gather_of: dict[LiveRange, LiveRange], fixed: dict[LiveRange, int]
 ) -> dict[LiveRange, int]:
     """Return an offset for each range, with gradients in the place of their parameters if that needs less memory."""
@@ -328,9 +328,9 @@ def _plan(
     over = {r: g for r, g in gather_of.items() if g not in fixed or r.nbytes <= g.nbytes}
     both = {r: LiveRange(g.bucket, g.start, r.end, max(g.nbytes, r.nbytes)) for r, g in over.items()}
     alone = [r for r in ranges if r not in over and r not in over.values()]
-    there = {both[r]: fixed[g] for r, g in over.items() if g in fixed}
-    joined = _allocate([*alone, *both.values()], {r: o for r, o in fixed.items() if r in alone} | there)
-    if _end(joined) < _end(offsets):
+    preset = {both[r]: fixed[g] for r, g in over.items() if g in fixed}
+    joined = _allocate([*alone, *both.values()], {r: o for r, o in fixed.items() if r in alone} | preset)
+    if _arena_end(joined) < _arena_end(offsets):
         offsets = joined
         for reduction, gather in over.items():
             offsets[reduction] = offsets[gather] = joined[both[reduction]]
@@ -349,10 +349,10 @@ def _allocate(ranges: list[LiveRange], fixed: dict[LiveRange, int]) -> dict[Live
                 neighbours[live].append(other)
         active.append(live)
     free = [live for live in ranges if live not in fixed]
-    return min((_first_fit(sorted(free, key=order), neighbours, fixed) for order in _ORDERS), key=_end)
+    return min((_first_fit(sorted(free, key=order), neighbours, fixed) for order in _ORDERS), key=_arena_end)
 
 
-def _end(offsets: dict[LiveRange, int]) -> int:
+def _arena_end(offsets: dict[LiveRange, int]) -> int:
     return max((live.nbytes + offset for live, offset in offsets.items()), default=0)
 
 
