@@ -1,4 +1,4 @@
-"""The transform: which pass runs when in Thunder's pipeline, and the module whose parameters it shards.
+"""The transform: what Thunder calls when, and the module whose parameters are sharded.
 
 [Note: The pipeline]
 ``thunder.jit`` calls, in this order:
@@ -8,10 +8,10 @@ once, with the module
 for each new set of shapes and flags
     ``transform_traces_pre_prologue``         refuse_foreign_parameters, shard_prologue, insert_unshard
     (Thunder: autograd makes one joint forward/backward trace; executors claim operators)
-    ``_JointPasses`` before the fusions       bucket_communication, fuse_downcast, [choose],
+    ``JointPasses`` before the fusions        bucket_communication, fuse_downcast, [choose],
                                               regather_for_backward, guard_kept, keep_fusions_apart
     (Thunder: fusion executors)
-    ``_JointPasses`` after the fusions        remove_cuts, regather_for_backward
+    ``JointPasses`` after the fusions         remove_cuts, regather_for_backward
     (Thunder: the joint trace is split)
     ``transform_trace_post_optimization``     [refuse_redrawn_gradients], write_grads_in_place, guard_first,
                                               sort_communication (or replay_schedule), assign_slots, mark_retained_by_forward
@@ -24,11 +24,9 @@ for each new set of shapes and flags
 from __future__ import annotations
 
 import itertools
-import time
 import warnings
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,51 +35,20 @@ from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
 from thunder.distributed import get_skip_data_parallel_grad_sync
-from thunder.executors.passes import del_last_used
 from thunder.extend import FusionExecutor
 
-from .agreement.control import Run
-from .logs import LOGGER
+from .compilation import Compilation
 from .options import Options
-from .pipeline import CompiledTraces, JointPasses, Pass, can_fuse_any, without
+from .pipeline import CompiledTraces, JointPasses, without
 from .plan.specs import Plan
 from .private_api import quiet_no_sync, refuse_foreign_state_dicts
 from .sharding.input_casts import attach_casts, cast_inputs
 from .sharding.jitted_state import hold_entries
 from .sharding.sharded_module import ShardedModule, gather_param
-from .simulator.autotune import choose, gather_budget, slot_budget
-from .simulator.clusters import cluster_of_this_process
-from .simulator.cost import AnalyticCost
 from .trace import symbols
-from .trace.computation import computation_of, trace_lines
-from .trace.descriptions import count_issues, read_call
-from .trace.inspection import is_backward_trace, split_joint, statements
-from .trace.schedule import StepSchedule, compute_digest, read_program, read_schedule, save_schedules
-from .transforms import (
-    ScheduleMismatch,
-    assign_slots,
-    bucket_communication,
-    end_backward,
-    fuse_downcast,
-    guard_first,
-    guard_kept,
-    insert_agreement,
-    insert_unshard,
-    keep_fusions_apart,
-    mark_retained_by_forward,
-    refuse_foreign_parameters,
-    refuse_redrawn_gradients,
-    regather_for_backward,
-    remove_cuts,
-    replay_schedule,
-    reuse_from_forward,
-    shard_prologue,
-    sort_communication,
-    unpacked_parameters,
-    verify,
-    write_grads_in_place,
-)
-from .transforms.audit import audited
+from .trace.descriptions import read_call
+from .trace.schedule import StepSchedule, save_schedules
+from .transforms import refuse_foreign_parameters
 
 __all__ = ["FSDPTransform", "find_transform"]
 
@@ -106,7 +73,7 @@ class FSDPTransform(Transform):
         self.options = options
         self.compiled: list[CompiledTraces] = []
         self._compilations = itertools.count()
-        self._making: CompiledTraces | None = None
+        self._compilation: Compilation | None = None
         self._sharded: ShardedModule | None = None
         self._executors = (
             JointPasses(f"fsdp_sched_before_fusion_{id(self)}", self._before_fusion),
@@ -115,7 +82,6 @@ class FSDPTransform(Transform):
         self._fusions: list[FusionExecutor] = []
         self._agrees = True  # at run time; False only to measure the cost of agreement
         self._stats: weakref.WeakSet[Any] = weakref.WeakSet()  # Thunder's, of the jitted modules that run the traces
-        self._settled = False  # whether the set of kept buckets is final
 
     def __repr__(self) -> str:
         return f"fsdp({self.options})"
@@ -194,138 +160,34 @@ class FSDPTransform(Transform):
         self._forget_oldest()
         call = read_call(prologue_trace, no_sync=no_sync)
         self._sharded.progress.log_phase("traced for %s, %d bound symbols", call, len(computation_trace.bound_symbols))
-        self._making = CompiledTraces(no_sync, next(self._compilations), call)
-        locations, shards = self.sharded.locations, self.sharded.shards
-        unpacked = unpacked_parameters(prologue_trace)
-        inputs = {
-            argument.name: unpacked[value.name]
-            for value, argument in zip(prologue_trace.output[0], computation_trace.args, strict=True)
-            if getattr(value, "name", None) in unpacked
-        }
-        run = self._making.run
-        prologue_trace = run([partial(shard_prologue, shards=shards, no_sync=no_sync)], prologue_trace)
-        computation_trace = run(
-            [partial(insert_unshard, inputs=inputs, buckets=locations, shards=shards)], computation_trace
+        traces = CompiledTraces(no_sync, next(self._compilations), call)
+        self._compilation = Compilation(
+            traces, self._sharded, self.options, self._fusions, self._stats, agrees=self._agrees
         )
-        return prologue_trace, computation_trace, epilogue_trace
-
-    def _before_fusion(self, trace: TraceCtx) -> TraceCtx:
-        compiled = self._current
-        self.sharded.progress.log_phase("differentiated, %d bound symbols in the joint trace", len(trace.bound_symbols))
-        bucketed = compiled.run(
-            [
-                partial(bucket_communication, buckets=self.sharded.buckets, no_sync=compiled.no_sync),
-                fuse_downcast,
-            ],
-            trace,
-        )
-        self._choose(bucketed)
-        kept = self.sharded.kept
-        passes: list[Pass] = [partial(regather_for_backward, kept=kept), partial(guard_kept, kept=kept)]
-        if self._fusions:
-            can_fuse = partial(can_fuse_any, self._fusions)
-            passes.append(partial(keep_fusions_apart, can_fuse=can_fuse))
-        compiled.joint = compiled.run(passes, bucketed)
-        return compiled.joint
-
-    def _choose(self, joint: TraceCtx) -> None:
-        """Choose how far ahead to gather and, once per module, which buckets stay unsharded until backward."""
-        options, compiled, budget = self.options, self._current, self.options.max_unsharded_bytes
-        if isinstance(options.prefetch, int):
-            compiled.prefetch = options.prefetch
-            if budget is None:
-                return
-        has_backward = len(split_joint(joint)) == 2
-        started = time.process_time()
-        compiled.choice = choose(
-            joint,
-            cost=AnalyticCost(options.cluster or cluster_of_this_process()),
-            prefetch=None if options.prefetch == "auto" else options.prefetch,
-            kept=self.sharded.kept,
-            may_keep=budget is not None and has_backward and not self._settled,
-            max_unsharded_bytes=budget,
-        )
-        compiled.pass_seconds["choose"] = seconds = time.process_time() - started
-        compiled.prefetch = compiled.choice.chosen.prefetch
-        LOGGER.debug(
-            "choose: %d candidates, %.1f ms\n%s", len(compiled.choice.considered), 1e3 * seconds, compiled.choice
-        )
-        if budget is not None and has_backward and not self._settled:
-            self.sharded.set_kept_buckets(compiled.choice.chosen.kept)
-            self._settled = True
-
-    def _after_fusion(self, trace: TraceCtx) -> TraceCtx:
-        if not self._fusions:
-            return trace
-        passes: list[Pass] = [remove_cuts, partial(regather_for_backward, kept=self.sharded.kept)]
-        return self._current.run(passes, trace)
-
-    def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        backward = is_backward_trace(computation_trace)
-        compiled = self._current
-        name, size = "backward" if backward else "forward", len(computation_trace.bound_symbols)
-        self.sharded.progress.log_phase("scheduling %s, %d bound symbols", name, size)
-        checks: list[Pass] = [refuse_redrawn_gradients] if backward else []
-        unsorted = compiled.run([*checks, write_grads_in_place, guard_first], computation_trace)
-        forward, kept = compiled.forward if backward else None, self.sharded.kept
-        room = slot_budget(unsorted, budget=self.options.max_unsharded_bytes, kept=kept)
-        passes: list[Pass] = [
-            self._order(unsorted, backward),
-            partial(assign_slots, kept=kept, forward=forward, max_bytes=room),
-            mark_retained_by_forward if forward is None else partial(reuse_from_forward, forward=forward),
-            partial(verify, forward=forward),
-        ]
-        sorted_trace = compiled.run(passes, unsorted)
-        schedule = read_schedule(sorted_trace)
-        finish = self._agree(sorted_trace, backward)
-        if backward:
-            finish.append(partial(end_backward, no_sync=compiled.no_sync))
-        finish.append(partial(del_last_used, clear_mutable_collections=backward))
-        trace = compiled.run(finish, sorted_trace)
-        if backward:
-            compiled.backward_before, compiled.backward = computation_trace, trace
-            compiled.backward_schedule = schedule
-        else:
-            compiled.forward_before, compiled.forward = computation_trace, trace
-            compiled.forward_schedule = schedule
-        assert compiled.joint is not None
-        if backward or len(split_joint(compiled.joint)) == 1:
-            self._finish(compiled)
-        if not self.options.audit:
-            return trace
-        return audited(trace, forward=forward, former_memory=self.sharded.former_memory, stats=self._stats)
-
-    def _agree(self, trace: TraceCtx, backward: bool) -> list[Pass]:
-        """Compare what the ranks have compiled, and return the pass that makes them agree at run time, if needed."""
-        compiled, control, name = self._current, self.sharded.control, "backward" if backward else "forward"
-        computation = computation_of(trace, compiled.call.inputs)
-        agreed = self.sharded.agreement.check(
-            f"{name} of a {'no_sync ' if compiled.no_sync else ''}trace", read_program(trace), computation
-        )
-        if control.is_single_rank or not agreed.communicates or not self._agrees:
-            return []
-        run = Run(
-            control,
-            f"{name}_{compiled.number}",
-            agreed,
-            f"{name} for {compiled.call}",
-            computation,
-            trace_lines(trace),
-            count_issues(trace.bound_symbols),
-        )
-        on_device = all(b.ranks.group.backend_for(b.spec.device) == "nccl" for b in self.sharded.buckets)
-        return [partial(insert_agreement, run=run, before_issue=not on_device)]
+        return *self._compilation.shard(prologue_trace, computation_trace), epilogue_trace
 
     @property
-    def _current(self) -> CompiledTraces:
-        """The traces that are being compiled. If compiling fails, they never appear in :attr:`compiled`."""
-        return self.compiled[-1] if self._making is None else self._making
+    def _current(self) -> Compilation:
+        """The compilation that Thunder is in. If it fails, its traces never appear in :attr:`compiled`."""
+        assert self._compilation is not None, "Thunder transforms the prologue first"
+        return self._compilation
+
+    def _before_fusion(self, trace: TraceCtx) -> TraceCtx:
+        return self._current.before_fusion(trace)
+
+    def _after_fusion(self, trace: TraceCtx) -> TraceCtx:
+        return self._current.after_fusion(trace)
+
+    def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
+        compilation = self._current
+        was_finished = compilation.is_finished  # by a forward whose backward is empty
+        trace = compilation.schedule(computation_trace)
+        if compilation.is_finished and not was_finished:
+            self._finish(compilation.traces)
+        return trace
 
     def _finish(self, compiled: CompiledTraces) -> None:
-        if self._making is None:  # an empty backward, whose forward has finished already
-            return
         self.compiled.append(compiled)
-        self._making = None
         seconds = sum(compiled.pass_seconds.values())
         self.sharded.progress.log_phase("compiled number %d; the passes took %.1f s", compiled.number, seconds)
         if len(self.compiled) == WARN_COMPILED + 1:
@@ -342,24 +204,6 @@ class FSDPTransform(Transform):
         """Evict the oldest traces, here and in Thunder's cache, to make room for one more set."""
         for kept in (self.compiled, *(stats.interpreter_cache for stats in self._stats)):
             del kept[: max(len(kept) - MAX_COMPILED + 1, 0)]
-
-    def _order(self, trace: TraceCtx, backward: bool) -> Pass:
-        """Return the pass that orders communication: the sorting pass, or the replay of a pinned schedule."""
-        if self.options.schedule is None:
-            room = gather_budget(trace, budget=self.options.max_unsharded_bytes, kept=self.sharded.kept)
-            return partial(sort_communication, prefetch=self._current.prefetch, max_unsharded_bytes=room)
-        compiled = self._current
-        if not backward:
-            digest = compute_digest(statements(trace))
-            pinned = [s for s in self.options.schedule if s.no_sync is compiled.no_sync]
-            fitting = [s for s in pinned if s.forward.compute == digest] or pinned
-            if not fitting:
-                raise ScheduleMismatch(f"schedule: the file has no schedule for no_sync={compiled.no_sync}")
-            self._pinned = fitting[0]
-        schedule = self._pinned.backward if backward else self._pinned.forward
-        if schedule is None:
-            raise ScheduleMismatch("schedule: it has no backward schedule, but this model has a backward trace")
-        return partial(replay_schedule, schedule=schedule)
 
     def transform_state_dict_for_submodule(
         self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]

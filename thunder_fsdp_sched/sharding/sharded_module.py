@@ -72,6 +72,7 @@ class ShardedModule:
         kept: the buckets that stay unsharded between forward and backward.
         locations: the bucket of each sharded parameter and its index there, keyed by each of its names.
         shards: this rank's rows of each sharded parameter, as a view of the shard buffer, keyed by each of its names.
+        kept_is_final: whether ``max_unsharded_bytes`` has settled that already.
         former_memory: the memory in which the parameters were stored before.
         running_eagerly: whether the module's own forward may be called right now (``eager``).
         progress: logs the progress of compiling.
@@ -97,6 +98,7 @@ class ShardedModule:
         self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
         self.began_on_meta: set[str] = set()  # until all of them are known to have values
         self.kept = {bucket for bucket in buckets if not bucket.spec.reshard_after_forward}
+        self.kept_is_final = False
         self.running_eagerly = False
         self.progress = Progress(control.title, self.world_group.rank)
         for bucket in buckets:

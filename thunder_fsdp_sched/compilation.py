@@ -1,0 +1,221 @@
+"""The order of passes in the compilation of one set of input shapes and flags; see [Note: The pipeline] in ``transform``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from thunder.core.trace import TraceCtx
+from thunder.executors.passes import del_last_used
+from thunder.extend import FusionExecutor
+
+from .agreement.control import Run
+from .logs import LOGGER
+from .options import Options
+from .pipeline import CompiledTraces, Pass, can_fuse_any
+from .sharding.sharded_module import ShardedModule
+from .simulator.autotune import choose, gather_budget, slot_budget
+from .simulator.clusters import cluster_of_this_process
+from .simulator.cost import AnalyticCost
+from .trace.computation import computation_of, trace_lines
+from .trace.descriptions import count_issues
+from .trace.inspection import is_backward_trace, split_joint, statements
+from .trace.schedule import StepSchedule, compute_digest, read_program, read_schedule
+from .transforms import (
+    ScheduleMismatch,
+    assign_slots,
+    bucket_communication,
+    end_backward,
+    fuse_downcast,
+    guard_first,
+    guard_kept,
+    insert_agreement,
+    insert_unshard,
+    keep_fusions_apart,
+    mark_retained_by_forward,
+    refuse_redrawn_gradients,
+    regather_for_backward,
+    remove_cuts,
+    replay_schedule,
+    reuse_from_forward,
+    shard_prologue,
+    sort_communication,
+    unpacked_parameters,
+    verify,
+    write_grads_in_place,
+)
+from .transforms.audit import audited
+
+__all__ = ["Compilation"]
+
+
+class Compilation:
+    """The passes that turn what Thunder has traced once into the traces that run.
+
+    Thunder calls :meth:`shard`, then :meth:`before_fusion` and :meth:`after_fusion` with the joint trace, then
+    :meth:`schedule` with the forward trace and, if there are gradients, with the backward trace.
+
+    Args:
+        traces: takes the results.
+        sharded: the module's shards.
+        options: those of ``fsdp``.
+        fusions: the fusion executors that Thunder uses.
+        stats: Thunder's statistics of the jitted modules that may run the traces.
+        agrees: whether the ranks agree before each run; ``False`` only to measure the cost of that.
+
+    Attributes:
+        is_finished: whether the last trace has been scheduled.
+    """
+
+    def __init__(
+        self,
+        traces: CompiledTraces,
+        sharded: ShardedModule,
+        options: Options,
+        fusions: Sequence[FusionExecutor],
+        stats: Iterable[Any],
+        *,
+        agrees: bool = True,
+    ) -> None:
+        self.traces = traces
+        self.is_finished = False
+        self._sharded = sharded
+        self._options = options
+        self._fusions = fusions
+        self._stats = stats
+        self._agrees = agrees
+        self._pinned: StepSchedule | None = None
+
+    def shard(self, prologue: TraceCtx, computation: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
+        """Let the prologue unpack shards, and unshard each parameter at its first use."""
+        locations, shards = self._sharded.locations, self._sharded.shards
+        unpacked = unpacked_parameters(prologue)
+        inputs = {
+            argument.name: unpacked[value.name]
+            for value, argument in zip(prologue.output[0], computation.args, strict=True)
+            if getattr(value, "name", None) in unpacked
+        }
+        run = self.traces.run
+        prologue = run([partial(shard_prologue, shards=shards, no_sync=self.traces.no_sync)], prologue)
+        computation = run([partial(insert_unshard, inputs=inputs, buckets=locations, shards=shards)], computation)
+        return prologue, computation
+
+    def before_fusion(self, joint: TraceCtx) -> TraceCtx:
+        """Bucket the communication of the joint trace and choose what stays unsharded, before operators are fused."""
+        traces, log = self.traces, self._sharded.progress.log_phase
+        log("differentiated, %d bound symbols in the joint trace", len(joint.bound_symbols))
+        bucket = partial(bucket_communication, buckets=self._sharded.buckets, no_sync=traces.no_sync)
+        bucketed = traces.run([bucket, fuse_downcast], joint)
+        self._choose(bucketed)
+        kept = self._sharded.kept
+        passes: list[Pass] = [partial(regather_for_backward, kept=kept), partial(guard_kept, kept=kept)]
+        if self._fusions:
+            can_fuse = partial(can_fuse_any, self._fusions)
+            passes.append(partial(keep_fusions_apart, can_fuse=can_fuse))
+        traces.joint = traces.run(passes, bucketed)
+        return traces.joint
+
+    def after_fusion(self, joint: TraceCtx) -> TraceCtx:
+        """Remove from the joint trace what only kept fusions apart."""
+        if not self._fusions:
+            return joint
+        return self.traces.run([remove_cuts, partial(regather_for_backward, kept=self._sharded.kept)], joint)
+
+    def schedule(self, unscheduled: TraceCtx) -> TraceCtx:
+        """Return the forward or backward trace that runs: sorted, with slots, verified, and agreed on by all ranks."""
+        backward = is_backward_trace(unscheduled)
+        traces, kept = self.traces, self._sharded.kept
+        name, size = "backward" if backward else "forward", len(unscheduled.bound_symbols)
+        self._sharded.progress.log_phase("scheduling %s, %d bound symbols", name, size)
+        checks: list[Pass] = [refuse_redrawn_gradients] if backward else []
+        unsorted = traces.run([*checks, write_grads_in_place, guard_first], unscheduled)
+        forward = traces.forward if backward else None
+        room = slot_budget(unsorted, budget=self._options.max_unsharded_bytes, kept=kept)
+        passes: list[Pass] = [
+            self._order(unsorted, backward),
+            partial(assign_slots, kept=kept, forward=forward, max_bytes=room),
+            mark_retained_by_forward if forward is None else partial(reuse_from_forward, forward=forward),
+            partial(verify, forward=forward),
+        ]
+        sorted_trace = traces.run(passes, unsorted)
+        schedule = read_schedule(sorted_trace)
+        finish = self._agree(sorted_trace, name)
+        if backward:
+            finish.append(partial(end_backward, no_sync=traces.no_sync))
+        finish.append(partial(del_last_used, clear_mutable_collections=backward))
+        trace = traces.run(finish, sorted_trace)
+        if backward:
+            traces.backward_before, traces.backward, traces.backward_schedule = unscheduled, trace, schedule
+        else:
+            traces.forward_before, traces.forward, traces.forward_schedule = unscheduled, trace, schedule
+        assert traces.joint is not None
+        self.is_finished = backward or len(split_joint(traces.joint)) == 1
+        if not self._options.audit:
+            return trace
+        return audited(trace, forward=forward, former_memory=self._sharded.former_memory, stats=self._stats)
+
+    def _choose(self, joint: TraceCtx) -> None:
+        """Choose how far ahead to gather and, once per module, which buckets stay unsharded until backward."""
+        options, sharded, traces = self._options, self._sharded, self.traces
+        budget = options.max_unsharded_bytes
+        if isinstance(options.prefetch, int):
+            traces.prefetch = options.prefetch
+            if budget is None:
+                return
+        may_keep = budget is not None and len(split_joint(joint)) == 2 and not sharded.kept_is_final
+        started = time.process_time()
+        traces.choice = choose(
+            joint,
+            cost=AnalyticCost(options.cluster or cluster_of_this_process()),
+            prefetch=None if options.prefetch == "auto" else options.prefetch,
+            kept=sharded.kept,
+            may_keep=may_keep,
+            max_unsharded_bytes=budget,
+        )
+        traces.pass_seconds["choose"] = seconds = time.process_time() - started
+        traces.prefetch = traces.choice.chosen.prefetch
+        LOGGER.debug("choose: %d candidates, %.1f ms\n%s", len(traces.choice.considered), 1e3 * seconds, traces.choice)
+        if may_keep:
+            sharded.set_kept_buckets(traces.choice.chosen.kept)
+            sharded.kept_is_final = True
+
+    def _order(self, trace: TraceCtx, backward: bool) -> Pass:
+        """Return the pass that orders communication: the sorting pass, or the replay of a pinned schedule."""
+        if self._options.schedule is None:
+            room = gather_budget(trace, budget=self._options.max_unsharded_bytes, kept=self._sharded.kept)
+            return partial(sort_communication, prefetch=self.traces.prefetch, max_unsharded_bytes=room)
+        no_sync = self.traces.no_sync
+        if not backward:
+            digest = compute_digest(statements(trace))
+            pinned = [s for s in self._options.schedule if s.no_sync is no_sync]
+            fitting = [s for s in pinned if s.forward.compute == digest] or pinned
+            if not fitting:
+                raise ScheduleMismatch(f"schedule: the file has no schedule for no_sync={no_sync}")
+            self._pinned = fitting[0]
+        assert self._pinned is not None, "forward is scheduled before backward"
+        schedule = self._pinned.backward if backward else self._pinned.forward
+        if schedule is None:
+            raise ScheduleMismatch("schedule: it has no backward schedule, but this model has a backward trace")
+        return partial(replay_schedule, schedule=schedule)
+
+    def _agree(self, trace: TraceCtx, name: str) -> list[Pass]:
+        """Compare what the ranks have compiled, and return the pass that makes them agree at run time, if needed."""
+        traces, control = self.traces, self._sharded.control
+        computation = computation_of(trace, traces.call.inputs)
+        what = f"{name} of a {'no_sync ' if traces.no_sync else ''}trace"
+        agreed = self._sharded.agreement.check(what, read_program(trace), computation)
+        if control.is_single_rank or not agreed.communicates or not self._agrees:
+            return []
+        run = Run(
+            control,
+            f"{name}_{traces.number}",
+            agreed,
+            f"{name} for {traces.call}",
+            computation,
+            trace_lines(trace),
+            count_issues(trace.bound_symbols),
+        )
+        on_device = all(b.ranks.group.backend_for(b.spec.device) == "nccl" for b in self._sharded.buckets)
+        return [partial(insert_agreement, run=run, before_issue=not on_device)]
