@@ -124,27 +124,4 @@ def fsdp(
         TypeError, ValueError: an option is invalid; the message names it. ``thunder.jit`` later raises RuntimeError if
             there is no process group, and TypeError or ValueError for a parameter that cannot be sharded.
     """
-    return FSDPTransform(
-        check_options(
-            sharding_strategy=sharding_strategy,
-            bucketing_strategy=bucketing_strategy,
-            prefetch=prefetch,
-            max_unsharded_bytes=max_unsharded_bytes,
-            cluster=cluster,
-            schedule=schedule,
-            transport=transport,
-            mp_policy=mp_policy,
-            offload_policy=offload_policy,
-            process_group=process_group,
-            mesh=mesh,
-            process_group_for=process_group_for,
-            separate_reduce_scatter_group=separate_reduce_scatter_group,
-            device=device,
-            param_init_fn=param_init_fn,
-            broadcast_from=broadcast_from,
-            ignored_params=ignored_params,
-            allow_different_computation=allow_different_computation,
-            audit=audit,
-            move_state_dict_to_cpu=move_state_dict_to_cpu,
-        )
-    )
+    return FSDPTransform(check_options(**locals()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,53 +33,6 @@ _BUCKETINGS = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    """The validated options of one transform; :func:`thunder_fsdp_sched.fsdp` documents them."""
-
-    reshard_after_forward: bool
-    bucketing: BucketingStrategy | int | Callable[[str, torch.nn.Parameter], str]
-    prefetch: int | Literal["auto"]
-    device: torch.device | None
-    mesh: DeviceMesh | None
-    process_group: ProcessGroupRef | None
-    broadcast_from: int | None
-    ignored_params: tuple[torch.nn.Parameter | str, ...]
-    move_state_dict_to_cpu: bool
-    schedule: tuple[StepSchedule, ...] | None
-    max_unsharded_bytes: int | None
-    cluster: ClusterSpec | None
-    transport: str | Callable[[str, tuple[ParamSpec, ...]], str]
-    mp_policy: MixedPrecisionPolicy
-    process_group_for: Callable[[str, torch.nn.Parameter], Any] | None
-    separate_reduce_scatter_group: bool
-    param_init_fn: Callable[[torch.nn.Module], Any] | None
-    offload_policy: OffloadPolicy
-    allow_different_computation: bool
-    audit: bool
-
-    def lines(self) -> list[str]:
-        """Return one line for each option that must be the same on all ranks."""
-        return [
-            f"fsdp({_ARGUMENTS.get(f.name, f.name)}={_comparable(getattr(self, f.name))})"
-            for f in fields(self)
-            if f.name not in _BY_RANK
-        ]
-
-    def __str__(self) -> str:
-        strategy = "zero3" if self.reshard_after_forward else "zero2"
-        bucketing = self.bucketing.value if isinstance(self.bucketing, BucketingStrategy) else self.bucketing
-        return (
-            f"sharding_strategy={strategy!r}, bucketing_strategy={bucketing!r}, prefetch={self.prefetch}, "
-            f"transport={self.transport!r}"
-        )
-
-
-_ARGUMENTS = {"bucketing": "bucketing_strategy", "reshard_after_forward": "zero3"}
-_BY_RANK = {"ignored_params", "process_group"}
-"""Options that refer to objects of this process. Ranks compare their effect instead."""
-
-
 def resolve_device(device: torch.device) -> torch.device:
     """Return ``device`` as the ``device`` of a tensor there: a GPU always has an index, a CPU never.
 
@@ -89,116 +42,6 @@ def resolve_device(device: torch.device) -> torch.device:
     if device == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if device.type == "cpu" else device
-
-
-def _comparable(value: Any) -> str:
-    """Return a string that is equal on all ranks if the option is."""
-    if isinstance(value, torch.device):
-        return value.type
-    if isinstance(value, DeviceMesh):
-        return f"mesh of {tuple(value.shape)} ranks, dimensions {value.mesh_dim_names}"
-    if isinstance(value, tuple):  # schedules
-        return f"{[_comparable(v) for v in value]}"
-    if isinstance(value, StepSchedule):
-        return f"{value.forward.compute} {value.backward.compute if value.backward else None}"
-    if callable(value) and not isinstance(value, type):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-    return str(value)
-
-
-def check_options(
-    *,
-    sharding_strategy: Any,
-    bucketing_strategy: Any,
-    prefetch: Any,
-    device: Any,
-    mesh: Any,
-    process_group: Any,
-    broadcast_from: Any,
-    ignored_params: Any,
-    move_state_dict_to_cpu: Any,
-    schedule: Any,
-    max_unsharded_bytes: Any,
-    cluster: Any,
-    transport: Any,
-    mp_policy: Any,
-    process_group_for: Any,
-    separate_reduce_scatter_group: Any,
-    param_init_fn: Any,
-    offload_policy: Any,
-    allow_different_computation: Any,
-    audit: Any,
-) -> Options:
-    """Validate a user's arguments and return them as options.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has an unsupported value, or conflicts with another.
-    """
-    key = sharding_strategy.lower() if isinstance(sharding_strategy, str) else sharding_strategy
-    if not isinstance(key, (str, FSDPType)) or key not in _STRATEGIES:
-        raise ValueError(
-            f"sharding_strategy: expected 'zero2', 'zero3' or a thunder.distributed.FSDPType, got {sharding_strategy!r}"
-        )
-    if isinstance(device, (str, int)):
-        device = torch.device(device)
-    _check_type("device", device, (torch.device, type(None)), "a torch.device, its name or None")
-    _check_type("mesh", mesh, (DeviceMesh, type(None)), "a 1-D or 2-D torch.distributed.device_mesh.DeviceMesh or None")
-    _check_type("process_group", process_group, (ProcessGroup, type(None)), "a torch.distributed.ProcessGroup or None")
-    if mesh is not None and process_group is not None:
-        raise ValueError("mesh and process_group: pass one of them, not both")
-    if mesh is not None and mesh.ndim > 2:
-        raise ValueError(
-            f"mesh: expected one dimension (to shard over) or two (to replicate and to shard over), got {mesh.ndim}; pass "
-            f"only those, mesh['name'] or mesh['replicate', 'shard']"
-        )
-    if prefetch != "auto" and (isinstance(prefetch, bool) or not isinstance(prefetch, int)):
-        raise TypeError(f"prefetch: expected a number of buckets (int) or 'auto', got {prefetch!r}")
-    if prefetch != "auto" and prefetch < 0:
-        raise ValueError(f"prefetch: expected 0 or more buckets, got {prefetch}")
-    if isinstance(broadcast_from, bool) or not isinstance(broadcast_from, (int, type(None))):
-        raise TypeError(f"broadcast_from: expected a global rank (int) or None, got {broadcast_from!r}")
-    _check_type("move_state_dict_to_cpu", move_state_dict_to_cpu, bool, "a bool")
-    _check_type("allow_different_computation", allow_different_computation, bool, "a bool")
-    _check_type("separate_reduce_scatter_group", separate_reduce_scatter_group, bool, "a bool")
-    _check_type("audit", audit, bool, "a bool")
-    _check_type(
-        "offload_policy", offload_policy, (OffloadPolicy, type(None)), "a CPUOffloadPolicy, OffloadPolicy or None"
-    )
-    _check_type("mp_policy", mp_policy, (MixedPrecisionPolicy, type(None)), "a MixedPrecisionPolicy or None")
-    if process_group_for is not None and not callable(process_group_for):
-        raise TypeError(
-            f"process_group_for: expected a callable (parameter name, parameter) -> process group, mesh or None, got "
-            f"{process_group_for!r}"
-        )
-    if param_init_fn is not None and not callable(param_init_fn):
-        raise TypeError(f"param_init_fn: expected a callable that initializes a module, got {param_init_fn!r}")
-    if param_init_fn is not None and device is None:
-        raise ValueError(
-            "param_init_fn: also pass device=..., on which to create the parameters of a module on the meta device"
-        )
-    return Options(
-        reshard_after_forward=_STRATEGIES[key],
-        bucketing=_bucketing(bucketing_strategy),
-        prefetch=prefetch,
-        device=device,
-        mesh=mesh,
-        process_group=None if process_group is None else ProcessGroupRef.of(process_group),
-        broadcast_from=broadcast_from,
-        ignored_params=_ignored(ignored_params),
-        move_state_dict_to_cpu=move_state_dict_to_cpu,
-        schedule=_schedule(schedule),
-        max_unsharded_bytes=_budget(max_unsharded_bytes, zero3=_STRATEGIES[key]),
-        cluster=cluster if cluster is None or isinstance(cluster, ClusterSpec) else cluster_by_name(cluster),
-        transport=check_transport(transport),
-        mp_policy=_precision(mp_policy),
-        process_group_for=process_group_for,
-        separate_reduce_scatter_group=separate_reduce_scatter_group,
-        param_init_fn=param_init_fn,
-        offload_policy=offload_policy or OffloadPolicy(),
-        allow_different_computation=allow_different_computation,
-        audit=audit,
-    )
 
 
 def check_transport(transport: Any) -> Any:
@@ -211,7 +54,8 @@ def check_transport(transport: Any) -> Any:
     )
 
 
-def _precision(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+def _precision(policy: Any) -> MixedPrecisionPolicy:
+    _check_type("mp_policy", policy, (MixedPrecisionPolicy, type(None)), "a MixedPrecisionPolicy or None")
     policy = policy or MixedPrecisionPolicy()
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(policy, name)
@@ -263,15 +107,8 @@ def parse_bytes(name: str, value: Any) -> int:
     return value
 
 
-def _budget(value: Any, *, zero3: bool) -> int | None:
-    if value is None:
-        return None
-    if not zero3:
-        raise ValueError(
-            "max_unsharded_bytes: sharding_strategy='zero2' keeps every bucket unsharded, so there is nothing to "
-            "choose; use 'zero3', which keeps as many buckets as fit"
-        )
-    return parse_bytes("max_unsharded_bytes", value)
+def _budget(value: Any) -> int | None:
+    return None if value is None else parse_bytes("max_unsharded_bytes", value)
 
 
 def _schedule(schedule: Any) -> tuple[StepSchedule, ...] | None:
@@ -299,3 +136,180 @@ def _ignored(params: Any) -> tuple[torch.nn.Parameter | str, ...]:
 def _check_type(name: str, value: Any, types: Any, expected: str) -> None:
     if not isinstance(value, types):
         raise TypeError(f"{name}: expected {expected}, got {value!r} of type {type(value).__name__}")
+
+
+def _reshard(strategy: Any) -> bool:
+    key = strategy.lower() if isinstance(strategy, str) else strategy
+    if not isinstance(key, (str, FSDPType)) or key not in _STRATEGIES:
+        raise ValueError(
+            f"sharding_strategy: expected 'zero2', 'zero3' or a thunder.distributed.FSDPType, got {strategy!r}"
+        )
+    return _STRATEGIES[key]
+
+
+def _prefetch(prefetch: Any) -> int | Literal["auto"]:
+    if prefetch != "auto" and (isinstance(prefetch, bool) or not isinstance(prefetch, int)):
+        raise TypeError(f"prefetch: expected a number of buckets (int) or 'auto', got {prefetch!r}")
+    if prefetch != "auto" and prefetch < 0:
+        raise ValueError(f"prefetch: expected 0 or more buckets, got {prefetch}")
+    return prefetch
+
+
+def _cluster(cluster: Any) -> ClusterSpec | None:
+    return cluster if cluster is None or isinstance(cluster, ClusterSpec) else cluster_by_name(cluster)
+
+
+def _offload(policy: Any) -> OffloadPolicy:
+    expected = "a CPUOffloadPolicy, OffloadPolicy or None"
+    _check_type("offload_policy", policy, (OffloadPolicy, type(None)), expected)
+    return policy or OffloadPolicy()
+
+
+def _process_group(group: Any) -> ProcessGroupRef | None:
+    _check_type("process_group", group, (ProcessGroup, type(None)), "a torch.distributed.ProcessGroup or None")
+    return None if group is None else ProcessGroupRef.of(group)
+
+
+def _mesh(mesh: Any) -> DeviceMesh | None:
+    _check_type("mesh", mesh, (DeviceMesh, type(None)), "a 1-D or 2-D torch.distributed.device_mesh.DeviceMesh or None")
+    if mesh is not None and mesh.ndim > 2:
+        raise ValueError(
+            f"mesh: expected one dimension (to shard over) or two (to replicate and to shard over), got {mesh.ndim}; pass "
+            f"only those, mesh['name'] or mesh['replicate', 'shard']"
+        )
+    return mesh
+
+
+def _group_for(choose: Any) -> Callable[[str, torch.nn.Parameter], Any] | None:
+    if choose is not None and not callable(choose):
+        raise TypeError(
+            f"process_group_for: expected a callable (parameter name, parameter) -> process group, mesh or None, got "
+            f"{choose!r}"
+        )
+    return choose
+
+
+def _device(device: Any) -> torch.device | None:
+    if isinstance(device, (str, int)):
+        device = torch.device(device)
+    _check_type("device", device, (torch.device, type(None)), "a torch.device, its name or None")
+    return device
+
+
+def _init_fn(initialize: Any) -> Callable[[torch.nn.Module], Any] | None:
+    if initialize is not None and not callable(initialize):
+        raise TypeError(f"param_init_fn: expected a callable that initializes a module, got {initialize!r}")
+    return initialize
+
+
+def _global_rank(rank: Any) -> int | None:
+    if isinstance(rank, bool) or not isinstance(rank, (int, type(None))):
+        raise TypeError(f"broadcast_from: expected a global rank (int) or None, got {rank!r}")
+    return rank
+
+
+def _flag(name: str) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        _check_type(name, value, bool, "a bool")
+        return value
+
+    return check
+
+
+def _comparable(value: Any) -> str:
+    """Return a string that is equal on all ranks if the option is."""
+    if isinstance(value, torch.device):
+        return value.type
+    if isinstance(value, DeviceMesh):
+        return f"mesh of {tuple(value.shape)} ranks, dimensions {value.mesh_dim_names}"
+    if isinstance(value, tuple):  # schedules
+        return f"{[_comparable(v) for v in value]}"
+    if isinstance(value, StepSchedule):
+        return f"{value.forward.compute} {value.backward.compute if value.backward else None}"
+    if callable(value) and not isinstance(value, type):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return str(value)
+
+
+def _by(
+    check: Callable[[Any], Any], argument: str = "", *, label: str = "", is_compared: bool = True
+) -> dict[str, Any]:
+    """Return how an option is made of a user's argument.
+
+    Args:
+        check: validates and converts the user's argument.
+        argument: name of the argument, if it is not that of the field.
+        label: what messages call it, if not by the name of the field.
+        is_compared: whether it must be the same on all ranks. Options that refer to objects of this process are not
+            compared; ranks compare their effect instead.
+    """
+    return {"check": check, "argument": argument, "label": label, "is_compared": is_compared}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The validated options of one transform, each with its validation; :func:`thunder_fsdp_sched.fsdp` documents them."""
+
+    reshard_after_forward: bool = field(metadata=_by(_reshard, "sharding_strategy", label="zero3"))
+    bucketing: BucketingStrategy | int | Callable[[str, torch.nn.Parameter], str] = field(
+        metadata=_by(_bucketing, "bucketing_strategy", label="bucketing_strategy")
+    )
+    prefetch: int | Literal["auto"] = field(metadata=_by(_prefetch))
+    max_unsharded_bytes: int | None = field(metadata=_by(_budget))
+    cluster: ClusterSpec | None = field(metadata=_by(_cluster))
+    schedule: tuple[StepSchedule, ...] | None = field(metadata=_by(_schedule))
+    transport: str | Callable[[str, tuple[ParamSpec, ...]], str] = field(metadata=_by(check_transport))
+    mp_policy: MixedPrecisionPolicy = field(metadata=_by(_precision))
+    offload_policy: OffloadPolicy = field(metadata=_by(_offload))
+    process_group: ProcessGroupRef | None = field(metadata=_by(_process_group, is_compared=False))
+    mesh: DeviceMesh | None = field(metadata=_by(_mesh))
+    process_group_for: Callable[[str, torch.nn.Parameter], Any] | None = field(metadata=_by(_group_for))
+    separate_reduce_scatter_group: bool = field(metadata=_by(_flag("separate_reduce_scatter_group")))
+    device: torch.device | None = field(metadata=_by(_device))
+    param_init_fn: Callable[[torch.nn.Module], Any] | None = field(metadata=_by(_init_fn))
+    broadcast_from: int | None = field(metadata=_by(_global_rank))
+    ignored_params: tuple[torch.nn.Parameter | str, ...] = field(metadata=_by(_ignored, is_compared=False))
+    allow_different_computation: bool = field(metadata=_by(_flag("allow_different_computation")))
+    audit: bool = field(metadata=_by(_flag("audit")))
+    move_state_dict_to_cpu: bool = field(metadata=_by(_flag("move_state_dict_to_cpu")))
+
+    def __post_init__(self) -> None:
+        if self.mesh is not None and self.process_group is not None:
+            raise ValueError("mesh and process_group: pass one of them, not both")
+        if self.param_init_fn is not None and self.device is None:
+            raise ValueError(
+                "param_init_fn: also pass device=..., on which to create the parameters of a module on the meta device"
+            )
+        if self.max_unsharded_bytes is not None and not self.reshard_after_forward:
+            raise ValueError(
+                "max_unsharded_bytes: sharding_strategy='zero2' keeps every bucket unsharded, so there is nothing to "
+                "choose; use 'zero3', which keeps as many buckets as fit"
+            )
+
+    def lines(self) -> list[str]:
+        """Return one line for each option that must be the same on all ranks."""
+        return [
+            f"fsdp({f.metadata['label'] or f.name}={_comparable(getattr(self, f.name))})"
+            for f in fields(self)
+            if f.metadata["is_compared"]
+        ]
+
+    def __str__(self) -> str:
+        strategy = "zero3" if self.reshard_after_forward else "zero2"
+        bucketing = self.bucketing.value if isinstance(self.bucketing, BucketingStrategy) else self.bucketing
+        return (
+            f"sharding_strategy={strategy!r}, bucketing_strategy={bucketing!r}, prefetch={self.prefetch}, "
+            f"transport={self.transport!r}"
+        )
+
+
+def check_options(**arguments: Any) -> Options:
+    """Validate the arguments of :func:`thunder_fsdp_sched.fsdp`, all of which must be given, and return them as options.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has an unsupported value, or conflicts with another.
+    """
+    checked = {f.name: f.metadata["check"](arguments.pop(f.metadata["argument"] or f.name)) for f in fields(Options)}
+    assert not arguments, f"no field of Options declares {sorted(arguments)}"
+    return Options(**checked)
