@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder
-from thunder_fsdp_sched import transforms
+from thunder_fsdp_sched import private_api, transforms
 
 import pytest
 from models import Stack
@@ -32,6 +32,12 @@ def blocks_of(text: str) -> list[str]:
 
 def section(page: str, title: str) -> str:
     return re.split(r"^## ", text_of(page).partition(f"\n## {title}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def section_of_table(page: str) -> str:
+    """Return the first column of the table of a page."""
+    rows = re.findall(r"^\| (.*?) \|", text_of(page), re.MULTILINE)
+    return "\n".join(rows[1:])
 
 
 def run(*texts: str) -> dict[str, Any]:
@@ -121,6 +127,12 @@ def test_every_pass_is_on_the_page_that_explains_them() -> None:
     helpers = {"share_written_in_place", "unpacked_parameters"}
     table = [line.split("|")[1] for line in section("how-it-works.md", "The passes").splitlines() if "|" in line]
     assert set(re.findall(r"`(\w+)`", "".join(table))) == names - helpers
+
+
+def test_every_use_of_a_private_name_is_listed() -> None:
+    listed = set(re.findall(r"`(\w+)`", section_of_table("private_api.md")))
+    assert set(private_api.__all__) <= listed
+    assert {name for name in listed if name.islower()} <= set(private_api.__all__)
 
 
 def test_every_example_is_included_in_a_page() -> None:

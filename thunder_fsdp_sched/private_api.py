@@ -1,4 +1,7 @@
-"""Uses of private names of torch and Thunder, each behind a function that says what it is for."""
+"""Private names of torch and Thunder, each used in one function only.
+
+``docs/private_api.md`` lists them, with what to do when one disappears.
+"""
 
 from __future__ import annotations
 
@@ -172,13 +175,11 @@ def refuse_foreign_state_dicts(module: Any, names: Collection[str]) -> None:
     Instead, the module gets attributes that only these functions read, before they access parameters:
 
     - ``torch.distributed.checkpoint.state_dict`` calls a module's ``_fqn_modifiers()``, if it has them, at each module
-    with
-      children. A jitted module has one child, the original module, and finds the attribute there.
+      with children. A jitted module has one child, the original module, and finds the attribute there.
     - For a module without children it only checks whether another composable API was applied, as ``fully_shard`` does.
     - ``DistributedDataParallel``, which would copy rank 0's rows to all ranks, reads the names of parameters to ignore.
     - Thunder's ``thunder.distributed.checkpoint`` reads ``use_fsdp`` of each module. Thunder also reads it of the root
-    on
-      other occasions, so the value there depends on the caller.
+      on other occasions, so the value there depends on the caller.
 
     Args:
         module: the original module.
