@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched  # before thunder
-from thunder_fsdp_sched import transform
+from thunder_fsdp_sched import compilation
 from thunder_fsdp_sched.demo.model import GPT
 from thunder_fsdp_sched.trace import inspection, operator_facts
 from thunder_fsdp_sched.transforms import audit
@@ -47,7 +47,7 @@ def measure(blocks: int) -> None:
     model = GPT(blocks=blocks, width=32, heads=2, length=16)
     jitted = thunder.jit(model, transforms=[thunder_fsdp_sched.fsdp()])
     with contextlib.ExitStack() as stack:
-        stack.enter_context(timed(transform, "audited", spent, "insert"))
+        stack.enter_context(timed(compilation, "audited", spent, "insert"))
         stack.enter_context(timed(audit, "_exchange", spent, "exchange"))
         stack.enter_context(timed(audit.Auditor, "before", spent, "check"))
         stack.enter_context(timed(audit.Auditor, "after", spent, "check"))

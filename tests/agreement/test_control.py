@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs
-from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict, transform
+from thunder_fsdp_sched import ScheduleDisagreement, compilation, fsdp, full_state_dict
 from thunder_fsdp_sched.agreement import channel
 from thunder_fsdp_sched.trace.inspection import AGREEMENT, statements
 from thunder_fsdp_sched.transforms import insert_agreement
@@ -282,7 +282,7 @@ def _position(rank: int, world_size: int) -> None:
     assert "fsdp_agree(forward_0)\n" in str(compiled.forward)
     # As with NCCL, where the round overlaps with the first gather.
     overlapping = partial(insert_agreement, before_issue=False)
-    with mock.patch.object(transform, "insert_agreement", lambda trace, run, before_issue: overlapping(trace, run=run)):
+    with mock.patch.object(compilation, "insert_agreement", lambda trace, run, before_issue: overlapping(trace, run=run)):
         model = _jit(TwoWays())
         for left in (True, False):
             model(torch.ones(2, 4), left).backward()

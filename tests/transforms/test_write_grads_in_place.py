@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import fsdp, full_state_dict, testing, transform
+from thunder_fsdp_sched import compilation, fsdp, full_state_dict, testing
 from thunder_fsdp_sched.runtime import ops
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Slot
@@ -66,7 +66,7 @@ def copy_all(trace: TraceCtx) -> TraceCtx:
 
 
 def with_copies() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch.object(transform, "write_grads_in_place", copy_all)
+    return mock.patch.object(compilation, "write_grads_in_place", copy_all)
 
 
 def share(subject: Any) -> tuple[int, int]:
@@ -208,7 +208,7 @@ def _train_and_accumulate(rank: int, world_size: int, case: str, options: dict[s
     twins.backward(step=6)
     twins.update()
     written, _ = share_written_in_place(twins.transform.compiled[0].backward)
-    assert (written > 0) is (transform.write_grads_in_place is not copy_all)
+    assert (written > 0) is (compilation.write_grads_in_place is not copy_all)
     return full_state_dict(twins.sharded)
 
 
