@@ -1,1 +1,1 @@
-"""Process groups: descriptions of them, their creation, and their end."""
+"""Process groups: their descriptions, creation and shutdown."""

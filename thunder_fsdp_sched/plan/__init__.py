@@ -1,1 +1,1 @@
-"""Which parameters travel together, and where they lie in their buffers: pure data."""
+"""Buckets and layouts as pure data: which parameters share a collective, and their offsets in its buffers."""

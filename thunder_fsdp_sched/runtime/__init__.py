@@ -1,1 +1,1 @@
-"""What runs inside a step: memory, buckets, and the shards that they send."""
+"""The run-time side of a step: memory, buckets, the shards to send, and the functions that traces call."""

@@ -1,1 +1,1 @@
-"""The module's side: parameters become shards."""
+"""Sharding of a module: its parameters become shards, or it is refused with the reason."""

@@ -1,1 +1,1 @@
-"""The simulated step: machines, costs, time lines, and the choices that rest on them."""
+"""The simulated step: clusters, costs, timelines, and the choices that depend on them."""

@@ -1,1 +1,1 @@
-"""Tools to plan, measure, count and draw steps."""
+"""Tools that plan, measure, count and draw steps."""

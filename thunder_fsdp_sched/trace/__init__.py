@@ -1,1 +1,1 @@
-"""The vocabulary of traces, and what is read off them."""
+"""The symbols in traces, and analyses of traces: aliases, operator facts, schedules, deadlocks."""

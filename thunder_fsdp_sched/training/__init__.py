@@ -1,1 +1,1 @@
-"""What a training script calls beside the jitted module: checkpoints, evaluation, gradients, optimizers."""
+"""Functions for training scripts: checkpoints, evaluation, gradients, optimizers."""
