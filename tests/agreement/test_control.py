@@ -282,7 +282,9 @@ def _position(rank: int, world_size: int) -> None:
     assert "fsdp_agree(forward_0)\n" in str(compiled.forward)
     # As with NCCL, where the round overlaps with the first gather.
     overlapping = partial(insert_agreement, before_issue=False)
-    with mock.patch.object(compilation, "insert_agreement", lambda trace, run, before_issue: overlapping(trace, run=run)):
+    with mock.patch.object(
+        compilation, "insert_agreement", lambda trace, run, before_issue: overlapping(trace, run=run)
+    ):
         model = _jit(TwoWays())
         for left in (True, False):
             model(torch.ones(2, 4), left).backward()
