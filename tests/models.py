@@ -181,7 +181,7 @@ class LoRALinear(nn.Linear):
 
 
 class FrozenParameters(Model):
-    """A block all frozen, behind which gradients flow on, between blocks in LoRA style and trainable ones."""
+    """A fully frozen block, through which gradients still flow, between LoRA-style and trainable blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -184,7 +184,7 @@ def _work(
                 torch.manual_seed(0)
                 with tracing_shortcuts():
                     report = pickle.dumps((True, fn(rank, world_size, *args, **kwargs)))
-                dist.barrier()  # nobody goes on while another rank is still in this function
+                dist.barrier()  # no rank continues while another is still in this function
                 torch.set_default_dtype(torch.float32)
                 torch.set_grad_enabled(True)
                 gc.collect()

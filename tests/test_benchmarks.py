@@ -93,7 +93,7 @@ def test_communication_is_nccl_and_what_runs_on_other_streams() -> None:
         ([], [], 0),
         ([(0, 4)], [(1, 3)], 0),
         ([(0, 2)], [(1, 5)], 3),
-        ([(0, 2), (3, 4)], [(1, 5)], 2),  # in the gap between two kernels, and behind them
+        ([(0, 2), (3, 4)], [(1, 5)], 2),  # in the gap between two kernels, and after them
         ([(2, 3)], [(0, 4), (1, 5)], 4),  # two collectives at once count once
         ([(0, 3), (1, 2)], [(2, 4)], 1),  # so do kernels
     ],

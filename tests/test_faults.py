@@ -1,4 +1,4 @@
-"""Ranks that die, fail, or are slow: what the others see, how soon, and that training goes on from the last checkpoint."""
+"""Ranks that die, fail or are slow: what the others report, how soon, and that training resumes from the last checkpoint."""
 
 from __future__ import annotations
 

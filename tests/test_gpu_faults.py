@@ -261,7 +261,7 @@ def _dropped(rank: Rank, transport: str, calls: int) -> None:
 @pytest.mark.parametrize("transport", SIDE_STREAMS)
 def test_memory_that_a_side_stream_still_uses_is_not_handed_out_after_an_exception(transport: str, calls: int) -> None:
     faults = run(_dropped, transport, calls).faults
-    # The watchdog of NCCL keeps the tensors of works that nobody waits for, which the virtual one does not.
+    # NCCL's watchdog keeps the tensors of works that are never waited for; the virtual GPU does not.
     assert not [fault for fault in faults if "unordered with collective" not in fault.text], faults
 
 

@@ -44,7 +44,7 @@ def _fail_at(pairs: list[Pair], history: tuple[Action, ...]) -> str | None:
         except Exception:
             return f"at {number}: {action}\n{traceback.format_exc()}"
         if pair.mismatch:
-            # The others may not have found it, so this rank goes on with them.
+            # The others may not have found it, so this rank continues with them.
             pair.fail("")
             first = f"at {number}: {action}\n{pair.mismatch}"
             _blindly(pairs, [*history, *closing][number + 1 :])
@@ -124,7 +124,7 @@ def replay(ranks: Ranks, life: Life) -> None:
 
 
 def _live_through(ranks: Ranks, numbers: range, histories: int) -> None:
-    """Runs lives, goes on after failures, and tells all of them."""
+    """Run lives, continue after failures, and report all of them."""
     failures: list[str] = []
     for number in numbers:
         life = numbered(lives(histories=histories, world_size=ranks.world_size), number)

@@ -561,7 +561,7 @@ def _fail_in_backward(rank: int, world_size: int, strategy: str) -> None:
     twins = Twins(rank, world_size, Stack(2).double(), sharding_strategy=strategy)
     for _ in range(2):
         (x,) = twins.inputs()
-        with pytest.raises(ArithmeticError, match="in backward"):  # behind the sharded model's backward
+        with pytest.raises(ArithmeticError, match="in backward"):  # after the sharded model's backward
             twins.sharded(Fails.apply(x.requires_grad_())).sum().backward()
         with pytest.raises(ArithmeticError, match="in backward"):  # before it
             Fails.apply(twins.sharded(x.detach())).sum().backward()

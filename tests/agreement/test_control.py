@@ -61,7 +61,7 @@ def _disagree(rank: int, per_rank: list[Callable[[], Any]], *expected: str) -> N
 
 
 def _compiled_variants(rank: int, world_size: int, tmp_path: Path) -> None:
-    """All ranks have all variants in their caches, so that nobody compiles when they part."""
+    """All ranks have all variants in their caches, so no rank compiles when they take different ones."""
     model = _jit(TwoWays())
     two, three = torch.ones(2, 4), torch.ones(3, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""A model that is dropped leaves nothing behind, and shapes do not pile up without limit."""
+"""A model that is freed leaves nothing behind, and compiled shapes do not accumulate without limit."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _shared(rank: int, world_size: int) -> None:
     assert not len(handles), "it ends with the buckets"
 
     model = make(pair, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64))
-    assert not len(handles), "nobody reads the shards in float64"
+    assert not len(handles), "no rank reads the shards in float64"
     step(model)
     assert len(handles) == 1
     dist.destroy_process_group(pair)

@@ -71,7 +71,7 @@ def _every_foreign_function(rank: int, world_size: int) -> None:
         jitted(torch.randn(2, 4)).sum().backward()
         assert all(p.grad is not None for p in jitted.parameters() if p.numel())
 
-    # A module that nobody has sharded is none of our business.
+    # A module that is not sharded is left alone.
     plain = nn.Linear(4, 6)
     options = torch_state_dict.StateDictOptions(full_state_dict=True)
     assert torch_state_dict.get_model_state_dict(plain, options=options).keys() == {"weight", "bias"}

@@ -209,7 +209,7 @@ def _forget_values(rank: int, world_size: int) -> None:
         model.get_parameter(name).data.fill_(0.5)
     model(x)
 
-    # An initialization that leaves something out, and buffers that nobody has made.
+    # An initialization that omits a parameter, and buffers that were never created.
     def forgets(module: nn.Module) -> None:
         nn.init.ones_(module.weight)
 

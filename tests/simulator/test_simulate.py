@@ -252,7 +252,7 @@ def test_collectives_slow_compute_down_while_they_run():
     writer.wait(0)
     writer.compute(0)
     timeline = simulate(writer.done(), None, Numbers({"neg": 1.5}, gather=2.0, slowdown=0.25))
-    # In the first 2 s compute does 1.5 s of work, behind them it has its full speed.
+    # In the first 2 s compute does 1.5 s of work; afterwards it runs at full speed.
     assert spans(timeline, COMPUTE, "compute") == [(0.0, 2.0), (2.0, 3.5)]
     assert timeline.compute_seconds == 3.0
     assert timeline.contention_seconds == 0.5
@@ -316,7 +316,7 @@ def test_memory_is_held_from_the_issue_to_the_last_reader_through_views():
     writer.wait(1)
     writer.compute(1)
     timeline = simulate(writer.done(), None, Numbers({"matmul": 2.0, "neg": 2.0}, gather=1.0))
-    # b0: until the second matmul with it ends; b1: from its issue behind the first one until the end.
+    # b0: until the second matmul that reads it ends; b1: from its issue after the first one until the end.
     assert [(u.bucket, u.start, u.end) for u in timeline.slots] == [("b0", 0.0, 5.0), ("b1", 3.0, 9.0)]
     assert timeline.memory == ((0.0, NBYTES), (3.0, 2 * NBYTES), (5.0, NBYTES), (9.0, 0))
     assert timeline.peak_unsharded_bytes == 2 * NBYTES

@@ -127,7 +127,7 @@ def _different_and_damaged(rank: int, world_size: int, folder: Path) -> None:
         _flip_on_first(file, bit)
         found += _is_refused_or_right(other, lambda: load_checkpoint(folder / "0", other, other_optimizer, extra=extra))
         _flip_on_first(file, bit)
-    assert found >= 23  # all but what lies between pieces, if a file has such
+    assert found >= 23  # all but padding between pieces, if a file has any
     for file in sorted((folder / "whole-0").glob("*.safetensors")):
         bit = draw.randrange(8 * file.stat().st_size)
         _flip_on_first(file, bit)
@@ -522,7 +522,7 @@ def _race(rank: int, folder: Path, number: int, model: Any, reader: Any) -> int:
     winners = [run for run in (0, 1) if everyones[2 * run]]
     assert len(winners) <= 1, "both runs have saved into one folder"
     for winner in winners:
-        # All of the winner's, none of the other's, and nothing lies about.
+        # All of the winner's files, none of the other's, and no leftovers.
         if is_whole:
             tfs.load_safetensors(reader, place)
             files = {*json.loads((place / INDEX).read_text())["weight_map"].values(), INDEX}

@@ -221,7 +221,7 @@ def _owners(rank: int, world_size: int) -> None:
     assert issued == ["alltoall_base_", "alltoall_base_"], issued
     muon.zero_grad()
     with _collectives() as issued:
-        muon.step()  # nobody has gradients
+        muon.step()  # no rank has gradients
     assert not issued
     owners = pair.shared()
     assert owners.pop("unused") == []

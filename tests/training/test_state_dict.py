@@ -174,7 +174,7 @@ def _replace_parameters(rank: int, world_size: int) -> None:
     loss_of(sharded(x)).backward()
 
     def check_that_it_is_named(name: str) -> None:
-        # Every rank says so, also one that owns no row of the parameter; nobody waits for the others.
+        # Every rank raises, even one that owns no row of the parameter; no rank waits for the others.
         with pytest.raises(RuntimeError, match=rf"parameter '{name}' is no longer in the shard buffer.*p\.copy_"):
             sharded(x)
 

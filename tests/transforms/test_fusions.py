@@ -114,7 +114,7 @@ def check_regions(trace: TraceCtx, *, fused_blocks: bool) -> list[str]:
 
 
 def check_overlap(trace: TraceCtx, prefetch: int) -> None:
-    """Gathers are ahead of their waits, and each wait stands behind all that reads the buckets before."""
+    """Gathers are issued ahead of their waits, and each wait follows all reads of the previous buckets."""
     testing.assert_prefetch_distance(trace, prefetch)
     testing.assert_waits_right_before_first_consumer(trace)
     testing.assert_reductions_right_after_last_gradient(trace)
@@ -124,7 +124,7 @@ def check_overlap(trace: TraceCtx, prefetch: int) -> None:
 
 
 def check_saved(twins: Twins, saved: list[torch.Tensor]) -> None:
-    """ZeRO-3: no saved tensor lies in shared memory, and none derives from gathered parameters alone."""
+    """ZeRO-3: no saved tensor is stored in shared memory, and none derives from gathered parameters alone."""
     arenas = {b.arena for b in twins.transform.sharded.buckets}
     memory = {arena._memory.untyped_storage().data_ptr() for arena in arenas if arena._memory is not None}
     leaked = [tuple(t.shape) for t in saved if t.untyped_storage().data_ptr() in memory]
@@ -217,7 +217,7 @@ def test_inductor_compiles_the_regions(ranks: Ranks) -> None:
 
 
 #
-# What else the passes must get right behind a fusion executor
+# What else the passes must get right after a fusion executor
 #
 
 
@@ -268,7 +268,7 @@ class Products(Two):
 
 
 class LateViews(Model):
-    """Views of the first block's parameters that the last lines use, behind others that need memory."""
+    """Views of the first block's parameters that the last lines read, after other blocks that need memory."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What forward leaves in its slots, backward takes instead of gathering it again, but only if it lies there still."""
+"""Backward reuses buckets that forward left in their slots instead of gathering them again, if they are still resident."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_a_schedule_with_a_bucket_of_another_size_is_refused():
 def test_a_wrong_schedule_is_caught_by_verify():
     trace = chain(3)
     schedule = read_schedule(done(trace))
-    # The first wait and the compute behind it change places.
+    # Swap the first wait and the compute after it.
     ops = [dataclasses.replace(op, position=op.position + (i == 2)) for i, op in enumerate(schedule)]
     moved = replay_schedule(trace, schedule=dataclasses.replace(schedule, ops=tuple(ops)))
     with pytest.raises(AssertionError, match="which nothing before it defines"):

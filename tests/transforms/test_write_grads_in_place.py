@@ -303,7 +303,7 @@ def test_a_step_copies_no_gradient_that_a_matmul_makes(ranks: Ranks, strategy: s
 
 @contextlib.contextmanager
 def _failing_after(count: int) -> Iterator[None]:
-    """Lets what writes a gradient in place fail after so many; and checks that nothing in flight has its memory."""
+    """Let in-place gradient writes fail after a given number, and check that nothing in flight uses their memory."""
     place_of_grad = ops._grad_view
     left = count
 

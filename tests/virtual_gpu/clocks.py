@@ -180,7 +180,7 @@ class _Walk:
         return clock[thread]
 
     def _key(self, rank: int, storage: int) -> tuple[int, int]:
-        """The rank and number of a storage, also of one that lies in another rank's memory."""
+        """Return the rank and number of a storage, which may belong to another rank."""
         remote = self.logs[rank].remote.get(storage)
         if remote is None:
             return rank, storage

@@ -32,7 +32,7 @@ def missing() -> str:
 
 @functools.cache
 def library() -> Any:
-    """Load the guard, built for the installed torch, once. Without a virtual GPU nobody asks it."""
+    """Load the guard, built for the installed torch, once. It has no effect without a virtual GPU."""
     loaded = ctypes.PyDLL(str(_build()))
     for name in ("devices", "device", "stream", "new_stream", "new_event"):
         getattr(loaded, f"virtual_gpu_{name}").restype = ctypes.c_int64

@@ -36,7 +36,7 @@ _INTERRUPTED: dict[str, dict[str, Any]] = {
     "staged": {"at": 3},
     "symmetric_memory": {"at": 10},
 }
-"""The wait at which an exception ends a step: work on a side stream that nobody waits for is in flight, and none of NCCL."""
+"""The wait at which an exception ends a step, while unfinished work is in flight on a side stream but none in NCCL."""
 
 
 def setups_of(transport: str) -> list[str]:

@@ -186,7 +186,7 @@ def overlap(a: Region, b: Region) -> bool:
 
 
 def covers(outer: Region, inner: Region) -> bool:
-    """Return whether every byte of ``inner`` lies in ``outer``."""
+    """Return whether ``outer`` contains every byte of ``inner``."""
     j = 0
     for begin, end in inner:
         while j < len(outer) and outer[j][1] < end:

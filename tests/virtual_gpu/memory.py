@@ -1,4 +1,4 @@
-"""Which storage a tensor lies in, when it is allocated and when it is freed."""
+"""The storage of each tensor, and when it is allocated and freed."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def _without(log: Log, mutation: Mutation, number: int) -> Log:
     if mutation.kind == "reference":
         return replace(log, entries=list(_freed_early(log.entries, number)))
     entries = list(log.entries)
-    if entries[number].kind == "copy":  # the copy stays, and the host goes on
+    if entries[number].kind == "copy":  # the copy stays, and the host continues
         entries[number] = replace(entries[number], blocks=False)
     else:
         del entries[number]
