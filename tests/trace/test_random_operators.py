@@ -12,6 +12,7 @@ from typing import Any
 
 from thunder_fsdp_sched import fsdp
 
+import pytest
 import thunder
 import torch
 import torch.distributed as dist
@@ -140,6 +141,7 @@ def run_operators(ranks: Ranks, drawn: list[tuple[Use, int]]) -> tuple[dict[str,
     return results[0][0], [failure for _, failures in results for failure in failures]
 
 
+@pytest.mark.timeout(0 if LONG else 600)  # the long run takes longer
 def test_operators_on_parameters_views_and_activations(ranks: Ranks) -> None:
     failures: list[str] = []
     reasons: Counter[str] = Counter()
