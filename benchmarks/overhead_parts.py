@@ -92,7 +92,7 @@ def _agree(rank: int, folder: Path, rounds: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     world_group = ProcessGroupRef.of(dist.distributed_c10d._get_default_group())
     control = Control(world_group, announce(world_group, "agreement")(), "model", "the model")
-    run = Run(control, "forward_0", Agreed(1, True, True), "forward", NOTHING, (), 0)
+    run = Run(control, "forward_0", Agreed(1, True, True), "forward", NOTHING, 0)
     seconds: dict[str, list[float]] = defaultdict(list)
     _stop_collecting()
     for _ in range(rounds * STEPS):

@@ -19,7 +19,7 @@ from .sharding.sharded_module import ShardedModule
 from .simulator.autotune import choose, gather_budget, slot_budget
 from .simulator.clusters import cluster_of_this_process
 from .simulator.cost import AnalyticCost
-from .trace.computation import computation_of, trace_lines
+from .trace.computation import computation_of
 from .trace.descriptions import count_issues
 from .trace.inspection import is_backward_trace, split_joint, statements
 from .trace.schedule import StepSchedule, compute_digest, read_program, read_schedule
@@ -203,10 +203,12 @@ class Compilation:
     def _agree(self, trace: TraceCtx, name: str) -> list[Pass]:
         """Compare what the ranks have compiled, and return the pass that makes them agree at run time, if needed."""
         traces, control = self.traces, self._sharded.control
+        if control.is_single_rank:
+            return []
         computation = computation_of(trace, traces.call.inputs)
         what = f"{name} of a {'no_sync ' if traces.no_sync else ''}trace"
         agreed = self._sharded.agreement.check(what, read_program(trace), computation)
-        if control.is_single_rank or not agreed.communicates or not self._agrees:
+        if not agreed.communicates or not self._agrees:
             return []
         run = Run(
             control,
@@ -214,7 +216,6 @@ class Compilation:
             agreed,
             f"{name} for {traces.call}",
             computation,
-            trace_lines(trace),
             count_issues(trace.bound_symbols),
         )
         on_device = all(b.ranks.group.backend_for(b.spec.device) == "nccl" for b in self._sharded.buckets)

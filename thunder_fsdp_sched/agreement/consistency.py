@@ -26,7 +26,7 @@ from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
 from ..distributed.process_groups import ProcessGroupRef
-from ..trace.computation import NOTHING, Computation
+from ..trace.computation import NOTHING, Computation, digest_of
 from ..trace.deadlock import Action, find_fault
 from .channel import ScheduleDisagreement
 from .control import Agreed, Control, number_of
@@ -136,7 +136,7 @@ class Agreement:
 
         self._compare(
             f"thunder_fsdp_sched/{self.name}/same",
-            hashlib.sha256("\n".join(lines).encode()).hexdigest(),
+            digest_of(lines),
             {"exact": lines},
             judge=judge,
             absent=lambda ranks, seconds: f"{ranks} did not come to {at} within {seconds:g} s of rank {self._me}",

@@ -159,7 +159,6 @@ class Run:
         agreed: the result of comparing the programs of all ranks.
         text: a description of the trace: its inputs and flags.
         computation: the computation of the trace.
-        lines: all lines of the trace, for messages.
         issues: the number of collectives that it issues.
     """
 
@@ -170,13 +169,12 @@ class Run:
         agreed: Agreed,
         text: str,
         computation: Computation,
-        lines: Sequence[str],
         issues: int,
     ) -> None:
         self.control = control
         self.name = name
         self.text = text
-        self.lines = lines
+        self._lines = computation.trace_lines
         self.issues = 2 * issues  # each collective counts twice
         self.left_over: list[weakref.ref[Bucket]] = []
         """Buckets whose unreduced gradients from ``no_sync`` the trace reduces if there are any."""
@@ -222,7 +220,7 @@ class Run:
         return f"the {self.text} of {self.control.title}{reduced}{_after(self._excess)}"
 
     def details(self) -> Sequence[str]:
-        return self.lines
+        return self._lines
 
     def cancel(self) -> None:
         self.control.issue_counts.expected -= self._begun

@@ -19,7 +19,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
 from numbers import Number
@@ -38,7 +39,7 @@ from .operands import bucket_of
 from .schedule import is_communication
 from .symbols import WAITS
 
-__all__ = ["NOTHING", "Computation", "computation_of", "trace_lines"]
+__all__ = ["NOTHING", "Computation", "computation_of", "digest_of"]
 
 _DIMENSIONS = frozenset(
     {
@@ -65,51 +66,48 @@ _MAX_SIZE = 2.0**40
 """The largest float that is checked; every larger one counts as an integer."""
 
 
+@dataclass
 class Computation:
     """The computation of one trace; see [Note: Equal computations].
 
-    Args:
-        lines: a line for each bound symbol of compute.
-        inputs: descriptions of the inputs' shapes, dtypes and values.
-
     Attributes:
-        lines: the lines with all numbers.
-        comparable: the lines without numbers that may stem from a size.
+        inputs: descriptions of the inputs' shapes, dtypes and values.
+        lines: a line for each bound symbol of compute, with all numbers.
+        comparable: the same lines without numbers that may stem from a size.
+        trace_lines: a line for each bound symbol, for messages: collectives by their buckets, the others as in ``lines``.
     """
 
-    def __init__(self, lines: Sequence[tuple[str, str]], inputs: Sequence[str]) -> None:
-        self.lines = [exact for exact, _ in lines]
-        self.comparable = [masked for _, masked in lines]
-        self._inputs = inputs
+    inputs: Sequence[str]
+    lines: Sequence[str]
+    comparable: Sequence[str]
+    trace_lines: Sequence[str]
 
     @cached_property
     def digests(self) -> tuple[str, str, str]:
-        """The digests of :attr:`comparable`, of the inputs and of :attr:`lines`."""
-        return _digest(self.comparable), _digest(self._inputs), _digest(self.lines)
+        """The digests of :attr:`comparable`, of :attr:`inputs` and of :attr:`lines`."""
+        return digest_of(self.comparable), digest_of(self.inputs), digest_of(self.lines)
 
 
-NOTHING = Computation((), ())
+NOTHING = Computation((), (), (), ())
 
 
 def computation_of(trace: TraceCtx, inputs: Sequence[str]) -> Computation:
     """Return the computation of ``trace`` on ``inputs``."""
-    return Computation([line for bsym, line in _lines(trace) if not is_communication(bsym)], inputs)
-
-
-def trace_lines(trace: TraceCtx) -> list[str]:
-    """Return a line for each bound symbol: collectives by their buckets, the others with all their arguments."""
-    return [
-        f"{bsym.sym.name} {bucket_of(bsym).spec.name}" if is_communication(bsym) else exact
-        for bsym, (exact, _) in _lines(trace)
-    ]
-
-
-def _lines(trace: TraceCtx) -> Iterable[tuple[BoundSymbol, tuple[str, str]]]:
+    lines: list[str] = []
+    comparable: list[str] = []
+    trace_lines: list[str] = []
     names = {p.name: f"input_{i}" for i, p in enumerate(trace.args or ()) if isinstance(p, Proxy)}
     for bsym in statements(trace):
         if bsym.sym.name in WAITS:
             _name_parameters(bsym, names)
-        yield bsym, _line(bsym, names)
+        exact, masked = _line(bsym, names)
+        if is_communication(bsym):
+            trace_lines.append(f"{bsym.sym.name} {bucket_of(bsym).spec.name}")
+        else:
+            trace_lines.append(exact)
+            lines.append(exact)
+            comparable.append(masked)
+    return Computation(inputs, lines, comparable, trace_lines)
 
 
 def _name_parameters(wait: BoundSymbol, names: dict[str, str]) -> None:
@@ -208,5 +206,6 @@ def _may_be_size(number: Any) -> bool:
     return any(abs(x - round(x)) <= 1e-12 * x or x > _MAX_SIZE for x in (size, size * size))
 
 
-def _digest(lines: Sequence[str]) -> str:
+def digest_of(lines: Sequence[str]) -> str:
+    """Return the digest of a text."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
