@@ -23,7 +23,7 @@ import json
 import struct
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -35,7 +35,7 @@ from ..distributed.group_creation import new_group
 from ..distributed.process_groups import ProcessGroupRef
 from ..private_api import all_gather_on_host, timeout_of
 
-__all__ = ["TOKEN", "Channel", "ScheduleDisagreement", "Subject", "announce"]
+__all__ = ["TOKEN", "Channel", "ScheduleDisagreement", "Subject", "announce", "ranks_by_text"]
 
 TOKEN = struct.Struct("<7q")
 """The format of a token: the action, the model, the program, the comparable computation, the state; then the inputs and
@@ -152,8 +152,8 @@ class Channel:
             raise self._close(error) from error
         self.pending = self._work = None
         self.rounds += 1
-        if self._received != self._sent * self.size and self._first_mismatch() is not None:
-            raise self._disagreement(subject)
+        if self._received != self._sent * self.size and (mismatch := self._first_mismatch()) is not None:
+            raise self._disagreement(subject, *mismatch)
         self.last = subject
 
     def gather(self, value: Any) -> list[Any]:
@@ -217,8 +217,8 @@ class Channel:
         )
         return ScheduleDisagreement(self.closed)
 
-    def _disagreement(self, subject: Subject) -> ScheduleDisagreement:
-        first, other = self._first_mismatch() or (self.global_rank, self.global_rank)
+    def _disagreement(self, subject: Subject, first: int, other: int) -> ScheduleDisagreement:
+        """Exchange descriptions; ``first`` and ``other`` are the global ranks whose lines are compared."""
         own = json.dumps([subject.describe(), list(subject.details())])
         subject.cancel()
         texts: dict[int, str] = {}
@@ -291,12 +291,17 @@ def announce(world_group: ProcessGroupRef, name: str) -> Callable[[], Channel]:
     return find
 
 
+def ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
+    """Group ranks by their texts, in order of appearance."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in texts:
+        ranks_of.setdefault(text, []).append(rank)
+    return ranks_of
+
+
 def _sides(texts: dict[int, str]) -> str:
     """Return one line for each distinct action, with the ranks that perform it."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in sorted(texts.items()):
-        ranks_of.setdefault(text, []).append(rank)
-    return "\n".join(f"    {_named(ranks)}: {text}" for text, ranks in ranks_of.items())
+    return "\n".join(f"    {_named(ranks)}: {text}" for text, ranks in ranks_by_text(sorted(texts.items())).items())
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ...agreement.channel import ranks_by_text
 from ...agreement.control import control_of
 from ...distributed.process_groups import ProcessGroupRef
 from ...sharding.jitted_state import rows_by_name
@@ -284,15 +285,11 @@ def refuse_different(group: ProcessGroupRef, source: Path, digest: str) -> None:
     Raises:
         CheckpointError: on all ranks, if they differ; with the ranks of each checkpoint.
     """
-    ranks_of: dict[str, list[int]] = {}
-    sources: dict[str, str] = {}
-    for rank, (theirs, path) in zip(
-        group.global_ranks, exchange(group, "comparing what to load", (digest, str(source))), strict=False
-    ):
-        ranks_of.setdefault(theirs, []).append(rank)
-        sources.setdefault(theirs, path)
+    everyones = exchange(group, "comparing what to load", (digest, str(source)))
+    paths = dict(zip(group.global_ranks, (path for _, path in everyones), strict=False))
+    ranks_of = ranks_by_text(zip(group.global_ranks, (theirs for theirs, _ in everyones), strict=False))
     if len(ranks_of) > 1:
-        parts = [f"ranks {ranks} {sources[theirs]}" for theirs, ranks in ranks_of.items()]
+        parts = [f"ranks {ranks} {paths[ranks[0]]}" for ranks in ranks_of.values()]
         raise CheckpointError(f"fsdp: ranks load different checkpoints, nothing is changed: {'; '.join(parts)}")
 
 
@@ -328,10 +325,7 @@ def run_on_all_ranks(group: ProcessGroupRef, what: str, do: Callable[[], Result]
     except Exception as error:
         message, cause = str(error) or repr(error), error
     messages = exchange(group, what, message)
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in zip(group.global_ranks, messages, strict=False):
-        if text:
-            ranks_of.setdefault(text, []).append(rank)
+    ranks_of = ranks_by_text((r, text) for r, text in zip(group.global_ranks, messages, strict=False) if text)
     if ranks_of:
         parts = [f"{text} (on ranks {ranks})" if len(ranks) < group.size else text for text, ranks in ranks_of.items()]
         raise CheckpointError("fsdp: " + "; ".join(parts)) from cause

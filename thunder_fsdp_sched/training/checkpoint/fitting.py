@@ -14,7 +14,7 @@ from ...sharding.row_pieces import as_entry, local_rows
 from ...sharding.sharded_module import ShardedModule
 from ...transform import find_transform
 from .optimizers import misfits
-from .state_dict import names_of_params, owned_names
+from .state_dict import group_label, names_of_params, owned_names
 
 __all__ = ["Cast", "blank_optimizer_state", "compare", "optimizer_state_dicts", "tell_casts"]
 
@@ -115,7 +115,7 @@ def optimizer_state_dicts(
             if frozenset(mine) not in groups:
                 raise ValueError(
                     f"the checkpoint does not fit the optimizers, nothing is changed: it has no group of the same "
-                    f"parameters as param_groups[{number}] of {type(optimizer).__name__} ({mine[0]!r} and "
+                    f"parameters as {group_label(optimizer, number)} ({mine[0]!r} and "
                     f"{len(mine) - 1} more)"
                 )
             numbered = list(itertools.islice(numbers, len(mine)))

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from thunder.core.module import ThunderModule
 
+from ...agreement.channel import ranks_by_text
 from ...distributed.process_groups import ProcessGroupRef
 from .exchange import exchange
-from .state_dict import names_of_params, owned_names
+from .state_dict import group_label, names_of_params, owned_names
 
 __all__ = ["different_facts", "kind_of", "misfits", "state_of"]
 
@@ -61,9 +62,8 @@ def different_facts(group: ProcessGroupRef, what: str, facts: Facts) -> str:
         return ""
     everyones = exchange(group, f"{what}, in full", facts)
     for name in dict.fromkeys(name for theirs in everyones for name in theirs):
-        ranks_of: dict[str, list[int]] = {}
-        for rank, theirs in zip(group.global_ranks, everyones, strict=False):
-            ranks_of.setdefault(theirs.get(name, "none"), []).append(rank)
+        values_of = (theirs.get(name, "none") for theirs in everyones)
+        ranks_of = ranks_by_text(zip(group.global_ranks, values_of, strict=False))
         if len(ranks_of) > 1:
             values = "; ".join(f"{_short(value)} on ranks {ranks}" for value, ranks in ranks_of.items())
             return f"{name}: {values}"
@@ -89,7 +89,7 @@ def misfits(
     """
     group = optimizer.param_groups[number]
     own = {key: value for key, value in group.items() if key != "params"}
-    place = f"param_groups[{number}] of {type(optimizer).__name__}"
+    place = group_label(optimizer, number)
     faults = []
     for ndim in sorted({param.ndim for param in group["params"]}):
         here, there = _names_after_a_step(optimizer, own, ndim), _names_after_a_step(optimizer, own | loaded, ndim)
@@ -137,7 +137,7 @@ def _groups(
 ) -> Iterable[tuple[str, torch.optim.Optimizer, dict[str, Any]]]:
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
-            yield f"param_groups[{number}] of {type(optimizer).__name__}", optimizer, group
+            yield group_label(optimizer, number), optimizer, group
 
 
 def _text(value: Any) -> str:

@@ -14,7 +14,14 @@ from ...sharding.row_pieces import RowPiece, as_entry, refuse_unshared
 from ...sharding.sharded_module import ShardedModule
 from ...transform import find_transform
 
-__all__ = ["get_model_state_dict", "get_optimizer_state_dict", "listed", "names_of_params", "owned_names"]
+__all__ = [
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "group_label",
+    "listed",
+    "names_of_params",
+    "owned_names",
+]
 
 
 @runtime_checkable
@@ -82,6 +89,11 @@ def listed(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) 
     return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
 
 
+def group_label(optimizer: torch.optim.Optimizer, number: int) -> str:
+    """Return the name of a parameter group in messages."""
+    return f"param_groups[{number}] of {type(optimizer).__name__}"
+
+
 def names_of_params(model: ThunderModule, optimizers: Iterable[torch.optim.Optimizer]) -> dict[torch.Tensor, str]:
     """Return the name of each parameter of some optimizers.
 
@@ -95,7 +107,7 @@ def names_of_params(model: ThunderModule, optimizers: Iterable[torch.optim.Optim
             for param in group["params"]:
                 if param not in known:
                     raise ValueError(
-                        f"optimizers: param_groups[{number}] of {type(optimizer).__name__} holds a tensor of shape "
+                        f"optimizers: {group_label(optimizer, number)} holds a tensor of shape "
                         f"{tuple(param.shape)} that is no parameter of the model: make the optimizer of the jitted "
                         f"module's parameters()"
                     )
