@@ -1,9 +1,9 @@
 """Analyze a GPU step in the trace that ``torch.profiler`` exports, with pure functions that need no GPU.
 
 [Note: Compute and communication]
-The compute stream is the one whose kernels, without NCCL's, run longest. Communication is NCCL's kernels on any stream,
-and everything on other streams: copy engines of symmetric memory, gloo's copies between GPU and host, copies of a
-transport. Everything else is compute, including copies on the compute stream.
+NCCL's kernels are communication on any stream. Of the remaining kernels, the stream with the longest total time is the
+compute stream. Everything on other streams is communication: copy engines of symmetric memory, gloo's copies between
+GPU and host, copies of a transport. Everything else is compute, including copies on the compute stream.
 
 [Note: Which collective an activity belongs to]
 While a profiler runs, the package labels its collectives: ``fsdp_all_gather(bucket)`` and so on, as in a trace. The

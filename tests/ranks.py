@@ -32,7 +32,7 @@ from tracing_shortcuts import tracing_shortcuts
 __all__ = ["PRELOADED", "RankError", "Ranks"]
 
 PRELOADED = ["thunder_fsdp_sched", "thunder", "hypothesis"]
-"""What the server of forked processes imports before it forks the first."""
+"""The modules that the fork server imports before it forks the first process."""
 
 _GRACE = 5.0  # seconds that the other ranks have for a report of their own after one has failed
 

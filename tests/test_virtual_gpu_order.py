@@ -1,4 +1,4 @@
-"""What is flagged, implied or apart when a wait, a barrier, an event or a reference is taken away by itself."""
+"""Removing a single wait, barrier, event or reference is flagged, implied or apart; see ``virtual_gpu.order``."""
 
 from __future__ import annotations
 

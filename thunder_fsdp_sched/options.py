@@ -239,7 +239,7 @@ def _by(
     Args:
         check: validates and converts the user's argument.
         argument: name of the argument, if it is not that of the field.
-        label: what messages call it, if not by the name of the field.
+        label: its name in messages, if it is not that of the argument.
         is_compared: whether it must be the same on all ranks. Options that refer to objects of this process are not
             compared; ranks compare their effect instead.
     """
@@ -252,7 +252,7 @@ class Options:
 
     reshard_after_forward: bool = field(metadata=_by(_reshard, "sharding_strategy", label="zero3"))
     bucketing: BucketingStrategy | int | Callable[[str, torch.nn.Parameter], str] = field(
-        metadata=_by(_bucketing, "bucketing_strategy", label="bucketing_strategy")
+        metadata=_by(_bucketing, "bucketing_strategy")
     )
     prefetch: int | Literal["auto"] = field(metadata=_by(_prefetch))
     max_unsharded_bytes: int | None = field(metadata=_by(_budget))
@@ -289,7 +289,7 @@ class Options:
     def lines(self) -> list[str]:
         """Return one line for each option that must be the same on all ranks."""
         return [
-            f"fsdp({f.metadata['label'] or f.name}={_comparable(getattr(self, f.name))})"
+            f"fsdp({f.metadata['label'] or f.metadata['argument'] or f.name}={_comparable(getattr(self, f.name))})"
             for f in fields(self)
             if f.metadata["is_compared"]
         ]

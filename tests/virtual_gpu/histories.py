@@ -1,4 +1,4 @@
-"""What tests of waits and counters run: a small model of five buckets, through the things that users do with it."""
+"""The histories that tests of waits and counters run: typical uses of a small model of five buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens before what, as sets of accesses, with and without each single wait, barrier, event or reference.
+"""The happens-before order as sets of accesses, with and without each single wait, barrier, event or reference.
 
 A second opinion on ``clocks``: nothing is summed up in numbers and nothing is forgotten. Each access has a bit, and the
 clock of a stream or a host is the set of all accesses that are known to have finished. So whether a wait matters can be
@@ -42,7 +42,7 @@ class Mutation(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What becomes of the order without it: ``flagged``, ``implied`` or ``apart``."""
+    """The effect of a mutation on the order: ``flagged``, ``implied`` or ``apart``."""
 
     mutation: Mutation
     verdict: str
@@ -297,7 +297,7 @@ class Order:
 
 
 def _kind_of(entry: Entry) -> str | None:
-    """What it is that is missing without ``entry``, ``None`` of what cannot be missing by itself."""
+    """Return the kind of mutation that removes ``entry``; ``None`` if it cannot be removed by itself."""
     if entry.kind in ("wait_event", "barrier"):
         return entry.kind.removesuffix("_event")
     if entry.kind == "record":

@@ -6,7 +6,7 @@ The printed form of each symbol is in the docstring of ``symbols``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -56,10 +56,6 @@ class Issue(_Operands):
         """The shards or gradients, in the order of parameters; ``None`` for those that the trace does not use."""
         return self.bsym.args[2:]
 
-    @property
-    def future(self) -> FutureTensorProxy:
-        return cast(FutureTensorProxy, self.bsym.output)
-
     def with_slot(self, slot: Slot, bucket: Bucket | None = None) -> BoundSymbol:
         """Return the bound symbol with another slot, and with another bucket that shares its memory if one is given."""
         return self.bsym.from_bsym(args=(bucket or self.bucket, slot, *self.tensors))
@@ -94,11 +90,6 @@ class Wait(_Operands):
     def future(self) -> FutureTensorProxy:
         return cast(FutureTensorProxy, self.bsym.args[1])
 
-    @property
-    def tensors(self) -> Sequence[TensorProxy | None]:
-        """The parameters or gradients, in the order of the bucket's parameters."""
-        return cast(Sequence["TensorProxy | None"], self.bsym.output)
-
     def with_token(self, token: TensorProxy | None) -> BoundSymbol:
         """Return the bound symbol with the token that keeps fusions apart, or without one."""
         return self.bsym.from_bsym(args=(self.bucket, self.future, *(() if token is None else (token,))))
@@ -117,11 +108,6 @@ class GradWrite(_Operands):
     def index(self) -> int:
         """The number of the parameter in the bucket."""
         return cast(int, self.bsym.args[2])
-
-    @property
-    def operands(self) -> Sequence[Any]:
-        """The arguments of the operator that it replaces."""
-        return self.bsym.args[3:]
 
 
 class OneParameter(_Operands):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from .base import Traffic, TransportedBucket, Views, Work, issue_each, issue_then, segment_bytes
+from .base import Traffic, TransportedBucket, Views, Work, issue_each, issue_then
 from .flat import Flat, pairs
 
 if TYPE_CHECKING:
@@ -35,9 +35,8 @@ class AllToAll(Flat):
         return issue_each(partial(self._reduce, bucket, whole, own) for whole, own in pairs(bucket, unsharded, shard))
 
     def reduce_traffic(self, spec: BucketSpec) -> Traffic:
-        messages = segment_bytes(spec, spec.reduce_dtype)
         added = spec.grad_bytes + spec.layout.shard_numel * spec.reduce_dtype.itemsize
-        return Traffic(messages, len(messages), copied_after=added)
+        return super().reduce_traffic(spec)._replace(is_reduce_scatter=False, copied_after=added)
 
     def _reduce(self, bucket: TransportedBucket, whole: torch.Tensor, own: torch.Tensor) -> Work:
         world_size = bucket.spec.layout.world_size

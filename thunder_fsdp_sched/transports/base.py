@@ -96,6 +96,11 @@ class Traffic(NamedTuple):
     copied_before: int = 0
     copied_after: int = 0
 
+    def in_one_launch(self) -> Traffic:
+        """Return the same traffic if all collectives start together."""
+        total = sum(self.messages)
+        return self._replace(messages=(total,) * bool(total), launches=min(1, self.launches))
+
     def wire_bytes(self, world_size: int) -> int:
         """Return the bytes that one rank sends."""
         return int(sum(self.messages) * self.passes * (world_size - 1) / world_size)

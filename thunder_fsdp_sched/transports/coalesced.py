@@ -40,13 +40,7 @@ class Coalesced(Flat):
         return [reduce_scatter_coalesced(owns, unsharded.segments, dist.ReduceOp.AVG, group)]
 
     def gather_traffic(self, spec: BucketSpec) -> Traffic:
-        return _in_one(super().gather_traffic(spec))
+        return super().gather_traffic(spec).in_one_launch()
 
     def reduce_traffic(self, spec: BucketSpec) -> Traffic:
-        return _in_one(super().reduce_traffic(spec))
-
-
-def _in_one(traffic: Traffic) -> Traffic:
-    """Start all collectives together."""
-    total = sum(traffic.messages)
-    return traffic._replace(messages=(total,) * bool(total), launches=min(1, traffic.launches))
+        return super().reduce_traffic(spec).in_one_launch()

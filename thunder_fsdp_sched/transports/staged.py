@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from .base import Traffic, Transport, TransportedBucket, Views, Work, issue_then, segment_bytes
+from .base import Traffic, Transport, TransportedBucket, Views, Work, issue_then
 from .flat import all_gather_flat, reduce_scatter_flat
 
 if TYPE_CHECKING:
@@ -70,11 +70,7 @@ class Staged(Transport):
         ]
 
     def gather_traffic(self, spec: BucketSpec) -> Traffic:
-        total = sum(segment_bytes(spec, spec.param_dtype))
-        return Traffic((total,) * bool(total), int(total > 0), copied_after=2 * spec.unsharded_bytes)
+        return super().gather_traffic(spec).in_one_launch()._replace(copied_after=2 * spec.unsharded_bytes)
 
     def reduce_traffic(self, spec: BucketSpec) -> Traffic:
-        total = sum(segment_bytes(spec, spec.reduce_dtype))
-        return Traffic(
-            (total,) * bool(total), int(total > 0), is_reduce_scatter=True, copied_before=2 * spec.grad_bytes
-        )
+        return super().reduce_traffic(spec).in_one_launch()._replace(copied_before=2 * spec.grad_bytes)

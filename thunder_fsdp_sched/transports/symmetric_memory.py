@@ -147,7 +147,7 @@ class _Allocation:
         self._handles: weakref.WeakKeyDictionary[ProcessGroup, Any] = weakref.WeakKeyDictionary()
 
     def handle(self, group: ProcessGroupRef) -> Any:
-        """Return what barriers and peers' memory are reached by; the first time it is a collective.
+        """Return the handle for barriers and peers' memory. The first call for a group is a collective.
 
         Raises:
             ValueError: memory cannot be shared with the other ranks.
