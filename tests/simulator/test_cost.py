@@ -4,6 +4,7 @@ and profiles. No test here depends on how long anything takes."""
 import dataclasses
 import json
 import math
+from unittest import mock
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp
@@ -26,6 +27,7 @@ from thunder_fsdp_sched.simulator.flops import flops_of
 from thunder_fsdp_sched.simulator.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes
 from thunder_fsdp_sched.simulator.simulate import simulate
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
+from thunder_fsdp_sched.tools.clocks import Clock
 from thunder_fsdp_sched.tools.profiler import measure
 from thunder_fsdp_sched.trace.symbols import (
     fsdp_all_gather,
@@ -432,6 +434,25 @@ def test_measuring_gives_all_ranks_one_profile_and_leaves_training_as_it_is(rank
     assert all(c.wire >= 0 and math.isfinite(c.wire) for c in found.collectives)
     assert first["step"] >= first["bound"] > 0
     assert all(0 <= share < 1 for share in found.contention.values())
+
+
+def measured_by_other_clocks(rank: int, world_size: int) -> Profile:
+    """Measure while the clock of rank 1 adds ten seconds to each duration."""
+    durations = Clock.durations
+
+    def longer(clock: Clock) -> list[tuple[float, float]]:
+        return [(host, device + 10) for host, device in durations(clock)]
+
+    jitted = thunder.jit(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), transforms=[fsdp()])
+    inputs = torch.ones(2, 8)
+    jitted(inputs).sum().backward()
+    with mock.patch.object(Clock, "durations", longer if rank else durations):
+        return measure(jitted, inputs, repeats=1)
+
+
+def test_ranks_measure_with_as_many_collectives_whatever_their_clocks_say(ranks):
+    first, second = ranks.run(measured_by_other_clocks, timeout=60)
+    assert first == second
 
 
 def not_ours(rank: int, world_size: int) -> None:

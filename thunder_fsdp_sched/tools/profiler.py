@@ -184,13 +184,13 @@ class _Measurement:
         probe = self._probe(self.traces[0], finish=False)
         self._call([self._probe(self.traces[0], finish=True).callable])  # fills all slots with parameters
         alone = _medians(self._repeat(lambda: self._run_probe(probe, ())))
+        busy = self._over_ranks([sum(map(sum, alone))])[0]  # the same on all ranks, which issue as many collectives
         shares = {}
         for kind, start in ((fsdp_all_gather, _start_all_gather), (fsdp_reduce_scatter, _start_reduce_scatter)):
             times = {c.bucket: c for c in collectives if c.kind == kind.name}
             if not times:
                 continue
             largest = max(times.values(), key=lambda c: c.wire)
-            busy = sum(map(sum, alone))
             count = max(1, min(math.ceil(busy / max(largest.wire, 1e-6)), 2**30 // largest.nbytes, 32))
             window = 0.9 * count * largest.wire
             loads = [(start, *self._bucket_and_slot(largest)) for _ in range(count)]
