@@ -1,10 +1,10 @@
-"""What the audit of the first run costs, once for each pair of traces, in processor time.
+"""Measure the processor time of the audit of first runs, which takes place once per pair of traces.
 
     python benchmarks/audit.py --blocks 2 8
 
-One process, a gloo group of one rank, the demo's GPT. The first step compiles both traces and runs them with the audit.
-Timed are: putting the audit into the traces and compiling them without it afterwards, the checks themselves, and the facts
-about operators (``facts_of``), which every pass asks for with or without an audit.
+The benchmark runs in one process, with a gloo group of one rank and the demo's GPT. The first step compiles both traces
+and runs them with the audit. It times inserting the audit into the traces, compiling them again without it, the checks
+themselves, and the facts about operators (``facts_of``), which every pass reads with or without an audit.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def measure(blocks: int) -> None:
 
 @contextlib.contextmanager
 def timed(owner: Any, name: str, spent: dict[str, float], what: str) -> Iterator[None]:
-    """Adds up the processor time of the outermost calls of a function."""
+    """Add the processor time of the outermost calls of a function to ``spent[what]``."""
     function: Callable[..., Any] = getattr(owner, name)
     spent.setdefault(what, 0.0)
     depth = 0

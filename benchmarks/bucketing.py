@@ -1,20 +1,21 @@
-"""What it matters which parameters travel in one collective: none, layer, block, and buckets of a given size.
+"""Compare bucketing strategies: none, layer, block, and buckets of a given size.
 
     sudo python benchmarks/bucketing.py --save bucketing          # 2 ranks, 1 Gbit/s, emulated compute
     sudo python benchmarks/bucketing.py --real --length 512       # real compute, which shares the cores with gloo
     python benchmarks/bucketing.py --no-limit                     # no root: plain loopback
     python benchmarks/bucketing.py --no-limit --blocks 2 --width 64 --compute 0.05 --rounds 3
 
-A GPT on gloo ranks, each in a network namespace of its own behind a token bucket (``netns.py``), pinned to a core, one
-thread. Every system takes a step in every round, in another order each time. Seconds are of the slowest rank, without the
-optimizer.
+The systems train a GPT on gloo ranks. Each rank runs with one thread, is pinned to a core, and has its own network
+namespace with a rate-limited interface (``netns.py``). Every system takes one step in every round, in a different order
+each time. Seconds are those of the slowest rank, without the optimizer.
 
-* Calls: collectives of a step. Copied: bytes of parameters and gradients, in an untimed step, rank 0.
-* Communication: this project's collectives in their order with nothing between them. Bandwidth: the bytes that gloo sends
-  for them (a reduce-scatter as an all-reduce), over that time.
-* Latency: the same collectives, with the waits where they are, on one element a rank; the whole step's, and of each. It is
-  the host's time: to issue, to wait, and of the network without bytes.
-* block/none: the ratio of the step times, the median of the ratios in each round.
+* Calls: the collectives of a step.
+* Copied: bytes of parameters and gradients that rank 0 copies, counted in an untimed step.
+* Communication: the time of this project's collectives in their order, with nothing between them.
+* Gbit/s: the bits that gloo sends for them (a reduce-scatter as an all-reduce), divided by that time.
+* Latency: the time of the same collectives and waits with one element per rank, for the whole step and per call. It is
+  the time of the host, to issue and to wait, and of the network without data.
+* Step with block / step with none: the median of the ratios in each round.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def parse() -> argparse.Namespace:
 
 
 def systems(only: str | None) -> dict[str, Callable[..., Any]]:
-    """What builds each system, by its name."""
+    """Return the function that builds each system, keyed by the system's name."""
     from systems import fsdp2, ours, thunders_fsdp
 
     made: dict[str, Callable[..., Any]] = {}
@@ -100,7 +101,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 
 def count(system: Any, tokens: Any, world_size: int) -> dict[str, Any]:
-    """Collectives, the bytes that gloo sends for them, and bytes of copies, in one step of this rank."""
+    """Count the collectives of one step on this rank, the bytes that gloo sends for them, and the bytes copied."""
     from thunder_fsdp_sched.tools.step_counter import StepCounter
 
     from systems import local, step, wire_bytes
@@ -116,7 +117,7 @@ def count(system: Any, tokens: Any, world_size: int) -> dict[str, Any]:
 
 
 def latency(system: Any) -> float:
-    """The collectives of a step in their order, on one element a rank; seconds on this rank."""
+    """Run the collectives of a step in their order, with one element per rank; return the seconds on this rank."""
     from thunder_fsdp_sched.trace.symbols import WAITS, fsdp_all_gather, group_of, issues_collective
     from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
 
@@ -216,7 +217,7 @@ def table(figures: dict[str, dict[str, Any]]) -> Any:
 
 
 def draw(figures: dict[str, dict[str, Any]], path: Path) -> None:
-    """Step times, and of this project the collectives alone."""
+    """Draw the step times, and for this project also the time of the collectives alone."""
     import matplotlib
 
     matplotlib.use("Agg")

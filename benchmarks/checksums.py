@@ -1,11 +1,11 @@
-"""The cost of checksums in a save and a load.
+"""Measure the cost of checksums when saving and loading.
 
     python benchmarks/checksums.py --folder /path/on/the/disk            # 200 MB of parameters, 2 gloo ranks
     python benchmarks/checksums.py --folder /path/on/the/disk --megabytes 1000 --runs 7
 
-Each figure is the median over the runs, in seconds: of the slower rank, and below it the processor time of both ranks. Runs
-with and without checksums alternate. Files are in the page cache when they are loaded, so loads are compared without what
-a disk adds to both.
+Each figure is the median over the runs, in seconds: the time of the slower rank, and below it the processor time of both
+ranks. Runs with and without checksums alternate. Files are in the page cache when they are loaded, so the time of the
+disk is not part of the comparison.
 """
 
 from __future__ import annotations

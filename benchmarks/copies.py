@@ -1,23 +1,28 @@
-"""What one step of every system copies, sends, allocates and holds.
+"""Count the bytes that one step of every system copies, sends, allocates and holds.
 
     python benchmarks/copies.py --fake 8                      # rank 0 of 8 in one process, values are garbage
     sudo python benchmarks/copies.py                          # 2 gloo ranks, each behind an interface of its own
     python benchmarks/copies.py --no-limit                    # the same on plain loopback, without root
     python benchmarks/copies.py --fake 8 --match "ours zero3" --save copies
 
-A GPT, forward and backward, in the step after the second one; of rank 0. With ``--fake`` collectives do nothing, everything
-else runs: the figures are those of any number of ranks. Nothing is timed.
+The figures are those of forward and backward of a GPT on rank 0, after two steps of warm-up. With ``--fake``, collectives
+do nothing and everything else runs, so any number of ranks can be examined. Nothing is timed.
 
-* Copied: bytes of parameters and of gradients that operators copy, concatenate, cast or scale, by
-  ``thunder_fsdp_sched.tools.step_counter`` (there: what is whose), and what gloo itself copies into its results.
-* Operators: how many copy, concatenate or cast parameters or gradients.
-* Wire: what a rank sends by the formulas of rings, N the bytes of the whole tensor: N(W-1)/W for an all-gather, a
-  reduce-scatter and an all-to-all, twice that for an all-reduce, N for a broadcast. gloo does a reduce-scatter as an
-  all-reduce. Sent is what the kernel counted, in network namespaces only.
-* New: storages made in the step. Peaks: most bytes at once (``live_memory.py``), of the arena what is still to be read
-  (live) or all of it (allocated). Total: every storage that forward and backward touch, activations and shards too.
+* Copied: bytes of parameters and of gradients that operators copy, concatenate, cast or scale, as counted by
+  ``thunder_fsdp_sched.tools.step_counter``, which defines whose bytes they are; and the bytes that gloo itself copies
+  into its results.
+* Copies, concat., casts: the number of operators that copy, concatenate or cast parameters or gradients.
+* Wire: the bytes that a rank sends, by the formulas of ring collectives. With N bytes in the unsharded tensor, these are
+  N(W-1)/W for an all-gather, a reduce-scatter and an all-to-all, twice that for an all-reduce, and N for a broadcast.
+  gloo implements a reduce-scatter as an all-reduce.
+* Sent: the bytes that the operating system's kernel counted, in network namespaces only.
+* New: storages that the step allocates.
+* Peaks: most bytes at once (``live_memory.py``). Of the arena, only the bytes that are yet to be read count (live), or
+  all of it (allocated).
+* Total: every storage that forward and backward touch, including activations and shards.
 
-Memory is told in units of the bytes of all parameters. Below the table stand the promises, and whether they are kept.
+Memory is in units of the bytes of all parameters. Below the tables, the program prints its promises and whether they
+hold.
 """
 
 from __future__ import annotations
@@ -30,10 +35,11 @@ from pathlib import Path
 from typing import Any
 
 PEAK = 0.60
-"""Most unsharded bytes at ZeRO-3's peak, of the bytes of all parameters, with 8 blocks and more ranks than 2."""
+"""Limit on the peak of unsharded bytes with ZeRO-3, as a share of the bytes of all parameters; for 8 blocks and more than 2
+ranks."""
 
 SHOWN = ("ours zero2", "ours zero3", "Thunder fsdp zero3 block", "FSDP2 zero3")
-"""What the picture follows over the step."""
+"""The systems in the picture."""
 
 
 def main() -> None:
@@ -52,7 +58,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add_link_options(parser)
     parser.set_defaults(rate=10e9)
-    parser.add_argument("--fake", type=int, metavar="W", help="one process, as rank 0 of W, instead of real ranks")
+    parser.add_argument("--fake", type=int, metavar="W", help="run as rank 0 of W in one process")
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--length", type=int, default=16, help="bytes of text per rank and step")
@@ -101,7 +107,11 @@ def run(arguments: argparse.Namespace, rank: int, world_size: int) -> None:
 
 
 def count(system: Any, tokens: Any, world_size: int, whole_bytes: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What one step does on this rank; ``whole_bytes`` are those of all parameters."""
+    """Return the figures of one step on this rank.
+
+    Args:
+        whole_bytes: bytes of all unsharded parameters.
+    """
     from thunder_fsdp_sched.tools.step_counter import StepCounter
 
     from live_memory import LiveMemory
@@ -145,7 +155,7 @@ def count(system: Any, tokens: Any, world_size: int, whole_bytes: int, arguments
 
 
 def copied_gradients(backward: Any) -> dict[str, int]:
-    """Bytes of each gradient that nobody writes where its reduction reads it, by the parameter's name."""
+    """Return the bytes of each gradient that is not written in place, keyed by the parameter's name."""
     from thunder_fsdp_sched.trace.symbols import GRAD_WRITERS, fsdp_reduce_scatter
 
     written = {b.output.name for b in backward.bound_symbols if b.sym.name in GRAD_WRITERS}
@@ -160,7 +170,7 @@ def copied_gradients(backward: Any) -> dict[str, int]:
 
 
 def promises(figures: dict[str, dict[str, Any]], blocks: int, world_size: int) -> list[tuple[bool, str]]:
-    """What this project promises, whether it holds, and the figure."""
+    """Return this project's promises: whether each one holds, and its text with the figure."""
     from thunder_fsdp_sched.tools.report import human_bytes
 
     made = []
@@ -251,7 +261,7 @@ def memory_table(figures: dict[str, dict[str, Any]]) -> Any:
         "allocated": part("peak_allocated"),
         "total": part("peak_total"),
     }
-    return table("storages made in a step; peaks, in units of all parameters", figures, columns)
+    return table("storages allocated in a step; peaks, in units of all parameters", figures, columns)
 
 
 def table(title: str, figures: dict[str, dict[str, Any]], columns: dict[str, Callable[[dict[str, Any]], str]]) -> Any:
@@ -268,7 +278,7 @@ def table(title: str, figures: dict[str, dict[str, Any]], columns: dict[str, Cal
 
 
 def draw(figures: dict[str, dict[str, Any]], path: Path) -> None:
-    """Unsharded parameters, and gradients on top of them, over the operators of a step."""
+    """Draw unsharded parameters, and gradients on top of them, over the operators of a step."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,27 +1,29 @@
-"""What compute hides of communication on GPUs, what memory a step takes, and which kernels it launches.
+"""Measure the overlap, the memory and the kernels of training steps on GPUs.
 
-    python benchmarks/gpu.py first                                    # what runs at all: see gpu_first.py
+    python benchmarks/gpu.py first                                    # find out what works: see gpu_first.py
     torchrun --nproc-per-node 2 benchmarks/gpu.py --save gpu          # a GPU for each rank: NCCL
     torchrun --nproc-per-node 2 benchmarks/gpu.py --backend gloo      # several ranks on one GPU
     python benchmarks/gpu.py                                          # one rank: kernels, copies, memory
 
-This has not run on a GPU yet. Without one it says so and ends with 0. What reads the profiler's trace (``gpu_trace.py``) is
-tested on made-up events in ``tests/test_benchmarks.py``.
+This has not run on a GPU yet. Without a GPU it says so and exits with 0. The functions that read the profiler's trace
+(``gpu_trace.py``) are tested with artificial events in ``tests/test_benchmarks.py``.
 
-Systems with their optimizer states do not all fit on a GPU, so ``--together`` of them (4) are alive at once and take turns,
-a step of each in every round; then they are freed. The first of each such group is this project's with default options
-and the same strategy: it is built anew, and ``ours / this`` compares steps of the same rounds. So columns of milliseconds
-compare between groups only as far as the GPU's clock is steady. Seconds are forward and backward without the optimizer,
-between two events on the compute stream, of the slowest rank. A step of each runs under ``torch.profiler`` as well.
+Not all systems fit on a GPU together with their optimizer states. So they are measured in groups of ``--together`` systems
+(4), which take turns, one step of each in every round, and are then freed. The first system of each group is this
+project's, newly built, with default options and the same strategy. ``ours / this`` compares steps of the same rounds;
+milliseconds of different groups are comparable only if the GPU's clock is steady. Seconds are those of forward and
+backward on the slowest rank, without the optimizer, between two events on the compute stream. One step of each system
+also runs under ``torch.profiler``.
 
-* Exposed: time in which communication runs and no kernel that computes, by union of intervals. Idle: the GPU does nothing.
-* Contention: by which factor a kernel is slower beside communication than without.
-* Peak: ``torch.cuda.max_memory_allocated`` over forward and backward, less what was allocated before the system was built.
-  What a group leaves behind when it is freed is told below the table.
+* Exposed: the time in which communication runs and no kernel computes, by the union of intervals.
+* Idle: the time in which the GPU does nothing.
+* Contention: the factor by which kernels are slower during communication.
+* Peak: ``torch.cuda.max_memory_allocated`` over forward and backward, minus the bytes that were allocated before the
+  system was built. If a group leaves memory allocated after it is freed, a line below the table says so.
 
 gloo and symmetric memory work with several ranks on one GPU (this sets ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1``).
-They share its multiprocessors then, so times say little, but counts and memory hold. What a backend refuses is named below
-the table.
+The ranks then share its multiprocessors, so times mean little, but counts and memory are valid. Systems that a backend
+refuses are listed below the table.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def main() -> None:
     if first:
         import gpu_first
 
-        gpu_first.parse(sys.argv[2:])  # a wrong argument is told without a GPU, too
+        gpu_first.parse(sys.argv[2:])  # reports wrong arguments without a GPU, too
     else:
         arguments = parse()
     from thunder_fsdp_sched.compat import prepare  # noqa: F401  # before torch's modules that Thunder misses
@@ -72,9 +74,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=15, help="steps of each system")
-    parser.add_argument("--together", type=int, default=4, help="systems alive at once; at least 2")
-    parser.add_argument("--only", metavar="REGEX", default="", help="fewer systems: those whose names match")
-    parser.add_argument("--save", type=Path, help="folder for all figures (gpu.json), the picture and a trace of each")
+    parser.add_argument("--together", type=int, default=4, help="systems in memory at once; at least 2")
+    parser.add_argument("--only", metavar="REGEX", default="", help="only systems whose names match")
+    parser.add_argument("--save", type=Path, help="folder for all figures (gpu.json), the picture and the traces")
     arguments = parser.parse_args(argv)
     if arguments.together < 2:
         parser.error("--together: at least 2, a system and the one that it is compared with")
@@ -82,7 +84,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def systems() -> dict[str, Callable[..., Any]]:
-    """What builds each system, by its name."""
+    """Return the function that builds each system, keyed by the system's name."""
     from systems import ddp, fsdp2, ours, thunders_fsdp
 
     made: dict[str, Callable[..., Any]] = {}
@@ -102,11 +104,13 @@ def systems() -> dict[str, Callable[..., Any]]:
 
 
 def groups(names: Sequence[str], together: int) -> list[list[str]]:
-    """The systems that are alive at the same time: each group begins with the one that the others are compared with.
+    """Divide the systems into groups that are in memory at the same time.
+
+    Each group starts with the system that the others are compared with.
 
     Args:
-        names: of all systems.
-        together: most systems of a group, at least 2.
+        names: the names of all systems.
+        together: the maximum number of systems in a group, at least 2.
     """
     made = []
     for strategy in ("zero2", "zero3"):
@@ -120,7 +124,7 @@ def groups(names: Sequence[str], together: int) -> list[list[str]]:
 
 
 def strategy_of(name: str) -> str:
-    """The strategy of this project's that a system is compared with."""
+    """Return the strategy of this project's system that a system is compared with."""
     return "zero2" if "zero2" in name else "zero3"
 
 
@@ -163,14 +167,14 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 @dataclass
 class Results:
-    """What was measured of the systems, by their names.
+    """The measurements, keyed by the names of systems.
 
     Attributes:
-        figures: of a profiled step.
-        seconds: of each round; of the systems in several groups, those of all.
-        ratios: of each round, the compared system's seconds over the system's.
-        refused: why a system does not run.
-        left: bytes that were still allocated after a group was freed.
+        figures: the figures of a profiled step.
+        seconds: the seconds of each round; for a system in several groups, of the rounds of all groups.
+        ratios: for each round, the seconds of the first system of the group divided by those of the system.
+        refused: the reason why a system does not run.
+        left: bytes that were still allocated after a group was freed, keyed by the names of the group.
     """
 
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -180,7 +184,7 @@ class Results:
     left: dict[str, int] = field(default_factory=dict)
 
     def add(self, seconds: Mapping[str, Sequence[float]], first: str) -> None:
-        """Add the rounds of a group whose others are compared with ``first``."""
+        """Add the rounds of a group, whose systems are compared with ``first``."""
         for name, of_one in seconds.items():
             self.seconds.setdefault(name, []).extend(of_one)
             if first in seconds and name != first:
@@ -190,7 +194,7 @@ class Results:
 def run_group(
     makes: Mapping[str, Callable[..., Any]], arguments: argparse.Namespace, shape: Any, tokens: Any, results: Results
 ) -> None:
-    """Build the systems of a group, measure them in turns, and let them go."""
+    """Build the systems of a group, measure them in turns, and free them."""
     import torch
     from systems import Emulation, interleave, say
 
@@ -206,7 +210,7 @@ def run_group(
                 timed(system, tokens)
         except (ValueError, RuntimeError, NotImplementedError) as error:  # on all ranks alike
             results.refused[name] = str(error).split("\n")[0]
-            system = None  # what it had allocated
+            system = None  # frees its memory
             continue
         torch.cuda.reset_peak_memory_stats()
         timed(system, tokens)
@@ -219,7 +223,7 @@ def run_group(
 
 
 def timed(system: Any, tokens: Any) -> float:
-    """One step; seconds of forward and backward, until the GPU has done both."""
+    """Run one step; return the seconds of forward and backward until the GPU has finished both."""
     import torch
     import torch.distributed as dist
 
@@ -237,7 +241,7 @@ def timed(system: Any, tokens: Any) -> float:
 
 
 def profiled(arguments: argparse.Namespace, system: Any, tokens: Any) -> dict[str, Any]:
-    """What one step did on this rank's GPU."""
+    """Profile one step and return its figures on this rank's GPU."""
     import torch
     import torch.distributed as dist
     from gpu_trace import contention, counts, exposed, idle, read, split
@@ -291,11 +295,11 @@ def finish(arguments: argparse.Namespace, machine: str, results: Results) -> Non
 
 
 _LEFT = 2**20
-"""Bytes below which what a group leaves behind is not worth a line."""
+"""Bytes that a freed group may leave allocated without a line in the output."""
 
 
 def summarized(results: Results) -> dict[str, dict[str, Any]]:
-    """The figures of each system with its times, and the ratio to the system that it is compared with."""
+    """Return the figures of each system, with its times and its ratio to the system that it is compared with."""
     figures = {}
     for name, of_one in results.figures.items():
         seconds = results.seconds[name]
@@ -339,7 +343,7 @@ def table(figures: dict[str, dict[str, Any]]) -> Any:
 
 
 def draw(figures: dict[str, dict[str, Any]], path: Path) -> None:
-    """Step times, and how much of each is exposed communication."""
+    """Draw the step times, and the exposed communication of each."""
     import matplotlib
 
     matplotlib.use("Agg")

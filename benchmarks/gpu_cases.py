@@ -1,4 +1,4 @@
-"""What ``python benchmarks/gpu.py first`` tries, what a worker is told to do, and how an error is told."""
+"""The configurations that ``python benchmarks/gpu.py first`` tries, the jobs of its workers, and texts for errors."""
 
 from __future__ import annotations
 
@@ -42,26 +42,28 @@ CASES = {
         Case("zero3", "flat", offload=True),
     )
 }
-"""Every configuration that is tried, by its name."""
+"""All configurations, keyed by name."""
 
 REFERENCE = "unsharded"
-"""Name of the case that trains without ``fsdp``: the others are held against it."""
+"""The name of the case that trains without ``fsdp``. The other cases are compared with it."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is to do.
+    """The job of a worker.
 
     Attributes:
-        work: name of a function in :data:`WORK`.
-        cases: names, in the order in which they run.
-        device: ``"cuda"``, or ``"cpu"`` to try this program without a GPU.
+        work: the name of a function in ``gpu_steps.WORK``.
+        cases: the names of cases, in the order in which they run.
+        device: ``"cuda"``, or ``"cpu"`` to test this program without a GPU.
         one_device: whether all ranks use GPU 0.
         limit: seconds that a case may take.
-        repeats: how often a case trains, from the same parameters.
-        fuse: whether Thunder uses its fusion executors. One of them is a default and compiles the loss with torch.compile
-            on GPUs, which refuses to run beside torch's sanitizer.
-        store, results, references: files, and the folder of the parameters that the unsharded model arrives at.
+        repeats: how often a case trains, each time from the same parameters.
+        fuse: whether Thunder uses its fusion executors. A default executor compiles the loss with torch.compile on GPUs,
+            which refuses to run together with torch's sanitizer.
+        store: the file of the process group's store.
+        results: the prefix of the files into which ranks write.
+        references: the folder with the parameters of the unsharded model after training.
     """
 
     work: str
@@ -83,7 +85,7 @@ class Job:
     references: str
 
     def results_of(self, rank: int) -> Path:
-        """The file into which ``rank`` writes."""
+        """Return the file into which ``rank`` writes."""
         return Path(f"{self.results}-{rank}.jsonl")
 
     def save(self, path: Path) -> None:
@@ -96,19 +98,19 @@ class Job:
 
 
 def describe_error(error: BaseException, lines: int = 4) -> str:
-    """Return the type and the first lines of an error, and the last place in this project that it came through."""
+    """Return the type and the first lines of an error, and the innermost line of this project in its traceback."""
     from_sanitizer = getattr(error, "errors", None)  # of torch.cuda._sanitizer: its text only counts them
     text = str(from_sanitizer[0]) if isinstance(from_sanitizer, list) and from_sanitizer else str(error)
     first = [line for line in text.splitlines() if line.strip()][:lines]
     described = "\n".join([f"{type(error).__name__}: {first[0] if first else '(no message)'}", *first[1:]])
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         inside = re.search(r"(thunder_fsdp_sched|transforms|benchmarks)[/\\][\w/\\]+\.py$", frame.filename)
-        if inside and not inside[0].endswith("gpu_worker.py"):  # which only called what failed
+        if inside and not inside[0].endswith("gpu_worker.py"):  # it only calls the function that failed
             return f"{described}\n  at {inside[0]}:{frame.lineno}, in {frame.name}"
     return described
 
 
 def has_failed(record: Mapping[str, Any]) -> bool:
-    """Whether a case, or a part of its record, failed; a refusal is no failure."""
+    """Return whether a case, or a part of its record, failed; a refusal is not a failure."""
     parts = [part for part in record.values() if isinstance(part, dict)]
     return record["status"] == "failed" or any("error" in part and not part.get("refused") for part in parts)

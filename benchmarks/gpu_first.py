@@ -1,21 +1,21 @@
-"""The first minutes on a GPU, ``python benchmarks/gpu.py first``: what runs and what does not, on one page for an issue.
+"""Try the package on a GPU for the first time (``python benchmarks/gpu.py first``), and print one page for an issue.
 
     python benchmarks/gpu.py first
     python benchmarks/gpu.py first --cases 'flat|staged' --save first       # fewer configurations; keep all output
-    python benchmarks/gpu.py first --stand-in --cases 'zero3 flat$'          # tries this program on a CPU, with gloo
+    python benchmarks/gpu.py first --stand-in --cases 'zero3 flat$'          # test this program on a CPU, with gloo
 
-This has not run on a GPU yet. Each step below trains, or profiles, every configuration of ``gpu_cases.CASES``, in
-processes of its own; a case that fails, crashes or hangs ends its process, and another goes on with the cases that are
-left. So one failure hides nothing else. The page goes to standard output and progress to standard error. Exit code: 0 if
-nothing failed (or there is no GPU), else 1.
+This has not run on a GPU yet. Each step below trains or profiles every configuration of ``gpu_cases.CASES`` in separate
+processes. If a case fails, crashes or hangs, its process ends, and another process continues with the remaining cases. So
+one failure does not hide another. The page goes to standard output, and progress to standard error. The exit code is 0 if
+nothing failed (or there is no GPU), otherwise 1.
 
-* One GPU, NCCL with world size 1. Collectives are copies then, but streams, events and memory are those of real training.
-* The same with ``CUDA_LAUNCH_BLOCKING=1``, where nothing overlaps: bits have to be the same.
-* The same with ``TORCH_CUDA_SANITIZER=1``, which follows kernels by the addresses of their arguments. It neither knows which
-  stream NCCL uses nor pinned memory.
-* Two ranks on one GPU, through gloo: pieces of others, and symmetric memory.
-* With more GPUs, a rank on each (``torch.cuda.set_device``), NCCL; and that with ``CUDA_LAUNCH_BLOCKING=1``.
-* A step under the profiler, held against the simulator: with the chip's preset, and with a profile measured on it.
+* One GPU, NCCL with world size 1. Collectives are only copies, but streams, events and memory are those of real training.
+* The same with ``CUDA_LAUNCH_BLOCKING=1``, where nothing overlaps: the results must have the same bits.
+* The same with ``TORCH_CUDA_SANITIZER=1``, which tracks kernels by the addresses of their arguments. It does not know which
+  stream NCCL uses, and does not track pinned memory.
+* Two ranks on one GPU, with gloo: collectives receive data from another rank, and symmetric memory can be tried.
+* With several GPUs: one rank per GPU (``torch.cuda.set_device``) with NCCL, and the same with ``CUDA_LAUNCH_BLOCKING=1``.
+* A step under the profiler, compared with the simulator: once with the chip's preset, once with a profile measured on it.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from gpu_page import page
 __all__ = ["Step", "main", "merge", "parse", "plan", "run_step"]
 
 Records = dict[str, dict[str, Any]]
-"""What came of each case, by its name."""
+"""The record of each case, keyed by its name."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """All cases under one set of circumstances.
+    """All cases in one setup.
 
     Attributes:
-        name: short, for the page.
-        work: see ``gpu_cases.WORK``.
-        like: name of the step whose bits it has to have, ``""`` for none.
+        name: a short name for the page.
+        work: the name of a function in ``gpu_steps.WORK``.
+        like: the name of the step that must give the same bits, ``""`` for none.
     """
 
     name: str
@@ -68,23 +68,23 @@ class Step:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu.py first", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--cases", metavar="REGEX", default="", help="fewer configurations: those whose names match")
-    parser.add_argument("--only", metavar="REGEX", default="", help="fewer steps: those whose names match")
+    parser.add_argument("--cases", metavar="REGEX", default="", help="only configurations whose names match")
+    parser.add_argument("--only", metavar="REGEX", default="", help="only steps whose names match")
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--length", type=int, default=512, help="bytes of text in a sequence")
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a case counts as hanging")
     parser.add_argument("--save", type=Path, help="folder for the page, all records, and what the processes printed")
-    parser.add_argument("--stand-in", action="store_true", help="gloo on the CPU: tries this program, and no GPU")
+    parser.add_argument("--stand-in", action="store_true", help="gloo on the CPU: test this program, not a GPU")
     return parser.parse_args(argv)
 
 
 def plan(arguments: argparse.Namespace, device_count: int) -> list[Step]:
-    """The steps, in the order in which they run.
+    """Return the steps, in the order in which they run.
 
     Raises:
-        ValueError: ``--cases`` or ``--only`` leaves nothing.
+        ValueError: ``--cases`` or ``--only`` matches nothing.
     """
     cases = tuple(name for name in CASES if re.search(arguments.cases, name))
     if not cases:
@@ -107,7 +107,7 @@ def plan(arguments: argparse.Namespace, device_count: int) -> list[Step]:
             Step("ranks, blocking", "train", trained, device_count, environment=blocking, like="ranks", repeats=1),
         ]
     steps.append(Step("profile", "profile", cases, device_count))
-    if arguments.stand_in:  # torch's sanitizer asks for CUDA at every operator
+    if arguments.stand_in:  # torch's sanitizer needs CUDA for every operator
         steps = [dataclasses.replace(s, backend="gloo", one_device=False) for s in steps if s.name != "sanitizer"]
     chosen = [step for step in steps if re.search(arguments.only, step.name)]
     if not chosen:
@@ -116,10 +116,10 @@ def plan(arguments: argparse.Namespace, device_count: int) -> list[Step]:
 
 
 def main(argv: Sequence[str], device_count: int) -> int:
-    """Run everything and print the page; the exit code.
+    """Run everything, print the page, and return the exit code.
 
     Args:
-        device_count: GPUs that there are.
+        device_count: the number of GPUs.
     """
     arguments = parse(argv)
     try:
@@ -152,16 +152,16 @@ def run_step(
     folder: Path,
     start: Callable[[Path, int, Mapping[str, str], Path], subprocess.Popen[bytes]] | None = None,
 ) -> Records:
-    """Run all cases of a step; a process that fails, dies or hangs is followed by another for the cases that are left.
+    """Run all cases of a step. If a process fails, dies or hangs, another one runs the remaining cases.
 
     Args:
-        folder: for the files of the processes.
-        start: starts a worker: job file, rank, environment, file for its output.
+        folder: the folder for the files of the processes.
+        start: starts a worker; its arguments are the job file, the rank, the environment, and the file for its output.
     """
     records: Records = {}
     environment = {**os.environ, **dict(step.environment)}
     if step.work == "train":
-        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or matrix products differ from run to run
+        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # otherwise matrix products differ between runs
     slug = re.sub(r"\W+", "_", step.name)
     attempt = 0
     while left := tuple(case for case in step.cases if case not in records):
@@ -187,7 +187,7 @@ def run_step(
         )
         path = folder / f"{slug}-{attempt}-job.json"
         job.save(path)
-        for rank in range(job.world_size):  # of an earlier run in the same folder
+        for rank in range(job.world_size):  # left by an earlier run in the same folder
             job.results_of(rank).unlink(missing_ok=True)
         Path(job.store).unlink(missing_ok=True)
         done = _run_job(job, path, environment, start or _start_worker)
@@ -204,7 +204,7 @@ def _start_worker(job: Path, rank: int, environment: Mapping[str, str], output: 
         return subprocess.Popen(command, env=dict(environment), stdout=file, stderr=subprocess.STDOUT)
 
 
-_GRACE = 10.0  # seconds that the other ranks have, once one has ended, to say what happened to them
+_GRACE = 10.0  # seconds for the other ranks to report what happened to them after one has failed
 
 
 def _run_job(
@@ -213,7 +213,7 @@ def _run_job(
     environment: Mapping[str, str],
     start: Callable[[Path, int, Mapping[str, str], Path], subprocess.Popen[bytes]],
 ) -> Records:
-    """Run the processes of one job until they end; records of at least one of its cases."""
+    """Run the processes of one job until they end; return the records of at least one of its cases."""
     outputs = [Path(f"{job.results}-{rank}.txt") for rank in range(job.world_size)]
     processes = [start(path, rank, environment, outputs[rank]) for rank in range(job.world_size)]
     ended = last_sign = time.monotonic()
@@ -228,7 +228,7 @@ def _run_job(
                 seen, last_sign = size, now
             if not any(process.poll() for process in processes):  # none has failed
                 ended = now
-            # The limit of a case is the workers' own; this is for one that cannot keep it.
+            # Workers enforce the limit of a case themselves; this is for a worker that cannot.
             if now - ended > _GRACE or now - last_sign > job.limit + 30:
                 break
             time.sleep(0.1)
@@ -242,7 +242,7 @@ def _run_job(
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The lines that a worker wrote; the last one may be cut."""
+    """Return the lines that a worker wrote; the last one may be incomplete."""
     lines = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -253,7 +253,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _tail(output: Path, lines: int = 12) -> str:
-    """The end of what a process printed, from its error on if it looks like one."""
+    """Return the end of the output of a process, or its error and the lines after it if the output contains one."""
     text = [line for line in output.read_text(errors="replace").splitlines() if line.strip()] if output.exists() else []
     starts = [
         i for i, line in enumerate(text) if line.startswith(("Fatal Python error", "Timeout (", "Traceback (most"))
@@ -266,16 +266,16 @@ def _tail(output: Path, lines: int = 12) -> str:
 def merge(
     cases: Sequence[str], ranks: Sequence[Sequence[Mapping[str, Any]]], codes: Sequence[int], outputs: Sequence[str]
 ) -> Records:
-    """Records of a job's cases from what its ranks wrote, at least one: the case at which they ended has failed.
+    """Merge the lines that the ranks of a job wrote into records of its cases; return at least one record.
 
-    Figures are those of rank 0; bits are those of all ranks, one after the other. A case that some rank did not finish has
-    failed with what that rank says, or printed last.
+    The case during which the ranks ended has failed. Figures are those of rank 0; digests are those of all ranks, joined.
+    If a rank did not finish a case, the case has failed with that rank's report or the end of its output.
 
     Args:
-        cases: of the job.
+        cases: the cases of the job.
         ranks: the lines that each rank wrote.
-        codes: exit codes.
-        outputs: the end of what each rank printed.
+        codes: the exit code of each rank.
+        outputs: the end of each rank's output.
     """
     records: Records = {}
     many = len(ranks) > 1
@@ -283,7 +283,7 @@ def merge(
         found = [next((dict(r) for r in lines if r.get("case") == case and "status" in r), None) for lines in ranks]
         begun = any(r.get("case") == case for lines in ranks for r in lines)
         if not begun and records:
-            break  # for the next process
+            break  # the next process runs it
         if all(found):
             done = [record for record in found if record is not None]
             worst = max(done, key=lambda r: ("ok", "refused", "failed").index(r["status"]))
@@ -303,7 +303,7 @@ def merge(
         if many and "error" in record:
             record["error"] = f"rank {rank}: {record['error']}"
         records[case] = record
-        if not begun:  # it did not even start: no other process will
+        if not begun:  # it did not even start, and neither would another process
             records |= {other: record for other in cases if other not in records}
             break
         if has_failed(record):

@@ -1,4 +1,4 @@
-"""The page of ``gpu_first.py``: what ran, what failed with the first lines of each error, and figures. Pure functions."""
+"""Write the page of ``gpu_first.py``: verdicts, the first lines of each error, and figures. All functions are pure."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from gpu_trace import first_difference
 __all__ = ["FINE", "page", "verdict"]
 
 FINE = ("ok", "refused", "varies", "other order")
-"""Verdicts that are no failures."""
+"""Verdicts that are not failures."""
 
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Distance from the unsharded model over the way that training took it, by the precision of the parameters. Rounding gives
-about 1e-6 and 1e-2; a missing or stale bucket gives 0.1 and more."""
+"""Limit on the distance from the unsharded model after training, as a share of the distance that training moved that model,
+keyed by the precision of the parameters. Rounding gives about 1e-6 and 1e-2; a missing or stale bucket 0.1 or more."""
 
 _MEANING = {
     "alone": "1 rank, NCCL; bits of repeated runs, and the distance from the unsharded model",
-    "blocking": "the same with CUDA_LAUNCH_BLOCKING=1: bits have to be those of `alone`",
+    "blocking": "the same with CUDA_LAUNCH_BLOCKING=1: the bits must be those of `alone`",
     "sanitizer": "the same with TORCH_CUDA_SANITIZER=1, without Thunder's fusion executors",
     "shared": "2 ranks on one GPU, gloo",
     "ranks": "a rank on each GPU, NCCL",
-    "ranks, blocking": "the same with CUDA_LAUNCH_BLOCKING=1: bits have to be those of `ranks`",
-    "profile": "a step under the profiler; `other order`: not the simulator's",
+    "ranks, blocking": "the same with CUDA_LAUNCH_BLOCKING=1: the bits must be those of `ranks`",
+    "profile": "a step under the profiler; `other order`: the collectives ran in another order than simulated",
 }
 
 
 def verdict(step: Any, case: str, record: Mapping[str, Any] | None, found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return in a word or two what came of a case.
+    """Return the verdict on a case in a word or two.
 
     Args:
         step: a ``gpu_first.Step``.
-        record: of the case in that step.
-        found: the records of all steps, by step and case.
+        record: the record of the case in that step.
+        found: the records of all steps, keyed by step and case.
     """
     if record is None:
         return "-"
@@ -63,7 +63,7 @@ def verdict(step: Any, case: str, record: Mapping[str, Any] | None, found: Mappi
 
 
 def _is_steady(step: Any, found: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether the unsharded model has the same bits in all runs: else kernels are not deterministic, whatever we do."""
+    """Return whether the unsharded model has the same bits in all runs. If not, its kernels are not deterministic."""
     of_step = [found.get(name, {}).get(REFERENCE, {}) for name in (step.name, step.like)]
     return len({digest for record in of_step for digest in record.get("digests", ())}) <= 1
 
@@ -75,14 +75,14 @@ def page(
     setup: str,
     seconds: float,
 ) -> tuple[str, int]:
-    """Return the page, and how many cases failed.
+    """Return the page, and the number of failed cases.
 
     Args:
-        asked: the record of what the machine said.
+        asked: the record that describes the machine.
         steps: every ``gpu_first.Step`` that ran.
-        found: their records, by step and case.
-        setup: describes the model.
-        seconds: that all took.
+        found: their records, keyed by step and case.
+        setup: the description of the model.
+        seconds: the total time.
     """
     cases = [c for c in (REFERENCE, *CASES) if any(c in step.cases for step in steps)]
     verdicts = {
@@ -123,7 +123,7 @@ def _machine(asked: Mapping[str, Any]) -> list[str]:
 
 
 def _training(steps: Sequence[Any], found: Mapping[str, Mapping[str, Any]], cases: Sequence[str]) -> list[str]:
-    """Times, memory, and distance from the unsharded model."""
+    """Return the table of times, memory, and distances from the unsharded model."""
     shown = [s for s in steps if s.work == "train" and s.name in ("alone", "shared", "ranks")]
     rows = []
     for case in cases:
@@ -139,13 +139,13 @@ def _training(steps: Sequence[Any], found: Mapping[str, Mapping[str, Any]], case
         return []
     head = [f"{s.name}: {what}" for s in shown for what in ("step ms", "peak MiB", "distance")]
     return [
-        "distance: from the unsharded model after training, over the way that this went",
+        "distance: from the unsharded model after training, as a share of the distance that training moved it",
         *_columns([["", *head], *rows]),
     ]
 
 
 def _profiles(steps: Sequence[Any], found: Mapping[str, Mapping[str, Any]], cases: Sequence[str]) -> list[str]:
-    """Measured against predicted, in ms: measured / by a profile of this GPU / by the chip's preset."""
+    """Return the table of measured and predicted times, in ms: measured / with a profile of this GPU / with the preset."""
     lines: list[str] = []
     for step in steps:
         if step.work != "profile":
@@ -183,7 +183,7 @@ def _errors(
     verdicts: Mapping[str, Mapping[str, str]],
     found: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
-    """The first lines of each error, once, with the cases that it came in."""
+    """Return the first lines of each error, once, with the cases that it occurred in."""
     failed: dict[str, list[str]] = {}
     refused: dict[str, list[str]] = {}
     for step, case, word in failures:
@@ -210,7 +210,7 @@ def _errors(
 
 
 def _numbers(word: str, record: Mapping[str, Any]) -> str:
-    """What is known of a case that ran and gave wrong numbers."""
+    """Describe a case that ran and gave wrong numbers."""
     text = (
         f"{word}: losses {', '.join(f'{loss:.6g}' for loss in record['losses'])}; bits {', '.join(record['digests'])}"
     )
@@ -223,7 +223,7 @@ def _indented(text: str) -> list[str]:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as text, the first column to the left and the others to the right."""
+    """Return rows as text, with the first column aligned to the left and the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(

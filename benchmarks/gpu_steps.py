@@ -1,8 +1,8 @@
-"""What ``python benchmarks/gpu.py first`` does with one configuration: train it, profile it; and what the machine is.
+"""The work of ``python benchmarks/gpu.py first``: train a configuration, profile it, and describe the machine.
 
-A step of training never waits for the host, and each case trains several times from the same parameters: bits that differ
-between these runs, or from a run with ``CUDA_LAUNCH_BLOCKING=1``, are a race, or a kernel that is not deterministic. Kernels
-that torch knows to be so are told.
+A step of training never waits for the host, and each case trains several times from the same parameters. If bits differ
+between these runs, or from those of a run with ``CUDA_LAUNCH_BLOCKING=1``, there is a race, or a kernel is not
+deterministic. The page lists the kernels that torch reports as nondeterministic.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["WORK", "Setup", "machine", "measured", "profile", "simulated", "trai
 
 
 class Setup:
-    """What the cases of one process share: the job, the rank, and its device."""
+    """The job, the rank and the device, which all cases of one process share."""
 
     def __init__(self, job: Job, rank: int) -> None:
         import torch
@@ -45,7 +45,7 @@ class Setup:
         return self.device.type == "cuda"
 
     def settle(self) -> None:
-        """Wait until the device has nothing to do."""
+        """Wait until the device is idle."""
         import torch
 
         if self.is_cuda:
@@ -86,16 +86,16 @@ class Setup:
 
 
 def train(setup: Setup, name: str) -> dict[str, Any]:
-    """Train a case, several times from the same parameters; bits, times and the distance from the unsharded model.
+    """Train a case several times from the same parameters; return digests, times, and the distance from the unsharded model.
 
-    Kernels have to be deterministic, or bits would mean nothing. If torch has no such one for some operator, the case goes
-    on without, and says so.
+    Kernels must be deterministic, because otherwise digests cannot be compared. If torch has no deterministic kernel for an
+    operator, the case continues with a nondeterministic one, and the record says so.
     """
     import torch
 
     loose = ""
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would launch kernels that are not ours
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would launch additional kernels
     try:
         record = _train(setup, name)
     except RuntimeError as error:
@@ -115,7 +115,7 @@ def _train(setup: Setup, name: str) -> dict[str, Any]:
     import torch
 
     job, references = setup.job, Path(setup.job.references)
-    if name == REFERENCE:  # on the batches of all ranks
+    if name == REFERENCE:  # trained on the batches of all ranks
         module = setup.jit()
         tokens = torch.cat([setup.shape.tokens(rank) for rank in range(job.world_size)])
     else:
@@ -156,10 +156,10 @@ def _train(setup: Setup, name: str) -> dict[str, Any]:
 
 
 def _train_once(setup: Setup, module: Any, tokens: Any) -> tuple[list[float], float]:
-    """Losses and seconds of a few steps between which nothing waits for the device."""
+    """Run a few steps without waiting for the device in between; return their losses and the total seconds."""
     import torch
 
-    # Not AdamW, whose first steps are the signs of gradients: rounding would flip those that are next to zero.
+    # Not AdamW: its first steps are the signs of gradients, and rounding would flip the signs of gradients near zero.
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     setup.settle()
     started = time.perf_counter()
@@ -189,7 +189,7 @@ def _digest(tensors: Iterable[Any]) -> str:
 
 
 def _distance(a: dict[str, Any], b: dict[str, Any]) -> float:
-    """Euclidean distance of two states."""
+    """Return the Euclidean distance between two states."""
     return sum(float((a[name].double() - b[name].double()).square().sum()) for name in b) ** 0.5
 
 
@@ -215,7 +215,7 @@ def profile(setup: Setup, name: str) -> dict[str, Any]:
         setup.settle()
         module.zero_grad(set_to_none=True)
 
-    for _ in range(3):  # one compiles, one runs as all later ones do, one is for the caching allocator
+    for _ in range(3):  # one compiles, one runs without the audit, one is for the caching allocator
         step()
     seconds = []
     for _ in range(5):
@@ -244,7 +244,7 @@ def profile(setup: Setup, name: str) -> dict[str, Any]:
 
 
 def _part(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What ``work`` returns, or ``{"error": ...}``: the other parts of a record are worth having."""
+    """Return the result of ``work``, or ``{"error": ...}``, so that the other parts of a record are kept."""
     try:
         return work()
     except Exception as error:
@@ -252,10 +252,10 @@ def _part(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def measured(activities: list[Any]) -> dict[str, Any]:
-    """What a GPU did in a step.
+    """Return the figures of a step from the activities of a GPU.
 
     Raises:
-        RuntimeError: it did nothing that the profiler saw.
+        RuntimeError: there are no activities.
     """
     from gpu_trace import collectives, counts, exposed, idle, seconds_in, split
 
@@ -288,7 +288,7 @@ def _preset(setup: Setup) -> Any:
 
 
 def simulated(compiled: Any, cost: Any) -> dict[str, Any]:
-    """The step of a compiled pair of traces as the simulator sees it."""
+    """Simulate a step of a compiled pair of traces and return its figures."""
     from thunder_fsdp_sched.simulator.simulate import simulate
 
     timeline = simulate(compiled.forward, compiled.backward, cost)
@@ -308,7 +308,7 @@ def simulated(compiled: Any, cost: Any) -> dict[str, Any]:
 
 
 def machine(setup: None, name: str) -> dict[str, Any]:
-    """Versions, chips and switches, each asked for by itself: a driver that fails at one may answer the others."""
+    """Return versions, chips and settings, each queried separately in case the driver fails at one of them."""
     import torch
 
     def run(*command: str) -> str:

@@ -52,8 +52,8 @@ class Activity:
 
     Attributes:
         category: ``"kernel"``, ``"gpu_memcpy"`` or ``"gpu_memset"``.
-        shape: of a kernel, what was launched: runs of one name and shape do the same work.
-        label: see [Note: Which collective an activity belongs to]; ``""`` if it has none.
+        shape: the grid and block of a kernel; kernels with the same name and shape do the same work.
+        label: see [Note: Which collective an activity belongs to]; ``""`` if there is none.
         issued: when the host entered that label (seconds).
     """
 
@@ -84,10 +84,10 @@ class Collective(NamedTuple):
 
 
 def read(trace: Mapping[str, Any], device: int | None = None) -> list[Activity]:
-    """The GPU's activities in a trace that ``profile.export_chrome_trace`` wrote, in order.
+    """Return the activities of the GPU in a trace that ``profile.export_chrome_trace`` wrote, in order.
 
     Args:
-        device: index of the GPU; ``None`` for all.
+        device: the index of the GPU; ``None`` for all GPUs.
     """
     found = []
     label_of = _Labels(trace["traceEvents"])
@@ -107,7 +107,7 @@ def read(trace: Mapping[str, Any], device: int | None = None) -> list[Activity]:
 
 
 class _Labels:
-    """Finds the label of a launch by its ``correlation``."""
+    """The labels of launches, by their ``correlation``."""
 
     def __init__(self, events: Iterable[Mapping[str, Any]]) -> None:
         self._launches: dict[Any, tuple[Any, float]] = {}
@@ -132,7 +132,7 @@ class _Labels:
 
 
 def split(activities: Sequence[Activity]) -> tuple[list[Activity], list[Activity]]:
-    """Compute, and communication: see [Note: Compute and communication]."""
+    """Return compute and communication separately; see [Note: Compute and communication]."""
     busy: dict[int, float] = defaultdict(float)
     for activity in activities:
         if activity.category == "kernel" and not _NCCL.search(activity.name):
@@ -143,7 +143,7 @@ def split(activities: Sequence[Activity]) -> tuple[list[Activity], list[Activity
 
 
 def collectives(communication: Iterable[Activity]) -> list[Collective]:
-    """Return the labelled collectives, by the start of their first activity."""
+    """Return the labelled collectives, in the order of their first activities."""
     found: dict[tuple[str, float], list[Activity]] = defaultdict(list)
     for activity in communication:
         if _COLLECTIVES.fullmatch(activity.label):
@@ -158,7 +158,7 @@ def collectives(communication: Iterable[Activity]) -> list[Collective]:
 
 
 def first_difference(predicted: Sequence[str], measured: Sequence[str]) -> str:
-    """Return where two orders of collectives part, or ``""`` if they do not."""
+    """Describe the first difference between two orders of collectives; return ``""`` if there is none."""
     for number, (expected, found) in enumerate(zip(predicted, measured, strict=False)):
         if expected != found:
             return f"number {number + 1}: predicted {expected}, ran {found}"
@@ -174,21 +174,21 @@ def seconds_in(activities: Iterable[Activity]) -> float:
 
 
 def exposed(compute: Iterable[Activity], communication: Iterable[Activity]) -> float:
-    """Seconds in which something communicates and nothing computes."""
+    """Return the seconds in which something communicates and nothing computes."""
     return sum(_outside(_spans(communication), _spans(compute)))
 
 
 def idle(activities: Sequence[Activity]) -> float:
-    """Seconds between the first and the last activity in which the GPU does nothing."""
+    """Return the seconds between the first and the last activity in which the GPU does nothing."""
     spans = _spans(activities)
     return spans[-1][1] - spans[0][0] - sum(end - start for start, end in spans) if spans else 0.0
 
 
 def contention(compute: Sequence[Activity], communication: Iterable[Activity]) -> float | None:
-    """By which factor kernels are slower while something communicates; ``None`` if none ran both ways.
+    """Return the factor by which kernels are slower during communication; ``None`` if no kernel ran both with and without.
 
-    Kernels of one name and shape that run beside communication all the time are held against the median of those that
-    never do, weighted by their time.
+    Kernels that run entirely during communication are compared with the median of kernels of the same name and shape that
+    run entirely without it, weighted by their time.
     """
     kernels = [a for a in compute if a.category == "kernel" and a.seconds > 0]
     alone: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -206,7 +206,7 @@ def contention(compute: Sequence[Activity], communication: Iterable[Activity]) -
 
 
 def counts(compute: Sequence[Activity], communication: Sequence[Activity]) -> dict[str, int]:
-    """Kernels that compute, and that communicate; copies and concatenations of either, by kernel or by copy engine."""
+    """Count kernels of compute and of communication, and copies and concatenations of both, by kernel or copy engine."""
     both = [*compute, *communication]
     return {
         "kernels": sum(a.category == "kernel" for a in compute),

@@ -1,9 +1,9 @@
-"""A worker of ``python benchmarks/gpu.py first``: runs cases one after the other and notes each result.
+"""A worker of ``python benchmarks/gpu.py first``, which runs cases one after the other and records each result.
 
-``gpu_first.py`` starts it, once for each rank, with a ``Job`` in a file. What happens goes into a file as well, a line of
-JSON at a time, so nothing is lost if the process dies: ``{"ready": true}``, then ``{"case": ..., "begun": true}`` and a
-record for each case. After a failure the process ends, because CUDA may have lost its context, and the next one goes on
-with the cases that are left. A refusal (``ValueError``) is no failure.
+``gpu_first.py`` starts one worker per rank, with a ``Job`` in a file. The worker writes its results to another file, one
+line of JSON at a time, so nothing is lost if the process dies: ``{"ready": true}``, then ``{"case": ..., "begun": true}``
+and a record for each case. After a failure the process ends, because CUDA may have lost its context, and another process
+continues with the remaining cases. A refusal (``ValueError``) is not a failure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
     import torch
 
     job, rank = Job.load(Path(sys.argv[1])), int(sys.argv[2])
-    # A hang ends with the stacks of all threads, whoever holds the interpreter.
+    # Ends a hang with the stacks of all threads, even if another thread holds the interpreter.
     faulthandler.dump_traceback_later(job.limit, exit=True)
     with job.results_of(rank).open("w") as file:
 
@@ -57,7 +57,8 @@ def main() -> None:
 
 
 def run_case(work: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
-    """Run one case: its record, with ``status`` ``"ok"``, ``"refused"`` or ``"failed"``, and ``error`` unless it is ok."""
+    """Run one case and return its record: ``status`` is ``"ok"``, ``"refused"`` or ``"failed"``, the latter two with
+    ``error``."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -74,7 +75,7 @@ def run_case(work: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]
 
 
 def _start(job: Job, rank: int) -> Setup | None:
-    """Make the device and the process group; nothing for what only asks the machine."""
+    """Set up the device and the process group; return ``None`` if the job only describes the machine."""
     if job.work == "machine":
         return None
     import thunder_fsdp_sched  # before thunder  # noqa: F401
@@ -87,7 +88,7 @@ def _start(job: Job, rank: int) -> Setup | None:
         init_method=f"file://{job.store}",
         rank=rank,
         world_size=job.world_size,
-        timeout=timedelta(seconds=job.limit / 2),  # who waits for a rank that is gone says so before the limit
+        timeout=timedelta(seconds=job.limit / 2),  # so that ranks that wait for a dead rank report it before the limit
     )
     return setup
 

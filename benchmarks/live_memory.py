@@ -63,7 +63,7 @@ class Held:
     operators: dict[str, tuple[int, int]]
 
     def peaks(self) -> dict[str, int]:
-        """Most bytes at once."""
+        """Return the peaks, in bytes."""
         return {
             "peak_parameters": max(self.parameters),
             "peak_parameters_and_gradients": max(map(sum, zip(self.parameters, self.gradients, strict=True))),
@@ -76,27 +76,27 @@ class Held:
 class _Storage:
     ref: StorageWeakRef
     new: bool
-    sizes: list[tuple[int, int]]  # since when how many bytes
+    sizes: list[tuple[int, int]]  # pairs of the event since which it has a size, and that size (bytes)
     arena: bool = False
 
 
 @dataclass(eq=False)
 class _Event:
-    kind: str  # "gather", "reduction", "copy", "concatenation", "cast", "scaling", "" for others
+    kind: str  # "gather", "reduction", "all-reduce", "copy", "concatenation", "cast", "scaling"; "" for others
     reads: list[_Range]
     writes: list[_Range]
     nbytes: int
-    holds: str = ""  # what it writes: "parameters", "placed" (shards in their place), "gradients"
-    over: int | None = None  # of a reduction: when it was waited for
+    holds: str = ""  # the kind of data that it writes: "parameters", "placed" (shards copied into place), "gradients"
+    over: int | None = None  # for a reduction: the event before which it was waited for
 
 
 class LiveMemory(TorchDispatchMode):
-    """Watches one step: ``with LiveMemory(parameters, arenas) as memory: ...``, then ``memory.held()``.
+    """An observer of one step: ``with LiveMemory(parameters, arenas) as memory: ...``, then ``memory.held()``.
 
     Args:
-        parameters: what the optimizer updates.
-        arenas: tensors whose memory holds unsharded buckets only, and outlives the step.
-        whole: the parameters are not sharded, so they are unsharded parameters all the time.
+        parameters: the tensors that the optimizer updates.
+        arenas: tensors whose memory contains only unsharded buckets, and outlives the step.
+        whole: whether the parameters are not sharded, so that they count as unsharded parameters all the time.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class LiveMemory(TorchDispatchMode):
             self._storages[self._number(arena)].arena = True
 
     def __enter__(self) -> LiveMemory:
-        for found in gc.get_objects():  # what is freed now can be filled before an operator sees it
+        for found in gc.get_objects():  # storages that are freed now may be filled again before an operator sees them
             if type(found) in (torch.Tensor, torch.nn.Parameter) and found.layout == torch.strided:
                 self._there.add(found.untyped_storage()._cdata)
                 if found.numel() and not found.untyped_storage().nbytes():
@@ -180,16 +180,16 @@ class LiveMemory(TorchDispatchMode):
     def _number(self, tensor: torch.Tensor, *, new: bool = False) -> int:
         storage = tensor.untyped_storage()
         number = self._numbers.get(storage._cdata)
-        if number is None:  # the weak reference keeps the address from being used again
+        if number is None:  # the weak reference prevents the address from being used again
             number = self._numbers[storage._cdata] = len(self._storages)
-            there = storage._cdata in self._there  # if not, no operator made it: gloo's own
+            there = storage._cdata in self._there  # if not, no operator allocated it, as with gloo's buffers
             since = 0 if there and not new else len(self._events)
             self._storages.append(_Storage(StorageWeakRef(storage), new, [(since, storage.nbytes())]))
             self._alive.add(number)
         return number
 
     def _look(self) -> None:
-        """Notes which storages are gone or have another size."""
+        """Record which storages were freed or have changed their size."""
         gone = []
         for number in self._alive:
             known = self._storages[number]
@@ -202,7 +202,7 @@ class LiveMemory(TorchDispatchMode):
         self._alive.difference_update(gone)
 
     def held(self) -> Held:
-        """What was seen, once the step is over."""
+        """Return the result, after the step has finished."""
         parameters = self._follow_parameters()
         gradients = self._follow_gradients(parameters)
         moments = len(self._events) + 1
@@ -239,7 +239,7 @@ class LiveMemory(TorchDispatchMode):
         )
 
     def _follow_parameters(self) -> set[int]:
-        """Storages outside of arenas that hold unsharded parameters; marks what writes some into an arena."""
+        """Return the storages outside of arenas that hold unsharded parameters; mark events that write them into arenas."""
         found = set(self._whole)
         regions: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
 
@@ -268,7 +268,7 @@ class LiveMemory(TorchDispatchMode):
         return {n for n in found if not self._storages[n].arena}
 
     def _follow_gradients(self, parameters: set[int]) -> set[int]:
-        """Storages outside of arenas that hold unsharded gradients."""
+        """Return the storages outside of arenas that hold unsharded gradients."""
         found: set[int] = set()
         for event in reversed(self._events):
             reduces = event.kind == "reduction" or (event.kind == "all-reduce" and event.holds != "parameters")
@@ -281,7 +281,7 @@ class LiveMemory(TorchDispatchMode):
         return found
 
     def _uses(self, number: int) -> list[_Use]:
-        """From when to when which bytes of an arena hold something."""
+        """Return the ranges of an arena that are in use, each with its first and last event."""
         touched = [r for e in self._events for r in (*e.reads, *e.writes) if r[0] == number]
         bounds = sorted({bound for _, begin, end in touched for bound in (begin, end)})
         current: dict[int, _Use] = {}
@@ -296,7 +296,7 @@ class LiveMemory(TorchDispatchMode):
                 ):
                     if place not in current:
                         continue
-                    if event.kind == "reduction" and current[place].holds == "parameters":  # padding travels as well
+                    if event.kind == "reduction" and current[place].holds == "parameters":  # padding is reduced, too
                         done.append(current[place])
                         current[place] = _Use("gradients", current[place].nbytes, now, now)
                     current[place].last = max(current[place].last, until)
@@ -307,7 +307,7 @@ class LiveMemory(TorchDispatchMode):
                     range(bisect_left(bounds, begin), bisect_left(bounds, end)) if its_number == number else ()
                 ):
                     old = current.get(place)
-                    # Gradients are summed up, and an all-reduce completes what was placed there.
+                    # Gradients are accumulated, and an all-reduce completes the shards that were copied into place.
                     goes_on = event.kind == "all-reduce" if what == "parameters" else old and not old.reduced
                     if old is not None and old.holds == what and goes_on:
                         old.last = max(old.last, now)
@@ -330,7 +330,7 @@ class _Use:
 
 @dataclass(eq=False)
 class _Series:
-    """Bytes after each of a number of moments."""
+    """A number of bytes after each event."""
 
     moments: int
     changes: dict[int, int] = field(default_factory=lambda: defaultdict(int))

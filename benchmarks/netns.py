@@ -1,11 +1,12 @@
-"""Ranks on one machine behind links of a given rate, which take time but next to no CPU: Linux network namespaces.
+"""Run ranks on one machine with rate-limited links, which take time but almost no CPU, in Linux network namespaces.
 
-``with Links(2, bits_per_second=1e9) as links: links.run([sys.executable, "script.py"])`` starts one process a rank, each in
-a namespace of its own, pinned to a core. A token bucket (``tc ... tbf``) limits what a rank sends. Two ranks are joined by
-one veth pair, more by a bridge in a namespace of its own, so that removing the namespaces removes everything. Several
-rates make several links, each with an interface of its own: ``eth0``, ``eth1``, ...
+``with Links(2, bits_per_second=1e9) as links: links.run([sys.executable, "script.py"])`` starts one process per rank, each
+in its own namespace and pinned to a core. A token bucket (``tc ... tbf``) limits the rate at which a rank sends. Two ranks
+are connected by a veth pair, more by a bridge in its own namespace, so deleting the namespaces deletes everything. For
+several rates there are several links, each with its own interface: ``eth0``, ``eth1``, ...
 
-Needs root, ``ip`` and ``tc`` (Debian: ``apt-get install iproute2``). :class:`Loopback` needs neither, and limits nothing.
+:class:`Links` needs root, ``ip`` and ``tc`` (Debian: ``apt-get install iproute2``). :class:`Loopback` needs none of them,
+and does not limit the rate.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from types import TracebackType
 __all__ = ["Links", "Loopback", "add_link_options", "join_ranks", "run_on_ranks", "sent_bytes", "why_not"]
 
 _MTU = 65000  # large packets: few interrupts, so that a transfer takes little CPU
-_BUFFERS = "4096 4194304 33554432"  # least, default and most bytes of a TCP socket's buffer
+_BUFFERS = "4096 4194304 33554432"  # minimum, default and maximum bytes of a TCP socket's buffer
 
 
 def why_not() -> str | None:
-    """Why this machine cannot make the links, ``None`` if it can."""
+    """Return the reason why this machine cannot create links, or ``None`` if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -38,15 +39,15 @@ def why_not() -> str | None:
 
 
 def sent_bytes(interface: str) -> int:
-    """Bytes that this namespace has sent through ``interface`` so far, as the kernel counts them: headers included."""
+    """Return the bytes that this namespace has sent through ``interface``, as the kernel counts them, with headers."""
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
 def add_link_options(parser: argparse.ArgumentParser) -> None:
-    """The options that :func:`run_on_ranks` reads."""
+    """Add the options that :func:`run_on_ranks` reads."""
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rate", type=float, default=1e9, help="bits/s that a rank can send")
-    parser.add_argument("--no-limit", action="store_true", help="plain loopback instead, which needs no root")
+    parser.add_argument("--no-limit", action="store_true", help="use plain loopback, which needs no root")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds until a rank counts as hanging")
 
 
@@ -57,13 +58,14 @@ def run_on_ranks(
     *,
     bits_per_second: float | Sequence[float],
 ) -> None:
-    """In a rank ``run_rank(arguments)``; else starts ``script`` with the same arguments on all, and prints what rank 0 does.
+    """Start ``script`` on all ranks and print the output of rank 0; in a rank, call ``run_rank(arguments)`` instead.
 
-    Ends the process with a message if the links cannot be made.
+    If the links cannot be created, the process exits with a message.
 
     Args:
-        arguments: those of :func:`add_link_options` among them.
-        bits_per_second: what a rank can send; of each link, if there are several.
+        script: the script to start, with the command line of this process.
+        arguments: the parsed command line, with the options of :func:`add_link_options`.
+        bits_per_second: the rate at which a rank can send; a sequence for several links.
     """
     if "RANK" in os.environ:
         run_rank(arguments)
@@ -78,7 +80,7 @@ def run_on_ranks(
 
 
 def join_ranks() -> tuple[int, int]:
-    """Makes the default process group of a rank that was started here, with one thread; its rank and their number."""
+    """Create the default process group of a rank with one thread; return the rank and the number of ranks."""
     import torch
     import torch.distributed as dist
 
@@ -89,15 +91,15 @@ def join_ranks() -> tuple[int, int]:
 
 
 class Loopback:
-    """Ranks on the machine's own loopback, whose rate nobody limits.
+    """Ranks on the loopback interface of the machine, without a limit on the rate.
 
     Args:
-        world_size: ranks.
-        cores: the core of each rank; default is one after the other, again from the first if there are fewer cores.
+        world_size: number of ranks.
+        cores: the core of each rank. By default, cores are assigned in turn.
     """
 
     interface = "lo"
-    """What gloo uses unless it is told otherwise."""
+    """The interface that gloo uses by default."""
 
     def __init__(self, world_size: int, *, cores: Sequence[int] | None = None) -> None:
         available = sorted(os.sched_getaffinity(0))
@@ -115,17 +117,17 @@ class Loopback:
         self._clean_up()
 
     def run(self, command: Sequence[str], *, timeout: float = 3600.0, show_progress: bool = False) -> list[str]:
-        """Runs ``command`` once for each rank and returns what each wrote to stdout.
+        """Run ``command`` once for each rank and return what each wrote to stdout.
 
-        The environment tells ``RANK``, ``WORLD_SIZE`` and ``INIT_METHOD`` (for ``init_process_group``), and gloo which
-        interface to use.
+        The environment contains ``RANK``, ``WORLD_SIZE`` and ``INIT_METHOD`` (for ``init_process_group``), and the
+        interface for gloo.
 
         Args:
-            timeout: seconds.
-            show_progress: pass on what rank 0 writes to stderr, as it comes.
+            timeout: limit in seconds.
+            show_progress: forward what rank 0 writes to stderr immediately.
 
         Raises:
-            RuntimeError: a rank failed or did not end within ``timeout`` seconds, with what it wrote to stderr.
+            RuntimeError: a rank failed or did not finish within ``timeout`` seconds; the message has its stderr.
         """
         store = self._folder / f"store-{self._runs}"
         self._runs += 1
@@ -153,7 +155,7 @@ class Loopback:
                     print(progress.read(), end="", file=sys.stderr, flush=True)
                 failed = [r for r, p in enumerate(processes) if p.poll() not in (None, 0)]
                 if failed:
-                    deadline = min(deadline, time.monotonic() + 5.0)  # the others may have more to say
+                    deadline = min(deadline, time.monotonic() + 5.0)  # so that the others can report their errors
                 if time.monotonic() > deadline:
                     break
                 time.sleep(0.05)
@@ -172,7 +174,7 @@ class Loopback:
         return [out.read_text() for out, _ in logs]
 
     def _prefix(self, rank: int) -> list[str]:
-        """What stands before the command of a rank."""
+        """Return the start of a rank's command line."""
         return []
 
     def _clean_up(self) -> None:
@@ -180,16 +182,16 @@ class Loopback:
 
 
 class Links(Loopback):
-    """Network namespaces for ``world_size`` ranks, each with an interface ``eth0``, and one more for each further rate.
+    """Ranks in network namespaces, each with one interface per link: ``eth0``, ``eth1``, ...
 
     Args:
-        world_size: ranks.
-        bits_per_second: what one rank can send; of each link, if there are several.
-        burst: bytes that may leave at once after a pause.
-        cores: the core of each rank; default is one after the other, again from the first if there are fewer cores.
+        world_size: number of ranks.
+        bits_per_second: the rate at which a rank can send; a sequence for several links.
+        burst: bytes that a rank may send at once after a pause.
+        cores: the core of each rank. By default, cores are assigned in turn.
 
     Raises:
-        RuntimeError: no root, or tools are missing, or the kernel refuses.
+        RuntimeError: the user is not root, a tool is missing, or the kernel refuses.
     """
 
     interface = "eth0"
@@ -235,7 +237,7 @@ class Links(Loopback):
         self._namespaces.append(name)
 
     def _join(self, link: int) -> None:
-        """Gives each rank an interface on a link of its own number."""
+        """Create link number ``link``, with an interface in each rank's namespace."""
         if self.world_size == 2:
             ends = [f"eth{link} netns {self._name(rank)}" for rank in range(2)]
             _ip(f"link add {ends[0]} type veth peer name {ends[1]}")

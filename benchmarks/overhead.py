@@ -1,23 +1,24 @@
-"""What the plugin costs the host: at run time per bucket, in the prologue per call, and when compiling.
+"""Measure the host time of the plugin: at run time per bucket, in the prologue per call, and when compiling.
 
     python benchmarks/overhead.py --save overhead                 # everything; about five minutes
     python benchmarks/overhead.py --only steps prologue           # a minute
     python benchmarks/overhead.py --only compile --blocks-of linear --blocks 8 32 128 --no-gc
     python benchmarks/overhead.py --only compile --blocks 128     # a GPT; Thunder traces it for many minutes
 
-Each part runs in a process of its own, as rank 0 of 8 over torch's fake process group: its collectives do nothing, so what
-is left is the host time of whoever calls them. (Of real gloo ranks the wait for another process would be most of it.)
+Each part runs in a separate process, as rank 0 of 8 with torch's fake process group. The collectives of that group do
+nothing, so only the host time of their callers remains. (With real gloo ranks, most of the time would be spent waiting for
+another process.)
 
-* Steps: tiny blocks, trained by Thunder, by this project, without a compiler and by FSDP2 in turns, a few steps of each in
-  every round. A system is held against the same compiler without sharding, and the collectives' own calls, measured
-  apart in the same rounds on the same tensors, are taken off. A second table has the time within the calls that gather
-  and reduce, in steps of their own.
-* Prologue: what Thunder checks in every call, with shards and without, for the same number of parameters.
-* Agreement: two real gloo ranks tell each other what they run, as each trace that communicates does. A round's host time is
-  that of posting it and of settling it once the other rank's token has arrived; a step has two rounds.
-* Compiling: a model on the meta device, a process for each number of blocks; seconds of processor time. Python collects
-  garbage in whatever pass happens to be running, and a full collection takes longer the more traces Thunder keeps;
-  ``--no-gc`` shows the passes without it.
+* Steps: a model of tiny blocks is trained by Thunder, by this project, without a compiler, and by FSDP2. They take turns,
+  with a few steps of each in every round. Each system is compared with the same compiler without sharding. The time of the
+  collectives' own calls is subtracted; it is measured separately, in the same rounds with the same tensors. A second table
+  shows the time inside the calls that gather and reduce, from separate steps.
+* Prologue: the checks of Thunder in every call, with shards and without, for the same number of parameters.
+* Agreement: two real gloo ranks exchange tokens, as each trace that communicates does. The host time of a round is the time
+  to post it, and to settle it after the other rank's token has arrived. A step has two rounds.
+* Compiling: processor seconds to compile a model on the meta device, in a separate process for each number of blocks.
+  Python collects garbage during whichever pass is running, and a full collection takes longer the more traces Thunder keeps.
+  ``--no-gc`` measures the passes without garbage collection.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from typing import Any
 
 PARTS = ("steps", "prologue", "agreement", "compile")
 MOST_A_COLLECTIVE = 60.0  # microseconds beyond the collective's own call
-MOST_OF_FSDP2 = 0.5
-MOST_A_ROUND = 100.0  # microseconds of the host for a round of agreement
-MOST_OF_COMPILING = 0.10  # of Thunder's own time, at 32 blocks of a GPT
+MOST_OF_FSDP2 = 0.5  # share of FSDP2's time beyond the own call
+MOST_A_ROUND = 100.0  # microseconds of host time for a round of agreement
+MOST_OF_COMPILING = 0.10  # share of Thunder's own compile time, at 32 blocks of a GPT
 
 
 def main() -> None:
@@ -66,7 +67,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15, help="rounds of steps and of prologues")
     parser.add_argument("--tiny-blocks", type=int, default=6, help="blocks of the model whose steps are timed")
     parser.add_argument("--layers", type=int, default=6, help="linear layers of such a block, two parameters each")
-    parser.add_argument("--parameters", type=int, nargs="+", default=[300, 3000], help="of the prologues")
+    parser.add_argument("--parameters", type=int, nargs="+", default=[300, 3000], help="parameters of the prologues")
     parser.add_argument("--blocks", type=int, nargs="+", default=[8, 32], help="blocks of the models to compile")
     parser.add_argument("--blocks-of", choices=("gpt", "linear"), default="gpt", help="what to compile")
     parser.add_argument("--no-gc", action="store_true", help="compile without garbage collection")
@@ -76,7 +77,7 @@ def parse() -> argparse.Namespace:
 
 
 def run(part: str, *options: str) -> Any:
-    """Measures one part in a fresh process."""
+    """Measure one part in a new process."""
     print(f"measuring: {' '.join((part, *options))}", file=sys.stderr, flush=True)
     command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], *options, "--child", part]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -98,7 +99,7 @@ def show(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
     if "compile" in results:
         console.print(compile_table(arguments, results["compile"], bars), highlight=False)
     results["bars"] = [dict(zip(("what", "figure", "limit", "passed"), bar, strict=True)) for bar in bars]
-    table = _table("Bars", "what", "figure", "limit", "")
+    table = _table("Limits", "what", "figure", "limit", "")
     for what, figure, limit, passed in bars:
         table.add_row(what, f"{figure:.3g}", limit, "[green]pass[/]" if passed else "[red]FAIL[/]")
     console.print(table, highlight=False)
@@ -128,15 +129,15 @@ def steps_tables(steps: dict[str, Any], bars: list[tuple[str, float, str, bool]]
         for what, mine, other in (
             ("a gather", ours["gather"]["beyond"], theirs["gather"]["beyond"]),
             ("a reduction", ours["reduce"]["beyond"], theirs["reduce"]["beyond"]),
-            ("all of a step, for each collective", ours["each"], theirs["each"]),
+            ("the whole step, per collective", ours["each"], theirs["each"]),
         ):
             limit = f"{MOST_A_COLLECTIVE:g} us"
             bars.append((f"{strategy}: {what}, beyond its own call", mine, limit, mine <= MOST_A_COLLECTIVE))
             bars.append(
-                (f"{strategy}: {what}, of FSDP2's", mine / other, f"{MOST_OF_FSDP2:g}", mine <= MOST_OF_FSDP2 * other)
+                (f"{strategy}: {what}, over FSDP2's", mine / other, f"{MOST_OF_FSDP2:g}", mine <= MOST_OF_FSDP2 * other)
             )
-    whole.caption = "Each: beyond the own calls, for one bucket and direction, whatever in the step costs it."
-    inside.caption = "FSDP2's copies and reshards are part of it. Own calls: of the collective alone, in a loop."
+    whole.caption = "Each: time beyond the own calls, divided by the number of collectives."
+    inside.caption = "FSDP2's copies and reshards are included. Own call: the collective alone, called in a loop."
     return [whole, inside]
 
 
@@ -153,7 +154,7 @@ def agreement_table(found: dict[str, Any], bars: list[tuple[str, float, str, boo
     for key, text in (
         ("post", "post"),
         ("post, processor", "post, processor time of the host's thread"),
-        ("settle", "settle, once the token has arrived"),
+        ("settle", "settle, after the token has arrived"),
         ("settle, processor", "settle, processor time of the host's thread"),
         ("blocking", "post and settle at once, the other rank's answer included"),
     ):
@@ -184,7 +185,7 @@ def compile_table(
         if one["blocks"] == 32 and arguments.blocks_of == "gpt":
             share = one["ours"] / one["thunder"]
             limit = f"{MOST_OF_COMPILING:g}"
-            bars.append(("our passes, of Thunder's own, 32 GPT blocks", share, limit, share <= MOST_OF_COMPILING))
+            bars.append(("our passes over Thunder's own, 32 GPT blocks", share, limit, share <= MOST_OF_COMPILING))
     return table
 
 

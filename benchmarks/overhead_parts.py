@@ -1,4 +1,4 @@
-"""The measurements of ``overhead.py``: each function runs in a process of its own and returns what is to be shown."""
+"""The measurements of ``overhead.py``. Each function runs in a separate process and returns its figures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CALLS = 200  # of one collective in a round
 
 
 def steps(options: Namespace) -> dict[str, Any]:
-    """Host time of steps, of what gathers and reduces in them, and of the collectives alone."""
+    """Measure the host time of steps, of their gathers and reductions, and of the collectives alone."""
     _fake_ranks()
     systems = {name: _Stepping(make) for name, make in _systems(options).items()}
     bucket = systems["ours zero3"].transform.sharded.buckets[0]
@@ -81,7 +81,7 @@ def steps(options: Namespace) -> dict[str, Any]:
 
 
 def agreement(options: Namespace) -> dict[str, Any]:
-    """Host time of a round on the control channel."""
+    """Measure the host time of a round on the control channel."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_agree, (Path(folder), options.rounds), nprocs=2)
         return json.loads((Path(folder) / "seconds").read_text())
@@ -97,7 +97,7 @@ def _agree(rank: int, folder: Path, rounds: int) -> None:
     _stop_collecting()
     for _ in range(rounds * STEPS):
         run.post()
-        run.settle()  # together
+        run.settle()  # so that both ranks start together
         for name, call in (("post", run.post), ("settle", run.settle)):
             started, on_processor = time.perf_counter(), time.thread_time()
             call()
@@ -144,7 +144,7 @@ def _systems(options: Namespace) -> dict[str, Callable[[], Any]]:
 
 
 class _Blocks(nn.Module):
-    """Blocks of linear layers so small that the host is all there is to time."""
+    """Blocks of linear layers that are so small that a step takes only host time."""
 
     def __init__(self, blocks: int, layers: int, width: int = 8) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class _Blocks(nn.Module):
 
 
 class _Stepping:
-    """One system, stepped again and again."""
+    """A system that can run steps."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.module = make()
@@ -173,7 +173,7 @@ class _Stepping:
         return self.module._lc_transforms[0]
 
     def step(self) -> float:
-        """Seconds of forward and backward."""
+        """Run one step; return the seconds of forward and backward."""
         started = time.perf_counter()
         self.module(self.x).backward()
         seconds = time.perf_counter() - started
@@ -182,7 +182,7 @@ class _Stepping:
         return seconds
 
     def inside(self) -> dict[str, float]:
-        """Of a few steps: collectives a step, and seconds to issue one and to wait for it."""
+        """Run a few steps; return the collectives per step, and the seconds to issue one and to wait for it."""
         spent: dict[str, list[float]] = defaultdict(list)
         with _watch_ours(self.module, spent) if isinstance(self.module, thunder.ThunderModule) else _watch_fsdp2(spent):
             for _ in range(STEPS):
@@ -191,7 +191,7 @@ class _Stepping:
         for kind in ("gather", "reduce"):
             count = len(spent[f"{kind} issue"])
             result[f"{kind}s"] = count / STEPS
-            for what in ("issue", "wait"):  # some of FSDP2's waits find nothing to do
+            for what in ("issue", "wait"):  # some of FSDP2's waits have nothing to do
                 result[f"{kind} {what}"] = sum(spent[f"{kind} {what}"]) / count
         return result
 
@@ -210,7 +210,7 @@ def _timed(function: Callable[..., Any], spent: list[float], counts: Callable[..
 
 @contextmanager
 def _watch_ours(module: Any, spent: dict[str, list[float]]) -> Iterator[None]:
-    """Times our symbols where the compiled traces call them."""
+    """Time our symbols in the compiled traces."""
     names = {
         fsdp_all_gather.name: "gather issue",
         fsdp_wait_params.name: "gather wait",
@@ -228,7 +228,7 @@ def _watch_ours(module: Any, spent: dict[str, list[float]]) -> Iterator[None]:
 
 
 def _traced(function: Any) -> Any:
-    """The function made of a trace, out of what wraps it."""
+    """Return the function that was compiled from a trace, without its wrappers."""
     while not function.__code__.co_filename.startswith("thunder."):
         function = function.__wrapped__
     return function
@@ -236,7 +236,7 @@ def _traced(function: Any) -> Any:
 
 @contextmanager
 def _watch_fsdp2(spent: dict[str, list[float]]) -> Iterator[None]:
-    """Times the methods of FSDP2's parameter groups that gather and reduce; calls that find nothing to do do not count."""
+    """Time the methods of FSDP2's parameter groups that gather and reduce, except for calls that have nothing to do."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     methods = {
@@ -251,7 +251,7 @@ def _watch_fsdp2(spent: dict[str, list[float]]) -> Iterator[None]:
 
 
 def _own_calls(bucket: Any) -> dict[str, Callable[[], object]]:
-    """The collectives of a bucket and the waits for them, with nothing around."""
+    """Return functions that call the collectives of a bucket and wait for them, and do nothing else."""
     [segment] = bucket.spec.layout.segments
     own = bucket.shard.narrow(0, segment.shard_offset, segment.shard_numel)
     whole, group = torch.empty(WORLD_SIZE * segment.shard_numel), dist.group.WORLD
@@ -262,7 +262,7 @@ def _own_calls(bucket: Any) -> dict[str, Callable[[], object]]:
 
 
 def prologue(options: Namespace) -> dict[str, float]:
-    """Milliseconds of the checks that a call begins with."""
+    """Measure the milliseconds of the checks at the start of a call."""
     _fake_ranks()
     [count] = options.parameters
     modules = {
@@ -271,7 +271,7 @@ def prologue(options: Namespace) -> dict[str, float]:
     }
     x = torch.ones(8)
     milliseconds: dict[str, list[float]] = defaultdict(list)
-    with torch.no_grad():  # less to trace, and the same checks
+    with torch.no_grad():  # less to trace, but the same checks
         for module in modules.values():
             module(x)
         _stop_collecting()
@@ -285,7 +285,7 @@ def prologue(options: Namespace) -> dict[str, float]:
 
 
 class _Parameters(nn.Module):
-    """Many parameters and next to nothing to trace: blocks of 12, as a GPT's are."""
+    """A module with many parameters, in blocks of 12 like those of a GPT, and almost no operators to trace."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -299,14 +299,14 @@ class _Parameters(nn.Module):
 
 
 def compiling(options: Namespace) -> dict[str, Any]:
-    """Processor seconds of compiling, as rank 0 of 8; nothing runs."""
+    """Measure the processor seconds to compile as rank 0 of 8; nothing runs."""
     [blocks] = options.blocks
 
     def make() -> tuple[Any, ...]:
         with torch.device("meta"):
             return MODELS[options.blocks_of](blocks)
 
-    sys.setrecursionlimit(100_000)  # Thunder's split of deep models
+    sys.setrecursionlimit(100_000)  # Thunder recurses when it splits the trace of a deep model
     if options.no_gc:
         gc.disable()
     started = time.process_time()

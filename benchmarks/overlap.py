@@ -1,4 +1,4 @@
-"""How near a step comes to the longer of compute and communication: every system, on a link of a given rate.
+"""Compare the step time of every system with the longer of compute and communication, on a rate-limited link.
 
     sudo python benchmarks/overlap.py --save overlap              # 2 ranks, 1 Gbit/s, emulated compute, all systems
     sudo python benchmarks/overlap.py --compute 0.45 0.9 1.8      # several ratios of compute to communication
@@ -6,18 +6,19 @@
     sudo python benchmarks/overlap.py --ranks 4 --only 'block|FSDP2|DDP'
     python benchmarks/overlap.py --no-limit --blocks 2 --width 64 --compute 0.05 --rounds 3      # no root: plain loopback
 
-A GPT on gloo ranks, each in a network namespace of its own behind a token bucket (``netns.py``), pinned to a core, one
-thread. All systems take turns in one run, a step of each in every round, in another order each time. Seconds are forward
-and backward, of the slowest rank, without the optimizer.
+The systems train a GPT on gloo ranks. Each rank runs with one thread, is pinned to a core, and has its own network
+namespace with a rate-limited interface (``netns.py``). All systems take turns in one run: one step of each in every round,
+in a different order each time. Seconds are those of forward and backward on the slowest rank, without the optimizer.
 
-* Compute: Thunder's step on one rank, unsharded (and eager's for the systems that are not compiled). The others hold it
-  against the same emulated matrix multiplications.
-* Communication: the collectives of the schedule in its order, with nothing between them; of ZeRO-2 and of ZeRO-3, and for
-  each transport. Peers are held against those of ``flat``, which sends what they send.
-* /max: step over the longer of the two; 1.00 is what nothing can go below. /sum: over both; 1.00 is no overlap at all.
+* Compute: a step of Thunder on one rank, unsharded, and one without a compiler for comparison. All systems emulate the
+  same matrix multiplications.
+* Communication: the time of the collectives of a schedule in their order, with nothing between them, for ZeRO-2, ZeRO-3
+  and each transport. Other systems are compared with the collectives of ``flat``, which sends about the same bytes.
+* /max: the step divided by the longer of the two; 1.00 is perfect overlap.
+* /sum: the step divided by the sum of both; 1.00 is no overlap.
 
-FSDP2 overlaps through CUDA streams, so on a CPU it overlaps nothing, which says nothing about a GPU. "Overlapped" is FSDP2
-with asynchronous custom collectives and prefetching two blocks ahead, forward and backward.
+FSDP2 overlaps with CUDA streams, so on a CPU it overlaps nothing; that says nothing about a GPU. "FSDP2 overlapped" uses
+asynchronous custom collectives, and prefetches two blocks ahead in forward and backward.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compute", type=float, nargs="+", default=[0.9], metavar="S", help="seconds to emulate")
     parser.add_argument("--real", action="store_true", help="real compute, nothing emulated")
     parser.add_argument("--rounds", type=int, default=9, help="steps of each system")
-    parser.add_argument("--only", metavar="REGEX", help="fewer systems: those, ours by default, and ours with flat")
+    parser.add_argument("--only", metavar="REGEX", help="only matching systems, and ours by default and with flat")
     parser.add_argument("--save", type=Path, help="folder for all figures (overlap.json) and the picture (overlap.png)")
     return parser.parse_args()
 
 
 def systems(only: str | None) -> dict[str, Callable[..., Any]]:
-    """What builds each system, by its name."""
+    """Return the function that builds each system, keyed by the system's name."""
     from systems import ddp, fsdp2, ours, overlapped_fsdp2, thunders_fsdp
 
     made: dict[str, Callable[..., Any]] = {}
@@ -141,7 +142,7 @@ def finish(arguments: argparse.Namespace, results: list[dict[str, Any]], losses:
 
 
 def figures_of(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """For each system: seconds, and medians of the ratios in each round to compute, communication and ours."""
+    """Return for each system its seconds, and its ratios to compute, communication and ours (medians over rounds)."""
     from systems import ratio
 
     figures = {}

@@ -1,12 +1,12 @@
-"""Predicted against measured step time, on a link of a given rate between real ranks.
+"""Compare predicted and measured step times, on a rate-limited link between real ranks.
 
     python benchmarks/predicted_vs_measured.py                      # real compute
-    python benchmarks/predicted_vs_measured.py --emulate 0.9        # matrix multiplications sleep, 0.9 s altogether
+    python benchmarks/predicted_vs_measured.py --emulate 0.9        # matrix multiplications sleep, 0.9 s in total
 
-Trains a GPT under ZeRO-2 and ZeRO-3 with prefetch 0, 1 and 2; each rank is in a network namespace of its own, pinned to a
-core, one thread. One profile is measured (ZeRO-3, prefetch 1), and the simulator predicts all six steps from it. Measured
-steps of all six take turns. A step is forward and backward without the optimizer, of the slowest rank. Needs root (see
-``netns.py``) and takes some minutes, most of them for compiling six times.
+The benchmark trains a GPT with ZeRO-2 and ZeRO-3 and with prefetch 0, 1 and 2. Each rank runs with one thread, is pinned
+to a core, and has its own network namespace. The simulator predicts all six step times from one measured profile (ZeRO-3,
+prefetch 1). The six configurations take turns. A step is forward and backward without the optimizer, on the slowest rank.
+The benchmark needs root (see ``netns.py``) and takes some minutes, most of them for compiling six times.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     if reason is not None:
         sys.exit(f"cannot measure on a rate-limited link: {reason}")
     if arguments.ahead_of_others:
-        os.setsid()  # a scheduling group of our own
+        os.setsid()  # a separate scheduling group
     with Links(arguments.ranks, bits_per_second=arguments.rate) as links:
         command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:]]
         print(links.run(command, timeout=arguments.timeout)[0], end="")
@@ -55,7 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--ahead-of-others",
         action="store_true",
-        help="while measuring (not while compiling) take processor time before everybody else's processes",
+        help="while measuring (not while compiling), run at a higher priority than other processes",
     )
     return parser.parse_args()
 
@@ -93,7 +93,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         autogroup.write_text("-19")
     times: dict[tuple[str, int], list[tuple[float, float]]] = {c: [] for c in CONFIGURATIONS}
     for round_ in range(arguments.rounds):
-        if round_ == arguments.rounds // 2:  # in the middle, so that a drift of the machine falls on both sides
+        if round_ == arguments.rounds // 2:  # in the middle, so that a drift of the machine affects both halves
             profile = measure(jitted["zero3", 1], tokens, tokens, repeats=arguments.repeats)
         for configuration, module in jitted.items():
             slowest = torch.tensor(step(module, tokens), dtype=torch.float64)
@@ -113,8 +113,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
         print(
             f"{world_size} ranks, {arguments.rate / 1e9:g} Gbit/s, GPT with {arguments.blocks} blocks and "
             f"{parameters / 1e6:.1f} M parameters, {compute}\n"
-            f"contention: {', '.join(shares)}; {profile.concurrent} collectives of a group at once; of the link an "
-            f"all-gather takes {profile.gather_share:.2f} and a reduction {profile.reduction_share:.2f}\n"
+            f"contention: {', '.join(shares)}; {profile.concurrent} collectives of a group at once; share of the link: "
+            f"{profile.gather_share:.2f} for an all-gather, {profile.reduction_share:.2f} for a reduction\n"
         )
         report(profile, jitted, times)
     dist.barrier()
@@ -122,7 +122,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 
 def step(module: Any, tokens: Any) -> tuple[float, float]:
-    """Seconds of forward, and of forward and backward, on this rank."""
+    """Run one step; return the seconds of forward, and of forward and backward, on this rank."""
     import torch.distributed as dist
 
     module.zero_grad(set_to_none=True)
@@ -137,7 +137,7 @@ def step(module: Any, tokens: Any) -> tuple[float, float]:
 def report(
     profile: Any, jitted: dict[tuple[str, int], Any], times: dict[tuple[str, int], list[tuple[float, float]]]
 ) -> None:
-    """Prints a line for each configuration: what the profile says of its parts, measured times, and the prediction."""
+    """Print a line for each configuration: compute and communication by the profile, measured times, the prediction."""
     from thunder_fsdp_sched.simulator.simulate import simulate
     from thunder_fsdp_sched.tools.profiler import MeasuredCost
 

@@ -1,8 +1,8 @@
 """The systems that the benchmarks compare: one model, trained by Thunder, FSDP2, DDP and this project in turns.
 
-Every system is a :class:`System` that does the same: ``step(system, batch)`` runs forward and backward and then the
-optimizer. Compute can be real or emulated (:class:`Emulation`): every matrix multiplication then sleeps behind its work, in
-proportion to its FLOPs, which leaves the processors to communication and makes ratios repeatable.
+Every system is a :class:`System`: ``step(system, batch)`` runs forward and backward, and then the optimizer. Compute can be
+real or emulated (:class:`Emulation`). If it is emulated, every matrix multiplication also sleeps, in proportion to its
+FLOPs. That leaves the processors to communication and makes ratios repeatable.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Shape:
-    """A byte-level GPT and what it is trained on: ``batch`` sequences of ``length`` bytes a rank and step."""
+    """The shape of a byte-level GPT and of its batches: ``batch`` sequences of ``length`` bytes per rank and step."""
 
     blocks: int = 8
     width: int = 384
@@ -76,12 +76,12 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Of the matrix multiplications with parameters, forward and backward."""
+        """FLOPs of the matrix multiplications with parameters, in forward and backward."""
         return 6.0 * self.batch * self.length * (12 * self.blocks * self.width + VOCABULARY) * self.width
 
 
 def sleeping(sleep: Callable[[float], object]) -> thunder.Transform:
-    """A transform that calls ``sleep`` behind every matrix multiplication, with its FLOPs."""
+    """Return a transform that calls ``sleep`` after every matrix multiplication, with its FLOPs."""
 
     def attach(bsym: BoundSymbol) -> None:
         bsym._call_ctx = {"emulated_compute": sleep}
@@ -105,9 +105,9 @@ def sleeping(sleep: Callable[[float], object]) -> thunder.Transform:
 
 
 class Emulation:
-    """Makes matrix multiplications of a model sleep, so that forward and backward sleep ``seconds`` altogether.
+    """The emulation of compute: matrix multiplications of a model sleep, ``seconds`` in total for forward and backward.
 
-    ``seconds`` may change at any time, without compiling again; 0 emulates nothing.
+    ``seconds`` may change at any time, without compiling again. 0 emulates nothing.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -119,11 +119,11 @@ class Emulation:
             time.sleep(self.seconds * flops / self._flops)
 
     def transform(self) -> thunder.Transform:
-        """For ``thunder.jit(transforms=[..., emulation.transform()])``."""
+        """Return the transform for ``thunder.jit(transforms=[..., emulation.transform()])``."""
         return sleeping(self.sleep)
 
     def eager(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Has every ``Linear`` of a module that runs uncompiled sleep, in forward and in backward."""
+        """Make every ``Linear`` of an uncompiled module sleep, in forward and in backward; return the module."""
 
         class Sleep(torch.autograd.Function):
             @staticmethod
@@ -134,7 +134,7 @@ class Emulation:
 
             @staticmethod
             def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-                self.sleep(2 * ctx.flops)  # behind it come the products that give the gradients of input and weight
+                self.sleep(2 * ctx.flops)  # followed by the matmuls for the gradients of input and weight
                 return grads[0], None
 
         def slow_down(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
@@ -148,12 +148,13 @@ class Emulation:
 
 @dataclass
 class System:
-    """One way of training, and what was measured of it.
+    """A way to train the model.
 
     Attributes:
-        module: called with tokens and targets, gives the loss.
-        behind: called behind each backward, in the time that is measured.
-        transform: this project's, if it is this project's.
+        module: a callable that gets tokens and targets and returns the loss.
+        behind: called after each backward, within the measured time.
+        transform: this project's transform; ``None`` for other systems.
+        losses: the loss of each step.
     """
 
     name: str
@@ -173,25 +174,25 @@ def _optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def unsharded(name: str, shape: Shape, emulation: Emulation) -> System:
-    """Thunder on one process, without communication: the time that compute takes."""
+    """Return Thunder's unsharded step without communication, which measures the time of compute."""
     return _jitted(name, thunder.jit(shape.model(), transforms=[emulation.transform()]))
 
 
 def unsharded_eager(name: str, shape: Shape, emulation: Emulation) -> System:
-    """The same without a compiler."""
+    """Return the unsharded step without a compiler."""
     module = emulation.eager(shape.model())
     return System(name, module, _optimizer(module))
 
 
 def ours(name: str, shape: Shape, emulation: Emulation, *, agrees: bool = True, **options: Any) -> System:
-    """This project's ``fsdp(**options)``; without agreement at run time if it is to be shown what that costs."""
+    """Return this project's ``fsdp(**options)``; ``agrees=False`` omits agreement at run time, to measure its cost."""
     transform = thunder_fsdp_sched.fsdp(**options)
     transform._agrees = agrees
     return _jitted(name, thunder.jit(shape.model(), transforms=[transform, emulation.transform()]), transform)
 
 
 def thunders_fsdp(name: str, shape: Shape, emulation: Emulation, strategy: str, bucketing: str) -> System:
-    """Thunder's own ``fsdp``: strategy ``"zero2"`` or ``"zero3"``, bucketing ``"none"``, ``"layer"`` or ``"block"``."""
+    """Return Thunder's ``fsdp``; strategy: ``"zero2"``, ``"zero3"``; bucketing: ``"none"``, ``"layer"``, ``"block"``."""
     from thunder.distributed import FSDPBucketingStrategy, FSDPType
 
     module = thunder.distributed.fsdp(
@@ -204,9 +205,9 @@ def thunders_fsdp(name: str, shape: Shape, emulation: Emulation, strategy: str, 
 
 
 def ddp(name: str, shape: Shape, emulation: Emulation) -> System:
-    """PyTorch's ``DistributedDataParallel`` as it comes."""
+    """Return PyTorch's ``DistributedDataParallel`` with default options."""
     module = torch.nn.parallel.DistributedDataParallel(emulation.eager(shape.model()))
-    if dist.get_backend() == "fake":  # whose collectives give nothing that the default hook could take over
+    if dist.get_backend() == "fake":  # its collectives return nothing that the default hook can use
 
         def reduce(state: None, bucket: Any) -> Any:
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -214,7 +215,7 @@ def ddp(name: str, shape: Shape, emulation: Emulation) -> System:
             done.set_result(bucket.buffer())
             return done
 
-        # DDP looks at them, and they are texts in this file.
+        # DDP checks the annotations, which are strings in this file.
         reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
         module.register_comm_hook(None, reduce)
     return System(name, module, _optimizer(module))
@@ -228,16 +229,16 @@ def _fully_shard(shape: Shape, emulation: Emulation, reshard: bool) -> Any:
 
 
 def fsdp2(name: str, shape: Shape, emulation: Emulation, *, reshard: bool) -> System:
-    """PyTorch's ``fully_shard`` on every block and on the whole, as it comes. On a CPU it overlaps nothing."""
+    """Return PyTorch's ``fully_shard`` of every block and of the model, by default. On a CPU it overlaps nothing."""
     model = _fully_shard(shape, emulation, reshard)
     return System(name, model, _optimizer(model))
 
 
 def overlapped_fsdp2(name: str, shape: Shape, emulation: Emulation, *, reshard: bool, ahead: int = 2) -> System:
-    """FSDP2 with what it offers to overlap on a CPU: asynchronous custom collectives, and prefetching said by hand.
+    """Return FSDP2 with its means to overlap on a CPU: asynchronous custom collectives and explicit prefetching.
 
     Args:
-        ahead: blocks that are gathered ahead.
+        ahead: the number of blocks that are gathered ahead.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
@@ -254,7 +255,7 @@ def overlapped_fsdp2(name: str, shape: Shape, emulation: Emulation, *, reshard: 
             self.works: list[Any] = []
 
         def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
-            # FSDP2 makes the gradients views of the output and does not look at them before the optimizer does.
+            # FSDP2 makes the gradients views of the output, and does not read them before the optimizer does.
             work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=True)
             self.works.append(work)
 
@@ -278,10 +279,10 @@ def overlapped_fsdp2(name: str, shape: Shape, emulation: Emulation, *, reshard: 
 
 
 def step(system: System, tokens: torch.Tensor, watch: Any = None) -> float:
-    """One step; seconds of forward and backward on this rank. The optimizer follows, untimed.
+    """Run one step; return the seconds of forward and backward on this rank. The optimizer runs after them, untimed.
 
     Args:
-        watch: a context around forward and backward, which may have phases.
+        watch: a context manager for forward and backward. It may have a method ``phase``.
     """
     phase = getattr(watch, "phase", lambda name: nullcontext())
     system.optimizer.zero_grad(set_to_none=True)
@@ -301,12 +302,12 @@ def step(system: System, tokens: torch.Tensor, watch: Any = None) -> float:
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
-    """What of a parameter is on this rank."""
+    """Return the part of a parameter that is on this rank."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def arenas(system: System) -> list[torch.Tensor]:
-    """The memory of this project's slots: what outlives the step and holds unsharded buckets only."""
+    """Return the memory of this project's slots, which outlives the step and contains only unsharded buckets."""
     if system.transform is None:
         return []
     buckets = system.transform.sharded.buckets
@@ -315,7 +316,7 @@ def arenas(system: System) -> list[torch.Tensor]:
 
 
 def wire_bytes(kind: str, nbytes: int, world_size: int, *, gloo: bool = False) -> float:
-    """What a rank sends for a collective on a tensor of ``nbytes`` bytes altogether."""
+    """Return the bytes that a rank sends for a collective on an unsharded tensor of ``nbytes`` bytes."""
     if kind == "broadcast_":
         return nbytes
     ring = nbytes * (world_size - 1) / world_size
@@ -323,7 +324,7 @@ def wire_bytes(kind: str, nbytes: int, world_size: int, *, gloo: bool = False) -
 
 
 def communicate(system: System) -> float:
-    """The collectives of one of this project's steps, in their order, with nothing in between; seconds on this rank."""
+    """Run the collectives of a step of this project, in order and nothing else; return the seconds on this rank."""
     compiled = system.transform.compiled[-1]
     dist.barrier()
     started = time.perf_counter()
@@ -336,7 +337,7 @@ def communicate(system: System) -> float:
             elif name in ISSUES:
                 bucket, slot = bsym.args[:2]
                 tensors = bucket.params
-                if name != fsdp_all_gather.name:  # whatever lies in the slot is reduced
+                if name != fsdp_all_gather.name:  # the current contents of the slot are reduced
                     tensors = slot.grads[bucket].tensors
                 flights[bsym.output.name] = bsym._call_ctx[name](bucket, slot, *tensors, **bsym.kwargs)
     return time.perf_counter() - started
@@ -345,11 +346,11 @@ def communicate(system: System) -> float:
 def interleave(
     runs: dict[str, Callable[[], float]], rounds: int, say: Callable[[str], object] = lambda text: None
 ) -> dict[str, list[float]]:
-    """Runs everything once in every round, each round in another order; seconds of the slowest rank, a number a round."""
+    """Run each function once per round, in a different order each round; return the slowest rank's seconds per round."""
     names = list(runs)
     seconds = torch.zeros(len(names), rounds, dtype=torch.float64)
     gc.collect()
-    gc.freeze()  # or a full collection, a second beside the traces that Thunder keeps, falls into some step
+    gc.freeze()  # otherwise a full collection, which takes a second with Thunder's traces, would run in some step
     for round_ in range(rounds):
         say(f"round {round_ + 1} of {rounds}")
         for offset in range(len(names)):
@@ -364,11 +365,11 @@ def interleave(
 
 
 def ratio(of: Sequence[float], to: Sequence[float]) -> float:
-    """Median of the ratios in each round."""
+    """Return the median of the ratios in each round."""
     return statistics.median(a / b for a, b in zip(of, to, strict=True))
 
 
 def say(text: str) -> None:
-    """Progress, on rank 0."""
+    """Print progress on rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)

@@ -1,18 +1,21 @@
-"""Every transport, and every precision, in the same training: bytes on the wire, copies, collectives, memory, seconds.
+"""Compare transports and precisions in the same training: bytes sent, copies, collectives, memory, seconds.
 
     sudo python benchmarks/transports.py                          # 2 ranks, 1 Gbit/s, ZeRO-3, real compute
-    sudo python benchmarks/transports.py --emulate 0.9            # matrix multiplications sleep, 0.9 s altogether
+    sudo python benchmarks/transports.py --emulate 0.9            # matrix multiplications sleep, 0.9 s in total
     python benchmarks/transports.py --no-limit --blocks 2 --width 64 --tokens 64     # no root: plain loopback
 
-Trains a GPT on gloo ranks, each in a network namespace of its own behind a link of a given rate (``netns.py``), pinned to a
-core, one thread. The systems of a table take turns in one run: a step of each in every round, in another order each time.
-Seconds are of forward and backward without the optimizer, of the slowest rank. All else is of rank 0 and one step.
+The systems train a GPT on gloo ranks. Each rank runs with one thread, is pinned to a core, and has its own network
+namespace with a rate-limited interface (``netns.py``). The systems of a table take turns in one run: one step of each in
+every round, in a different order each time. Seconds are those of forward and backward on the slowest rank, without the
+optimizer. All other figures are those of one step on rank 0.
 
-* By formula: what the transports say that a rank sends, for each collective in the traces. gloo does a reduce-scatter as
-  an all-reduce, which is twice that for gradients. Sent: what the kernel counted on the interface, headers included.
-* Copies, calls and memory are counted in untimed steps, by ``thunder_fsdp_sched.tools.step_counter``. Casts are those into
-  memory that collectives read, and of what reductions gave; they are among the copies. What the model converts itself
-  is not (Thunder's layer norms on CPU convert bfloat16 weights that they have broadcast), but is in the JSON file.
+* Wire by formula: the bytes that a rank sends according to the transports, for each collective in the traces.
+* As gloo reduces: the same, with reduce-scatters as all-reduces, which send twice the bytes.
+* Really sent: the bytes that the operating system's kernel counted on the interface, including headers.
+* Copies, calls and memory are counted in untimed steps, by ``thunder_fsdp_sched.tools.step_counter``.
+* Casts: casts into memory that collectives read, and casts of the results of reductions. They also count as copies. Casts
+  by the model do not count, but are in the JSON file: on a CPU, Thunder's layer norms convert bfloat16 weights that they
+  have broadcast.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--emulate", type=float, metavar="SECONDS", help="sleep instead of multiplying matrices")
     parser.add_argument("--rounds", type=int, default=9, help="measured steps of each system")
     parser.add_argument("--only", choices=("transports", "precisions"), help="one of the two tables")
-    parser.add_argument("--json", type=Path, help="file for all figures, those of single rounds too")
+    parser.add_argument("--json", type=Path, help="file for all figures, including those of single rounds")
     return parser.parse_args()
 
 
@@ -87,7 +90,7 @@ def policy(param_dtype: str | None, reduce_dtype: str | None) -> Any:
 
 
 def measure(arguments: argparse.Namespace, ways: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Figures of each way to train, or ``{"refused": why}``."""
+    """Return the figures of each way to train, or ``{"refused": why}``."""
     import torch.distributed as dist
     from netns import sent_bytes
     from systems import Emulation, Shape, System, interleave, ours, ratio, say, step
@@ -135,7 +138,7 @@ def measure(arguments: argparse.Namespace, ways: dict[str, dict[str, Any]]) -> d
 
 
 def by_formula(transform: Any) -> dict[str, int]:
-    """What the transports say of the collectives in the traces."""
+    """Return the bytes and launches of the collectives in the traces, according to the transports."""
     from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_reduce_scatter
     from thunder_fsdp_sched.transports import TRANSPORTS
 
@@ -160,14 +163,14 @@ def by_formula(transform: Any) -> dict[str, int]:
 
 
 def counted(system: Any, tokens: Any) -> dict[str, int]:
-    """What one step copies, casts, issues and keeps live on this rank."""
+    """Count the copies, casts, collectives and live bytes of one step on this rank."""
     from thunder_fsdp_sched.tools.step_counter import StepCounter
 
     from systems import step
 
     counter, casts = StepCounter(system.module.parameters()), cast_counter()
     step(system, tokens, counter)
-    step(system, tokens, casts)  # not in the same step: it holds on to memory
+    step(system, tokens, casts)  # in another step, because it keeps memory alive
     counts = counter.counts()
     number, nbytes, by_model = casts.total()
     return {
@@ -190,11 +193,11 @@ def cast_counter() -> Any:
     from torch.utils._pytree import tree_iter
 
     class Casts(TorchDispatchMode):
-        """Counts copies between dtypes, into memory that a collective reads or out of what a reduction gave."""
+        """A counter of copies between dtypes, into memory that a collective reads or from the result of a reduction."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # from, to; held, so that addresses stay theirs
+            self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # from, to; kept, so that addresses are not reused
             self.operands: dict[int, torch.Tensor] = {}
             self.reduced: dict[int, torch.Tensor] = {}
 
@@ -212,7 +215,7 @@ def cast_counter() -> Any:
             return result
 
         def total(self) -> tuple[int, int, int]:
-            """Their number, bytes written, and bytes that the model itself converted out of gathered parameters."""
+            """Return their number, the bytes written, and the bytes that the model itself cast from gathered parameters."""
             ours = [t for s, t in self.seen if memory(t) in self.operands or memory(s) in self.reduced]
             others = [t for s, t in self.seen if memory(s) in self.operands and not any(t is o for o in ours)]
             return len(ours), sum(t.nbytes for t in ours), sum(t.nbytes for t in others)
@@ -249,7 +252,7 @@ def table(title: str, figures: dict[str, dict[str, Any]]) -> Any:
 
     ran = {name: of_one for name, of_one in figures.items() if "refused" not in of_one}
     base = next(iter(ran))
-    # The same batches in the same order, so whatever differs in the losses, the system made it differ.
+    # All systems train on the same batches in the same order, so losses differ only because of the systems.
     differ = {n: max(abs(a - b) for a, b in zip(f["losses"], ran[base]["losses"], strict=True)) for n, f in ran.items()}
     columns = {
         "wire by\nformula": lambda f: human_bytes(f["formula_bytes"]),

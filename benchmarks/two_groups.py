@@ -1,23 +1,23 @@
-"""Parameters over two process groups, each with a link of its own: compute waits only for the gather that it needs.
+"""Shard over two process groups with separate links, and check that compute waits only for the gather that it needs.
 
     sudo python benchmarks/two_groups.py
     sudo python benchmarks/two_groups.py --rates 1e9 0.5e9 --experts 1        # the experts' link is the slow one
     sudo python benchmarks/two_groups.py --real                               # real compute instead of emulated
 
-Experts of a model are often sharded over other ranks than its dense parameters, and travel over other links. Here two
-process groups hold the same ranks, each behind an interface of its own with a limited rate (``netns.py``); dense parameters
-and experts alternate. Three ways to train take turns, with the same compute, buckets, order and bytes:
+Experts of a model are often sharded over other ranks than its dense parameters, and sent over other links. Here two process
+groups have the same ranks, but each has its own rate-limited interface (``netns.py``). Dense parameters and experts
+alternate. Three systems take turns, with the same compute, buckets, order and bytes:
 
-* *side by side*: dense parameters over the first link, experts over the second, ``process_group_for``;
-* *waits for all*: the same, but each wait for a gather waits for every gather issued so far, whatever its group, as
-  where one stream or one event stands for all groups;
-* *one group*: everything over the first link, one communicator.
+* *side by side*: dense parameters are sent over the first link and experts over the second (``process_group_for``);
+* *waits for all*: the same, but each wait for a gather waits for all gathers issued so far, of both groups, as if one stream
+  or one event served all groups;
+* *one group*: everything is sent over the first link, by one communicator.
 
-The limit of a step is the longest of its compute and its links: with two links the maximum of what each has to carry, with
-one the sum. Those times are measured in the same rounds, by the same collectives without compute; *one after the other*
-is both groups' with never two of them at once. Seconds are of forward and backward, of the slowest rank, medians.
-The columns of waits say for how long compute stood still for which gathers and for reductions, mean over ranks; compute
-alone is what is left of a step without them.
+The limit of a step is the longer of its compute and its communication. The communication is the maximum of both links if
+there are two, and the sum if there is one. These times are measured in the same rounds, with the same collectives without
+compute. In *one after the other*, the collectives of both groups never overlap. Seconds are those of forward and backward on
+the slowest rank, as medians. The last columns show how long compute waited for the gathers of each group and for reductions,
+as means over ranks. Compute alone is the time of a step minus these waits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ALONE = ("compute", "dense", "experts", "both at once", "one after the other", "
 
 
 class Block(nn.Module):
-    """A dense perceptron, then experts of which a gate takes a mixture."""
+    """A dense perceptron, followed by experts whose outputs a gate mixes."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
@@ -83,14 +83,14 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rates", type=float, nargs=2, default=[1e9, 1e9], help="bits/s of the two links")
-    parser.add_argument("--no-limit", action="store_true", help="plain loopback instead, which needs no root")
+    parser.add_argument("--no-limit", action="store_true", help="use plain loopback, which needs no root")
     parser.add_argument("--strategy", choices=("zero2", "zero3"), default="zero3")
-    parser.add_argument("--prefetch", type=int, default=2, help="2: a bucket of each group ahead")
+    parser.add_argument("--prefetch", type=int, default=2, help="2 gathers one bucket of each group ahead")
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--width", type=int, default=384)
-    parser.add_argument("--experts", type=int, default=2, help="of a block; 2 weigh as much as its dense part")
+    parser.add_argument("--experts", type=int, default=2, help="experts per block; 2 are as large as its dense part")
     parser.add_argument("--tokens", type=int, default=512, help="tokens per rank and step, with --real")
-    parser.add_argument("--emulate", type=float, metavar="SECONDS", default=0.6, help="compute, by sleeping")
+    parser.add_argument("--emulate", type=float, metavar="SECONDS", default=0.6, help="seconds of compute to emulate")
     parser.add_argument("--real", action="store_true", help="real compute")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="file for all figures")
@@ -107,7 +107,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     groups = {}
     for number, name in enumerate(("dense", "experts")):
         if not arguments.no_limit:
-            os.environ["GLOO_SOCKET_IFNAME"] = f"eth{number}"  # gloo reads it whenever a group is made
+            os.environ["GLOO_SOCKET_IFNAME"] = f"eth{number}"  # gloo reads it when it creates a group
         groups[name] = dist.new_group(list(range(world_size)), group_desc=name)
 
     ledger = Ledger()
@@ -124,7 +124,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     waited: dict[str, list[dict[str, float]]] = defaultdict(list)
     sent: dict[str, list[list[int]]] = defaultdict(list)
     gc.collect()
-    gc.freeze()  # or a full collection, a second beside the traces that Thunder keeps, falls into some step
+    gc.freeze()  # otherwise a full collection, which takes a second with Thunder's traces, would run in some step
     everything = [*SYSTEMS, *ALONE[1:]]
     for round_ in range(arguments.rounds):
         say(f"round {round_ + 1} of {arguments.rounds}")
@@ -143,7 +143,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     dist.all_gather_object(of_ranks, (seconds, waited))
     if rank == 0:
         medians = {name: statistics.median(row) for name, row in zip(everything, slowest.tolist(), strict=True)}
-        medians["compute"] = min(  # emulated or not, that of all three systems is the same
+        medians["compute"] = min(  # it is the same for all three systems
             statistics.median(
                 s - sum(w.values()) for times, w_ in of_ranks for s, w in zip(times[n], w_[n], strict=True)
             )
@@ -175,14 +175,14 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 
 class Ledger:
-    """Seconds that compute stood still, by what it waited for; and the gathers that nobody has waited for yet."""
+    """The seconds that compute waited, keyed by what it waited for, and the gathers in flight."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self.gathers: list[Any] = []
 
     def transport(self, name: str, *, waits_for_all: bool) -> None:
-        """Registers ``flat`` with a clock at every wait under this name."""
+        """Register a transport under this name: ``flat`` with a clock at every wait."""
         from thunder_fsdp_sched.transports import register_transport
         from thunder_fsdp_sched.transports.flat import Flat
 
@@ -226,7 +226,7 @@ def build(arguments: argparse.Namespace, name: str, groups: dict[str, Any], ledg
     model = Model(arguments.blocks, arguments.width, arguments.experts)
     parameters = sum(p.numel() for p in model.parameters())
 
-    def bucket(parameter: str, _: Any) -> str:  # the same ones whatever the groups
+    def bucket(parameter: str, _: Any) -> str:  # the same buckets for all systems
         block = ".".join(parameter.split(".")[:2])
         return f"{block}.experts" if ".experts." in parameter else block
 
@@ -250,7 +250,7 @@ def build(arguments: argparse.Namespace, name: str, groups: dict[str, Any], ledg
 
 
 def step(module: Any, x: torch.Tensor) -> float:
-    """Seconds of forward and backward on this rank."""
+    """Run one step; return the seconds of forward and backward on this rank."""
     module.zero_grad(set_to_none=True)
     torch.distributed.barrier()
     started = time.perf_counter()
@@ -259,10 +259,10 @@ def step(module: Any, x: torch.Tensor) -> float:
 
 
 class Alone:
-    """The collectives of a step without its compute, in the same order; at most two of a group in flight.
+    """The collectives of a step without its compute, in the same order, with at most two of a group in flight.
 
     Attributes:
-        nbytes: what a rank sends over each link in a step as gloo does it (a reduce-scatter as an all-reduce).
+        nbytes: bytes that a rank sends over each link in a step with gloo (a reduce-scatter as an all-reduce).
     """
 
     def __init__(self, transform: Any, groups: dict[str, Any]) -> None:
@@ -281,7 +281,7 @@ class Alone:
                 self.nbytes[op.group] += (whole.nbytes - own.nbytes) * (1 if gathers else 2)
 
     def run(self, what: str) -> float:
-        """Seconds."""
+        """Run the collectives that ``what`` names; return the seconds."""
         from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
 
         torch.distributed.barrier()
@@ -341,10 +341,10 @@ def report(arguments: argparse.Namespace, figures: dict[str, dict[str, Any]], nb
             row += [f"{of_one['waited'][kind]:.3f}" for kind in ("dense", "experts", "reductions")]
         table.add_row(*row, end_section=name == SYSTEMS[-1])
     table.caption = (
-        f"As gloo does it, a rank sends {human_bytes(nbytes['dense'])} for dense parameters and "
-        f"{human_bytes(nbytes['experts'])} for experts. Limit: the longest of compute and links; these take "
-        f"{links[0]:.3f} s side by side (the maximum of both) and {links[1]:.3f} s as one (the sum). "
-        "Last three columns: seconds that compute stood still."
+        f"With gloo, a rank sends {human_bytes(nbytes['dense'])} for dense parameters and "
+        f"{human_bytes(nbytes['experts'])} for experts. Limit: the longer of compute and communication, which takes "
+        f"{links[0]:.3f} s over two links (the maximum) and {links[1]:.3f} s over one (the sum). "
+        "Last three columns: seconds that compute waited."
     )
     console = make_console()
     console.print(table, highlight=False)
