@@ -41,7 +41,7 @@ _Range = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Held:
-    """What one step held and moved on this rank.
+    """The bytes that one step held and moved on this rank.
 
     Attributes:
         parameters, gradients: live unsharded bytes after each operator.

@@ -13,8 +13,8 @@ PADDING = -100  # targets that cross_entropy ignores
 
 
 def evaluate(model, batches):
-    """Return the mean loss of a token over all ranks. Every rank needs the same number of batches, of the same lengths."""
-    total = torch.zeros(2)  # the sum of losses, the number of targets
+    """Return the mean loss per token over all ranks. All ranks need the same number of batches, with the same lengths."""
+    total = torch.zeros(2)  # sum of losses, number of targets
     with torch.no_grad():
         for tokens in batches:
             length = next(n for n in LENGTHS if n >= tokens.shape[1])
@@ -28,8 +28,8 @@ def evaluate(model, batches):
 
 
 def generate(model, tokens, count):
-    """Return ``tokens`` with ``count`` more, the most likely ones. Every rank has to ask for as many."""
-    with tfs.eager(model) as module:  # the module that was jitted, uncompiled: one more token compiles nothing
+    """Return ``tokens`` followed by ``count`` generated tokens. All ranks must generate the same number."""
+    with tfs.eager(model) as module:  # the original module; a longer input compiles nothing
         for _ in range(count):
             tokens = torch.cat((tokens, module(tokens)[:, -1:].argmax(-1)), dim=1)
     return tokens
@@ -43,7 +43,7 @@ def main():
         Linear(64, 256),
     )
     model = thunder.jit(model, transforms=[tfs.fsdp()])
-    torch.manual_seed(1 + dist.get_rank())  # every rank has batches of its own
+    torch.manual_seed(1 + dist.get_rank())  # each rank has its own batches
     loss = evaluate(model, [torch.randint(0, 256, (4, length)) for length in (10, 16, 25, 32)])
     tokens = generate(model, torch.randint(0, 256, (1, 3)), count=5)
     print(f"rank {dist.get_rank()}: loss {loss:.4f}, tokens {tokens[0].tolist()}")

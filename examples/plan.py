@@ -1,6 +1,6 @@
 """Plan a training step on a cluster that you do not have: python examples/plan.py
 
-One process traces the model on the meta device as rank 0 of 64 sees it, and simulates a step. Nothing is sent or computed.
+One process traces the model on the meta device as rank 0 of 64 would, and simulates a step. Nothing is sent or computed.
 """
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401

@@ -18,7 +18,7 @@ if device.type == "cuda":
 dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
 torch.manual_seed(0)
-with torch.device("meta"):  # takes no memory; param_init_fn gives each rank its shards, one submodule after the other
+with torch.device("meta"):  # uses no memory; param_init_fn initializes one submodule at a time
     blocks = [Sequential(Linear(64, 256), GELU(), Linear(256, 64)) for _ in range(2)]
     model = Sequential(Embedding(256, 64), *blocks, Linear(64, 256))
 model = thunder.jit(model, transforms=[tfs.fsdp(device=device, param_init_fn=lambda module: module.reset_parameters())])
@@ -39,7 +39,7 @@ def loss_of(seed):
 
 
 for step in range(first, 200):
-    with model.no_sync():  # half a batch: its gradients are added up, and reduced with those of the other half
+    with model.no_sync():  # gradients of half a batch accumulate, and are reduced with those of the other half
         loss_of(4 * step + dist.get_rank()).backward()
     loss = loss_of(4 * step + 2 + dist.get_rank())
     loss.backward()
@@ -52,6 +52,6 @@ for step in range(first, 200):
         tfs.save_checkpoint(folder / f"step-{step}", model, optimizer, extra=extra)
         print(f"rank {dist.get_rank()}: step {step}, loss {loss.item()!r}", flush=True)
 
-if not (folder / "model" / "model.safetensors.index.json").exists():  # else it was killed after this line
-    tfs.save_safetensors(model, folder / "model")  # whole parameters, for others to read
+if not (folder / "model" / "model.safetensors.index.json").exists():  # otherwise an earlier run wrote it
+    tfs.save_safetensors(model, folder / "model")  # whole parameters, for other tools
 dist.destroy_process_group()

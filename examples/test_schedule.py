@@ -1,7 +1,7 @@
 """Pin a schedule in pytest, without ranks and without a GPU.
 
-pytest --update-schedules examples/test_schedule.py writes examples/schedules/*.json; commit these files. From then on a
-plain run fails if the schedule changes, and shows what changed.
+pytest --update-schedules examples/test_schedule.py writes examples/schedules/*.json; commit these files. Later runs without
+the option fail if the schedule changes, and show what changed.
 """
 
 from thunder_fsdp_sched import testing
@@ -11,7 +11,7 @@ from torch.nn import GELU, Embedding, Linear, Sequential
 
 
 def make():
-    """Return a module and the inputs of a call. On the meta device, as nothing is computed."""
+    """Return a module and the inputs of a call, on the meta device because nothing is computed."""
     with torch.device("meta"):
         blocks = [Sequential(Linear(64, 256), GELU(), Linear(256, 64)) for _ in range(3)]
         model = Sequential(Embedding(256, 64), *blocks, Linear(64, 256))

@@ -15,7 +15,7 @@ transform = tfs.fsdp(sharding_strategy="zero3", bucketing_strategy="block", pref
 model = thunder.jit(model, transforms=[transform])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-torch.manual_seed(1 + dist.get_rank())  # every rank draws batches of its own
+torch.manual_seed(1 + dist.get_rank())  # each rank draws its own batches
 for step in range(20):
     tokens = torch.randint(0, 256, (8, 32))
     loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), (tokens.flatten() + 1) % 256)
@@ -27,7 +27,7 @@ for step in range(20):
 
 if dist.get_rank() == 0:
     print(transform.schedules[-1].forward)
-weights = tfs.full_state_dict(model)  # whole parameters; all ranks call it
+weights = tfs.full_state_dict(model)  # whole parameters; all ranks must call it
 if dist.get_rank() == 0:
     torch.save(weights, "weights.pt")
 dist.destroy_process_group()
