@@ -21,8 +21,8 @@ do nothing and everything else runs, so any number of ranks can be examined. Not
   all of it (allocated).
 * Total: every storage that forward and backward touch, including activations and shards.
 
-Memory is in units of the bytes of all parameters. Below the tables, the program prints its promises and whether they
-hold.
+Memory is in units of the bytes of all parameters. Below the tables, the program prints the promises of this project and
+whether they hold.
 """
 
 from __future__ import annotations

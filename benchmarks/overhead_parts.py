@@ -159,7 +159,7 @@ class _Blocks(nn.Module):
 
 
 class _Stepping:
-    """A system that can run steps."""
+    """A system whose steps can be timed."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self.module = make()

@@ -229,7 +229,7 @@ def _fully_shard(shape: Shape, emulation: Emulation, reshard: bool) -> Any:
 
 
 def fsdp2(name: str, shape: Shape, emulation: Emulation, *, reshard: bool) -> System:
-    """Return PyTorch's ``fully_shard`` of every block and of the model, by default. On a CPU it overlaps nothing."""
+    """Return PyTorch's ``fully_shard`` of each block and of the model. On a CPU it overlaps nothing."""
     model = _fully_shard(shape, emulation, reshard)
     return System(name, model, _optimizer(model))
 
@@ -324,7 +324,7 @@ def wire_bytes(kind: str, nbytes: int, world_size: int, *, gloo: bool = False) -
 
 
 def communicate(system: System) -> float:
-    """Run the collectives of a step of this project, in order and nothing else; return the seconds on this rank."""
+    """Run only the collectives of one step of this project, in order; return the seconds on this rank."""
     compiled = system.transform.compiled[-1]
     dist.barrier()
     started = time.perf_counter()
