@@ -270,3 +270,52 @@ def _clip_on_the_host(rank: int, world_size: int) -> None:
 
 def test_gradients_that_the_process_group_does_not_reach_are_clipped_through_the_host(ranks: Ranks) -> None:
     ranks.run(_clip_on_the_host)
+
+
+#
+# Shapes of gradients
+#
+
+
+class BroadcastGradients(nn.Module):
+    """The trace of backward takes the gradients of 0-dim parameters for 0-dim, but they are broadcast when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 5))
+        self.exponent = nn.Parameter(torch.tensor(0.5))
+        self.angle = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = torch.ldexp(self.weight.transpose(0, 1), self.exponent)
+        return x @ scaled * torch.sin(self.angle)
+
+    def inputs(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(3, 5, generator=generator, dtype=torch.float64),)
+
+
+def _sum_broadcast_gradients(rank: int, world_size: int) -> None:
+    for strategy in ("zero2", "zero3"):
+        twins = Twins(rank, world_size, BroadcastGradients().double(), sharding_strategy=strategy)
+        twins.train(2)
+        with twins.sharded.no_sync():
+            twins.backward(2)
+        twins.backward(3)
+        twins.update()
+
+
+def test_broadcast_gradients_of_scalars_are_summed_as_by_autograd(ranks: Ranks) -> None:
+    ranks.run(_sum_broadcast_gradients)
+
+
+def test_a_gradient_of_another_shape_names_its_parameter(ranks: Ranks) -> None:
+    ranks.run(_refuse_another_shape)
+
+
+def _refuse_another_shape(rank: int, world_size: int) -> None:
+    twins = Twins(rank, world_size, BroadcastGradients().double())
+    bucket, index = twins.transform.sharded.locations["weight"]
+    with pytest.raises(
+        RuntimeError, match=r"gradient of parameter 'weight' has shape \(5,\), .* parameter's, \(2, 5\)"
+    ):
+        bucket.sum_to_param(index, torch.ones(5))

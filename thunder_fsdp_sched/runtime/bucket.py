@@ -199,8 +199,26 @@ class Bucket:
         for index, view in enumerate(unsharded_views(self.spec, self.unreduced)):
             grad = grads[index]
             if grad is not None:
-                view.add_(grad)
+                view.add_(grad if grad.shape == view.shape else self.sum_to_param(index, grad))
                 self.unreduced_params.add(index)
+
+    def sum_to_param(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """Sum a broadcast unsharded gradient to the shape of its parameter, as autograd does for the unsharded model.
+
+        Thunder leaves the gradient of a 0-dim parameter broadcast, and after some operators its trace has another shape
+        for it than it has when it runs.
+
+        Raises:
+            RuntimeError: it is not a broadcast of that shape.
+        """
+        param = self.spec.params[index]
+        try:
+            return grad.sum_to_size(param.shape)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the gradient of parameter {param.name!r} has shape {tuple(grad.shape)}, which cannot be summed to the "
+                f"parameter's, {param.shape}"
+            ) from error
 
     def unreduced_grads(self) -> tuple[torch.Tensor | None, set[int]]:
         """Return :attr:`unreduced` and the indices of the parameters whose gradients it holds.

@@ -117,7 +117,11 @@ def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> I
     unsharded = slot.grads[bucket]
     unreduced, unreduced_params = bucket.unreduced_grads()
     # All but those that their producer wrote in place: these are the view itself.
-    copied = [(v, g) for v, g in zip(unsharded.tensors, grads, strict=True) if g is not None and g is not v]
+    copied = [
+        (v, g if g.shape == v.shape else bucket.sum_to_param(i, g))
+        for i, (v, g) in enumerate(zip(unsharded.tensors, grads, strict=True))
+        if g is not None and g is not v
+    ]
     if copied:
         torch._foreach_copy_([v for v, _ in copied], [g for _, g in copied])  # one kernel on a GPU
     if unreduced is not None:

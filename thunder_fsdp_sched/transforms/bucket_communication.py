@@ -104,7 +104,7 @@ def bucket_communication(trace: TraceCtx, *, buckets: Sequence[Bucket], no_sync:
 
 
 def _sum_to_shape_of_param(grad: TensorProxy, bucket: Bucket, index: int) -> TensorProxy:
-    """Sum a gradient to its parameter's shape: Thunder leaves that of a 0-dim parameter broadcast, autograd sums it."""
+    """Sum a gradient to its parameter's shape, if its own is known: see ``Bucket.sum_to_param``."""
     shape = bucket.spec.params[index].shape
     if tuple(grad.shape) == shape:
         return grad
