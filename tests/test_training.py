@@ -7,7 +7,7 @@ gradients, parameters and buffers with the unsharded model after every step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, full_state_dict
@@ -60,8 +60,7 @@ def _train_case(rank: int, world_size: int, case: str, strategy: str) -> None:
 
 def _check_nothing_saved_in_shared_slots(twins: Twins, saved: list[torch.Tensor]) -> None:
     shared = {b.arena for b in twins.transform.sharded.buckets}
-    memory = {arena._memory.untyped_storage().data_ptr() for arena in shared if arena._memory is not None}
-    leaked = [tuple(t.shape) for t in saved if t.untyped_storage().data_ptr() in memory]
+    leaked = [tuple(t.shape) for t in saved if any(arena.span_of(t) for arena in shared)]
     assert not leaked, f"saved tensors of shapes {leaked} lie in memory that other buckets overwrite"
 
 
@@ -705,13 +704,13 @@ def test_torch_optimizers_work_on_shards(ranks: Ranks, strategy: str) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes copies that read given memory, and the bytes of every storage that an operator makes."""
+    """Notes copies that read given ranges of addresses, and the bytes of every storage that an operator makes."""
 
     COPIES = ("cat", "stack", "copy", "clone", "to_copy", "pad", "index", "repeat", "gather", "split_with_sizes_copy")
 
-    def __init__(self, watched: set[int]) -> None:
+    def __init__(self, watched: Iterable[tuple[int, int]]) -> None:
         super().__init__()
-        self.watched = watched
+        self.watched = tuple(watched)
         self.copies: list[str] = []
         self.made: list[int] = []
 
@@ -721,13 +720,17 @@ class _Watch(TorchDispatchMode):
         name = func.name().removeprefix("aten::").split(".")[0].strip("_")
         if func.namespace == "aten":
             sources = inputs[1:] if name == "copy" else inputs
-            if name in self.COPIES and any(t.untyped_storage().data_ptr() in self.watched for t in sources):
+            if name in self.COPIES and any(b <= t.data_ptr() < e for t in sources for b, e in self.watched):
                 self.copies.append(f"{func.name()} of {[tuple(t.shape) for t in sources]}")
             known = {t.untyped_storage().data_ptr() for t in inputs}
             for out in torch.utils._pytree.tree_leaves(result):
                 if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in known:
                     self.made.append(out.untyped_storage().nbytes())
         return result
+
+
+def _addresses(flat: torch.Tensor) -> tuple[int, int]:
+    return flat.data_ptr(), flat.data_ptr() + flat.nbytes
 
 
 def _watch_a_step(rank: int, world_size: int, strategy: str) -> None:
@@ -737,23 +740,23 @@ def _watch_a_step(rank: int, world_size: int, strategy: str) -> None:
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     (x,) = model.inputs(torch.Generator().manual_seed(rank), batch=1)  # activations are smaller than any matrix
 
-    def memory() -> dict[Any, int]:
+    def memory() -> dict[Any, tuple[int, int]]:
         arenas = {a for b in transform.sharded.buckets for a in (b.arena, b.private_slot and b.private_slot.arena) if a}
-        return {a: a._memory.untyped_storage().data_ptr() for a in arenas if a._memory is not None}
+        return {a: _addresses(a._memory) for a in arenas if a._memory is not None}
 
     for _ in range(2):
         loss_of(sharded(x)).backward()
         optimizer.step()
         optimizer.zero_grad()
     before = memory()
-    shards = {b.shard.untyped_storage().data_ptr() for b in transform.sharded.buckets}
+    shards = [_addresses(b.shard) for b in transform.sharded.buckets]
 
-    with _Watch({*before.values(), *shards}) as forward:
+    with _Watch([*before.values(), *shards]) as forward:
         loss = loss_of(sharded(x))
     assert forward.copies == []
     assert max(forward.made) < bytes_of_least_matrix, "forward allocates memory for unsharded parameters"
 
-    with _Watch({*before.values(), *shards}) as backward:
+    with _Watch([*before.values(), *shards]) as backward:
         loss.backward()
     assert backward.copies == []
     large = [n for n in backward.made if n >= bytes_of_least_matrix]

@@ -126,8 +126,7 @@ def check_overlap(trace: TraceCtx, prefetch: int) -> None:
 def check_saved(twins: Twins, saved: list[torch.Tensor]) -> None:
     """ZeRO-3: no saved tensor is stored in shared memory, and none derives from gathered parameters alone."""
     arenas = {b.arena for b in twins.transform.sharded.buckets}
-    memory = {arena._memory.untyped_storage().data_ptr() for arena in arenas if arena._memory is not None}
-    leaked = [tuple(t.shape) for t in saved if t.untyped_storage().data_ptr() in memory]
+    leaked = [tuple(t.shape) for t in saved if any(arena.span_of(t) for arena in arenas)]
     assert saved and not leaked, f"saved tensors of shapes {leaked} lie in memory that other buckets overwrite"
     if twins.transform.options.reshard_after_forward:
         forward = twins.transform.compiled[-1].forward

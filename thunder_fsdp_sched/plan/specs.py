@@ -11,7 +11,14 @@ import torch
 
 from .layout import Layout
 
-__all__ = ["BucketSpec", "ParamSpec", "Plan", "GroupKey", "CommSpec"]
+__all__ = ["BucketSpec", "CommSpec", "GroupKey", "ParamSpec", "Plan", "Strided"]
+
+
+class Strided(NamedTuple):
+    """The place of a parameter in its storage, in elements."""
+
+    strides: tuple[int, ...]
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,8 @@ class ParamSpec:
     Attributes:
         names: every name of the parameter in the module. Plans and messages use the first.
         shape: shape of the unsharded parameter.
+        strided: its place in its storage before sharding, if it was not contiguous or not at the start. An unsharded
+            parameter is both.
     """
 
     names: tuple[str, ...]
@@ -28,6 +37,7 @@ class ParamSpec:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    strided: Strided | None = None
 
     @property
     def name(self) -> str:

@@ -15,6 +15,13 @@ read of that parameter. ``verify`` proves both. Between two traces shared slots 
 one exception: buckets from the end of forward, for the backward that follows. See [Note: Buckets left by forward] in
 ``transforms.reuse_from_forward``.
 
+[Note: Storages of parameters]
+An operator may address memory by its position in the storage of its input: ``as_strided`` with an offset, or
+``as_strided_scatter``, which also copies the whole storage. In the unsharded model a storage holds one parameter, so
+each unsharded parameter has a storage of its own here, too: a slice of the arena's, without a copy. Positions are those
+of the unsharded model, and an operator that leaves its parameter fails instead of reading another one. To find out
+whether a tensor is in a slot, compare addresses (``Arena.span_of``), not storages.
+
 [Note: State after an exception]
 An exception (an index out of range, out of memory, an interrupt) may end a forward or a backward between any two lines.
 
@@ -90,7 +97,7 @@ class Slot:
         self.arena = arena
         self.offset = offset
         self.nbytes = nbytes
-        self.params = _ViewCache(lambda bucket: arena.make_views(bucket, self, bucket.spec.param_dtype))
+        self.params = _ViewCache(lambda bucket: arena.make_params(bucket, self))
         self.grads = _ViewCache(lambda bucket: arena.make_views(bucket, self, bucket.spec.reduce_dtype))
         self.overlapping = {self}
 
@@ -233,6 +240,12 @@ class Arena:
             tensors = tuple(view.data for view in unsharded_views(spec, flat))
             return Views(flat, tensors, [piece.data for piece in spec.layout.unsharded_segments(flat)], staging)
 
+    def make_params(self, bucket: SlottedBucket, slot: Slot) -> Views:
+        """Return the views of ``slot`` as parameters of ``bucket``, each with a storage of its own."""
+        views = self.make_views(bucket, slot, bucket.spec.param_dtype)
+        with torch.inference_mode(False):
+            return views._replace(tensors=tuple(map(_with_own_storage, views.tensors)))
+
     def span_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return the range of bytes of the arena that ``tensor`` spans, or ``None`` if it is not in the arena."""
         memory = self._memory
@@ -358,6 +371,16 @@ def unsharded_views(spec: BucketSpec, flat: torch.Tensor) -> tuple[torch.Tensor,
         flat.as_strided(p.shape, _contiguous_strides(p.shape), flat.storage_offset() + p.unsharded_offset)
         for p in spec.layout.placements
     )
+
+
+def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """Return ``view`` with a storage of its own, if there is memory; see [Note: Storages of parameters]."""
+    storage = view.untyped_storage()
+    if storage.device.type == "meta":  # those of fake tensors, too
+        return view
+    begin = view.storage_offset() * view.element_size()
+    own = torch.empty(0, dtype=view.dtype, device=view.device)
+    return own.set_(storage[begin : begin + view.nbytes], 0, view.shape, view.stride())
 
 
 def address(shard: torch.Tensor) -> int:

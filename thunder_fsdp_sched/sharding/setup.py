@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..agreement.control import control_of
 from ..options import Options, check_transport, resolve_device
-from ..plan.specs import CommSpec, GroupKey, ParamSpec, Plan
+from ..plan.specs import CommSpec, GroupKey, ParamSpec, Plan, Strided
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.memory import Arena
 from ..transports import TRANSPORTS, choose_transport
@@ -108,7 +108,10 @@ def param_specs(named: dict[str, torch.nn.Parameter], options: Options) -> list[
                     f"both names), or clone one"
                 )
         device = options.device or resolve_device(torch.device(getattr(param, "_thunder_device", param.device)))
-        specs.append((ParamSpec(tuple(names), tuple(param.shape), param.dtype, device, param.requires_grad), param))
+        is_plain = param.is_contiguous() and param.storage_offset() == 0
+        strided = None if is_plain else Strided(param.stride(), int(param.storage_offset()))
+        spec = ParamSpec(tuple(names), tuple(param.shape), param.dtype, device, param.requires_grad, strided)
+        specs.append((spec, param))
     return specs
 
 

@@ -1,8 +1,9 @@
 """Count, in a real training step, collectives, copied bytes, and live bytes of unsharded parameters.
 
 [Note: Attribution of memory]
-The counter tracks *memory ranges* (a storage and a range of bytes in it), because a slot holds parameters at one time
-and gradients at another. A range belongs to a parameter if it stores shards, if an all-gather writes it, if an
+The counter tracks *memory ranges* (an allocation and a range of addresses in it), because a slot holds parameters at one
+time and gradients at another. A storage that is a slice of another one, such as that of an unsharded parameter, belongs
+to the same allocation. A range belongs to a parameter if it stores shards, if an all-gather writes it, if an
 all-reduce completes copies of shards in it, or if any of these is copied to it. A range belongs to a gradient if a
 reduce-scatter writes it. A copy into a range, or a multiplication or division by a number, is a gradient's if a
 reduce-scatter reads that range later (in plain data parallelism, an all-reduce). All other copies are the model's own.
@@ -103,6 +104,8 @@ class _Write:
 @dataclass(eq=False)
 class _Memory:
     ref: StorageWeakRef
+    start: int
+    end: int
     new: bool
     known: bool = False  # it has stored parameters or gradients
     regions: list[_Region] = field(default_factory=list)
@@ -123,6 +126,8 @@ class StepCounter(TorchDispatchMode):
         self._phase = ""
         self._phases: list[tuple[str, int, int]] = []
         self._memory: dict[int, _Memory] = {}
+        self._refs: list[StorageWeakRef] = []  # prevent reuse of the addresses that are the keys above
+        self._outliving: list[_Memory] = []  # what the step did not allocate
         self._unsharded: list[tuple[_Memory, _Region]] = []
         self._collectives: list[Collective] = []
         self._bytes: dict[str, int] = defaultdict(int)
@@ -257,9 +262,22 @@ class StepCounter(TorchDispatchMode):
     def _find(self, tensor: torch.Tensor, *, new: bool = False) -> _Memory:
         storage = tensor.untyped_storage()
         memory = self._memory.get(storage._cdata)
-        if memory is None:  # the weak reference prevents reuse of the address
-            memory = self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), new)
+        if memory is None:
+            ref, start = StorageWeakRef(storage), storage.data_ptr()
+            self._refs.append(ref)
+            memory = self._containing(start, start + storage.nbytes())
+            if memory is None:
+                memory = _Memory(ref, start, start + storage.nbytes(), new)
+                if not new:
+                    self._outliving.append(memory)
+            self._memory[storage._cdata] = memory
         return memory
+
+    def _containing(self, start: int, end: int) -> _Memory | None:
+        """Return the memory that outlives the step and of which a storage at these addresses is a slice, if any."""
+        if start == end:
+            return None
+        return next((m for m in self._outliving if m.start <= start and end <= m.end and not m.ref.expired()), None)
 
     def _overlapping(self, tensor: torch.Tensor) -> list[_Region]:
         extent = _extent(tensor)
@@ -353,9 +371,9 @@ def _written(func: Any, args: Sequence[Any], kwargs: Any, *, only: bool = False)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return the range of bytes (end excluded) that ``tensor`` spans in its storage; ``None`` without elements."""
+    """Return the range of addresses (end excluded) that ``tensor`` spans; ``None`` without elements."""
     if not tensor.numel():
         return None
-    start = int(tensor.storage_offset())
-    last = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start * tensor.element_size(), (last + 1) * tensor.element_size()
+    start = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()

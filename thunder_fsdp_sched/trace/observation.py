@@ -3,9 +3,10 @@
 [Note: Observing a function]
 The function that a trace calls runs once on fake tensors of the same shapes and dtypes. They have storages but no data,
 so this needs no memory and draws no random numbers. A dispatch mode sees every base operator that the function calls:
-its schema specifies which arguments it writes, its tags whether it draws random numbers. Afterwards the storages of
-outputs and inputs are compared. Schemas of composite operators are not used, because some are wrong: ``dropout`` and
-``einsum`` may return their input although their schemas do not show it.
+its schema specifies which arguments it writes and whether it addresses memory by position (``storage_offset``), its
+tags whether it draws random numbers. Afterwards the storages of outputs and inputs are compared. Schemas of composite
+operators are not used, because some are wrong: ``dropout`` and ``einsum`` may return their input although their schemas
+do not show it.
 
 Fake inputs are contiguous. If the call specifies another memory format, it runs again with inputs of that format,
 because ``contiguous`` and ``to`` return such an input unchanged. The audit of the first run covers all other dependence
@@ -56,11 +57,13 @@ class Observed(NamedTuple):
         aliases: for each returned tensor, the indices of the tensor arguments with which it shares memory.
         pure: whether equal arguments yield equal results, and nothing else changes.
         writes: indices of the tensor arguments that it modifies in place.
+        by_position: indices of the tensor arguments whose storages it addresses by position, as ``as_strided`` does.
     """
 
     aliases: tuple[frozenset[int], ...]
     pure: bool
     writes: frozenset[int]
+    by_position: frozenset[int]
 
 
 _cache: dict[Any, Observed | None] = {}
@@ -103,7 +106,7 @@ def observe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Observed
     )
     blank = any(_storage(out) in recorder.uninitialized for out in outs)
     pure = recorder.deterministic and not recorder.writes and not blank
-    return Observed(aliases, pure, frozenset(recorder.writes))
+    return Observed(aliases, pure, frozenset(recorder.writes), frozenset(recorder.by_position))
 
 
 class _Recorder(TorchDispatchMode):
@@ -117,6 +120,7 @@ class _Recorder(TorchDispatchMode):
         self.deterministic = True
         self.custom_alias = False
         self.writes: set[int] = set()
+        self.by_position: set[int] = set()
         self.uninitialized: set[StorageWeakRef] = set()
         self._alive: list[Any] = []  # keeps storages alive, because they are identified by address
 
@@ -132,6 +136,9 @@ class _Recorder(TorchDispatchMode):
                     if isinstance(tensor, torch.Tensor):
                         self.writes |= self.inputs.get(_storage(tensor), frozenset())
                         self.uninitialized.discard(_storage(tensor))
+        addressed = named.get("self") if any(a.name == "storage_offset" for a in schema.arguments) else None
+        if isinstance(addressed, torch.Tensor):
+            self.by_position |= self.inputs.get(_storage(addressed), frozenset())
         if func.namespace not in _TRUSTED_NAMESPACES:
             self.deterministic = False
             self.custom_alias |= any(r.alias_info is not None for r in schema.returns)
@@ -152,7 +159,8 @@ def _try(function: Callable[..., Any], leaves: Sequence[Any], unflatten: Callabl
     first = found[0]
     for other in found[1:]:
         aliases = tuple(a | b for a, b in zip(first.aliases, other.aliases, strict=True))
-        first = Observed(aliases, first.pure and other.pure, first.writes | other.writes)
+        writes, by_position = first.writes | other.writes, first.by_position | other.by_position
+        first = Observed(aliases, first.pure and other.pure, writes, by_position)
     return first
 
 

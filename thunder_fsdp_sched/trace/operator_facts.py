@@ -39,12 +39,14 @@ class Facts(NamedTuple):
         writes: names of the inputs that it modifies in place.
         known: whether the facts come from a reliable source. If not, ``aliases`` and ``pure`` are the safe assumptions,
             and it may write any of its inputs.
+        by_position: names of the inputs whose memory it is known to address by position in the storage.
     """
 
     aliases: dict[str, tuple[str, ...]]
     pure: bool
     writes: frozenset[str] = frozenset()
     known: bool = True
+    by_position: frozenset[str] = frozenset()
 
 
 _OUR_EXECUTOR = "fsdp_sched"
@@ -139,11 +141,7 @@ def _facts_of(bsym: BoundSymbol) -> Facts:
         return looked_through or _of_implemented(bsym) or _unknown(bsym)
     if looked_through is None or not looked_through.known:
         return observed
-    return Facts(
-        _merged(observed.aliases, looked_through.aliases),
-        pure=observed.pure and looked_through.pure,
-        writes=observed.writes | looked_through.writes,
-    )
+    return _either(observed, looked_through)
 
 
 def _tensors(bsym: BoundSymbol) -> tuple[str, ...]:
@@ -189,15 +187,18 @@ def _look_through(bsym: BoundSymbol) -> Facts:
     inputs = {p.name for p in bsym.flat_proxy_args}
     pure = known = True
     writes: frozenset[str] = frozenset()
+    by_position: frozenset[str] = frozenset()
     for sub in bsym.subsymbols:
         facts = facts_of(sub)
         pure, known = pure and facts.pure, known and facts.known
         for written in facts.writes:
             writes |= roots.get(written, frozenset({written})) & inputs
+        for addressed in facts.by_position:
+            by_position |= roots.get(addressed, frozenset({addressed})) & inputs
         for out, read in facts.aliases.items():
             roots[out] = frozenset().union(*(roots.get(name, frozenset({name})) for name in read))
     aliases = {out: tuple(sorted(of)) for out in _outs(bsym) if (of := roots.get(out, frozenset()) & inputs)}
-    return Facts(aliases, pure, writes, known)
+    return Facts(aliases, pure, writes, known, by_position)
 
 
 def _observe(bsym: BoundSymbol) -> Facts | None:
@@ -228,7 +229,8 @@ def _named(observed: Observed, bsym: BoundSymbol) -> Facts:
         for out, of in zip(outs, of_outs, strict=True)
         if of and out in defined
     }
-    return Facts(aliases, observed.pure, frozenset(inputs[i] for i in observed.writes))
+    writes, by_position = (frozenset(inputs[i] for i in found) for found in (observed.writes, observed.by_position))
+    return Facts(aliases, observed.pure, writes, by_position=by_position)
 
 
 def _of_implemented(bsym: BoundSymbol) -> Facts | None:
@@ -252,7 +254,12 @@ def _of_implemented(bsym: BoundSymbol) -> Facts | None:
 
 
 def _either(a: Facts, b: Facts) -> Facts:
-    return Facts(_merged(a.aliases, b.aliases), a.pure and b.pure, a.writes | b.writes)
+    return Facts(
+        _merged(a.aliases, b.aliases),
+        a.pure and b.pure,
+        a.writes | b.writes,
+        by_position=a.by_position | b.by_position,
+    )
 
 
 def _merged(a: dict[str, tuple[str, ...]], b: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

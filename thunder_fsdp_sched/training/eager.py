@@ -3,11 +3,14 @@
 [Note: Eager runs]
 A trace fits one set of input shapes, so a sequence that grows by one token would be compiled at every step. Without
 gradients there is little to plan: hooks gather a bucket right before the innermost module that contains all its
-parameters, and free it right after. Two decisions differ from a trace:
+parameters, and free it right after. Three decisions differ from a trace:
 
 *No slots.* Each gather allocates new memory. An output of a module may be a view of a parameter (a positional embedding
 cut to length), which keeps that memory alive; in a slot, the next bucket would overwrite it. A trace knows every
 reader, hooks do not.
+
+*Parameters have their former strides.* The operators of the module are not known here, so none can be refused that
+depends on them (``as_strided``). A parameter that was not contiguous is copied after its gather.
 
 *No prefetch.* Hooks do not know which module is called next.
 """
@@ -24,6 +27,7 @@ from thunder.core.module import ThunderModule
 from torch import nn
 
 from ..distributed.process_groups import ProcessGroupRef
+from ..plan.specs import Strided
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, InFlight, slot_bytes
 from ..runtime.ops import all_gather, wait_params
@@ -135,7 +139,7 @@ class _Unsharded:
     def fill(self, flight: InFlight) -> None:
         assert flight.slot is not None
         params = [
-            nn.Parameter(whole, param.requires_grad)
+            nn.Parameter(_in_former_place(whole, param.strided), param.requires_grad)
             for whole, param in zip(wait_params(self.bucket, flight), self.bucket.spec.params, strict=True)
         ]
         self.bucket.source.finish_copy()
@@ -146,6 +150,14 @@ class _Unsharded:
     def free(self) -> None:
         for own, leaf, _, placeholder in self.entries:
             own[leaf] = placeholder
+
+
+def _in_former_place(whole: torch.Tensor, strided: Strided | None) -> torch.Tensor:
+    """Return an unsharded parameter with the strides and the storage offset that it had before sharding."""
+    if strided is None or not whole.numel() or 0 in strided.strides:  # an expanded one has less memory than elements
+        return whole
+    last = strided.offset + sum((size - 1) * stride for size, stride in zip(whole.shape, strided.strides, strict=True))
+    return whole.new_empty(last + 1).as_strided(whole.shape, *strided).copy_(whole)
 
 
 def _innermost(ways: Sequence[Sequence[nn.Module]]) -> nn.Module:

@@ -14,6 +14,7 @@ from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..plan.specs import Strided
 from ..runtime.bucket import Bucket
 from ..trace.inspection import Aliases, args_of, is_pure, outs_of, return_of, with_bound_symbols
 from ..trace.operator_facts import facts_of
@@ -53,7 +54,10 @@ def insert_unshard(
         shards: this rank's shard of each parameter, keyed by each of its names.
 
     Raises:
-        NotImplementedError: the model changes a sharded parameter in place.
+        NotImplementedError: the model changes a sharded parameter in place, or reads by position in memory what is
+            cloned here.
+        ValueError: an operator such as ``as_strided`` reads a parameter by position in memory, and the parameter was not
+            contiguous before sharding.
     """
     started = time.perf_counter()
     arguments: dict[str, TensorProxy] = {}
@@ -67,9 +71,11 @@ def insert_unshard(
 
     unsharded: dict[str, TensorProxy] = {}  # by the name of any argument that is this parameter
     parameters: dict[str, str] = {}  # of each unsharded value, by its name
+    strided: dict[str, Strided] = {}  # those whose place in their storage has changed
     from_params: set[str] = set()  # values that derive from parameters alone
     copies: dict[Any, TensorProxy] = {}  # clones of views that backward could not recompute
     copied: dict[str, str] = {}  # values that may share memory with such a view, with the operator's name
+    copied_by: dict[str, str] = {}  # that operator, by the name of the clone
     aliases = Aliases()
     model_aliases = Aliases()  # those of the original model, without our clones
     new = with_bound_symbols(trace, (), "fsdp: insert unshard", started)
@@ -84,6 +90,8 @@ def insert_unshard(
                     full = fsdp_unshard(*place, tied[place][0])
                     unsharded.update({arg.name: full for arg in tied[place]})
                     parameters[full.name] = inputs[name]
+                    if (before := place[0].spec.params[place[1]].strided) is not None:
+                        strided[full.name] = before
                     from_params.add(full.name)
             swaps = {variableify(p): unsharded[p.name] for p in bsym.flat_proxy_args if p.name in unsharded}
             bsym = bsym.from_bsym_swap_proxies(swaps) if swaps else bsym
@@ -91,6 +99,7 @@ def insert_unshard(
             aliases.add(bsym)
             model_aliases.add(bsym)
             _refuse_in_place(bsym, model_aliases, parameters, copied)
+            _refuse_by_position(bsym, aliases, parameters, strided, copied_by)
             new.bound_symbols.append(bsym)
             if _reads_only(bsym, from_params):
                 from_params.update(outs_of(bsym))
@@ -99,6 +108,7 @@ def insert_unshard(
                     if isinstance(out, TensorProxy) and aliases.roots(out.name) & parameters.keys():
                         copies[variableify(out)] = copy = ltorch.clone(out)
                         model_aliases.link(copy.name, out.name)
+                        copied_by[copy.name] = bsym.sym.name
                         copied.update(dict.fromkeys(aliases.roots(out.name), bsym.sym.name))
 
         slots = {u.name for u in unsharded.values()}
@@ -139,4 +149,27 @@ def _refuse_in_place(
             raise NotImplementedError(
                 f"fsdp: the model changes a tensor in place ({bsym.sym.name}) that {copied[root]} may have returned a view "
                 f"of, together with one of a parameter. Clone the tensor first."
+            )
+
+
+def _refuse_by_position(
+    bsym: BoundSymbol,
+    aliases: Aliases,
+    parameters: Mapping[str, str],
+    strided: Mapping[str, Strided],
+    copied_by: Mapping[str, str],
+) -> None:
+    for root in sorted({root for name in facts_of(bsym).by_position for root in aliases.roots(name)}):
+        if root in copied_by:
+            raise NotImplementedError(
+                f"fsdp: the model addresses a tensor by position in memory ({bsym.sym.name}) that {copied_by[root]} may "
+                f"have returned as a view of a parameter, and that is a copy here. Clone the parameter first."
+            )
+        if root in strided:
+            raise ValueError(
+                f"fsdp: {bsym.sym.name} addresses parameter {parameters[root]!r} by position in memory. Before thunder.jit "
+                f"it had strides {strided[root].strides} and storage offset {strided[root].offset}, but unsharded it is "
+                f"contiguous at offset 0, so the values would be others. Give it contiguous memory of its own before "
+                f"thunder.jit, `p.data = p.data.clone(memory_format=torch.contiguous_format)`, and adapt the positions; "
+                f"or list it in ignored_params."
             )

@@ -1,0 +1,139 @@
+"""Operators that address memory by position in a storage: sharded they read what they read in the unsharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import fsdp
+
+import pytest
+import thunder
+import torch
+from ranks import Ranks
+from reference import Twins
+from torch import nn
+
+
+class Block(nn.Linear):
+    """Two matrices, so that the second one does not begin its slot, and an operator on them."""
+
+    def __init__(self, read: Callable[..., Any], make: Callable[[], torch.Tensor] | None) -> None:
+        super().__init__(4, 4, bias=False, dtype=torch.float64)
+        self.second = nn.Parameter(torch.randn(4, 5, dtype=torch.float64) if make is None else make())
+        self.read = read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        read = self.read(self.second, self.weight, x)
+        # Two dimensions: Thunder cannot expand the gradient of a 0-dim value back.
+        return torch.tanh(super().forward(x)) + (read + 0.1 * read * read).sum().reshape(1, 1)
+
+
+class Positions(nn.Module):
+    def __init__(self, read: Callable[..., Any], make: Callable[[], torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(read, make) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+    def inputs(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(3, 4, generator=generator, dtype=torch.float64),)
+
+
+READS: dict[str, Callable[..., Any]] = {
+    "as_strided": lambda p, q, x: p.as_strided((2, 3), (5, 1), 6),
+    "as_strided of rows": lambda p, q, x: p[2:].as_strided((2, 2), (5, 1), 1),
+    "as_strided of rows without offset": lambda p, q, x: p[2:].as_strided((2, 2), (5, 1)),
+    "as_strided of a transposed one": lambda p, q, x: p.t().as_strided((2, 2), (1, 5), 3),
+    "as_strided of what reads two": lambda p, q, x: torch.broadcast_tensors(p[1, :4], q)[0].as_strided((3,), (1,), 2),
+    "as_strided_scatter": lambda p, q, x: p[1:].as_strided_scatter(q[:2, :2], (2, 2), (5, 1), 6),
+    "as_strided_scatter into an activation": lambda p, q, x: x.as_strided_scatter(p[:2, :2], (2, 2), (4, 1), 5),
+    "slice_scatter": lambda p, q, x: torch.slice_scatter(p, p[:2], 0, 1, 3),
+}
+
+
+def _read(rank: int, world_size: int, strategy: str) -> None:
+    for name, read in READS.items():
+        try:
+            Twins(rank, world_size, Positions(read), sharding_strategy=strategy).train(2)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_positions_are_those_of_the_unsharded_model(ranks: Ranks, strategy: str) -> None:
+    ranks.run(_read, strategy)
+
+
+def _leave(rank: int, world_size: int) -> None:
+    model = Positions(lambda p, q, x: p.as_strided((2, 25), (1, 1)))
+    jitted = thunder.jit(model, transforms=[fsdp()])
+    with pytest.raises(RuntimeError, match="out of bounds for storage of size"):
+        jitted(torch.ones(3, 4, dtype=torch.float64))
+
+
+def test_an_operator_that_leaves_its_parameter_fails_as_unsharded(ranks: Ranks) -> None:
+    ranks.run(_leave)
+
+
+#
+# Parameters that were not contiguous, or not at the start of their storage
+#
+
+STRIDED: dict[str, Callable[[], torch.Tensor]] = {
+    "transposed": lambda: torch.randn(5, 4, dtype=torch.float64).t(),
+    "second half": lambda: torch.randn(8, 5, dtype=torch.float64)[4:],
+    "every other column": lambda: torch.randn(4, 10, dtype=torch.float64)[:, ::2],
+}
+
+
+def _refuse(rank: int, world_size: int) -> None:
+    for make in STRIDED.values():
+        for read in (READS["as_strided"], READS["as_strided of rows without offset"]):
+            jitted = thunder.jit(Positions(read, make), transforms=[fsdp(broadcast_from=0)])
+            with pytest.raises(ValueError, match=r"as_strided addresses parameter 'blocks\.0\.second' by position"):
+                jitted(torch.ones(3, 4, dtype=torch.float64))
+        Twins(rank, world_size, Positions(lambda p, q, x: p[1:].t(), make)).train(2)
+
+    copied = Positions(lambda p, q, x: torch.broadcast_tensors(p[1, :4], x[:1])[0].as_strided((3,), (1,), 2))
+    jitted = thunder.jit(copied, transforms=[fsdp(broadcast_from=0)])
+    with pytest.raises(NotImplementedError, match="that broadcast_tensors may have returned as a view of a parameter"):
+        jitted(torch.ones(3, 4, dtype=torch.float64))
+
+
+def test_positions_that_sharding_has_changed_are_refused(ranks: Ranks) -> None:
+    ranks.run(_refuse)
+
+
+EAGER_READS = READS | {
+    "storage_offset": lambda p, q, x: x * p[1:].storage_offset(),
+    "stride": lambda p, q, x: x * p.stride(0),
+    "torch.as_strided": lambda p, q, x: torch.as_strided(p, (2, 2), (5, 1), 6),
+    "as_strided_copy": lambda p, q, x: torch.as_strided_copy(p[1:], (2, 2), (5, 1), 6),
+    "set_": lambda p, q, x: torch.empty(0, dtype=p.dtype).set_(p.untyped_storage(), 6, (2, 2), (5, 1)),
+}
+
+
+RELATIVE = ("storage_offset", "stride", "as_strided of rows without offset")
+"""What reads nothing around or between the elements of the parameter, for those that do not fill their storage."""
+
+
+def _read_eagerly(rank: int, world_size: int) -> None:
+    transposed, second_half, _ = STRIDED.values()
+    for make, names in ((None, EAGER_READS), (transposed, EAGER_READS), (second_half, RELATIVE)):
+        for name in names:
+            if make is not None and name == "as_strided_scatter":
+                continue  # torch itself refuses it for other strides
+            read = EAGER_READS[name]
+            model = Positions(read, make)
+            inputs = model.inputs(torch.Generator().manual_seed(1))
+            with torch.no_grad():
+                expected = model(*inputs)
+            with tfs.eager(thunder.jit(model, transforms=[fsdp()])) as module:
+                assert torch.equal(module(*inputs), expected), name
+
+
+def test_eager_has_positions_and_strides_of_the_unsharded_model(ranks: Ranks) -> None:
+    ranks.run(_read_eagerly)
