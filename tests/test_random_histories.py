@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from history_runner import Pair
 from hypothesis import settings
-from lives import Pair
 from random_histories import Action, Deviation, Life, deviating, lives, numbered
 from random_models import options_of
 from ranks import RankError, Ranks

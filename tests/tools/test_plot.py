@@ -12,7 +12,7 @@ from thunder_fsdp_sched.trace.symbols import fsdp_all_gather
 from thunder_fsdp_sched.transforms import assign_slots, sort_communication
 
 import pytest
-from synthetic import chain
+from synthetic_traces import chain
 
 
 @pytest.fixture(scope="module")

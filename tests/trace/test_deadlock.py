@@ -12,7 +12,7 @@ from thunder_fsdp_sched.transforms import assign_slots, sort_communication, veri
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from synthetic import chain
+from synthetic_traces import chain
 
 Programs = Mapping[int, Sequence[Action]]
 

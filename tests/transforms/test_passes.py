@@ -22,7 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import Checkpointed
-from synthetic import SHAPE, FakeProcessGroup, chain, make_buckets, tensor
+from synthetic_traces import SHAPE, FakeProcessGroup, chain, make_buckets, tensor
 from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx

@@ -25,7 +25,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic import chain
+from synthetic_traces import chain
 from test_passes import traces
 
 

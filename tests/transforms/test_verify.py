@@ -26,7 +26,7 @@ from thunder_fsdp_sched.transforms import VerificationError, assign_slots, sort_
 
 import pytest
 import torch
-from synthetic import FakeProcessGroup, chain
+from synthetic_traces import FakeProcessGroup, chain
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy

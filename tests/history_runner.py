@@ -23,7 +23,7 @@ import thunder
 import torch
 from random_histories import Action, Life, LivedModel
 from reference import loss_of
-from world import Live, World, batch_of, optimizer_of
+from unsharded_ranks import Live, World, batch_of, optimizer_of
 
 __all__ = ["Pair"]
 
