@@ -1,4 +1,4 @@
-"""Fixtures that several test modules use."""
+"""Fixtures and settings for all tests."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hypothesis import settings
 from ranks import Ranks
 from tracing_shortcuts import tracing_shortcuts
 
-# --hypothesis-profile=long: twenty times as many random models.
+# --hypothesis-profile=long: twenty times as many random models as usual.
 settings.register_profile("long", max_examples=2000)
 
 
 def pytest_collection_finish() -> None:
-    # Thunder's tracing makes millions of objects that live on: with Python's own thresholds a seventh of the time of
-    # compiling goes to looking through them again and again.
+    # Thunder's tracing makes millions of long-lived objects. With Python's default thresholds, scanning them repeatedly
+    # takes a seventh of the time of compiling.
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000)
@@ -30,7 +30,7 @@ def _tracing_shortcuts() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Two worker processes in a gloo process group, the same for all tests: starting them takes longer than most."""
+    """Two worker processes in a gloo process group, shared by all tests: starting them takes longer than most tests."""
     workers = Ranks(2)
     yield workers
     workers.close()
@@ -38,7 +38,7 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[Ranks]:
-    """Four worker processes in a gloo process group, the same for all tests: starting them takes longer than most."""
+    """Four worker processes in a gloo process group, shared by all tests: starting them takes longer than most tests."""
     workers = Ranks(4)
     yield workers
     workers.close()

@@ -1,9 +1,11 @@
-"""Runs histories (``random_histories``) on a sharded model, and beside it on unsharded models of all ranks.
+"""Runner of random histories: the same calls on the sharded model and on unsharded copies, compared after every call.
 
-Each process plays all ranks on unsharded copies, :class:`world.World`: their batches and their own histories are known, so
-no gradient has to travel, and the sharded model's process group carries nothing but its own traffic. After every call
-outputs, buffers, and this rank's rows of parameters and gradients are compared, without communication, so that a rank
-that comes late to one call is still late at the next.
+Use it to check that some order of calls leaves the sharded model with the values of an unsharded one:
+:class:`HistoryRunner` takes a scenario of ``random_histories`` and runs its histories action by action.
+
+Each process simulates all ranks with :class:`unsharded_ranks.UnshardedRanks`. It knows every rank's batches and history and
+computes every rank's gradients itself, so only the sharded model communicates. The comparison of outputs, buffers, and this
+rank's rows of parameters and gradients does not communicate either, which keeps a delayed rank delayed until the next call.
 """
 
 from __future__ import annotations
@@ -21,50 +23,52 @@ from thunder_fsdp_sched import fsdp, full_state_dict
 
 import thunder
 import torch
-from random_histories import Action, Life, LivedModel
+from random_histories import Action, Scenario, ScenarioModel
 from reference import loss_of
-from unsharded_ranks import Live, World, batch_of, optimizer_of
+from unsharded_ranks import PendingLoss, UnshardedRanks, batch_of, optimizer_of
 
-__all__ = ["Pair"]
+__all__ = ["HistoryRunner"]
 
 
 class Injected(Exception):
-    """Raised by a hook."""
+    """An error that a hook raises on purpose."""
 
 
-class Pair:
-    """The sharded model of this rank beside the world of all.
+class HistoryRunner:
+    """This rank's sharded model and the unsharded models of all ranks, driven by the same actions.
 
     Attributes:
-        mismatch: the first difference that was found; nothing is compared after it.
-        parted: whether ranks called backward differently, so that gradients are no mean over all of them.
-        misled: whether this rank was among those that called it, and nothing has told it.
+        mismatch: the first difference found; nothing is compared after it.
+        gradients_diverged: whether only some ranks called a backward that reduces, so that there is no mean to compare with.
+        unnoticed_divergence: whether this rank called such a backward and got no error.
     """
 
-    def __init__(self, life: Life, rank: int, world_size: int, *, folder: Path, **options: Any) -> None:
-        self.life, self.rank, self.world_size, self.folder = life, rank, world_size, folder
-        model = LivedModel(life)
-        self.world = World(life, copy.deepcopy(model), world_size)
+    def __init__(self, scenario: Scenario, rank: int, world_size: int, *, folder: Path, **options: Any) -> None:
+        self.scenario, self.rank, self.world_size, self.folder = scenario, rank, world_size, folder
+        model = ScenarioModel(scenario)
+        self.unsharded = UnshardedRanks(scenario, copy.deepcopy(model), world_size)
         self.transform = fsdp(**options)
         self.sharded = thunder.jit(model, transforms=[self.transform])
-        self.locations = {name: self.transform.sharded.locations[name] for name in self.world.params}
+        self.locations = {name: self.transform.sharded.locations[name] for name in self.unsharded.params}
         self.params = {name: self.transform.sharded.shards[name] for name in self.locations}
         self.saves = 0
         self.reset()
 
     def reset(self) -> None:
-        self.world.reset()
+        self.unsharded.reset()
         with torch.no_grad():
             for name, param in self.params.items():
-                param.requires_grad_(self.world.trainable[name]).copy_(self.local_rows(name, self.world.initial[name]))
+                param.requires_grad_(self.unsharded.trainable[name]).copy_(
+                    self.local_rows(name, self.unsharded.initial[name])
+                )
                 param.grad = None
-            for name, value in self.world.initial_buffers.items():
+            for name, value in self.unsharded.initial_buffers.items():
                 self.sharded.get_buffer(name).copy_(value)
-        self.optimizer = optimizer_of(self.life, list(self.params.values()))
-        self.live: list[Live] = []  # of this rank
-        self.theirs: list[list[Live]] = [[] for _ in range(self.world_size)]  # of every rank, in the world
+        self.optimizer = optimizer_of(self.scenario, list(self.params.values()))
+        self.pending_losses: list[PendingLoss] = []  # this rank's, of the sharded model
+        self.expected_losses: list[list[PendingLoss]] = [[] for _ in range(self.world_size)]  # unsharded, by rank
         self.mismatch: str | None = None
-        self.parted = self.misled = False
+        self.gradients_diverged = self.unnoticed_divergence = False
 
     def local_rows(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         bucket, index = self.locations[name]
@@ -73,35 +77,39 @@ class Pair:
     def fail(self, text: str) -> None:
         self.mismatch = self.mismatch or text
 
-    def compare(self, what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        if self.mismatch or ours.shape != theirs.shape or not theirs.numel():
-            return None if ours.shape == theirs.shape else self.fail(f"{what}: {ours.shape}, expected {theirs.shape}")
-        ours, theirs = ours.detach().double(), theirs.detach().double()
-        difference = (ours - theirs).abs().max().item()
-        bound = self.life.tolerance * (1 + theirs.abs().max().item())
-        if not difference <= bound:  # also if it is nan
-            self.fail(f"{what}: off by {difference:.3g}, {bound:.1g} allowed\n{ours}\nexpected\n{theirs}")
+    def compare(self, what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        if self.mismatch or actual.shape != expected.shape or not expected.numel():
+            return (
+                None
+                if actual.shape == expected.shape
+                else self.fail(f"{what}: {actual.shape}, expected {expected.shape}")
+            )
+        actual, expected = actual.detach().double(), expected.detach().double()
+        difference = (actual - expected).abs().max().item()
+        bound = self.scenario.tolerance * (1 + expected.abs().max().item())
+        if not difference <= bound:  # true for nan as well
+            self.fail(f"{what}: off by {difference:.3g}, {bound:.1g} allowed\n{actual}\nexpected\n{expected}")
         return None
 
     def compare_state(self) -> None:
-        """Compares this rank's rows of parameters and gradients, and its buffers."""
-        if self.parted:
+        """Compare this rank's rows of parameters and gradients, and its buffers."""
+        if self.gradients_diverged:
             return
-        for name, theirs in self.world.params.items():
-            ours = self.params[name]
-            self.compare(f"parameter {name}", ours, self.local_rows(name, theirs))
-            if (ours.grad is None) != (theirs.grad is None):
-                self.fail(f"gradient of {name}: {ours.grad}, expected {theirs.grad}")
-            elif ours.grad is not None and theirs.grad is not None:
-                self.compare(f"gradient of {name}", ours.grad, self.local_rows(name, theirs.grad))
-        for name, buffer in self.world.models[self.rank].named_buffers():
+        for name, expected in self.unsharded.params.items():
+            actual = self.params[name]
+            self.compare(f"parameter {name}", actual, self.local_rows(name, expected))
+            if (actual.grad is None) != (expected.grad is None):
+                self.fail(f"gradient of {name}: {actual.grad}, expected {expected.grad}")
+            elif actual.grad is not None and expected.grad is not None:
+                self.compare(f"gradient of {name}", actual.grad, self.local_rows(name, expected.grad))
+        for name, buffer in self.unsharded.models[self.rank].named_buffers():
             self.compare(f"buffer {name}", self.sharded.get_buffer(name), buffer)
 
-    def do(self, actions: Sequence[Action | None]) -> None:
-        """Does what each rank does at one position of its history: this rank on the sharded model, all in the world.
+    def run_actions(self, actions: Sequence[Action | None]) -> None:
+        """Run one action for each rank: this rank's on the sharded model, and all of them on the unsharded models.
 
         Raises:
-            Exception: what the sharded model raises where it must not.
+            Exception: the sharded model raised an error that the action does not provoke.
         """
         mine = actions[self.rank]
         if mine is not None and mine.slow == self.rank:
@@ -113,216 +121,217 @@ class Pair:
         self.compare_state()
 
     def finish(self) -> None:
-        """Compares whole parameters: a collective, also for a rank whose history ended early."""
+        """Compare unsharded parameters. A collective: a rank whose history ended early must call it as well."""
         self._full_state([Action("full_state")] * self.world_size)
 
-    # Each kind of action: this rank's on the sharded model first, then everybody's in the world.
+    # One method for each kind of action: first this rank's on the sharded model, then every rank's on the unsharded ones.
 
     def _forward(self, actions: Sequence[Action | None]) -> None:
         mine = actions[self.rank]
-        live = None if mine is None else self._live(self.rank, mine)
-        if live is not None:
-            self.sharded.train(live.mode.training)
-            with self._mode(live):
-                live.output = self.sharded(*live.inputs, live.mode.flag)
-                live.loss = loss_of(live.output.double())
+        pending = None if mine is None else self._prepare(self.rank, mine)
+        if pending is not None:
+            self.sharded.train(pending.mode.training)
+            with self._mode(pending):
+                pending.output = self.sharded(*pending.inputs, pending.mode.flag)
+                pending.loss = loss_of(pending.output.double())
         for rank, action in enumerate(actions):
             if action is None:
                 continue
-            theirs = self._live(rank, action)
-            with torch.set_grad_enabled(theirs.mode.grad):
-                theirs.output = self.world.call(rank, theirs.inputs, theirs.mode)
-                theirs.loss = loss_of(theirs.output.double())
-            if rank == self.rank and live is not None:
-                self.compare("output", live.output, theirs.output)
-                if live.mode.grad:
-                    self.live.append(live)
-            if theirs.mode.grad:
-                self.theirs[rank].append(theirs)
+            expected = self._prepare(rank, action)
+            with torch.set_grad_enabled(expected.mode.grad):
+                expected.output = self.unsharded.call(rank, expected.inputs, expected.mode)
+                expected.loss = loss_of(expected.output.double())
+            if rank == self.rank and pending is not None:
+                self.compare("output", pending.output, expected.output)
+                if pending.mode.grad:
+                    self.pending_losses.append(pending)
+            if expected.mode.grad:
+                self.expected_losses[rank].append(expected)
 
-    def _live(self, rank: int, action: Action) -> Live:
-        live = Live(self.life.modes[action.mode], self.world)
-        live.inputs = batch_of(self.world.models[rank], action, live.mode, rank)
-        live.inputs[0].requires_grad_(live.mode.grad)
-        return live
+    def _prepare(self, rank: int, action: Action) -> PendingLoss:
+        pending = PendingLoss(self.scenario.modes[action.mode], self.unsharded)
+        pending.inputs = batch_of(self.unsharded.models[rank], action, pending.mode, rank)
+        pending.inputs[0].requires_grad_(pending.mode.grad)
+        return pending
 
     @contextlib.contextmanager
-    def _mode(self, live: Live) -> Iterator[None]:
-        with self.sharded.no_sync() if live.mode.no_sync else contextlib.nullcontext():
-            with torch.set_grad_enabled(live.mode.grad):
+    def _mode(self, pending: PendingLoss) -> Iterator[None]:
+        with self.sharded.no_sync() if pending.mode.no_sync else contextlib.nullcontext():
+            with torch.set_grad_enabled(pending.mode.grad):
                 yield
 
     def _fail_forward(self, actions: Sequence[Action | None]) -> None:
         for rank, action in enumerate(actions):
             if action is None:
                 continue
-            live = self._live(rank, action)
-            live.inputs[1][self._position(live, action.value)] += 1000
+            pending = self._prepare(rank, action)
+            pending.inputs[1][self._position(pending, action.value)] += 1000
             if rank == self.rank:
-                self.sharded.train(live.mode.training)
-                with self._expected("out of"), self._mode(live):
-                    self.sharded(*live.inputs, live.mode.flag)
-            with contextlib.suppress(IndexError):  # a batch norm before it has written its statistics
-                self.world.call(rank, live.inputs, live.mode)
+                self.sharded.train(pending.mode.training)
+                with self._expect_error("out of"), self._mode(pending):
+                    self.sharded(*pending.inputs, pending.mode.flag)
+            # Run it unsharded as well: a batch norm before the failing operator has updated its statistics.
+            with contextlib.suppress(IndexError):
+                self.unsharded.call(rank, pending.inputs, pending.mode)
 
-    def _position(self, live: Live, wanted: int) -> int:
-        return min(wanted, len(self.life.other if live.mode.flag else self.life.model.order))
+    def _position(self, pending: PendingLoss, wanted: int) -> int:
+        return min(wanted, len(self.scenario.other if pending.mode.flag else self.scenario.model.order))
 
     @contextlib.contextmanager
-    def _expected(self, text: str) -> Iterator[None]:
+    def _expect_error(self, text: str) -> Iterator[None]:
         try:
             yield
         except (IndexError, RuntimeError, Injected) as error:
             if text not in str(error):
                 raise
         else:
-            self.fail(f"no exception, expected one: {text}")
+            self.fail(f"expected an exception with {text!r}, but none was raised")
 
-    def _pick(self, rank: int, action: Action) -> Live | None:
-        """The loss to differentiate, or none: see what histories leave out, in ``random_histories``."""
-        of_rank = self.theirs[rank]
-        live = of_rank[action.which % len(of_rank)] if of_rank else None
-        if live is None or live.scale != self.world.scale:
+    def _pick(self, rank: int, action: Action) -> PendingLoss | None:
+        """Return the loss to differentiate, or ``None`` in cases that ``random_histories`` excludes."""
+        of_rank = self.expected_losses[rank]
+        pending = of_rank[action.loss_index % len(of_rank)] if of_rank else None
+        if pending is None or pending.scale != self.unsharded.scale:
             return None
-        read_statistics = self.life.norm and not live.mode.training
-        return None if read_statistics and live.statistics != self.world.statistics else live
+        read_statistics = self.scenario.norm and not pending.mode.training
+        return None if read_statistics and pending.statistics != self.unsharded.statistics else pending
 
     def _backward(self, actions: Sequence[Action | None]) -> None:
         picked = [None if action is None else self._pick(rank, action) for rank, action in enumerate(actions)]
         mine, action = picked[self.rank], actions[self.rank]
-        done, ours = True, None
+        done, actual = True, None
         if mine is not None and action is not None:
-            position = self.theirs[self.rank].index(mine)
-            ours = self.live[position]
+            position = self.expected_losses[self.rank].index(mine)
+            actual = self.pending_losses[position]
             try:
-                ours.loss.backward(retain_graph=bool(action.value))
+                actual.loss.backward(retain_graph=bool(action.value))
             except RuntimeError as error:
-                if mine.version == self.world.version or "modified" not in str(error):
+                if mine.version == self.unsharded.version or "modified" not in str(error):
                     raise
                 done = False
             if not action.value or not done:
-                self.live.pop(position)
+                self.pending_losses.pop(position)
         synced = 0
-        for rank, (live, other) in enumerate(zip(picked, actions, strict=True)):
-            if live is None or other is None:
+        for rank, (pending, other) in enumerate(zip(picked, actions, strict=True)):
+            if pending is None or other is None:
                 continue
             if not other.value or not done:
-                self.theirs[rank].remove(live)
+                self.expected_losses[rank].remove(pending)
             if not done:
                 continue
             try:
-                self.world.accumulate(rank, self.world.grads(live.loss, retain=bool(other.value)))
+                self.unsharded.accumulate(rank, self.unsharded.grads(pending.loss, retain=bool(other.value)))
             except RuntimeError as error:
-                self.fail(f"backward passed, but unsharded it fails: {error}")
-            synced += not live.mode.no_sync
-        if ours is not None and mine is not None and done and ours.inputs[0].grad is not None:
-            self.compare("gradient of the input", ours.inputs[0].grad, mine.inputs[0].grad)
+                self.fail(f"backward succeeded, but the unsharded model's fails: {error}")
+            synced += not pending.mode.no_sync
+        if actual is not None and mine is not None and done and actual.inputs[0].grad is not None:
+            self.compare("gradient of the input", actual.inputs[0].grad, mine.inputs[0].grad)
         if synced == self.world_size:
-            self.world.reduce()
+            self.unsharded.reduce()
         elif synced:
-            self.parted = True
-            self.misled = mine is not None and not mine.mode.no_sync
+            self.gradients_diverged = True
+            self.unnoticed_divergence = mine is not None and not mine.mode.no_sync
 
     def _fail_backward(self, actions: Sequence[Action | None]) -> None:
         action = _same(actions)
-        theirs = self._pick(self.rank, action)
-        if theirs is None or theirs.version != self.world.version:
+        expected = self._pick(self.rank, action)
+        if expected is None or expected.version != self.unsharded.version:
             return
-        inside, position = action.value >= 0, self.theirs[self.rank].index(theirs)
-        if inside and (theirs.mode.no_sync or any(self.world.unreduced)):
+        inside, position = action.value >= 0, self.expected_losses[self.rank].index(expected)
+        if inside and (expected.mode.no_sync or any(self.unsharded.unreduced)):
             return
-        ours = self.live.pop(position)
+        actual = self.pending_losses.pop(position)
         if inside:
-            ours.inputs[1].data[self._position(ours, action.value)] += 1000
+            actual.inputs[1].data[self._position(actual, action.value)] += 1000
         else:
-            (ours.output if action.value == -1 else ours.inputs[0]).register_hook(_raise)
-        with self._expected("out of" if inside else "injected"):
-            ours.loss.backward()
-        for rank, of_rank in enumerate(self.theirs):
-            live = of_rank.pop(position)
+            (actual.output if action.value == -1 else actual.inputs[0]).register_hook(_raise)
+        with self._expect_error("out of" if inside else "injected"):
+            actual.loss.backward()
+        for rank, of_rank in enumerate(self.expected_losses):
+            pending = of_rank.pop(position)
             if action.value == -2:  # the compiled backward has run
-                self.world.accumulate(rank, self.world.grads(live.loss, retain=False))
-        if action.value == -2 and not theirs.mode.no_sync:
-            self.world.reduce()
+                self.unsharded.accumulate(rank, self.unsharded.grads(pending.loss, retain=False))
+        if action.value == -2 and not expected.mode.no_sync:
+            self.unsharded.reduce()
         if action.value != -1:
-            for optimizer in (self.optimizer, self.world.optimizer):
+            for optimizer in (self.optimizer, self.unsharded.optimizer):
                 optimizer.zero_grad()
 
     def _zero_grad(self, actions: Sequence[Action | None]) -> None:
-        for optimizer in (self.optimizer, self.world.optimizer):
+        for optimizer in (self.optimizer, self.unsharded.optimizer):
             optimizer.zero_grad(set_to_none=bool(_same(actions).value))
 
     def _step(self, actions: Sequence[Action | None]) -> None:
         if _same(actions).value:
             self._clip(actions)
-        if self.misled:
-            self.fail("an optimizer step with gradients of a backward that not all ranks have called")
+        if self.unnoticed_divergence:
+            self.fail("optimizer step with gradients of a backward that only some ranks have called")
         self.optimizer.step()
-        self.world.optimizer.step()
-        self.world.version += 1
+        self.unsharded.optimizer.step()
+        self.unsharded.version += 1
 
     def _clip(self, actions: Sequence[Action | None]) -> None:
-        theirs = torch.nn.utils.clip_grad_norm_(self.world.params.values(), 0.05)
+        expected = torch.nn.utils.clip_grad_norm_(self.unsharded.params.values(), 0.05)
         if actions[self.rank] is not None:
-            ours = tfs.clip_grad_norm_(self.sharded, 0.05)
-            if not self.parted:
-                self.compare("norm of gradients", ours, theirs)
-        self.parted |= None in actions
+            actual = tfs.clip_grad_norm_(self.sharded, 0.05)
+            if not self.gradients_diverged:
+                self.compare("norm of gradients", actual, expected)
+        self.gradients_diverged |= None in actions
 
     def _add(self, actions: Sequence[Action | None]) -> None:
         names = list(self.params)
         name = names[_same(actions).value % len(names)]
         with torch.no_grad():
-            for param in (self.params[name], self.world.params[name]):
+            for param in (self.params[name], self.unsharded.params[name]):
                 param.add_(0.01)
-        self.world.version += 1
+        self.unsharded.version += 1
 
     def _scale(self, actions: Sequence[Action | None]) -> None:
         _same(actions)
-        factor = 2.0 if self.world.scale == 1 else 0.5
-        for param in [*self.params.values(), *self.world.params.values()]:
+        factor = 2.0 if self.unsharded.scale == 1 else 0.5
+        for param in [*self.params.values(), *self.unsharded.params.values()]:
             param.data.mul_(factor)
-        self.world.scale *= factor
+        self.unsharded.scale *= factor
 
     def _full_state(self, actions: Sequence[Action | None]) -> None:
         if actions[self.rank] is not None:
             whole = full_state_dict(self.sharded)
-            if not self.parted:
-                for name, param in self.world.params.items():
+            if not self.gradients_diverged:
+                for name, param in self.unsharded.params.items():
                     self.compare(f"{name} of full_state_dict", whole[name], param)
 
     def _eager(self, actions: Sequence[Action | None]) -> None:
         for rank, action in enumerate(actions):
             if action is None:
                 continue
-            live, ours = self._live(rank, action), None
+            pending, actual = self._prepare(rank, action), None
             if rank == self.rank:
                 with tfs.eager(self.sharded, reshard_after_forward=False) as module:
-                    ours = module.train(live.mode.training)(*live.inputs, live.mode.flag)
+                    actual = module.train(pending.mode.training)(*pending.inputs, pending.mode.flag)
             with torch.no_grad():
-                theirs = self.world.call(rank, live.inputs, live.mode)
-            if ours is not None:
-                self.compare("output of eager", ours, theirs)
+                expected = self.unsharded.call(rank, pending.inputs, pending.mode)
+            if actual is not None:
+                self.compare("output of eager", actual, expected)
 
     def _save(self, actions: Sequence[Action | None]) -> None:
-        if self.world.save():
+        if self.unsharded.save():
             self.saves += 1
             extra = {"save": self.saves}
             tfs.save_checkpoint(self.folder / str(self.saves), self.sharded, self.optimizer, extra=extra)
 
     def _load(self, actions: Sequence[Action | None]) -> None:
-        if self.world.can_load():
+        if self.unsharded.can_load():
             folder = self.folder / str(self.saves)
             extra = tfs.load_checkpoint(folder, self.sharded, self.optimizer, extra={"save": 0})
             if extra != {"save": self.saves}:
                 self.fail(f"extra of the checkpoint: {extra}, expected save {self.saves}")
-            self.world.load()
+            self.unsharded.load()
 
     def _freeze(self, actions: Sequence[Action | None]) -> None:
-        names = [name for name, trains in self.world.trainable.items() if trains and not name.startswith("head.")]
+        names = [name for name, trains in self.unsharded.trainable.items() if trains and not name.startswith("head.")]
         if names:
             name = names[_same(actions).value % len(names)]
-            for param in (self.params[name], self.world.params[name]):
+            for param in (self.params[name], self.unsharded.params[name]):
                 param.requires_grad_(not param.requires_grad)
 
 
@@ -331,6 +340,6 @@ def _raise(grad: torch.Tensor) -> None:
 
 
 def _same(actions: Sequence[Action | None]) -> Action:
-    """The action of all ranks that have not ended."""
+    """Return the action that is the same on all ranks whose history has not ended."""
     [action] = {action for action in actions if action is not None}
     return action

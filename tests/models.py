@@ -1,7 +1,7 @@
-"""Small models: what is peculiar about each is in its docstring. ``inputs`` makes a batch for it.
+"""Small models for tests. Each class's docstring says which special case it covers; its ``inputs`` makes a batch.
 
-Layers inside a block are called by ``.forward``: Thunder interprets what ``nn.Module.__call__`` does before that, line by
-line, which takes half of all tracing. Blocks are called as users call them, with hooks.
+Layers inside a block are called through ``.forward``: Thunder would interpret ``nn.Module.__call__`` line by line, which
+takes half of the time of tracing. Blocks are called as users call them, so hooks run.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ WIDTH = 4
 
 
 class Model(nn.Module):
-    """A model that knows its own inputs."""
+    """A model that makes its own inputs."""
 
     width = WIDTH
-    tolerance = 1e-11  # Thunder's decompositions round in other places than eager torch; see reference.Twins
+    tolerance = 1e-11  # Thunder's decompositions round differently from eager torch; see reference.Twins
 
     def inputs(self, generator: torch.Generator, batch: int = 3) -> tuple[torch.Tensor, ...]:
         return (torch.randn(batch, self.width, generator=generator, dtype=torch.float64),)
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model that gives its loss. With ``tied``, the embedding is the head's weight."""
+    """A language model that returns its loss. With ``tied``, the head uses the embedding's weight."""
 
     def __init__(
         self, *, width: int = 16, blocks: int = 2, vocab: int = 23, length: int = 8, tied: bool = False
@@ -114,7 +114,7 @@ class Stack(Model):
 
 
 class UnevenRows(Model):
-    """First dimensions that the number of ranks does not divide, in parameters of 1 to 4 dimensions."""
+    """Parameters of 1 to 4 dimensions, with first dimensions that are not divisible by the number of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class UnevenRows(Model):
 
 
 class TinyParameters(Model):
-    """0-dim parameters, one with a single row, one with a single element, and an empty one, alone and among others."""
+    """Parameters that are 0-dim, empty, or have a single row or element, alone in a bucket and among others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class TinyParameters(Model):
 
 
 class TiedWeights(Model):
-    """An embedding that is the head's weight too, and two blocks that share a norm's weight."""
+    """An embedding whose weight is also the head's, and two blocks that share a linear layer's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class UnusedParameters(Model):
 
 
 class Buffers(Model):
-    """A buffer that forward reads, one that is not saved, and a batch norm whose statistics forward writes."""
+    """A buffer that forward reads, one that is not saved, and a batch norm whose statistics forward updates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class Buffers(Model):
 
 
 class SharedBlocks(Model):
-    """A parameter used several times in one block, and by several blocks; a block that is called twice."""
+    """A parameter that is used several times, by all blocks and after them, and a block that is called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class SharedBlocks(Model):
 
 
 class ViewsOfParameters(Model):
-    """Slices, transposes, reshapes and chunks of parameters, some used only late."""
+    """Slices, transposes, reshapes and chunks of parameters, some of them used much later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class ViewsOfParameters(Model):
 
 
 class DerivedParameters(Model):
-    """Weights that are computed from parameters of several blocks alone, and used in several blocks."""
+    """A weight that is computed only from parameters, of several blocks, and used in several blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class DerivedParameters(Model):
 class MixedDtypes(Model):
     """Parameters of two dtypes in one block."""
 
-    tolerance = 1e-6  # of the float32 parameters
+    tolerance = 1e-6  # because of the float32 parameters
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,21 +300,21 @@ class MixedDtypes(Model):
 
 
 class ScalarLoss(Model):
-    """Gives its loss, which reads parameters of the first block again (weight decay in the model)."""
+    """A model that returns its loss, which reads parameters of the first block again (weight decay in the model)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stack = Stack(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Not by parameters(): Thunder goes through a set of their names, and ranks would compile different orders.
+        # Not parameters(): Thunder iterates over a set of their names, so ranks would compile different orders.
         first = self.stack.blocks[0]
         decay = sum((p * p).sum() for p in (first.up.weight, first.up.bias, first.down.weight))
         return self.stack(x).square().mean() + 0.1 * decay
 
 
 class Checkpointed(Model):
-    """Activation checkpointing: backward computes each block's forward again."""
+    """Activation checkpointing: backward recomputes each block's forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ class Checkpointed(Model):
 
 
 class ExpandedParameters(Model):
-    """A class token and positions as in a vision transformer, experts in one parameter, stacked parameters, in place ops."""
+    """A class token and positions as in a vision transformer, experts in one parameter, stacking, in-place operators."""
 
     def __init__(self) -> None:
         super().__init__()

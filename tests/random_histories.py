@@ -1,18 +1,19 @@
-"""Lives of a model that hypothesis makes up: which calls come in which order, as data that can be pasted into a test.
+"""Random scenarios from hypothesis: a model, how it is sharded, and histories of calls, as data to paste into a test.
 
-``lives.py`` runs them. What a history leaves out, and why:
+A *history* is a sequence of :class:`Action` values, such as forward, backward or an optimizer step. ``history_runner`` runs
+it. Histories exclude the following:
 
-- *Backward while parameters differ from those of its forward through* ``.data``: torch itself mixes old activations with new
-  weights then. After the change is undone backward runs, and has to be right.
-- *Float32 parameters and 0-dim values used twice*: ``test_random_models`` has the first; Thunder fails on the second.
-- *Gradients right after an exception inside a backward*: autograd does not say which have arrived. Gradients are set to
-  ``None`` then, as a user has to. With gradients of ``no_sync`` outstanding nothing fails inside a backward, nor under
-  ``no_sync``: part of what is accumulated would be lost or kept, and no call clears it.
-- *Checkpoints with running statistics*: one rank's are saved, by design.
-- *Checkpoints with state of some parameters only*: the optimizer has to have the state that was saved.
-- *Backward through running statistics that another forward has written since*: plain Thunder and torch differ.
-- *Batch norm in bfloat16*: plain Thunder fails. *Layer norm in bfloat16*: it cancels, no useful tolerance is left.
-- *What is local to a rank, on some ranks only* (a step, ``zero_grad``, changes in place): there is nothing to compare with.
+- *Backward while parameters differ from those of its forward because* ``.data`` *was changed*: torch itself then mixes old
+  activations with new weights. Once the change has been undone, backward runs and must be correct.
+- *Float32 parameters, and 0-dim values used twice*: ``test_random_models`` covers the first; Thunder fails on the second.
+- *Gradients right after an exception inside backward*: autograd does not say which gradients have been computed. They are
+  then set to ``None``, as a user has to do. No failure is injected into a backward under ``no_sync``, or while there are
+  unreduced gradients: some of the accumulated gradients would be lost, and no call clears the others.
+- *Checkpoints with running statistics*: only one rank's are saved, by design.
+- *Loading optimizer state for other parameters than were saved*: the optimizer must hold state for the same ones.
+- *Backward that uses running statistics which another forward has updated since*: plain Thunder and torch differ.
+- *Batch norm in bfloat16*: plain Thunder fails. *Layer norm in bfloat16*: cancellation leaves no useful tolerance.
+- *Local actions on some ranks only* (a step, ``zero_grad``, in-place changes): there is no expected result.
 """
 
 from __future__ import annotations
@@ -27,18 +28,27 @@ from random_models import Case, ModelSpec, RandomModel, cases
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["Action", "Deviation", "Life", "LivedModel", "Mode", "deviating", "lives", "numbered"]
+__all__ = [
+    "Action",
+    "Deviation",
+    "Scenario",
+    "ScenarioModel",
+    "Mode",
+    "deviating_scenarios",
+    "scenarios",
+    "draw_numbered",
+]
 
 Value = TypeVar("Value")
 
 QUIET = settings(phases=[Phase.generate], deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 
-def numbered(strategy: st.SearchStrategy[Value], number: int) -> Value:
-    """The value that a strategy has for a number.
+def draw_numbered(strategy: st.SearchStrategy[Value], number: int) -> Value:
+    """Return the value that a strategy draws with ``number`` as seed.
 
-    Hypothesis alone would try variants of what it has tried, and the simplest value first. Each model is compiled, so that
-    a shorter history is not sought by it either, but by ``test_random_histories``.
+    Left to itself, hypothesis starts with the simplest value and then tries variants of earlier ones. It does not shrink
+    failures either, because every attempt compiles a model; ``test_random_histories`` shortens failing histories itself.
     """
     values: list[Value] = []
 
@@ -54,7 +64,7 @@ def numbered(strategy: st.SearchStrategy[Value], number: int) -> Value:
 
 @dataclass(frozen=True)
 class Mode:
-    """How a forward is called; Thunder compiles each mode once."""
+    """The way in which forward is called. Thunder compiles each mode once."""
 
     batch: int = 3
     flag: bool = False
@@ -69,20 +79,20 @@ class Action:
 
     Attributes:
         kind: see :data:`PHRASES`.
-        mode: index into the modes of the life.
-        which: which of the losses that are still to be differentiated.
-        value: the kind's own argument.
-        seed: of the inputs.
-        who: the first or the second model.
-        slow: a rank that comes late to this call, so that collectives of the others stay in flight.
+        mode: index into ``Scenario.modes``.
+        loss_index: index into the losses whose backward has not run yet.
+        value: an argument whose meaning depends on the kind; see :data:`PHRASES`.
+        seed: the seed of the inputs.
+        model_index: 0 for the first model, 1 for the second.
+        slow: a rank that is delayed before this call, so that the others' collectives stay in flight.
     """
 
     kind: str
     mode: int = 0
-    which: int = 0
+    loss_index: int = 0
     value: int = 0
     seed: int = 0
-    who: int = 0
+    model_index: int = 0
     slow: int | None = None
 
     def __repr__(self) -> str:
@@ -91,44 +101,44 @@ class Action:
 
 
 PHRASES: dict[tuple[str, ...], int] = {
-    ("forward",): 4,  # calls the compiled model; without gradients if its mode says so
-    ("backward",): 4,  # differentiates a loss; value 1: and keeps the graph
+    ("forward",): 4,  # call the compiled model; under no_grad if `mode.grad` is false
+    ("backward",): 4,  # of one loss; value 1 retains the graph
     ("forward", "backward"): 5,
-    ("forward", "backward", "step", "zero_grad"): 4,  # value 1: after clipping; value 1: to None
+    ("forward", "backward", "step", "zero_grad"): 4,  # step: value 1 clips first; zero_grad: value 1 sets to None
     ("step",): 1,
     ("zero_grad",): 1,
-    ("fail_forward",): 2,  # an operator fails at run time, before block `value`
+    ("fail_forward",): 2,  # an operator before block `value` fails at run time
     ("forward", "fail_forward", "backward"): 2,
     (
         "fail_backward",
-    ): 2,  # a hook raises before (-1) or after (-2) the compiled backward, or an operator in its middle
-    ("add",): 1,  # to one parameter, in place
-    ("scale",): 1,  # all parameters through .data, as an EMA swap does: by 2, or back
+    ): 2,  # a hook raises before (value -1) or after (-2) the compiled backward, or an operator inside it fails
+    ("add",): 1,  # add to one parameter in place
+    ("scale",): 1,  # scale all parameters through .data, as an EMA swap does: by 2, or back
     ("scale", "forward", "scale"): 2,
     ("forward", "scale", "forward", "scale", "backward"): 2,
     ("scale", "eager", "scale"): 1,
     ("clip",): 1,
     ("full_state",): 1,
-    ("save",): 1,  # a checkpoint
+    ("save",): 1,  # save a checkpoint
     ("load",): 1,
-    ("freeze",): 2,  # or unfreeze one parameter
+    ("freeze",): 2,  # freeze or unfreeze one parameter
 }
-"""Actions that are drawn together, and how often."""
+"""Short sequences of actions that are drawn together, with the weight of each."""
 
 COLLECTIVE = ("forward", "backward", "clip", "full_state", "eager")
-"""Kinds in which ranks communicate; where one rank does something else, it is one of these."""
+"""Kinds of action in which ranks communicate. A rank that deviates replaces one of these."""
 
 
 @dataclass(frozen=True)
-class Life:
-    """A model (or two), how it is sharded and trained, and the histories that it goes through one after the other.
+class Scenario:
+    """One model or two, how they are sharded and trained, and the histories to run one after the other.
 
     Attributes:
-        other: the order of blocks if the model is called with ``flag``.
-        norm: whether there is a batch norm, whose statistics forward writes.
+        other: the order of blocks when the model is called with ``flag``.
+        norm: whether there is a batch norm, whose running statistics forward updates.
         optimizer: "sgd" or "adamw".
-        second: whether a second model takes turns.
-        freezable: whether parameters are frozen and unfrozen.
+        second: whether actions alternate between two models.
+        freezable: whether histories freeze and unfreeze parameters.
     """
 
     model: ModelSpec
@@ -148,7 +158,7 @@ class Life:
 
     @property
     def tolerance(self) -> float:
-        """Of a difference, relative to the largest element and absolute; see :meth:`lives.Pair.compare`."""
+        """The relative and absolute tolerance of :meth:`history_runner.HistoryRunner.compare`."""
         policy = self.options.get("mp_policy")
         lowest = {dtype for dtype in (policy.param_dtype, policy.reduce_dtype) if dtype} if policy else set()
         return 0.06 if torch.bfloat16 in lowest else 1e-4 if lowest else 1e-9
@@ -156,10 +166,10 @@ class Life:
 
 @dataclass(frozen=True)
 class Deviation:
-    """Rank ``rank`` does ``instead`` at position ``at`` of a history, and nothing if that is ``None``; or ends there."""
+    """At ``position`` of a history, ``rank`` runs ``instead``, nothing if that is ``None``, or stops if ``ends``."""
 
     rank: int
-    at: int
+    position: int
     instead: Action | None = None
     ends: bool = False
 
@@ -167,21 +177,21 @@ class Deviation:
         if rank != self.rank:
             return history
         if self.ends:
-            return (*history[: self.at], *[None] * (len(history) - self.at))
-        return (*history[: self.at], self.instead, *history[self.at + 1 :])
+            return (*history[: self.position], *[None] * (len(history) - self.position))
+        return (*history[: self.position], self.instead, *history[self.position + 1 :])
 
 
-class LivedModel(RandomModel):
-    """A random model with a branch and with operators that can be made to fail at run time.
+class ScenarioModel(RandomModel):
+    """A random model with a branch, and with operators that a test can make fail at run time.
 
-    Before each block rows are selected by ``index``, which gives them unchanged as long as it counts from zero. An index
-    out of range fails in forward, or in backward if it is changed through ``.data`` after forward.
+    Before each block, ``index`` selects the rows of the batch. It counts from zero and changes nothing, unless a test
+    writes an index out of range: then forward fails, or backward if the test wrote through ``.data`` after forward.
     """
 
-    def __init__(self, life: Life) -> None:
-        super().__init__(life.model)
-        self.other = life.other
-        self.norm = nn.BatchNorm1d(life.model.width).double() if life.norm else None
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario.model)
+        self.other = scenario.other
+        self.norm = nn.BatchNorm1d(scenario.model.width).double() if scenario.norm else None
 
     @property
     def positions(self) -> int:
@@ -201,11 +211,11 @@ class LivedModel(RandomModel):
 
 
 @st.composite
-def lives(draw: Any, *, histories: int, world_size: int, phrases: int = 6, deviating: bool = False) -> Life:
+def scenarios(draw: Any, *, histories: int, world_size: int, phrases: int = 6, one_deviates: bool = False) -> Scenario:
     case = draw(cases(numeric=True))
     model = replace(case.model, blocks=tuple(replace(b, double=True) for b in case.model.blocks))
     options = dict(case.options)
-    kinds = ["plain"] if deviating else ["plain", "plain", "plain", "second", "freezable", "norm", "policy"]
+    kinds = ["plain"] if one_deviates else ["plain", "plain", "plain", "second", "freezable", "norm", "policy"]
     kind = draw(st.sampled_from(kinds))
     if kind == "policy":
         policy = draw(st.sampled_from([(torch.bfloat16, torch.float32), (torch.float32, None), (None, torch.float32)]))
@@ -222,9 +232,9 @@ def lives(draw: Any, *, histories: int, world_size: int, phrases: int = 6, devia
         no_sync=st.sampled_from([False, False, True]),
         grad=st.sampled_from([True, True, False]),
     )
-    few = 1 if deviating or kind in ("second", "freezable") else 3
+    few = 1 if one_deviates or kind in ("second", "freezable") else 3
     modes = (Mode(), *draw(st.lists(mode, min_size=few, max_size=few, unique=True)))
-    life = Life(
+    scenario = Scenario(
         model,
         options,
         case.groups,
@@ -235,12 +245,12 @@ def lives(draw: Any, *, histories: int, world_size: int, phrases: int = 6, devia
         freezable=kind == "freezable",
         modes=modes,
     )
-    drawn = [draw(_history(life, world_size, deviating, phrases)) for _ in range(histories)]
-    return replace(life, histories=tuple(drawn))
+    drawn = [draw(_history(scenario, world_size, one_deviates, phrases)) for _ in range(histories)]
+    return replace(scenario, histories=tuple(drawn))
 
 
 def _without_scalars_used_twice(model: ModelSpec, other: tuple[int, ...]) -> tuple[ModelSpec, tuple[int, ...]]:
-    """Thunder computes wrong gradients for 0-dim parameters that are used twice, without sharding, too."""
+    """Replace 0-dim parameters that are used twice: Thunder computes wrong gradients for them, even unsharded."""
     blocks = [
         replace(block, kind="linear") if block.kind == "scale" and other.count(index) > 1 else block
         for index, block in enumerate(model.blocks)
@@ -249,27 +259,27 @@ def _without_scalars_used_twice(model: ModelSpec, other: tuple[int, ...]) -> tup
 
 
 @st.composite
-def _history(draw: Any, life: Life, world_size: int, deviating: bool, phrases: int) -> tuple[Action, ...]:
-    without = {"freeze"} if not life.freezable else set()
-    if life.norm or deviating:
+def _history(draw: Any, scenario: Scenario, world_size: int, one_deviates: bool, phrases: int) -> tuple[Action, ...]:
+    without = {"freeze"} if not scenario.freezable else set()
+    if scenario.norm or one_deviates:
         without |= {"save", "load"}
-    if deviating:
-        without |= {"fail_backward"}  # it needs the same losses on all ranks
+    if one_deviates:
+        without |= {"fail_backward"}  # needs the same losses on all ranks
     weights = {phrase: n for phrase, n in PHRASES.items() if not without & set(phrase)}
     phrase = st.sampled_from([phrase for phrase, weight in weights.items() for _ in range(weight)])
     drawn = draw(st.lists(phrase, min_size=phrases // 2, max_size=phrases))
     kinds = [kind for phrase in drawn for kind in phrase]
-    return tuple(draw(_action(kind, life, world_size, seed)) for seed, kind in enumerate(kinds))
+    return tuple(draw(_action(kind, scenario, world_size, seed)) for seed, kind in enumerate(kinds))
 
 
 @st.composite
-def _action(draw: Any, kind: str, life: Life, world_size: int, seed: int) -> Action:
+def _action(draw: Any, kind: str, scenario: Scenario, world_size: int, seed: int) -> Action:
     action = Action(kind, seed=seed)
     if kind in ("forward", "fail_forward", "eager"):
-        action = replace(action, mode=draw(st.integers(0, len(life.modes) - 1)))
+        action = replace(action, mode=draw(st.integers(0, len(scenario.modes) - 1)))
     if kind in ("backward", "fail_backward"):
-        action = replace(action, which=draw(st.sampled_from([-1, -1, 0, 1])))
-    positions = len(life.model.order) + 1
+        action = replace(action, loss_index=draw(st.sampled_from([-1, -1, 0, 1])))
+    positions = len(scenario.model.order) + 1
     values = {
         "backward": st.sampled_from([0, 0, 0, 1]),
         "fail_forward": st.integers(0, positions - 1),
@@ -281,35 +291,35 @@ def _action(draw: Any, kind: str, life: Life, world_size: int, seed: int) -> Act
     }
     if kind in values:
         action = replace(action, value=draw(values[kind]))
-    if life.second:
-        action = replace(action, who=draw(st.integers(0, 1)))
+    if scenario.second:
+        action = replace(action, model_index=draw(st.integers(0, 1)))
     if draw(st.integers(0, 2 if kind.startswith("fail") else 11)) == 0:
         action = replace(action, slow=draw(st.integers(0, world_size - 1)))
     return action
 
 
 @st.composite
-def deviating(draw: Any, *, world_size: int) -> tuple[Life, Deviation]:
-    """A life of one history in which one rank skips an action that communicates, does another one, or stops early."""
-    life = draw(lives(histories=1, world_size=world_size, phrases=4, deviating=True))
-    [history] = life.histories
-    if draw(st.integers(0, 3)):  # all traces are compiled and agreed on before
-        warm = [Action("forward", mode=mode, seed=90 + mode) for mode in range(len(life.modes))]
-        backward = [Action("backward", which=-1) for mode in life.modes if mode.grad]
+def deviating_scenarios(draw: Any, *, world_size: int) -> tuple[Scenario, Deviation]:
+    """Draw a scenario with one history in which one rank skips or replaces a communicating action, or stops early."""
+    scenario = draw(scenarios(histories=1, world_size=world_size, phrases=4, one_deviates=True))
+    [history] = scenario.histories
+    if draw(st.integers(0, 3)):  # in most scenarios, compile and agree on all traces first
+        warm = [Action("forward", mode=mode, seed=90 + mode) for mode in range(len(scenario.modes))]
+        backward = [Action("backward", loss_index=-1) for mode in scenario.modes if mode.grad]
         history = (*warm, *backward, *history)
-    history = (*history, Action("forward"), Action("backward", which=-1))
-    rank, at = draw(st.integers(0, world_size - 1)), draw(_places(history))
+    history = (*history, Action("forward"), Action("backward", loss_index=-1))
+    rank, position = draw(st.integers(0, world_size - 1)), draw(_communicating_positions(history))
     instead: Action | None = None
     ends = False
     kind = draw(st.sampled_from(["skips", "ends", "other mode", "other mode", "other", "other"]))
     if kind == "ends":
         ends = True
     elif kind == "other mode":
-        instead = Action("forward", mode=draw(st.integers(0, len(life.modes) - 1)), seed=at)
+        instead = Action("forward", mode=draw(st.integers(0, len(scenario.modes) - 1)), seed=position)
     elif kind == "other":
-        instead = draw(_action(draw(st.sampled_from(COLLECTIVE)), life, world_size, at))
-    return replace(life, histories=(history,)), Deviation(rank, at, instead, ends)
+        instead = draw(_action(draw(st.sampled_from(COLLECTIVE)), scenario, world_size, position))
+    return replace(scenario, histories=(history,)), Deviation(rank, position, instead, ends)
 
 
-def _places(history: tuple[Action, ...]) -> Any:
-    return st.sampled_from([at for at, action in enumerate(history) if action.kind in COLLECTIVE])
+def _communicating_positions(history: tuple[Action, ...]) -> Any:
+    return st.sampled_from([position for position, action in enumerate(history) if action.kind in COLLECTIVE])

@@ -1,4 +1,4 @@
-"""Modules and options that hypothesis makes up: data that any process can build the same module from."""
+"""Random models and ``fsdp`` options from hypothesis, as data from which every process builds the same module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BlockSpec:
 
     Attributes:
         kind: what it computes; see :class:`RandomBlock`.
-        inner: width of what is inside.
+        inner: inner width, such as the rows of an MLP's first layer.
         frozen: whether its first parameter does not train.
         double: whether its parameters are float64; else float32.
     """
@@ -38,8 +38,8 @@ class ModelSpec:
     """A model.
 
     Attributes:
-        order: the blocks in the order in which forward runs them; some twice, some never.
-        tied: pairs of blocks, the second of which takes the first parameter of the same shape of the first.
+        order: indices of blocks in the order in which forward runs them; some twice, some never.
+        tied: pairs of blocks that share a parameter: the second uses one of the first's with the same shape and dtype.
         decay: whether forward reads the first parameter of the first block again at the end.
     """
 
@@ -52,10 +52,10 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Case:
-    """A model and what ``fsdp`` is asked for.
+    """A model and options of ``fsdp``.
 
     Attributes:
-        groups: names of blocks that are sharded over a process group of their own, of the same ranks.
+        groups: indices of blocks that are sharded over a second process group, of the same ranks.
     """
 
     model: ModelSpec
@@ -75,7 +75,7 @@ class Layer(nn.Module):
 
 
 class RandomBlock(nn.Module):
-    """``(batch, width)`` to ``(batch, width)``, in the dtype of its input. Called by ``.forward``: see ``models``."""
+    """A block from ``(batch, width)`` to ``(batch, width)``, in its input's dtype. Called through ``.forward``, see ``models``."""
 
     def __init__(self, spec: BlockSpec, width: int) -> None:
         super().__init__()
@@ -96,17 +96,17 @@ class RandomBlock(nn.Module):
         elif spec.kind == "sliced":
             self.both = nn.Parameter(torch.randn(2 * width + 1, width) / 3)
         elif spec.kind == "embedding":
-            self.table = nn.Embedding(inner + 2, width)  # a row for each of a batch, at least
+            self.table = nn.Embedding(inner + 2, width)  # at least one row for each of the batch
         first = next(self.parameters())
         first.requires_grad_(not spec.frozen)
         self.to(torch.float64 if spec.double else torch.float32)
 
-        self.compute = getattr(self, f"_{spec.kind}")  # chosen here: Thunder takes long to interpret comparisons
+        self.compute = getattr(self, f"_{spec.kind}")  # chosen here because Thunder is slow to interpret comparisons
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.compute(x).to(x.dtype)
 
-    # ``x`` in the dtype of the parameters: what it is unsharded, maybe lower precision.
+    # Each casts ``x`` to the dtype of the unsharded parameters, which may have lower precision than the shards.
 
     def _linear(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(self.only.weight.dtype)
@@ -150,7 +150,7 @@ class RandomBlock(nn.Module):
 
 
 class RandomModel(nn.Module):
-    """Built from a specification; the same one gives the same values."""
+    """A model built from a specification. The same specification gives the same values."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -173,8 +173,8 @@ class RandomModel(nn.Module):
     def end(self, x: torch.Tensor) -> torch.Tensor:
         y = self.head.forward(x)
         if self.decay:
-            # Two dimensions: Thunder cannot expand the gradient of a 0-dim value back (so without sharding, too).
-            # Not by parameters(): they come in another order on each rank when Thunder traces them (unsharded, too).
+            # Two dimensions, because Thunder cannot expand the gradient of a 0-dim value (even unsharded). Not parameters(),
+            # because their order differs between ranks when Thunder traces it (even unsharded).
             p = self.blocks[0]
             for name in self.decayed:
                 p = getattr(p, name)
@@ -194,7 +194,7 @@ def _tie(source: nn.Module, target: nn.Module) -> None:
 @st.composite
 def models(draw: Any) -> ModelSpec:
     width = draw(st.integers(2, 6))
-    # Mostly float64: where both dtypes occur, buckets are cut at each change.
+    # Mostly float64: where both dtypes occur, each change starts a new bucket.
     dtypes = st.sampled_from([True, True, True, False])
     block = st.builds(
         BlockSpec, st.sampled_from(KINDS), st.integers(1, 7), st.sampled_from([False, False, True]), dtypes
@@ -206,7 +206,7 @@ def models(draw: Any) -> ModelSpec:
     tied = tuple(draw(st.lists(pairs, max_size=1))) if len(blocks) > 1 else ()
     decay = draw(st.booleans())
     for index, spec in enumerate(blocks):
-        # Thunder computes wrong gradients for 0-dim parameters that are used twice (without sharding, too).
+        # Thunder computes wrong gradients for 0-dim parameters that are used twice (even unsharded).
         again = order.count(index) > 1 or (decay and index == 0) or any(index in pair for pair in tied)
         if spec.kind == "scale" and again:
             blocks[index] = replace(spec, kind="linear")
@@ -215,7 +215,7 @@ def models(draw: Any) -> ModelSpec:
 
 @st.composite
 def cases(draw: Any, *, numeric: bool = False) -> Case:
-    """A case; ``numeric`` leaves out what changes results beyond rounding (lower precision)."""
+    """Draw a case. ``numeric`` excludes options that change results by more than rounding (lower precision)."""
     model = draw(models())
     strategy = draw(st.sampled_from(["zero2", "zero3", "zero3"]))
     options: dict[str, Any] = {
@@ -242,7 +242,7 @@ def cases(draw: Any, *, numeric: bool = False) -> Case:
 
 
 def options_of(case: Case, new_group: Callable[[], Any]) -> dict[str, Any]:
-    """The case's options, with process groups that ``new_group`` makes for blocks that have one of their own."""
+    """Return the options of a case. ``new_group`` creates the process group of the blocks in ``case.groups``."""
     options = dict(case.options)
     if case.groups:
         group = new_group()

@@ -1,8 +1,9 @@
-"""Worker processes that stand for ranks: spawned once, then given one function after the other.
+"""Worker processes for tests on several ranks, started once and reused by all tests.
 
-``ranks.run(fn, *args)`` calls ``fn(rank, world_size, *args)`` in each of them, in a process group, and returns what each
-gave back. ``fn`` must be a function at the top level of a module. What goes wrong in a rank goes wrong in the test,
-with that rank's traceback; then all workers are replaced, so that one test's damage does not reach the next.
+A test takes the fixture ``ranks`` (or ``four_ranks``) and calls ``ranks.run(fn, *args)``. This calls
+``fn(rank, world_size, *args)`` in each worker, in a process group, and returns the results in the order of ranks. ``fn``
+must be a function at the top level of a module. If it fails on a rank, the test fails with that rank's traceback, and all
+workers are replaced, so that the next test starts with undamaged ones.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ __all__ = ["PRELOADED", "RankError", "Ranks"]
 PRELOADED = ["thunder_fsdp_sched", "thunder", "hypothesis"]
 """The modules that the fork server imports before it forks the first process."""
 
-_GRACE = 5.0  # seconds that the other ranks have for a report of their own after one has failed
+_GRACE = 5.0  # seconds that the other ranks have to report after one has failed
 
 
 class RankError(AssertionError):
-    """A function failed, or did not come back, on some rank."""
+    """An error that says that a function failed, or did not return, on some rank."""
 
 
 class Ranks:
     """A process group of ``world_size`` workers, started at the first :meth:`run`.
 
     Args:
-        world_size: workers.
-        backend: of the process group.
-        devices: index of the CUDA device that is each worker's current one; ``None`` if they use no GPU.
+        world_size: number of workers.
+        backend: backend of the process group.
+        devices: for each worker the index of its current CUDA device; ``None`` if the workers use no GPU.
     """
 
     def __init__(self, world_size: int, *, backend: str = "gloo", devices: Sequence[int] | None = None) -> None:
@@ -60,42 +61,42 @@ class Ranks:
         self._connections: list[Connection] = []
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any) -> list[Any]:
-        """Calls ``fn(rank, world_size, *args, **kwargs)`` on every rank and returns the results, in the order of ranks.
+        """Call ``fn(rank, world_size, *args, **kwargs)`` on every rank and return the results in the order of ranks.
 
         Args:
-            timeout: seconds after which ranks that have not come back count as hanging. Generous, for machines that are
-                busy with other work: a test takes seconds on an idle one.
+            timeout: seconds after which ranks that have not returned count as hanging. The default suits busy machines;
+                on an idle one a test takes seconds.
 
         Raises:
-            RankError: with the traceback of every rank that failed, and the stacks of those that hang.
+            RankError: a rank failed or hangs. It has the tracebacks of failed ranks and the stacks of hanging ones.
         """
         if not self._processes:
             self._start()
         for connection in self._connections:
-            with contextlib.suppress(BrokenPipeError):  # a worker that has died already: told below
+            with contextlib.suppress(BrokenPipeError):  # the worker has died, which is reported below
                 connection.send_bytes(pickle.dumps((fn, args, kwargs)))
         results, failures = self._collect(timeout)
         pending = set(range(self.world_size)) - results.keys() - failures.keys()
         if pending or failures:
             reports = [f"--- rank {rank} failed\n{failure}" for rank, failure in failures.items()]
-            reports += [f"--- rank {rank} had not come back\n{self._stacks(rank)}" for rank in sorted(pending)]
+            reports += [f"--- rank {rank} did not return\n{self._stacks(rank)}" for rank in sorted(pending)]
             self._kill()
             title = f"{fn.__name__} failed" if failures else f"{fn.__name__} hung: no answer within {timeout:g} s"
             raise RankError("\n".join([f"{title} on {self.world_size} ranks", *reports]))
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """Ends the workers."""
+        """Stop the workers."""
         self._kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
         if self._devices is None:
-            # A server that has imported everything forks the workers: importing torch and Thunder takes longer than most
-            # tests.
+            # Fork the workers from a server that has imported everything: importing torch and Thunder takes longer than
+            # most tests.
             context = mp.get_context("forkserver")
             context.set_forkserver_preload(PRELOADED)
-        else:  # importing Thunder looks for GPUs, and a process that is forked after that cannot use them
+        else:  # importing Thunder initializes CUDA, after which a forked process cannot use GPUs
             context = mp.get_context("spawn")
         store = self._folder / f"store-{next(self._starts)}"
         for rank in range(self.world_size):
@@ -113,7 +114,7 @@ class Ranks:
 
     def _collect(self, timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
         results: dict[int, Any] = {}
-        failures: dict[int, str] = {}  # in the order in which they came: the first is most likely the cause
+        failures: dict[int, str] = {}  # in order of arrival: the first is most likely the cause
         pending = dict(zip(self._connections, range(self.world_size), strict=True))
         deadline = time.monotonic() + timeout
         while pending and (ready := wait(list(pending), timeout=max(deadline - time.monotonic(), 0))):
@@ -171,7 +172,7 @@ def _work(
             world_size=world_size,
             timeout=timedelta(minutes=5),
         )
-        # Thunder's tracing makes millions of objects that live on. To collect garbage between two jobs is enough.
+        # Thunder's tracing makes millions of long-lived objects. Collecting garbage between jobs is enough.
         gc.freeze()
         gc.disable()
         while True:
@@ -190,5 +191,5 @@ def _work(
                 gc.collect()
             except BaseException:
                 connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
-                return  # which also ends the waiting of ranks that are in a collective with this one
+                return  # exiting also fails the collectives in which other ranks wait for this one
             connection.send_bytes(report)

@@ -1,4 +1,8 @@
-"""The unsharded model beside the sharded one: the same batches, and gradients averaged over ranks by hand."""
+"""The sharded model and an unsharded copy, trained on the same batches and compared: the base of most numerical tests.
+
+A function that a test runs on several ranks creates ``Twins(rank, world_size, model, **options)`` and calls ``train()``. Each
+step compares outputs, gradients and parameters. The expected gradients are the unsharded copies' means over ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ __all__ = ["Twins", "loss_of", "saved_for_backward"]
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The model's own loss, or one in which each element of each output has another weight."""
+    """Return the loss that the model computes, or for other outputs one that weights each element differently."""
     terms = []
     for leaf in tree_leaves(output):
         weights = torch.linspace(0.5, 1.5, leaf.numel(), dtype=leaf.dtype).view(leaf.shape)
@@ -33,10 +37,10 @@ class Twins:
 
     Attributes:
         sharded: the jitted, sharded module.
-        reference: the copy. It gets the batches of this rank alone; :meth:`mean_grads` averages over ranks.
+        reference: the unsharded copy. It sees this rank's batches only; :meth:`mean_grads` averages over ranks.
         transform: the ``fsdp(...)`` in use.
-        tolerance: for :func:`torch.testing.assert_close`. Thunder's decompositions round differently than eager torch,
-            in float64 by about 1e-15; three steps amplify that a little. 0 asks for equal bits.
+        tolerance: for :func:`torch.testing.assert_close`. Thunder's decompositions round differently from eager torch,
+            in float64 by about 1e-15, which three steps amplify a little. 0 requires equal bits.
     """
 
     def __init__(
@@ -49,7 +53,7 @@ class Twins:
         jit_reference: bool = False,
         group: dist.ProcessGroup | None = None,
         before: Sequence[Any] = (),
-        behind: Sequence[Any] = (),
+        after: Sequence[Any] = (),
         jit_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -57,35 +61,35 @@ class Twins:
         self.make_inputs = model.inputs
         self.reference = copy.deepcopy(model)
         if jit_reference:
-            self.reference = thunder.jit(self.reference, transforms=[*before, *behind], **(jit_options or {}))
+            self.reference = thunder.jit(self.reference, transforms=[*before, *after], **(jit_options or {}))
         self.transform = fsdp(**options)
-        self.sharded = thunder.jit(model, transforms=[*before, self.transform, *behind], **(jit_options or {}))
+        self.sharded = thunder.jit(model, transforms=[*before, self.transform, *after], **(jit_options or {}))
         self.use(lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9))
 
     def use(self, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
-        """Makes an optimizer for each model, of the parameters that train."""
+        """Create an optimizer for the trainable parameters of each model."""
         self.optimizers = [
             optimizer([p for p in model.parameters() if p.requires_grad]) for model in (self.sharded, self.reference)
         ]
 
     def inputs(self, step: int = 0, **size: int) -> tuple[torch.Tensor, ...]:
-        """This rank's batch."""
+        """Return this rank's batch for a step."""
         return self.make_inputs(torch.Generator().manual_seed(1000 * step + self.rank), **size)
 
     def forward(self, step: int = 0, **size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The losses of both, after comparing what the models returned."""
+        """Run both models, compare their outputs, and return both losses."""
         inputs = self.inputs(step, **size)
         ours, theirs = self.sharded(*inputs), self.reference(*inputs)
         self.close(ours, theirs, "output")
         return loss_of(ours), loss_of(theirs)
 
     def backward(self, step: int = 0, **size: int) -> None:
-        """Forward and backward of both, without looking at gradients."""
+        """Run forward and backward of both models. Does not compare gradients."""
         for loss in self.forward(step, **size):
             loss.backward()
 
     def update(self, *, set_to_none: bool = True) -> None:
-        """Compares gradients, lets both optimizers make a step, compares parameters and zeroes gradients."""
+        """Compare gradients, step both optimizers, zero gradients, and compare parameters."""
         self.check_grads()
         for name, grad in self.mean_grads().items():
             self.reference.get_parameter(name).grad = grad
@@ -100,7 +104,7 @@ class Twins:
             self.update()
 
     def mean_grads(self) -> dict[str, torch.Tensor | None]:
-        """The reference's gradients, averaged over ranks."""
+        """Return the reference's gradients, averaged over ranks."""
         grads = {}
         for name, param in self.reference.named_parameters(remove_duplicate=False):
             grads[name] = grad = None if param.grad is None else param.grad.clone()
@@ -110,7 +114,7 @@ class Twins:
         return grads
 
     def whole_grads(self) -> dict[str, torch.Tensor | None]:
-        """The sharded module's gradients, gathered."""
+        """Return the sharded module's gradients, gathered."""
         grads = {}
         for name, (bucket, index) in self.transform.sharded.locations.items():
             grad = self.sharded.get_parameter(name).grad
@@ -126,7 +130,7 @@ class Twins:
                 self.close(grad, expected, f"gradient of {name}")
 
     def check_parameters(self) -> None:
-        """Compares parameters and buffers."""
+        """Compare parameters and buffers."""
         ours, theirs = full_state_dict(self.sharded), self.reference.state_dict()
         for name in ours:
             self.close(ours[name], theirs[name], name)
@@ -141,13 +145,13 @@ class Twins:
         )
 
     def reduced(self, index: int = -1) -> list[str]:
-        """Names of the buckets that a compiled backward reduces, in the order of their reductions."""
+        """Return the names of the buckets that a compiled backward reduces, in the order of reductions."""
         return [op.bucket for op in self.transform.compiled[index].backward_schedule.of("fsdp_reduce_scatter")]
 
 
 @contextlib.contextmanager
 def saved_for_backward() -> Iterator[list[torch.Tensor]]:
-    """Collects the tensors that compiled forwards save for backward."""
+    """Collect the tensors that compiled forwards save for backward."""
     saved: list[torch.Tensor] = []
     connect = thunder.connect_to_autograd
 

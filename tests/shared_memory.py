@@ -1,4 +1,4 @@
-"""Symmetric memory on a CPU: files that all ranks of a machine map. What the transport's waits and buffers are tried on."""
+"""Symmetric memory on a CPU, as files that all ranks of a machine map, to test the transport's waits and buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SharedFiles", "register"]
 
 
 class SharedFiles:
-    """``empty`` and ``rendezvous`` as ``torch.distributed._symmetric_memory`` has them."""
+    """Stand-ins for ``empty`` and ``rendezvous`` of ``torch.distributed._symmetric_memory``."""
 
     def __init__(self) -> None:
         self.paths: dict[int, str] = {}
@@ -66,7 +66,7 @@ def _reduce_scatter(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
 
 
 def register() -> SymmetricMemory:
-    """Makes ``transport="shared_files"`` work in this process."""
+    """Make ``transport="shared_files"`` available in this process."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key("symm_mem::_low_contention_reduce_scatter", "CPU"):
         _library.impl("_low_contention_reduce_scatter", _reduce_scatter, "CPU")
     transport = SymmetricMemory(SharedFiles(), devices=("cpu",))

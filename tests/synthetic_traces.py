@@ -1,4 +1,8 @@
-"""Traces built straight from symbols: thousands of shapes in seconds, nothing is compiled and nothing communicates."""
+"""Traces built directly from symbols, without compiling a model.
+
+Use them to test a pass, the schedule or the simulator on many trace shapes in little time: :func:`chain` builds the forward
+of equal blocks, :func:`make_buckets` buckets of chosen sizes. Nothing communicates, so no process group is needed.
+"""
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.distributed.process_groups import ProcessGroupRef, Ranks
@@ -16,7 +20,7 @@ from thunder.core.trace import TraceCtx, tracectx
 
 __all__ = ["SHAPE", "FakeProcessGroup", "chain", "make_buckets", "tensor"]
 
-SHAPE = (16, 16)  # 1,024 bytes: slots of several sizes
+SHAPE = (16, 16)  # of each parameter: 1,024 bytes
 
 
 def make_buckets(sizes: list[int], *, zero3: bool = True) -> list[Bucket]:
@@ -37,7 +41,7 @@ def tensor() -> TensorProxy:
 
 
 def chain(blocks: int, *, zero3: bool = True) -> TraceCtx:
-    """Forward of ``blocks`` equal blocks, each gather at its first use."""
+    """Return the forward trace of ``blocks`` equal blocks, each gathered right before its use."""
     buckets = make_buckets([1] * blocks, zero3=zero3)
     trace = TraceCtx()
     with tracectx(trace):
@@ -54,6 +58,6 @@ def chain(blocks: int, *, zero3: bool = True) -> TraceCtx:
 
 
 class FakeProcessGroup:
-    """What the argument of a claimed communication prim of Thunder's looks like."""
+    """A stand-in for the process group that Thunder passes to a communication prim which an executor has claimed."""
 
     def _get_backend(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Models and options that hypothesis makes up: every promise on fake ranks, on real ones the unsharded results.
+"""Random models and options: schedules keep their promises on fake ranks, and results are unsharded ones on real ranks.
 
 ``--hypothesis-profile=long`` tries thousands.
 """
@@ -22,7 +22,7 @@ from ranks import Ranks
 from reference import Twins
 
 QUIET = settings(
-    # What fails is told as it is: each try compiles, so that looking for a smaller one would take minutes.
+    # Failures are not shrunk: each attempt compiles, and a search for a smaller example would take minutes.
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -32,18 +32,18 @@ QUIET = settings(
 
 @pytest.fixture(autouse=True)
 def _no_garbage_collection() -> Iterator[None]:
-    """Thunder's tracing makes millions of objects: to collect garbage once, at the end, takes less than half as long."""
+    """Collect garbage only at the end: Thunder's tracing makes millions of objects, and collecting more often doubles the time."""
     gc.disable()
     yield
     gc.enable()
 
 
 def _examples(usual: int) -> int:
-    """As many as usual, or as many times more as the profile in use asks for more than hypothesis's own hundred."""
+    """Scale a number of examples by the hypothesis profile's ``max_examples``, relative to the default of 100."""
     return usual * max(settings().max_examples // 100, 1)
 
 
-@pytest.mark.parametrize("part", range(5))  # so that both of pytest's processes have something to do: 60 cases in all
+@pytest.mark.parametrize("part", range(5))  # so that pytest-xdist can divide them: 60 cases in all
 @settings(QUIET, max_examples=_examples(12))
 @given(case=cases(), world_size=st.sampled_from([1, 2, 3, 4, 8, 64]), data=st.data())
 def test_every_promise_holds_on_fake_ranks(part: int, case: Case, world_size: int, data: Any) -> None:
@@ -82,12 +82,12 @@ def _train(rank: int, world_size: int, case: Case) -> None:
 @pytest.mark.parametrize("part", range(2))
 @settings(QUIET, max_examples=_examples(8))
 @given(case=cases(numeric=True))
-def test_training_is_that_of_the_unsharded_model(ranks: Ranks, part: int, case: Case) -> None:
+def test_training_gives_the_values_of_the_unsharded_model(ranks: Ranks, part: int, case: Case) -> None:
     ranks.run(_train, case)
 
 
 def test_cases_are_of_every_kind() -> None:
-    """What is made up is what is meant: a look at a few, so that a mistake in the generator does not hide everything."""
+    """Check that drawn cases have the features that the tests above rely on."""
     seen: set[str] = set()
 
     @settings(QUIET, max_examples=200, database=None)

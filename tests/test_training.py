@@ -819,10 +819,10 @@ class _Comments(thunder.Transform):
 
 
 def _train_between_transforms(rank: int, world_size: int, strategy: str) -> None:
-    before, behind = _Comments(), _Comments()
-    twins = Twins(rank, world_size, Stack(2).double(), before=[before], behind=[behind], sharding_strategy=strategy)
+    before, after = _Comments(), _Comments()
+    twins = Twins(rank, world_size, Stack(2).double(), before=[before], after=[after], sharding_strategy=strategy)
     twins.train(steps=2)
-    assert before.calls == behind.calls == ["module", "pre prologue", "post optimization", "post optimization"]
+    assert before.calls == after.calls == ["module", "pre prologue", "post optimization", "post optimization"]
     assert str(thunder.last_traces(twins.sharded)[-1]).count("a comment") == 2 * 6
 
 
@@ -839,7 +839,7 @@ def _train_materialized(rank: int, world_size: int, order: str) -> None:
         "cpu", init=MaterializationTransform.init_from_original_state_dict(model.state_dict())
     )
     transforms = [fsdp(device="cpu"), materialize]
-    sharded = thunder.jit(model.to("meta"), transforms=transforms if order == "behind" else transforms[::-1])
+    sharded = thunder.jit(model.to("meta"), transforms=transforms if order == "after" else transforms[::-1])
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, reference)]
     for _ in range(2):
         (x,) = model.inputs(torch.Generator().manual_seed(1))  # the same on all ranks
@@ -851,7 +851,7 @@ def _train_materialized(rank: int, world_size: int, order: str) -> None:
         torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("order", ["before", "behind"])
+@pytest.mark.parametrize("order", ["before", "after"])
 def test_module_on_the_meta_device_is_materialized(ranks: Ranks, order: str) -> None:
     ranks.run(_train_materialized, order)
 
