@@ -1,8 +1,8 @@
-"""nvFuser's fusion pass on CPU tensors: everything of Thunder's nvFuser executor is real but the kernels.
+"""Thunder's nvFuser executor on CPU tensors. Everything except the kernels is real.
 
-Thunder does not even import its nvFuser executor without CUDA and the package. :func:`install` gives it a stand-in module
-``nvfuser_direct``, makes its support checks take CPU tensors for CUDA ones, and runs each fusion as plain torch. What it
-patches stays patched: call it in a process of its own, as the workers of ``ranks`` are.
+Without CUDA and nvFuser, Thunder does not even import its nvFuser executor. :func:`install` provides a stand-in module
+``nvfuser_direct``, makes the executor's support checks accept CPU tensors, and runs each fusion as plain torch. The patches
+are never undone, so call it in a separate process, such as a worker of ``ranks``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["install"]
 
 VERSION = "0.2.36"
 
-# What Thunder's executor names of each enumeration.
+# The members of nvFuser's DataType that Thunder's executor uses.
 _DATA_TYPES = """
     ComplexDouble ComplexFloat Double Float Half BFloat16 Int Int32 UInt64 Bool
     Float4_e2m1fn_x2 Float8_e5m2 Float8_e4m3fn Null
@@ -40,7 +40,7 @@ _DATA_TYPES = """
 
 
 def install() -> FusionExecutor:
-    """Thunder's nvFuser executor, for ``thunder.jit(..., executors=[...])``."""
+    """Return Thunder's nvFuser executor, for ``thunder.jit(..., executors=[...])``."""
     if "thunder.executors.nvfuserex_impl" not in sys.modules:
         sys.modules["nvfuser_direct"] = _module()
         nvfuserex.nvfuser_version = lambda: LooseVersion(VERSION)
@@ -66,7 +66,7 @@ def _module() -> types.ModuleType:
     module.ParallelType = enum.Enum("ParallelType", ["mesh_x"])
     module.FusionDefinition = type("FusionDefinition", (), {})
     for name in ("multidevice", "execute_with_dtensors", "compute_tensor_descriptor"):
-        setattr(module, name, None)  # only what runs a fusion reads them
+        setattr(module, name, None)  # read only when a real fusion runs
     return module
 
 

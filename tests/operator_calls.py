@@ -1,7 +1,7 @@
-"""Calls of every operator that Thunder registers, made up without knowing the operator: what is accepted is a call.
+"""Example calls of every operator that Thunder registers.
 
-Thunder's own OpInfos give more arguments for the operators that Thunder implements itself. Operators that Thunder only
-registers (about 500) have none, so arguments of a few common forms are tried on small tensors.
+For operators that Thunder implements itself, its OpInfos provide arguments. The others, about 500, have no OpInfo: a few
+common forms of arguments are tried on small tensors, and those that torch accepts are used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PER_SYMBOL = 2
 
 
 class Call(NamedTuple):
-    """A function of torch with arguments that it accepts, and the symbol that Thunder traces."""
+    """A torch function, arguments that it accepts, and the symbol that Thunder traces for it."""
 
     function: Callable[..., Any]
     symbol: Symbol
@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 
 def calls() -> Iterator[Call]:
-    """A few accepted calls of each symbol, by one of the functions that it stands for."""
+    """Yield a few accepted calls for each symbol, by one of the functions that map to it."""
     found: set[Symbol] = set()
     for function, symbol in list(ltorch._torch_to_thunder_function_map.items()):
         if not isinstance(symbol, Symbol) or not callable(function) or symbol in found:

@@ -75,7 +75,7 @@ class Layer(nn.Module):
 
 
 class RandomBlock(nn.Module):
-    """A block from ``(batch, width)`` to ``(batch, width)``, in its input's dtype. Called through ``.forward``, see ``models``."""
+    """A block from ``(batch, width)`` to ``(batch, width)``, in its input's dtype. Call ``.forward``: see ``models``."""
 
     def __init__(self, spec: BlockSpec, width: int) -> None:
         super().__init__()

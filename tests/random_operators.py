@@ -1,4 +1,7 @@
-"""Operators that Thunder registers, on parameters, views of parameters and activations, with torch's own sample inputs."""
+"""Models of random operators from Thunder's registry, applied to parameters, views of parameters and activations.
+
+Sample inputs come from torch's operator database (``op_db``).
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["OperatorModel", "Use", "operators", "uses"]
 
 SAMPLES = 12
-"""Sample inputs of an operator that are looked at, the first of those that are small."""
+"""How many sample inputs of an operator are used: the first small ones."""
 
-PLACES = ("parameter", "rows", "transposed", "activation")
+SOURCES = ("parameter", "rows", "transposed", "activation")
 
 
 @dataclass(frozen=True)
@@ -34,32 +37,34 @@ class Use:
     """An operator in a block.
 
     Attributes:
-        name: of the operator in torch's database.
-        sample: which of the sample inputs.
-        places: what stands for each of its floating-point tensors, in turns: a parameter, rows of one, a transposed one,
-            or an activation.
+        name: the operator's name in torch's database.
+        sample: index of the sample input.
+        sources: what the operator's floating-point tensors become, in turn: a parameter, rows of a parameter, a transposed
+            parameter, or an activation.
     """
 
     name: str
     sample: int
-    places: tuple[str, ...]
+    sources: tuple[str, ...]
 
 
 @functools.lru_cache(maxsize=1)
 def operators() -> dict[str, tuple[Any, Any]]:
-    """The callables that Thunder knows and what makes sample inputs for each, by their names in torch's database."""
-    stand_in = types.ModuleType("expecttest")  # torch's test utilities import it, the database does not need it
+    """Return, by name in torch's database, each callable that Thunder knows and the function that makes its samples."""
+    stand_in = types.ModuleType("expecttest")  # torch's test utilities import it, but the database does not need it
     stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
     with mock.patch.dict(sys.modules, {} if "expecttest" in sys.modules else {"expecttest": stand_in}):
         from torch.testing._internal.common_methods_invocations import op_db
     known = thunder.torch._torch_to_thunder_function_map
-    found = {}
+    operators_by_name = {}
     for entry in op_db:
         own = (entry.op, getattr(torch, entry.name, None), getattr(torch.Tensor, entry.name, None))
         call = next((fn for fn in own if fn in known), None)
         if call is not None and torch.float64 in entry.dtypes:
-            found[f"{entry.name}.{entry.variant_test_name}".rstrip(".")] = (call, entry.sample_inputs)
-    return found | {f"random {call.__name__}": (call, partial(_random, args)) for call, args in RANDOM.items()}
+            operators_by_name[f"{entry.name}.{entry.variant_test_name}".rstrip(".")] = (call, entry.sample_inputs)
+    return operators_by_name | {
+        f"random {call.__name__}": (call, partial(_random, args)) for call, args in RANDOM.items()
+    }
 
 
 RANDOM: dict[Any, Any] = {
@@ -75,7 +80,7 @@ RANDOM: dict[Any, Any] = {
     F.dropout1d: (0.5, True),
     F.dropout2d: (0.5, True),
 }
-"""Operators that draw random numbers, which torch's database has without training or not at all, and their arguments."""
+"""Random operators that torch's database lacks, or has only in evaluation mode, with their arguments."""
 
 
 def _random(args: tuple[Any, ...], *_: Any, **__: Any) -> Iterator[Any]:
@@ -101,7 +106,7 @@ def _tensors(sample: Any) -> list[torch.Tensor]:
 
 
 class OperatorBlock(nn.Module):
-    """A linear layer, and an operator whose outputs are added to what the layer gives."""
+    """A linear layer, and an operator whose outputs are added to the layer's output."""
 
     def __init__(self, use: Use, width: int) -> None:
         super().__init__()
@@ -111,40 +116,40 @@ class OperatorBlock(nn.Module):
             raise LookupError(f"{use.name}: no small sample inputs")
         sample = samples[use.sample % len(samples)]
         self.linear = nn.Linear(width, width).double()
-        places = itertools.cycle(use.places)
+        sources = itertools.cycle(use.sources)
         known: dict[str, Any] = {"call": call}
 
-        def text(value: Any) -> str:
-            """An expression for an argument: Thunder would take seconds to interpret pytrees in forward."""
+        def expression(value: Any) -> str:
+            """Return an expression for an argument. Thunder would take seconds to interpret pytrees in forward."""
             if isinstance(value, torch.Tensor):
-                return self._put(f"t{len(self._parameters) + len(self._buffers)}", value, places)
+                return self._add_tensor(f"t{len(self._parameters) + len(self._buffers)}", value, sources)
             if type(value) in (list, tuple):
-                inside = ", ".join(text(v) for v in value)
+                inside = ", ".join(expression(v) for v in value)
                 return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})"
             if value is None or isinstance(value, (bool, int, str)):
                 return repr(value)
             known[name := f"c{len(known)}"] = value
             return name
 
-        arguments = [text(value) for value in (sample.input, *sample.args)]
-        arguments += [f"{name}={text(value)}" for name, value in sample.kwargs.items()]
+        arguments = [expression(value) for value in (sample.input, *sample.args)]
+        arguments += [f"{name}={expression(value)}" for name, value in sample.kwargs.items()]
         exec(f"def compute(self, x):\n    return call({', '.join(arguments)})", known)
         self.compute = types.MethodType(known["compute"], self)
 
-    def _put(self, name: str, tensor: torch.Tensor, places: Iterator[str]) -> str:
-        """Keeps a tensor in the module; an expression for it in ``compute``."""
+    def _add_tensor(self, name: str, tensor: torch.Tensor, sources: Iterator[str]) -> str:
+        """Register a tensor in the module and return the expression by which ``compute`` reads it."""
         value = tensor.detach().clone(memory_format=torch.contiguous_format)
-        place = next(places) if value.dtype == torch.float64 else "buffer"
-        if place == "rows" and value.ndim:
+        source = next(sources) if value.dtype == torch.float64 else "buffer"
+        if source == "rows" and value.ndim:
             setattr(self, name, nn.Parameter(torch.cat([value, value.flip(0)])))
             return f"self.{name}[:{value.shape[0]}]"
-        if place == "transposed" and value.ndim > 1:
+        if source == "transposed" and value.ndim > 1:
             setattr(self, name, nn.Parameter(value.transpose(0, 1).contiguous()))
             return f"self.{name}.transpose(0, 1)"
-        if place == "activation":  # near the sample, inside the operator's domain
+        if source == "activation":  # close to the sample, to stay in the operator's domain
             self.register_buffer(name, value)
             return f"self.{name} * (1 + 0.001 * x.mean())"
-        if place == "buffer":
+        if source == "buffer":
             self.register_buffer(name, value)
         else:
             setattr(self, name, nn.Parameter(value))
@@ -155,7 +160,7 @@ class OperatorBlock(nn.Module):
         result = self.compute(x)
         outputs = [leaf for leaf in _flat(result) if isinstance(leaf, torch.Tensor)]
         for output in outputs:
-            # Two dimensions: Thunder cannot expand the gradient of a 0-dim value back.
+            # Two dimensions, because Thunder cannot expand the gradient of a 0-dim value.
             x = x + 0.1 * torch.tanh(output.double()).sum().reshape(1, 1)
         return x, outputs
 
@@ -167,7 +172,7 @@ def _flat(value: Any) -> list[Any]:
 
 
 class OperatorModel(nn.Module):
-    """A block for each operator. Gives the last activation, and what the operators gave: maybe views of parameters."""
+    """A model with one block for each operator. Returns the last activation and all outputs of the operators."""
 
     def __init__(self, uses: tuple[Use, ...], width: int = 3) -> None:
         super().__init__()
@@ -177,14 +182,14 @@ class OperatorModel(nn.Module):
         self.last = nn.Linear(width, width).double()
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        given = []
+        results = []
         for block in self.blocks:
             x, outputs = block.forward(x)
-            given += outputs
-        return [self.last.forward(x), *given]
+            results += outputs
+        return [self.last.forward(x), *results]
 
 
 @st.composite
 def uses(draw: Any, names: list[str]) -> Use:
-    places = draw(st.lists(st.sampled_from(PLACES), min_size=1, max_size=3))
-    return Use(draw(st.sampled_from(names)), draw(st.integers(0, SAMPLES - 1)), tuple(places))
+    sources = draw(st.lists(st.sampled_from(SOURCES), min_size=1, max_size=3))
+    return Use(draw(st.sampled_from(names)), draw(st.integers(0, SAMPLES - 1)), tuple(sources))

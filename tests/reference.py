@@ -1,7 +1,7 @@
 """The sharded model and an unsharded copy, trained on the same batches and compared: the base of most numerical tests.
 
-A function that a test runs on several ranks creates ``Twins(rank, world_size, model, **options)`` and calls ``train()``. Each
-step compares outputs, gradients and parameters. The expected gradients are the unsharded copies' means over ranks.
+A function that a test runs on several ranks creates ``Twins(rank, world_size, model, **options)`` and calls ``train()``.
+Each step compares outputs, gradients and parameters. The expected gradients are the unsharded copies' means over ranks.
 """
 
 from __future__ import annotations

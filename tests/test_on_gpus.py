@@ -1,4 +1,4 @@
-"""What the tests on GPUs do, on two ranks of this machine's CPU: so that each line of it has run before it meets a GPU."""
+"""The functions of the GPU tests, run on two CPU ranks, so that every line of them has run before it meets a GPU."""
 
 from __future__ import annotations
 
@@ -22,60 +22,62 @@ CPU = torch.device("cpu")
     ("transport", "strategy", "dtype"),
     [("flat", "zero2", None), ("staged", "zero3", torch.bfloat16), ("all_to_all", "zero3", None)],
 )
-def test_trains_alike(ranks: Ranks, transport: str, strategy: str, dtype: torch.dtype | None) -> None:
-    ranks.run(on_gpus.trains_alike, SMALL, transport, strategy, dtype)
+def test_training_matches_the_unsharded_model(
+    ranks: Ranks, transport: str, strategy: str, dtype: torch.dtype | None
+) -> None:
+    ranks.run(on_gpus.trains_like_unsharded, SMALL, transport, strategy, dtype)
 
 
-def test_a_model_that_trains_otherwise_is_found(ranks: Ranks) -> None:
-    with pytest.raises(AssertionError, match="of the way that training took"):
+def test_comparison_detects_parameters_that_were_not_trained(ranks: Ranks) -> None:
+    with pytest.raises(AssertionError, match="of the distance that training covered"):
         ranks.run(_trains_with_stale_parameters, SMALL)
 
 
 def _trains_with_stale_parameters(rank: int, world_size: int, size: on_gpus.Size) -> None:
     state = size.model().state_dict()
     expected = on_gpus._unsharded(size, world_size)
-    late = {name: state[name] if name.startswith("blocks.0") else value for name, value in expected.items()}
-    on_gpus._assert_alike(size, late, world_size, on_gpus.BFLOAT16_TOLERANCE)
+    stale = {name: state[name] if name.startswith("blocks.0") else value for name, value in expected.items()}
+    on_gpus._assert_like_unsharded(size, stale, world_size, on_gpus.BFLOAT16_TOLERANCE)
 
 
 def test_training_again_gives_the_same_bits(ranks: Ranks) -> None:
-    for found, loose in ranks.run(on_gpus.digests, SMALL, "all_to_all", repeats=2):
-        assert not loose
+    for found, nondeterminism in ranks.run(on_gpus.training_digests, SMALL, "all_to_all", repeats=2):
+        assert not nondeterminism
         assert len(found) == 2
         assert len(set(found)) == 1
 
 
 def test_accumulation_and_clipping(ranks: Ranks) -> None:
-    ranks.run(on_gpus.accumulates_and_clips, SMALL, "flat")
+    ranks.run(on_gpus.accumulates_and_clips_gradients, SMALL, "flat")
 
 
-def test_going_on_after_an_exception(ranks: Ranks) -> None:
-    ranks.run(on_gpus.goes_on_after_an_exception, SMALL)
+def test_training_continues_after_an_exception(ranks: Ranks) -> None:
+    ranks.run(on_gpus.recovers_after_an_exception, SMALL)
 
 
 def test_devices_and_memory(ranks: Ranks) -> None:
-    ranks.run(on_gpus.lives_on_its_own_device, SMALL)
-    ranks.run(on_gpus.trains_on_another_than_the_current_device, SMALL, CPU, "flat")
-    assert ranks.run(on_gpus.allocates_nothing_more, SMALL, "flat") == [[0] * 5] * 2
+    ranks.run(on_gpus.uses_its_own_device, SMALL)
+    ranks.run(on_gpus.trains_on_a_device_that_is_not_current, SMALL, CPU, "flat")
+    assert ranks.run(on_gpus.bytes_allocated_after_steps, SMALL, "flat") == [[0] * 5] * 2
     ranks.run(on_gpus.initializes_on_the_device, SMALL)
 
 
 def test_offloading(ranks: Ranks) -> None:
-    ranks.run(on_gpus.offloads, SMALL)
+    ranks.run(on_gpus.trains_with_offloading, SMALL)
 
 
-def test_running_uncompiled(ranks: Ranks) -> None:
-    ranks.run(on_gpus.generates, SMALL)
+def test_running_eagerly(ranks: Ranks) -> None:
+    ranks.run(on_gpus.runs_eagerly, SMALL)
 
 
 def test_measuring(ranks: Ranks) -> None:
-    for step, simulated in ranks.run(on_gpus.measures, SMALL):
+    for step, simulated in ranks.run(on_gpus.measured_and_simulated_seconds, SMALL):
         assert step > 0
         assert simulated > 0
 
 
 def test_counting_kernels(ranks: Ranks) -> None:
-    for counts in ranks.run(on_gpus.kernels, SMALL, "flat"):
+    for counts in ranks.run(on_gpus.launched_kernels, SMALL, "flat"):
         assert counts["buckets"] > 2
         assert counts["aten::mm"] > 2
 
@@ -86,6 +88,6 @@ def test_workers_are_spawned_for_gpus_with_their_own_backend() -> None:
     workers = Ranks(1, backend="nccl", devices=[0])
     try:
         with pytest.raises(AssertionError, match="died, exit code"):  # at set_device, before any process group
-            workers.run(on_gpus.generates, SMALL)
+            workers.run(on_gpus.runs_eagerly, SMALL)
     finally:
         workers.close()

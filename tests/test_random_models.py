@@ -32,7 +32,7 @@ QUIET = settings(
 
 @pytest.fixture(autouse=True)
 def _no_garbage_collection() -> Iterator[None]:
-    """Collect garbage only at the end: Thunder's tracing makes millions of objects, and collecting more often doubles the time."""
+    """Collect garbage only after the test: Thunder's tracing makes millions of objects, and collecting doubles the time."""
     gc.disable()
     yield
     gc.enable()

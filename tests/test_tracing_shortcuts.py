@@ -1,4 +1,4 @@
-"""The shortcuts that the other tests take through Thunder's interpreter: traces are the same with and without them."""
+"""The shortcuts through Thunder's compilation that other tests use: traces and errors are the same without them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import nn
 
 
 class Attributes(Model):
-    """Looks for what is there and what is not, and writes a buffer."""
+    """A model that reads existing and missing attributes and writes a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ SCALES = {"first": 2.0, "second": 3.0}
 
 
 class Counts(dict):
-    """A dictionary with an item for everything."""
+    """A dictionary that has an item for every key."""
 
     def __missing__(self, key: str) -> float:
         return float(len(key))
@@ -54,7 +54,7 @@ COUNTS = Counts(first=0.5)
 
 
 class Items(Model):
-    """Looks for items of containers and for globals, and ends loops and calls with exceptions."""
+    """A model that reads items of containers and globals, and whose loops and lookups end with exceptions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Items(Model):
 
 
 class Raises(Model):
-    """Raises three calls deep, in a loop."""
+    """A model that raises in a nested call inside a loop."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for scale in SCALES.values():
@@ -118,7 +118,7 @@ def _traces(name: str, which: str, *, hooks: bool = False) -> list[str]:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The shortcuts that have been taken, by the names of what they stand for; and the functions that they interpret."""
+    """The names of the functions whose shortcuts were used, and of the functions that the shortcuts interpreted."""
     names: set[str] = set()
 
     def noted(name: str, shortcut: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,7 +134,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         if place[1] == "dis":
             monkeypatch.setattr(shortcut, "get_instructions", noted("dis", shortcut.get_instructions))
         elif place[1] == "inspect":
-            continue  # it counts calls
+            continue  # Thunder reads the caller's frame at a fixed depth, so it cannot be wrapped
         else:
             monkeypatch.setitem(tracing_shortcuts.REPLACEMENTS, place, noted(place[1], shortcut))
     interpret = tracing_shortcuts._interpret_call
@@ -148,7 +148,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_traces_are_those_without_shortcuts(taken: set[str], name: str) -> None:
+def test_traces_are_the_same_without_shortcuts(taken: set[str], name: str) -> None:
     stock = _traces(name, "none")
     assert not taken
     assert _traces(name, "all") == stock
@@ -160,12 +160,12 @@ def test_traces_are_those_without_shortcuts(taken: set[str], name: str) -> None:
     assert ("_has_no" in taken) is (name == "attributes")
 
 
-def test_hooks_are_interpreted(taken: set[str]) -> None:
+def test_hooks_of_modules_run_with_shortcuts(taken: set[str]) -> None:
     assert _traces("stack", "all", hooks=True) == _traces("stack", "none", hooks=True)
     assert "_call_with_hooks" in taken and "_call_forward" not in taken
 
 
-def test_the_call_site_is_that_without_shortcuts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorded_call_site_is_the_same_without_shortcuts(monkeypatch: pytest.MonkeyPatch) -> None:
     sites = []
     begin = interpreter.InterpreterRuntimeCtx.__init__
 
@@ -181,9 +181,9 @@ def test_the_call_site_is_that_without_shortcuts(monkeypatch: pytest.MonkeyPatch
     assert len(sites) == 2 and sites[0] == sites[1]
 
 
-def test_errors_are_those_without_shortcuts(taken: set[str]) -> None:
+def test_errors_and_tracebacks_are_the_same_without_shortcuts(taken: set[str]) -> None:
     told = []
-    for which in ("none", "all", "all"):  # the second time with frames that were kept
+    for which in ("none", "all", "all"):  # the last time with cached frames
         with tracing_shortcuts.tracing_shortcuts(which), pytest.raises(KeyError) as caught:
             thunder.jit(Raises())(torch.zeros(2, 4))
         ours = [frame for frame in traceback.extract_tb(caught.tb) if frame.filename == __file__]
@@ -220,7 +220,7 @@ print(interpreter.globals_lookup.__module__, __import__("thunder").__spec__.load
 
 
 @pytest.mark.parametrize(("which", "module"), [("all", "tracing_shortcuts"), ("none", "thunder.core.interpreter")])
-def test_other_processes_take_shortcuts_from_their_start(which: str, module: str) -> None:
+def test_subprocesses_use_shortcuts_from_their_start(which: str, module: str) -> None:
     environment = {**tracing_shortcuts.shortcuts_at_start(), "TRACING_SHORTCUTS": which}
     done = subprocess.run(
         [sys.executable, "-c", _SAY_WHOSE], env=environment, capture_output=True, text=True, timeout=300

@@ -1,25 +1,25 @@
-"""Shortcuts through Thunder's compiling, which takes most of the time of the tests: with them it takes half of its time.
+"""Shortcuts through Thunder's compilation, which dominates the time of the tests. They halve its time.
 
-Each shortcut does what the function of Thunder or torch that it stands for does, in fewer steps, so that Thunder notes the
-same accesses and guards the same things:
+Each shortcut replaces a function of Thunder or torch, does the same in fewer steps, and makes Thunder record the same
+accesses and insert the same guards:
 
-- Thunder interprets ``nn.Module.__call__`` and ``nn.Module.__getattr__`` line by line: a look for hooks that are not there,
-  and up to ten dictionary operations for each attribute. The lines around these operations are not interpreted.
-- Each global and each item of a dictionary, list or tuple is looked up by interpreting a lambda that calls
-  ``__getitem__``, which is a call of the method by way of an attribute. The method is called at once.
-- Functions are disassembled whenever they are interpreted. Instructions are kept.
-- For each exception, and every ``for`` loop ends with one, the interpreter starts a thread that makes a frame for the
-  traceback, and waits for it in a busy loop. Frames are kept, one a line.
-- The source lines of all frames of the stack are looked for at each compilation, and only the caller's are used. Only these
-  are looked for.
-- The signature of a symbol's meta function is inspected at each call of the symbol, and arguments are bound to it one by
-  one. Signatures are kept, and arguments that are given by position are taken as they are.
-- After each call of a symbol, dead code is looked for among its subsymbols. Where there are none, it is not.
-- Arguments and results are flattened twice, to look for dataclasses, and each time it is asked anew whether their type can
-  be flattened. They are flattened once, and types that could be flattened are kept.
+- Thunder interprets ``nn.Module.__call__`` and ``nn.Module.__getattr__`` line by line. This includes a search for hooks and
+  up to ten dictionary operations for each attribute. The shortcuts interpret only the dictionary operations that matter.
+- Thunder looks up each global, and each item of a dictionary, list or tuple, by interpreting a lambda that calls
+  ``__getitem__``. The shortcut calls the method directly.
+- Thunder disassembles a function whenever it interprets it. The shortcut caches the instructions.
+- For each exception, and every ``for`` loop ends with one, the interpreter starts a thread that creates a frame for the
+  traceback, and busy-waits for it. The shortcut caches one frame for each line.
+- At each compilation Thunder reads the source lines of all frames of the stack but uses only the caller's. The shortcut
+  reads only these.
+- At each call of a symbol Thunder inspects the signature of its meta function and binds the arguments one by one. The
+  shortcut caches signatures, and passes positional arguments through.
+- After each call of a symbol Thunder eliminates dead code among its subsymbols. The shortcut skips symbols without any.
+- Thunder flattens arguments and results twice, to find dataclasses, and checks each time whether their types can be
+  flattened. The shortcut flattens once and caches the types that can be flattened.
 
-``test_tracing_shortcuts.py`` checks that traces and errors are the same, to the letter, with and without shortcuts. With
-``TRACING_SHORTCUTS=none`` in the environment all tests run without them.
+``test_tracing_shortcuts.py`` checks that traces and errors are identical with and without shortcuts. Set
+``TRACING_SHORTCUTS=none`` in the environment to run all tests without them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _OF_ALL = (
 )
 
 
-# What the interpreter calls has wrapped values as arguments, and gives them to the functions that it shall interpret.
+# The interpreter calls these with wrapped values, which they pass on to the functions that it is to interpret.
 
 
 def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,9 @@ _disassembled: dict[int, tuple[types.CodeType, tuple[dis.Instruction, ...]]] = {
 
 def _get_instructions(code: types.CodeType) -> tuple[dis.Instruction, ...]:
     """Stand in for ``dis.get_instructions``."""
-    if id(code) not in _disassembled:  # comparing code objects takes longer; who holds one keeps its id
+    if (
+        id(code) not in _disassembled
+    ):  # hashing code objects is slow; ids are safe because the entry keeps the object alive
         _disassembled[id(code)] = code, tuple(dis.get_instructions(code))
     return _disassembled[id(code)][1]
 
@@ -152,7 +154,7 @@ _signatures: weakref.WeakKeyDictionary[Callable[..., Any], _Signature] = weakref
 
 
 def _signature_of(function: Callable[..., Any]) -> _Signature:
-    """Return a signature, how many arguments may be given by position if that is all it takes, and their defaults."""
+    """Return a signature, the number of positional arguments (-1 if it takes other kinds as well), and the defaults."""
     signature = inspect.signature(function)
     parameters = signature.parameters.values()
     by_position = len(parameters) if all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) else -1
@@ -182,7 +184,7 @@ def _flatten(tree: Any, namespace: str = pytree.OPTREE_NAMESPACE) -> tuple[list[
     if type(tree) in _flattened:
         return optree.tree_flatten(tree, none_is_leaf=True, namespace=namespace)
     result = _tree_flatten(tree, namespace)
-    if not isinstance(tree, type):  # of which Thunder asks whether they are dataclasses
+    if not isinstance(tree, type):  # types are not cached: Thunder checks whether they are dataclasses
         _flattened.add(type(tree))
     return result
 
@@ -195,7 +197,7 @@ def _flatten_with_dataclass(tree: Any) -> tuple[list[Any], Any]:
     """Stand in for ``tree_flatten_with_dataclass``."""
     leaves, spec = _flatten(tree)
     for kind in {*map(type, leaves)} - _no_dataclasses:
-        if dataclasses.is_dataclass(kind) or issubclass(kind, type):  # perhaps one to be registered
+        if dataclasses.is_dataclass(kind) or issubclass(kind, type):  # Thunder may have to register it
             return _tree_flatten_with_dataclass(tree)
         _no_dataclasses.add(kind)
     return leaves, spec
@@ -209,7 +211,7 @@ def _eliminate_dead_code(bsyms: list[Any], output: Any, needed_proxies: set[Any]
     if bsyms or needed_proxies is not None:
         assert _dce_bsyms is not None
         return _dce_bsyms(bsyms, output, needed_proxies)
-    _flatten(output)  # which may raise
+    _flatten(output)  # raises for the same outputs as the original
     return []
 
 
@@ -232,7 +234,7 @@ _ORIGINALS = {(owner, name): getattr(owner, name) for owner, name in REPLACEMENT
 
 @contextlib.contextmanager
 def tracing_shortcuts(which: str = _CHOSEN) -> Iterator[None]:
-    """Let Thunder take ``"all"`` shortcuts or ``"none"`` within the context."""
+    """Enable ``"all"`` shortcuts or ``"none"`` within the context."""
     taken = {"all": (REPLACEMENTS, LOOKASIDES), "none": (_ORIGINALS, {})}
     attributes, lookasides = taken[which]
     with contextlib.ExitStack() as stack:
@@ -246,7 +248,7 @@ def tracing_shortcuts(which: str = _CHOSEN) -> Iterator[None]:
 
 
 def shortcuts_at_start() -> dict[str, str]:
-    """Return an environment in which Python processes that use this work tree's package take the shortcuts, too."""
+    """Return an environment for Python subprocesses that enables the shortcuts and uses this work tree's package."""
     here = Path(__file__).resolve().parent
     path = [str(here / "shortcuts_at_start"), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

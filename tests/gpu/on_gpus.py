@@ -1,6 +1,6 @@
-"""What the tests on GPUs do on each rank. ``tests/test_on_gpus.py`` does the same on CPUs, so that every line here has run.
+"""Functions that the GPU tests run on each rank. ``tests/test_on_gpus.py`` runs all of them on CPUs.
 
-Each function takes a :class:`Size`: the model and the device. A rank's device is its current one.
+Each takes a :class:`Size`, which chooses the model and the type of device. A rank uses its current device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 __all__ = ["LARGE", "SMALL", "Size"]
 
 TOLERANCE, BFLOAT16_TOLERANCE = 1e-4, 0.1
-"""Distances from the unsharded model over the way that training took it."""
+"""Largest distance from the unsharded model, relative to the distance that training moved its parameters."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Size:
         generator = torch.Generator().manual_seed(rank)
         return torch.randint(VOCABULARY, (self.batch, self.length), generator=generator).to(device or self.device)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize()
 
 
 LARGE = Size(6, 1024, 256, 4, "cuda")
-"""76 M parameters: kernels and collectives that last long enough to meet."""
+"""76 M parameters: kernels and collectives that last long enough to overlap."""
 
 SMALL = Size(1, 64, 8, 2, "cpu")
 
@@ -74,8 +74,8 @@ SMALL = Size(1, 64, 8, 2, "cpu")
 
 
 def _train(module: Any, tokens: torch.Tensor, steps: int = 4) -> torch.Tensor:
-    """Train without waiting for the device between two steps; the losses."""
-    # Not AdamW: its first steps are the signs of gradients.
+    """Train without synchronizing between steps and return the losses."""
+    # Not AdamW: its first steps depend only on the signs of gradients.
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     losses = []
     for _ in range(steps):
@@ -89,7 +89,7 @@ def _train(module: Any, tokens: torch.Tensor, steps: int = 4) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=1)
 def _unsharded(size: Size, world_size: int) -> dict[str, torch.Tensor]:
-    """Parameters (on the CPU) of the unsharded model after training on the batches of all ranks."""
+    """Return the parameters (on the CPU) of the unsharded model after training on the batches of all ranks."""
     module = thunder.jit(size.model())
     _train(module, torch.cat([size.tokens(rank) for rank in range(world_size)]))
     return {name: value.cpu() for name, value in module.state_dict().items()}
@@ -99,8 +99,8 @@ def _distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return math.sqrt(sum(float((a[name].double().to(b[name].device) - b[name].double()).square().sum()) for name in b))
 
 
-def _assert_alike(size: Size, got: dict[str, torch.Tensor], world_size: int, tolerance: float) -> None:
-    """Compare with the unsharded model after :func:`_train`."""
+def _assert_like_unsharded(size: Size, got: dict[str, torch.Tensor], world_size: int, tolerance: float) -> None:
+    """Compare parameters with those of the unsharded model after :func:`_train`."""
     _assert_near(got, _unsharded(size, world_size), size.model().state_dict(), tolerance)
 
 
@@ -109,10 +109,10 @@ def _assert_near(
 ) -> None:
     assert got.keys() == expected.keys()
     distance = _distance(got, expected) / _distance(start, expected)
-    assert distance < tolerance, f"{distance:.3g} of the way that training took"
+    assert distance < tolerance, f"off by {distance:.3g} of the distance that training covered"
 
 
-def trains_alike(
+def trains_like_unsharded(
     rank: int, world_size: int, size: Size, transport: str, strategy: str, dtype: torch.dtype | None = None
 ) -> None:
     """Train through a transport and compare with the unsharded model."""
@@ -122,11 +122,14 @@ def trains_alike(
     )
     _train(sharded, size.tokens(rank))
     tolerance = TOLERANCE if dtype is None else BFLOAT16_TOLERANCE
-    _assert_alike(size, full_state_dict(sharded), world_size, tolerance)
+    _assert_like_unsharded(size, full_state_dict(sharded), world_size, tolerance)
 
 
-def digests(rank: int, world_size: int, size: Size, transport: str, repeats: int = 5) -> tuple[list[str], str]:
-    """Train several times from the same parameters; the bits of each, and why they need not be the same, if so."""
+def training_digests(rank: int, world_size: int, size: Size, transport: str, repeats: int = 5) -> tuple[list[str], str]:
+    """Train several times from the same parameters.
+
+    Returns a digest of the bits of each run, and the error if an operator has no deterministic implementation.
+    """
     with _deterministic():
         sharded = thunder.jit(size.model(), transforms=[fsdp(transport=transport)])
         start = [param.detach().clone() for param in sharded.parameters()]
@@ -158,8 +161,8 @@ def _deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def accumulates_and_clips(rank: int, world_size: int, size: Size, transport: str) -> None:
-    """Gradients of two batches under ``no_sync``, and their norm, are those of the unsharded model."""
+def accumulates_and_clips_gradients(rank: int, world_size: int, size: Size, transport: str) -> None:
+    """Compare gradients accumulated with ``no_sync``, and their norm, with the unsharded model's."""
     sharded = thunder.jit(size.model(), transforms=[fsdp(transport=transport)])
     whole = thunder.jit(size.model())
     first, second = size.tokens(rank), size.tokens(rank + world_size)
@@ -178,11 +181,11 @@ def accumulates_and_clips(rank: int, world_size: int, size: Size, transport: str
     _assert_near(full_state_dict(sharded), whole.state_dict(), start, 1e-3)
 
 
-def goes_on_after_an_exception(rank: int, world_size: int, size: Size) -> None:
-    """A forward whose loss is dropped, and a backward that raises, leave later steps as they would have been."""
+def recovers_after_an_exception(rank: int, world_size: int, size: Size) -> None:
+    """Compare training after a forward without backward, and after a backward that raises, with the unsharded model's."""
     sharded = thunder.jit(size.model(), transforms=[fsdp()])
     tokens = size.tokens(rank)
-    sharded(tokens, tokens)  # its backward never comes
+    sharded(tokens, tokens)  # its backward never runs
     loss = sharded(tokens, tokens)
     loss.register_hook(_raise)
     try:
@@ -193,7 +196,7 @@ def goes_on_after_an_exception(rank: int, world_size: int, size: Size) -> None:
         raise AssertionError("the hook did not raise")
     sharded.zero_grad()
     _train(sharded, tokens)
-    _assert_alike(size, full_state_dict(sharded), world_size, TOLERANCE)
+    _assert_like_unsharded(size, full_state_dict(sharded), world_size, TOLERANCE)
 
 
 def _raise(grad: torch.Tensor) -> None:
@@ -205,39 +208,39 @@ def _raise(grad: torch.Tensor) -> None:
 #
 
 
-def lives_on_its_own_device(rank: int, world_size: int, size: Size) -> None:
-    """``device="cuda"`` is the rank's current device, for shards, the arena and what is computed."""
+def uses_its_own_device(rank: int, world_size: int, size: Size) -> None:
+    """Check that ``device="cuda"`` means the rank's current device, for shards and the arena."""
     sharded = thunder.jit(size.model(), transforms=[ours := fsdp(device=size.device_type)])
     _train(sharded, size.tokens(rank), steps=1)
     assert {param.device for param in sharded.parameters()} == {size.device}
     assert {bucket.arena._memory.device for bucket in ours.sharded.buckets} == {size.device}
 
 
-def trains_on_another_than_the_current_device(
+def trains_on_a_device_that_is_not_current(
     rank: int, world_size: int, size: Size, device: torch.device, transport: str
 ) -> None:
-    """Parameters on ``device`` although another one is current: streams and events have to be those of ``device``."""
+    """Train on ``device`` while another device is current. Streams and events must belong to ``device``."""
     sharded = thunder.jit(size.model(device), transforms=[fsdp(transport=transport)])
     _train(sharded, size.tokens(rank, device))
     assert {param.device for param in sharded.parameters()} == {device}
-    _assert_alike(size, full_state_dict(sharded), world_size, TOLERANCE)
+    _assert_like_unsharded(size, full_state_dict(sharded), world_size, TOLERANCE)
 
 
-def allocates_nothing_more(rank: int, world_size: int, size: Size, transport: str) -> list[int]:
-    """Bytes that are allocated after each step, from the third on."""
+def bytes_allocated_after_steps(rank: int, world_size: int, size: Size, transport: str) -> list[int]:
+    """Return the bytes allocated after each step, from the third step on."""
     sharded = thunder.jit(size.model(), transforms=[fsdp(transport=transport)])
     tokens, found = size.tokens(rank), []
     for step in range(7):
         sharded(tokens, tokens).backward()
         sharded.zero_grad()
-        size.settle()
+        size.synchronize()
         if step > 1:
             found.append(torch.cuda.memory_allocated() if size.is_cuda else 0)
     return found
 
 
-def offloads(rank: int, world_size: int, size: Size) -> None:
-    """Shards, gradients and the optimizer's state are pinned memory of the host, and training is alike."""
+def trains_with_offloading(rank: int, world_size: int, size: Size) -> None:
+    """Check that offloaded shards are in pinned host memory, and compare training with that without offloading."""
     on_gpu, states = [], []
     for policy in (None, CPUOffloadPolicy(pin_memory=size.is_cuda)):
         before = torch.cuda.memory_allocated() if size.is_cuda else 0
@@ -256,7 +259,7 @@ def offloads(rank: int, world_size: int, size: Size) -> None:
 
 
 def initializes_on_the_device(rank: int, world_size: int, size: Size) -> None:
-    """A module on the meta device is initialized straight into shards."""
+    """Initialize a module on the meta device directly into shards."""
     sharded = thunder.jit(
         size.model("meta"), transforms=[fsdp(device=size.device_type, param_init_fn=_fill, transport="flat")]
     )
@@ -275,24 +278,24 @@ def _fill(module: torch.nn.Module) -> None:
 #
 
 
-def kernels(rank: int, world_size: int, size: Size, transport: str) -> dict[str, int]:
-    """What a step launches, by name; ``buckets`` is their number."""
+def launched_kernels(rank: int, world_size: int, size: Size, transport: str) -> dict[str, int]:
+    """Return the number of launches in a step by kernel name, and under ``"buckets"`` the number of buckets."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     sharded = thunder.jit(size.model(), transforms=[ours := fsdp(transport=transport, mp_policy=policy)])
     tokens = size.tokens(rank)
     for _ in range(2):
         sharded(tokens, tokens).backward()
-        size.settle()
+        size.synchronize()
     activity = torch.profiler.ProfilerActivity.CUDA if size.is_cuda else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profile:
         sharded(tokens, tokens).backward()
-        size.settle()
+        size.synchronize()
         dist.barrier()
     return {**{event.key: event.count for event in profile.key_averages()}, "buckets": len(ours.plan)}
 
 
-def measures(rank: int, world_size: int, size: Size) -> tuple[float, float]:
-    """Seconds of a step as it was measured, and as simulated from that."""
+def measured_and_simulated_seconds(rank: int, world_size: int, size: Size) -> tuple[float, float]:
+    """Return the seconds of a step as measured, and as simulated from the measured profile."""
     sharded = thunder.jit(size.model(), transforms=[ours := fsdp()])
     tokens = size.tokens(rank)
     _train(sharded, tokens, steps=1)
@@ -303,8 +306,8 @@ def measures(rank: int, world_size: int, size: Size) -> tuple[float, float]:
     return profile.step_seconds, simulate(compiled.forward, compiled.backward, MeasuredCost(profile)).step_seconds
 
 
-def generates(rank: int, world_size: int, size: Size) -> None:
-    """Running uncompiled gives what the unsharded module gives."""
+def runs_eagerly(rank: int, world_size: int, size: Size) -> None:
+    """Compare the loss of an eager run with the unsharded module's."""
     sharded = thunder.jit(size.model(), transforms=[fsdp()])
     expected, tokens = size.model(), size.tokens(0)
     with thunder_fsdp_sched.eager(sharded) as module:

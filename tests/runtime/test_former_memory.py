@@ -1,4 +1,4 @@
-"""Views of a parameter that were taken before it was sharded keep the old values: forward may not read them."""
+"""A view of a parameter created before sharding keeps the old values, so a forward that reads one is refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _refuse(rank: int, world_size: int, way: str) -> None:
     module = _holding(way, view)()
     module.a.weight = weight
     model = thunder.jit(module, transforms=[fsdp()])
-    for _ in range(2):  # nothing is let through the second time
+    for _ in range(2):  # the second call is refused as well
         with pytest.raises(
             ValueError, match=r"forward reads '.*', a view of parameter 'a\.weight' that was created before"
         ):
@@ -66,5 +66,5 @@ def _refuse(rank: int, world_size: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_views_of_what_was_sharded_are_refused(ranks: Ranks, way: str) -> None:
+def test_forward_must_not_read_a_view_created_before_sharding(ranks: Ranks, way: str) -> None:
     ranks.run(_refuse, way)

@@ -1,4 +1,4 @@
-"""A model that is freed leaves nothing behind, and compiled shapes do not accumulate without limit."""
+"""Dropped models release their threads, descriptors, groups and memory, and the number of cached shapes is limited."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _make_and_drop(rank: int, world_size: int) -> None:
             refs += [weakref.ref(o) for o in (ours, model, ours.sharded.buckets[0], ours.sharded.buckets[0].arena)]
             del ours, model
             seen.append(_resources())
-        for later in seen[1:]:  # the first makes what all share; what an earlier test has left may end meanwhile
+        for later in seen[1:]:  # the first model also creates what all share; leftovers of earlier tests may disappear
             assert later["groups"] == seen[0]["groups"] and later["bytes"] == seen[0]["bytes"], seen
             assert later["threads"] <= seen[0]["threads"] and later["descriptors"] <= seen[0]["descriptors"], seen
         assert not [ref() for ref in refs if ref() is not None]
@@ -55,29 +55,29 @@ def _make_and_drop(rank: int, world_size: int) -> None:
     del pair
     after = _resources()
     ended = set(before["groups"]) - set(after["groups"])
-    assert len(ended) == 3, "the companion of a group, and the control channel over it, end with it"
+    assert len(ended) == 3, "a group's companion and its control channel must be destroyed with it"
     assert after["threads"] < before["threads"] and after["descriptors"] < before["descriptors"]
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts through /proc")
-def test_dropped_models_leave_nothing_behind(ranks: Ranks) -> None:
+def test_dropped_models_release_all_resources(ranks: Ranks) -> None:
     ranks.run(_make_and_drop)
 
 
-def _level(rank: int, world_size: int) -> None:
+def _level_group_counts(rank: int, world_size: int) -> None:
     known = len(process_groups())
     if rank == 0:
         mine = [dist.new_group([0], use_local_synchronization=True) for _ in range(2)]
     model = thunder.jit(Stack(1), transforms=[fsdp(separate_reduce_scatter_group=True)])
     del model
-    # The default group's companion and control channel, and nothing of what made the numbers of groups equal.
+    # Only the default group's companion and control channel, and none of the groups created to level the counts.
     made = [g.group_desc for g in process_groups()][known:]
     assert len(made) <= 2 + (2 if rank == 0 else 0), made
     if rank == 0:
         for group in mine:
             dist.destroy_process_group(group)
-    # Fewer groups than when the last one was named: its name is not given twice, not even after it was destroyed, since its
-    # members' addresses stay in the store.
+    # There are fewer groups now than when the last one was named. Its name must not be reused, even after it was
+    # destroyed, because the addresses of its ranks stay in the store.
     for _ in range(3):
         passing = dist.new_group([0, 1])
         thunder.jit(Stack(1), transforms=[fsdp(process_group=passing)])
@@ -90,8 +90,8 @@ def _level(rank: int, world_size: int) -> None:
     dist.destroy_process_group(another)
 
 
-def test_groups_that_level_numbers_are_destroyed(ranks: Ranks) -> None:
-    ranks.run(_level)
+def test_groups_created_to_level_group_counts_are_destroyed(ranks: Ranks) -> None:
+    ranks.run(_level_group_counts)
 
 
 def _many_shapes(rank: int, world_size: int) -> None:
@@ -110,14 +110,14 @@ def _many_shapes(rank: int, world_size: int) -> None:
         assert [str(c.call).split(" (")[0] for c in ours.compiled] == [f"inputs float32[{n}, 4]" for n in (3, 4, 5, 6)]
         assert len(thunder.compile_stats(model).interpreter_cache) == 4
         misses = thunder.compile_stats(model).cache_misses
-        # Rank 1 has what was forgotten in its cache no more than rank 0; one that compiles alone does not wait.
+        # The evicted shape must be compiled again on rank 1, which does not wait for rank 0 although it compiles alone.
         model(torch.ones(6 if rank == 0 else 1, 4)).sum().backward()
         assert thunder.compile_stats(model).cache_misses == misses + rank
     finally:
         limits.undo()
 
 
-def test_the_oldest_shapes_are_forgotten_after_a_warning(ranks: Ranks) -> None:
+def test_the_oldest_shapes_are_evicted_after_a_warning(ranks: Ranks) -> None:
     ranks.run(_many_shapes)
 
 
@@ -146,7 +146,7 @@ def test_a_failed_compile_leaves_no_traces(ranks: Ranks) -> None:
     ranks.run(_fail_to_compile)
 
 
-def _shared(rank: int, world_size: int) -> None:
+def _free_shared_memory(rank: int, world_size: int) -> None:
     transport = shared_memory.register()
     handles: weakref.WeakSet[Any] = weakref.WeakSet()
     rendezvous = transport.memory.rendezvous
@@ -167,20 +167,20 @@ def _shared(rank: int, world_size: int) -> None:
 
     model = make(pair)
     step(model)
-    assert len(handles) == 1, "all buckets share one allocation"
+    assert len(handles) == 1, "all buckets must share one allocation"
     del model
     gc.collect()
-    assert not len(handles), "it ends with the buckets"
+    assert not len(handles), "the allocation must be freed with the buckets"
 
     model = make(pair, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64))
-    assert not len(handles), "no rank reads the shards in float64"
+    assert not len(handles), "nothing may be allocated before the first step: no rank reads the shards in float64"
     step(model)
     assert len(handles) == 1
     dist.destroy_process_group(pair)
     del pair
     gc.collect()
-    assert not len(handles), "it ends with the group"
+    assert not len(handles), "the allocation must be freed with the group"
 
 
-def test_shared_memory_stays_mapped_no_longer_than_bucket_and_group(ranks: Ranks) -> None:
-    ranks.run(_shared)
+def test_shared_memory_is_unmapped_with_its_buckets_and_group(ranks: Ranks) -> None:
+    ranks.run(_free_shared_memory)

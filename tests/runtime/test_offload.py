@@ -1,4 +1,4 @@
-"""Shards on the CPU: copied to be sent, gradients copied back; on a CPU, too, where both are the same memory."""
+"""Offload: shards stay on the CPU, are copied for gathers, and gradients are copied back. The device is a CPU as well."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _inputs(step: int, rank: int) -> torch.Tensor:
 
 
 def _train(rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
-    """Two halves of a batch, the first under ``no_sync``; gradients clipped. Returns the gradients' norms."""
+    """Train on two halves of each batch, the first under ``no_sync``, with clipping. Return the norms of the gradients."""
     norms = []
     for step in steps:
         with model.no_sync():
@@ -82,7 +82,7 @@ def test_offloaded_shards_give_the_same_bits(
     ranks.run(_offload, strategy, policy, tmp_path if strategy == "zero3" else None)
 
 
-def _against_fsdp2(rank: int, world_size: int) -> None:
+def _compare_with_fsdp2(rank: int, world_size: int) -> None:
     policy = CPUOffloadPolicy(pin_memory=False)
     ours = thunder.jit(_model(), transforms=[fsdp(offload_policy=policy)])
     theirs = _model()
@@ -100,11 +100,11 @@ def _against_fsdp2(rank: int, world_size: int) -> None:
         assert torch.equal(state[name], param.full_tensor()), name
 
 
-def test_parameters_are_bit_equal_to_those_of_fsdp2(ranks: Ranks) -> None:
-    ranks.run(_against_fsdp2)
+def test_offloaded_parameters_are_bit_equal_to_those_of_fsdp2(ranks: Ranks) -> None:
+    ranks.run(_compare_with_fsdp2)
 
 
-def _nothing_stays(rank: int, world_size: int) -> None:
+def _track_shard_copies(rank: int, world_size: int) -> None:
     model = thunder.jit(_model(), transforms=[transform := fsdp(offload_policy=CPUOffloadPolicy())])
     sent = []
     load = shard_source.OffloadedShardSource.shard
@@ -124,10 +124,10 @@ def _nothing_stays(rank: int, world_size: int) -> None:
 
 
 def test_no_copy_of_a_shard_outlives_its_gather(ranks: Ranks) -> None:
-    ranks.run(_nothing_stays)
+    ranks.run(_track_shard_copies)
 
 
-def test_what_does_not_go_together_is_refused(ranks: Ranks) -> None:
+def test_invalid_offload_policies_are_refused(ranks: Ranks) -> None:
     with pytest.raises(TypeError, match="offload_policy: expected a CPUOffloadPolicy"):
         fsdp(offload_policy=True)
     ranks.run(_symmetric_memory_is_refused)
@@ -135,7 +135,7 @@ def test_what_does_not_go_together_is_refused(ranks: Ranks) -> None:
 
 def _symmetric_memory_is_refused(rank: int, world_size: int) -> None:
     with (
-        mock.patch.object(SymmetricMemory, "check"),  # there may be no GPU: it would be refused for that
+        mock.patch.object(SymmetricMemory, "check"),  # which would refuse a machine without GPUs
         pytest.raises(ValueError, match="offload_policy keeps them on the CPU"),
     ):
         policy = CPUOffloadPolicy()

@@ -1,6 +1,6 @@
-"""Takes the shortcuts of ``tracing_shortcuts.py`` in a process that starts with this folder in ``PYTHONPATH``.
+"""Enable the shortcuts of ``tracing_shortcuts.py`` in every process that starts with this folder in ``PYTHONPATH``.
 
-Python imports this module before anything else. The shortcuts are taken as soon as Thunder has been imported.
+Python imports this module before anything else. It enables the shortcuts as soon as Thunder has been imported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import ModuleType
 
 
 class _ThunderImporter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports ``thunder`` as it would be imported anyway, then takes the shortcuts."""
+    """An importer that imports ``thunder`` as usual and then enables the shortcuts."""
 
     _loader: importlib.abc.Loader
 

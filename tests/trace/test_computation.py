@@ -1,4 +1,4 @@
-"""Ranks compute the same: to the letter on inputs that look alike, else up to numbers that may come from a size."""
+"""Ranks must compute the same: identical traces for inputs of equal shapes, else equal up to numbers derived from sizes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def _jit(forward: Forward, **options: Any) -> Any:
-    # One bucket: the collectives are the same whatever is computed.
+    # With one bucket, the collectives are the same whatever is computed.
     return thunder.jit(Model(forward), transforms=[fsdp(bucketing_strategy=10**6, **options)])
 
 
@@ -56,7 +56,7 @@ def _compiled_together(rank: int, world_size: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_ranks_that_compile_different_computations_are_told(ranks: Ranks, what: str) -> None:
+def test_ranks_that_compile_different_computations_raise(ranks: Ranks, what: str) -> None:
     ranks.run(_compiled_together, what, timeout=200)
 
 
@@ -78,12 +78,12 @@ def _cached(rank: int, world_size: int) -> None:
     model(x).backward()
 
 
-def test_ranks_whose_cached_traces_differ_by_a_number_are_told(ranks: Ranks) -> None:
+def test_ranks_whose_cached_traces_differ_by_a_number_raise(ranks: Ranks) -> None:
     ranks.run(_cached, timeout=200)
 
 
 def _other_shapes(m: Any, x: Tensor) -> Tensor:
-    """Holds numbers of each kind that come from the sizes of inputs."""
+    """Compute with every kind of number that can derive from the size of an input."""
     rows = x.shape[0]
     positions = torch.arange(rows, dtype=x.dtype) / rows
     h = m.a(x).reshape(rows * 2, 2).reshape(x.shape) + positions[:, None]
@@ -95,12 +95,12 @@ def _different_inputs(rank: int, world_size: int) -> None:
     model = _jit(_other_shapes)
     reference = Model(_other_shapes)
     for step in range(6):
-        rows = 3 + (rank + step) % 4  # ranks compile alone, together, and run traces from their caches
+        rows = 3 + (rank + step) % 4  # so that ranks compile alone, compile together, and run cached traces
         x = torch.arange(4.0 * rows).reshape(rows, 4) / 10
         loss, expected = model(x), reference(x)
         assert torch.allclose(loss, expected)
         loss.backward()
-    # A dimension and a constant that comes from no size are compared whatever the inputs are.
+    # Dimensions, and constants that derive from no size, are compared for all inputs.
     for what in ("a dimension", "the order of two layers"):
         other = _jit(DIFFERENT[what][rank])
         with pytest.raises(ScheduleDisagreement, match="the computations differ"):
@@ -110,7 +110,7 @@ def _different_inputs(rank: int, world_size: int) -> None:
         tenth(torch.ones(3 + rank, 4))
 
 
-def test_ranks_with_other_inputs_compute_the_same_but_for_numbers_of_their_sizes(ranks: Ranks) -> None:
+def test_ranks_with_inputs_of_different_sizes_may_differ_by_numbers_derived_from_sizes(ranks: Ranks) -> None:
     ranks.run(_different_inputs, timeout=200)
 
 
@@ -124,5 +124,5 @@ def _alone(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_a_rank_that_shards_alone_waits_no_longer_than_its_process_group(ranks: Ranks) -> None:
+def test_a_rank_that_shards_alone_waits_for_the_timeout_of_its_process_group(ranks: Ranks) -> None:
     ranks.run(_alone, timeout=100)

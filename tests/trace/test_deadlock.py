@@ -1,4 +1,4 @@
-"""The proof that all ranks' collectives end, against an exhaustive search through everything that can happen."""
+"""The check that no collective deadlocks, compared with an exhaustive search over all orders of events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Programs = Mapping[int, Sequence[Action]]
 
 
 def program(*actions: str) -> list[Action]:
-    """``"A:01"`` issues on the group A of ranks 0 and 1; ``"wait 0"`` waits for the first that was issued."""
+    """Return a rank's program: ``"A:01"`` issues on group A of ranks 0 and 1, ``"wait 0"`` waits for the first issue."""
     issued: list[Action] = []
     out = []
     for action in actions:
@@ -31,10 +31,10 @@ def program(*actions: str) -> list[Action]:
     return out
 
 
-def test_programs_that_end():
+def test_programs_that_finish_have_no_fault():
     same = program("A:012", "B:012", "wait 1", "wait 0")
     assert find_fault({0: same, 1: same, 2: same}) == ""
-    # Pairs along a ring, each rank in the order of the pairs' numbers.
+    # Groups of two along a ring. Each rank issues in the order of the groups' letters.
     ring = {
         0: program("A:01", "C:02", "wait 0", "wait 1"),
         1: program("A:01", "wait 0", "B:12", "wait 1"),
@@ -43,7 +43,7 @@ def test_programs_that_end():
     assert find_fault(ring) == ""
 
 
-def test_another_order_on_one_group_is_named_with_its_line():
+def test_a_different_order_on_one_group_is_reported_with_its_line():
     one = [Action(name, "A", (0, 1), False, i) for i, name in enumerate(("h.0", "h.1"))]
     other = [action._replace(line=line) for action, line in zip(one, ("h.1", "h.0"), strict=True)]
     assert find_fault({0: one, 1: other}) == "line 1:\n    rank 0: h.0\n    rank 1: h.1"
@@ -62,21 +62,21 @@ def test_groups_that_wait_for_each_other_are_found():
     assert "rank 1 is held up at op on B, in op on B with ranks (0, 1)" in fault
 
 
-def test_collectives_of_two_groups_that_need_room_side_by_side_are_refused():
-    # Nobody waits before both are issued, so these end if collectives of two groups run side by side. NCCL does not
-    # promise that.
+def test_programs_that_rely_on_two_groups_running_concurrently_are_refused():
+    # No rank waits before it has issued both, so these finish if collectives of two groups run concurrently. NCCL does
+    # not guarantee that.
     crossed = {0: program("A:01", "B:01"), 1: program("B:01", "A:01")}
     assert "would never end" in find_fault(crossed)
     assert not deadlocks(crossed, serial=False)
 
 
-def test_who_takes_no_part_is_named():
+def test_ranks_missing_from_a_group_are_reported():
     assert find_fault({0: program("A:01")}) == "ranks [1] of process group 'A' take no part"
     assert "not its own" in find_fault({0: program("A:01"), 1: program("A:01"), 2: program("A:01")})
     assert "(0, 1) for one rank" in find_fault({0: program("A:01"), 1: program("A:012"), 2: []})
 
 
-def test_the_program_of_a_trace_is_what_it_issues_and_waits_for():
+def test_the_program_of_a_trace_lists_its_issues_and_waits():
     trace = verify(assign_slots(sort_communication(chain(3), prefetch=1)))
     actions = read_program(trace)
     assert [(s.waits, s.number) for s in actions] == [
@@ -95,17 +95,17 @@ def test_the_program_of_a_trace_is_what_it_issues_and_waits_for():
 
 
 #
-# Everything that can happen
+# All orders of events
 #
 
 State = tuple[tuple[int, ...], tuple[frozenset[int], ...]]
 
 
 def deadlocks(programs: Programs, *, serial: bool) -> bool:
-    """Whether some order of events leads to a state in which nothing can happen, but not all is done.
+    """Return whether some order of events leads to a state that is unfinished but in which nothing can happen.
 
-    An event is one rank's next step, or one collective that takes place: with ``serial`` when it is the oldest of all its
-    members, else when it is the oldest of its group on all of them.
+    An event is one rank's next action, or the completion of a collective. With ``serial``, a collective completes only when
+    it is the oldest unfinished one on all its ranks, otherwise when it is the oldest of its group on all of them.
     """
     ranks = sorted(programs)
     start: State = (tuple(0 for _ in ranks), tuple(frozenset() for _ in ranks))
@@ -153,7 +153,7 @@ GROUPS = {"A": (0, 1), "B": (1, 2), "C": (0, 2), "D": (0, 1, 2)}
 
 @st.composite
 def small_programs(draw: st.DrawFn) -> Programs:
-    """Three ranks, each group's members with the same collectives on it, in any order and with waits anywhere."""
+    """Draw programs of three ranks. Ranks of a group issue equally many collectives on it, in any order, with any waits."""
     times = {group: draw(st.integers(0, 2)) for group in GROUPS}
     programs = {}
     for rank in range(3):
@@ -176,15 +176,15 @@ def small_programs(draw: st.DrawFn) -> Programs:
 @settings(max_examples=300, deadline=None)
 @given(small_programs())
 @example({0: program("A:01", "C:02"), 1: program("B:12", "A:01"), 2: program("C:02", "B:12")})
-def test_the_proof_is_right_about_everything_that_can_happen(programs):
+def test_faults_are_found_exactly_where_the_search_finds_deadlocks(programs):
     stuck = bool(find_fault(programs))
     assert stuck == deadlocks(programs, serial=True)
     if not stuck:
         assert not deadlocks(programs, serial=False)
 
 
-def test_all_small_cases_of_two_ranks_and_two_groups():
-    """Every way to issue two collectives on each of two groups, with the waits at every place."""
+def test_small_programs_of_two_ranks_and_two_groups_exhaustively():
+    """Two collectives on each of two groups, in every order, with one wait at every position."""
     found = 0
     orders = [p for p in set(itertools.permutations("AABB"))]
     cases = [

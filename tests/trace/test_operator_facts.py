@@ -1,4 +1,4 @@
-"""Running every operator that Thunder registers, on the CPU, does not contradict the facts about it."""
+"""The facts about each operator that Thunder registers agree with its actual behaviour on the CPU."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from thunder.executors import pythonex, torchex
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 DECOMPOSED = "torch.einsum('ii->i'"
-"""A call that Thunder runs as other operators, which copy, while torch's own function returns a view."""
+"""A call that Thunder decomposes into operators that copy, while torch's own function returns a view."""
 
 
 UNKNOWN = {"adaptive_avg_pool2d_backward as traced", "torch.argsort as traced", "torch.Tensor.is_cpu as traced"}
-"""Thunder's own forms of operators that torch calls with other arguments; known as soon as an executor claims them."""
+"""Thunder's variants of operators whose arguments differ from torch's. They are known once an executor has claimed them."""
 
 
 class Outcome(NamedTuple):
@@ -40,7 +40,7 @@ class Outcome(NamedTuple):
 
 
 def run(call: Call) -> Outcome | None:
-    """Calls the function twice, with random numbers of another seed."""
+    """Call the function with two different random seeds and return the effects, or ``None`` if outputs are unsuitable."""
     results = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -69,7 +69,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def trace_of(call: Call) -> tuple[TraceCtx, list[str], list[TensorProxy]] | None:
-    """The call as Thunder traces it, the names of its arguments, and what it returns; ``None`` if Thunder cannot."""
+    """Return the trace of a call, the names of its arguments, and its outputs, or ``None`` if Thunder cannot trace it."""
     trace = TraceCtx()
     token = set_langctx(resolve_language(Languages.TORCH))
     try:
@@ -93,7 +93,7 @@ def trace_of(call: Call) -> tuple[TraceCtx, list[str], list[TensorProxy]] | None
 
 
 def claim(trace: TraceCtx, bsyms: Iterable[BoundSymbol]) -> list[BoundSymbol]:
-    """The bound symbols as Thunder's executors for torch and Python claim them, with their own outputs' names."""
+    """Return the bound symbols as claimed by Thunder's torch and Python executors, with the original outputs' names."""
     claimed: list[BoundSymbol] = []
     for bsym in bsyms:
         for executor in (torchex.ex, pythonex.ex):
@@ -124,7 +124,7 @@ def _proxies(value: Any) -> list[TensorProxy]:
 
 
 def reported(bsyms: Iterable[BoundSymbol], given: list[str], outs: list[TensorProxy]) -> tuple[Outcome, bool]:
-    """The facts about several bound symbols together, and whether all are known."""
+    """Return the combined facts about several bound symbols, and whether all of them are known."""
     aliases = Aliases(frozenset(given))
     pure = known = True
     writes: set[str] = set()
@@ -137,43 +137,43 @@ def reported(bsyms: Iterable[BoundSymbol], given: list[str], outs: list[TensorPr
     return Outcome(roots, pure, {i for i, name in enumerate(given) if name in writes}), known
 
 
-def contradictions(said: Outcome, known: bool, done: Outcome) -> list[str]:
+def contradictions(said: Outcome, known: bool, actual: Outcome) -> list[str]:
     found = []
-    if done.writes - said.writes and known:
-        found.append(f"it writes arguments {done.writes}, the facts say {said.writes}")
-    if said.pure and not done.pure:
-        found.append("it is not pure, the facts say that it is")
-    if len(said.aliases) != len(done.aliases):
-        if any(done.aliases) and not any(said.aliases):
-            found.append(f"outputs alias {done.aliases}, the facts say {said.aliases}")
+    if actual.writes - said.writes and known:
+        found.append(f"it writes arguments {actual.writes}, but the facts say {said.writes}")
+    if said.pure and not actual.pure:
+        found.append("it is not pure, but the facts say that it is")
+    if len(said.aliases) != len(actual.aliases):
+        if any(actual.aliases) and not any(said.aliases):
+            found.append(f"outputs alias {actual.aliases}, but the facts say {said.aliases}")
     else:
-        for number, (ours, real) in enumerate(zip(said.aliases, done.aliases, strict=True)):
+        for number, (ours, real) in enumerate(zip(said.aliases, actual.aliases, strict=True)):
             if real - ours:
-                found.append(f"output {number} shares memory with arguments {real}, the facts say {ours}")
+                found.append(f"output {number} shares memory with arguments {real}, but the facts say {ours}")
     return found
 
 
-def test_no_operator_contradicts_what_is_reported_about_it() -> None:
+def test_no_operator_contradicts_the_facts_about_it() -> None:
     wrong: list[str] = []
     unknown: set[str] = set()
     symbols: set[str] = set()
     count: Counter[str] = Counter()
     for call in calls():
-        done, traced = run(call), trace_of(call)
-        if done is None or traced is None:
+        actual, traced = run(call), trace_of(call)
+        if actual is None or traced is None:
             continue
         trace, given, outs = traced
         symbols.add(call.symbol.id)
         levels = {"traced": trace.bound_symbols}
-        with contextlib.suppress(NotImplementedError, RuntimeError, TypeError, ValueError):  # Thunder could not run it
+        with contextlib.suppress(NotImplementedError, RuntimeError, TypeError, ValueError):  # Thunder cannot run it
             levels["claimed"] = claim(trace, trace.bound_symbols)
         for level, bsyms in levels.items():
             said, known = reported(bsyms, given, outs)
-            wrong += [f"{call} as {level}: {text}" for text in contradictions(said, known, done)]
+            wrong += [f"{call} as {level}: {text}" for text in contradictions(said, known, actual)]
             count[level] += 1
-            count["views"] += any(done.aliases)
-            count["impure"] += not done.pure
-            count["writing"] += bool(done.writes)
+            count["views"] += any(actual.aliases)
+            count["impure"] += not actual.pure
+            count["writing"] += bool(actual.writes)
             if not known:
                 unknown.add(f"{call.symbol.id} as {level}")
     wrong = [text for text in wrong if not text.startswith(DECOMPOSED)]

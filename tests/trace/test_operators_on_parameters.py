@@ -1,4 +1,4 @@
-"""ZeRO-3 with operators whose facts matter: views of several inputs, random ones, unknown ones, and what is written."""
+"""Operators that need special care under ZeRO-3: multi-input views, random, unknown and in-place operators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import nn
 
 
 class Blocks(nn.Module):
-    """Several blocks, so that slots are used again, each of which reads its weight through an operator."""
+    """Blocks that read their weights through operators. There are several, so that slots are reused."""
 
     def __init__(self, *reads: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def _train_views(rank: int, world_size: int) -> None:
     assert saved and not any(arena.span_of(t) for t in saved)
 
 
-def test_views_of_several_inputs_are_trained_right_and_never_saved(ranks: Ranks) -> None:
+def test_multi_input_views_of_parameters_train_correctly_and_are_not_saved(ranks: Ranks) -> None:
     ranks.run(_train_views)
 
 
@@ -70,7 +70,7 @@ def _return_views(rank: int, world_size: int) -> None:
     twins.train(2)
 
 
-def test_returned_views_of_several_inputs_are_cloned(ranks: Ranks) -> None:
+def test_returned_multi_input_views_of_parameters_are_cloned(ranks: Ranks) -> None:
     ranks.run(_return_views)
 
 
@@ -102,7 +102,7 @@ def _(w: torch.Tensor) -> torch.Tensor:
 
 
 class Sampled(nn.Module):
-    """The gradient of ``scale`` is the samples: they must be those that forward drew."""
+    """A model in which the gradient of ``scale`` equals the random samples, which must be those that forward drew."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,12 +184,12 @@ def _unknown_operator(rank: int, world_size: int) -> None:
     assert not any(arena.span_of(t) for t in saved)
 
 
-def test_what_an_unknown_operator_returns_is_copied_out_of_the_slot(ranks: Ranks) -> None:
+def test_outputs_of_unknown_operators_are_copied_out_of_the_slot(ranks: Ranks) -> None:
     ranks.run(_unknown_operator)
 
 
 #
-# In place
+# In-place operators
 #
 
 
@@ -229,5 +229,5 @@ def _in_place(rank: int, world_size: int) -> None:
         assert "changes parameter 'a.weight' in place" in str(raised.value), (name, str(raised.value))
 
 
-def test_a_buffer_takes_a_parameter_and_a_parameter_is_not_written(ranks: Ranks) -> None:
+def test_parameters_may_be_copied_to_buffers_but_not_written_in_place(ranks: Ranks) -> None:
     ranks.run(_in_place)

@@ -1,8 +1,8 @@
-"""Operators that hypothesis chooses of all that Thunder registers: sharded they give what they give unsharded.
+"""Random operators from Thunder's registry give the same results sharded and unsharded.
 
-What fails without sharding, too, is skipped: each operator goes through plain ``thunder.jit`` first, and what differs there
-from eager torch is Thunder's. Operators that draw random numbers are compared with plain ``thunder.jit`` from the same
-seed; if backward drew again, gradients would belong to another sample. ``--hypothesis-profile=long`` tries hundreds.
+Each operator first runs unsharded under plain ``thunder.jit``. If it fails there or differs from eager torch, the defect is
+Thunder's and the operator is skipped. Random operators are compared with plain ``thunder.jit`` from the same seed: if
+backward drew again, gradients would belong to another sample. ``--hypothesis-profile=long`` tries hundreds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 from hypothesis import strategies as st
-from random_histories import numbered
+from random_histories import draw_numbered
 from random_operators import OperatorModel, Use, operators, uses
 from ranks import RankError, Ranks
 
@@ -33,7 +33,7 @@ STRATEGIES: tuple[dict[str, Any], ...] = (
 def _values(
     model: torch.nn.Module, named: dict[str, Any], width: int, seed: int = 11
 ) -> dict[str, torch.Tensor | None]:
-    """Outputs before backward and after it, and gradients."""
+    """Return the outputs before and after backward, and the gradients."""
     torch.manual_seed(seed)
     for param in named.values():
         param.grad = None
@@ -47,10 +47,10 @@ def _values(
     return values | {f"gradient of {name}": param.grad for name, param in named.items()}
 
 
-def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """The first value that differs; None counts as zeros, as Thunder gives those for what does not matter."""
-    for name, expected in theirs.items():
-        actual = ours[name]
+def _difference(actual_values: dict[str, Any], expected_values: dict[str, Any]) -> str:
+    """Describe the first value that differs. ``None`` equals zeros, which Thunder returns for unused inputs."""
+    for name, expected in expected_values.items():
+        actual = actual_values[name]
         if expected is None and actual is None:
             continue
         if expected is None or actual is None:
@@ -63,10 +63,10 @@ def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     return ""
 
 
-def _unsharded(use_all: tuple[Use, ...]) -> tuple[str, dict[str, Any]]:
-    """Why a model of these operators cannot be compared, or nothing; and its values."""
+def _expected_values(together: tuple[Use, ...]) -> tuple[str, dict[str, Any]]:
+    """Return why a model of these operators cannot be compared, or an empty string, and its expected values."""
     try:
-        model = OperatorModel(use_all)
+        model = OperatorModel(together)
         named = dict(model.named_parameters())
         eager = _values(model, named, model.width)
         again = _values(model, named, model.width, seed=12)
@@ -85,14 +85,14 @@ def _unsharded(use_all: tuple[Use, ...]) -> tuple[str, dict[str, Any]]:
     return ("thunder is not repeatable", {}) if _difference(repeated, values) else ("", values)
 
 
-def _sharded(use_all: tuple[Use, ...], expected: dict[str, Any], options: dict[str, Any]) -> str:
+def _failure_of_sharded(together: tuple[Use, ...], expected: dict[str, Any], options: dict[str, Any]) -> str:
     """Return how the sharded model fails, empty if it does not."""
     try:
-        model = OperatorModel(use_all)
+        model = OperatorModel(together)
         transform = fsdp(**options)
         jitted = thunder.jit(model, transforms=[transform])
         named = {name: transform.sharded.shards[name] for name in dict(model.named_parameters())}
-        for _ in range(2):  # the second one finds the slots as the first has left them
+        for _ in range(2):  # the second run starts with slots that the first has used
             values = _values(jitted, named, model.width)
             wanted = dict(expected)
             for name in named:
@@ -107,33 +107,33 @@ def _sharded(use_all: tuple[Use, ...], expected: dict[str, Any], options: dict[s
 
 
 def try_operators(rank: int, world_size: int, drawn: list[tuple[Use, int]]) -> tuple[dict[str, str], list[str]]:
-    """Shards models of up to three operators each; why operators were skipped, and what goes wrong."""
+    """Shard models of up to three operators each. Return the skipped operators with reasons, and the failures."""
     skipped: dict[str, str] = {}
     usable: list[tuple[Use, int]] = []
     for use, strategy in drawn:
         reasons: list[str] = [""] * world_size
-        dist.all_gather_object(reasons, _unsharded((use,))[0])
+        dist.all_gather_object(reasons, _expected_values((use,))[0])
         if reason := next(filter(None, reasons), ""):
             skipped[repr(use)] = reason
         else:
             usable.append((use, strategy))
     failures = []
-    for at in range(0, len(usable), 3):
-        together, options = tuple(use for use, _ in usable[at : at + 3]), STRATEGIES[usable[at][1]]
-        reason, expected = _unsharded(together)
+    for start in range(0, len(usable), 3):
+        together, options = tuple(use for use, _ in usable[start : start + 3]), STRATEGIES[usable[start][1]]
+        reason, expected = _expected_values(together)
         reasons = [""] * world_size
         dist.all_gather_object(reasons, reason)
         if any(reasons):
             skipped[repr(together)] = reason
             continue
-        if failure := _sharded(together, expected, options):
-            alone = [use for use in together if _sharded((use,), _unsharded((use,))[1], options)]
+        if failure := _failure_of_sharded(together, expected, options):
+            alone = [use for use in together if _failure_of_sharded((use,), _expected_values((use,))[1], options)]
             failures.append(f"rank {rank}: {alone or together} with {options}: {failure}")
     return skipped, failures
 
 
 def run_operators(ranks: Ranks, drawn: list[tuple[Use, int]]) -> tuple[dict[str, str], list[str]]:
-    """Return the findings of :func:`try_operators` on all ranks."""
+    """Run :func:`try_operators` on all ranks. Return the skipped operators and the failures of all ranks."""
     try:
         results = ranks.run(try_operators, drawn, timeout=600)
     except RankError as error:
@@ -142,13 +142,13 @@ def run_operators(ranks: Ranks, drawn: list[tuple[Use, int]]) -> tuple[dict[str,
 
 
 @pytest.mark.timeout(0 if LONG else 600)  # the long run takes longer
-def test_operators_on_parameters_views_and_activations(ranks: Ranks) -> None:
+def test_random_operators_give_the_same_results_sharded_and_unsharded(ranks: Ranks) -> None:
     failures: list[str] = []
     reasons: Counter[str] = Counter()
     choice = st.tuples(uses(sorted(operators())), st.integers(0, len(STRATEGIES) - 1))
     count, size = (100, 12) if LONG else (1, 9)
     for number in range(count):
-        skipped, wrong = run_operators(ranks, numbered(st.lists(choice, min_size=size, max_size=size), number))
+        skipped, wrong = run_operators(ranks, draw_numbered(st.lists(choice, min_size=size, max_size=size), number))
         reasons.update(skipped.values())
         failures.extend(f"{number}: {failure}" for failure in wrong)
     print(f"{count * size} operators, skipped: {dict(reasons)}")
