@@ -1,4 +1,4 @@
-"""Ranks that compile different schedules end in an error that says where they differ, on every rank; none hangs."""
+"""Ranks that compile different schedules all raise an error that says where they differ. None hangs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ranks import RankError, Ranks
 from torch import nn
 
 
-class TwoWays(nn.Module):
-    """Reads one of two buckets."""
+class TwoBranches(nn.Module):
+    """A module that uses one of two buckets, depending on a flag."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -38,23 +38,23 @@ def _jit(module: nn.Module, seconds: float = 2.0, **options):
 
 
 def _other_way_on_rank_1(rank: int, world_size: int) -> None:
-    _jit(TwoWays(), seconds=60)(torch.ones(2, 4), rank == 0)
+    _jit(TwoBranches(), seconds=60)(torch.ones(2, 4), rank == 0)
 
 
 def _other_options_on_rank_1(rank: int, world_size: int) -> None:
-    _jit(TwoWays(), bucketing_strategy="block" if rank == 0 else "none")
+    _jit(TwoBranches(), bucketing_strategy="block" if rank == 0 else "none")
 
 
 def _communicators_on_rank_1_alone(rank: int, world_size: int) -> None:
-    _jit(TwoWays(), separate_reduce_scatter_group=rank == 1)
+    _jit(TwoBranches(), separate_reduce_scatter_group=rank == 1)
 
 
 def _other_size_on_rank_1(rank: int, world_size: int) -> None:
-    _jit(TwoWays(4 + 4 * rank))
+    _jit(TwoBranches(4 + 4 * rank))
 
 
 def _other_order_on_rank_1(rank: int, world_size: int) -> None:
-    module = TwoWays()
+    module = TwoBranches()
     if rank == 1:
         module.left = module._modules.pop("left")
     _jit(module)
@@ -65,12 +65,12 @@ def _other_version_on_rank_1(rank: int, world_size: int) -> None:
     with mock.patch.object(
         importlib.metadata, "version", lambda name: "9.9" if rank and "fsdp" in name else versions(name)
     ):
-        _jit(TwoWays())
+        _jit(TwoBranches())
 
 
 def _another_order_on_rank_1(rank: int, world_size: int) -> None:
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    # Each rank's order is right by itself: rank 1 gathers further ahead, before reductions that rank 0 issues first.
+    # Each rank's order is valid by itself: rank 1 gathers further ahead, before reductions that rank 0 issues first.
     jitted = _jit(module, seconds=60, bucketing_strategy="layer")
     transform = jitted._lc_transforms[-1]
     transform.options = dataclasses.replace(transform.options, prefetch=rank)
@@ -78,14 +78,14 @@ def _another_order_on_rank_1(rank: int, world_size: int) -> None:
 
 
 def _only_rank_1_compiles_something_new(rank: int, world_size: int) -> None:
-    jitted = _jit(TwoWays())
+    jitted = _jit(TwoBranches())
     jitted(torch.ones(2, 4), True).backward()
     jitted(torch.ones(2, 4), rank == 0).backward()  # rank 0 finds its traces in the cache
 
 
 def _shapes_differ_between_ranks(rank: int, world_size: int) -> list[float]:
-    """Batches of other sizes on each rank, in an order in which each compiles when the other does not."""
-    jitted = _jit(TwoWays())
+    """Train with batch sizes that differ between ranks, in an order that makes each rank compile alone."""
+    jitted = _jit(TwoBranches())
     losses = []
     for sizes in [(2, 2), (3, 2), (3, 3), (2, 5)]:
         loss = jitted(torch.ones(sizes[rank], 4), True)
@@ -104,13 +104,13 @@ def _shapes_differ_between_ranks(rank: int, world_size: int) -> list[float]:
         ),
     ],
 )
-def test_ranks_that_compile_differently_are_told_the_first_differing_line(ranks: Ranks, fn, message: str) -> None:
+def test_the_error_of_different_schedules_shows_the_first_differing_line(ranks: Ranks, fn, message: str) -> None:
     with pytest.raises(RankError, match=message) as caught:
         ranks.run(fn)
     assert str(caught.value).count("ScheduleDisagreement: fsdp: the ranks of process group") == 2
 
 
-def _told(rank: int, world_size: int, fn, message: str) -> None:
+def _expect_disagreement(rank: int, world_size: int, fn, message: str) -> None:
     with pytest.raises(ScheduleDisagreement, match=message):
         fn(rank, world_size)
 
@@ -134,8 +134,8 @@ def _told(rank: int, world_size: int, fn, message: str) -> None:
         (_other_version_on_rank_1, r"line 1:\n    rank 0: thunder_fsdp_sched 0.*\n    rank 1: thunder_fsdp_sched 9\.9"),
     ],
 )
-def test_ranks_that_shard_differently_are_told_before_any_collective(ranks: Ranks, fn, message: str) -> None:
-    ranks.run(_told, fn, message, timeout=60)
+def test_ranks_that_shard_differently_raise_before_any_collective(ranks: Ranks, fn, message: str) -> None:
+    ranks.run(_expect_disagreement, fn, message, timeout=60)
 
 
 def _rank_1_does_not_come(rank: int, world_size: int) -> None:
@@ -144,26 +144,26 @@ def _rank_1_does_not_come(rank: int, world_size: int) -> None:
             with pytest.raises(
                 ScheduleDisagreement, match=r"rank 1 did not come to thunder\.jit\(.*\) within 1 s of rank 0"
             ):
-                _jit(TwoWays())
+                _jit(TwoBranches())
         else:
             next(
                 sharded_module._numbers[dist.group.WORLD.group_name]
-            )  # the next module is the next one on this rank, too
+            )  # so that module numbers stay equal on both ranks
 
 
-def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
+def test_the_error_names_a_rank_that_does_not_arrive(ranks: Ranks) -> None:
     ranks.run(_rank_1_does_not_come, timeout=60)
 
 
-def test_a_cache_hit_on_one_rank_and_a_new_schedule_on_the_other_is_an_error_on_both(ranks: Ranks) -> None:
+def test_a_cached_schedule_on_one_rank_and_a_new_one_on_the_other_raise_on_both(ranks: Ranks) -> None:
     ranks.run(
-        _told,
+        _expect_disagreement,
         _only_rank_1_compiles_something_new,
         r"rank 0: the forward for inputs float32\[2, 4\], True .*\n    rank 1: compiling the forward of a trace of module",
         timeout=60,
     )
 
 
-def test_batches_of_different_sizes_need_no_agreement_where_the_collectives_are_the_same(ranks: Ranks) -> None:
+def test_different_batch_sizes_are_allowed_if_the_collectives_are_the_same(ranks: Ranks) -> None:
     first, second = ranks.run(_shapes_differ_between_ranks)
     assert first == pytest.approx(second)

@@ -1,4 +1,4 @@
-"""Exceptions at any position of forward and backward: whatever was in flight, later steps compute the right numbers."""
+"""After an exception at any point of forward or backward, later steps are correct, whatever was in flight."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 class _Injected(Exception):
-    """Raised in the middle of a run."""
+    """The exception that :class:`_FaultInjector` raises."""
 
 
-class _Steps:
-    """Raises at a chosen call of the run time, or after it. Rank 1 is late for each collective while ``straggle`` is set.
+class _FaultInjector:
+    """Raises before or after a chosen call at run time. While ``delays_rank_1`` is set, rank 1 is late for each collective.
 
-    Transports are wrapped, and so is what every run-time function calls first, because compiled traces hold the functions.
+    Compiled traces hold the run-time functions themselves, so this wraps the transports and the first calls that the
+    run-time functions make.
     """
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.left, self.calls, self.straggle = rank, -1, 0, False
+        self.rank, self.calls_until_failure, self.calls, self.delays_rank_1 = rank, -1, 0, False
 
-    def tick(self) -> None:
+    def before_or_after_call(self) -> None:
         self.calls += 1
-        if self.left == 0:
-            self.left = -1
+        if self.calls_until_failure == 0:
+            self.calls_until_failure = -1
             raise _Injected
-        self.left -= self.left > 0
+        self.calls_until_failure -= self.calls_until_failure > 0
 
-    def late(self) -> None:
-        if self.straggle and self.rank == 1:
+    def delay(self) -> None:
+        if self.delays_rank_1 and self.rank == 1:
             time.sleep(0.002)
 
     @contextlib.contextmanager
@@ -57,19 +58,19 @@ class _Steps:
 
             def ticking(*args: Any, **kwargs: Any) -> Any:
                 if before:
-                    self.tick()
+                    self.before_or_after_call()
                 if owner is TRANSPORTS[transport]:
-                    self.late()
+                    self.delay()
                 result = call(*args, **kwargs)
                 if after:
-                    self.tick()
+                    self.before_or_after_call()
                 return result
 
             return mock.patch.object(owner, name, ticking)
 
         with contextlib.ExitStack() as stack:
             for name in ("all_gather", "reduce_scatter"):
-                # Not after it: between a transport's return and the arena's note only an interrupt can come.
+                # Not after the call: between a transport's return and Arena.track only an interrupt could raise.
                 stack.enter_context(around(TRANSPORTS[transport], name, after=False))
             stack.enter_context(around(Arena, "acquire"))
             stack.enter_context(around(Arena, "track", before=False))
@@ -87,63 +88,63 @@ class _Steps:
         return self.calls
 
     def fail(self, at: int, run: Callable[[], Any]) -> bool:
-        """Whether the call number ``at`` of ``run`` came, and raised."""
-        self.left = at
+        """Raise at call number ``at`` of ``run``. Return whether ``run`` made that many calls."""
+        self.calls_until_failure = at
         try:
             run()
         except _Injected:
             return True
         finally:
-            self.left = -1
+            self.calls_until_failure = -1
         return False
 
 
-def _fail_everywhere(rank: int, world_size: int, strategy: str) -> None:
+def _fail_at_every_call(rank: int, world_size: int, strategy: str) -> None:
     for transport in ("flat", "all_reduce"):
         torch.manual_seed(0)
         model = Stack(2).double()
-        _fail_everywhere_through(
+        _fail_at_every_call_with_transport(
             Twins(rank, world_size, model, sharding_strategy=strategy, transport=transport), transport
         )
 
 
-def _fail_everywhere_through(twins: Twins, transport: str) -> None:
-    steps = _Steps(twins.rank)
+def _fail_at_every_call_with_transport(twins: Twins, transport: str) -> None:
+    injector = _FaultInjector(twins.rank)
     x, other = twins.inputs(0)[0], twins.inputs(1)[0]
-    with steps.installed(transport):
+    with injector.installed(transport):
         twins.train(steps=1)
-        forward_calls = steps.count(lambda: twins.sharded(x))
-        backward_calls = steps.count(twins.sharded(x).sum().backward)
+        forward_calls = injector.count(lambda: twins.sharded(x))
+        backward_calls = injector.count(twins.sharded(x).sum().backward)
         for p in twins.sharded.parameters():
             p.grad = None
         assert forward_calls > 15 and backward_calls > 25, (forward_calls, backward_calls)
-        steps.straggle = True
+        injector.delays_rank_1 = True
         for at in range(forward_calls):
             ours, theirs = twins.forward(2)
-            assert steps.fail(at, lambda: twins.sharded(other))
-            if at % 2:  # what the first left in flight meets a second one
-                assert steps.fail(at // 3, lambda: twins.sharded(x))
+            assert injector.fail(at, lambda: twins.sharded(other))
+            if at % 2:  # a second failure while collectives of the first are in flight
+                assert injector.fail(at // 3, lambda: twins.sharded(x))
             ours.backward()
             theirs.backward()
             twins.update()
         for at in range(backward_calls):
             older, newer = twins.forward(3), twins.forward(4)
-            assert steps.fail(at, newer[0].backward)
+            assert injector.fail(at, newer[0].backward)
             for loss in older:
                 loss.backward()
             twins.update()
-        steps.straggle = False
+        injector.delays_rank_1 = False
         twins.train(steps=1)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_an_earlier_graph_and_fresh_steps_are_right_after_an_exception_anywhere(ranks: Ranks, strategy: str) -> None:
-    ranks.run(_fail_everywhere, strategy)
+def test_earlier_losses_and_later_steps_are_correct_after_an_exception_at_any_call(ranks: Ranks, strategy: str) -> None:
+    ranks.run(_fail_at_every_call, strategy)
 
 
 @contextlib.contextmanager
 def _swapped(model: Any) -> Iterator[None]:
-    """Other parameters, as an average of them is swapped in for an evaluation: no version tells."""
+    """Swap in other parameters through ``.data``, as for an evaluation with averaged weights. No version changes."""
     for param in model.parameters():
         param.data.mul_(2)
     yield
@@ -152,7 +153,7 @@ def _swapped(model: Any) -> Iterator[None]:
 
 
 def _swap_around_a_forward(rank: int, world_size: int, strategy: str) -> None:
-    """A later forward, with gradients too, leaves other values in what the earlier one has kept."""
+    """Run a forward with other parameters between a forward and its backward. It overwrites the kept buckets."""
     twins = Twins(rank, world_size, Stack(2).double(), sharding_strategy=strategy)
     twins.train(steps=1)
     losses = twins.forward(0)
@@ -176,9 +177,9 @@ def _swap_parameters(rank: int, world_size: int, strategy: str) -> None:
             transport="flat",
             **options,
         )
-        steps = _Steps(rank)
+        injector = _FaultInjector(rank)
         (x,) = twins.inputs(1)
-        with steps.installed("flat"):
+        with injector.installed("flat"):
             twins.train(steps=1)
             usual = twins.sharded(x).detach()
             for at in (None, 3, 8, 12):
@@ -187,7 +188,7 @@ def _swap_parameters(rank: int, world_size: int, strategy: str) -> None:
                     if at is None:
                         assert not torch.allclose(usual, twins.sharded(x))
                     else:
-                        assert steps.fail(at, partial(twins.sharded, x))
+                        assert injector.fail(at, partial(twins.sharded, x))
                 for loss in losses:
                     loss.backward()
                 twins.check_grads()
@@ -204,14 +205,16 @@ def _swap_parameters(rank: int, world_size: int, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_parameters_swapped_in_between_reach_no_other_forward_or_backward(ranks: Ranks, strategy: str) -> None:
+def test_parameters_swapped_in_temporarily_do_not_affect_other_forwards_or_backwards(
+    ranks: Ranks, strategy: str
+) -> None:
     ranks.run(_swap_parameters, strategy)
 
 
 def _fail_while_accumulating(rank: int, world_size: int) -> None:
     twins = Twins(rank, world_size, Stack(1).double(), transport="flat")
-    steps = _Steps(rank)
-    with steps.installed("flat"):
+    injector = _FaultInjector(rank)
+    with injector.installed("flat"):
         twins.train(steps=1)
 
         def accumulate(step: int) -> None:
@@ -219,13 +222,13 @@ def _fail_while_accumulating(rank: int, world_size: int) -> None:
                 for loss in twins.forward(step):
                     loss.backward()
 
-        def fail_and_go_on(synced: bool, at: int) -> bool:
-            """One window of accumulation in which a further backward fails at that call."""
+        def fail_and_continue(synced: bool, at: int) -> bool:
+            """Accumulate gradients, with a second backward that fails at a call. Return whether it made that many calls."""
             accumulate(5)
             context = contextlib.nullcontext() if synced else twins.sharded.no_sync()
             with context:
                 loss = twins.sharded(*twins.inputs(6)).square().sum()
-                failed = steps.fail(at, loss.backward)
+                failed = injector.fail(at, loss.backward)
             if failed and any(bucket.is_accumulating for bucket in twins.transform.sharded.buckets):
                 with pytest.raises(
                     RuntimeError, match=r"failed after it had added gradients to bucket .*discard_unreduced"
@@ -240,25 +243,25 @@ def _fail_while_accumulating(rank: int, world_size: int) -> None:
                 twins.reference.zero_grad()
                 return False
             assert all(p.grad is None for p in twins.sharded.parameters())
-            twins.backward(7)  # no gradient of the window is lost, and none counts twice
+            twins.backward(7)  # no accumulated gradient may be lost or counted twice
             twins.update()
             return True
 
         for synced in (True, False):
             at = 0
-            while fail_and_go_on(synced, at):
+            while fail_and_continue(synced, at):
                 at += 1
             assert at > 10
-        # Nothing was there before the backward that failed: what it has added is dropped without a word.
+        # Nothing was accumulated before the failed backward, so the gradients that it added are dropped silently.
         with twins.sharded.no_sync():
             loss = twins.sharded(*twins.inputs(6)).square().sum()
-            assert steps.fail(at - 1, loss.backward)
+            assert injector.fail(at - 1, loss.backward)
         accumulate(8)
         twins.backward(9)
         twins.update()
 
 
-def test_gradients_of_no_sync_survive_a_failed_backward_or_are_refused(ranks: Ranks) -> None:
+def test_unreduced_gradients_survive_a_failed_backward_or_must_be_discarded(ranks: Ranks) -> None:
     ranks.run(_fail_while_accumulating)
 
 
@@ -268,7 +271,7 @@ def _interrupt_an_issue(rank: int, world_size: int) -> None:
     first, second = transform.sharded.buckets
     nbytes = slot_bytes(first.spec, torch.float32)
     slot, overlapping, apart = (
-        first.arena.slot(*place) for place in ((0, nbytes), (0, 2 * nbytes), (8 * nbytes, nbytes))
+        first.arena.slot(*offset_and_size) for offset_and_size in ((0, nbytes), (0, 2 * nbytes), (8 * nbytes, nbytes))
     )
     with (
         mock.patch.object(TRANSPORTS["flat"], "all_gather", side_effect=KeyboardInterrupt),
@@ -280,16 +283,18 @@ def _interrupt_an_issue(rank: int, world_size: int) -> None:
             ops.all_gather(second, lost, *second.params)
     ops.wait_params(second, ops.all_gather(second, apart, *second.params))
 
-    # Another handle of a bucket has all that a bucket has.
-    part = alias_in_dtype(first, torch.bfloat16)
-    assert vars(part).keys() == vars(first).keys() and part.shard is first.shard and part.params[0] is first.params[0]
+    # A bucket alias has all attributes of the bucket.
+    alias = alias_in_dtype(first, torch.bfloat16)
+    assert (
+        vars(alias).keys() == vars(first).keys() and alias.shard is first.shard and alias.params[0] is first.params[0]
+    )
 
 
-def test_memory_of_an_interrupted_issue_is_never_used_again(ranks: Ranks) -> None:
+def test_memory_of_an_interrupted_collective_is_never_reused(ranks: Ranks) -> None:
     ranks.run(_interrupt_an_issue)
 
 
-class _Work:
+class _FailingWork:
     waited = 0
 
     def wait(self) -> None:
@@ -297,10 +302,10 @@ class _Work:
         raise RuntimeError("failed, too")
 
 
-def test_a_transport_that_fails_leaves_nothing_in_flight() -> None:
-    works = [_Work(), _Work()]
+def test_a_transport_that_fails_waits_for_what_it_has_issued() -> None:
+    works = [_FailingWork(), _FailingWork()]
 
-    def fail() -> _Work:
+    def fail() -> _FailingWork:
         raise ValueError("no memory")
 
     with pytest.raises(ValueError, match="no memory"):

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: saved and loaded by other numbers of ranks and by FSDP2, refused whole, interrupted."""
+"""Checkpoints on disk: other numbers of ranks, FSDP2, checkpoints that do not fit, interrupted saves, safetensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 
 def _everything(seed: int = 0, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    """A sharded model with every kind of parameter, and its optimizer, of two groups."""
+    """Return a sharded model with every kind of parameter, and an optimizer with two parameter groups."""
     torch.manual_seed(seed)
     sharded = thunder.jit(Everything().double(), transforms=[fsdp(**options)])
     trained = [p for p in sharded.parameters() if p.requires_grad]
@@ -50,7 +50,7 @@ def _train(model: Any, optimizer: torch.optim.Optimizer, rank: int, steps: range
 
 
 def _whole_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's state of whole parameters, and its settings."""
+    """Return the optimizer's state, gathered, and its settings."""
     sharded = next(t for t in model._lc_transforms if hasattr(t, "sharded")).sharded
     whole: dict[str, torch.Tensor] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -62,7 +62,7 @@ def _whole_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, 
     return whole
 
 
-def _same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+def _assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
@@ -72,7 +72,9 @@ def _save_on_all(rank: int, world_size: int, folder: Path, options: dict[str, An
     if options.pop("hybrid", False):
         options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, optimizer = _everything(**options)
-    _train(model, optimizer, 0, range(2))  # the same data: running statistics are saved by one rank
+    _train(
+        model, optimizer, 0, range(2)
+    )  # the same data on all ranks, because only one rank's running statistics are saved
     for group in optimizer.param_groups:
         group["lr"] /= 2
     save_checkpoint(folder, model, optimizer, extra={"step": 2, "rng": torch.arange(3)})
@@ -88,8 +90,8 @@ def _load_on_some(
     model, optimizer = _everything(seed=7, process_group=group, **options)
     rest = load_checkpoint(folder, model, optimizer, extra={"step": 0, "rng": torch.zeros(3, dtype=torch.int64)})
     assert rest["step"] == 2 and rest["rng"].tolist() == [0, 1, 2]
-    _same(full_state_dict(model), saved[0])
-    _same(_whole_optimizer(model, optimizer), saved[1])
+    _assert_equal(full_state_dict(model), saved[0])
+    _assert_equal(_whole_optimizer(model, optimizer), saved[1])
     assert all(p.grad is None for p in model.parameters())
     if size == 2:
         _train(model, optimizer, rank, range(2, 3))
@@ -104,7 +106,7 @@ def _load_on_some(
     ],
     ids=["flat", "coalesced", "hybrid"],
 )
-def test_other_numbers_of_ranks_load_every_bit(
+def test_other_numbers_of_ranks_load_the_same_bits(
     four_ranks: Ranks, tmp_path: Path, saved_with: dict[str, Any], loaded_with: dict[str, Any], sizes: tuple[int, ...]
 ) -> None:
     saved = four_ranks.run(_save_on_all, tmp_path / "checkpoint", saved_with)[0]
@@ -124,7 +126,7 @@ def _entries(rank: int, world_size: int) -> None:
             if name in sharded._overrides_parameters:
                 assert local_rows(entry).data_ptr() == sharded.get_parameter(name).data_ptr(), name
     kinds = {name: type(entry) for name, entry in get_model_state_dict(even).items()}
-    assert {kinds.pop("scale")} == {RowPiece}  # one row cannot be spread
+    assert {kinds.pop("scale")} == {RowPiece}  # a single row cannot be divided
     assert {kind for name, kind in kinds.items() if name in even._overrides_parameters} == {DTensor}
     piece = next(e for e in get_model_state_dict(model).values() if isinstance(e, RowPiece))
     assert "RowPiece(rows [" in repr(piece)
@@ -172,7 +174,7 @@ def _whole(entries: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {n: e.full_tensor() if isinstance(e, DTensor) else e for n, e in entries.items()}
 
 
-def _fsdp2_to_ours(rank: int, world_size: int, folder: Path, options: dict[str, Any]) -> None:
+def _load_fsdp2_checkpoint(rank: int, world_size: int, folder: Path, options: dict[str, Any]) -> None:
     theirs, their_optimizer = _fsdp2(world_size)
     _steps(theirs, their_optimizer, rank, range(2))
     state = {
@@ -183,24 +185,24 @@ def _fsdp2_to_ours(rank: int, world_size: int, folder: Path, options: dict[str, 
     ours = thunder.jit(_gpt(), transforms=[fsdp(**options)])
     optimizer = torch.optim.AdamW(ours.parameters(), lr=0.5)
     load_checkpoint(folder, ours, optimizer)
-    _same(full_state_dict(ours), _whole(theirs.state_dict()))
+    _assert_equal(full_state_dict(ours), _whole(theirs.state_dict()))
     moments = {
         f"{name} {key}": value for name, of_param in state["optim"]["state"].items() for key, value in of_param.items()
     }
     ours_whole = {n: v for n, v in _whole_optimizer(ours, optimizer).items() if not n.startswith("lr")}
-    _same(ours_whole, _whole(moments))
+    _assert_equal(ours_whole, _whole(moments))
     assert optimizer.param_groups[0]["lr"] == 0.01
     expected = _steps(theirs, their_optimizer, rank, range(2, 4))
     torch.testing.assert_close(_steps(ours, optimizer, rank, range(2, 4)), expected, rtol=1e-5, atol=1e-5)
 
 
-def _ours_to_fsdp2(rank: int, world_size: int, folder: Path, options: dict[str, Any]) -> None:
+def _save_for_fsdp2(rank: int, world_size: int, folder: Path, options: dict[str, Any]) -> None:
     ours = thunder.jit(_gpt(), transforms=[fsdp(**options)])
     optimizer = torch.optim.AdamW(ours.parameters(), lr=0.01)
     _steps(ours, optimizer, rank, range(2))
     save_checkpoint(folder, ours, optimizer)
     theirs, their_optimizer = _fsdp2(world_size)
-    _steps(theirs, their_optimizer, rank, range(7, 8))  # makes its state; what it holds is overwritten
+    _steps(theirs, their_optimizer, rank, range(7, 8))  # creates optimizer state, which loading overwrites
     state = {
         "model": torch_state_dict.get_model_state_dict(theirs),
         "optim": torch_state_dict.get_optimizer_state_dict(theirs, their_optimizer),
@@ -209,20 +211,20 @@ def _ours_to_fsdp2(rank: int, world_size: int, folder: Path, options: dict[str, 
     torch_state_dict.set_state_dict(
         theirs, their_optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
     )
-    _same(_whole(theirs.state_dict()), full_state_dict(ours))
+    _assert_equal(_whole(theirs.state_dict()), full_state_dict(ours))
     expected = _steps(ours, optimizer, rank, range(2, 4))
     torch.testing.assert_close(_steps(theirs, their_optimizer, rank, range(2, 4)), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("way", "transport"),
-    [(_fsdp2_to_ours, "flat"), (_ours_to_fsdp2, "coalesced")],
+    ("direction", "transport"),
+    [(_load_fsdp2_checkpoint, "flat"), (_save_for_fsdp2, "coalesced")],
     ids=["from-fsdp2-flat", "to-fsdp2-coalesced"],
 )
-def test_training_goes_on_where_the_other_system_stopped(
-    ranks: Ranks, tmp_path: Path, way: Callable[..., None], transport: str
+def test_training_continues_from_a_checkpoint_of_fsdp2_and_vice_versa(
+    ranks: Ranks, tmp_path: Path, direction: Callable[..., None], transport: str
 ) -> None:
-    ranks.run(way, tmp_path / "checkpoint", {"transport": transport})
+    ranks.run(direction, tmp_path / "checkpoint", {"transport": transport})
 
 
 def _save_while_training_goes_on(rank: int, world_size: int, folder: Path) -> None:
@@ -237,20 +239,20 @@ def _save_while_training_goes_on(rank: int, world_size: int, folder: Path) -> No
     saving.result()
     other, other_optimizer = _everything(seed=5)
     load_checkpoint(folder, other, other_optimizer)
-    _same(full_state_dict(other), expected[0])
-    _same(_whole_optimizer(other, other_optimizer), expected[1])
+    _assert_equal(full_state_dict(other), expected[0])
+    _assert_equal(_whole_optimizer(other, other_optimizer), expected[1])
 
 
-def test_an_asynchronous_save_holds_what_was_there_when_it_began(ranks: Ranks, tmp_path: Path) -> None:
+def test_an_asynchronous_save_holds_the_values_at_its_start(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_save_while_training_goes_on, tmp_path / "checkpoint")
 
 
 #
-# What does not fit
+# Checkpoints that do not fit
 #
 
 
-class _Other(Everything):
+class _ModelThatDoesNotFit(Everything):
     def __init__(self, case: str) -> None:
         super().__init__()
         if case == "missing":
@@ -261,7 +263,7 @@ class _Other(Everything):
             self.mix = torch.nn.Parameter(torch.randn(5, 6))
 
 
-def _spoil(folder: Path, case: str) -> None:
+def _damage(folder: Path, case: str) -> None:
     if case == "incomplete":
         (folder / ".metadata").unlink()
     elif case == "gone":
@@ -298,48 +300,48 @@ def _load_what_does_not_fit(rank: int, world_size: int, folder: Path, case: str)
     save_checkpoint(folder, model, optimizer, extra={"step": 1})
     dist.barrier()
     if rank == 0:
-        _spoil(folder, case)
+        _damage(folder, case)
     dist.barrier()
     if case in ("missing", "extra", "shape"):
-        model = thunder.jit(_Other(case).double(), transforms=[fsdp()])
+        model = thunder.jit(_ModelThatDoesNotFit(case).double(), transforms=[fsdp()])
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizers: Any = torch.optim.AdamW(trained) if case == "groups" else optimizer
     if case == "optimizer of others":
         optimizers = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
     if case in ("missing", "extra", "shape"):
         optimizers = ()
-    _train_or_touch(model)
+    _change_parameters(model)
     before = {n: t.clone() for n, t in rows_by_name(model).items()}
     keys = ("network", "optim") if case == "key" else ("model", "optim")
     with pytest.raises(tfs.CheckpointError, match=FAULTS[case]):
         load_checkpoint(folder, model, optimizers, keys=keys, extra={"epoch": 0} if case == "extra name" else None)
-    _same(rows_by_name(model), before)
+    _assert_equal(rows_by_name(model), before)
 
 
-def _train_or_touch(model: Any) -> None:
+def _change_parameters(model: Any) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.add_(1)
 
 
 @pytest.mark.parametrize("case", FAULTS)
-def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
+def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
     ranks: Ranks, tmp_path: Path, case: str
 ) -> None:
     ranks.run(_load_what_does_not_fit, tmp_path / "checkpoint", case, timeout=60)
 
 
-def _load_more_than_the_model_has(rank: int, world_size: int, folder: Path) -> None:
+def _load_larger_model(rank: int, world_size: int, folder: Path) -> None:
     model, _ = _everything()
     save_checkpoint(folder, model)
-    fewer = thunder.jit(_Other("extra").double(), transforms=[fsdp()])
+    fewer = thunder.jit(_ModelThatDoesNotFit("extra").double(), transforms=[fsdp()])
     load_checkpoint(folder, fewer, strict=False)
     whole = full_state_dict(model)
-    _same(full_state_dict(fewer), {n: v for n, v in whole.items() if not n.startswith("blocks.1.")})
+    _assert_equal(full_state_dict(fewer), {n: v for n, v in whole.items() if not n.startswith("blocks.1.")})
 
 
-def test_a_larger_model_is_loaded_if_asked_for(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(_load_more_than_the_model_has, tmp_path / "checkpoint")
+def test_strict_false_loads_from_a_checkpoint_of_a_larger_model(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_load_larger_model, tmp_path / "checkpoint")
 
 
 def _save_what_cannot_be_saved(rank: int, world_size: int, folder: Path) -> None:
@@ -354,14 +356,14 @@ def _save_what_cannot_be_saved(rank: int, world_size: int, folder: Path) -> None
         save_checkpoint(folder / "2", model, [optimizer, twice])
     with pytest.raises(TypeError, match=r"expected the result of thunder\.jit"):
         save_checkpoint(folder / "2", torch.nn.Linear(2, 2))
-    # On one rank alone: the others are told.
+    # An error on one rank is raised on all ranks.
     place = folder / "2" if rank == 0 else folder / "1"
     with pytest.raises(tfs.CheckpointError, match=r"holds a checkpoint already.* \(on ranks \[1\]\)"):
         save_checkpoint(place, model)
     assert tfs.latest_checkpoint(folder) == folder / "1"
 
 
-def test_what_cannot_be_saved_is_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+def test_invalid_saves_are_refused_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_save_what_cannot_be_saved, tmp_path, timeout=60)
 
 
@@ -373,12 +375,12 @@ def _different_parameters_under_one_name(rank: int, world_size: int, folder: Pat
         save_checkpoint(folder, model)
 
 
-def test_experts_of_one_name_are_not_mixed_up(four_ranks: Ranks, tmp_path: Path) -> None:
+def test_different_parameters_with_one_name_cannot_be_saved(four_ranks: Ranks, tmp_path: Path) -> None:
     four_ranks.run(_different_parameters_under_one_name, tmp_path / "checkpoint", timeout=60)
 
 
 #
-# A rank that is killed while it saves
+# A rank is killed while saving
 #
 
 
@@ -389,7 +391,7 @@ def _save_and_be_killed(rank: int, world_size: int, folder: Path) -> None:
     torch.save((full_state_dict(model), _whole_optimizer(model, optimizer)), folder / f"expected-{rank}")
     _train(model, optimizer, rank, range(1, 2))
     if rank == 1:
-        # Its file is half written when it dies.
+        # It dies with a partly written file.
         def die(*args: Any, **kwargs: Any) -> Any:
             (folder / "bad" / "__1_0.distcp").write_bytes(b"half")
             os._exit(9)
@@ -404,8 +406,8 @@ def _load_the_last_good_one(rank: int, world_size: int, folder: Path) -> None:
     model, optimizer = _everything(seed=9)
     load_checkpoint(latest, model, optimizer)
     state, optimizer_state = torch.load(folder / f"expected-{rank}")
-    _same(full_state_dict(model), state)
-    _same(_whole_optimizer(model, optimizer), optimizer_state)
+    _assert_equal(full_state_dict(model), state)
+    _assert_equal(_whole_optimizer(model, optimizer), optimizer_state)
     with pytest.raises(tfs.CheckpointError, match="is a checkpoint whose save did not end"):
         load_checkpoint(folder / "bad", model)
 
@@ -420,13 +422,13 @@ def test_a_rank_killed_while_saving_leaves_the_last_checkpoint_loadable(tmp_path
         workers.close()
 
 
-def test_no_checkpoint_is_no_latest_one(tmp_path: Path) -> None:
+def test_there_is_no_latest_checkpoint_in_an_empty_or_missing_folder(tmp_path: Path) -> None:
     assert tfs.latest_checkpoint(tmp_path) is None
     assert tfs.latest_checkpoint(tmp_path / "nowhere") is None
 
 
 #
-# Whole models
+# Whole models in safetensors files
 #
 
 
@@ -441,7 +443,7 @@ def _export_and_import(rank: int, world_size: int, folder: Path) -> None:
         tensors |= load_file(file)
     whole = full_state_dict(model)
     tied = {"head.weight"}
-    _same(tensors, {n: v for n, v in whole.items() if n not in tied})
+    _assert_equal(tensors, {n: v for n, v in whole.items() if n not in tied})
     assert index.name == "model.safetensors.index.json"
     fresh = Everything().double()
     assert set(fresh.load_state_dict(tensors, strict=False).missing_keys) == tied
@@ -450,16 +452,16 @@ def _export_and_import(rank: int, world_size: int, folder: Path) -> None:
 
     other, _ = _everything(seed=4, transport="coalesced", bucketing_strategy="none")
     tfs.load_safetensors(other, folder / "whole")
-    _same(full_state_dict(other), whole)
+    _assert_equal(full_state_dict(other), whole)
 
-    _train_or_touch(other)
+    _change_parameters(other)
     before = {n: t.clone() for n, t in rows_by_name(other).items()}
     for case, message in (
         ("missing", "'another.weight' is missing"),
         ("extra", "is unknown"),
         ("shape", r"'mix' has shape \(5, 4\) there"),
     ):
-        unfit = thunder.jit(_Other(case).double(), transforms=[fsdp()])
+        unfit = thunder.jit(_ModelThatDoesNotFit(case).double(), transforms=[fsdp()])
         with pytest.raises(tfs.CheckpointError, match=message):
             tfs.load_safetensors(unfit, folder / "whole")
     dist.barrier()
@@ -471,7 +473,7 @@ def _export_and_import(rank: int, world_size: int, folder: Path) -> None:
         tfs.load_safetensors(other, folder / "whole")
     with pytest.raises(tfs.CheckpointError, match=r"model-00002-\w+\.safetensors cannot be read"):
         tfs.load_safetensors(other, folder / "whole", verify_checksums=False)
-    _same(rows_by_name(other), before)
+    _assert_equal(rows_by_name(other), before)
     dist.barrier()
     if rank == 0:
         index.unlink()
@@ -486,30 +488,32 @@ def test_whole_models_are_exported_and_imported(ranks: Ranks, tmp_path: Path) ->
     ranks.run(_export_and_import, tmp_path)
 
 
-def _one_file(rank: int, world_size: int, folder: Path) -> None:
+def _import_one_file(rank: int, world_size: int, folder: Path) -> None:
     from safetensors.torch import save_file
 
     torch.manual_seed(11)
     module = Everything().double()
-    state = {n: t.clone() for n, t in module.state_dict().items() if n != "embedding.weight"}  # under its other name
+    state = {
+        n: t.clone() for n, t in module.state_dict().items() if n != "embedding.weight"
+    }  # the tied parameter is under its other name
     if rank == 0:
         save_file(state, folder / "all.safetensors")
     dist.barrier()
     model, _ = _everything()
     tfs.load_safetensors(model, folder / "all.safetensors")
-    _same(full_state_dict(model), dict(module.state_dict()))
+    _assert_equal(full_state_dict(model), dict(module.state_dict()))
 
 
-def test_a_file_with_everything_under_other_tied_names_is_imported(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(_one_file, tmp_path)
+def test_a_single_file_that_uses_the_other_name_of_a_tied_parameter_is_imported(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_import_one_file, tmp_path)
 
 
-def _mesh_of_a_bucket(rank: int, world_size: int) -> None:
+def _gather_dtensor_entries(rank: int, world_size: int) -> None:
     even, _ = _everything(transport="coalesced")
     entry = get_model_state_dict(even)["mix"]
     assert isinstance(entry, DTensor) and isinstance(entry.device_mesh, DeviceMesh)
     torch.testing.assert_close(entry.full_tensor(), full_state_dict(even)["mix"], rtol=0, atol=0)
 
 
-def test_entries_that_are_dtensors_gather_themselves(ranks: Ranks) -> None:
-    ranks.run(_mesh_of_a_bucket)
+def test_dtensor_entries_can_be_gathered_with_full_tensor(ranks: Ranks) -> None:
+    ranks.run(_gather_dtensor_entries)

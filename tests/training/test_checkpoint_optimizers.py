@@ -1,4 +1,4 @@
-"""Optimizers in checkpoints: the same on all ranks, and of the kind that was saved."""
+"""Optimizers in checkpoints must be the same on all ranks and of the class that was saved."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_optimizers_that_differ_between_ranks_are_refused(ranks: Ranks, tmp_path
     ranks.run(_differ, tmp_path)
 
 
-# What was saved, what it is loaded into, and what is said.
+# The optimizer that was saved, the one it is loaded into, and the error.
 OTHER_KINDS: dict[str, tuple[Callable[[Any], Optimizer], Callable[[Any], Optimizer], str]] = {
     "AdamW into SGD": (
         AdamW,
@@ -113,12 +113,12 @@ def _load_other_kinds(rank: int, world_size: int, folder: Path) -> None:
             assert [dict(group) for group in optimizer.param_groups] == groups
 
 
-def test_the_state_of_another_kind_of_optimizer_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_state_of_another_optimizer_class_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_load_other_kinds, tmp_path)
 
 
 class _Own(AdamW):
-    """Needs more than its options to make a step."""
+    """An optimizer whose step needs an attribute that is not an option of its groups."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -159,7 +159,7 @@ def _load_the_same_kind(rank: int, world_size: int, folder: Path) -> None:
                     torch.testing.assert_close(value, loaded[key], rtol=0, atol=0)
 
 
-def test_the_state_of_the_same_kind_is_loaded_into_new_optimizers(ranks: Ranks, tmp_path: Path) -> None:
+def test_the_state_of_the_same_class_is_loaded_into_new_optimizers(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_load_the_same_kind, tmp_path)
 
 
@@ -172,5 +172,5 @@ def _give_odd_extra(rank: int, world_size: int, folder: Path) -> None:
                 call(folder / ("good" if call is load_checkpoint else "bad"), model, extra=extra)
 
 
-def test_extra_that_is_no_dictionary_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_extra_that_is_not_a_dictionary_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_give_odd_extra, tmp_path)

@@ -1,4 +1,4 @@
-"""Evaluation and generation without compiling."""
+"""``eager``: evaluation and generation without compiling."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-class Called(nn.Module):
-    """A block whose layers are called, so that their hooks run."""
+class CallingBlock(nn.Module):
+    """A block that calls its layers instead of their ``forward``, so that their hooks run."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -38,18 +38,18 @@ class Called(nn.Module):
 
 
 class Chain(Model):
-    """Called blocks between two called layers."""
+    """Blocks between two layers, all called instead of their ``forward``."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
-        self.chain = nn.Sequential(nn.Linear(4, 4), *(Called(4) for _ in range(blocks)), nn.Linear(4, 3))
+        self.chain = nn.Sequential(nn.Linear(4, 4), *(CallingBlock(4) for _ in range(blocks)), nn.Linear(4, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.chain(x)
 
 
 class Positions(nn.Module):
-    """Gives a view of its parameter."""
+    """A module that returns a view of its parameter."""
 
     def __init__(self, length: int, width: int) -> None:
         super().__init__()
@@ -60,14 +60,14 @@ class Positions(nn.Module):
 
 
 class LM(nn.Module):
-    """A causal language model with a norm that has buffers, a block that is called twice, and a cache of its own."""
+    """A language model with a norm that has buffers, a block that is called twice, and a buffer that forward replaces."""
 
     def __init__(self, tied: bool = False, width: int = 16, vocab: int = 23) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, width)
         self.positions = Positions(16, width)
-        first = Called(width)
-        self.blocks = nn.ModuleList([first, Called(width), first])
+        first = CallingBlock(width)
+        self.blocks = nn.ModuleList([first, CallingBlock(width), first])
         self.norm = nn.BatchNorm1d(width)
         self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
         self.head = nn.Linear(width, vocab, bias=False)
@@ -77,7 +77,7 @@ class LM(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.calls = self.calls + 1  # another tensor
+        self.calls = self.calls + 1  # replaces the tensor
         x = self.embedding(tokens) + self.positions(tokens.shape[1])
         for block in self.blocks:
             x = block(x)
@@ -89,7 +89,7 @@ class LM(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Greedy: the sequence, and the last logits."""
+        """Generate greedily and return the sequence and the last logits."""
         for _ in range(count):
             logits = self(tokens)
             tokens = torch.cat((tokens, logits[:, -1].argmax(-1, keepdim=True)), 1)
@@ -102,18 +102,18 @@ def _generate(rank: int, world_size: int, options: dict[str, Any], tied: bool, d
     if dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)
     plain = LM(tied).eval()
-    for name in ("running_mean", "running_var"):  # torch's own norm on a CPU takes them in the dtype of its weight
+    for name in ("running_mean", "running_var"):  # torch's batch norm on a CPU needs them in the dtype of its weight
         setattr(plain.norm, name, torch.rand(16, dtype=dtype))
     transform = fsdp(**options)
     model = thunder.jit(copy.deepcopy(plain), transforms=[transform])
     plain.to(dtype)
     own = dict(model._model.named_parameters(remove_duplicate=False))
     assert all(model.get_parameter(name) is param for name, param in own.items())
-    hooks = _count_hooks(model)
+    hooks = _number_of_hooks(model)
     tokens = torch.randint(23, (2, 3), generator=torch.Generator().manual_seed(rank))
     for reshard in (True, False):
         with tfs.eager(model, reshard_after_forward=reshard) as module:
-            for mode in (torch.no_grad, torch.inference_mode):  # which differ in the last bit on some processors
+            for mode in (torch.no_grad, torch.inference_mode):  # they differ in the last bit on some processors
                 with mode():
                     ours, logits = module.generate(tokens, 5)
                     theirs, expected = plain.generate(tokens, 5)
@@ -125,11 +125,11 @@ def _generate(rank: int, world_size: int, options: dict[str, Any], tied: bool, d
         now = dict(model._model.named_parameters(remove_duplicate=False))
         assert all(now[name] is param for name, param in own.items()) and now.keys() == own.keys()
     assert model.get_buffer("calls") == 20
-    assert _count_hooks(model) == hooks
+    assert _number_of_hooks(model) == hooks
     assert not transform.compiled
 
 
-def _count_hooks(model: Any) -> int:
+def _number_of_hooks(model: Any) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in (model, *model._model.modules()))
 
 
@@ -148,11 +148,11 @@ def test_generation_is_bit_equal_to_the_unsharded_module(
     ranks.run(_generate, options, tied, dtype)
 
 
-def _measure(rank: int, world_size: int) -> None:
+def _check_unsharded_bytes(rank: int, world_size: int) -> None:
     transform = fsdp()
     model = thunder.jit(LM(tied=True).eval(), transforms=[transform])
     sizes = {b.name: slot_bytes(b, b.param_dtype) for b in transform.plan}
-    most = sizes["embedding"] + sizes["blocks.0"]
+    limit = sizes["embedding"] + sizes["blocks.0"]
     alive: dict[int, int] = {}
     gathered: list[str] = []
     all_gather = Flat.all_gather
@@ -163,9 +163,9 @@ def _measure(rank: int, world_size: int) -> None:
         weakref.finalize(storage, alive.pop, len(gathered))
         gathered.append(bucket.spec.name)
         deadline = time.monotonic() + 10
-        while sum(alive.values()) > most and time.monotonic() < deadline:
-            time.sleep(0.001)  # gloo's thread lets go of a tensor a little later
-        assert sum(alive.values()) <= most, (alive, gathered, sizes)
+        while sum(alive.values()) > limit and time.monotonic() < deadline:
+            time.sleep(0.001)  # gloo's thread releases a tensor a little later
+        assert sum(alive.values()) <= limit, (alive, gathered, sizes)
         return all_gather(self, bucket, shard, unsharded)
 
     tokens = torch.zeros(1, 4, dtype=torch.long)
@@ -177,8 +177,8 @@ def _measure(rank: int, world_size: int) -> None:
         assert alive[0] == sizes["embedding"]
 
 
-def test_one_block_and_what_belongs_to_the_root_is_unsharded(ranks: Ranks) -> None:
-    ranks.run(_measure)
+def test_at_most_one_block_and_the_root_bucket_are_unsharded(ranks: Ranks) -> None:
+    ranks.run(_check_unsharded_bytes)
 
 
 def _misuse(rank: int, world_size: int) -> None:
@@ -216,20 +216,20 @@ def _misuse(rank: int, world_size: int) -> None:
     ):
         module.fail = False
         for _ in range(1 + rank):
-            with mock.patch.object(Flat, "all_gather", return_value=[]):  # else the second waits for ever
+            with mock.patch.object(Flat, "all_gather", return_value=[]):  # a real one would wait forever for rank 0
                 module.embedding(tokens)
 
 
-def test_misuse_is_refused_and_an_exception_leaves_nothing_behind(ranks: Ranks) -> None:
+def test_misuse_is_refused_and_an_exception_restores_the_module(ranks: Ranks) -> None:
     ranks.run(_misuse)
 
 
-def _train_on(rank: int, world_size: int) -> None:
+def _train_around_eager(rank: int, world_size: int) -> None:
     twins = Twins(rank, world_size, Chain(1).double())
     twins.train(steps=1)
     for step, batch in enumerate((3, 5, 6)):
         (x,) = twins.inputs(step, batch=batch)
-        loss, reference = twins.forward(step)  # a live graph around it
+        loss, reference = twins.forward(step)  # its backward runs after the eager call
         with tfs.eager(twins.sharded) as module, torch.no_grad():
             twins.close(module(x), twins.reference(x), "eager output")
         loss.backward()
@@ -238,8 +238,8 @@ def _train_on(rank: int, world_size: int) -> None:
     assert len(twins.transform.compiled) == 1
 
 
-def test_training_goes_on_afterwards_without_compiling(ranks: Ranks) -> None:
-    ranks.run(_train_on)
+def test_training_continues_after_eager_without_compiling(ranks: Ranks) -> None:
+    ranks.run(_train_around_eager)
 
 
 def _alternate(rank: int, world_size: int) -> None:
@@ -251,12 +251,12 @@ def _alternate(rank: int, world_size: int) -> None:
     assert len(twins.transform.compiled) == 3  # training, and evaluation with two sizes
 
 
-def test_sizes_seen_before_are_not_compiled_again(ranks: Ranks) -> None:
+def test_batch_sizes_seen_before_are_not_compiled_again(ranks: Ranks) -> None:
     ranks.run(_alternate)
 
 
-def _grow(rank: int, world_size: int) -> None:
-    # The positions that are cut to length and expanded derive from a parameter: ZeRO-3 gathers them again in backward.
+def _train_on_growing_lengths(rank: int, world_size: int) -> None:
+    # Position embeddings are sliced to the length and expanded. ZeRO-3 gathers their parameter again in backward.
     twins = Twins(rank, world_size, GPT(blocks=1).double(), jit_options={"cache": "symbolic values"})
     for step, length in enumerate((3, 4, 8, 1)):
         batch = tuple(tensor[:, :length].contiguous() for tensor in twins.inputs(step))
@@ -272,7 +272,7 @@ def _grow(rank: int, world_size: int) -> None:
 
 
 def test_symbolic_values_compile_changing_lengths_once(ranks: Ranks) -> None:
-    ranks.run(_grow)
+    ranks.run(_train_on_growing_lengths)
 
 
 def _run_readme(rank: int, world_size: int, code: str) -> None:
@@ -286,6 +286,6 @@ def _run_readme(rank: int, world_size: int, code: str) -> None:
     assert torch.equal(named["tokens"], expected)
 
 
-def test_the_readmes_loop_generates(ranks: Ranks) -> None:
+def test_the_generation_loop_in_the_readme_works(ranks: Ranks) -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     ranks.run(_run_readme, next(b for b in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "tfs.eager" in b))

@@ -1,4 +1,4 @@
-"""Norm and clipping of sharded gradients, gradient scaling, and what accumulates."""
+"""Norms, clipping and scaling of sharded gradients."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def _clip(rank: int, world_size: int, model: str, options: dict[str, Any]) -> No
         for name, grad in twins.mean_grads().items():
             twins.reference.get_parameter(name).grad = grad
         theirs = nn.utils.clip_grad_norm_(twins.reference.parameters(), max_norm, norm_type)
-        with _collectives() as issued:
+        with _RecordCollectives() as issued:
             ours = clip_grad_norm_(twins.sharded, max_norm, norm_type)
         assert issued == ["allreduce_"], issued
         assert ours.dtype == torch.float64 and not ours.ndim
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
-        everyone = [torch.empty_like(ours) for _ in range(world_size)]
-        dist.all_gather(everyone, ours)
-        assert all(torch.equal(norm, ours) for norm in everyone)
+        norms_of_all_ranks = [torch.empty_like(ours) for _ in range(world_size)]
+        dist.all_gather(norms_of_all_ranks, ours)
+        assert all(torch.equal(norm, ours) for norm in norms_of_all_ranks)
         for name, ours_grad in twins.whole_grads().items():
             if ours_grad is not None:
                 twins.close(ours_grad, twins.reference.get_parameter(name).grad, name)
@@ -55,8 +55,8 @@ def _clip(rank: int, world_size: int, model: str, options: dict[str, Any]) -> No
         twins.check_parameters()
 
 
-class _collectives(torch.utils._python_dispatch.TorchDispatchMode):
-    """The collectives that are issued."""
+class _RecordCollectives(torch.utils._python_dispatch.TorchDispatchMode):
+    """Record the names of the collectives that are issued."""
 
     def __enter__(self) -> list[str]:  # type: ignore[override]
         super().__enter__()
@@ -70,17 +70,19 @@ class _collectives(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_gradients_are_clipped_by_the_norm_of_the_whole(ranks: Ranks, model: str) -> None:
+def test_gradients_are_clipped_by_their_norm_over_all_ranks(ranks: Ranks, model: str) -> None:
     ranks.run(_clip, model, {})
 
 
 @pytest.mark.parametrize("options", [{}, {"mesh": (2, 2)}], ids=["flat", "hybrid"])
-def test_replicas_and_ranks_without_rows_count_once(four_ranks: Ranks, options: dict[str, Any]) -> None:
+def test_the_norm_counts_replicas_once_and_allows_ranks_without_rows(
+    four_ranks: Ranks, options: dict[str, Any]
+) -> None:
     four_ranks.run(_clip, "everything", options)
 
 
 def _clip_over_groups(rank: int, world_size: int) -> None:
-    # Each pair of ranks has parameters of its own under one name, and every rank the ignored ones.
+    # Ranks 0 and 2 share parameters that have the same name as those of ranks 1 and 3. All ranks have the ignored ones.
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     pair = pairs[rank % 2]
     model = Stack(2).double()
@@ -105,16 +107,16 @@ def _clip_over_groups(rank: int, world_size: int) -> None:
     torch.testing.assert_close(clip_grad_norm_(twins.sharded, 1e9), total.sqrt(), rtol=1e-12, atol=0)
 
 
-def test_parameters_over_several_groups_count_once(four_ranks: Ranks) -> None:
+def test_the_norm_counts_parameters_of_several_groups_once(four_ranks: Ranks) -> None:
     four_ranks.run(_clip_over_groups)
 
 
-def _not_finite(rank: int, world_size: int) -> None:
+def _clip_nonfinite_gradients(rank: int, world_size: int) -> None:
     twins = Twins(rank, world_size, Stack(2).double())
     twins.backward()
-    [spoiled] = [n for n, p in twins.sharded.named_parameters() if n.startswith("blocks.1") and p.numel()][-1:]
+    [name_of_nan] = [n for n, p in twins.sharded.named_parameters() if n.startswith("blocks.1") and p.numel()][-1:]
     if rank == 1:
-        twins.sharded.get_parameter(spoiled).grad.view(-1)[-1] = math.nan
+        twins.sharded.get_parameter(name_of_nan).grad.view(-1)[-1] = math.nan
     before = {n: p.grad.clone() for n, p in twins.sharded.named_parameters()}
     with pytest.raises(RuntimeError, match=r"norm of order 2.0 is nan.*; not finite on rank 1: blocks\.1\.\S+$"):
         clip_grad_norm_(twins.sharded, 1.0, error_if_nonfinite=True)
@@ -135,12 +137,12 @@ def _not_finite(rank: int, world_size: int) -> None:
         clip_grad_norm_(nn.Linear(2, 2), 1.0)
 
 
-def test_gradients_that_are_not_finite_are_told_on_every_rank(ranks: Ranks) -> None:
-    ranks.run(_not_finite)
+def test_nonfinite_gradients_raise_on_every_rank(ranks: Ranks) -> None:
+    ranks.run(_clip_nonfinite_gradients)
 
 
-class _Float(Model):
-    """In float32: what scales gradients casts the scale to it."""
+class _Float32Model(Model):
+    """A float32 model, because gradient scalers cast the scale to float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,8 +156,8 @@ class _Float(Model):
 
 
 def _scale(rank: int, world_size: int) -> None:
-    # torch's own scaler for sharded gradients: one rank's overflow makes all of them skip the step.
-    twins = Twins(rank, world_size, _Float(), tolerance=1e-5)
+    # torch's scaler for sharded gradients: an overflow on one rank makes all ranks skip the step.
+    twins = Twins(rank, world_size, _Float32Model(), tolerance=1e-5)
     optimizer = twins.optimizers[0]
     scaler = ShardedGradScaler("cpu", init_scale=1024.0, growth_interval=100)
     start = full_state_dict(twins.sharded)
@@ -182,12 +184,12 @@ def _scale(rank: int, world_size: int) -> None:
     assert any(not torch.equal(t, start[n]) for n, t in full_state_dict(twins.sharded).items())
 
 
-def test_torchs_scaler_for_sharded_gradients_works(ranks: Ranks) -> None:
+def test_sharded_grad_scaler_skips_a_step_on_all_ranks(ranks: Ranks) -> None:
     ranks.run(_scale)
 
 
 def _scale_on_each_rank(rank: int, world_size: int) -> None:
-    model = thunder.jit(_Float(), transforms=[fsdp()])
+    model = thunder.jit(_Float32Model(), transforms=[fsdp()])
     params = list(model.parameters())
     for fused in (False, True):
         for scaler in (torch.amp.GradScaler("cpu", init_scale=4.0), ShardedGradScaler("cpu", init_scale=4.0)):
@@ -208,12 +210,12 @@ def _scale_on_each_rank(rank: int, world_size: int) -> None:
             assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
 
 
-def test_a_scaler_that_asks_one_rank_alone_is_refused(ranks: Ranks) -> None:
+def test_a_scaler_that_looks_for_overflow_on_one_rank_only_is_refused(ranks: Ranks) -> None:
     ranks.run(_scale_on_each_rank)
 
 
-def _derive(rank: int, world_size: int) -> None:
-    model = thunder.jit(_Float(), transforms=[fsdp()])
+def _compute_norms_of_derived_tensors(rank: int, world_size: int) -> None:
+    model = thunder.jit(_Float32Model(), transforms=[fsdp()])
     params = [p for p in model.parameters() if p.numel()]
     loss_of(model(torch.ones(2, 4))).backward()
     grads = [p.grad for p in params]
@@ -248,12 +250,12 @@ def _derive(rank: int, world_size: int) -> None:
     assert type(pickle.loads(pickle.dumps(momentum))) is torch.Tensor
 
 
-def test_what_elementwise_functions_make_of_gradients_refuses_norms(ranks: Ranks) -> None:
-    ranks.run(_derive)
+def test_local_norms_of_tensors_derived_from_gradients_are_refused(ranks: Ranks) -> None:
+    ranks.run(_compute_norms_of_derived_tensors)
 
 
 def _clip_on_the_host(rank: int, world_size: int) -> None:
-    """As if the group had NCCL alone, which does not reach gradients on the CPU: those of ``ignored_params``."""
+    """Pretend that the group has only NCCL, which cannot reduce CPU gradients, here those of ``ignored_params``."""
     names = [name for name, _ in Stack(1).named_parameters()]
     for norm_type in (2.0, math.inf):
         norms = []
@@ -262,13 +264,13 @@ def _clip_on_the_host(rank: int, world_size: int) -> None:
             model = thunder.jit(Stack(1).double(), transforms=[ours := fsdp(ignored_params=names)])
             model(torch.full((2, 4), 1.0 + rank, dtype=torch.float64)).sum().backward()
             ours.sharded.world_group = dataclasses.replace(ours.sharded.world_group, backends=backends)
-            with _collectives() as issued:
+            with _RecordCollectives() as issued:
                 norms.append(clip_grad_norm_(model, 1.0, norm_type))
             assert len(issued) == 1
         assert norms[0] == norms[1] > 0
 
 
-def test_gradients_that_the_process_group_does_not_reach_are_clipped_through_the_host(ranks: Ranks) -> None:
+def test_gradients_on_a_device_that_the_process_group_lacks_are_clipped_through_another(ranks: Ranks) -> None:
     ranks.run(_clip_on_the_host)
 
 

@@ -1,6 +1,6 @@
-"""Optimizers that need whole parameters, several on one model, in training and in checkpoints.
+"""Optimizers that need whole parameters (``WholeParameters``), several on one model, in training and in checkpoints.
 
-Most tests make gradients themselves, so that nothing is traced.
+Most tests set gradients directly, so that nothing has to be traced.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch.distributed as dist
 from models import Model
 from ranks import Ranks
 from reference import loss_of
-from test_gradients import _collectives
+from test_gradients import _RecordCollectives
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon
 
 
 class Matrices(Model):
-    """Fewer rows than ranks, uneven rows, an unused matrix among used ones, vectors, a 0-dim and a frozen parameter."""
+    """A model with fewer rows than ranks, uneven rows, an unused matrix, vectors, a 0-dim and a frozen parameter."""
 
     width = 5
 
@@ -47,8 +47,8 @@ class Matrices(Model):
         return x
 
 
-class Pair:
-    """A sharded model and its unsharded copy, and an equal choice of optimizers for each."""
+class ShardedAndReference:
+    """A sharded model and its unsharded copy, with the same optimizers for each."""
 
     def __init__(self, seed: int = 0, **options: Any) -> None:
         torch.manual_seed(seed)
@@ -56,18 +56,20 @@ class Pair:
         self.model = thunder.jit(copy.deepcopy(self.reference), transforms=[fsdp(**options)])
         self.sharded = next(t for t in self.model._lc_transforms if hasattr(t, "sharded")).sharded
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.theirs: list[torch.optim.Optimizer] = []
+        self.reference_optimizers: list[torch.optim.Optimizer] = []
 
-    def use(self, choose: Callable[[str, torch.Tensor], bool], cls: Any, *, whole: bool = True, **options: Any) -> Any:
-        """Gives the parameters that ``choose`` to an optimizer, and those of the reference to another."""
+    def add_optimizer(
+        self, choose: Callable[[str, torch.Tensor], bool], cls: Any, *, whole: bool = True, **options: Any
+    ) -> Any:
+        """Create an optimizer for the parameters for which ``choose`` is true, on each model."""
         names = [n for n, p in self.reference.named_parameters() if p.requires_grad and choose(n, p)]
         ours = [self.model.get_parameter(n) for n in names]
         self.optimizers.append(WholeParameters(cls, self.model, ours, **options) if whole else cls(ours, **options))
-        self.theirs.append(cls([self.reference.get_parameter(n) for n in names], **options))
+        self.reference_optimizers.append(cls([self.reference.get_parameter(n) for n in names], **options))
         return self.optimizers[-1]
 
     def gradients(self, step: int) -> None:
-        """Gives both the same gradients of trained parameters."""
+        """Set the same random gradients on both models."""
         generator = torch.Generator().manual_seed(step)
         for name, param in self.reference.named_parameters():
             grad = torch.randn(param.shape, generator=generator)
@@ -77,16 +79,16 @@ class Pair:
                 self.model.get_parameter(name).grad = bucket.local_rows(index, grad).clone()
 
     def gather_gradients(self) -> None:
-        """Gives the reference the gradients of the sharded model, and checks that ranks agree on which there are."""
+        """Copy the sharded model's gradients to the reference, and check that all ranks have the same ones."""
         for name, param in self.reference.named_parameters():
             grad = self.model.get_parameter(name).grad
-            there = [None] * dist.get_world_size()
-            dist.all_gather_object(there, grad is not None)
-            assert len(set(there)) == 1, (name, there)
+            has_grad = [None] * dist.get_world_size()
+            dist.all_gather_object(has_grad, grad is not None)
+            assert len(set(has_grad)) == 1, (name, has_grad)
             param.grad = None if grad is None else gather_param(*self.sharded.locations[name], grad)
 
     def step(self) -> None:
-        for optimizer in (*self.optimizers, *self.theirs):
+        for optimizer in (*self.optimizers, *self.reference_optimizers):
             optimizer.step()
             optimizer.zero_grad()
 
@@ -101,8 +103,8 @@ class Pair:
         for name, param in self.reference.state_dict().items():
             assert torch.equal(whole[name], param), name
 
-    def shared(self) -> dict[str, list[int]]:
-        """For each parameter of the first optimizer the ranks that have state of it."""
+    def ranks_with_state(self) -> dict[str, list[int]]:
+        """Return, for each parameter of the first optimizer, the ranks that have state for it."""
         owners: dict[str, list[int]] = {}
         for group in self.optimizers[0].param_groups:
             for param in group["params"]:
@@ -117,11 +119,11 @@ def _is_matrix(name: str, param: torch.Tensor) -> bool:
     return param.ndim == 2
 
 
-def _is_no_matrix(name: str, param: torch.Tensor) -> bool:
+def _is_not_matrix(name: str, param: torch.Tensor) -> bool:
     return param.ndim != 2
 
 
-def _everything(name: str, param: torch.Tensor) -> bool:
+def _always(name: str, param: torch.Tensor) -> bool:
     return True
 
 
@@ -133,30 +135,31 @@ def _everything(name: str, param: torch.Tensor) -> bool:
 def _muon_and_adamw(rank: int, world_size: int, options: dict[str, Any]) -> None:
     if options.get("mesh"):
         options = {**options, "mesh": init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicate", "shard"))}
-    pair = Pair(**options)
-    pair.use(_is_matrix, Muon, lr=0.05, weight_decay=0.1)
-    pair.use(_is_no_matrix, AdamW, whole=False, lr=0.01)
+    both = ShardedAndReference(**options)
+    both.add_optimizer(_is_matrix, Muon, lr=0.05, weight_decay=0.1)
+    both.add_optimizer(_is_not_matrix, AdamW, whole=False, lr=0.01)
     schedulers = [
-        torch.optim.lr_scheduler.OneCycleLR(muon, 0.1, total_steps=6) for muon in (pair.optimizers[0], pair.theirs[0])
+        torch.optim.lr_scheduler.OneCycleLR(muon, 0.1, total_steps=6)
+        for muon in (both.optimizers[0], both.reference_optimizers[0])
     ]
     for step in range(3):
-        (x,) = Matrices.inputs(pair.model, torch.Generator().manual_seed(10 * step + rank), batch=4)
-        loss_of(pair.model(x.float())).backward()
-        pair.gather_gradients()
-        pair.step()
+        (x,) = Matrices.inputs(both.model, torch.Generator().manual_seed(10 * step + rank), batch=4)
+        loss_of(both.model(x.float())).backward()
+        both.gather_gradients()
+        both.step()
         for scheduler in schedulers:
             scheduler.step()
-        pair.check()
-    lrs = [optimizer.param_groups[0]["lr"] for optimizer in (pair.optimizers[0], pair.theirs[0])]
+        both.check()
+    lrs = [optimizer.param_groups[0]["lr"] for optimizer in (both.optimizers[0], both.reference_optimizers[0])]
     assert lrs[0] == lrs[1] != 0.05
 
 
 @pytest.mark.parametrize("options", [{}, {"mesh": (2, 2), "transport": "coalesced"}], ids=["flat", "hybrid"])
-def test_muon_beside_adamw_gives_the_bits_of_the_unsharded_model(four_ranks: Ranks, options: dict[str, Any]) -> None:
+def test_muon_with_adamw_is_bit_equal_to_the_unsharded_model(four_ranks: Ranks, options: dict[str, Any]) -> None:
     four_ranks.run(_muon_and_adamw, options)
 
 
-def _every_class(rank: int, world_size: int) -> None:
+def _several_classes_and_layouts(rank: int, world_size: int) -> None:
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     alone = [dist.new_group([r]) for r in range(world_size)]
     layouts: list[dict[str, Any]] = [
@@ -165,37 +168,37 @@ def _every_class(rank: int, world_size: int) -> None:
         {"process_group_for": lambda name, param: pairs[rank % 2] if name.startswith("blocks") else None},
     ]
     for layout in layouts:
-        pair = Pair(**layout)
-        pair.use(_is_matrix, Adafactor, lr=0.05)
-        pair.use(_is_no_matrix, Adafactor, lr=0.02, weight_decay=0.1)  # vectors, too, are more than their elements
-        pair.train(range(3))
-    pair = Pair(process_group=alone[rank])
-    pair.use(_is_matrix, Muon, whole=False)  # its rows are all rows
-    pair.train(range(1))
-    pair = Pair()
-    pair.use(_is_matrix, Adagrad, initial_accumulator_value=0.5)  # makes its state at once
-    pair.use(_is_no_matrix, SGD, momentum=0.9)
-    pair.train(range(3))
+        both = ShardedAndReference(**layout)
+        both.add_optimizer(_is_matrix, Adafactor, lr=0.05)
+        both.add_optimizer(_is_not_matrix, Adafactor, lr=0.02, weight_decay=0.1)  # not elementwise, even for vectors
+        both.train(range(3))
+    both = ShardedAndReference(process_group=alone[rank])
+    both.add_optimizer(_is_matrix, Muon, whole=False)  # on one rank the shard has all rows
+    both.train(range(1))
+    both = ShardedAndReference()
+    both.add_optimizer(_is_matrix, Adagrad, initial_accumulator_value=0.5)  # creates its state in its constructor
+    both.add_optimizer(_is_not_matrix, SGD, momentum=0.9)
+    both.train(range(3))
 
 
-def test_any_optimizer_on_any_layout_gives_the_bits_of_the_unsharded_model(four_ranks: Ranks) -> None:
-    four_ranks.run(_every_class)
+def test_several_optimizers_and_layouts_are_bit_equal_to_the_unsharded_model(four_ranks: Ranks) -> None:
+    four_ranks.run(_several_classes_and_layouts)
 
 
-def _directly(rank: int, world_size: int) -> None:
+def _use_without_whole_parameters(rank: int, world_size: int) -> None:
     for cls in (Muon, Adafactor):
-        pair = Pair(transport="coalesced")
-        ours = pair.use(lambda name, param: name == "blocks.1.weight", cls, whole=False, lr=0.05)
-        pair.gradients(0)
+        both = ShardedAndReference(transport="coalesced")
+        ours = both.add_optimizer(lambda name, param: name == "blocks.1.weight", cls, whole=False, lr=0.05)
+        both.gradients(0)
         with pytest.raises(
             ValueError, match=rf"{cls.__name__} needs whole parameters.*'blocks\.1\.weight'.*WholeParam"
         ):
             ours.step()
-        cls.step.__wrapped__(ours)  # what it would have done
-        pair.theirs[0].step()
-        whole = full_state_dict(pair.model)["blocks.1.weight"]
-        assert (whole - pair.reference.blocks[1].weight).abs().max() > 1e-3, cls
-    lbfgs = torch.optim.LBFGS([*pair.model.parameters()])
+        cls.step.__wrapped__(ours)  # the step without the check
+        both.reference_optimizers[0].step()
+        whole = full_state_dict(both.model)["blocks.1.weight"]
+        assert (whole - both.reference.blocks[1].weight).abs().max() > 1e-3, cls
+    lbfgs = torch.optim.LBFGS([*both.model.parameters()])
     with pytest.raises(ValueError, match=r"LBFGS computes one direction .*rows of '"):
         lbfgs.step(lambda: torch.tensor(0.0))
     from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import
@@ -203,77 +206,80 @@ def _directly(rank: int, world_size: int) -> None:
     with pytest.raises(
         ValueError, match=r"ZeroRedundancyOptimizer copies what one rank has updated to all others.*rows"
     ):
-        ZeroRedundancyOptimizer([*pair.model.parameters()], SGD, lr=0.1).step()
+        ZeroRedundancyOptimizer([*both.model.parameters()], SGD, lr=0.1).step()
     with pytest.raises(tfs.CheckpointError, match=r"'row_var' of parameter.*have to be made by WholeParameters"):
-        tfs.save_checkpoint("nowhere", pair.model, ours)
+        tfs.save_checkpoint("nowhere", both.model, ours)
 
 
-def test_optimizers_that_rows_will_not_do_for_are_refused(ranks: Ranks) -> None:
-    ranks.run(_directly)
+def test_optimizers_that_need_more_than_rows_are_refused(ranks: Ranks) -> None:
+    ranks.run(_use_without_whole_parameters)
 
 
-def _owners(rank: int, world_size: int) -> None:
-    pair = Pair()
-    muon = pair.use(_is_matrix, Muon)
-    pair.gradients(0)
-    with _collectives() as issued:
+def _check_owners_and_collectives(rank: int, world_size: int) -> None:
+    both = ShardedAndReference()
+    muon = both.add_optimizer(_is_matrix, Muon)
+    both.gradients(0)
+    with _RecordCollectives() as issued:
         muon.step()
     assert issued == ["alltoall_base_", "alltoall_base_"], issued
     muon.zero_grad()
-    with _collectives() as issued:
+    with _RecordCollectives() as issued:
         muon.step()  # no rank has gradients
     assert not issued
-    owners = pair.shared()
+    owners = both.ranks_with_state()
     assert owners.pop("unused") == []
     assert all(len(ranks) == 1 for ranks in owners.values()), owners
     assert {r for ranks in owners.values() for r in ranks} == set(range(world_size))  # four parameters, four ranks
     for param, state in muon.state.items():
         assert muon.owns(param)
-        name = next(n for n, p in pair.model.named_parameters() if p is param)
-        assert state["momentum_buffer"].shape == pair.reference.get_parameter(name).shape
-    # Between steps it has nothing else.
+        name = next(n for n, p in both.model.named_parameters() if p is param)
+        assert state["momentum_buffer"].shape == both.reference.get_parameter(name).shape
+    # Between steps it holds no gradients, and no memory for whole parameters.
     wholes = [p for group in muon._inner.param_groups for p in group["params"]]
     assert all(p.grad is None and p.untyped_storage().nbytes() == 4 for p in wholes)
 
 
-def test_each_parameter_has_one_owner_and_a_step_two_collectives(four_ranks: Ranks) -> None:
-    four_ranks.run(_owners)
+def test_each_parameter_has_one_owner_and_a_step_issues_two_collectives(four_ranks: Ranks) -> None:
+    four_ranks.run(_check_owners_and_collectives)
 
 
-def _as_an_optimizer(rank: int, world_size: int) -> None:
-    pair = Pair()
-    muon = pair.use(lambda name, param: name in ("row", "blocks.0.weight"), Muon)
-    rest = [m.get_parameter("blocks.1.weight") for m in (pair.model, pair.reference)]
-    for optimizer, param in zip((muon, pair.theirs[0]), rest, strict=True):
+def _behave_like_an_optimizer(rank: int, world_size: int) -> None:
+    both = ShardedAndReference()
+    muon = both.add_optimizer(lambda name, param: name in ("row", "blocks.0.weight"), Muon)
+    rest = [m.get_parameter("blocks.1.weight") for m in (both.model, both.reference)]
+    for optimizer, param in zip((muon, both.reference_optimizers[0]), rest, strict=True):
         optimizer.add_param_group({"params": [param], "lr": 0.3})
     assert {k: v for k, v in muon.param_groups[1].items() if k != "params"} == {
-        k: v for k, v in pair.theirs[0].param_groups[1].items() if k != "params"
+        k: v for k, v in both.reference_optimizers[0].param_groups[1].items() if k != "params"
     }
-    assert muon.defaults == pair.theirs[0].defaults
+    assert muon.defaults == both.reference_optimizers[0].defaults
     called = []
     muon.register_step_pre_hook(lambda *args: called.append("before"))
     muon.register_step_post_hook(lambda *args: called.append("after"))
-    pair.train(range(2))
+    both.train(range(2))
     assert called == ["before", "after"] * 2
 
-    saved, theirs = copy.deepcopy(muon.state_dict()), copy.deepcopy(pair.theirs[0].state_dict())
-    before = copy.deepcopy((pair.model.state_dict(), pair.reference.state_dict()))
-    pair.train(range(2, 4))
+    saved, reference_optimizers = (
+        copy.deepcopy(muon.state_dict()),
+        copy.deepcopy(both.reference_optimizers[0].state_dict()),
+    )
+    before = copy.deepcopy((both.model.state_dict(), both.reference.state_dict()))
+    both.train(range(2, 4))
     muon.load_state_dict(saved)
-    pair.theirs[0].load_state_dict(theirs)
-    with torch.no_grad():  # what is written into shards is respected
-        for model, state in zip((pair.model, pair.reference), before, strict=True):
+    both.reference_optimizers[0].load_state_dict(reference_optimizers)
+    with torch.no_grad():  # the next step must start from values written into shards
+        for model, state in zip((both.model, both.reference), before, strict=True):
             model.load_state_dict(state)
-    muon.param_groups[1]["lr"] = pair.theirs[0].param_groups[1]["lr"] = 0.07
-    pair.train(range(4, 6))
+    muon.param_groups[1]["lr"] = both.reference_optimizers[0].param_groups[1]["lr"] = 0.07
+    both.train(range(4, 6))
 
     def closure() -> float:
         assert torch.is_grad_enabled()
-        pair.gradients(6)
+        both.gradients(6)
         return 0.5
 
-    assert muon.step(closure) == pair.theirs[0].step(closure) == 0.5
-    pair.check()
+    assert muon.step(closure) == both.reference_optimizers[0].step(closure) == 0.5
+    both.check()
     muon.zero_grad(set_to_none=False)
     assert not any(param.grad.any() for group in muon.param_groups for param in group["params"])
 
@@ -283,8 +289,8 @@ def _as_an_optimizer(rank: int, world_size: int) -> None:
         muon.load_state_dict(states[1 - rank])
 
 
-def test_it_is_an_optimizer(ranks: Ranks) -> None:
-    ranks.run(_as_an_optimizer)
+def test_whole_parameters_behaves_like_a_torch_optimizer(ranks: Ranks) -> None:
+    ranks.run(_behave_like_an_optimizer)
 
 
 #
@@ -292,22 +298,22 @@ def test_it_is_an_optimizer(ranks: Ranks) -> None:
 #
 
 
-def _three_optimizers(pair: Pair) -> None:
-    pair.use(lambda name, param: _is_matrix(name, param) and "blocks" in name, Muon, lr=0.05)
-    pair.use(lambda name, param: _is_matrix(name, param) and "blocks" not in name, Adafactor, lr=0.05)
-    pair.use(_is_no_matrix, AdamW, whole=False, lr=0.02)
+def _three_optimizers(both: ShardedAndReference) -> None:
+    both.add_optimizer(lambda name, param: _is_matrix(name, param) and "blocks" in name, Muon, lr=0.05)
+    both.add_optimizer(lambda name, param: _is_matrix(name, param) and "blocks" not in name, Adafactor, lr=0.05)
+    both.add_optimizer(_is_not_matrix, AdamW, whole=False, lr=0.02)
 
 
 def _save(rank: int, world_size: int, folder: Path) -> None:
-    pair = Pair()
-    _three_optimizers(pair)
-    pair.train(range(2))
-    tfs.save_checkpoint(folder / "three", pair.model, pair.optimizers)
+    both = ShardedAndReference()
+    _three_optimizers(both)
+    both.train(range(2))
+    tfs.save_checkpoint(folder / "three", both.model, both.optimizers)
     for whole in (True, False):
-        pair = Pair(transport="coalesced")
-        pair.use(_everything, AdamW, whole=whole, lr=0.05)
-        pair.train(range(2))
-        tfs.save_checkpoint(folder / f"adamw-{whole}", pair.model, pair.optimizers)
+        both = ShardedAndReference(transport="coalesced")
+        both.add_optimizer(_always, AdamW, whole=whole, lr=0.05)
+        both.train(range(2))
+        tfs.save_checkpoint(folder / f"adamw-{whole}", both.model, both.optimizers)
 
 
 def _load(rank: int, world_size: int, folder: Path, size: int) -> None:
@@ -315,33 +321,35 @@ def _load(rank: int, world_size: int, folder: Path, size: int) -> None:
     if rank >= size:
         return
 
-    def resume(saved: str, use: Callable[[Pair], object]) -> None:
-        pair = Pair(process_group=group)
-        use(pair)
-        expected = Pair(process_group=group)  # its reference was never saved
-        use(expected)
+    def resume(saved: str, add_optimizer: Callable[[ShardedAndReference], object]) -> None:
+        both = ShardedAndReference(process_group=group)
+        add_optimizer(both)
+        expected = ShardedAndReference(process_group=group)  # its reference was never saved
+        add_optimizer(expected)
         expected.train(range(3))
         with torch.no_grad():
-            for param in pair.model.parameters():
+            for param in both.model.parameters():
                 param.zero_()
-        tfs.load_checkpoint(folder / saved, pair.model, pair.optimizers)
-        pair.gradients(2)
-        for optimizer in pair.optimizers:
+        tfs.load_checkpoint(folder / saved, both.model, both.optimizers)
+        both.gradients(2)
+        for optimizer in both.optimizers:
             optimizer.step()
-        pair.reference = expected.reference
-        pair.check()
+        both.reference = expected.reference
+        both.check()
 
     resume("three", _three_optimizers)
     for was_whole in (True, False):
         for whole in (True, False):
-            resume(f"adamw-{was_whole}", lambda pair, whole=whole: pair.use(_everything, AdamW, whole=whole, lr=0.05))
-    pair = Pair(process_group=group)
-    optimizer = AdamW([pair.model.get_parameter(n) for n in ("row", "unused")])
+            resume(
+                f"adamw-{was_whole}", lambda both, whole=whole: both.add_optimizer(_always, AdamW, whole=whole, lr=0.05)
+            )
+    both = ShardedAndReference(process_group=group)
+    optimizer = AdamW([both.model.get_parameter(n) for n in ("row", "unused")])
     with pytest.raises(tfs.CheckpointError, match=r"'\w+_var' of 'row' has shape"):
-        tfs.load_checkpoint(folder / "three", pair.model, optimizer)
+        tfs.load_checkpoint(folder / "three", both.model, optimizer)
 
 
-def test_another_number_of_ranks_goes_on_with_every_bit(four_ranks: Ranks, tmp_path: Path) -> None:
+def test_training_on_another_number_of_ranks_continues_bit_equal(four_ranks: Ranks, tmp_path: Path) -> None:
     four_ranks.run(_save, tmp_path)
     for size in (2, 3):
         four_ranks.run(_load, tmp_path, size)
@@ -353,30 +361,30 @@ def test_another_number_of_ranks_goes_on_with_every_bit(four_ranks: Ranks, tmp_p
 
 
 def _refused(rank: int, world_size: int) -> None:
-    pair = Pair(ignored_params=["row"])
-    matrices = [p for p in pair.model.parameters() if p.ndim == 2 and p is not pair.model.get_parameter("row")]
+    both = ShardedAndReference(ignored_params=["row"])
+    matrices = [p for p in both.model.parameters() if p.ndim == 2 and p is not both.model.get_parameter("row")]
     with pytest.raises(TypeError, match=r"optimizer_class: expected a class of torch\.optim.*, got AdamW"):
-        WholeParameters(AdamW(matrices), pair.model, matrices)
+        WholeParameters(AdamW(matrices), both.model, matrices)
     with pytest.raises(TypeError, match="optimizer_class: LBFGS computes the loss several times"):
-        WholeParameters(torch.optim.LBFGS, pair.model, matrices)
+        WholeParameters(torch.optim.LBFGS, both.model, matrices)
     with pytest.raises(TypeError, match=r"expected the result of thunder\.jit"):
-        WholeParameters(Muon, pair.reference, matrices)
+        WholeParameters(Muon, both.reference, matrices)
     with pytest.raises(ValueError, match=r"a tensor of shape \(13, 7\) is no parameter of the model"):
-        WholeParameters(Muon, pair.model, [pair.reference.blocks[1].weight])
+        WholeParameters(Muon, both.model, [both.reference.blocks[1].weight])
     with pytest.raises(ValueError, match=r"'row' is not sharded \(ignored_params\).*pass it to Muon directly"):
-        WholeParameters(Muon, pair.model, [pair.model.get_parameter("row")])
-    # What the class refuses, it refuses on all ranks, in its own words and about whole parameters.
+        WholeParameters(Muon, both.model, [both.model.get_parameter("row")])
+    # Errors of the optimizer class are raised on all ranks, with its own message about the whole parameters.
     with pytest.raises(ValueError, match=r"Muon only supports 2D parameters .* torch\.Size\(\[3\]\)"):
-        WholeParameters(Muon, pair.model, [pair.model.get_parameter("blocks.2.bias")])
+        WholeParameters(Muon, both.model, [both.model.get_parameter("blocks.2.bias")])
     with pytest.raises(TypeError, match="unexpected keyword argument 'beta'"):
-        WholeParameters(Muon, pair.model, matrices, beta=1)
+        WholeParameters(Muon, both.model, matrices, beta=1)
     with pytest.raises(ValueError, match="empty parameter list"):
-        WholeParameters(Muon, pair.model, [])
-    # Chosen by what differs between ranks.
+        WholeParameters(Muon, both.model, [])
+    # Different parameters on each rank.
     with pytest.raises(tfs.ScheduleDisagreement, match=r"what WholeParameters was given for Muon, line \d"):
-        WholeParameters(Muon, pair.model, matrices[rank:])
-    named = [(n, p) for n, p in pair.model.named_parameters() if any(p is m for m in matrices)]
-    muon = WholeParameters(Muon, pair.model, named[:2], lr=0.1)
+        WholeParameters(Muon, both.model, matrices[rank:])
+    named = [(n, p) for n, p in both.model.named_parameters() if any(p is m for m in matrices)]
+    muon = WholeParameters(Muon, both.model, named[:2], lr=0.1)
     assert muon.param_groups[0]["param_names"] == [n for n, _ in named[:2]]
     with pytest.raises(ValueError, match="no parameter of the model"):
         muon.add_param_group({"params": [("other", nn.Parameter(torch.ones(2, 2)))]})
@@ -385,14 +393,14 @@ def _refused(rank: int, world_size: int) -> None:
     assert len(muon.param_groups) == 2
 
 
-def test_errors_name_what_is_wrong(ranks: Ranks) -> None:
+def test_errors_name_the_invalid_argument(ranks: Ranks) -> None:
     ranks.run(_refused)
 
 
 def _update_fails(rank: int, world_size: int) -> None:
-    pair = Pair()
-    muon = pair.use(_is_matrix, Muon)
-    pair.gradients(0)
+    both = ShardedAndReference()
+    muon = both.add_optimizer(_is_matrix, Muon)
+    both.gradients(0)
     if rank == 1:
         muon.param_groups[0]["ns_steps"] = 1000
         with pytest.raises(ValueError, match="Number of steps must be less than 100"):
@@ -401,5 +409,5 @@ def _update_fails(rank: int, world_size: int) -> None:
         muon.step()
 
 
-def test_an_update_that_fails_on_one_rank_holds_up_no_other(ranks: Ranks) -> None:
+def test_an_update_that_fails_on_one_rank_does_not_block_the_others(ranks: Ranks) -> None:
     ranks.run(_update_fails)

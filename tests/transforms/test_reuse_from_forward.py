@@ -22,7 +22,7 @@ from thunder.core.trace import TraceCtx, from_trace
 WIDTH = 16
 
 
-def _usual(twins: Twins) -> None:
+def _one_forward_and_backward(twins: Twins) -> None:
     twins.backward()
 
 
@@ -48,33 +48,33 @@ def _first_in_first_out(twins: Twins) -> None:
 
 def _another_shape_in_between(twins: Twins) -> None:
     losses = twins.forward()
-    twins.backward(1, batch=5)  # compiles in the first step: the arena may grow
+    twins.backward(1, batch=5)  # in the first step this compiles and may grow the arena
     for loss in losses:
         loss.backward()
 
 
-def _never_goes_backward(twins: Twins) -> None:
+def _forward_without_backward(twins: Twins) -> None:
     twins.forward()
     twins.backward(1)
 
 
-class History(NamedTuple):
-    """What happens between two changes of the parameters."""
+class CallPattern(NamedTuple):
+    """The forwards and backwards between two updates of the parameters."""
 
     run: Callable[[Twins], None]
     forwards: int
     backwards: int
     reuses: int
-    """Backwards that find what their own forward left (without gradients, too, Thunder runs the traces that are there)."""
+    """Backwards that find buckets of their own forward. A forward without gradients also runs the compiled trace."""
 
 
-HISTORIES = {
-    "usual": History(_usual, 1, 1, 1),
-    "evaluation in between": History(_evaluation_in_between, 2, 1, 0),
-    "last in first out": History(_last_in_first_out, 2, 2, 1),
-    "first in first out": History(_first_in_first_out, 2, 2, 0),
-    "another shape in between": History(_another_shape_in_between, 2, 2, 1),
-    "never goes backward": History(_never_goes_backward, 2, 1, 1),
+PATTERNS = {
+    "usual": CallPattern(_one_forward_and_backward, 1, 1, 1),
+    "evaluation in between": CallPattern(_evaluation_in_between, 2, 1, 0),
+    "last in first out": CallPattern(_last_in_first_out, 2, 2, 1),
+    "first in first out": CallPattern(_first_in_first_out, 2, 2, 0),
+    "another shape in between": CallPattern(_another_shape_in_between, 2, 2, 1),
+    "never goes backward": CallPattern(_forward_without_backward, 2, 1, 1),
 }
 
 
@@ -82,7 +82,7 @@ def _gathers(trace: TraceCtx) -> list[Any]:
     return [b for b in trace.bound_symbols if b.sym is fsdp_all_gather]
 
 
-_compiled_before: dict[str, Twins] = {}  # by options: histories go on with what the one before has compiled
+_compiled_before: dict[str, Twins] = {}  # by options: later patterns reuse what earlier ones have compiled
 
 
 def _train(rank: int, world_size: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -93,55 +93,57 @@ def _train(rank: int, world_size: int, name: str, options: dict[str, Any]) -> di
     issued = []
     for _ in range(3):
         with StepCounter(twins.sharded.parameters()) as counter, counter.phase("step"):
-            HISTORIES[name].run(twins)
+            PATTERNS[name].run(twins)
         issued.append(sum(c.kind == "all_gather" for c in counter.counts().collectives))
         twins.update()  # compares gradients and parameters with the unsharded model's
     compiled = twins.transform.compiled[0]
-    again = _gathers(compiled.backward)
+    backward_gathers = _gathers(compiled.backward)
     return {
         "issued": issued,
         "forward": len(_gathers(compiled.forward)),
-        "backward": len(again),
-        "there": sum(map(is_resident, again)),
+        "backward": len(backward_gathers),
+        "resident": sum(map(is_resident, backward_gathers)),
     }
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [*((name, {}) for name in HISTORIES), ("last in first out", {"prefetch": 2, "bucketing_strategy": "layer"})],
+    [*((name, {}) for name in PATTERNS), ("last in first out", {"prefetch": 2, "bucketing_strategy": "layer"})],
 )
-def test_backward_gathers_only_what_does_not_lie_there(ranks: Ranks, name: str, options: dict[str, Any]) -> None:
-    history = HISTORIES[name]
+def test_backward_gathers_only_buckets_that_are_not_resident(ranks: Ranks, name: str, options: dict[str, Any]) -> None:
+    history = PATTERNS[name]
     for found in ranks.run(_train, name, options):
-        assert 0 < found["there"] < found["backward"]
+        assert 0 < found["resident"] < found["backward"]
         everything = history.forwards * found["forward"] + history.backwards * found["backward"]
-        assert found["issued"] == [everything - history.reuses * found["there"]] * 3
+        assert found["issued"] == [everything - history.reuses * found["resident"]] * 3
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_what_stays_takes_hardly_more_memory(prefetch: int) -> None:
+def test_resident_buckets_hardly_increase_the_arena(prefetch: int) -> None:
     torch.manual_seed(0)
     model = Stack(6, 256).double()
     inputs = model.inputs(torch.Generator())
     [compiled] = compile_on_fake_ranks(lambda: (model, inputs), 8, prefetch=prefetch)
     forward, backward = compiled.forward, compiled.backward
     assert forward is not None and backward is not None
-    there = [b.args[0].spec.unsharded_bytes for b in _gathers(backward) if is_resident(b)]
+    resident = [b.args[0].spec.unsharded_bytes for b in _gathers(backward) if is_resident(b)]
     block = max(b.args[0].spec.unsharded_bytes for b in _gathers(backward))
-    assert is_resident(_gathers(backward)[0]), "what nothing could hide"
-    assert sum(there) >= prefetch * block
-    for trace, more in ((forward, 1.0), (backward, 33 / 32)):
-        alone = assign_slots(_unmarked(trace))
-        assert shared_slots(trace)[0] <= more * shared_slots(alone)[0]
+    assert is_resident(_gathers(backward)[0]), (
+        "the first gather of backward, which no compute could hide, must be resident"
+    )
+    assert sum(resident) >= prefetch * block
+    for trace, growth in ((forward, 1.0), (backward, 33 / 32)):
+        unmarked = assign_slots(_without_marks(trace))
+        assert shared_slots(trace)[0] <= growth * shared_slots(unmarked)[0]
 
 
-def _unmarked(trace: TraceCtx) -> TraceCtx:
-    """The trace as it would be if forward and backward had nothing to do with each other."""
-    alone = from_trace(trace)
+def _without_marks(trace: TraceCtx) -> TraceCtx:
+    """Return the trace without the marks that tie backward's gathers to forward's."""
+    unmarked = from_trace(trace)
     for bsym in trace.bound_symbols:
         if bsym.sym is fsdp_all_gather:
             bsym = bsym.from_bsym(kwargs=bsym.kwargs | {"followed_by": None, "preceded_by": None})
-        alone.bound_symbols.append(bsym)
+        unmarked.bound_symbols.append(bsym)
     if has_backward(trace):
-        alone.bound_symbols[-1] = alone.bound_symbols[-1].from_bsym(args=(return_of(trace).args[0]["output"],))
-    return alone
+        unmarked.bound_symbols[-1] = unmarked.bound_symbols[-1].from_bsym(args=(return_of(trace).args[0]["output"],))
+    return unmarked
