@@ -1,4 +1,4 @@
-"""Ranks that run different things get a ``ScheduleDisagreement`` that names both sides, on every rank, before it matters."""
+"""If ranks run different things, every rank raises ``ScheduleDisagreement`` with both sides before anything is issued."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from ranks import Ranks
 from torch import nn
 
 SECONDS = 60.0
-"""How long a rank waits for the others: far longer than any of them needs."""
+"""How many seconds a rank waits for the others. Far more than any of them needs."""
 
 
-class TwoWays(nn.Module):
-    """Reads one of two buckets, of equal or different sizes."""
+class TwoBranches(nn.Module):
+    """A module that uses one of two buckets, of equal or different sizes."""
 
     def __init__(self, right: int = 4) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def _jit(module: nn.Module, **options: Any) -> Any:
 
 
 def _disagree(rank: int, per_rank: list[Callable[[], Any]], *expected: str) -> None:
-    """Each rank does its own thing; each is told about all of them."""
+    """Run another function on each rank and check that every rank's error describes all of them."""
     with pytest.raises(ScheduleDisagreement) as caught:
         per_rank[rank]()
     message = str(caught.value)
@@ -60,9 +60,9 @@ def _disagree(rank: int, per_rank: list[Callable[[], Any]], *expected: str) -> N
         assert re.search(text, message), f"{text!r} is not in {message}"
 
 
-def _compiled_variants(rank: int, world_size: int, tmp_path: Path) -> None:
-    """All ranks have all variants in their caches, so no rank compiles when they take different ones."""
-    model = _jit(TwoWays())
+def _run_different_variants(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Compile all variants on all ranks, and then run different ones. No rank compiles any more."""
+    model = _jit(TwoBranches())
     two, three = torch.ones(2, 4), torch.ones(3, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -103,8 +103,10 @@ def _compiled_variants(rank: int, world_size: int, tmp_path: Path) -> None:
     optimizer.zero_grad()
     step()
     before = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
-    usual = r"the forward for inputs float32\[2, 4\], True \(gradients enabled, training\) of module \d+ \(TwoWays\)"
-    each = [
+    step_text = (
+        r"the forward for inputs float32\[2, 4\], True \(gradients enabled, training\) of module \d+ \(TwoWays\)"
+    )
+    cases = [
         (lambda: step(left=False), r"rank 1: the forward for inputs float32\[2, 4\], False \(gradients enabled"),
         (lambda: step(three), r"rank 1: the forward for inputs float32\[3, 4\], True \(gradients enabled"),
         (in_eval_mode, r"rank 1: the forward for inputs float32\[2, 4\], True \(gradients enabled, evaluating\)"),
@@ -113,9 +115,9 @@ def _compiled_variants(rank: int, world_size: int, tmp_path: Path) -> None:
         (lambda: tfs.save_checkpoint(tmp_path / "never", model), r"rank 1: save_checkpoint of module"),
         (lambda: tfs.clip_grad_norm_(model, 1.0), r"rank 1: clip_grad_norm_ with norm_type=2\.0 of module"),
     ]
-    for other, expected in each:
-        _disagree(rank, [step, other], f"rank 0: {usual}", expected)
-    # The ranks' forwards differ, or only their backwards do.
+    for other, expected in cases:
+        _disagree(rank, [step, other], f"rank 0: {step_text}", expected)
+    # The forwards of the ranks differ, or only the backwards do.
     _disagree(
         rank, [step, no_sync], r"rank 0: the (for|back)ward for [^\n]*\n    rank 1: the (for|back)ward [^\n]*no_sync"
     )
@@ -123,19 +125,21 @@ def _compiled_variants(rank: int, world_size: int, tmp_path: Path) -> None:
         rank, [step, lambda: (evaluate(), step())], "rank 0: the (for|back)ward", r"rank 1: .*(no gradients|forward)"
     )
     loss = model(two, True)
-    _disagree(rank, [backward_only, lambda: model(two, True)], "rank 0: the backward for inputs", f"rank 1: {usual}")
+    _disagree(
+        rank, [backward_only, lambda: model(two, True)], "rank 0: the backward for inputs", f"rank 1: {step_text}"
+    )
     assert not (tmp_path / "never" / ".metadata").exists()
-    # Nothing was issued, so the ranks can go on.
+    # Nothing was issued, so the ranks can continue.
     optimizer.zero_grad()
     step()
     assert all(torch.equal(param.grad, before[n]) for n, param in model.named_parameters() if param.grad is not None)
 
 
-def test_ranks_that_run_different_traces_are_told_and_can_go_on(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(_compiled_variants, tmp_path, timeout=400)
+def test_ranks_that_run_different_traces_raise_and_can_continue(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_run_different_variants, tmp_path, timeout=400)
 
 
-class Activated(nn.Module):
+class LayerWithActivation(nn.Module):
     def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
@@ -147,7 +151,7 @@ class Activated(nn.Module):
 
 def _different_models(rank: int, world_size: int) -> None:
     x = torch.ones(2, 4)
-    one, other = _jit(TwoWays(right=6)), _jit(nn.Linear(4, 4))
+    one, other = _jit(TwoBranches(right=6)), _jit(nn.Linear(4, 4))
     one(x, True).backward()
     _disagree(
         rank,
@@ -157,36 +161,36 @@ def _different_models(rank: int, world_size: int) -> None:
     )
     one(x, False).backward()
     other(x).sum().backward()
-    # Buckets of different sizes: gloo aborts the process if they meet.
-    of_other = r"the forward for inputs float32\[2, 4\] \(gradients enabled, training\) of module \d+ \(Linear\)"
+    # Buckets of different sizes: gloo would abort the process if they met in a collective.
+    other_text = r"the forward for inputs float32\[2, 4\] \(gradients enabled, training\) of module \d+ \(Linear\)"
     _disagree(rank, [lambda: one(x, True), lambda: one(x, False)], "rank 0: .*, True ", "rank 1: .*, False ")
-    _disagree(rank, [lambda: one(x, True), lambda: other(x)], r"rank 0: .*\(TwoWays\)", f"rank 1: {of_other}")
+    _disagree(rank, [lambda: one(x, True), lambda: other(x)], r"rank 0: .*\(TwoWays\)", f"rank 1: {other_text}")
     one(x, True).backward()
     other(x).sum().backward()
 
-    activated = _jit(Activated(torch.relu if rank else torch.tanh))
+    activated = _jit(LayerWithActivation(torch.relu if rank else torch.tanh))
     _disagree(
         rank,
         [lambda: activated(x)] * 2,
         "forward of a trace: the collectives agree but the computations differ",
         r"line \d+:\n    rank 0: tanh\(%\d+\) -> %\d+: float32\n    rank 1: gt",
     )
-    allowed = _jit(Activated(torch.relu if rank else torch.tanh), allow_different_computation=True)
+    allowed = _jit(LayerWithActivation(torch.relu if rank else torch.tanh), allow_different_computation=True)
     allowed(x).backward()
     allowed(x).backward()
 
 
-def test_different_models_and_computations_are_told(ranks: Ranks) -> None:
+def test_different_models_and_computations_raise_on_all_ranks(ranks: Ranks) -> None:
     ranks.run(_different_models, timeout=400)
 
 
-def _no_show(rank: int, world_size: int) -> None:
+def _arrive_late(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=8))
     model = thunder.jit(nn.Linear(4, 4), transforms=[fsdp(process_group=group)])
     with tfs.eager(model) as module:
         module(torch.ones(2, 4))
     if rank == 1:
-        dist.barrier()  # it comes, but too late
+        dist.barrier()  # arrives, but too late
     with pytest.raises(ScheduleDisagreement) as caught, tfs.eager(model) as module:
         module(torch.ones(2, 4))
     if rank == 0:
@@ -196,7 +200,7 @@ def _no_show(rank: int, world_size: int) -> None:
         dist.barrier()
     else:
         assert re.search(r"disagree: the ranks did not come together|rank 0 did not come", str(caught.value))
-    # The channel is closed for this model, and the next one gets another.
+    # The channel is closed for this model. The next model gets another one.
     with pytest.raises(ScheduleDisagreement, match=r"has come to .* since"), tfs.eager(model) as module:
         module(torch.ones(2, 4))
     model = thunder.jit(nn.Linear(4, 4), transforms=[fsdp()])
@@ -204,12 +208,12 @@ def _no_show(rank: int, world_size: int) -> None:
         module(torch.ones(2, 4))
 
 
-def test_a_rank_that_does_not_come_is_named_and_told_later(ranks: Ranks) -> None:
-    ranks.run(_no_show, timeout=120)
+def test_the_error_names_a_late_rank_which_raises_when_it_arrives(ranks: Ranks) -> None:
+    ranks.run(_arrive_late, timeout=120)
 
 
-class Fails(nn.Module):
-    """Three buckets and an operator that fails on demand after the second one."""
+class ThreeLayers(nn.Module):
+    """Three layers, each a bucket of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,24 +225,24 @@ class Fails(nn.Module):
         return x.sum()
 
 
-def _interrupt(model: Any, position: int) -> None:
-    """Run a forward that fails when it issues the gather of a bucket."""
+def _fail_at_gather(model: Any, position: int) -> None:
+    """Run a forward that fails when it issues the gather of the bucket at ``position``."""
     buckets = model._lc_transforms[-1].sharded.buckets
     with mock.patch.object(buckets[position], "gather_into", side_effect=ArithmeticError("on demand")):
         with pytest.raises(ArithmeticError, match="on demand"):
             model(torch.ones(2, 4))
 
 
-def _interrupted(rank: int, world_size: int) -> None:
-    model = _jit(Fails(), bucketing_strategy="layer", prefetch=0)
+def _stop_at_different_gathers(rank: int, world_size: int) -> None:
+    model = _jit(ThreeLayers(), bucketing_strategy="layer", prefetch=0)
     model(torch.ones(2, 4)).backward()
     grads = [p.grad.clone() for p in model.parameters()]
-    _interrupt(model, 2)  # half a collective short from now on
-    model(torch.ones(2, 4)).backward()  # all ranks alike: they go on
+    _fail_at_gather(model, 2)  # all ranks stop at the same gather
+    model(torch.ones(2, 4)).backward()  # so they can continue
     assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), grads, strict=True))
-    # The ranks stop after the first gather, in which they have met, but at different collectives.
+    # The ranks stop at different gathers. Only the first was issued on both.
     with mock.patch.object(model._lc_transforms[-1].sharded.buckets[1].transport, "all_gather", return_value=[]):
-        _interrupt(model, 1 + rank)
+        _fail_at_gather(model, 1 + rank)
     _disagree(
         rank,
         [lambda: model(torch.ones(2, 4))] * 2,
@@ -247,15 +251,15 @@ def _interrupted(rank: int, world_size: int) -> None:
     )
 
 
-def test_ranks_that_an_exception_stopped_at_different_collectives_are_told(ranks: Ranks) -> None:
-    ranks.run(_interrupted, timeout=200)
+def test_ranks_that_an_exception_stopped_at_different_collectives_raise(ranks: Ranks) -> None:
+    ranks.run(_stop_at_different_gathers, timeout=200)
 
 
-def _nothing_left(rank: int, world_size: int) -> None:
+def _count_channels_and_keys(rank: int, world_size: int) -> None:
     group = _group()
     counts = []
     for _ in range(3):
-        model = thunder.jit(TwoWays(), transforms=[fsdp(process_group=group)])
+        model = thunder.jit(TwoBranches(), transforms=[fsdp(process_group=group)])
         with tfs.eager(model) as module:
             module(torch.ones(2, 4), True)
         del model, module
@@ -265,12 +269,12 @@ def _nothing_left(rank: int, world_size: int) -> None:
     assert counts[1] == counts[2], counts
 
 
-def test_models_share_a_channel_and_leave_no_keys(ranks: Ranks) -> None:
-    ranks.run(_nothing_left, timeout=120)
+def test_models_share_a_channel_and_do_not_accumulate_keys_in_the_store(ranks: Ranks) -> None:
+    ranks.run(_count_channels_and_keys, timeout=120)
 
 
-def _position(rank: int, world_size: int) -> None:
-    model = _jit(TwoWays(), sharding_strategy="zero3")
+def _check_statement_order(rank: int, world_size: int) -> None:
+    model = _jit(TwoBranches(), sharding_strategy="zero3")
     model(torch.ones(2, 4), True).backward()
     compiled = model._lc_transforms[-1].compiled[-1]
     for trace in (compiled.forward, compiled.backward):
@@ -280,12 +284,12 @@ def _position(rank: int, world_size: int) -> None:
         assert agree < agreed < first, names
         assert not any(b.sym.name in AGREEMENT for b in statements(trace))
     assert "fsdp_agree(forward_0)\n" in str(compiled.forward)
-    # As with NCCL, where the round overlaps with the first gather.
+    # As with NCCL, where the round of agreement overlaps with the first gather.
     overlapping = partial(insert_agreement, before_issue=False)
     with mock.patch.object(
         compilation, "insert_agreement", lambda trace, run, before_issue: overlapping(trace, run=run)
     ):
-        model = _jit(TwoWays())
+        model = _jit(TwoBranches())
         for left in (True, False):
             model(torch.ones(2, 4), left).backward()
     for compiled in model._lc_transforms[-1].compiled:
@@ -294,5 +298,5 @@ def _position(rank: int, world_size: int) -> None:
     _disagree(rank, [lambda: model(torch.ones(2, 4), rank == 0)] * 2, "rank 0: .*, True ", "rank 1: .*, False ")
 
 
-def test_ranks_agree_before_the_first_collective(ranks: Ranks) -> None:
-    ranks.run(_position, timeout=120)
+def test_traces_agree_before_their_first_collective(ranks: Ranks) -> None:
+    ranks.run(_check_statement_order, timeout=120)

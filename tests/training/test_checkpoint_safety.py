@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, mixed up, forged, or saved by two runs at once: an error on every rank, and no change."""
+"""Damaged, different, forged, or concurrently saved checkpoints raise on every rank and change nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 
 def _model(value: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[Any, torch.optim.Optimizer]:
-    """A small sharded model whose parameters all have one value, and its optimizer with state."""
+    """Return a small sharded model with all parameters equal to ``value``, and its optimizer, which has state."""
     module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).to(dtype)
     with torch.no_grad():
         for param in module.parameters():
@@ -65,7 +65,7 @@ def _holds(model: Any, value: float) -> bool:
     return all((param == value).all() for param in full_state_dict(model).values())
 
 
-def _refused(model: Any, message: str, call: Any, *args: Any, **kwargs: Any) -> str:
+def _assert_refused(model: Any, message: str, call: Any, *args: Any, **kwargs: Any) -> str:
     before = {name: tensor.clone() for name, tensor in rows_by_name(model).items()}
     with pytest.raises(tfs.CheckpointError, match=message) as caught:
         call(*args, **kwargs)
@@ -75,7 +75,7 @@ def _refused(model: Any, message: str, call: Any, *args: Any, **kwargs: Any) -> 
 
 
 #
-# Different checkpoints, and damage
+# Different and damaged checkpoints
 #
 
 
@@ -90,34 +90,34 @@ def _different_and_damaged(rank: int, world_size: int, folder: Path) -> None:
     other, other_optimizer = _model(5.0)
     extra = {"step": 0, "rng": torch.zeros(8, dtype=torch.int64)}
 
-    # Names and shapes are alike.
-    message = _refused(
+    # Each rank loads another checkpoint. Names and shapes are the same.
+    message = _assert_refused(
         other, "ranks load different checkpoints", load_checkpoint, folder / str(rank), other, other_optimizer
     )
     assert f"ranks [0] {folder}/0" in message and f"ranks [1] {folder}/1" in message
-    _refused(other, "ranks load different", tfs.load_safetensors, other, folder / f"whole-{rank}")
+    _assert_refused(other, "ranks load different", tfs.load_safetensors, other, folder / f"whole-{rank}")
 
-    # Copies on disks of their own are the same checkpoint.
+    # Each rank may load its own copy, as on local disks.
     shutil.copytree(folder / "0", folder / f"copy-{rank}")
     shutil.copytree(folder / "whole-0", folder / f"whole-copy-{rank}")
     assert load_checkpoint(folder / f"copy-{rank}", other, other_optimizer, extra=extra)["step"] == 0
     assert _holds(other, 1.0)
-    _refill(other, 5.0)
+    _fill(other, 5.0)
     tfs.load_safetensors(other, folder / f"whole-copy-{rank}")
     assert _holds(other, 1.0)
-    # One of the copies is damaged: the rank that reads it tells the other.
+    # One copy is damaged: both ranks raise.
     if rank == 1:
         for file in (folder / "whole-copy-1").glob("*.safetensors"):
             _flip(file, 8 * (file.stat().st_size - 3))
-    _refused(other, r"is damaged.*ranks \[1\]", tfs.load_safetensors, other, folder / f"whole-copy-{rank}")
-    # Without checksums, files that are not one and the same are compared by content.
+    _assert_refused(other, r"is damaged.*ranks \[1\]", tfs.load_safetensors, other, folder / f"whole-copy-{rank}")
+    # Without checksums, different files are compared by content.
     index = folder / f"whole-copy-{rank}" / INDEX
     content = json.loads(index.read_text())
     del content["metadata"]["crc32"]
     index.write_text(json.dumps(content))
-    _refused(other, "ranks load different", tfs.load_safetensors, other, folder / f"whole-copy-{rank}")
+    _assert_refused(other, "ranks load different", tfs.load_safetensors, other, folder / f"whole-copy-{rank}")
 
-    # A bit flips, anywhere in the data: an error, or nothing that counts has changed.
+    # A flipped bit anywhere is an error, unless it is in padding.
     draw = random.Random(0)
     files = [*sorted((folder / "0").glob("*.distcp")), folder / "0" / METADATA]
     found = 0
@@ -125,31 +125,33 @@ def _different_and_damaged(rank: int, world_size: int, folder: Path) -> None:
         file = files[number % len(files)]
         bit = draw.randrange(8 * file.stat().st_size)
         _flip_on_first(file, bit)
-        found += _is_refused_or_right(other, lambda: load_checkpoint(folder / "0", other, other_optimizer, extra=extra))
+        found += _is_refused_or_correct(
+            other, lambda: load_checkpoint(folder / "0", other, other_optimizer, extra=extra)
+        )
         _flip_on_first(file, bit)
-    assert found >= 23  # all but padding between pieces, if a file has any
+    assert found >= 23  # all but flips in padding between entries, if a file has any
     for file in sorted((folder / "whole-0").glob("*.safetensors")):
         bit = draw.randrange(8 * file.stat().st_size)
         _flip_on_first(file, bit)
-        _refused(other, "is damaged, nothing is changed", tfs.load_safetensors, other, folder / "whole-0")
+        _assert_refused(other, "is damaged, nothing is changed", tfs.load_safetensors, other, folder / "whole-0")
         if bit // 8 > file.stat().st_size - 16:
             tfs.load_safetensors(other, folder / "whole-0", verify_checksums=False)
         _flip_on_first(file, bit)
-    _refill(other, 5.0)
+    _fill(other, 5.0)
     load_checkpoint(folder / "0", other, other_optimizer, extra=extra)
     assert _holds(other, 1.0)
 
-    # Data of another save, with names and lengths that fit.
+    # A data file of another save, with the same names and lengths.
     dist.barrier()
     if rank == 0:
         mine, theirs = (sorted((folder / n).glob("__1_*.distcp"))[0] for n in "01")
         shutil.copy(theirs, mine)
     dist.barrier()
-    _refused(other, "is damaged: the checksum of", load_checkpoint, folder / "0", other, other_optimizer)
+    _assert_refused(other, "is damaged: the checksum of", load_checkpoint, folder / "0", other, other_optimizer)
     load_checkpoint(folder / "0", other, other_optimizer, verify_checksums=False)
 
 
-def _refill(model: Any, value: float) -> None:
+def _fill(model: Any, value: float) -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(value)
@@ -168,8 +170,8 @@ def _flip_on_first(file: Path, bit: int) -> None:
     dist.barrier()
 
 
-def _is_refused_or_right(model: Any, load: Any) -> bool:
-    _refill(model, 5.0)
+def _is_refused_or_correct(model: Any, load: Any) -> bool:
+    _fill(model, 5.0)
     try:
         rest = load()
     except tfs.CheckpointError:
@@ -179,7 +181,7 @@ def _is_refused_or_right(model: Any, load: Any) -> bool:
     return False
 
 
-def test_different_or_damaged_checkpoints_change_nothing(ranks: Ranks, tmp_path: Path) -> None:
+def test_different_or_damaged_checkpoints_are_refused_and_change_nothing(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_different_and_damaged, tmp_path)
 
 
@@ -191,7 +193,7 @@ def _without_checksums(rank: int, world_size: int, folder: Path) -> None:
     scheduler = {"last_epoch": 4, "_last_lr": [0.5], "milestones": Counter([3]), "nested": {1: 2}, "verbose": False}
     dcp.save(
         {**state, "step": 3, "scheduler": scheduler}, checkpoint_id=folder / "dcp"
-    )  # as before there was extra.json
+    )  # as saved by versions without extra.json
     for name in ("ours", "dcp"):
         other, other_optimizer = _model(5.0)
         blank = {"last_epoch": 0, "_last_lr": [0.0], "milestones": Counter([3, 3]), "nested": {1: 0}}
@@ -205,8 +207,8 @@ def _without_checksums(rank: int, world_size: int, folder: Path) -> None:
         ({"scheduler": {**blank, "milestones": Counter()}}, r"extra\['scheduler'\]\['milestones'\]\['3'\] is in the"),
         ({"epoch": 0}, "holds no 'epoch', but"),
     ):
-        _refused(other, message, load_checkpoint, folder / "dcp", other, other_optimizer, extra=wrong)
-    # Its archives have checksums: a flipped bit of a value is found there.
+        _assert_refused(other, message, load_checkpoint, folder / "dcp", other, other_optimizer, extra=wrong)
+    # The archives that DCP writes have checksums of their own, which detect a flipped bit.
     dist.barrier()
     if rank == 0:
         [file] = (folder / "dcp").glob("__0_*.distcp")
@@ -214,14 +216,14 @@ def _without_checksums(rank: int, world_size: int, folder: Path) -> None:
         at = data.index(torch.ones(3).numpy().tobytes())
         _flip(file, 8 * at)
     dist.barrier()
-    _refused(other, r"is damaged: the checksum of", load_checkpoint, folder / "dcp", other)
+    _assert_refused(other, r"is damaged: the checksum of", load_checkpoint, folder / "dcp", other)
 
 
 def test_checkpoints_without_checksums_are_loaded(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_without_checksums, tmp_path)
 
 
-def _casts(rank: int, world_size: int, folder: Path) -> None:
+def _load_with_casts(rank: int, world_size: int, folder: Path) -> None:
     model, optimizer = _model(1.0, torch.float64)
     save_checkpoint(folder / "double", model, optimizer)
     tfs.save_safetensors(model, folder / "whole")
@@ -233,28 +235,30 @@ def _casts(rank: int, world_size: int, folder: Path) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             load()
-        told = [str(w.message) for w in caught if " casts what " in str(w.message)]
-        assert len(told) == (1 if rank == 0 else 0)
-        assert all("0.weight from float64 to float32" in text for text in told)
+        cast_warnings = [str(w.message) for w in caught if " casts what " in str(w.message)]
+        assert len(cast_warnings) == (1 if rank == 0 else 0)
+        assert all("0.weight from float64 to float32" in text for text in cast_warnings)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_checkpoint(folder / "double", model, optimizer)
         tfs.load_safetensors(model, folder / "whole")
-    # The optimizer's state alone.
+    # A cast of the optimizer's state only.
     state = {"model": tfs.get_model_state_dict(other), "optim": tfs.get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=folder / "state")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         load_checkpoint(folder / "state", other, other_optimizer)
-    told = [str(w.message) for w in caught if " casts what " in str(w.message)]
-    assert bool(told) is (rank == 0) and all("exp_avg of 0.weight from float64 to float32" in t for t in told)
+    cast_warnings = [str(w.message) for w in caught if " casts what " in str(w.message)]
+    assert bool(cast_warnings) is (rank == 0) and all(
+        "exp_avg of 0.weight from float64 to float32" in t for t in cast_warnings
+    )
 
 
-def test_a_cast_is_told_once_by_name(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(_casts, tmp_path)
+def test_loading_warns_once_about_casts_with_names(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_load_with_casts, tmp_path)
 
 
-def _latest(rank: int, world_size: int, folder: Path) -> None:
+def _find_latest(rank: int, world_size: int, folder: Path) -> None:
     model, _ = _model()
     for name in ("good", "cut", "empty", "forged", "data"):
         save_checkpoint(folder / name, model)
@@ -263,7 +267,7 @@ def _latest(rank: int, world_size: int, folder: Path) -> None:
         data = (folder / "good" / METADATA).read_bytes()
         (folder / "cut" / METADATA).write_bytes(data[: len(data) // 2])
         (folder / "empty" / METADATA).write_bytes(b"")
-        (folder / "forged" / METADATA).write_bytes(pickle.dumps(_Runs(str(folder / "proof"))))
+        (folder / "forged" / METADATA).write_bytes(pickle.dumps(_MakesFolderWhenUnpickled(str(folder / "proof"))))
         next((folder / "data").glob("*.distcp")).write_bytes(b"")
         for age, name in enumerate(("good", "cut", "empty", "forged", "data")):
             os.utime(folder / name / METADATA, (1000 + age, 1000 + age))
@@ -274,17 +278,17 @@ def _latest(rank: int, world_size: int, folder: Path) -> None:
     left_out = [str(w.message) for w in caught if "leaves out" in str(w.message)]
     assert len(left_out) == 4
     for name in ("cut", "forged"):
-        _refused(model, r"\.metadata cannot be read", load_checkpoint, folder / name, model)
-        _refused(model, "holds a checkpoint already", save_checkpoint, folder / name, model)
-    # Empty, as a run leaves it that is killed where there are no hard links: nothing is lost by saving again.
-    _refused(model, "is a checkpoint whose save did not end", load_checkpoint, folder / "empty", model)
+        _assert_refused(model, r"\.metadata cannot be read", load_checkpoint, folder / name, model)
+        _assert_refused(model, "holds a checkpoint already", save_checkpoint, folder / name, model)
+    # Without hard links, a killed run leaves an empty file. Saving into the folder again loses nothing.
+    _assert_refused(model, "is a checkpoint whose save did not end", load_checkpoint, folder / "empty", model)
     save_checkpoint(folder / "empty", model)
     assert tfs.latest_checkpoint(folder) == folder / "empty"
     assert not (folder / "proof").exists()
 
 
-class _Runs:
-    """An object that makes a file when it is unpickled."""
+class _MakesFolderWhenUnpickled:
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -293,8 +297,8 @@ class _Runs:
         return os.mkdir, (self.path,)
 
 
-def test_a_damaged_newer_checkpoint_hides_no_older_one(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(_latest, tmp_path)
+def test_latest_checkpoint_skips_damaged_newer_ones(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_find_latest, tmp_path)
 
 
 #
@@ -302,34 +306,42 @@ def test_a_damaged_newer_checkpoint_hides_no_older_one(ranks: Ranks, tmp_path: P
 #
 
 
-def _forged_values(rank: int, world_size: int, folder: Path) -> None:
+def _load_and_save_unsafe_values(rank: int, world_size: int, folder: Path) -> None:
     model, optimizer = _model()
     state = {"model": tfs.get_model_state_dict(model)}
-    dcp.save({**state, "step": _Runs(str(folder / "proof")), "number": 1}, checkpoint_id=folder / "extra")
-    _refused(model, r"'step' is no plain value", load_checkpoint, folder / "extra", model, extra={"step": 0})
+    dcp.save(
+        {**state, "step": _MakesFolderWhenUnpickled(str(folder / "proof")), "number": 1}, checkpoint_id=folder / "extra"
+    )
+    _assert_refused(model, r"'step' is no plain value", load_checkpoint, folder / "extra", model, extra={"step": 0})
     assert load_checkpoint(folder / "extra", model, extra={"number": 0}) == {"number": 1}
     groups = tfs.get_optimizer_state_dict(model, optimizer)
-    groups["param_groups"][0]["lr"] = _Runs(str(folder / "proof"))
+    groups["param_groups"][0]["lr"] = _MakesFolderWhenUnpickled(str(folder / "proof"))
     dcp.save({**state, "optim": groups}, checkpoint_id=folder / "group")
-    _refused(model, r"lr' is no plain value", load_checkpoint, folder / "group", model, optimizer)
+    _assert_refused(model, r"lr' is no plain value", load_checkpoint, folder / "group", model, optimizer)
     assert not (folder / "proof").exists()
-    # It is not saved either.
+    # Such values cannot be saved either.
     optimizer.param_groups[0]["note"] = threading.Lock
-    _refused(model, r"optim\['param_groups'\]\[0\]\['note'\]", save_checkpoint, folder / "note", model, optimizer)
-    _refused(model, r"extra\['a'\]\[0\] is a .*Path", save_checkpoint, folder / "path", model, extra={"a": [Path("b")]})
+    _assert_refused(
+        model, r"optim\['param_groups'\]\[0\]\['note'\]", save_checkpoint, folder / "note", model, optimizer
+    )
+    _assert_refused(
+        model, r"extra\['a'\]\[0\] is a .*Path", save_checkpoint, folder / "path", model, extra={"a": [Path("b")]}
+    )
     different = {"step": 1, "loss": float(rank)}
-    _refused(model, "extra: 'loss' differs between ranks", save_checkpoint, folder / "loss", model, extra=different)
+    _assert_refused(
+        model, "extra: 'loss' differs between ranks", save_checkpoint, folder / "loss", model, extra=different
+    )
     assert not (folder / "note").exists() and not (folder / "path").exists() and not (folder / "loss").exists()
 
 
-def test_values_that_would_run_code_are_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(_forged_values, tmp_path)
+def test_values_that_are_not_plain_are_refused_by_name_and_never_run_code(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_load_and_save_unsafe_values, tmp_path)
 
 
 @pytest.mark.parametrize(
     "forged, message",
     [
-        (_Runs("nowhere/proof"), r"names (posix|nt)\.mkdir, .*was not called"),
+        (_MakesFolderWhenUnpickled("nowhere/proof"), r"names (posix|nt)\.mkdir, .*was not called"),
         (OrderedDict(a=1), "it holds a dict"),
         ({"a": io.BytesIO()}, "names _io.BytesIO"),
         (getattr, "names builtins.getattr"),
@@ -338,7 +350,9 @@ def test_values_that_would_run_code_are_refused_by_name(ranks: Ranks, tmp_path: 
         (np.float64(1), "names numpy"),
     ],
 )
-def test_metadata_of_other_classes_are_refused_before_they_run(tmp_path: Path, forged: Any, message: str) -> None:
+def test_metadata_with_other_classes_are_refused_without_running_them(
+    tmp_path: Path, forged: Any, message: str
+) -> None:
     try:
         data = pickle.dumps(forged)
     except TypeError:
@@ -348,7 +362,7 @@ def test_metadata_of_other_classes_are_refused_before_they_run(tmp_path: Path, f
         read_metadata(tmp_path)
 
 
-def test_metadata_that_lead_out_of_their_folder_are_refused(tmp_path: Path) -> None:
+def test_metadata_that_name_files_outside_their_folder_are_refused(tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
     found, digest = read_metadata(tmp_path)
     assert list(found.state_dict_metadata) == ["a"] and len(digest) == 64
@@ -361,20 +375,22 @@ def test_metadata_that_lead_out_of_their_folder_are_refused(tmp_path: Path) -> N
 
 
 #
-# What else is saved
+# Extra values
 #
 
 
 def _schedulers() -> dict[str, Any]:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.5)
-    of = torch.optim.lr_scheduler
+    lr_scheduler = torch.optim.lr_scheduler
     made = [
-        of.MultiStepLR(optimizer, [2, 5]),
-        of.CosineAnnealingLR(optimizer, 10),
-        of.ReduceLROnPlateau(optimizer),
-        of.OneCycleLR(optimizer, 0.5, 10),
-        of.SequentialLR(optimizer, [of.ConstantLR(optimizer), of.LinearLR(optimizer)], [3]),
-        of.CosineAnnealingWarmRestarts(optimizer, 3),
+        lr_scheduler.MultiStepLR(optimizer, [2, 5]),
+        lr_scheduler.CosineAnnealingLR(optimizer, 10),
+        lr_scheduler.ReduceLROnPlateau(optimizer),
+        lr_scheduler.OneCycleLR(optimizer, 0.5, 10),
+        lr_scheduler.SequentialLR(
+            optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.LinearLR(optimizer)], [3]
+        ),
+        lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
     ]
     return {type(scheduler).__name__: scheduler.state_dict() for scheduler in made}
 
@@ -392,23 +408,23 @@ def _values() -> dict[str, Any]:
     }
 
 
-def _same(one: Any, other: Any) -> None:
+def _assert_equal(one: Any, other: Any) -> None:
     assert type(one) is type(other)
     if isinstance(one, (list, tuple)):
         assert len(one) == len(other)
         for a, b in zip(one, other, strict=True):
-            _same(a, b)
+            _assert_equal(a, b)
     elif isinstance(one, dict):
         assert list(one) == list(other)
         for key in one:
-            _same(one[key], other[key])
+            _assert_equal(one[key], other[key])
     elif isinstance(one, (torch.Tensor, np.ndarray)):
         assert one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
     else:
         assert one == other or one != one
 
 
-def _extra(rank: int, world_size: int, folder: Path) -> None:
+def _save_and_load_extra(rank: int, world_size: int, folder: Path) -> None:
     model, optimizer = _model()
     values = {
         **_values(),
@@ -426,10 +442,10 @@ def _extra(rank: int, world_size: int, folder: Path) -> None:
     blank: dict[str, Any] = {**dict.fromkeys(values), "schedulers": _schedulers(), "ema": ema}
     loaded = load_checkpoint(folder, model, optimizer, extra=blank)
     assert loaded.keys() == values.keys()
-    spread = loaded.pop("ema")
+    loaded_ema = loaded.pop("ema")
     for name, entry in values.pop("ema").items():
-        assert torch.equal(entry.to_local(), spread[name].to_local()), name
-    _same(loaded, values)
+        assert torch.equal(entry.to_local(), loaded_ema[name].to_local()), name
+    _assert_equal(loaded, values)
     assert load_checkpoint(folder, model, extra={"rng": torch.empty_like(values["rng"])}).keys() == {"rng"}
     for wrong, message in (
         ({"rng": torch.zeros(3)}, r"extra\['rng'\] has shape \(\d+,\) in the checkpoint, but \(3,\) was given"),
@@ -439,20 +455,20 @@ def _extra(rank: int, world_size: int, folder: Path) -> None:
         ({"loader": {"epoch": 0, "more": 1}}, r"extra\['loader'\] has no 'more' in the checkpoint, but \['epoch'"),
         ({"later": 1}, r"holds no 'later', but \['model', 'optim', 'plain'"),
     ):
-        text = _refused(model, message, load_checkpoint, folder, model, optimizer, extra=wrong)
+        text = _assert_refused(model, message, load_checkpoint, folder, model, optimizer, extra=wrong)
         assert "optimizer" not in text
 
 
-def test_what_training_needs_besides_survives(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(_extra, tmp_path / "checkpoint")
+def test_extra_values_survive_saving_and_loading(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_save_and_load_extra, tmp_path / "checkpoint")
 
 
-def test_values_survive_json() -> None:
+def test_extra_values_survive_json() -> None:
     values = _values()
     text, tensors = extras.encode(values)
     assert not tensors
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    _same(extras.decode(text, lambda name: pytest.fail("no tensor")), values)
+    _assert_equal(extras.decode(text, lambda name: pytest.fail("no tensor")), values)
     nan = extras.decode(extras.encode({"a": float("nan")})[0], lambda name: name)["a"]
     assert nan != nan
 
@@ -468,12 +484,12 @@ def test_values_survive_json() -> None:
         ({"a": len}, r"extra\['a'\] is a builtins\.builtin_function_or_method"),
     ],
 )
-def test_other_values_are_refused_by_place(value: Any, message: str) -> None:
+def test_unsupported_extra_values_are_refused_with_their_path(value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         extras.encode(value)
 
 
-def test_values_without_end_are_refused() -> None:
+def test_extra_values_that_contain_themselves_are_refused() -> None:
     value: list[Any] = []
     value.append(value)
     with pytest.raises(ValueError, match="contains itself"):
@@ -481,12 +497,12 @@ def test_values_without_end_are_refused() -> None:
 
 
 #
-# Two runs, one folder
+# Two runs save into one folder
 #
 
 
-def _two_pairs(rank: int, world_size: int, folder: Path) -> int:
-    """Ranks 0 and 1 are one run, 2 and 3 the other; both save all they have at once."""
+def _two_runs(rank: int, world_size: int, folder: Path) -> int:
+    """Save from two runs, ranks 0 and 1 and ranks 2 and 3, into the same folders at once. Return how many succeeded."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     with torch.no_grad():
@@ -494,62 +510,62 @@ def _two_pairs(rank: int, world_size: int, folder: Path) -> int:
             param.fill_(1.0 + rank // 2)
     model = thunder.jit(module, transforms=[fsdp(process_group=pairs[rank // 2])])
     reader = thunder.jit(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), transforms=[fsdp()])
-    known = sum(_race(rank, folder / "one-host", number, model, reader) for number in range(4))
-    # Of two hosts: claims are taken over, and the names of files and the exclusive link have to do.
+    saves = sum(_race(rank, folder / "one-host", number, model, reader) for number in range(4))
+    # On two hosts a run takes over the other's claim. Unique file names and the exclusive link must suffice.
     with mock.patch.object(claims, "_system", lambda: {"host": f"host {rank // 2}"}):
-        return known + sum(_race(rank, folder / "two-hosts", number, model, reader) for number in range(4))
+        return saves + sum(_race(rank, folder / "two-hosts", number, model, reader) for number in range(4))
 
 
 def _race(rank: int, folder: Path, number: int, model: Any, reader: Any) -> int:
-    """Save on both runs into one folder; return how many have succeeded."""
+    """Save from both runs into one folder and return how many succeeded."""
     is_whole = number % 2
-    place = folder / str(number)
+    target = folder / str(number)
     dist.barrier()
     try:
         if is_whole:
-            tfs.save_safetensors(model, place)
+            tfs.save_safetensors(model, target)
         else:
-            save_checkpoint(place, model, extra={"run": rank // 2})
+            save_checkpoint(target, model, extra={"run": rank // 2})
         result = "saved"
     except tfs.CheckpointError as error:
         result = str(error)
         if folder.name == "one-host":
             words = ("another run", "other runs", "not the folder", "already", "nevertheless")
             assert any(word in result for word in words), result
-    everyones: list[Any] = [None] * 4
-    dist.all_gather_object(everyones, result == "saved")
-    assert everyones[0] == everyones[1] and everyones[2] == everyones[3]
-    winners = [run for run in (0, 1) if everyones[2 * run]]
-    assert len(winners) <= 1, "both runs have saved into one folder"
+    successes: list[Any] = [None] * 4
+    dist.all_gather_object(successes, result == "saved")
+    assert successes[0] == successes[1] and successes[2] == successes[3]
+    winners = [run for run in (0, 1) if successes[2 * run]]
+    assert len(winners) <= 1, "both runs claim to have saved into one folder"
     for winner in winners:
-        # All of the winner's files, none of the other's, and no leftovers.
+        # The folder has all files of the winner. On one host it has no others.
         if is_whole:
-            tfs.load_safetensors(reader, place)
-            files = {*json.loads((place / INDEX).read_text())["weight_map"].values(), INDEX}
+            tfs.load_safetensors(reader, target)
+            files = {*json.loads((target / INDEX).read_text())["weight_map"].values(), INDEX}
         else:
-            assert load_checkpoint(place, reader, extra={"run": 0}) == {"run": winner}
-            files = {info.relative_path for info in read_metadata(place)[0].storage_data.values()} | {METADATA}
+            assert load_checkpoint(target, reader, extra={"run": 0}) == {"run": winner}
+            files = {info.relative_path for info in read_metadata(target)[0].storage_data.values()} | {METADATA}
         assert _holds(reader, 1.0 + winner)
-        assert {entry.name for entry in place.iterdir()} >= files
+        assert {entry.name for entry in target.iterdir()} >= files
         if folder.name == "one-host":
-            assert {entry.name for entry in place.iterdir()} == files
+            assert {entry.name for entry in target.iterdir()} == files
     return len(winners)
 
 
-def test_of_two_runs_in_one_folder_one_saves_at_most(four_ranks: Ranks, tmp_path: Path) -> None:
-    saved = four_ranks.run(_two_pairs, tmp_path)
-    assert len(set(saved)) == 1 and saved[0] >= 4  # of 8: most often one of the two has it
+def test_at_most_one_of_two_runs_saves_into_a_folder(four_ranks: Ranks, tmp_path: Path) -> None:
+    saved = four_ranks.run(_two_runs, tmp_path)
+    assert len(set(saved)) == 1 and saved[0] >= 4  # of 8 races: usually one of the runs wins
 
 
 def _different_folders(rank: int, world_size: int, folder: Path) -> None:
     model, _ = _model()
     message = r"is not the folder that the first rank has claimed.*\(on ranks \[1\]\)"
-    _refused(model, message, save_checkpoint, folder / str(rank), model)
-    _refused(model, message, tfs.save_safetensors, model, folder / str(rank))
-    dist.barrier()  # the first rank cleans up after it has told the others
+    _assert_refused(model, message, save_checkpoint, folder / str(rank), model)
+    _assert_refused(model, message, tfs.save_safetensors, model, folder / str(rank))
+    dist.barrier()  # the first rank cleans up after reporting to the others
     assert not any((folder / "0").iterdir()) and not (folder / "1").exists()
     dist.barrier()
-    # A save that fails leaves nothing, and another one may follow.
+    # A failed save leaves nothing in the folder, and a later one succeeds.
     keep = FileSystemWriter.write_data
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -559,7 +575,7 @@ def _different_folders(rank: int, world_size: int, folder: Path) -> None:
 
     FileSystemWriter.write_data = fail  # type: ignore[method-assign]
     try:
-        _refused(model, "was not saved: rank 1: OSError.*No space left", save_checkpoint, folder / "0", model)
+        _assert_refused(model, "was not saved: rank 1: OSError.*No space left", save_checkpoint, folder / "0", model)
     finally:
         FileSystemWriter.write_data = keep  # type: ignore[method-assign]
     dist.barrier()
@@ -569,11 +585,11 @@ def _different_folders(rank: int, world_size: int, folder: Path) -> None:
     load_checkpoint(folder / "0", model)
 
 
-def test_ranks_save_into_one_folder(ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_must_save_into_the_same_folder(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_different_folders, tmp_path)
 
 
-def test_a_claim_is_held_as_long_as_its_process_lives(tmp_path: Path) -> None:
+def test_a_claim_is_held_while_its_process_lives(tmp_path: Path) -> None:
     code = (
         "import sys, time; sys.path.insert(0, sys.argv[2])\n"
         "from pathlib import Path\n"
@@ -594,19 +610,19 @@ def test_a_claim_is_held_as_long_as_its_process_lives(tmp_path: Path) -> None:
             claim(tmp_path, METADATA)
     finally:
         owner.kill()
-    # Dead, but not waited for: a zombie saves nothing any more.
+    # A zombie process counts as dead.
     os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
     ours = claim(tmp_path, METADATA)
     owner.wait()
     check_claim(tmp_path, ours)
-    assert [entry.name for entry in tmp_path.iterdir()] == [".claim"], "files of a run that is gone are deleted"
+    assert [entry.name for entry in tmp_path.iterdir()] == [".claim"], "the files of the dead run must be deleted"
     with pytest.raises(ValueError, match=f"process {os.getpid()} on"):
         claim(tmp_path, METADATA)
     release_claim(tmp_path, METADATA, ours)
     assert not any(tmp_path.iterdir())
 
 
-def test_a_claim_of_another_host_is_taken_over_and_its_files_are_left(tmp_path: Path) -> None:
+def test_a_claim_of_another_host_is_taken_over_without_deleting_its_files(tmp_path: Path) -> None:
     theirs = claim(tmp_path, METADATA)
     owner = json.loads((tmp_path / ".claim").read_text())
     (tmp_path / ".claim").write_text(json.dumps({**owner, "namespace": "of another container"}))
@@ -619,7 +635,7 @@ def test_a_claim_of_another_host_is_taken_over_and_its_files_are_left(tmp_path: 
     for run in (ours, theirs):
         (tmp_path / f".{run}").mkdir()
         (tmp_path / f".{run}" / METADATA).write_text(run)
-    # It lives after all, and is first.
+    # The other run is still alive, and completes the folder first.
     complete_folder(tmp_path, METADATA, theirs, tmp_path / f".{theirs}" / METADATA)
     release_claim(tmp_path, METADATA, theirs)
     with pytest.raises(ValueError, match="another run has completed"):
@@ -631,7 +647,7 @@ def test_a_claim_of_another_host_is_taken_over_and_its_files_are_left(tmp_path: 
         claim(tmp_path, METADATA)
 
 
-def test_without_hard_links_one_completes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hard_links_only_one_run_completes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def link(source: Any, target: Any) -> None:
         raise PermissionError(1, "Operation not permitted")
 

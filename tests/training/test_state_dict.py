@@ -1,4 +1,4 @@
-"""State dicts, sharded and whole: saved, loaded, refused."""
+"""State dicts, sharded and unsharded: saving, loading, and entries that are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 
 class Everything(Model):
-    """Parameters of the root module, 0-dim, uneven, frozen and tied ones, and buffers."""
+    """A model with every kind of parameter (root, 0-dim, uneven, frozen, tied) and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Everything(Model):
         return self.head.forward(self.norm(x)) + torch.tanh(x @ self.embedding.weight.t() @ self.mix)[:, :1]
 
 
-def _twins(rank: int, world_size: int, seed: int = 0, **options: Any) -> Twins:
+def _make_twins(rank: int, world_size: int, seed: int = 0, **options: Any) -> Twins:
     torch.manual_seed(seed)
     return Twins(rank, world_size, Everything().double(), **options)
 
@@ -55,7 +55,7 @@ def _addresses(module: nn.Module) -> dict[str, int]:
 
 
 def _save_and_load_shards(rank: int, world_size: int) -> None:
-    twins = _twins(rank, world_size)
+    twins = _make_twins(rank, world_size)
     addresses = _addresses(twins.sharded)
     twins.train(steps=1)
     models = (twins.sharded, twins.reference)
@@ -75,16 +75,16 @@ def _save_and_load_shards(rank: int, world_size: int) -> None:
     twins.train(steps=2)
 
 
-def test_training_goes_on_from_a_loaded_sharded_state_dict(ranks: Ranks) -> None:
+def test_training_continues_from_a_loaded_sharded_state_dict(ranks: Ranks) -> None:
     ranks.run(_save_and_load_shards)
 
 
-def _whole_state(rank: int, world_size: int) -> None:
-    twins = _twins(rank, world_size, move_state_dict_to_cpu=True)
+def _check_full_state_dict(rank: int, world_size: int) -> None:
+    twins = _make_twins(rank, world_size, move_state_dict_to_cpu=True)
     before = twins.reference.state_dict()
     whole = full_state_dict(twins.sharded)
     assert list(whole) and set(whole) == set(before)
-    for name, value in whole.items():  # before any training: every bit
+    for name, value in whole.items():  # bit equal before any training
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
         assert value.device.type == "cpu" and not value.requires_grad
 
@@ -98,7 +98,7 @@ def _whole_state(rank: int, world_size: int) -> None:
         shares = value.untyped_storage().data_ptr() in {
             b.shard.untyped_storage().data_ptr() for b in twins.transform.sharded.buckets
         }
-        assert not shares, f"{name} is a copy, not a view of the shards"
+        assert not shares, f"{name} must be a copy, not a view of the shards"
     fresh = Everything().double()
     fresh.load_state_dict(full_state_dict(twins.sharded), strict=True)
     for name, value in fresh.state_dict().items():
@@ -106,12 +106,12 @@ def _whole_state(rank: int, world_size: int) -> None:
     assert fresh.head.weight is fresh.embedding.weight
 
 
-def test_whole_state_dict_loads_into_the_unsharded_module(ranks: Ranks) -> None:
-    ranks.run(_whole_state)
+def test_full_state_dict_loads_into_the_unsharded_module(ranks: Ranks) -> None:
+    ranks.run(_check_full_state_dict)
 
 
-def _load_whole_state(rank: int, world_size: int) -> None:
-    twins = _twins(rank, world_size)
+def _load_full_state_dict(rank: int, world_size: int) -> None:
+    twins = _make_twins(rank, world_size)
     twins.train(steps=1)
     addresses = _addresses(twins.sharded)
     torch.manual_seed(7)
@@ -123,8 +123,8 @@ def _load_whole_state(rank: int, world_size: int) -> None:
     twins.check_parameters()
     twins.train(steps=2)
 
-    # What one sharded module gave, another one takes, in any dtype.
-    again = _twins(rank, world_size, seed=9)
+    # The state dict of one sharded module loads into another, in any dtype.
+    again = _make_twins(rank, world_size, seed=9)
     again.sharded.load_original_state_dict(twins.sharded.original_state_dict())
     for name, value in full_state_dict(again.sharded).items():
         torch.testing.assert_close(value, full_state_dict(twins.sharded)[name], rtol=0, atol=0)
@@ -134,27 +134,31 @@ def _load_whole_state(rank: int, world_size: int) -> None:
     assert all(p.dtype is torch.float64 for p in again.sharded.parameters())
 
 
-def test_training_goes_on_from_a_loaded_whole_state_dict(ranks: Ranks) -> None:
-    ranks.run(_load_whole_state)
+def test_training_continues_from_a_loaded_unsharded_state_dict(ranks: Ranks) -> None:
+    ranks.run(_load_full_state_dict)
 
 
-def _load_a_part(rank: int, world_size: int) -> None:
-    twins = _twins(rank, world_size)
+def _load_some_entries(rank: int, world_size: int) -> None:
+    twins = _make_twins(rank, world_size)
     before = full_state_dict(twins.sharded)
-    part = {"head.weight": torch.full((5, 4), 2.0), "scale": torch.tensor(3.0), "blocks.0.up.bias": torch.ones(8)}
-    twins.sharded.load_original_state_dict(part)
+    some_entries = {
+        "head.weight": torch.full((5, 4), 2.0),
+        "scale": torch.tensor(3.0),
+        "blocks.0.up.bias": torch.ones(8),
+    }
+    twins.sharded.load_original_state_dict(some_entries)
     after = full_state_dict(twins.sharded)
     for name, value in after.items():
         tied = "head.weight" if name == "embedding.weight" else name
-        twins.close(value, part[tied].double() if tied in part else before[name], name)
+        twins.close(value, some_entries[tied].double() if tied in some_entries else before[name], name)
 
 
-def test_a_part_of_a_whole_state_dict_leaves_the_rest(ranks: Ranks) -> None:
-    ranks.run(_load_a_part)
+def test_loading_some_unsharded_entries_leaves_the_others_unchanged(ranks: Ranks) -> None:
+    ranks.run(_load_some_entries)
 
 
 def _load_wrong_shape(rank: int, world_size: int) -> None:
-    twins = _twins(rank, world_size)
+    twins = _make_twins(rank, world_size)
     state = {**twins.reference.state_dict(), "mix": torch.zeros(4, 5)}
     with pytest.raises(ValueError, match=r"state dict entry 'mix': expected shape \(5, 4\), got \(4, 5\)"):
         twins.sharded.load_original_state_dict(state)
@@ -173,8 +177,8 @@ def _replace_parameters(rank: int, world_size: int) -> None:
     (x,) = model.inputs(torch.Generator().manual_seed(0))
     loss_of(sharded(x)).backward()
 
-    def check_that_it_is_named(name: str) -> None:
-        # Every rank raises, even one that owns no row of the parameter; no rank waits for the others.
+    def check_error_names(name: str) -> None:
+        # Every rank raises, even one that has no rows of the parameter. No rank waits for the others.
         with pytest.raises(RuntimeError, match=rf"parameter '{name}' is no longer in the shard buffer.*p\.copy_"):
             sharded(x)
 
@@ -182,23 +186,23 @@ def _replace_parameters(rank: int, world_size: int) -> None:
         param = sharded.get_parameter(name)
         ours = param.data
         param.data = ours.clone()
-        check_that_it_is_named(name)
+        check_error_names(name)
         param.data = ours
         loss_of(sharded(x)).backward()
     with pytest.raises(ValueError, match=r"load_state_dict\(assign=True\): 'scale' is sharded"):
         sharded.load_state_dict({name: value.clone() for name, value in sharded.state_dict().items()}, assign=True)
 
 
-def test_a_parameter_replaced_by_another_tensor_is_named_on_every_rank(ranks: Ranks) -> None:
+def test_the_error_names_a_replaced_parameter_on_every_rank(ranks: Ranks) -> None:
     ranks.run(_replace_parameters)
 
 
 #
-# Every state_dict of a sharded model says which rows of which whole tensor it holds
+# Every entry of a sharded model's state dict knows its unsharded shape and its rows
 #
 
 
-class _Holder(nn.Module):
+class _WithSubmodule(nn.Module):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
@@ -206,16 +210,16 @@ class _Holder(nn.Module):
 
 
 def _models(**options: Any) -> tuple[dict[str, nn.Module], nn.Module]:
-    """Everything that has a state dict, by the prefix of its names, and an unsharded twin."""
+    """Return the modules through which users can take a state dict, by prefix of the names, and an unsharded copy."""
     module = Everything().double()
     twin = copy.deepcopy(module)
     jitted = thunder.jit(module, transforms=[fsdp(**options)])
     lists = nn.ModuleList([module])
-    return {"": jitted, "net.": _Holder(jitted), "0.": lists, "original": module, "part": module.blocks}, twin
+    return {"": jitted, "net.": _WithSubmodule(jitted), "0.": lists, "original": module, "part": module.blocks}, twin
 
 
-def _of_model(state: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """The model's part of a state dict, by the names of the unsharded module."""
+def _model_entries(state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the model's entries of a state dict, under the names of the unsharded module."""
     if prefix == "part":
         return {f"blocks.{name}": value for name, value in state.items()}
     prefix = "" if prefix == "original" else prefix
@@ -228,24 +232,24 @@ def _zero(model: Any) -> None:
             param.zero_()
 
 
-def _hold_entries(rank: int, world_size: int, folder: Path, options: dict[str, Any]) -> None:
+def _check_entries(rank: int, world_size: int, folder: Path, options: dict[str, Any]) -> None:
     models, twin = _models(**options)
     jitted, expected = models[""], twin.state_dict()
-    places = jitted._lc_transforms[-1].sharded.locations
+    locations = jitted._lc_transforms[-1].sharded.locations
     kinds = set()
     for prefix, owner in models.items():
         whole = {n: v for n, v in expected.items() if prefix != "part" or n.startswith("blocks.")}
-        entries = _of_model(owner.state_dict(), prefix)
+        entries = _model_entries(owner.state_dict(), prefix)
         assert {n: v.shape for n, v in entries.items()} == {n: v.shape for n, v in whole.items()}
-        for name in entries.keys() & places.keys():
+        for name in entries.keys() & locations.keys():
             kinds.add(type(entries[name]))
             rows = local_rows(entries[name])
             assert rows.numel() == 0 or rows.data_ptr() == jitted.get_parameter(name).data_ptr(), name
 
-        # Saved by what knows nothing of this package: DCP, and pickle on each rank.
+        # Save with code that knows nothing of this package: DCP, and pickle on each rank.
         dcp.save({"model": owner.state_dict()}, checkpoint_id=folder / prefix)
         sizes = dcp.FileSystemReader(folder / prefix).read_metadata().state_dict_metadata
-        saved = _of_model({n.removeprefix("model."): entry for n, entry in sizes.items()}, prefix)
+        saved = _model_entries({n.removeprefix("model."): entry for n, entry in sizes.items()}, prefix)
         assert {n: entry.size for n, entry in saved.items()} == {n: v.shape for n, v in whole.items()}
         file = io.BytesIO()
         torch.save(owner.state_dict(), file)
@@ -257,14 +261,14 @@ def _hold_entries(rank: int, world_size: int, folder: Path, options: dict[str, A
         for state in copies:
             _zero(jitted)
             owner.load_state_dict(state)
-            _same(full_state_dict(jitted), loaded)
+            _assert_equal(full_state_dict(jitted), loaded)
         _zero(jitted)
         state = {"model": owner.state_dict()}
         dcp.load(state, checkpoint_id=folder / prefix)
-        _same(full_state_dict(jitted), loaded)
+        _assert_equal(full_state_dict(jitted), loaded)
         owner.load_state_dict(state["model"])
-        models["original"].load_state_dict(before)  # whole tensors
-        _same(full_state_dict(jitted), before)
+        models["original"].load_state_dict(before)  # unsharded tensors
+        _assert_equal(full_state_dict(jitted), before)
     assert kinds == ({DTensor, RowPiece} if options.get("transport") == "coalesced" else {RowPiece, DTensor})
 
 
@@ -277,17 +281,17 @@ def _blocks(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name.startswith("blocks.")}
 
 
-def _same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+def _assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], rtol=0, atol=0, msg=lambda text, n=name: f"{n}: {text}")
 
 
 @pytest.mark.parametrize("options", [{}, {"transport": "coalesced"}], ids=["flat", "coalesced"])
-def test_every_state_dict_of_a_sharded_model_holds_whole_parameters_for_others(
+def test_state_dict_entries_of_a_sharded_model_look_like_unsharded_parameters(
     ranks: Ranks, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    ranks.run(_hold_entries, tmp_path, options)
+    ranks.run(_check_entries, tmp_path, options)
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -297,7 +301,7 @@ def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _hold_optimizer_entries(rank: int, world_size: int, folder: Path, options: dict[str, Any]) -> None:
+def _check_optimizer_entries(rank: int, world_size: int, folder: Path, options: dict[str, Any]) -> None:
     models, twin = _models(**options)
     jitted = models[""]
     names = [name for name, _ in jitted.named_parameters()]
@@ -323,7 +327,7 @@ def _hold_optimizer_entries(rank: int, world_size: int, folder: Path, options: d
         for again in (*copies, None):
             jitted.load_original_state_dict(before)
             other = make(list(jitted.parameters()))
-            if again is None:  # in place, into the state of an optimizer that has gone on
+            if again is None:  # in place, into the state of an optimizer that has made another step
                 loaded = {"optim": optimizer.state_dict()}
                 dcp.load(loaded, checkpoint_id=folder / case)
                 again = loaded["optim"]
@@ -331,11 +335,11 @@ def _hold_optimizer_entries(rank: int, world_size: int, folder: Path, options: d
             entries = get_optimizer_state_dict(jitted, other)["state"]
             assert {name: entries[name].keys() for name in names} == {n: again["state"][0].keys() for n in names}
             _step(jitted, other)
-            _same(full_state_dict(jitted), expected[0])
+            _assert_equal(full_state_dict(jitted), expected[0])
             for ours, theirs in zip(_rows_of_state(other), expected[1], strict=True):
-                _same(ours, theirs)
+                _assert_equal(ours, theirs)
 
-        # What another model's optimizer has, and parameters as if they were whole.
+        # State with other rows, of another model's optimizer. Then parameters pickled without a state dict.
         stranger = thunder.jit(Everything().double(), transforms=[fsdp(transport="coalesced")])
         theirs = make(list(stranger.parameters()))
         _step(stranger, theirs)
@@ -356,13 +360,13 @@ def _rows_of_state(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("options", [{}, {"transport": "coalesced"}], ids=["flat", "coalesced"])
-def test_every_state_dict_of_an_optimizer_of_shards_holds_whole_state_for_others(
+def test_state_dict_entries_of_an_optimizer_look_like_unsharded_state(
     ranks: Ranks, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    ranks.run(_hold_optimizer_entries, tmp_path, options)
+    ranks.run(_check_optimizer_entries, tmp_path, options)
 
 
-def _save_as_dcp_shows(rank: int, world_size: int, folder: Path) -> None:
+def _save_with_dcp_directly(rank: int, world_size: int, folder: Path) -> None:
     models, _ = _models()
     jitted = models[""]
     optimizer = torch.optim.AdamW(list(jitted.parameters()), lr=0.1)
@@ -373,15 +377,15 @@ def _save_as_dcp_shows(rank: int, world_size: int, folder: Path) -> None:
     after = full_state_dict(jitted)
     _step(jitted, optimizer)
     dcp.load({"model": jitted, "optim": optimizer}, checkpoint_id=folder / "both")
-    _same(full_state_dict(jitted), before)
+    _assert_equal(full_state_dict(jitted), before)
     _step(jitted, optimizer)
-    _same(full_state_dict(jitted), after)
+    _assert_equal(full_state_dict(jitted), after)
     with eager(jitted) as module:
         assert {n: v.shape for n, v in module.state_dict().items()} == {n: v.shape for n, v in before.items()}
 
 
-def test_dcp_saves_and_loads_a_sharded_model_and_its_optimizer_themselves(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(_save_as_dcp_shows, tmp_path)
+def test_dcp_saves_and_loads_a_sharded_model_and_its_optimizer_directly(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_save_with_dcp_directly, tmp_path)
 
 
 def _refuse_entries(rank: int, world_size: int) -> None:
@@ -404,14 +408,14 @@ def _refuse_entries(rank: int, world_size: int) -> None:
             ):
                 with pytest.raises(RuntimeError, match=rf"size mismatch for .*{error}"):
                     owner.load_state_dict({**own, **wrong})
-            _same(full_state_dict(jitted), before)
+            _assert_equal(full_state_dict(jitted), before)
         if prefix == "net.":
             with pytest.raises(
                 RuntimeError, match=r"size mismatch for net\._model\..*the unsharded parameter has shape"
             ):
                 owner.load_state_dict({**own, **{f"net.{name}": value for name, value in rows.items()}})
 
-    # Entries reach no unsharded tensor, and no file that cannot hold them.
+    # Entries cannot be copied to unsharded tensors, or saved in a format that cannot represent them.
     with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
         twin.load_state_dict(jitted.state_dict())
     piece = next(v for n, v in sorted(theirs.items()) if isinstance(v, RowPiece))
@@ -429,5 +433,5 @@ def _refuse_entries(rank: int, world_size: int) -> None:
             safetensors.save(state)
 
 
-def test_entries_of_other_rows_and_rows_without_names_are_refused(ranks: Ranks) -> None:
+def test_entries_with_other_rows_and_plain_rows_are_refused(ranks: Ranks) -> None:
     ranks.run(_refuse_entries)
