@@ -1,4 +1,4 @@
-"""Log messages while a model is compiled, and Thunder's warnings that this package must not cause."""
+"""Log messages during compilation, and Thunder's warnings that this package must not cause."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _messages(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name == NAME and r.levelno == level]
 
 
-def test_the_first_rank_says_what_compiling_is_doing(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_rank_logs_the_phases_of_compilation(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger=NAME):
         compile_as_rank(_make, fsdp(), rank=0, world_size=4)
     texts = _messages(caplog, logging.INFO)
@@ -83,26 +83,26 @@ def test_other_ranks_log_only_their_passes(caplog: pytest.LogCaptureFixture) -> 
     assert set(logged) == set(transform.compiled[0].pass_seconds) >= set(PASSES)
 
 
-def test_each_pass_says_what_it_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_pass_logs_what_it_changed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger=NAME):
         transform = compile_as_rank(_make, fsdp(), rank=0, world_size=4)
-    said: dict[str, str] = {}
+    changes: dict[str, str] = {}
     for text in _messages(caplog, logging.DEBUG):
-        name, _, what = text.removeprefix("pass ").partition(": ")
-        said.setdefault(name, what)  # of forward, if there are two
+        name, _, counted = text.removeprefix("pass ").partition(": ")
+        changes.setdefault(name, counted)  # the first is forward's
     parameters = sum(len(bucket.params) for bucket in transform.plan)
     buckets = len(transform.plan)
-    assert f"+{parameters} fsdp_unshard" in said["insert_unshard"]
+    assert f"+{parameters} fsdp_unshard" in changes["insert_unshard"]
     for change in (
         f"-{parameters} fsdp_unshard",
         f"-{parameters} fsdp_reduce",
         f"+{buckets} fsdp_all_gather",
         f"+{buckets} fsdp_reduce_scatter",
     ):
-        assert change in said["bucket_communication"].split(", ")
-    assert re.search(r"\d+ of \d+ collectives and waits moved", said["sort_communication"])
-    assert re.search(r"\d+ slots? of [\d,]+ bytes in all", said["assign_slots"])
-    assert re.match(r"\d+ bound symbols \(0 new", said["verify"]) or "no change" in said["verify"]
+        assert change in changes["bucket_communication"].split(", ")
+    assert re.search(r"\d+ of \d+ collectives and waits moved", changes["sort_communication"])
+    assert re.search(r"\d+ slots? of [\d,]+ bytes in all", changes["assign_slots"])
+    assert re.match(r"\d+ bound symbols \(0 new", changes["verify"]) or "no change" in changes["verify"]
 
 
 def test_a_choice_is_logged_with_its_candidates(caplog: pytest.LogCaptureFixture) -> None:
@@ -113,7 +113,7 @@ def test_a_choice_is_logged_with_its_candidates(caplog: pytest.LogCaptureFixture
     assert "> prefetch" in text
 
 
-def test_nothing_is_described_unless_debug_messages_are_wanted(
+def test_changes_are_described_only_if_debug_messages_are_enabled(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     described: list[str] = []

@@ -1,4 +1,4 @@
-"""The audit of the first run: facts that lie get past ``verify`` and are caught when the trace runs, on all ranks."""
+"""The audit of the first run: it catches wrong operator facts, which ``verify`` cannot detect, on all ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def _jit(**options: Any) -> tuple[nn.Module, Any]:
 
 
 def _audits(model: nn.Module) -> tuple[bool, bool]:
-    """Whether the cached forward and backward still contain the audit, in what runs and in what Thunder shows."""
+    """Return whether the cached forward and backward still contain the audit.
+
+    Checks that the functions that run agree with the traces that Thunder shows.
+    """
     found = []
     [entry] = thunder.compile_stats(model).interpreter_cache
     shown = (thunder.last_traces(model), thunder.last_backward_traces(model))
@@ -53,7 +56,7 @@ def _audits(model: nn.Module) -> tuple[bool, bool]:
     return found[0], found[1]
 
 
-def _first_run_only(rank: int, world_size: int) -> None:
+def _check_when_audited(rank: int, world_size: int) -> None:
     for strategy in ("zero3", "zero2"):
         model, transform = _jit(sharding_strategy=strategy)
         x = torch.randn(3, 4)
@@ -64,7 +67,7 @@ def _first_run_only(rank: int, world_size: int) -> None:
         assert _audits(model) == (False, False)
         used = [p for p in model.parameters() if p.grad is not None]
         first = [p.grad.clone() for p in used]
-        again.backward()  # of a forward whose backward still had the audit
+        again.backward()  # when its forward ran, the backward was not audited yet
         torch.testing.assert_close([p.grad for p in used], [2 * g for g in first])
         [compiled] = transform.compiled
         for trace in (compiled.forward, compiled.backward):
@@ -74,16 +77,16 @@ def _first_run_only(rank: int, world_size: int) -> None:
     assert _audits(model) == (False, False)
 
 
-def test_the_cache_gets_the_traces_without_audit_after_their_first_run(ranks: Ranks) -> None:
-    ranks.run(_first_run_only)
+def test_the_audit_is_removed_from_each_trace_after_its_first_run(ranks: Ranks) -> None:
+    ranks.run(_check_when_audited)
 
 
 @contextlib.contextmanager
-def _lie_about_views(backward: bool) -> Iterator[None]:
-    truth = operator_facts.facts_of
+def _hide_views(backward: bool) -> Iterator[None]:
+    real_facts_of = operator_facts.facts_of
 
     def facts_of(bsym: BoundSymbol) -> Facts:
-        facts = truth(bsym)
+        facts = real_facts_of(bsym)
         if bsym.sym.name == "permute" and backward == any(o.name.startswith("bw_") for o in bsym.flat_proxy_outs):
             return facts._replace(aliases={})
         return facts
@@ -92,15 +95,15 @@ def _lie_about_views(backward: bool) -> Iterator[None]:
         yield
 
 
-def _views_that_nobody_knows(rank: int, world_size: int) -> None:
+def _run_with_hidden_views(rank: int, world_size: int) -> None:
     for backward in (False, True):
         model, _ = _jit()
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         x = torch.randn(3, 4)
-        with _lie_about_views(backward):
+        with _hide_views(backward):
             where = r"audit_forward: .* slot_\d+ of bucket 'b'; the plan says it lies in none(.|\n)*permute"
             if not backward:
-                for _ in range(2):  # it is never taken for audited
+                for _ in range(2):  # a failed run does not count as audited
                     with pytest.raises(VerificationError, match=where):
                         model(x)
                 assert _audits_forward(model)
@@ -120,15 +123,15 @@ def _audits_forward(model: nn.Module) -> bool:
     return any(b.sym is fsdp_audit for trace in thunder.last_traces(model) for b in trace.bound_symbols)
 
 
-def test_a_view_that_the_facts_hide_is_an_error_on_all_ranks(ranks: Ranks) -> None:
-    ranks.run(_views_that_nobody_knows)
+def test_a_view_missing_from_the_facts_is_an_error_on_all_ranks(ranks: Ranks) -> None:
+    ranks.run(_run_with_hidden_views)
 
 
 #
 # Operators that write
 #
 
-spoil: Any = None  # what the operator below does to its argument before it returns
+change_argument: Any = None  # called by the operator below on its argument
 
 
 def total(w: torch.Tensor) -> torch.Tensor:
@@ -136,8 +139,8 @@ def total(w: torch.Tensor) -> torch.Tensor:
 
 
 def _total(w: torch.Tensor) -> torch.Tensor:
-    if spoil is not None:
-        spoil(w)
+    if change_argument is not None:
+        change_argument(w)
     return w.sum()
 
 
@@ -146,7 +149,7 @@ class WithOperator(Model):
         return super().forward(x) + total(self.b.weight.detach())
 
 
-def _jit_with_operator() -> nn.Module:
+def _jit_with_unknown_operator() -> nn.Module:
     executor = thunder.extend.OperatorExecutor("spoiler")
     thunder.extend.register_executor(executor)
     operator = executor.register_operator(
@@ -164,40 +167,40 @@ def _fail(w: torch.Tensor) -> None:
     raise ArithmeticError("on purpose")
 
 
-def _operators_that_write(rank: int, world_size: int) -> None:
-    global spoil
+def _run_operators_that_write(rank: int, world_size: int) -> None:
+    global change_argument
     x = torch.randn(3, 4)
     try:
-        spoil = lambda w: w.data.add_(1)  # noqa: E731  (no version tells: an unknown operator's arguments are compared)
+        change_argument = lambda w: w.data.add_(1)  # noqa: E731  (does not change the version: arguments of unknown operators are compared by value)
         with pytest.raises(
             VerificationError, match=r"changes parameter 'b.weight' of bucket 'b'(.|\n)*unknown operator"
         ):
-            _jit_with_operator()(x)
-        spoil = lambda w: w.add_(1)  # noqa: E731
-        truth = operator_facts.facts_of
+            _jit_with_unknown_operator()(x)
+        change_argument = lambda w: w.add_(1)  # noqa: E731
+        real_facts_of = operator_facts.facts_of
 
         def known(bsym: BoundSymbol) -> Facts:
-            return truth(bsym)._replace(known=True)
+            return real_facts_of(bsym)._replace(known=True)
 
         with (
             mock.patch.object(audit, "facts_of", known),
             mock.patch.object(inspection, "facts_of", known),
             pytest.raises(VerificationError, match=r"changes parameter 'b.weight'(.|\n)*known not to write"),
         ):
-            _jit_with_operator()(x)
+            _jit_with_unknown_operator()(x)
 
-        spoil = _fail
-        model = _jit_with_operator()
+        change_argument = _fail
+        model = _jit_with_unknown_operator()
         for _ in range(2):
             with pytest.raises(ArithmeticError):
                 model(x)
-        assert _audits_forward(model)  # it has not run to its end yet
-        spoil = None
+        assert _audits_forward(model)  # no run has finished yet
+        change_argument = None
         model(x).backward()
         assert _audits(model) == (False, False)
     finally:
-        spoil = None
+        change_argument = None
 
 
-def test_a_parameter_that_an_operator_changes_is_an_error_and_a_failed_run_is_audited_again(ranks: Ranks) -> None:
-    ranks.run(_operators_that_write)
+def test_operators_that_change_parameters_are_an_error_and_failed_runs_are_audited_again(ranks: Ranks) -> None:
+    ranks.run(_run_operators_that_write)

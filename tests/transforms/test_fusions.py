@@ -1,7 +1,7 @@
-"""Beside fusion executors: the torch.compile executor, and nvFuser's fusion pass through its stand-in.
+"""Fusion executors: torch.compile, and nvFuser's fusion pass with a stand-in for its kernels.
 
-What a region may read and where it may stand is read off the traces that really train, on gloo ranks, equal to the
-unsharded model. The workers of this module install the stand-in, which no other test module must see.
+The tests check the fusion regions of traces that train on gloo ranks like the unsharded model. This module has its own
+workers, because the stand-in stays installed in them.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ each_strategy = pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    """Ranks of this module's own: the stand-in for nvFuser stays installed in them."""
+    """Two workers for this module only: the stand-in for nvFuser stays installed in them."""
     workers = Ranks(2)
     yield workers
     workers.close()
 
 
 def jit_options(fuser: str, fusion_type: str = "consecutive") -> dict[str, Any]:
-    """Options of ``thunder.jit``; installs what they need in this process.
+    """Return options of ``thunder.jit`` and install what they need in this process.
 
-    "nvfuser_matmul" fuses matmuls, too. "aot_eager" is torch.compile without a C++ compiler, "inductor" with it.
+    "nvfuser_matmul" fuses matmuls as well. "aot_eager" is torch.compile without a C++ compiler, "inductor" with one.
     """
     options: dict[str, Any] = {"fusion_type": fusion_type, "executors": [torch_compile_ex]}
     if fuser.startswith("nvfuser"):
@@ -59,12 +59,12 @@ _torch_compile = torch.compile
 
 
 #
-# What is a bucket's in a trace
+# Checks of traces
 #
 
 
-class Reads:
-    """Whose parameters, or what derives from them alone, each statement of a trace reads."""
+class BucketReads:
+    """The buckets that each statement of a trace reads: parameters, or values computed only from one bucket's."""
 
     def __init__(self, trace: TraceCtx) -> None:
         self.statements = testing.statements(trace)
@@ -73,27 +73,26 @@ class Reads:
             if bsym.sym is fsdp_wait_params:
                 self.bucket_of.update(dict.fromkeys(outs_of(bsym), bsym.args[0].spec.name))
             elif not bsym.sym.name.startswith("fsdp_"):
-                for part in bsym.subsymbols if bsym.sym.is_fusion else [bsym]:
-                    buckets = [self.bucket_of.get(arg) for arg in args_of(part)]
+                for member in bsym.subsymbols if bsym.sym.is_fusion else [bsym]:
+                    buckets = [self.bucket_of.get(arg) for arg in args_of(member)]
                     if buckets and buckets[0] is not None and set(buckets) == {buckets[0]}:
-                        self.bucket_of.update(dict.fromkeys(outs_of(part), buckets[0]))
+                        self.bucket_of.update(dict.fromkeys(outs_of(member), buckets[0]))
 
     def of(self, bsym: BoundSymbol) -> set[str]:
         return {self.bucket_of[arg] for arg in args_of(bsym) if arg in self.bucket_of}
 
 
 def kernels(bsym: BoundSymbol) -> set[str]:
-    """Names of the operations that ``bsym`` runs."""
+    """Return the names of the operations that ``bsym`` runs."""
     return {bsym.sym.name}.union(*(kernels(sub) for sub in bsym.subsymbols))
 
 
 def check_regions(trace: TraceCtx, *, fused_blocks: bool) -> list[str]:
-    """Checks that no region needs two buckets, and that each bucket's consumers are together.
+    """Check that no region reads two buckets, and that each bucket's consumers are contiguous.
 
-    Returns:
-        The buckets in the order in which they are read.
+    Returns the buckets in the order in which they are read.
     """
-    reads = Reads(trace)
+    reads = BucketReads(trace)
     order: list[str] = []
     regions: dict[str, int] = {}
     for bsym in reads.statements:
@@ -106,33 +105,33 @@ def check_regions(trace: TraceCtx, *, fused_blocks: bool) -> list[str]:
             order.append(bucket)
         regions[bucket] = regions.get(bucket, 0) + bsym.sym.is_fusion
         if bsym.sym.is_fusion and "var_mean" in kernels(bsym):
-            assert {"mul", "add", "sub"} <= kernels(bsym), f"{bsym.sym.name} is a part of a layer norm"
-    assert len(order) == len(set(order)), "consumers of another bucket stand between those of one"
+            assert {"mul", "add", "sub"} <= kernels(bsym), f"{bsym.sym.name} holds only a part of a layer norm"
+    assert len(order) == len(set(order)), "a bucket's consumers must be contiguous"
     if fused_blocks:
         assert set(regions.values()) == {1}, regions
     return order
 
 
 def check_overlap(trace: TraceCtx, prefetch: int) -> None:
-    """Gathers are issued ahead of their waits, and each wait follows all reads of the previous buckets."""
+    """Check the prefetch distance, and that each wait follows all reads of the previous buckets."""
     testing.assert_prefetch_distance(trace, prefetch)
     testing.assert_waits_right_before_first_consumer(trace)
     testing.assert_reductions_right_after_last_gradient(trace)
     for gather, following in itertools.pairwise(testing.gathers(trace)):
-        # Under ZeRO-2 the return statement reads what is saved for backward.
+        # Under ZeRO-2 the return statement reads parameters that are saved for backward.
         assert gather.last_consumer < following.wait or gather.last_consumer == len(testing.statements(trace)) - 1
 
 
 def check_saved(twins: Twins, saved: list[torch.Tensor]) -> None:
-    """ZeRO-3: no saved tensor is stored in shared memory, and none derives from gathered parameters alone."""
+    """Check that no saved tensor is in the arena, and under ZeRO-3 that none derives only from parameters."""
     arenas = {b.arena for b in twins.transform.sharded.buckets}
     leaked = [tuple(t.shape) for t in saved if any(arena.span_of(t) for arena in arenas)]
-    assert saved and not leaked, f"saved tensors of shapes {leaked} lie in memory that other buckets overwrite"
+    assert saved and not leaked, f"saved tensors of shapes {leaked} are in memory that other buckets overwrite"
     if twins.transform.options.reshard_after_forward:
         forward = twins.transform.compiled[-1].forward
-        derived = Reads(forward).bucket_of
+        derived = BucketReads(forward).bucket_of
         kept = [p.name for p in forward.bound_symbols[-1].args[1][0] if p.name in derived]
-        assert not kept, f"{kept} derive from parameters alone, but are saved for backward"
+        assert not kept, f"{kept} derive only from parameters, but are saved for backward"
 
 
 #
@@ -152,7 +151,7 @@ class FeedForward(nn.Module):
 
 
 class FeedForwards(GPT):
-    """A GPT without attention, which Thunder needs most time for."""
+    """A GPT without attention, which is slow to trace."""
 
     def __init__(self, *, width: int, blocks: int, length: int) -> None:
         super().__init__(width=width, blocks=0, length=length)
@@ -168,17 +167,17 @@ def _train_gpt(rank: int, world_size: int, model: type[GPT], strategy: str, fuse
     check_saved(twins, saved)
 
     compiled = twins.transform.compiled[-1]
-    whole_blocks = fuser != "nvfuser"
+    one_region_per_block = fuser != "nvfuser"
     forward = ["wte", "wpe", "h.0", "h.1", "ln_f", "head"]
-    assert check_regions(compiled.forward, fused_blocks=whole_blocks) == forward
+    assert check_regions(compiled.forward, fused_blocks=one_region_per_block) == forward
     check_overlap(compiled.forward, prefetch=1)
     backward = forward[:1:-1]
     assert twins.reduced()[:4] == backward
     check_overlap(compiled.backward, prefetch=1)
     if strategy == "zero3":
-        assert check_regions(compiled.backward, fused_blocks=whole_blocks) == backward
+        assert check_regions(compiled.backward, fused_blocks=one_region_per_block) == backward
         assert [g.bucket for g in testing.gathers(compiled.backward)] == backward
-    elif whole_blocks:
+    elif one_region_per_block:
         regions = [b.sym.is_fusion for b in testing.statements(compiled.backward) if not b.sym.name.startswith("fsdp_")]
         assert sum(regions) <= len(forward)
 
@@ -194,7 +193,7 @@ def _train_gpt(rank: int, world_size: int, model: type[GPT], strategy: str, fuse
         (FeedForwards, "zero2", "aot_eager", "dataflow"),
     ],
 )
-def test_each_block_has_regions_of_its_own(
+def test_each_block_has_its_own_fusion_regions(
     ranks: Ranks, model: type[GPT], strategy: str, fuser: str, fusion_type: str
 ) -> None:
     ranks.run(_train_gpt, model, strategy, fuser, fusion_type, timeout=300)
@@ -211,17 +210,17 @@ def _train_with_inductor(rank: int, world_size: int) -> None:
     assert check_regions(compiled.backward, fused_blocks=True) == ["last", "blocks.1", "blocks.0"]
 
 
-def test_inductor_compiles_the_regions(ranks: Ranks) -> None:
+def test_inductor_compiles_fusion_regions(ranks: Ranks) -> None:
     ranks.run(_train_with_inductor, timeout=600)
 
 
 #
-# What else the passes must get right after a fusion executor
+# Values that derive from parameters
 #
 
 
 class Blocks(Model):
-    """Blocks that use what they make of their parameters."""
+    """A model of blocks that compute values from their parameters."""
 
     def __init__(self, block: type[nn.Module]) -> None:
         super().__init__()
@@ -233,33 +232,33 @@ class Blocks(Model):
         return x
 
 
-class Two(nn.Module):
+class TwoWeights(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.v = nn.Parameter(torch.randn(4, 4))
         self.w = nn.Parameter(torch.randn(4, 4))
 
 
-class Sines(Two):
-    """Backward reads a product twice: executors rematerialize it, and so bring what forward gathered into backward."""
+class Sines(TwoWeights):
+    """Backward reads a product twice. Executors rematerialize it, so backward reads forward's gathered parameters."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x * self.w[0]
         return torch.sin(y) * torch.cos(y + self.w[1]) + torch.sin(self.v[1] * self.w[2])
 
 
-class Transposes(Two):
+class Transposes(TwoWeights):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x @ self.w.t() + x @ self.v.t().contiguous())
 
 
-class Casts(Two):
+class Casts(TwoWeights):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         low = x.to(torch.float32)
         return torch.tanh(low @ self.w.to(torch.float32) + F.linear(low, self.v.to(torch.float32))).to(torch.float64)
 
 
-class Products(Two):
+class Products(TwoWeights):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.w @ self.v
         weight = weight / ((weight * weight).sum(1, keepdim=True) + 1).sqrt()
@@ -267,7 +266,7 @@ class Products(Two):
 
 
 class LateViews(Model):
-    """Views of the first block's parameters that the last lines read, after other blocks that need memory."""
+    """The last lines read views of the first block's parameters, after other blocks have needed the memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,7 +304,7 @@ def _train_derived(rank: int, world_size: int, case: str, fuser: str, runs: list
 
 
 @pytest.mark.parametrize("case", DERIVED)
-def test_what_derives_from_parameters_is_not_saved(ranks: Ranks, case: str) -> None:
+def test_values_that_derive_only_from_parameters_are_not_saved(ranks: Ranks, case: str) -> None:
     every_run = [("zero3", "consecutive"), ("zero3", "dataflow"), ("zero2", "dataflow")]
     ranks.run(_train_derived, case, "nvfuser", every_run)
     ranks.run(_train_derived, case, "aot_eager", [("zero3", "consecutive")])
@@ -329,7 +328,7 @@ def _train_cases(rank: int, world_size: int, strategy: str, cases: list[str]) ->
     return wrong
 
 
-def test_kinds_of_parameters(ranks: Ranks) -> None:
+def test_fused_models_with_every_kind_of_parameter_train_correctly(ranks: Ranks) -> None:
     cases = [
         name for name in CASES if name not in ("uneven_rows", "tiny_parameters", "unused_parameters", "checkpointed")
     ]
@@ -353,7 +352,7 @@ def _sweep_buckets(rank: int, world_size: int, strategy: str) -> None:
 
 
 @each_strategy
-def test_any_bucketing_and_prefetch(ranks: Ranks, strategy: str) -> None:
+def test_fused_models_train_correctly_with_any_bucketing_and_prefetch(ranks: Ranks, strategy: str) -> None:
     ranks.run(_sweep_buckets, strategy)
 
 
@@ -374,12 +373,12 @@ def _accumulate_and_evaluate(rank: int, world_size: int, strategy: str) -> None:
 
 
 @each_strategy
-def test_no_sync_and_evaluation(ranks: Ranks, strategy: str) -> None:
+def test_fused_models_accumulate_and_evaluate_correctly(ranks: Ranks, strategy: str) -> None:
     ranks.run(_accumulate_and_evaluate, strategy)
 
 
 class NoisyWeights(Model):
-    """A random mask on weights: a value of forward that must not be drawn again in backward."""
+    """A random mask on weights, which backward must not draw again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -390,12 +389,12 @@ class NoisyWeights(Model):
         return F.dropout(torch.sin(self.w), 0.5) * x + self.bias
 
 
-def _train_noisy(rank: int, world_size: int, fuser: str | None) -> None:
+def _train_with_noisy_weights(rank: int, world_size: int, fuser: str | None) -> None:
     options = jit_options(fuser) if fuser else {}
     transform = fsdp()
     sharded = thunder.jit(NoisyWeights().double(), transforms=[transform], **options)
     for _ in range(2):
-        for owner in range(world_size):  # the others' gradients are zero, so the mean is this rank's alone
+        for owner in range(world_size):  # the other ranks' inputs and gradients are zero
             output = sharded(torch.full((8, 4), float(rank == owner), dtype=torch.float64))
             output.sum().backward()
             bucket, index = transform.sharded.locations["w"]
@@ -409,12 +408,12 @@ def _train_noisy(rank: int, world_size: int, fuser: str | None) -> None:
 
 
 @pytest.mark.parametrize("fuser", [None, "aot_eager"])
-def test_random_values_on_parameters_are_the_same_in_backward(ranks: Ranks, fuser: str | None) -> None:
-    ranks.run(_train_noisy, fuser)
+def test_backward_uses_the_random_mask_that_forward_drew(ranks: Ranks, fuser: str | None) -> None:
+    ranks.run(_train_with_noisy_weights, fuser)
 
 
 #
-# The passes alone
+# Cuts between fusion regions
 #
 
 
@@ -430,16 +429,16 @@ def joint() -> TraceCtx:
     return compiled.joint
 
 
-def test_nothing_is_cut_where_nothing_can_be_fused(joint: TraceCtx) -> None:
+def test_there_are_no_cuts_if_nothing_can_be_fused(joint: TraceCtx) -> None:
     assert transforms.keep_fusions_apart(joint, can_fuse=lambda bsym: False) is joint
 
 
-def test_cuts_leave_no_trace(joint: TraceCtx) -> None:
+def test_removing_cuts_restores_the_trace(joint: TraceCtx) -> None:
     cut = transforms.keep_fusions_apart(joint, can_fuse=lambda bsym: True)
     defined: set[str] = set()
     for bsym in cut.bound_symbols:
         if bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
-            assert defined.issuperset(args_of(bsym)), f"{bsym} reads what is not there yet"
+            assert defined.issuperset(args_of(bsym)), f"{bsym} reads a value that is not defined yet"
         defined.update(outs_of(bsym))
     restored = transforms.remove_cuts(cut)
     ours = [b for b in joint.bound_symbols if not b.sym.name.startswith("fsdp_")]
@@ -449,7 +448,7 @@ def test_cuts_leave_no_trace(joint: TraceCtx) -> None:
     assert not any(b.sym is fsdp_cut for b in restored.bound_symbols)
 
 
-def test_between_two_blocks_the_residual_stream_alone_crosses(joint: TraceCtx) -> None:
+def test_only_the_residual_stream_crosses_a_cut(joint: TraceCtx) -> None:
     cut = transforms.keep_fusions_apart(joint, can_fuse=lambda bsym: True)
     cuts = [i for i, b in enumerate(cut.bound_symbols) if b.sym is fsdp_cut]
     forward = forward_part(cut)

@@ -1,5 +1,7 @@
-"""The passes on traces: hypothesis builds them straight from symbols (thousands of shapes in seconds), and a small GPT
-is traced with a fake process group. Nothing here moves data; tests/test_training.py does."""
+"""The passes on traces, most of which hypothesis builds directly from symbols. Nothing here moves data.
+
+``tests/test_training.py`` runs compiled traces on real ranks.
+"""
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
@@ -31,9 +33,11 @@ from thunder.executors import torchex
 
 @st.composite
 def traces(draw):
-    """An execution trace like those that reach post-optimization: each gather at its first use, each reduction at its
-    last gradient or later, in between a chain of compute that reads parameters (also through views) in any order. Some
-    gradients can be written in place."""
+    """Draw an execution trace like those that reach post-optimization.
+
+    Each gather is at its first use and each reduction at its last gradient or later. Compute reads parameters in any order,
+    directly or through views. Some gradients can be written in place.
+    """
     buckets = make_buckets(draw(st.lists(st.integers(1, 3), min_size=1, max_size=6)))
     uses = draw(st.lists(st.tuples(st.integers(0, len(buckets) - 1), st.integers(0, 2)), min_size=1, max_size=14))
     reduced = draw(st.lists(st.integers(0, len(buckets) - 1), unique=True, max_size=len(buckets)))
@@ -57,7 +61,7 @@ def traces(draw):
             weight = params[bucket][param % len(bucket.spec.params)]
             if draw(st.booleans()):
                 weight = prims.transpose(weight, (1, 0))
-            if len(both) == 2:  # as a fusion does
+            if len(both) == 2:  # reads two buckets, as a fusion may
                 weight = prims.where(condition, weight, params[both[1]][0])
             values.append(prims.matmul(values[draw(st.integers(max(0, len(values) - 2), len(values) - 1))], weight))
             last[bucket] = values[-1]
@@ -70,9 +74,11 @@ def traces(draw):
                 for _, i in zip(bucket.spec.params, in_place, strict=False)
             ]
 
-        early = {bucket: make_grads(bucket) for bucket in (buckets[r] for r in reduced) if draw(st.booleans())}
+        grads_before_reductions = {
+            bucket: make_grads(bucket) for bucket in (buckets[r] for r in reduced) if draw(st.booleans())
+        }
         for bucket in (buckets[r] for r in reduced):
-            grads = early.get(bucket) or make_grads(bucket)
+            grads = grads_before_reductions.get(bucket) or make_grads(bucket)
             values += fsdp_wait_grads(bucket, fsdp_reduce_scatter(bucket, None, *grads))[:1]
             if draw(st.booleans()):
                 values.append(prims.add(x, x))
@@ -81,20 +87,20 @@ def traces(draw):
 
 
 def compute(trace: TraceCtx) -> list:
-    ours = (fsdp_all_gather, fsdp_wait_params, fsdp_reduce_scatter, fsdp_wait_grads)
-    return [(b.sym.name, args_of(b), outs_of(b)) for b in trace.bound_symbols if b.sym not in ours]
+    communication = (fsdp_all_gather, fsdp_wait_params, fsdp_reduce_scatter, fsdp_wait_grads)
+    return [(b.sym.name, args_of(b), outs_of(b)) for b in trace.bound_symbols if b.sym not in communication]
 
 
 @settings(max_examples=300, deadline=None)
 @given(traces(), st.integers(0, 4))
-def test_a_sorted_trace_keeps_every_promise(trace, prefetch):
+def test_a_sorted_trace_keeps_compute_and_places_communication_as_promised(trace, prefetch):
     trace = write_grads_in_place(trace)
-    done = verify(assign_slots(sort_communication(trace, prefetch=prefetch)))
-    assert compute(done) == compute(trace), "compute was reordered or lost"
-    testing.assert_waits_right_before_first_consumer(done)
-    testing.assert_gathers_in_consumer_order(done)
-    testing.assert_prefetch_distance(done, prefetch)
-    testing.assert_reductions_right_after_last_gradient(done)
+    sorted_trace = verify(assign_slots(sort_communication(trace, prefetch=prefetch)))
+    assert compute(sorted_trace) == compute(trace), "compute must not be reordered or lost"
+    testing.assert_waits_right_before_first_consumer(sorted_trace)
+    testing.assert_gathers_in_consumer_order(sorted_trace)
+    testing.assert_prefetch_distance(sorted_trace, prefetch)
+    testing.assert_reductions_right_after_last_gradient(sorted_trace)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +108,7 @@ def test_a_sorted_trace_keeps_every_promise(trace, prefetch):
     [([3, 3, 3, 3], [1, 2, 2, 2]), ([3, 1, 1, 3, 3], [1, 2, 3, 3, 2]), ([1, 1, 1], [1, 2, 2])],
 )
 def test_reductions_in_flight_are_counted_in_bytes(sizes, in_flight):
-    """As many as the two largest have: small ones do not hold up big ones, nor one another."""
+    """At most as many bytes as the two largest reductions have, so small reductions do not delay others."""
     trace = TraceCtx()
     with tracectx(trace):
         grads = []
@@ -111,11 +117,11 @@ def test_reductions_in_flight_are_counted_in_bytes(sizes, in_flight):
             own = [prims.neg(value) for _ in bucket.spec.params]
             grads += fsdp_wait_grads(bucket, fsdp_reduce_scatter(bucket, None, *own))
         prims.python_return(tuple(grads))
-    flying, counts = 0, []
+    in_flight_now, counts = 0, []
     for bsym in sort_communication(trace, prefetch=1).bound_symbols:
-        flying += (bsym.sym is fsdp_reduce_scatter) - (bsym.sym is fsdp_wait_grads)
+        in_flight_now += (bsym.sym is fsdp_reduce_scatter) - (bsym.sym is fsdp_wait_grads)
         if bsym.sym is fsdp_reduce_scatter:
-            counts.append(flying)
+            counts.append(in_flight_now)
     assert counts == in_flight
 
 
@@ -130,42 +136,44 @@ def test_sorting_twice_changes_nothing(trace, prefetch):
 @settings(max_examples=200, deadline=None)
 @given(traces(), st.integers(0, 3))
 def test_slots_never_overlap_while_both_are_live(trace, prefetch):
-    done = assign_slots(sort_communication(write_grads_in_place(trace), prefetch=prefetch))
-    ranges = live_ranges(done)
-    slots = {position: done.bound_symbols[position].args[1] for position in ranges}
-    gather_of = grads_over_params(done, ranges)
+    sorted_trace = assign_slots(sort_communication(write_grads_in_place(trace), prefetch=prefetch))
+    ranges = live_ranges(sorted_trace)
+    slots = {position: sorted_trace.bound_symbols[position].args[1] for position in ranges}
+    gather_of = grads_over_params(sorted_trace, ranges)
     for a, one in ranges.items():
         for b, other in ranges.items():
             if a != b and one.start <= other.start <= one.end and gather_of.get(other) is not one:
                 assert not slots[a].overlaps(slots[b]), (one, other)
-    used, least = shared_slots(done)
+    used, least = shared_slots(sorted_trace)
     assert least <= used <= 1.5 * least
 
 
 @settings(max_examples=200, deadline=None)
 @given(traces(), st.integers(0, 3))
-def test_gradients_fill_no_more_slots_than_are_set_aside_for_them(trace, prefetch):
+def test_slots_being_filled_with_gradients_stay_within_filling_bytes(trace, prefetch):
     unsorted = write_grads_in_place(trace)
-    done = assign_slots(sort_communication(unsorted, prefetch=prefetch))
-    assert filling_bytes(done) == filling_bytes(unsorted)
-    reductions = {p: r for p, r in live_ranges(done).items() if done.bound_symbols[p].sym is fsdp_reduce_scatter}
-    assert (share_written_in_place(done)[0] == 0) == all(not r.grads for r in reductions.values())
+    sorted_trace = assign_slots(sort_communication(unsorted, prefetch=prefetch))
+    assert filling_bytes(sorted_trace) == filling_bytes(unsorted)
+    reductions = {
+        p: r for p, r in live_ranges(sorted_trace).items() if sorted_trace.bound_symbols[p].sym is fsdp_reduce_scatter
+    }
+    assert (share_written_in_place(sorted_trace)[0] == 0) == all(not r.grads for r in reductions.values())
     in_flight = sorted((r.nbytes for r in reductions.values()), reverse=True)[:MAX_REDUCTIONS_IN_FLIGHT]
-    for position in range(len(done.bound_symbols)):
+    for position in range(len(sorted_trace.bound_symbols)):
         held = sum(r.nbytes for r in reductions.values() if r.start <= position <= r.end)
         assert held <= filling_bytes(unsorted) + sum(in_flight)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
 def test_equal_blocks_need_one_slot_more_than_prefetch(prefetch):
-    done = verify(assign_slots(sort_communication(chain(8), prefetch=prefetch)))
-    assert len({b.args[1] for b in done.bound_symbols if b.sym is fsdp_all_gather}) == prefetch + 1
-    testing.assert_gathered_buckets_at_most(done, prefetch + 1)
-    bucket = next(b for b in done.bound_symbols if b.sym is fsdp_all_gather).args[0]
-    testing.assert_unsharded_bytes_at_most(done, (prefetch + 1) * bucket.spec.unsharded_bytes)
+    sorted_trace = verify(assign_slots(sort_communication(chain(8), prefetch=prefetch)))
+    assert len({b.args[1] for b in sorted_trace.bound_symbols if b.sym is fsdp_all_gather}) == prefetch + 1
+    testing.assert_gathered_buckets_at_most(sorted_trace, prefetch + 1)
+    bucket = next(b for b in sorted_trace.bound_symbols if b.sym is fsdp_all_gather).args[0]
+    testing.assert_unsharded_bytes_at_most(sorted_trace, (prefetch + 1) * bucket.spec.unsharded_bytes)
     if prefetch:
         with pytest.raises(AssertionError, match="buckets are unsharded"):
-            testing.assert_gathered_buckets_at_most(done, prefetch)
+            testing.assert_gathered_buckets_at_most(sorted_trace, prefetch)
 
 
 @pytest.mark.parametrize(
@@ -175,52 +183,56 @@ def test_equal_blocks_need_one_slot_more_than_prefetch(prefetch):
         ([8, 8, 8, 8], 1, [0, 0, 1, 2]),
         ([8, 8, 8, 8], 2, [0, 0, 0, 1]),
         ([9, 1, 90, 90, 90, 1, 9], 0, [0, 1, 2, 3, 4, 5, 6]),
-        ([8, 1, 90, 90, 90, 1, 8], 1, [0, 0, 0, 2, 3, 4, 4]),  # the first block does not wait for the tables before it
+        (
+            [8, 1, 90, 90, 90, 1, 8],
+            1,
+            [0, 0, 0, 2, 3, 4, 4],
+        ),  # the first block is not held back by the small step before it
         ([8, 1, 90, 90, 90, 1, 8], 2, [0, 0, 0, 0, 2, 3, 3]),
         ([90, 90, 1, 90, 90], 1, [0, 0, 1, 1, 3]),
         ([1] * 7 + [90] * 8, 1, [0, 0, 1, 2, 2, 2, 2, 2, 7, 8, 9, 10, 11, 12, 13]),
-        ([3, 5, 4, 12, 12, 4, 5, 3], 1, [0, 0, 0, 0, 3, 4, 4, 6]),  # parts of a block hide a whole one together
-        ([1, 3, 1, 3, 1, 3], 1, [0, 0, 1, 2, 3, 4]),  # two of the largest at most: 3 + 1, not 3 + 1 + 3
+        ([3, 5, 4, 12, 12, 4, 5, 3], 1, [0, 0, 0, 0, 3, 4, 4, 6]),  # several smaller steps together hide a large one
+        ([1, 3, 1, 3, 1, 3], 1, [0, 0, 1, 2, 3, 4]),  # the limit is the bytes of two large steps: 3 + 1, not 3 + 1 + 3
         ([], 1, []),
     ],
 )
-def test_smaller_steps_count_for_less_as_prefetch_of_bigger_ones(sizes, prefetch, points):
+def test_small_prefetch_steps_count_for_less_before_large_ones(sizes, prefetch, points):
     assert issue_points(sizes, prefetch) == points
 
 
 def test_zero2_buckets_keep_their_private_slots():
     trace = chain(4, zero3=False)
     kept = {b.args[0] for b in trace.bound_symbols if b.sym is fsdp_all_gather}
-    done = verify(assign_slots(sort_communication(trace, prefetch=1), kept=kept))
-    for bsym in done.bound_symbols:
+    sorted_trace = verify(assign_slots(sort_communication(trace, prefetch=1), kept=kept))
+    for bsym in sorted_trace.bound_symbols:
         if bsym.sym is fsdp_all_gather:
             assert bsym.args[1] is bsym.args[0].private_slot
 
 
-def test_no_collective_crosses_an_op_that_communicates_and_is_not_ours():
+def test_no_collective_is_moved_across_foreign_communication():
     trace = chain(4)
     foreign = next(i for i, b in enumerate(trace.bound_symbols) if b.sym.name == "neg")
     bsym = trace.bound_symbols[foreign]
     trace.bound_symbols[foreign] = bsym.from_bsym(args=(*bsym.args, FakeProcessGroup()))
-    done = verify(assign_slots(sort_communication(trace, prefetch=3)))
-    names = [b.sym.name for b in done.bound_symbols]
-    barrier = next(i for i, b in enumerate(done.bound_symbols) if b.sym.name == "neg")
+    sorted_trace = verify(assign_slots(sort_communication(trace, prefetch=3)))
+    names = [b.sym.name for b in sorted_trace.bound_symbols]
+    barrier = next(i for i, b in enumerate(sorted_trace.bound_symbols) if b.sym.name == "neg")
     assert names[:barrier].count("fsdp_all_gather") == 1
-    late = [op.reason for op in read_schedule(done).of("fsdp_all_gather")[1:]]
+    late = [op.reason for op in read_schedule(sorted_trace).of("fsdp_all_gather")[1:]]
     assert late[0] == f"producer: not across {bsym.output.name} = neg, which communicates too"
 
 
-def test_a_gather_that_a_budget_held_back_names_the_bucket_that_had_to_go():
+def test_a_gather_delayed_by_a_byte_budget_names_the_bucket_freed_before_it():
     trace = chain(4)
     bucket = next(b for b in trace.bound_symbols if b.sym is fsdp_all_gather).args[0]
-    done = verify(
+    sorted_trace = verify(
         assign_slots(sort_communication(trace, prefetch=2, max_unsharded_bytes=2 * bucket.spec.unsharded_bytes))
     )
-    reasons = {op.bucket: op.reason for op in read_schedule(done).of("fsdp_all_gather")}
+    reasons = {op.bucket: op.reason for op in read_schedule(sorted_trace).of("fsdp_all_gather")}
     assert reasons["b1"] == "prefetch: 2 ahead of its wait, before the wait for b0"
     assert reasons["b2"] == "byte budget: fits only after the last read of b0"
     assert reasons["b3"] == "byte budget: fits only after the last read of b1"
-    testing.assert_gathered_buckets_at_most(done, 2)
+    testing.assert_gathered_buckets_at_most(sorted_trace, 2)
 
 
 def test_a_failing_assertion_shows_the_trace_around_the_fault():
@@ -236,11 +248,11 @@ def test_unsorted_traces_fail_the_assertions():
         testing.assert_prefetch_distance(assign_slots(chain(4)), 1)
 
 
-def test_recomputed_activations_need_no_gather_of_their_own():
-    """Activation checkpointing: backward computes each block's forward again from what it has gathered for it anyway."""
+def test_recomputed_activations_need_no_additional_gathers():
+    """Activation checkpointing: backward recomputes a block's forward with the parameters that it gathers anyway."""
     [compiled] = testing.compile_on_fake_ranks(lambda: (Checkpointed(), (torch.randn(3, 4),)), 4)
     linears = [b for b in compiled.backward.bound_symbols if b.sym.name == "linear"]
-    assert linears, "backward computes forward again"
+    assert linears, "backward must recompute forward"
     gathered = [op.bucket for op in compiled.backward_schedule.of("fsdp_all_gather")]
     assert gathered == ["blocks.2", "blocks.1", "blocks.0"]
     testing.assert_gathered_buckets_at_most(compiled, 2)

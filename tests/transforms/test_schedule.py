@@ -1,4 +1,4 @@
-"""A schedule is a value: it explains itself, survives a file, is compared, replayed, and refused where it does not fit."""
+"""Schedules as values: reasons, files, diffs, replay, and agreement between ranks."""
 
 import dataclasses
 import json
@@ -29,12 +29,12 @@ from synthetic_traces import chain
 from test_passes import traces
 
 
-def done(trace, prefetch: int = 1):
+def scheduled(trace, prefetch: int = 1):
     return verify(assign_slots(sort_communication(trace, prefetch=prefetch)))
 
 
-def test_every_op_says_why_it_stands_where_it_stands():
-    schedule = read_schedule(done(chain(3)))
+def test_every_op_has_a_reason_for_its_position():
+    schedule = read_schedule(scheduled(chain(3)))
     assert [op.kind for op in schedule] == ["fsdp_all_gather", "fsdp_all_gather", "fsdp_wait_params"] + [
         "fsdp_all_gather", "fsdp_wait_params", "fsdp_wait_params",
     ]  # fmt: skip
@@ -45,31 +45,31 @@ def test_every_op_says_why_it_stands_where_it_stands():
     assert "b2" in str(schedule) and "slot_0" in str(schedule)
 
 
-def test_a_schedule_survives_a_file(tmp_path):
-    schedule = read_schedule(done(chain(3)))
+def test_a_schedule_survives_saving_and_loading(tmp_path):
+    schedule = read_schedule(scheduled(chain(3)))
     steps = [StepSchedule(schedule, None), StepSchedule(schedule, schedule, no_sync=True)]
     save_schedules(steps, tmp_path / "schedule.json")
     assert load_schedules(tmp_path / "schedule.json") == steps
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 99, "steps": []}', '{"format": 1, "steps": [{}]}'])
-def test_a_file_that_holds_no_schedule_is_refused_by_name(tmp_path, content):
+def test_a_file_without_a_schedule_is_refused_by_name(tmp_path, content):
     path = tmp_path / "broken.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=r"broken\.json holds no schedule"):
         load_schedules(path)
 
 
-def _spoiled(content, path, value):
-    """``content`` with another value at a path, or without what is there if the value is ``...``."""
+def _with_value_at(content, path, value):
+    """Return ``content`` with the value at ``path`` replaced, or removed if ``value`` is ``...``."""
     *above, last = path
-    place = content
+    container = content
     for key in above:
-        place = place[key]
+        container = container[key]
     if value is ...:
-        del place[last]
+        del container[last]
     else:
-        place[last] = value
+        container[last] = value
     return content
 
 
@@ -90,10 +90,10 @@ def _spoiled(content, path, value):
         (("format",), ..., "format None, this version reads"),
     ],
 )
-def test_a_field_of_another_type_is_refused_by_name(tmp_path, path, value, message):
+def test_an_invalid_field_in_a_file_is_refused_by_name(tmp_path, path, value, message):
     file = tmp_path / "spoiled.json"
-    save_schedules([StepSchedule(read_schedule(done(chain(3))), None)], file)
-    file.write_text(json.dumps(_spoiled(json.loads(file.read_text()), path, value)))
+    save_schedules([StepSchedule(read_schedule(scheduled(chain(3))), None)], file)
+    file.write_text(json.dumps(_with_value_at(json.loads(file.read_text()), path, value)))
     with pytest.raises(ValueError, match=rf"spoiled\.json holds no schedule: .*{message}"):
         load_schedules(file)
 
@@ -105,12 +105,12 @@ def test_a_file_that_is_nested_too_deeply_is_refused_by_name(tmp_path):
         load_schedules(file)
 
 
-def test_the_fields_of_a_file_are_those_of_an_op():
+def test_the_fields_in_a_file_are_the_fields_of_comm_op():
     assert list(_OP_TYPES) == [field.name for field in dataclasses.fields(CommOp)]
 
 
 def test_a_diff_shows_what_moved():
-    near, far = (read_schedule(done(chain(3), prefetch)) for prefetch in (1, 2))
+    near, far = (read_schedule(scheduled(chain(3), prefetch)) for prefetch in (1, 2))
     assert near.diff(near) == ""
     assert "b2" in near.diff(far)
 
@@ -118,20 +118,20 @@ def test_a_diff_shows_what_moved():
 @settings(max_examples=100, deadline=None)
 @given(traces(), st.integers(0, 3))
 def test_a_replayed_schedule_gives_the_same_trace(trace, prefetch):
-    pinned = done(trace, prefetch)
+    pinned = scheduled(trace, prefetch)
     again = verify(assign_slots(replay_schedule(trace, schedule=read_schedule(pinned))))
     assert [str(b) for b in again.bound_symbols] == [str(b) for b in pinned.bound_symbols]
 
 
-def test_a_schedule_of_another_model_is_refused_naming_the_line():
+def test_replaying_a_schedule_of_another_model_fails_with_the_line():
     with pytest.raises(ScheduleMismatch, match=r"line 8 does not fit.*\n.*fsdp_all_gather +b4"):
-        replay_schedule(chain(4), schedule=read_schedule(done(chain(5))))
+        replay_schedule(chain(4), schedule=read_schedule(scheduled(chain(5))))
     with pytest.raises(ScheduleMismatch, match="it lacks fsdp_all_gather of bucket 'b3'"):
-        replay_schedule(chain(4), schedule=read_schedule(done(chain(3))))
+        replay_schedule(chain(4), schedule=read_schedule(scheduled(chain(3))))
 
 
-def test_a_schedule_with_a_bucket_of_another_size_is_refused():
-    schedule = read_schedule(done(chain(2)))
+def test_replaying_a_schedule_with_another_bucket_size_fails():
+    schedule = read_schedule(scheduled(chain(2)))
     op = dataclasses.replace(schedule.ops[0], nbytes=1)
     with pytest.raises(ScheduleMismatch, match=r"line 1 does not fit, the bucket has 1,024 bytes here"):
         replay_schedule(chain(2), schedule=dataclasses.replace(schedule, ops=(op, *schedule.ops[1:])))
@@ -139,8 +139,8 @@ def test_a_schedule_with_a_bucket_of_another_size_is_refused():
 
 def test_a_wrong_schedule_is_caught_by_verify():
     trace = chain(3)
-    schedule = read_schedule(done(trace))
-    # Swap the first wait and the compute after it.
+    schedule = read_schedule(scheduled(trace))
+    # Swap the first wait with the compute after it.
     ops = [dataclasses.replace(op, position=op.position + (i == 2)) for i, op in enumerate(schedule)]
     moved = replay_schedule(trace, schedule=dataclasses.replace(schedule, ops=tuple(ops)))
     with pytest.raises(AssertionError, match="which nothing before it defines"):
@@ -153,7 +153,7 @@ def test_a_wrong_schedule_is_caught_by_verify():
 
 
 class FakeProcessGroup:
-    """A process group as far as an agreement needs one: ranks are threads, the store is in memory."""
+    """A stand-in for a process group in an agreement. Ranks are threads, and the store is in memory."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -163,41 +163,41 @@ class FakeProcessGroup:
 
 
 def agree(per_rank: list[list[list[str]]], seconds: float = 5) -> list[str]:
-    """Each rank compiles its traces (lists of lines); gives what each was told, empty if nothing was wrong."""
+    """Let each rank check its programs (lists of lines) against the others'. Return each rank's error, or ""."""
     process_group = FakeProcessGroup(dist.HashStore())
-    told = ["(its thread has died)"] * len(per_rank)
+    errors = ["(its thread did not finish)"] * len(per_rank)
 
     def run(rank: int) -> None:
         group = ProcessGroupRef("test", rank, range(len(per_rank)), "threads", "test", weakref.ref(process_group))
         agreement = Agreement(group, "module 0", timedelta(seconds=seconds))
         try:
             for number, lines in enumerate(per_rank[rank]):
-                everyone = tuple(range(len(per_rank)))
-                program = [Action(line, "test", everyone, False, i) for i, line in enumerate(lines)]
+                all_ranks = tuple(range(len(per_rank)))
+                program = [Action(line, "test", all_ranks, False, i) for i, line in enumerate(lines)]
                 agreement.check(f"forward of trace {number + 1}", program)
-            told[rank] = ""
+            errors[rank] = ""
         except ScheduleDisagreement as error:
-            told[rank] = str(error)
+            errors[rank] = str(error)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(per_rank))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    return told
+    return errors
 
 
-def test_ranks_with_equal_schedules_go_on():
+def test_ranks_with_equal_schedules_agree():
     assert agree([[["gather a", "gather b"], ["gather a"]]] * 3) == ["", "", ""]
 
 
-def test_every_rank_is_told_the_first_line_that_differs():
-    told = agree([[["gather a", "gather b"]], [["gather a", "gather b"]], [["gather a", "gather c"]]])
-    for message in told:
+def test_every_rank_gets_the_first_line_that_differs():
+    errors = agree([[["gather a", "gather b"]], [["gather a", "gather b"]], [["gather a", "gather c"]]])
+    for message in errors:
         assert "forward of trace 1, line 2:\n    rank 0: gather b\n    rank 2: gather c" in message
 
 
-def test_a_rank_that_lacks_a_line_differs():
+def test_a_missing_line_is_a_difference():
     assert all("rank 1: (nothing)" in message for message in agree([[["a", "b"]], [["a"]]]))
 
 
@@ -205,14 +205,14 @@ def test_a_rank_that_lacks_a_line_differs():
 def test_a_rank_that_compiles_nothing_is_named_on_all_ranks(idle):
     compiled = [[["a"], ["a"]], [["a"], ["a"]], [["a"], ["a"]]]
     compiled[idle] = [["a"]]
-    told = agree(compiled, seconds=0.5)
-    for rank, message in enumerate(told):
+    errors = agree(compiled, seconds=0.5)
+    for rank, message in enumerate(errors):
         if rank != idle:
             assert f"rank {idle} has compiled nothing within 0.5 s while rank" in message
 
 
-def test_the_collectives_of_a_schedule_hold_nothing_that_differs_between_ranks():
-    trace = done(chain(2))
+def test_the_compared_collectives_of_a_schedule_do_not_depend_on_the_rank():
+    trace = scheduled(chain(2))
     lines = read_schedule(trace).collectives()
     assert lines == [f"fsdp_all_gather {b} 1024 bytes float32 flat" for b in ("b0", "b1")]
     assert fsdp_all_gather.name in lines[0]

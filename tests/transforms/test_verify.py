@@ -1,8 +1,8 @@
-"""``verify`` catches what it promises to catch: right traces, made wrong in one place each.
+"""Mutation tests of ``verify``: correct traces with one error each must be refused.
 
-Each mutation stands in ``MUTATIONS`` with what the error must say. It is tried on a chain of four blocks, and on the
-forward and backward traces of a model that Thunder compiled. What one rank cannot see alone, another order than the
-other ranks', is in ``test_agreement``.
+``MUTATIONS`` lists the mutations with the message that each must cause. They are tried on a chain of four blocks, and on the
+forward and backward traces of a model that Thunder compiled. ``test_agreement`` tests what a single rank cannot detect, such
+as an order that differs between ranks.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ TRACES: dict[str, Callable[[], TraceCtx]] = {
 }
 
 
-def right(name: str) -> TraceCtx:
-    """A right trace of one's own, without ``del`` statements."""
+def correct_trace(name: str) -> TraceCtx:
+    """Return a correct trace without ``del`` statements, which the caller may change."""
     trace = TRACES[name]()
     own = from_trace(trace)
     own.bound_symbols = [b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL]
@@ -72,7 +72,7 @@ def positions(trace: TraceCtx, symbol: Symbol) -> list[int]:
 
 
 def first_reader(trace: TraceCtx, position: int) -> int:
-    """Position of the first bound symbol that reads what the one at ``position`` defines."""
+    """Return the position of the first bound symbol that reads an output of the one at ``position``."""
     outs = set(outs_of(trace.bound_symbols[position]))
     return next(i for i, b in enumerate(trace.bound_symbols) if i > position and not outs.isdisjoint(args_of(b)))
 
@@ -82,21 +82,21 @@ def new_like(trace: TraceCtx, proxy: TensorProxy) -> TensorProxy:
         return TensorProxy(like=proxy)
 
 
-def a_weight(trace: TraceCtx, which: int = 0) -> tuple[int, TensorProxy]:
-    """Position of a wait, and a gathered matrix that it gives."""
+def gathered_weight(trace: TraceCtx, which: int = 0) -> tuple[int, TensorProxy]:
+    """Return the position of a wait, and a gathered matrix among its outputs."""
     wait = positions(trace, fsdp_wait_params)[which]
     return wait, next(p for p in trace.bound_symbols[wait].output if p.ndim == 2)
 
 
-def grads_in_place(trace: TraceCtx, reduction: int) -> list[int]:
-    """Positions of what writes the gradients of a reduction in place."""
+def in_place_grads(trace: TraceCtx, reduction: int) -> list[int]:
+    """Return the positions of the bound symbols that write the gradients of a reduction in place."""
     grads = set(args_of(trace.bound_symbols[reduction]))
     return [i for i, b in enumerate(trace.bound_symbols) if b.sym.name in GRAD_WRITERS and b.output.name in grads]
 
 
-def a_grad_in_place(trace: TraceCtx, which: int = 0) -> int:
-    """Position of what writes a gradient of one of the reductions in place."""
-    return grads_in_place(trace, positions(trace, fsdp_reduce_scatter)[which])[0]
+def in_place_grad(trace: TraceCtx, which: int = 0) -> int:
+    """Return the position of a bound symbol that writes a gradient of one of the reductions in place."""
+    return in_place_grads(trace, positions(trace, fsdp_reduce_scatter)[which])[0]
 
 
 def change_args(trace: TraceCtx, position: int, changes: dict[int, Any]) -> None:
@@ -138,7 +138,7 @@ def drop_a_wait(trace: TraceCtx) -> None:
     del trace.bound_symbols[positions(trace, fsdp_wait_params)[0]]
 
 
-def never_wait(trace: TraceCtx) -> None:
+def issue_a_gather_that_is_never_waited_for(trace: TraceCtx) -> None:
     gather = trace.bound_symbols[positions(trace, fsdp_all_gather)[0]]
     with tracectx(trace):
         extra = gather.from_bsym(output=fsdp_all_gather.meta(*gather.args))
@@ -177,17 +177,17 @@ def gradients_into_a_live_slot(trace: TraceCtx) -> None:
     issue = next(i for i in positions(trace, fsdp_all_gather) if trace.bound_symbols[i].output.name == future)
     assert issue < reduction < live
     slot = trace.bound_symbols[issue].args[1]
-    for position in (*grads_in_place(trace, reduction), reduction):
+    for position in (*in_place_grads(trace, reduction), reduction):
         change_args(trace, position, {1: slot})
 
 
-def parameter_read_behind_its_gradient(trace: TraceCtx) -> None:
+def read_a_parameter_after_its_gradient_is_written(trace: TraceCtx) -> None:
     slots = {trace.bound_symbols[i].args[:2]: trace.bound_symbols[i].output for i in positions(trace, fsdp_all_gather)}
     reductions = positions(trace, fsdp_reduce_scatter)
     reduction = next(i for i in reductions if trace.bound_symbols[i].args[:2] in slots)
     future = slots[trace.bound_symbols[reduction].args[:2]]
     params = next(b.output for b in trace.bound_symbols if b.sym is fsdp_wait_params and b.args[1] is future)
-    grad = grads_in_place(trace, reduction)[0]
+    grad = in_place_grads(trace, reduction)[0]
     weight = params[trace.bound_symbols[grad].args[2]]
     late = new_like(trace, weight)
     with tracectx(trace):
@@ -195,59 +195,59 @@ def parameter_read_behind_its_gradient(trace: TraceCtx) -> None:
 
 
 def gradient_into_another_slot(trace: TraceCtx) -> None:
-    grad = a_grad_in_place(trace)
+    grad = in_place_grad(trace)
     slots = [trace.bound_symbols[gather].args[1] for gather in positions(trace, fsdp_all_gather)]
     other = next(slot for slot in slots if slot is not trace.bound_symbols[grad].args[1])
     change_args(trace, grad, {1: other})
 
 
-def gradient_into_another_place(trace: TraceCtx) -> None:
-    grad = a_grad_in_place(trace)
+def gradient_at_another_index(trace: TraceCtx) -> None:
+    grad = in_place_grad(trace)
     change_args(trace, grad, {2: trace.bound_symbols[grad].args[2] + 1})
 
 
 def gradient_into_another_bucket(trace: TraceCtx) -> None:
-    change_args(trace, a_grad_in_place(trace), {0: trace.bound_symbols[a_grad_in_place(trace, 1)].args[0]})
+    change_args(trace, in_place_grad(trace), {0: trace.bound_symbols[in_place_grad(trace, 1)].args[0]})
 
 
 def gradient_without_slot(trace: TraceCtx) -> None:
-    change_args(trace, a_grad_in_place(trace), {1: None})
+    change_args(trace, in_place_grad(trace), {1: None})
 
 
-def gradient_in_place_that_nothing_reduces(trace: TraceCtx) -> None:
+def gradient_that_nothing_reduces(trace: TraceCtx) -> None:
     reduction = positions(trace, fsdp_reduce_scatter)[0]
-    change_args(trace, reduction, {2 + trace.bound_symbols[a_grad_in_place(trace)].args[2]: None})
+    change_args(trace, reduction, {2 + trace.bound_symbols[in_place_grad(trace)].args[2]: None})
 
 
 def gather_between_a_gradient_in_place_and_its_reduction(trace: TraceCtx) -> None:
     for reduction in positions(trace, fsdp_reduce_scatter):
-        first, *_ = grads_in_place(trace, reduction)
+        first, *_ = in_place_grads(trace, reduction)
         between = [i for i in positions(trace, fsdp_all_gather) if first < i < reduction]
         if between:
             change_args(trace, between[0], {1: trace.bound_symbols[reduction].args[1]})
             return
-    raise AssertionError("no gather stands between a gradient and its reduction")
+    raise AssertionError("there is no gather between a gradient and its reduction")
 
 
-def drop_what_writes_a_gradient_in_place(trace: TraceCtx) -> None:
-    del trace.bound_symbols[a_grad_in_place(trace)]
+def drop_the_writer_of_a_gradient(trace: TraceCtx) -> None:
+    del trace.bound_symbols[in_place_grad(trace)]
 
 
 def read_a_gradient_in_place(trace: TraceCtx) -> None:
-    grad = a_grad_in_place(trace)
+    grad = in_place_grad(trace)
     value = trace.bound_symbols[grad].output
     with tracectx(trace):
         trace.bound_symbols.insert(grad + 1, prims.neg.bind(value, output=TensorProxy(like=value)))
 
 
-def no_slot(trace: TraceCtx) -> None:
+def gather_without_slot(trace: TraceCtx) -> None:
     gather = positions(trace, fsdp_all_gather)[0]
     bsym = trace.bound_symbols[gather]
     trace.bound_symbols[gather] = bsym.from_bsym(args=(bsym.args[0], None, *bsym.args[2:]))
 
 
 def read_a_view_of_a_view_after_reuse(trace: TraceCtx) -> None:
-    wait, weight = a_weight(trace)
+    wait, weight = gathered_weight(trace)
     first = view_of(trace, weight)
     second = view_of(trace, first.output)
     trace.bound_symbols[wait + 1 : wait + 1] = [first, second]
@@ -255,7 +255,7 @@ def read_a_view_of_a_view_after_reuse(trace: TraceCtx) -> None:
 
 
 def read_a_view_out_of_a_fusion_after_reuse(trace: TraceCtx) -> None:
-    wait, weight = a_weight(trace)
+    wait, weight = gathered_weight(trace)
     view = view_of(trace, weight)
     fusion = Symbol("fused0", lambda w: None, is_fusion=True)
     trace.bound_symbols.insert(wait + 1, fusion.bind(weight, output=(view.output,), subsymbols=(view,)))
@@ -268,7 +268,7 @@ def _foreign(trace: TraceCtx, weight: TensorProxy) -> BoundSymbol:
     return bsym.from_bsym(args=(*bsym.args, FakeProcessGroup()))
 
 
-def unknown_communication_behind_a_gather(trace: TraceCtx) -> None:
+def unknown_communication_after_a_gather(trace: TraceCtx) -> None:
     gather = positions(trace, fsdp_all_gather)[0]
     trace.bound_symbols.insert(gather + 1, _foreign(trace, trace.bound_symbols[gather].flat_proxy_args[0]))
 
@@ -297,31 +297,31 @@ def reduce_before_the_last_gradient(trace: TraceCtx) -> None:
 
 
 def return_a_parameter(trace: TraceCtx) -> None:
-    _, weight = a_weight(trace, -1)
+    _, weight = gathered_weight(trace, -1)
     last = return_of(trace)
     trace.bound_symbols[-1] = last.from_bsym(args=({**last.args[0], "output": weight}, *last.args[1:]))
 
 
 def save_a_parameter(trace: TraceCtx) -> None:
-    _, weight = a_weight(trace, -1)
+    _, weight = gathered_weight(trace, -1)
     last = return_of(trace)
     trace.bound_symbols[-1] = last.from_bsym(args=(last.args[0], ((weight,), ())))
 
 
-def miscount_issues(trace: TraceCtx) -> None:
+def miscount_issues_in_a_mark(trace: TraceCtx) -> None:
     position = next(i for i in positions(trace, fsdp_all_gather) if residency_marks(trace.bound_symbols[i]))
     bsym = trace.bound_symbols[position]
     off_by_one = {mark: number + 1 for mark, number in residency_marks(bsym).items()}
     trace.bound_symbols[position] = bsym.from_bsym(kwargs=bsym.kwargs | off_by_one)
 
 
-def leave_what_is_overwritten(trace: TraceCtx) -> None:
+def mark_an_overwritten_bucket_as_followed(trace: TraceCtx) -> None:
     gathers = positions(trace, fsdp_all_gather)
     bsym = trace.bound_symbols[gathers[0]]
     trace.bound_symbols[gathers[0]] = bsym.from_bsym(kwargs=bsym.kwargs | {"followed_by": len(gathers) - 1})
 
 
-def expect_two_in_one_place(trace: TraceCtx) -> None:
+def mark_two_gathers_of_one_slot_as_resident(trace: TraceCtx) -> None:
     first, *_, last = positions(trace, fsdp_all_gather)
     before = sum(b.sym in (fsdp_all_gather, fsdp_reduce_scatter) for b in trace.bound_symbols[:last])
     bucket, _, *shards = trace.bound_symbols[last].args
@@ -330,32 +330,34 @@ def expect_two_in_one_place(trace: TraceCtx) -> None:
     )
 
 
-EVERYWHERE, FORWARD, BACKWARD = ("chain", "forward", "backward"), ("chain", "forward"), ("backward",)
+ALL_TRACES, FORWARD, BACKWARD = ("chain", "forward", "backward"), ("chain", "forward"), ("backward",)
 
-_ELSEWHERE = r"of '\S+' at index \d+ of bucket '\S+' in slot_\d+, but bucket '\S+' reduces it in slot_\d+, index \d+"
+_WRONG_DESTINATION = (
+    r"of '\S+' at index \d+ of bucket '\S+' in slot_\d+, but bucket '\S+' reduces it in slot_\d+, index \d+"
+)
 
-# Mutation, the traces it is tried on, what the error must say.
+# The mutation, the traces on which it is tried, and the message of the error.
 MUTATIONS: list[tuple[Callable[[TraceCtx], None], tuple[str, ...], str]] = [
-    (swap_two_gathers, EVERYWHERE, r"gathers bucket '\S+' after a bucket whose first consumer is later"),
-    (move_a_wait_below_its_consumer, EVERYWHERE, r"reads '\w+', which nothing before it defines"),
-    (drop_a_wait, EVERYWHERE, r"reads '\w+', which nothing before it defines"),
-    (never_wait, EVERYWHERE, r"fsdp_all_gather of bucket '\S+' is never waited for"),
-    (wait_twice, EVERYWHERE, r"waits a second time for '\w+' of bucket '\S+'"),
-    (wait_for_another_bucket, EVERYWHERE, r"waits for '\w+', which bucket '\S+' did not issue"),
-    (wait_for_params_as_grads, EVERYWHERE, r"waits for '\w+', which bucket '\S+' did not issue"),
-    (reuse_a_live_slot, EVERYWHERE, r"writes slot_\d+ for bucket '\S+' while bucket '\S+' in slot_\d+ is read until"),
+    (swap_two_gathers, ALL_TRACES, r"gathers bucket '\S+' after a bucket whose first consumer is later"),
+    (move_a_wait_below_its_consumer, ALL_TRACES, r"reads '\w+', which nothing before it defines"),
+    (drop_a_wait, ALL_TRACES, r"reads '\w+', which nothing before it defines"),
+    (issue_a_gather_that_is_never_waited_for, ALL_TRACES, r"fsdp_all_gather of bucket '\S+' is never waited for"),
+    (wait_twice, ALL_TRACES, r"waits a second time for '\w+' of bucket '\S+'"),
+    (wait_for_another_bucket, ALL_TRACES, r"waits for '\w+', which bucket '\S+' did not issue"),
+    (wait_for_params_as_grads, ALL_TRACES, r"waits for '\w+', which bucket '\S+' did not issue"),
+    (reuse_a_live_slot, ALL_TRACES, r"writes slot_\d+ for bucket '\S+' while bucket '\S+' in slot_\d+ is read until"),
     (gradients_into_a_live_slot, BACKWARD, r"writes slot_\d+ for bucket '\S+' while bucket '\S+' in slot_\d+ is read"),
     (
-        parameter_read_behind_its_gradient,
+        read_a_parameter_after_its_gradient_is_written,
         BACKWARD,
         r"writes slot_\d+ for bucket '\S+' while bucket '\S+' in slot_\d+ is read until",
     ),
-    (gradient_into_another_slot, BACKWARD, _ELSEWHERE),
-    (gradient_into_another_place, BACKWARD, _ELSEWHERE),
-    (gradient_into_another_bucket, BACKWARD, _ELSEWHERE),
+    (gradient_into_another_slot, BACKWARD, _WRONG_DESTINATION),
+    (gradient_at_another_index, BACKWARD, _WRONG_DESTINATION),
+    (gradient_into_another_bucket, BACKWARD, _WRONG_DESTINATION),
     (gradient_without_slot, BACKWARD, r"bucket '\S+' has no slot"),
     (
-        gradient_in_place_that_nothing_reduces,
+        gradient_that_nothing_reduces,
         BACKWARD,
         r"the gradient of '\S+' for bucket '\S+', which never reduces it",
     ),
@@ -364,52 +366,60 @@ MUTATIONS: list[tuple[Callable[[TraceCtx], None], tuple[str, ...], str]] = [
         BACKWARD,
         r"writes slot_\d+ for bucket '\S+' while bucket '\S+' in slot_\d+ is read until",
     ),
-    (drop_what_writes_a_gradient_in_place, BACKWARD, r"reads '\w+', which nothing before it defines"),
+    (drop_the_writer_of_a_gradient, BACKWARD, r"reads '\w+', which nothing before it defines"),
     (read_a_gradient_in_place, BACKWARD, r"reads '\w+', a gradient in the slot of bucket '\S+' for its reduction"),
-    (no_slot, EVERYWHERE, r"bucket '\S+' has no slot"),
-    (read_a_view_of_a_view_after_reuse, EVERYWHERE, r"writes slot_\d+ for bucket '\S+' while bucket '\S+'"),
-    (read_a_view_out_of_a_fusion_after_reuse, EVERYWHERE, r"writes slot_\d+ for bucket '\S+' while bucket '\S+'"),
-    (unknown_communication_behind_a_gather, EVERYWHERE, r"communicates, but a collective of bucket '\S+' was moved"),
-    (unknown_communication_in_a_composite, EVERYWHERE, r"communicates, but a collective of bucket '\S+' was moved"),
+    (gather_without_slot, ALL_TRACES, r"bucket '\S+' has no slot"),
+    (read_a_view_of_a_view_after_reuse, ALL_TRACES, r"writes slot_\d+ for bucket '\S+' while bucket '\S+'"),
+    (read_a_view_out_of_a_fusion_after_reuse, ALL_TRACES, r"writes slot_\d+ for bucket '\S+' while bucket '\S+'"),
+    (unknown_communication_after_a_gather, ALL_TRACES, r"communicates, but a collective of bucket '\S+' was moved"),
+    (unknown_communication_in_a_composite, ALL_TRACES, r"communicates, but a collective of bucket '\S+' was moved"),
     (unknown_communication_before_a_reduction, BACKWARD, r"communicates, but a collective of bucket '\S+' was moved"),
     (reduce_before_the_last_gradient, BACKWARD, r"reads '\w+', which nothing before it defines"),
     (return_a_parameter, FORWARD, r"returns '\w+', which is stored in slot_\d+"),
     (
-        miscount_issues,
+        miscount_issues_in_a_mark,
         ("forward", "backward"),
         r"states (followed|preceded)_by=\d+ for bucket '\S+', but the trace has \d+",
     ),
-    (leave_what_is_overwritten, ("forward",), r"leaves bucket '\S+' in slot_\d+, which a later collective writes"),
-    (expect_two_in_one_place, BACKWARD, r"writes slot_\d+ for bucket '\S+' while bucket '\S+' in slot_\d+ is read"),
+    (
+        mark_an_overwritten_bucket_as_followed,
+        ("forward",),
+        r"leaves bucket '\S+' in slot_\d+, which a later collective writes",
+    ),
+    (
+        mark_two_gathers_of_one_slot_as_resident,
+        BACKWARD,
+        r"writes slot_\d+ for bucket '\S+' while bucket '\S+' in slot_\d+ is read",
+    ),
     (save_a_parameter, FORWARD, r"saves '\w+' for backward, which is stored in slot_\d+ of bucket '\S+'"),
 ]
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_right_traces_pass(name: str) -> None:
-    verify(right(name))
+def test_correct_traces_pass(name: str) -> None:
+    verify(correct_trace(name))
 
 
 @pytest.mark.parametrize(
     ("mutate", "name", "message"),
     [
         pytest.param(mutate, name, message, id=f"{mutate.__name__}-{name}")
-        for mutate, on, message in MUTATIONS
-        for name in on
+        for mutate, names, message in MUTATIONS
+        for name in names
     ],
 )
-def test_verify_catches(mutate: Callable[[TraceCtx], None], name: str, message: str) -> None:
-    trace = right(name)
+def test_verify_refuses_a_mutated_trace(mutate: Callable[[TraceCtx], None], name: str, message: str) -> None:
+    trace = correct_trace(name)
     mutate(trace)
     with pytest.raises(VerificationError, match=message):
         verify(trace)
 
 
-def test_backward_expects_only_what_its_forward_left() -> None:
-    verify(right("backward"), forward=right("forward"))
-    forward = right("forward")
+def test_backward_may_expect_only_buckets_that_its_forward_left() -> None:
+    verify(correct_trace("backward"), forward=correct_trace("forward"))
+    forward = correct_trace("forward")
     for position in positions(forward, fsdp_all_gather):
         bsym = forward.bound_symbols[position]
         forward.bound_symbols[position] = bsym.from_bsym(kwargs=bsym.kwargs | {"followed_by": None})
     with pytest.raises(VerificationError, match=r"expects bucket '\S+' in slot_\d+, where forward did not leave it"):
-        verify(right("backward"), forward=forward)
+        verify(correct_trace("backward"), forward=forward)

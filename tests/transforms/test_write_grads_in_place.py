@@ -1,4 +1,4 @@
-"""Gradients that their producers write into the slot of their reduction: the same bits as with copies, and no copies."""
+"""Gradients written directly into the slot of their reduction: no copies, and the same bits as with copies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ each_strategy = pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 
 
 class BatchedExperts(Model):
-    """Gradients that are batched matmuls, transposed matmuls, sums over a batch, and convolutions."""
+    """A model whose gradients are batched matmuls, transposed matmuls, sums over a batch, and convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,22 +60,22 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def copy_all(trace: TraceCtx) -> TraceCtx:
-    """Stands in for the pass."""
+def leave_trace_unchanged(trace: TraceCtx) -> TraceCtx:
+    """Replace the pass ``write_grads_in_place``, so that every gradient is copied."""
     return trace
 
 
-def with_copies() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch.object(compilation, "write_grads_in_place", copy_all)
+def copying_all_gradients() -> contextlib.AbstractContextManager[Any]:
+    return mock.patch.object(compilation, "write_grads_in_place", leave_trace_unchanged)
 
 
-def share(subject: Any) -> tuple[int, int]:
-    """Of the last compiled traces."""
+def share_in_place_of(subject: Any) -> tuple[int, int]:
+    """Return the gradient bytes written in place, and all, in the last compiled backward."""
     return share_written_in_place(subject.compiled[-1].backward)
 
 
 def in_place(trace: TraceCtx) -> dict[str, bool]:
-    """For each parameter whose gradient is reduced whether it is written in place."""
+    """Return, for each reduced gradient by parameter, whether it is written in place."""
     written = {b.output.name for b in trace.bound_symbols if b.sym.name in GRAD_WRITERS}
     return {
         param.name: grad.name in written
@@ -93,25 +93,25 @@ def in_place(trace: TraceCtx) -> dict[str, bool]:
 
 @functools.cache
 def compiled(make: Callable[[], nn.Module], **options: Any) -> testing.CompiledTraces:
-    """What a rank of two compiles; the same object for the same function and options."""
+    """Return what one of two ranks compiles, cached by function and options."""
 
-    def made() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    def make_double() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         model = make().double()
         return model, model.inputs(torch.Generator().manual_seed(0))
 
-    [traces] = testing.compile_on_fake_ranks(made, 2, **options)
+    [traces] = testing.compile_on_fake_ranks(make_double, 2, **options)
     return traces
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"sharding_strategy": "zero2", "bucketing_strategy": "none"}, {}],  # none: compiled once for several tests
+    [{"sharding_strategy": "zero2", "bucketing_strategy": "none"}, {}],  # {}: the cached traces of several tests
     ids=["zero2-none", "zero3-block"],
 )
 def test_all_matmul_gradients_of_a_gpt_are_written_in_place(options: dict[str, str]) -> None:
     traces = compiled(CASES["gpt"], **options)
     copied = {name for name, done in in_place(traces.backward).items() if not done}
-    assert copied == {"wte.weight", "wpe.weight"}, "an embedding's backward has no out="
+    assert copied == {"wte.weight", "wpe.weight"}, "only embedding gradients may be copied: their backward has no out="
     model = GPT(blocks=1)
     embeddings = 8 * sum(model.get_parameter(name).numel() for name in copied)
     total = 8 * sum(p.numel() for p in model.parameters())
@@ -127,19 +127,19 @@ def test_all_matmul_gradients_of_a_gpt_are_written_in_place(options: dict[str, s
         ("batched_experts", {"block.down.weight", "conv.weight"}),
     ],
 )
-def test_sums_of_gradients_and_others_without_out_are_copied(case: str, copied: set[str]) -> None:
+def test_gradients_that_are_sums_or_lack_an_out_variant_are_copied(case: str, copied: set[str]) -> None:
     traces = compiled(CASES[case])
     assert {name for name, done in in_place(traces.backward).items() if not done} == copied
 
 
 @pytest.mark.parametrize(("reduced", "expected"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_gradients_in_another_dtype_than_they_are_reduced_in_are_copied(reduced: torch.dtype, expected: bool) -> None:
+def test_gradients_that_are_reduced_in_another_dtype_are_copied(reduced: torch.dtype, expected: bool) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
     done = in_place(compiled(Stack, mp_policy=policy).backward)
     assert {done[name] for name in done if name.endswith("weight")} == {expected}
 
 
-def test_a_slot_is_in_use_from_the_first_gradient_in_it() -> None:
+def test_a_slot_is_live_from_its_first_gradient() -> None:
     trace = compiled(CASES["gpt"]).backward
     for position, live in live_ranges(trace).items():
         if trace.bound_symbols[position].sym is fsdp_reduce_scatter and live.grads:
@@ -149,7 +149,7 @@ def test_a_slot_is_in_use_from_the_first_gradient_in_it() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_gradients_need_no_slot_while_their_parameters_have_one(prefetch: int) -> None:
+def test_gradients_reuse_the_slot_of_their_parameters(prefetch: int) -> None:
     traces = compiled(lambda: Stack(8), prefetch=prefetch)
     trace = traces.backward
     gathers = {b.args[0]: b.args[1] for b in trace.bound_symbols if b.sym is fsdp_all_gather}
@@ -159,26 +159,26 @@ def test_gradients_need_no_slot_while_their_parameters_have_one(prefetch: int) -
     block = max(slot.nbytes for slot in gathers.values())
     assert len(together) > 4
     assert least == used
-    # Those gathered ahead, the one that is read and then filled, and the reductions in flight.
+    # The prefetched buckets, the bucket that is read and then filled with gradients, and the reductions in flight.
     assert used <= (prefetch + 1 + MAX_REDUCTIONS_IN_FLIGHT) * block
 
 
-def test_gradients_of_another_dtype_have_slots_of_their_own() -> None:
+def test_gradients_of_another_dtype_have_separate_slots() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     trace = compiled(lambda: Stack(8), mp_policy=policy).backward
     assert not grads_over_params(trace, live_ranges(trace))
 
 
-def test_a_pinned_schedule_has_the_same_gradients_in_place() -> None:
+def test_a_replayed_schedule_writes_the_same_gradients_in_place() -> None:
     first = compiled(CASES["gpt"])
     again = compiled(CASES["gpt"], schedule=first.schedule)
     assert again.backward_schedule == first.backward_schedule
     assert in_place(again.backward) == in_place(first.backward)
 
 
-def test_cost_and_report_know_what_is_not_copied() -> None:
+def test_cost_and_report_account_for_gradients_written_in_place() -> None:
     trace = compiled(Stack).backward
-    with with_copies():
+    with copying_all_gradients():
         copying = compiled.__wrapped__(Stack).backward
     for one in (trace, copying):
         flops = sum(sum(flops_of(b).values()) for b in one.bound_symbols)
@@ -189,7 +189,7 @@ def test_cost_and_report_know_what_is_not_copied() -> None:
         issues = [s.device for b, s in zip(one.bound_symbols, seconds, strict=True) if b.sym is fsdp_reduce_scatter]
         assert issues and all((s == 0) is free for s in issues)
     step = dry_run_step(lambda: (Stack(), (torch.ones(2, 4),)), world_size=2, on="h100-sxm")
-    written, total = share(step.transform)
+    written, total = share_in_place_of(step.transform)
     assert written == total
     assert "gradients written in place: 1 kB of 1 kB" in dry_run_table(step).caption
 
@@ -208,13 +208,13 @@ def _train_and_accumulate(rank: int, world_size: int, case: str, options: dict[s
     twins.backward(step=6)
     twins.update()
     written, _ = share_written_in_place(twins.transform.compiled[0].backward)
-    assert (written > 0) is (compilation.write_grads_in_place is not copy_all)
+    assert (written > 0) is (compilation.write_grads_in_place is not leave_trace_unchanged)
     return full_state_dict(twins.sharded)
 
 
-def _same_bits(rank: int, world_size: int, case: str, **options: Any) -> None:
+def _compare_with_copies(rank: int, world_size: int, case: str, **options: Any) -> None:
     direct = _train_and_accumulate(rank, world_size, case, options)
-    with with_copies():
+    with copying_all_gradients():
         copied = _train_and_accumulate(rank, world_size, case, options)
     for name in direct:
         assert torch.equal(direct[name], copied[name]), name
@@ -229,15 +229,15 @@ def _same_bits(rank: int, world_size: int, case: str, **options: Any) -> None:
         ("batched_experts", "zero3"),
     ],
 )
-def test_trains_like_the_unsharded_model_with_the_bits_of_copies(ranks: Ranks, case: str, strategy: str) -> None:
-    ranks.run(_same_bits, case, sharding_strategy=strategy)
+def test_trains_like_the_unsharded_model_and_bit_equal_to_copies(ranks: Ranks, case: str, strategy: str) -> None:
+    ranks.run(_compare_with_copies, case, sharding_strategy=strategy)
 
 
 def _train_in_bfloat16(rank: int, world_size: int) -> None:
     for reduce_dtype in (torch.float32, torch.bfloat16):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         results = []
-        for context in (contextlib.nullcontext(), with_copies()):
+        for context in (contextlib.nullcontext(), copying_all_gradients()):
             with context:
                 torch.manual_seed(0)
                 model = Stack(2, width=16)
@@ -254,12 +254,12 @@ def _train_in_bfloat16(rank: int, world_size: int) -> None:
             assert torch.equal(direct[name], copied[name]), (reduce_dtype, name)
 
 
-def test_mixed_precision_gives_the_bits_of_copies(ranks: Ranks) -> None:
+def test_mixed_precision_is_bit_equal_to_copies(ranks: Ranks) -> None:
     ranks.run(_train_in_bfloat16)
 
 
-class _Copies(TorchDispatchMode):
-    """Counts bytes that are copied into given memory."""
+class _CountCopies(TorchDispatchMode):
+    """Counts the bytes that are copied into a given storage."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         super().__init__()
@@ -275,24 +275,28 @@ class _Copies(TorchDispatchMode):
 
 def _count_copies(rank: int, world_size: int, strategy: str) -> None:
     gpt = CASES["gpt"]
-    for make, context in ((gpt, contextlib.nullcontext()), (Stack, contextlib.nullcontext()), (gpt, with_copies())):
+    for make, context in (
+        (gpt, contextlib.nullcontext()),
+        (Stack, contextlib.nullcontext()),
+        (gpt, copying_all_gradients()),
+    ):
         with context:
             model = make().double()
-            sharded = thunder.jit(model, transforms=[made := fsdp(sharding_strategy=strategy)])
+            sharded = thunder.jit(model, transforms=[transform := fsdp(sharding_strategy=strategy)])
             inputs = model.inputs(torch.Generator().manual_seed(rank))
             loss_of(sharded(*inputs)).backward()
-        written, total = share(made)
-        (arena,) = {b.arena for b in made.sharded.buckets}
+        written, total = share_in_place_of(transform)
+        (arena,) = {b.arena for b in transform.sharded.buckets}
         loss = loss_of(sharded(*inputs))
-        with _Copies(arena._memory) as copies:
+        with _CountCopies(arena._memory) as copies:
             loss.backward()
         assert copies.nbytes == total - written
-        assert total == 8 * sum(param.numel for bucket in made.plan for param in bucket.params)
+        assert total == 8 * sum(param.numel for bucket in transform.plan for param in bucket.params)
         assert (written > 0) is isinstance(context, contextlib.nullcontext)
 
 
 @pytest.mark.parametrize("strategy", ["zero3"])
-def test_a_step_copies_no_gradient_that_a_matmul_makes(ranks: Ranks, strategy: str) -> None:
+def test_backward_copies_only_gradients_that_are_not_written_in_place(ranks: Ranks, strategy: str) -> None:
     ranks.run(_count_copies, strategy)
 
 
@@ -303,20 +307,20 @@ def test_a_step_copies_no_gradient_that_a_matmul_makes(ranks: Ranks, strategy: s
 
 @contextlib.contextmanager
 def _failing_after(count: int) -> Iterator[None]:
-    """Let in-place gradient writes fail after a given number, and check that nothing in flight uses their memory."""
-    place_of_grad = ops._grad_view
-    left = count
+    """Make in-place gradient writes fail after ``count`` writes, and check that nothing in flight uses their memory."""
+    real_grad_view = ops._grad_view
+    writes_left = count
 
-    def place(bucket: Bucket, slot: Slot, index: int) -> torch.Tensor:
-        nonlocal left
-        if left == 0:
+    def failing_grad_view(bucket: Bucket, slot: Slot, index: int) -> torch.Tensor:
+        nonlocal writes_left
+        if writes_left == 0:
             raise ArithmeticError("in backward")
-        left -= 1
-        grad = place_of_grad(bucket, slot, index)
+        writes_left -= 1
+        grad = real_grad_view(bucket, slot, index)
         assert not any(f.slot is not None and f.slot.overlaps(slot) for f in slot.arena.in_flight)
-        return grad.fill_(torch.nan)  # what was there does not matter
+        return grad.fill_(torch.nan)  # a writer must not read the old contents
 
-    with mock.patch.object(ops, "_grad_view", place):
+    with mock.patch.object(ops, "_grad_view", failing_grad_view):
         yield
 
 
@@ -324,24 +328,26 @@ def _fail_between_gradient_and_reduction(rank: int, world_size: int, strategy: s
     twins = Twins(rank, world_size, Stack(3).double(), sharding_strategy=strategy)
     twins.train(steps=1)
     (arena,) = {b.arena for b in twins.transform.sharded.buckets}
-    left_over = False
-    for count in range(share_count(twins)):
+    was_in_flight = False
+    for count in range(number_in_place(twins)):
         loss, _ = twins.forward(step=count)
         with _failing_after(count), pytest.raises(ArithmeticError, match="in backward"):
             loss.backward()
-        left_over |= any(flight.what == "reduce-scatter" for flight in arena.in_flight)
+        was_in_flight |= any(flight.what == "reduce-scatter" for flight in arena.in_flight)
         assert all(p.grad is None for p in twins.sharded.parameters())
         with _failing_after(-1):
             twins.train(steps=1)
         assert not arena.in_flight
-    assert left_over, "a reduction was to be in flight when backward failed"
+    assert was_in_flight, "no reduction was in flight in any failing backward"
 
 
-def share_count(twins: Twins) -> int:
-    """How many gradients are written in place."""
+def number_in_place(twins: Twins) -> int:
+    """Return how many gradients are written in place."""
     return sum(in_place(twins.transform.compiled[-1].backward).values())
 
 
 @each_strategy
-def test_trains_on_after_an_exception_between_a_gradient_and_its_reduction(ranks: Ranks, strategy: str) -> None:
+def test_training_continues_after_an_exception_between_a_gradient_and_its_reduction(
+    ranks: Ranks, strategy: str
+) -> None:
     ranks.run(_fail_between_gradient_and_reduction, strategy)
