@@ -1,4 +1,4 @@
-"""The assertions and the snapshot fixture as a user's test meets them: a real model, any world size, no ranks."""
+"""The assertions and the snapshot fixture that users' tests can use: a real model, any world size, no processes."""
 
 import textwrap
 
@@ -40,7 +40,7 @@ def make(blocks: int = 4):
 
 
 @pytest.mark.parametrize(("strategy", "prefetch"), [("zero3", 1), ("zero3", 2), ("zero2", 1)])
-def test_a_real_model_keeps_the_rules_on_64_ranks(strategy, prefetch):
+def test_a_real_model_passes_all_assertions_on_64_fake_ranks(strategy, prefetch):
     [compiled] = testing.compile_on_fake_ranks(make, 64, sharding_strategy=strategy, prefetch=prefetch)
     testing.assert_waits_right_before_first_consumer(compiled)
     testing.assert_gathers_in_consumer_order(compiled)
@@ -68,7 +68,7 @@ def test_all_ranks_have_the_same_schedule_although_their_shards_differ():
     testing.assert_same_schedule_on_all_ranks(compiled)
 
 
-def test_ranks_with_different_models_do_not_have_the_same_schedule():
+def test_different_models_on_ranks_fail_the_assertion_of_equal_schedules():
     sizes = iter([1, 2])
     compiled = testing.compile_on_fake_ranks(lambda: make(next(sizes)), 2, ranks=range(2))
     with pytest.raises(AssertionError, match=r"rank 1 issues fsdp_all_gather blocks\.1"):
@@ -76,7 +76,7 @@ def test_ranks_with_different_models_do_not_have_the_same_schedule():
 
 
 class Copies(nn.Module):
-    """Copies its parameters as no transport of ours does."""
+    """A model that copies its parameters in forward."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -96,14 +96,14 @@ def test_copies_of_parameters_are_found_through_views(kind, buckets):
         testing.assert_no_parameter_copies(compiled)
 
 
-def test_a_destroyed_process_group_is_kept_alive_by_nothing():
+def test_compiled_traces_do_not_keep_a_destroyed_process_group_alive():
     [compiled] = testing.compile_on_fake_ranks(lambda: make(1), 2)
     issue = next(b for b in compiled.forward.bound_symbols if b.sym.name == "fsdp_all_gather")
     with pytest.raises(RuntimeError, match=r"process group 'default_pg'.* has been destroyed"):
         _ = issue.args[0].ranks.group.process_group
 
 
-def test_what_is_no_jitted_module_is_refused():
+def test_assertions_refuse_modules_that_are_not_jitted():
     with pytest.raises(TypeError, match="that no fsdp"):
         testing.assert_gathers_in_consumer_order(nn.Linear(2, 2))
 

@@ -1,4 +1,4 @@
-"""Blocks are found from the module tree, and buckets never mix what cannot travel together."""
+"""Blocks are found from the module tree, and a bucket holds only parameters that one collective can communicate."""
 
 from thunder_fsdp_sched.plan.bucketing import BucketingStrategy, make_plan, named_blocks
 from thunder_fsdp_sched.plan.specs import ParamSpec
@@ -16,7 +16,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """GPT with names that hold no digits in the block's own names."""
+    """A GPT whose blocks are nested in a ``ModuleDict``."""
 
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class MoEBlock(nn.Module):
 
 
 class Owner(nn.Module):
-    """A module that owns a parameter beside a list of blocks."""
+    """A model with a module that has a parameter of its own next to lists of blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,14 +90,14 @@ def members(module: nn.Module, strategy=BucketingStrategy.BLOCK) -> dict[str, li
     return {b.name: [p.name for p in b.params] for b in plan(module, strategy)}
 
 
-def test_children_of_a_module_list_are_blocks_and_the_rest_makes_buckets_of_its_own():
+def test_children_of_a_module_list_are_blocks_and_other_modules_are_separate_buckets():
     assert named_blocks(Decoder()) == (
         "body.tokens", "body.positions", "body.layers.0", "body.layers.1", "body.layers.2", "body.norm", "head",
     )  # fmt: skip
     assert members(Decoder())["root"] == ["scale"]
 
 
-def test_the_first_and_the_last_big_block_are_cut_into_runs_of_layers():
+def test_large_edge_blocks_are_divided_into_edge_pieces():
     class Big(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -108,7 +108,7 @@ def test_the_first_and_the_last_big_block_are_cut_into_runs_of_layers():
             self.down = nn.Linear(4 * 256, 256)
             self.end = nn.LayerNorm(256)
 
-    blocks = nn.ModuleList([Big(), Big(), Big()]).bfloat16()  # 1.6 MB each: no parts that are worth a collective
+    blocks = nn.ModuleList([Big(), Big(), Big()]).bfloat16()  # 1.6 MB each: too small to divide
     assert list(members(nn.ModuleDict({"blocks": blocks}))) == ["blocks.0", "blocks.1", "blocks.2"]
     grouped = members(nn.ModuleDict({"blocks": blocks.float()}))  # 3.2 MB
     edge = ["query", "up", "down"]
@@ -117,7 +117,7 @@ def test_the_first_and_the_last_big_block_are_cut_into_runs_of_layers():
     assert grouped["blocks.0.query"] == [f"blocks.0.{n}" for n in first]
     assert [n for n in grouped["blocks.2.down"] if "end" in n] == ["blocks.2.end.weight", "blocks.2.end.bias"]
     one = members(nn.Sequential(nn.Linear(1200, 1200, bias=False)))
-    assert list(one) == ["0"], "a block of one layer cannot be cut"
+    assert list(one) == ["0"], "a block with one layer cannot be divided"
 
 
 def test_blocks_are_found_inside_the_stages_of_a_vision_model():
@@ -127,7 +127,7 @@ def test_blocks_are_found_inside_the_stages_of_a_vision_model():
     )  # fmt: skip
 
 
-def test_blocks_are_found_in_sequentials_of_any_name():
+def test_blocks_are_found_in_sequentials_with_any_name():
     model = nn.Module()
     model.stem = nn.Linear(2, 2)
     model.group_a = nn.Sequential(Block(), Block())
@@ -141,7 +141,7 @@ def test_experts_stay_in_the_bucket_of_their_block():
     assert named_blocks(model) == ("layers.0", "layers.1")
 
 
-def test_a_parameter_beside_a_list_of_blocks_is_in_the_bucket_of_its_module():
+def test_a_parameter_next_to_lists_of_blocks_is_in_the_bucket_of_its_module():
     assert members(Owner())["inner"] == ["inner.token"]
 
 
@@ -156,7 +156,7 @@ def test_every_parameter_is_in_exactly_one_bucket_under_every_strategy():
             assert sorted(n for b in plan(module, strategy) for n in (p.name for p in b.params)) == sorted(names)
 
 
-def test_layer_groups_what_one_module_owns():
+def test_layer_strategy_makes_a_bucket_for_each_module_with_parameters():
     assert members(Block(), BucketingStrategy.LAYER) == {
         "norm": ["norm.weight", "norm.bias"],
         "mlp.0": ["mlp.0.weight", "mlp.0.bias"],
@@ -164,11 +164,11 @@ def test_layer_groups_what_one_module_owns():
     }
 
 
-def test_none_gives_each_parameter_a_bucket():
+def test_none_strategy_makes_a_bucket_for_each_parameter():
     assert members(nn.Linear(3, 3), BucketingStrategy.NONE) == {"weight": ["weight"], "bias": ["bias"]}
 
 
-def test_a_size_fills_buckets_in_order():
+def test_a_size_in_bytes_fills_buckets_in_order():
     buckets = members(Block(), 8 * 8 * 4)
     assert buckets == {
         "norm.weight": ["norm.weight", "norm.bias", "mlp.0.weight"],
@@ -177,7 +177,7 @@ def test_a_size_fills_buckets_in_order():
     }
 
 
-def test_tied_parameters_are_one():
+def test_tied_parameters_are_one_parameter_with_two_names():
     model = Decoder()
     model.head.weight = model.body["tokens"].weight
     [bucket] = [b for b in plan(model) if b.name == "body.tokens"]
@@ -185,7 +185,7 @@ def test_tied_parameters_are_one():
     assert "head" not in members(model)
 
 
-def test_buckets_split_by_dtype_and_by_trainability():
+def test_buckets_are_divided_by_dtype_and_by_requires_grad():
     model = nn.ModuleDict({"blocks": nn.ModuleList([Block(), Block()])})
     model.blocks[0].norm.bfloat16()
     model.blocks[0].mlp[2].requires_grad_(False)
@@ -194,12 +194,12 @@ def test_buckets_split_by_dtype_and_by_trainability():
     assert len({b.name for b in plan(model)}) == len(plan(model)) == 4
 
 
-def test_a_rule_that_gives_no_name_is_refused():
+def test_a_bucketing_function_that_returns_no_name_is_refused():
     with pytest.raises(TypeError, match="'weight'"):
         plan(nn.Linear(2, 2), lambda name, param: None)
 
 
-def test_the_plan_tells_bytes():
+def test_the_plan_knows_the_bytes_of_buckets():
     bucket = plan(nn.Linear(3, 5)).buckets[0]
     assert bucket.param_bytes == (15 + 5) * 4
     assert bucket.unsharded_bytes >= bucket.param_bytes

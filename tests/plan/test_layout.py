@@ -1,4 +1,4 @@
-"""The layout gives every rank whole rows, and one plain all-gather per segment gives every parameter contiguously."""
+"""Layouts: every rank gets whole rows, and one all-gather per segment makes every parameter contiguous."""
 
 import math
 
@@ -16,8 +16,8 @@ shapes = st.lists(
 )
 
 
-def gathered(layout: Layout, params: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What the parameters look like after each rank put its rows into its shard and each segment was gathered."""
+def gather_all(layout: Layout, params: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Fill each rank's shard with its rows, gather each segment, and return the parameters found at their offsets."""
     shards = torch.full((layout.world_size, layout.shard_numel), -1.0)
     for param, placement in zip(params, layout.placements, strict=True):
         rows = param.reshape(1) if param.ndim == 0 else param
@@ -25,9 +25,9 @@ def gathered(layout: Layout, params: list[torch.Tensor]) -> list[torch.Tensor]:
             own = rows[placement.row_starts[rank] : placement.row_starts[rank + 1]]
             assert own.shape == placement.shard_shape(rank)
             begin = placement.shard_offsets[rank]
-            place = shards[rank, begin : begin + own.numel()]
-            assert (place == -1).all(), "two parameters overlap in a shard"
-            place.copy_(own.reshape(-1))
+            destination = shards[rank, begin : begin + own.numel()]
+            assert (destination == -1).all(), "two parameters overlap in a shard"
+            destination.copy_(own.reshape(-1))
     unsharded = torch.full((layout.unsharded_numel,), -2.0)
     for s in layout.segments:
         piece = shards[:, s.shard_offset : s.shard_offset + s.shard_numel].reshape(-1)
@@ -37,16 +37,16 @@ def gathered(layout: Layout, params: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @settings(max_examples=300, deadline=None)
 @given(shapes, st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.booleans())
-def test_gathering_every_segment_gives_every_parameter_contiguously(shapes, world_size, itemsize, per_param):
+def test_gathering_all_segments_makes_every_parameter_contiguous(shapes, world_size, itemsize, per_param):
     params = [torch.rand(shape) for shape in shapes]
     layout = make_layout(shapes, world_size, itemsize, per_param=per_param)
-    for got, param in zip(gathered(layout, params), params, strict=True):
-        assert torch.equal(got, param)
+    for actual, param in zip(gather_all(layout, params), params, strict=True):
+        assert torch.equal(actual, param)
 
 
 @settings(max_examples=100, deadline=None)
 @given(shapes, st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 4, 8]))
-def test_parameters_start_aligned(shapes, world_size, itemsize):
+def test_parameters_are_aligned(shapes, world_size, itemsize):
     layout = make_layout(shapes, world_size, itemsize)
     assert all(p.unsharded_offset * itemsize % ALIGNMENT == 0 for p in layout.placements)
 
@@ -60,19 +60,19 @@ def test_a_llama_block_is_one_segment_with_little_padding(world_size, padding):
     assert layout.padding_numel / layout.unsharded_numel < padding
 
 
-def test_rows_of_unrelated_widths_do_not_blow_the_bucket_up():
+def test_rows_of_unrelated_widths_need_little_padding():
     shapes = [(1000, 97), (1000, 101), (1000, 103)]
     layout = make_layout(shapes, 8, 4)
     assert layout.padding_numel / layout.unsharded_numel < 0.05
 
 
-def test_per_param_gives_even_runs_of_rows():
+def test_per_param_divides_the_rows_of_each_parameter_evenly():
     layout = make_layout([(10, 3), (7,)], 4, 4, per_param=True)
     assert [p.row_starts for p in layout.placements] == [(0, 3, 6, 9, 10), (0, 2, 4, 6, 7)]
     assert len(layout.segments) == 2
 
 
-def test_a_piece_of_a_matrix_stays_a_matrix():
+def test_shards_keep_the_number_of_dimensions():
     layout = make_layout([(16, 8), (8,), ()], 2, 4)
     assert [[len(p.shard_shape(r)) for r in range(2)] for p in layout.placements] == [[2, 2], [1, 1], [1, 1]]
     assert sum(math.prod(layout.placements[2].shard_shape(r)) for r in range(2)) == 1

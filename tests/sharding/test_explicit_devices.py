@@ -1,7 +1,7 @@
-"""The package says which device it means: the current one may be another.
+"""The package always names the CUDA device that it uses and never relies on the current one.
 
-``torch.cuda.set_device`` is the user's to call or not. A stream, an event or a tensor of the current device that stands for
-one of the parameters' device is a race that no test on a CPU finds.
+Users may leave another device current. A stream, event or tensor on the current device instead of the parameters' device
+would be a race that no test on a CPU can find, so this checks the source.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ NEED_A_DEVICE = {
     "stream",
     "synchronize",
 }
-"""Functions and classes of ``torch.cuda`` that mean the current device if they are given none."""
+"""Functions and classes of ``torch.cuda`` that use the current device if no device is given."""
 
 ASK_FOR_THE_CURRENT = {"current_device", "set_device"}
-"""Allowed in ``options.resolve_device`` alone."""
+"""Functions that only ``options.resolve_device`` may call."""
 
 
 def _faults(source: str) -> Iterator[str]:
@@ -71,12 +71,12 @@ def _faults(source: str) -> Iterator[str]:
         ("torch.device('cuda')", "torch.device('cuda') without an index"),
     ],
 )
-def test_calls_that_mean_the_current_device_are_found(source: str, fault: str) -> None:
+def test_the_check_finds_calls_that_use_the_current_device(source: str, fault: str) -> None:
     assert list(_faults(f"\nx = {source}")) == [f"line 2: {fault}"]
     assert not list(_faults("torch.cuda.current_stream(d); e.record(s); torch.cuda.Stream(d); torch.device('cuda', 1)"))
 
 
-def test_the_package_never_means_the_current_device() -> None:
+def test_the_package_never_uses_the_current_device_implicitly() -> None:
     found = {
         f"{path.relative_to(PACKAGE)}, {fault}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -84,4 +84,4 @@ def test_the_package_never_means_the_current_device() -> None:
     }
     allowed = {fault for fault in found if fault.startswith("options.py") and "device" in fault}
     assert found - allowed == set()
-    assert len(allowed) == 2, "resolve_device asks whether a device is the current one, and which that is"
+    assert len(allowed) == 2, "only resolve_device may ask for the current device, in two calls"

@@ -1,4 +1,4 @@
-"""Other libraries' functions for sharded state dicts: refused, until they give what the model is."""
+"""Functions of other libraries that would take a rank's rows for the model are refused."""
 
 from __future__ import annotations
 
@@ -27,59 +27,59 @@ class Wrapper(nn.Module):
         self.net = net
 
 
-def _refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def _assert_refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     with pytest.raises(RuntimeError, match=REFUSED):
         call(*args, **kwargs)
 
 
-def _every_foreign_function(rank: int, world_size: int) -> None:
+def _call_every_foreign_function(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     nested = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 3)))
     for module in (nested, nn.Linear(4, 6)):
-        whole = copy.deepcopy(module.state_dict())
+        unsharded = copy.deepcopy(module.state_dict())
         jitted = thunder.jit(module, transforms=[fsdp()])
         optimizer = torch.optim.AdamW(jitted.parameters(), lr=0.1)
         jitted(torch.randn(2, 4)).sum().backward()
         optimizer.step()
         entries = {name: value.clone() for name, value in jitted.state_dict().items()}
-        seen = (
+        models = (
             jitted,
             module,
             Wrapper(jitted),
             *(m for m in module.modules() if next(m.parameters(), None) is not None),
         )
-        for model in seen:
+        for model in models:
             for full in (False, True):
                 options = torch_state_dict.StateDictOptions(full_state_dict=full)
-                _refused(torch_state_dict.get_model_state_dict, model, options=options)
-                _refused(torch_state_dict.set_model_state_dict, model, dict(whole), options=options)
-                _refused(torch_state_dict.get_optimizer_state_dict, model, optimizer, options=options)
-                _refused(torch_state_dict.get_state_dict, model, optimizer, options=options)
+                _assert_refused(torch_state_dict.get_model_state_dict, model, options=options)
+                _assert_refused(torch_state_dict.set_model_state_dict, model, dict(unsharded), options=options)
+                _assert_refused(torch_state_dict.get_optimizer_state_dict, model, optimizer, options=options)
+                _assert_refused(torch_state_dict.get_state_dict, model, optimizer, options=options)
                 for rank0_only in (False, True):
                     theirs = thunder_checkpoint.StateDictOptions(full_state_dict=full, rank0_only=rank0_only)
-                    _refused(thunder_checkpoint.get_model_state_dict, model, theirs, rank)
-                    _refused(thunder_checkpoint.load_model_state_dict, dict(whole), model, theirs, rank)
+                    _assert_refused(thunder_checkpoint.get_model_state_dict, model, theirs, rank)
+                    _assert_refused(thunder_checkpoint.load_model_state_dict, dict(unsharded), model, theirs, rank)
 
-        # What is ours works, and what PyTorch's modules have; training does, too.
-        assert {name: value.shape for name, value in entries.items()} == {n: v.shape for n, v in whole.items()}
+        # The package's own functions, the modules' methods and training still work.
+        assert {name: value.shape for name, value in entries.items()} == {n: v.shape for n, v in unsharded.items()}
         jitted.load_state_dict(entries)
-        assert get_model_state_dict(jitted).keys() == whole.keys()
-        assert get_optimizer_state_dict(jitted, optimizer)["state"].keys() == whole.keys()
-        assert {n: v.shape for n, v in full_state_dict(jitted).items()} == {n: v.shape for n, v in whole.items()}
+        assert get_model_state_dict(jitted).keys() == unsharded.keys()
+        assert get_optimizer_state_dict(jitted, optimizer)["state"].keys() == unsharded.keys()
+        assert {n: v.shape for n, v in full_state_dict(jitted).items()} == {n: v.shape for n, v in unsharded.items()}
         with jitted.no_sync():
             jitted(torch.randn(2, 4)).sum().backward()
         jitted(torch.randn(2, 4)).sum().backward()
         assert all(p.grad is not None for p in jitted.parameters() if p.numel())
 
-    # A module that is not sharded is left alone.
+    # The functions still work on modules that are not sharded.
     plain = nn.Linear(4, 6)
     options = torch_state_dict.StateDictOptions(full_state_dict=True)
     assert torch_state_dict.get_model_state_dict(plain, options=options).keys() == {"weight", "bias"}
     assert thunder_checkpoint.get_model_state_dict(plain, thunder_checkpoint.StateDictOptions(True), rank)
 
 
-def test_foreign_functions_do_not_take_rows_for_the_model(ranks: Ranks) -> None:
-    ranks.run(_every_foreign_function)
+def test_state_dict_functions_of_torch_and_thunder_refuse_sharded_models(ranks: Ranks) -> None:
+    ranks.run(_call_every_foreign_function)
 
 
 def _cuda_graphs(rank: int, world_size: int) -> None:
@@ -108,5 +108,5 @@ def _replicate(rank: int, world_size: int) -> None:
     assert all(p.grad is not None for p in holder.parameters())
 
 
-def test_shards_are_not_replicated_by_ddp(ranks: Ranks) -> None:
+def test_ddp_refuses_shards_unless_it_ignores_them(ranks: Ranks) -> None:
     ranks.run(_replicate)

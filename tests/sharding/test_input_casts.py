@@ -1,4 +1,4 @@
-"""Low precision on the wire: asked for by a policy, or found under autocast. Bits, dtypes, and how often shards are cast."""
+"""Gathers in low precision, requested by a policy or inferred under autocast: values, dtypes, and number of casts."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float3
 
 
 #
-# Found under autocast
+# Inferred under autocast
 #
 
 
 class Blocks(nn.Module):
-    """Norms, which autocast leaves in float32, between linear layers, one of them used twice."""
+    """A model of norms, which autocast leaves in float32, and linear layers, one of which is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Blocks(nn.Module):
 
 
 class Autocast(Transform):
-    """Thunder's own autocast rules, as a transform of the computation trace."""
+    """A transform that applies Thunder's autocast rules to the computation trace."""
 
     def transform_traces_pre_prologue(self, prologue_trace, computation_trace, epilogue_trace, **kwargs):
         new = from_trace(computation_trace)
@@ -64,19 +64,19 @@ class Autocast(Transform):
         return prologue_trace, new, epilogue_trace
 
 
-def _train_under_autocast(rank: int, world_size: int, strategy: str, how: str) -> None:
+def _train_under_autocast(rank: int, world_size: int, strategy: str, autocast_source: str) -> None:
     states, outputs = [], []
     for fuse in (True, False):
         torch.manual_seed(0)
         ours = fsdp(sharding_strategy=strategy)
         downcast = Autocast()
-        transforms = {"before": [downcast, ours], "behind": [ours, downcast]}.get(how, [ours])
+        transforms = {"before": [downcast, ours], "after": [ours, downcast]}.get(autocast_source, [ours])
         sharded = thunder.jit(Blocks(), transforms=transforms)
         optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
         keep = mock.patch.object(compilation, "fuse_downcast", lambda trace: trace)
         for step in range(3):
             x = torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * step + rank))
-            with torch.autocast("cpu", torch.bfloat16, enabled=how == "context"):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast_source == "context"):
                 if fuse:
                     loss = sharded(x)
                 else:
@@ -114,14 +114,17 @@ def _casts_of_parameters(trace) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("how", "strategy"), [("context", "zero2"), ("context", "zero3"), ("before", "zero3"), ("behind", "zero2")]
+    ("autocast_source", "strategy"),
+    [("context", "zero2"), ("context", "zero3"), ("before", "zero3"), ("after", "zero2")],
 )
-def test_casts_under_autocast_are_fused_with_gathers_bit_for_bit(ranks: Ranks, strategy: str, how: str) -> None:
-    ranks.run(_train_under_autocast, strategy, how)
+def test_casts_under_autocast_are_fused_into_gathers_with_equal_bits(
+    ranks: Ranks, strategy: str, autocast_source: str
+) -> None:
+    ranks.run(_train_under_autocast, strategy, autocast_source)
 
 
-def test_a_bucket_that_is_read_in_both_precisions_stays_as_it_is():
-    class Both(nn.Module):
+def test_a_bucket_that_is_read_in_both_precisions_is_gathered_in_float32():
+    class BothPrecisions(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.once, self.twice = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -130,7 +133,7 @@ def test_a_bucket_that_is_read_in_both_precisions_stays_as_it_is():
             return self.twice.forward(self.once(x)) + self.twice.weight.sum(0) + self.twice.bias
 
     with torch.autocast("cpu", torch.bfloat16):
-        [compiled] = testing.compile_on_fake_ranks(lambda: (Both(), (torch.randn(3, 8),)), 4)
+        [compiled] = testing.compile_on_fake_ranks(lambda: (BothPrecisions(), (torch.randn(3, 8),)), 4)
     gathered = {op.bucket: op.dtype for op in compiled.schedule.forward.of("fsdp_all_gather")}
     assert gathered == {"once.bfloat16": "bfloat16", "twice": "float32"}
 
@@ -143,7 +146,7 @@ def _budget_under_autocast(**options: object):
     return compiled
 
 
-def test_a_bucket_that_stays_unsharded_stays_in_low_precision():
+def test_a_kept_bucket_is_kept_in_low_precision():
     compiled = _budget_under_autocast()
     assert set(compiled.choice.chosen.kept) == {"h.0", "h.1", "back"}
     assert not compiled.schedule.backward.of("fsdp_all_gather")
@@ -152,7 +155,7 @@ def test_a_bucket_that_stays_unsharded_stays_in_low_precision():
 
 
 #
-# Asked for
+# Requested by a policy
 #
 
 
@@ -176,21 +179,21 @@ def _count_casts(rank: int, world_size: int, strategy: str) -> None:
         return casts["casts"]
 
     buckets = 4
-    assert run() == buckets, "forward casts each bucket once, backward none"
+    assert run() == buckets, "forward must cast each bucket once, backward none"
     with sharded.no_sync():
         assert run() == buckets
-        assert run() == buckets, "each forward casts anew, also while gradients wait to be reduced"
+        assert run() == buckets, "each forward must cast again, even while there are unreduced gradients"
     assert run() == buckets
     optimizer.step()
     assert run() == buckets
-    again = buckets if strategy == "zero2" else buckets - 1  # ZeRO-3: all but the first are read in backward
+    again = buckets if strategy == "zero2" else buckets - 1  # ZeRO-3: backward reads all buckets but the first
     first, second = (sharded(x) for x in (torch.ones(3, 4), torch.ones(3, 4)))
     casts.clear()
     with mock.patch.object(torch.Tensor, "copy_", spy):
         second.sum().backward()
         assert casts["casts"] == 0
         first.sum().backward()
-    assert casts["casts"] == again, "the cast of a later forward is not that of this backward's own"
+    assert casts["casts"] == again, "backward must not use the casts of a later forward"
 
 
 @each_strategy
@@ -213,7 +216,7 @@ def _accumulate(rank: int, world_size: int, reduce_dtype: torch.dtype | None) ->
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_gradients_are_summed_up_and_reduced_in_the_dtype_of_the_policy(
+def test_gradients_are_accumulated_and_reduced_in_the_dtype_of_the_policy(
     ranks: Ranks, reduce_dtype: torch.dtype | None
 ) -> None:
     ranks.run(_accumulate, reduce_dtype)
@@ -243,7 +246,7 @@ def _train_beside_fsdp2(rank: int, world_size: int, strategy: str) -> None:
         torch.testing.assert_close(*(loss.detach() for loss in losses), rtol=2e-2, atol=2e-2)
     whole = full_state_dict(ours)
     for name, param in theirs.named_parameters():
-        # bfloat16 has 8 bits: eager's and Thunder's bias gradients round at different places.
+        # bfloat16 has 8 bits of precision, and eager torch and Thunder round bias gradients differently.
         torch.testing.assert_close(whole[name], param.full_tensor(), rtol=1e-2, atol=4e-3)
 
 
@@ -261,7 +264,7 @@ class CastsItself(nn.Module):
         return x * 2, self.layer.forward(x.to(self.layer.weight.dtype))
 
 
-def _leave_inputs_alone(rank: int, world_size: int) -> None:
+def _check_input_casts(rank: int, world_size: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
     doubled, out = thunder.jit(CastsItself(), transforms=[fsdp(mp_policy=policy)])(torch.ones(3, 4))
     assert doubled.dtype is torch.float32 and out.dtype is torch.bfloat16
@@ -269,11 +272,11 @@ def _leave_inputs_alone(rank: int, world_size: int) -> None:
     assert doubled.dtype is torch.bfloat16
 
 
-def test_inputs_are_cast_only_if_the_policy_says_so(ranks: Ranks) -> None:
-    ranks.run(_leave_inputs_alone)
+def test_inputs_are_cast_only_if_the_policy_requests_it(ranks: Ranks) -> None:
+    ranks.run(_check_input_casts)
 
 
-def test_the_plan_and_the_traces_of_a_policy_tell_the_dtypes():
+def test_traces_show_the_dtypes_of_a_policy():
     [compiled] = testing.compile_on_fake_ranks(
         lambda: (GPT(blocks=1), GPT(blocks=1).inputs(torch.Generator())), 2, mp_policy=LOW
     )

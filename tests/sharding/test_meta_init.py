@@ -1,4 +1,4 @@
-"""Modules that begin on the meta device."""
+"""Modules that are created on the meta device and initialized or loaded directly into shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Scaled(nn.Module):
-    """Owns a 0-dim parameter and buffers, one of which is not saved."""
+    """A module with a 0-dim parameter and two buffers, one of which is not saved."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Scaled(nn.Module):
 
 
 class Net(nn.Module):
-    """Tied, frozen and ignored parameters, and batch norm with its counters."""
+    """A model with tied and frozen parameters, and a batch norm with its buffers."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ def _reset(module: nn.Module) -> None:
     module.reset_parameters()
 
 
-def _whole(seed: int, width: int = 8) -> Net:
-    """The module as it is initialized when all of it is there."""
+def _initialized_module(seed: int, width: int = 8) -> Net:
+    """Return the module as it is initialized without sharding."""
     module = Net(width)
     torch.manual_seed(seed)
     for submodule in module.modules():
@@ -79,7 +79,7 @@ def _on_meta(width: int = 8) -> Net:
 
 
 def _initialize(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    expected = _whole(5)
+    expected = _initialized_module(5)
     torch.manual_seed(5 + (rank if "broadcast_from" in options else 0))
     model = thunder.jit(_on_meta(), transforms=[fsdp(device="cpu", param_init_fn=_reset, **options)])
     for name, value in full_state_dict(model).items():
@@ -107,12 +107,12 @@ def _initialize(rank: int, world_size: int, options: dict[str, Any]) -> None:
     [{"broadcast_from": 0}, {"ignored_params": ["head.bias", "scaled.scale"], "transport": "coalesced"}],
     ids=["broadcast", "ignored-and-even"],
 )
-def test_parameters_are_those_of_the_whole_module(ranks: Ranks, options: dict[str, Any]) -> None:
+def test_initialized_parameters_equal_those_of_the_unsharded_module(ranks: Ranks, options: dict[str, Any]) -> None:
     ranks.run(_initialize, options)
 
 
-class _Peak(TorchDispatchMode):
-    """The most bytes of storages that were alive at once, of those made meanwhile."""
+class _PeakBytes(TorchDispatchMode):
+    """Measures the peak bytes of storages created within the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,18 +138,18 @@ def _measure_peak(rank: int, world_size: int) -> None:
     total = sum(p.numel() for p in module.parameters()) * 4
     block = sum(p.numel() for p in module.blocks[0].parameters()) * 4
     gc.collect()
-    with _Peak() as peak:
+    with _PeakBytes() as peak:
         model = thunder.jit(module, transforms=[fsdp(device="cpu", param_init_fn=_reset)])
     shards = sum(b.shard.untyped_storage().nbytes() for b in model._lc_transforms[-1].sharded.buckets)
     assert total / 2 <= shards < total
     assert shards < peak.peak <= shards + block + 4 * 1024, (shards, block, total, peak.peak)
 
 
-def test_at_most_one_block_exists_beside_the_shards(ranks: Ranks) -> None:
+def test_initialization_allocates_at_most_one_block_besides_the_shards(ranks: Ranks) -> None:
     ranks.run(_measure_peak)
 
 
-def _forget(rank: int, world_size: int, folder: str) -> None:
+def _use_without_values(rank: int, world_size: int, folder: str) -> None:
     model = thunder.jit(_on_meta(), transforms=[fsdp(device="cpu", ignored_params=["scaled.scale"])])
     with pytest.raises(
         RuntimeError, match=r"on the meta device have no values yet: .* and \d+ more\. Give fsdp\(param_init_fn"
@@ -171,11 +171,11 @@ def _forget(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_parameters_without_values_are_refused(ranks: Ranks) -> None:
-    ranks.run(_forget, "")
+    ranks.run(_use_without_values, "")
 
 
 class Plain(nn.Module):
-    """Without buffers: a checkpoint gives it everything."""
+    """A module without buffers, so that a checkpoint contains all of its state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,13 +185,13 @@ class Plain(nn.Module):
         return self.second.forward(torch.tanh(self.first.forward(x)))
 
 
-def _load(rank: int, world_size: int, folder: Any, whole: bool) -> None:
+def _load_into_meta_module(rank: int, world_size: int, folder: Any, use_safetensors: bool) -> None:
     torch.manual_seed(1)
     trained = thunder.jit(Plain(), transforms=[fsdp()])
     with torch.device("meta"):
         module = Plain()
     model = thunder.jit(module, transforms=[fsdp(device="cpu")])
-    if whole:
+    if use_safetensors:
         tfs.save_safetensors(trained, folder)
         tfs.load_safetensors(model, folder)
     else:
@@ -201,6 +201,6 @@ def _load(rank: int, world_size: int, folder: Any, whole: bool) -> None:
     torch.testing.assert_close(model(x), trained(x), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["checkpoint", "safetensors"])
-def test_a_module_on_the_meta_device_is_loaded(ranks: Ranks, tmp_path: Any, whole: bool) -> None:
-    ranks.run(_load, tmp_path / "saved", whole)
+@pytest.mark.parametrize("use_safetensors", [False, True], ids=["checkpoint", "safetensors"])
+def test_a_module_on_the_meta_device_can_be_loaded(ranks: Ranks, tmp_path: Any, use_safetensors: bool) -> None:
+    ranks.run(_load_into_meta_module, tmp_path / "saved", use_safetensors)

@@ -1,5 +1,7 @@
-"""What bound symbols and collectives cost: FLOPs against torch's own counter, times that can be worked out by hand, presets,
-and profiles. No test here depends on how long anything takes."""
+"""The cost model: FLOPs compared with torch's own counter, times that can be worked out by hand, presets, and profiles.
+
+No test depends on how long anything takes.
+"""
 
 import dataclasses
 import json
@@ -90,7 +92,7 @@ def test_an_unknown_cluster_is_an_error_that_names_the_known_ones():
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
     ],
 )
-def test_a_gpu_has_a_preset_only_by_the_whole_name_of_its_model(device_name, preset, monkeypatch):
+def test_a_preset_is_found_only_for_the_exact_model_of_a_gpu(device_name, preset, monkeypatch):
     found = preset_of_gpu(device_name)
     assert (found and found.name) == preset
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -103,12 +105,12 @@ def test_a_gpu_has_a_preset_only_by_the_whole_name_of_its_model(device_name, pre
 
 
 @pytest.mark.parametrize("spec", CLUSTERS.values(), ids=CLUSTERS.keys())
-def test_presets_say_where_their_figures_come_from_and_are_plausible(spec):
+def test_presets_have_a_source_and_plausible_figures(spec):
     assert len(spec.source) > 30
     assert spec.flops_per_second(torch.bfloat16) <= spec.flops[torch.bfloat16]
     assert spec.intra_node_bandwidth >= spec.inter_node_bandwidth
     assert all(0 < getattr(spec.efficiency, f.name) <= 1 for f in dataclasses.fields(spec.efficiency))
-    assert spec.flops_per_second(torch.int64) > 0, "a dtype without a peak counts as the slowest"
+    assert spec.flops_per_second(torch.int64) > 0, "a dtype without a peak must count as the slowest"
     hash(spec)
 
 
@@ -121,7 +123,7 @@ def test_presets_say_where_their_figures_come_from_and_are_plausible(spec):
         ({"protocols": ()}, "protocols must hold"),
     ],
 )
-def test_a_cluster_that_makes_no_sense_is_an_error(change, message):
+def test_an_invalid_cluster_is_an_error(change, message):
     with pytest.raises(ValueError, match=f"cluster 'plain': {message}"):
         dataclasses.replace(PLAIN, **change)
 
@@ -131,7 +133,7 @@ def test_a_cluster_that_makes_no_sense_is_an_error(change, message):
 #
 
 
-def test_a_ring_inside_a_node_takes_its_hops_and_its_bytes_on_one_link():
+def test_a_ring_inside_a_node_takes_the_time_of_its_hops_and_of_its_bytes_on_one_link():
     # 3 hops of 1 s, and 3/4 of 64 bytes at 8 bytes/s.
     assert ring_seconds(PLAIN, 64, range(4)) == 100 + 3 * 1 + 48 / 8
     assert ring_seconds(PLAIN, 64, range(4), passes=2) == 100 + 2 * (3 * 1 + 48 / 8)
@@ -139,16 +141,16 @@ def test_a_ring_inside_a_node_takes_its_hops_and_its_bytes_on_one_link():
     assert ring_seconds(PLAIN, 0, range(4)) == 0
 
 
-def test_a_ring_between_nodes_uses_the_interfaces_of_all_its_members_in_a_node():
-    # 8 ranks in 2 nodes: 6 hops inside, 1 between; the node's 4 interfaces together send 4 bytes/s.
+def test_a_ring_between_nodes_uses_one_network_interface_for_each_member_in_a_node():
+    # 8 ranks in 2 nodes: 6 hops inside a node, 1 between nodes; the 4 interfaces of a node together send 4 bytes/s.
     assert ring_seconds(PLAIN, 64, range(8)) == 100 + 6 * 1 + 10 + 56 / 4
-    # One member of each of 4 nodes: nothing inside, one interface.
+    # One rank in each of 4 nodes: no hops inside a node, one interface.
     assert ring_seconds(PLAIN, 64, range(0, 16, 4)) == 100 + 3 * 10 + 48 / 1
-    # Two members of each of 2 nodes.
+    # Two ranks in each of 2 nodes.
     assert ring_seconds(PLAIN, 64, [0, 1, 4, 5]) == 100 + 2 * 1 + 10 + 48 / 2
 
 
-def test_the_faster_protocol_is_taken_and_efficiency_counts():
+def test_the_fastest_protocol_is_used_and_efficiency_is_applied():
     spec = dataclasses.replace(
         PLAIN,
         protocols=(*PLAIN.protocols, Protocol(0.0, 0.0, 0.0, bandwidth_share=0.5)),
@@ -167,7 +169,7 @@ def bucket(shapes, *, world_size=2, dtype=torch.float32) -> Bucket:
     )
 
 
-def test_a_bucket_travels_as_what_its_layout_says():
+def test_the_time_of_a_collective_follows_from_the_layout_of_its_bucket():
     one = bucket([(4, 4)])
     cost = AnalyticCost(PLAIN)
     assert cost.collective_seconds("fsdp_all_gather", one) == ring_seconds(PLAIN, 64, range(2))
@@ -202,7 +204,7 @@ def device_seconds(trace: TraceCtx, spec: ClusterSpec = PLAIN) -> list[float]:
     return [s.device for s in AnalyticCost(spec).seconds(trace)]
 
 
-def test_a_matrix_multiplication_takes_its_flops_or_its_bytes_whichever_is_longer():
+def test_a_matmul_takes_the_longer_of_its_flops_and_its_bytes():
     wide = traced(lambda: prims.matmul(proxy(2, 3), proxy(3, 5)))
     (bsym,) = wide.bound_symbols
     assert flops_of(bsym) == {torch.float32: 2 * 2 * 3 * 5}
@@ -216,7 +218,7 @@ def test_a_matrix_multiplication_takes_its_flops_or_its_bytes_whichever_is_longe
     assert flops_of(narrow.bound_symbols[0]) == {torch.bfloat16: 2 * 14 * 3 * 5}
 
 
-def test_the_same_tensor_is_read_once_and_an_embedding_reads_the_rows_it_picks():
+def test_an_operand_used_twice_is_read_once_and_an_embedding_reads_selected_rows():
     def write():
         x = proxy(10)
         prims.mul(x, x)
@@ -227,7 +229,7 @@ def test_the_same_tensor_is_read_once_and_an_embedding_reads_the_rows_it_picks()
     assert bytes_of(embed) == 8 * 3 + 2 * 4 * 24
 
 
-def test_views_cost_the_host_alone_and_a_reshape_of_a_transposed_value_is_a_copy():
+def test_views_cost_only_host_time_and_reshaping_a_transposed_value_is_a_copy():
     def write():
         x = proxy(2, 3, 4)
         y = prims.reshape(x, (6, 4))
@@ -240,7 +242,7 @@ def test_views_cost_the_host_alone_and_a_reshape_of_a_transposed_value_is_a_copy
     assert AnalyticCost(spec).seconds(traced(write)) == [view, view, copy, view]
 
 
-def test_an_expanded_value_has_the_bytes_of_what_it_was_expanded_from():
+def test_an_expanded_value_has_the_bytes_of_its_source():
     def write():
         row = proxy(8)
         prims.add(proxy(4, 8), prims.broadcast_in_dim(row, (4, 8), (1,)))
@@ -248,7 +250,7 @@ def test_an_expanded_value_has_the_bytes_of_what_it_was_expanded_from():
     assert device_seconds(traced(write)) == [0.0, 4 * (32 + 8 + 32)]
 
 
-def test_a_fusion_pays_for_what_enters_and_leaves_it_and_for_the_flops_inside():
+def test_a_fusion_costs_its_inputs_and_outputs_and_the_flops_inside():
     trace = TraceCtx()
     with tracectx(trace):
         a, b = proxy(2, 3), proxy(3, 5)
@@ -264,7 +266,7 @@ def test_a_fusion_pays_for_what_enters_and_leaves_it_and_for_the_flops_inside():
     assert device_seconds(trace) == [124.0]
 
 
-def test_gradients_are_copied_to_where_the_reduction_reads_them():
+def test_copying_gradients_into_the_reduction_slot_has_a_cost():
     one = bucket([(4, 4), (4,)])
 
     def write():
@@ -274,11 +276,11 @@ def test_gradients_are_copied_to_where_the_reduction_reads_them():
         fsdp_wait_grads(one, future)
 
     spec = dataclasses.replace(PLAIN, launch_overhead=1.0)
-    # The two segments are two calls of the library; one gradient is copied.
+    # Two segments need two launches; one gradient is copied.
     assert AnalyticCost(spec).seconds(traced(write)) == [(2.0, 0.0), (1.0, 0.0), (3.0, 128.0), (1.0, 0.0)]
 
 
-def test_attention_kernels_are_counted_and_skip_what_causality_hides():
+def test_flops_of_causal_attention_exclude_the_masked_half():
     sdpa = pytest.importorskip("thunder.executors.sdpaex")
     batch, heads, length, size = 2, 3, 16, 8
     with tracectx(TraceCtx()):
@@ -302,7 +304,7 @@ def test_attention_kernels_are_counted_and_skip_what_causality_hides():
 
 
 class Mixed(nn.Module):
-    """A convolution, linear layers, batched products."""
+    """A model with a convolution, linear layers and batched products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +320,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_flops_of_a_model_are_those_that_torch_counts(backward):
+def test_flops_of_a_model_equal_those_of_torchs_counter(backward):
     torch.manual_seed(0)
     model, x = Mixed(), torch.randn(6, 3, 8, 8)
     with FlopCounterMode(display=False) as counter:
@@ -357,7 +359,7 @@ def profile() -> Profile:
     )
 
 
-def test_a_profile_survives_its_file(tmp_path):
+def test_a_profile_survives_saving_and_loading(tmp_path):
     profile().save(tmp_path / "profile.json")
     loaded = Profile.load(tmp_path / "profile.json")
     assert loaded == profile()
@@ -366,20 +368,20 @@ def test_a_profile_survives_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["nothing", "[]", "{}", json.dumps({"format": 7}), json.dumps({"format": 1})])
-def test_a_file_that_holds_no_profile_is_an_error_that_names_it(tmp_path, content):
+def test_a_file_without_a_profile_is_refused_by_name(tmp_path, content):
     (tmp_path / "other.json").write_text(content)
     with pytest.raises(ValueError, match=r"other\.json holds no profile"):
         Profile.load(tmp_path / "other.json")
 
 
-def test_measured_times_are_looked_up_by_place_or_else_by_what_is_alike():
+def test_measured_times_are_looked_up_by_position_or_else_by_equal_operations():
     def write(*symbols):
-        def them():
+        def apply_symbols():
             x = proxy(4)
             for symbol in symbols:
                 x = symbol(x)
 
-        return traced(them)
+        return traced(apply_symbols)
 
     cost = MeasuredCost(profile())
     assert [s.device for s in cost.seconds(write(prims.neg, prims.neg))] == [1.0, 3.0]
@@ -392,8 +394,8 @@ def test_measured_times_are_looked_up_by_place_or_else_by_what_is_alike():
     assert (cost.contention("fsdp_all_gather"), cost.contention("fsdp_reduce_scatter")) == (0.25, 0.0)
 
 
-def measured(rank: int, world_size: int, strategy: str) -> dict:
-    """Measures a model, trains on, and tells what came out."""
+def measure_and_simulate(rank: int, world_size: int, strategy: str) -> dict:
+    """Measure a model, continue training, and return the profile with a simulation based on it."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
     transform = fsdp(sharding_strategy=strategy)
@@ -407,7 +409,7 @@ def measured(rank: int, world_size: int, strategy: str) -> dict:
     jitted(x).sum().backward()
     assert all(torch.equal(p.grad, b) for p, b in zip(jitted.parameters(), before, strict=True))
     compiled = transform.compiled[-1]
-    assert len(transform.compiled) == 1, "measuring compiled nothing"
+    assert len(transform.compiled) == 1, "measuring must not compile anything"
     timeline = simulate(compiled.forward, compiled.backward, MeasuredCost(found))
     return {
         "profile": found,
@@ -423,8 +425,8 @@ def measured(rank: int, world_size: int, strategy: str) -> dict:
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_measuring_gives_all_ranks_one_profile_and_leaves_training_as_it_is(ranks, strategy):
-    first, second = ranks.run(measured, strategy)
+def test_measuring_gives_all_ranks_the_same_profile_and_does_not_change_training(ranks, strategy):
+    first, second = ranks.run(measure_and_simulate, strategy)
     found = first["profile"]
     assert found == second["profile"]
     assert [len(found.forward), len(found.backward)] == first["counts"]
@@ -436,7 +438,7 @@ def test_measuring_gives_all_ranks_one_profile_and_leaves_training_as_it_is(rank
     assert all(0 <= share < 1 for share in found.contention.values())
 
 
-def measured_by_other_clocks(rank: int, world_size: int) -> Profile:
+def measure_with_different_clocks(rank: int, world_size: int) -> Profile:
     """Measure while the clock of rank 1 adds ten seconds to each duration."""
     durations = Clock.durations
 
@@ -450,12 +452,12 @@ def measured_by_other_clocks(rank: int, world_size: int) -> Profile:
         return measure(jitted, inputs, repeats=1)
 
 
-def test_ranks_measure_with_as_many_collectives_whatever_their_clocks_say(ranks):
-    first, second = ranks.run(measured_by_other_clocks, timeout=60)
+def test_ranks_issue_equally_many_collectives_while_measuring_whatever_their_clocks_say(ranks):
+    first, second = ranks.run(measure_with_different_clocks, timeout=60)
     assert first == second
 
 
-def not_ours(rank: int, world_size: int) -> None:
+def measure_invalid_states(rank: int, world_size: int) -> None:
     with pytest.raises(TypeError, match=r"fsdp\(\.\.\.\)"):
         measure(thunder.jit(nn.Linear(2, 2)), torch.ones(2, 2))
     jitted = thunder.jit(nn.Linear(2, 2), transforms=[fsdp()])
@@ -465,22 +467,22 @@ def not_ours(rank: int, world_size: int) -> None:
         measure(jitted, torch.ones(2, 2))
 
 
-def test_what_cannot_be_measured_is_an_error(ranks):
-    ranks.run(not_ours)
+def test_measuring_other_modules_or_with_unreduced_gradients_is_an_error(ranks):
+    ranks.run(measure_invalid_states)
 
 
-def test_transports_and_precision_cost_what_they_move():
+def test_gathers_cost_the_bytes_that_the_transport_and_precision_move_locally():
     spec = dataclasses.replace(PLAIN, synchronous=True)
 
     def gather_seconds(on, **comm) -> float:
-        made = bucket([(4, 4)])
-        made.spec = dataclasses.replace(made.spec, comm=CommSpec(**comm))
-        made.transport = TRANSPORTS[made.spec.comm.transport]
+        small_bucket = bucket([(4, 4)])
+        small_bucket.spec = dataclasses.replace(small_bucket.spec, comm=CommSpec(**comm))
+        small_bucket.transport = TRANSPORTS[small_bucket.spec.comm.transport]
         trace = TraceCtx()
         with tracectx(trace):
             shard = TensorProxy(shape=(2, 4), device=devices.cpu, dtype=dtypes.float32)
-            future = fsdp_all_gather(made, None, shard)
-            fsdp_wait_params(made, future)
+            future = fsdp_all_gather(small_bucket, None, shard)
+            fsdp_wait_params(small_bucket, future)
             prims.python_return(None)
         seconds = AnalyticCost(on).seconds(trace)
         return sum(s.device for s in seconds) * on.bytes_per_second
@@ -488,12 +490,12 @@ def test_transports_and_precision_cost_what_they_move():
     assert gather_seconds(spec) == 0
     assert gather_seconds(spec, param_dtype=torch.bfloat16) == 8 * (4 + 2)
     assert gather_seconds(spec, transport="staged", staging=True) == 2 * 64
-    # The buffer is zeroed, and the own shard copied to its place.
+    # The slot is zeroed, and this rank's shard is copied into it.
     assert gather_seconds(spec, transport="all_reduce") == 64 + 2 * 32
 
 
 class Relayed(Flat):
-    """Made up: each segment goes around three times, in two calls, with a copy on either side."""
+    """An invented transport that sends each segment around the ring three times, in two launches, with copies."""
 
     name = "relayed"
 
@@ -504,19 +506,19 @@ class Relayed(Flat):
         return Traffic((spec.grad_bytes,) * 2, launches=4, copied_before=30, copied_after=40)
 
 
-def test_a_registered_transport_is_priced_by_what_it_declares(monkeypatch):
+def test_a_registered_transport_costs_the_traffic_that_it_declares(monkeypatch):
     monkeypatch.setitem(TRANSPORTS, "relayed", Relayed())
     [compiled] = compile_on_fake_ranks(
         lambda: (nn.Linear(4, 4, bias=False), (torch.ones(2, 4),)), world_size=2, transport="relayed"
     )
-    [made] = {b.args[0] for b in compiled.forward.bound_symbols if b.sym is fsdp_all_gather}
+    [small_bucket] = {b.args[0] for b in compiled.forward.bound_symbols if b.sym is fsdp_all_gather}
     on_cpu = AnalyticCost(dataclasses.replace(PLAIN, synchronous=True, launch_overhead=1.0, reduce_scatter_factor=2.0))
     on_gpu = AnalyticCost(dataclasses.replace(PLAIN, launch_overhead=1.0, reduce_scatter_factor=2.0))
     gather, reduction = ring_seconds(PLAIN, 64, range(2), passes=3), 2 * ring_seconds(PLAIN, 64, range(2))
-    assert on_cpu.collective_seconds("fsdp_all_gather", made) == gather
-    assert on_cpu.collective_seconds("fsdp_reduce_scatter", made) == reduction
-    assert on_gpu.collective_seconds("fsdp_all_gather", made) == gather + 20 / PLAIN.bytes_per_second
-    assert on_gpu.collective_seconds("fsdp_reduce_scatter", made) == reduction + 40 / PLAIN.bytes_per_second
+    assert on_cpu.collective_seconds("fsdp_all_gather", small_bucket) == gather
+    assert on_cpu.collective_seconds("fsdp_reduce_scatter", small_bucket) == reduction
+    assert on_gpu.collective_seconds("fsdp_all_gather", small_bucket) == gather + 20 / PLAIN.bytes_per_second
+    assert on_gpu.collective_seconds("fsdp_reduce_scatter", small_bucket) == reduction + 40 / PLAIN.bytes_per_second
 
     def at(cost, trace, name):
         pairs = zip(trace.bound_symbols, cost.seconds(trace), strict=True)
@@ -525,26 +527,26 @@ def test_a_registered_transport_is_priced_by_what_it_declares(monkeypatch):
 
     issues = [(compiled.forward, "fsdp_all_gather"), (compiled.backward, "fsdp_reduce_scatter")]
     waits = [(compiled.forward, "fsdp_wait_params"), (compiled.backward, "fsdp_wait_grads")]
-    # One kernel copies before the issue, and on a CPU one in the wait.
+    # The copy before the collective counts in the issue. The copy after it counts in the wait on a CPU.
     assert [at(on_cpu, *issue) for issue in issues] == [at(on_gpu, *issue) for issue in issues] == [(3, 10), (5, 30)]
     assert [at(on_cpu, *wait) for wait in waits] == [(2, 20), (2, 40)]
     assert [at(on_gpu, *wait) for wait in waits] == [(1, 0), (1, 0)]
 
 
-def test_the_sum_after_an_exchange_is_a_part_of_the_collective_on_a_stream_and_of_the_wait_on_a_cpu():
+def test_the_sum_of_an_all_to_all_reduction_counts_in_the_collective_on_a_gpu_and_in_the_wait_on_a_cpu():
     cost = AnalyticCost(PLAIN)
-    made = bucket([(4, 4)])
-    reduced = cost.collective_seconds("fsdp_reduce_scatter", made)
-    made.transport = AllToAll()
-    added = cost.collective_seconds("fsdp_reduce_scatter", made) - reduced
-    assert added == pytest.approx((64 + 32) / PLAIN.bytes_per_second)  # reads what it received, writes its own
-    assert cost.collective_seconds("fsdp_all_gather", made) == pytest.approx(reduced)
+    small_bucket = bucket([(4, 4)])
+    reduced = cost.collective_seconds("fsdp_reduce_scatter", small_bucket)
+    small_bucket.transport = AllToAll()
+    added = cost.collective_seconds("fsdp_reduce_scatter", small_bucket) - reduced
+    assert added == pytest.approx((64 + 32) / PLAIN.bytes_per_second)  # reads what it received, writes its rows
+    assert cost.collective_seconds("fsdp_all_gather", small_bucket) == pytest.approx(reduced)
     on_cpu = AnalyticCost(dataclasses.replace(PLAIN, synchronous=True))
-    assert on_cpu.collective_seconds("fsdp_reduce_scatter", made) == pytest.approx(reduced)
+    assert on_cpu.collective_seconds("fsdp_reduce_scatter", small_bucket) == pytest.approx(reduced)
     trace = TraceCtx()
     with tracectx(trace):
-        future = fsdp_reduce_scatter(made, None, None)
-        fsdp_wait_grads(made, future)
+        future = fsdp_reduce_scatter(small_bucket, None, None)
+        fsdp_wait_grads(small_bucket, future)
         prims.python_return(None)
     waiting = sum(s.device for s in on_cpu.seconds(trace)) - sum(s.device for s in cost.seconds(trace))
     assert waiting == pytest.approx(added)

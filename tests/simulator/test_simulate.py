@@ -1,7 +1,7 @@
-"""The simulator: times that can be worked out by hand, and what must hold for any schedule.
+"""The simulator: timelines that can be worked out by hand, and properties that hold for any schedule.
 
-Traces are built straight from symbols; a cost model made of plain numbers says what each symbol takes. Nothing here is
-timed, and nothing communicates.
+Traces are built directly from symbols, and a cost model of constants says how long each symbol takes. Nothing is measured,
+and nothing communicates.
 """
 
 import itertools
@@ -33,8 +33,8 @@ NBYTES = 64  # of an unsharded bucket
 
 
 @dataclass
-class Numbers:
-    """A cost model of plain numbers: seconds of each computing symbol by its name, of each collective by its kind."""
+class ConstantCost:
+    """A cost model of constants: seconds of each computing symbol by name, and of each collective by kind."""
 
     compute: dict[str, float] = field(default_factory=lambda: {"neg": 1.0})
     host: float = 0.0
@@ -59,11 +59,11 @@ class Numbers:
         return self.slowdown
 
 
-class Writer:
-    """Writes a trace, symbol by symbol."""
+class TraceBuilder:
+    """Builds a trace symbol by symbol. With ``after``, a backward trace whose names follow those of that builder."""
 
-    def __init__(self, *, zero3: bool = True, behind: "Writer | None" = None) -> None:
-        self.trace = from_trace(behind.trace) if behind else TraceCtx()  # no name means two things
+    def __init__(self, *, zero3: bool = True, after: "TraceBuilder | None" = None) -> None:
+        self.trace = from_trace(after.trace) if after else TraceCtx()  # no name is used in both traces
         self.arena = Arena(torch.device("cpu"))
         self.zero3 = zero3
         self.buckets: list[Bucket] = []
@@ -83,9 +83,9 @@ class Writer:
             )
         return self.buckets[number]
 
-    def write(self, what: Callable, *args: object) -> object:
+    def write(self, function: Callable, *args: object) -> object:
         with tracectx(self.trace):
-            return what(*args)
+            return function(*args)
 
     def gather(self, number: int, group: str = "data") -> None:
         with tracectx(self.trace):
@@ -95,7 +95,7 @@ class Writer:
         (self.params[number],) = self.write(fsdp_wait_params, self.buckets[number], self.futures[number])
 
     def compute(self, number: int | None = None, symbol: Callable = prims.neg) -> None:
-        """``neg`` of the running value, or ``matmul`` of it with a bucket's parameter."""
+        """Apply ``symbol`` to the running value, or multiply it by a bucket's parameter."""
         if number is None:
             self.value = self.write(symbol, self.value)
         else:
@@ -107,7 +107,7 @@ class Writer:
     def wait_grads(self, number: int) -> None:
         self.write(fsdp_wait_grads, self.buckets[number], self.futures[number])
 
-    def done(self) -> TraceCtx:
+    def finish_trace(self) -> TraceCtx:
         self.write(prims.python_return, {"output": self.value, "flat_args": []}, ())
         return self.trace
 
@@ -121,19 +121,19 @@ def spans(timeline: Timeline, stream: str, kind: str | None = None) -> list[tupl
 
 
 def prefetched(**options: object) -> TraceCtx:
-    """Gathers b1 before it computes a second with b0."""
-    writer = Writer(**options)
-    writer.gather(0)
-    writer.gather(1)
-    writer.wait(0)
-    writer.compute(0)
-    writer.wait(1)
-    writer.compute(1)
-    return writer.done()
+    """Return a trace that issues the gather of b1 before it computes with b0."""
+    builder = TraceBuilder(**options)
+    builder.gather(0)
+    builder.gather(1)
+    builder.wait(0)
+    builder.compute(0)
+    builder.wait(1)
+    builder.compute(1)
+    return builder.finish_trace()
 
 
-def test_a_gather_runs_behind_compute_and_the_first_one_is_exposed():
-    timeline = simulate(prefetched(), None, Numbers({"matmul": 3.0}, gather=2.0))
+def test_compute_hides_a_prefetched_gather_but_not_the_first():
+    timeline = simulate(prefetched(), None, ConstantCost({"matmul": 3.0}, gather=2.0))
     assert spans(timeline, "data") == [(0.0, 2.0), (2.0, 4.0)]
     assert spans(timeline, COMPUTE, "wait") == [(0.0, 2.0)]
     assert spans(timeline, COMPUTE, "compute") == [(2.0, 5.0), (5.0, 8.0)]
@@ -150,108 +150,112 @@ def test_a_gather_runs_behind_compute_and_the_first_one_is_exposed():
 
 
 def test_compute_waits_for_a_gather_that_takes_longer():
-    timeline = simulate(prefetched(), None, Numbers({"matmul": 1.0}, gather=2.0))
+    timeline = simulate(prefetched(), None, ConstantCost({"matmul": 1.0}, gather=2.0))
     assert spans(timeline, COMPUTE, "wait") == [(0.0, 2.0), (3.0, 4.0)]
     assert timeline.step_seconds == 5.0
     assert timeline.exposed_seconds == 3.0
     assert timeline.exposed_by_bucket == {"b0": 2.0, "b1": 1.0}
 
 
-def test_a_collective_starts_behind_all_compute_that_was_issued_before_it():
-    writer = Writer()
-    writer.compute()
-    writer.gather(0)
-    writer.compute()
-    writer.wait(0)
-    writer.compute(0)
+def test_a_collective_starts_after_all_compute_issued_before_it():
+    builder = TraceBuilder()
+    builder.compute()
+    builder.gather(0)
+    builder.compute()
+    builder.wait(0)
+    builder.compute(0)
     for synchronous in (True, False):
-        timeline = simulate(writer.done(), None, Numbers({"neg": 1.0}, gather=3.0, synchronous=synchronous))
+        timeline = simulate(
+            builder.finish_trace(), None, ConstantCost({"neg": 1.0}, gather=3.0, synchronous=synchronous)
+        )
         assert spans(timeline, "data") == [(1.0, 4.0)]
         assert timeline.exposed_seconds == 2.0
 
 
-def test_collectives_of_one_group_queue_and_those_of_two_do_not():
+def test_collectives_queue_within_a_group_but_not_across_groups():
     def trace(group: str) -> TraceCtx:
-        writer = Writer()
-        writer.bucket(0)
-        writer.bucket(1, group)
-        writer.reduce(0)
-        writer.gather(1)
-        writer.wait(1)
-        writer.compute(1)
-        writer.wait_grads(0)
-        return writer.done()
+        builder = TraceBuilder()
+        builder.bucket(0)
+        builder.bucket(1, group)
+        builder.reduce(0)
+        builder.gather(1)
+        builder.wait(1)
+        builder.compute(1)
+        builder.wait_grads(0)
+        return builder.finish_trace()
 
-    cost = Numbers({"matmul": 1.0}, gather=2.0, reduction=4.0)
+    cost = ConstantCost({"matmul": 1.0}, gather=2.0, reduction=4.0)
     together = simulate(trace("data"), None, cost)
     assert spans(together, "data") == [(0.0, 4.0), (4.0, 6.0)]
     assert together.step_seconds == 7.0
-    apart = simulate(trace("other"), None, cost)
-    assert spans(apart, "data") == [(0.0, 4.0)]
-    assert spans(apart, "other") == [(0.0, 2.0)]
-    assert apart.step_seconds == 4.0
-    assert apart.exposed_seconds == 3.0, "the union of [0, 4] and [0, 2] without [2, 3]"
-    assert apart.exposed_by_bucket == {"b0": 3.0, "b1": 2.0}
-    assert apart.lower_bound == 4.0
+    separate = simulate(trace("other"), None, cost)
+    assert spans(separate, "data") == [(0.0, 4.0)]
+    assert spans(separate, "other") == [(0.0, 2.0)]
+    assert separate.step_seconds == 4.0
+    assert separate.exposed_seconds == 3.0, (
+        "exposed time is the union of [0, 4] and [0, 2] without the compute in [2, 3]"
+    )
+    assert separate.exposed_by_bucket == {"b0": 3.0, "b1": 2.0}
+    assert separate.lower_bound == 4.0
 
 
 def two_reductions(between: int = 0) -> TraceCtx:
-    writer = Writer()
-    writer.reduce(0)
+    builder = TraceBuilder()
+    builder.reduce(0)
     for _ in range(between):
-        writer.compute()
-    writer.reduce(1)
-    writer.wait_grads(0)
-    writer.wait_grads(1)
-    return writer.done()
+        builder.compute()
+    builder.reduce(1)
+    builder.wait_grads(0)
+    builder.wait_grads(1)
+    return builder.finish_trace()
 
 
-def test_two_reductions_at_once_share_the_link_and_both_end_late():
-    cost = Numbers(reduction=4.0, concurrent=2)
+def test_two_concurrent_reductions_share_the_link_equally():
+    cost = ConstantCost(reduction=4.0, concurrent=2)
     timeline = simulate(two_reductions(), None, cost)
     assert spans(timeline, "data") == [(0.0, 8.0), (0.0, 8.0)]
-    later = simulate(two_reductions(between=2), None, cost)  # 2 s alone, then 4 s in which it does the other 2
+    later = simulate(two_reductions(between=2), None, cost)  # the first: 2 s alone, then 2 s of work in 4 s
     assert spans(later, "data") == [(0.0, 6.0), (2.0, 8.0)]
     assert later.communication_seconds == {"data": 8.0}
-    one_by_one = simulate(two_reductions(between=2), None, Numbers(reduction=4.0))
+    one_by_one = simulate(two_reductions(between=2), None, ConstantCost(reduction=4.0))
     assert spans(one_by_one, "data") == [(0.0, 4.0), (4.0, 8.0)]
 
 
-def test_a_third_collective_waits_for_a_place():
-    writer = Writer()
+def test_a_collective_waits_while_the_concurrency_limit_is_reached():
+    builder = TraceBuilder()
     for number in range(3):
-        writer.reduce(number)
+        builder.reduce(number)
     for number in range(3):
-        writer.wait_grads(number)
-    timeline = simulate(writer.done(), None, Numbers(reduction=1.0, concurrent=2))
+        builder.wait_grads(number)
+    timeline = simulate(builder.finish_trace(), None, ConstantCost(reduction=1.0, concurrent=2))
     assert spans(timeline, "data") == [(0.0, 2.0), (0.0, 2.0), (2.0, 3.0)]
 
 
-def test_an_all_gather_has_the_larger_share_beside_a_reduction():
-    writer = Writer()
-    writer.reduce(0)
-    writer.gather(1)
-    writer.wait(1)
-    writer.wait_grads(0)
-    cost = Numbers(gather=2.0, reduction=3.0, concurrent=2, gather_share=0.5, reduction_share=0.25)
-    timeline = simulate(writer.done(), None, cost)
+def test_an_all_gather_gets_its_share_of_the_link_from_a_concurrent_reduction():
+    builder = TraceBuilder()
+    builder.reduce(0)
+    builder.gather(1)
+    builder.wait(1)
+    builder.wait_grads(0)
+    cost = ConstantCost(gather=2.0, reduction=3.0, concurrent=2, gather_share=0.5, reduction_share=0.25)
+    timeline = simulate(builder.finish_trace(), None, cost)
     # The gather takes 2 / 0.5 s, in which 1 of the reduction's 3 s is done.
     assert spans(timeline, "data") == [(0.0, 6.0), (0.0, 4.0)]
 
 
-def test_of_two_all_gathers_at_once_the_first_has_the_link():
-    timeline = simulate(prefetched(), None, Numbers({"matmul": 1.0}, gather=2.0, concurrent=2, gather_share=0.5))
+def test_of_two_concurrent_all_gathers_the_first_gets_the_whole_link():
+    timeline = simulate(prefetched(), None, ConstantCost({"matmul": 1.0}, gather=2.0, concurrent=2, gather_share=0.5))
     assert [end for _, end in spans(timeline, "data")] == [2.0, 4.0]
 
 
-def test_collectives_slow_compute_down_while_they_run():
-    writer = Writer()
-    writer.gather(0)
-    writer.compute()
-    writer.compute()
-    writer.wait(0)
-    writer.compute(0)
-    timeline = simulate(writer.done(), None, Numbers({"neg": 1.5}, gather=2.0, slowdown=0.25))
+def test_running_collectives_slow_compute_down():
+    builder = TraceBuilder()
+    builder.gather(0)
+    builder.compute()
+    builder.compute()
+    builder.wait(0)
+    builder.compute(0)
+    timeline = simulate(builder.finish_trace(), None, ConstantCost({"neg": 1.5}, gather=2.0, slowdown=0.25))
     # In the first 2 s compute does 1.5 s of work; afterwards it runs at full speed.
     assert spans(timeline, COMPUTE, "compute") == [(0.0, 2.0), (2.0, 3.5)]
     assert timeline.compute_seconds == 3.0
@@ -259,150 +263,152 @@ def test_collectives_slow_compute_down_while_they_run():
     assert timeline.exposed_seconds == 0.0
 
 
-def test_contention_ends_in_the_middle_of_an_operation():
-    writer = Writer()
-    writer.gather(0)
-    writer.compute()
-    writer.wait(0)
-    timeline = simulate(writer.done(), None, Numbers({"neg": 4.0}, gather=2.0, slowdown=0.5))
+def test_contention_may_end_in_the_middle_of_an_operation():
+    builder = TraceBuilder()
+    builder.gather(0)
+    builder.compute()
+    builder.wait(0)
+    timeline = simulate(builder.finish_trace(), None, ConstantCost({"neg": 4.0}, gather=2.0, slowdown=0.5))
     assert spans(timeline, COMPUTE, "compute") == [(0.0, 5.0)]
     assert timeline.contention_seconds == 1.0
 
 
-def test_a_host_that_is_slower_than_the_device_leaves_it_idle():
-    writer = Writer()
+def test_the_device_idles_while_it_waits_for_a_slower_host():
+    builder = TraceBuilder()
     for _ in range(3):
-        writer.compute()
-    timeline = simulate(writer.done(), None, Numbers({"neg": 1.0}, host=2.0, synchronous=False))
+        builder.compute()
+    timeline = simulate(builder.finish_trace(), None, ConstantCost({"neg": 1.0}, host=2.0, synchronous=False))
     assert spans(timeline, COMPUTE) == [(2.0, 3.0), (4.0, 5.0), (6.0, 7.0)]
     assert timeline.step_seconds == 7.0
     assert timeline.idle_seconds == 4.0
 
 
-def test_a_host_that_runs_ahead_does_not_wait_where_the_device_does():
-    writer = Writer()
-    writer.gather(0)
-    writer.wait(0)
-    writer.compute(0)
-    writer.compute()
-    # The host is done after 4 s (it does not wait); the device waits from 2 s on for the gather's end at 6 s.
+def test_the_host_does_not_wait_where_the_device_waits():
+    builder = TraceBuilder()
+    builder.gather(0)
+    builder.wait(0)
+    builder.compute(0)
+    builder.compute()
+    # The host finishes after 4 s without waiting. The device waits for the end of the gather at 6 s.
     timeline = simulate(
-        writer.done(), None, Numbers({"neg": 1.0, "matmul": 1.0}, host=1.0, gather=5.0, synchronous=False)
+        builder.finish_trace(), None, ConstantCost({"neg": 1.0, "matmul": 1.0}, host=1.0, gather=5.0, synchronous=False)
     )
     assert spans(timeline, "data") == [(1.0, 6.0)]
     assert spans(timeline, COMPUTE) == [(1.0, 6.0), (6.0, 7.0), (7.0, 8.0)]
 
 
-def test_what_a_collective_costs_besides_the_wire_is_compute():
-    writer = Writer()
-    writer.reduce(0)
-    writer.wait_grads(0)
-    cost = Numbers({"fsdp_reduce_scatter": 1.0, "fsdp_wait_grads": 0.5}, reduction=2.0)
-    timeline = simulate(writer.done(), None, cost)
+def test_the_local_work_of_a_collective_counts_as_compute():
+    builder = TraceBuilder()
+    builder.reduce(0)
+    builder.wait_grads(0)
+    cost = ConstantCost({"fsdp_reduce_scatter": 1.0, "fsdp_wait_grads": 0.5}, reduction=2.0)
+    timeline = simulate(builder.finish_trace(), None, cost)
     assert spans(timeline, "data") == [(1.0, 3.0)]
     assert timeline.compute_seconds == 1.5
     assert timeline.step_seconds == 3.5
 
 
-def test_memory_is_held_from_the_issue_to_the_last_reader_through_views():
-    writer = Writer()
-    writer.gather(0)
-    writer.wait(0)
-    writer.params[0] = writer.write(prims.transpose, writer.params[0], (1, 0))
-    writer.compute(0)
-    writer.gather(1)
-    writer.compute(0)
-    writer.compute()
-    writer.wait(1)
-    writer.compute(1)
-    timeline = simulate(writer.done(), None, Numbers({"matmul": 2.0, "neg": 2.0}, gather=1.0))
-    # b0: until the second matmul that reads it ends; b1: from its issue after the first one until the end.
+def test_a_slot_is_held_from_the_issue_to_the_last_read_through_views():
+    builder = TraceBuilder()
+    builder.gather(0)
+    builder.wait(0)
+    builder.params[0] = builder.write(prims.transpose, builder.params[0], (1, 0))
+    builder.compute(0)
+    builder.gather(1)
+    builder.compute(0)
+    builder.compute()
+    builder.wait(1)
+    builder.compute(1)
+    timeline = simulate(builder.finish_trace(), None, ConstantCost({"matmul": 2.0, "neg": 2.0}, gather=1.0))
+    # b0 is held until the second matmul that reads it ends, b1 from its issue after the first matmul until the end.
     assert [(u.bucket, u.start, u.end) for u in timeline.slots] == [("b0", 0.0, 5.0), ("b1", 3.0, 9.0)]
     assert timeline.memory == ((0.0, NBYTES), (3.0, 2 * NBYTES), (5.0, NBYTES), (9.0, 0))
     assert timeline.peak_unsharded_bytes == 2 * NBYTES
 
 
-def test_memory_that_stays_unsharded_is_held_until_backward_has_read_it():
-    forward = Writer(zero3=False)
+def test_the_slot_of_a_kept_bucket_is_held_until_its_last_read_in_backward():
+    forward = TraceBuilder(zero3=False)
     forward.gather(0)
     forward.wait(0)
     forward.compute(0)
     forward.compute()
-    backward = Writer(behind=forward)
+    backward = TraceBuilder(after=forward)
     backward.params[0] = forward.params[0]
     backward.compute()
     backward.compute(0)
     backward.compute()
-    timeline = simulate(forward.done(), backward.done(), Numbers({"matmul": 1.0, "neg": 1.0}, gather=1.0))
+    timeline = simulate(
+        forward.finish_trace(), backward.finish_trace(), ConstantCost({"matmul": 1.0, "neg": 1.0}, gather=1.0)
+    )
     assert [(u.start, u.end) for u in timeline.slots] == [(0.0, 5.0)]
     assert timeline.step_seconds == 6.0
     assert [i.trace for i in timeline.intervals if i.kind == "compute"] == [0, 0, 1, 1, 1]
 
 
-def test_gradients_hold_their_slot_until_they_are_reduced():
-    writer = Writer()
-    writer.compute()
-    writer.reduce(0)
-    writer.compute()
-    writer.wait_grads(0)
-    cost = Numbers({"neg": 1.0, "fsdp_reduce_scatter": 1.0}, reduction=5.0)
-    timeline = simulate(writer.done(), None, cost)
+def test_the_slot_of_gradients_is_held_until_they_are_reduced():
+    builder = TraceBuilder()
+    builder.compute()
+    builder.reduce(0)
+    builder.compute()
+    builder.wait_grads(0)
+    cost = ConstantCost({"neg": 1.0, "fsdp_reduce_scatter": 1.0}, reduction=5.0)
+    timeline = simulate(builder.finish_trace(), None, cost)
     assert [(u.kind, u.start, u.end) for u in timeline.slots] == [("fsdp_reduce_scatter", 1.0, 7.0)]
 
 
-def test_a_sequence_of_traces_runs_one_after_the_other():
+def test_a_sequence_of_traces_runs_in_order():
     traces = [prefetched(), prefetched(), prefetched()]
-    cost = Numbers({"matmul": 3.0}, gather=2.0)
+    cost = ConstantCost({"matmul": 3.0}, gather=2.0)
     timeline = simulate(traces, None, cost)
     assert timeline.step_seconds == 24.0
     assert simulate(traces[:2], traces[2], cost) == timeline
     positions = [i.position for i in timeline.intervals if i.trace == 2 and i.kind == "compute"]
-    assert positions == [3, 5], "the matmuls, in the trace of their own"
+    assert positions == [3, 5], "positions must be those of the matmuls in their own trace"
 
 
-def test_nothing_takes_no_time():
-    timeline = simulate(Writer().done(), None, Numbers())
+def test_an_empty_trace_takes_no_time():
+    timeline = simulate(TraceBuilder().finish_trace(), None, ConstantCost())
     assert (timeline.step_seconds, timeline.over_max, timeline.over_sum, timeline.overlap) == (0.0, 1.0, 1.0, 1.0)
     assert timeline.memory == ()
     assert "step 0 s" in str(timeline)
 
 
 #
-# What must hold for any schedule
+# Properties of any schedule
 #
 
 
 @st.composite
 def steps(draw):
-    """A forward and a backward trace with buckets used in order, some reduced, as the passes sort them."""
+    """Draw a forward and a backward trace, sorted by the passes, that use buckets in order and reduce some of them."""
     count = draw(st.integers(1, 6))
     prefetch = draw(st.integers(0, 3))
     zero3 = draw(st.booleans())
     traces = []
-    writer = None
+    builder = None
     for backward in (False, True):
-        writer = Writer(zero3=zero3, behind=writer)
+        builder = TraceBuilder(zero3=zero3, after=builder)
         for number in range(count):
             for _ in range(draw(st.integers(0, 2))):
-                writer.compute()
-            writer.gather(number)
-            writer.wait(number)
-            writer.compute(number)
+                builder.compute()
+            builder.gather(number)
+            builder.wait(number)
+            builder.compute(number)
         if backward:
             for number in draw(st.lists(st.integers(0, count - 1), unique=True)):
-                writer.compute()
-                writer.reduce(number)
-                writer.wait_grads(number)
-        traces.append(assign_slots(sort_communication(writer.done(), prefetch=prefetch)))
+                builder.compute()
+                builder.reduce(number)
+                builder.wait_grads(number)
+        traces.append(assign_slots(sort_communication(builder.finish_trace(), prefetch=prefetch)))
     return traces
 
 
 times = st.sampled_from([0.0, 0.25, 1.0, 3.0])
 
 
-def costs(**fixed: object) -> st.SearchStrategy[Numbers]:
+def costs(**fixed: object) -> st.SearchStrategy[ConstantCost]:
     return st.builds(
-        Numbers,
+        ConstantCost,
         compute=st.fixed_dictionaries({"neg": times, "matmul": times, "fsdp_reduce_scatter": times}),
         host=fixed.get("host", st.sampled_from([0.0, 0.5])),
         gather=times,
@@ -417,7 +423,7 @@ def costs(**fixed: object) -> st.SearchStrategy[Numbers]:
 
 @settings(max_examples=200, deadline=None)
 @given(steps(), costs())
-def test_a_step_is_the_sum_of_its_parts_and_never_below_the_lower_bound(traces, cost):
+def test_a_step_is_the_sum_of_compute_contention_exposed_and_idle_time(traces, cost):
     timeline = simulate(*traces, cost)
     parts = timeline.compute_seconds + timeline.contention_seconds + timeline.exposed_seconds + timeline.idle_seconds
     assert timeline.step_seconds == pytest.approx(parts)
@@ -427,7 +433,7 @@ def test_a_step_is_the_sum_of_its_parts_and_never_below_the_lower_bound(traces, 
 
 @settings(max_examples=200, deadline=None)
 @given(steps(), costs(host=st.just(0.0), slowdown=st.just(0.0), reduction_share=st.just(0.25)))
-def test_without_contention_a_step_never_takes_longer_than_everything_in_turn(traces, cost):
+def test_without_contention_a_step_takes_at_most_the_serial_time(traces, cost):
     timeline = simulate(*traces, cost)
     assert timeline.step_seconds <= timeline.serial_seconds + 1e-9
     assert timeline.step_seconds == pytest.approx(timeline.compute_seconds + timeline.exposed_seconds)
@@ -437,7 +443,7 @@ def test_without_contention_a_step_never_takes_longer_than_everything_in_turn(tr
 
 @settings(max_examples=100, deadline=None)
 @given(steps(), costs(concurrent=st.just(1), slowdown=st.just(0.0)), st.sampled_from([0.0, 0.5, 0.9]))
-def test_a_faster_link_never_hurts(traces, cost, factor):
+def test_a_faster_link_never_makes_a_step_slower(traces, cost, factor):
     slower = simulate(*traces, cost).step_seconds
     cost.gather *= factor
     cost.reduction *= factor
@@ -446,7 +452,7 @@ def test_a_faster_link_never_hurts(traces, cost, factor):
 
 @settings(max_examples=100, deadline=None)
 @given(steps(), costs())
-def test_streams_do_one_thing_at_a_time_and_slots_are_never_negative(traces, cost):
+def test_intervals_of_a_stream_do_not_overlap_and_memory_is_never_negative(traces, cost):
     timeline = simulate(*traces, cost)
     for stream in (COMPUTE, *timeline.communication_seconds):
         if stream == COMPUTE or cost.concurrent == 1:

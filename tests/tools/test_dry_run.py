@@ -1,4 +1,4 @@
-"""Planning a step from the command line: traced on the meta device, simulated, drawn, saved, compared."""
+"""Planning a step from the command line: tracing on the meta device, simulation, pictures, files, diffs."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ def make_on_meta():
 
 
 def invoke(*arguments: str):
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "80"})  # narrow: what matters has to be legible
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "80"})  # a narrow terminal
 
 
-def test_a_plan_tells_the_step_and_writes_what_was_asked_for(tmp_path):
+def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
     pytest.importorskip("matplotlib")
     files = [tmp_path / name for name in ("step.png", "step.json", "one.json")]
     outputs = ["--picture", str(files[0]), "--perfetto", str(files[1]), "--schedule", str(files[2])]
-    done = invoke("plan", "--model", "test_dry_run:make_on_meta", "--world-size", "16", *outputs)
-    assert done.exit_code == 0, done.output
-    assert "scheduled" in done.output and "unsorted" in done.output and "blocks.1" in done.output
+    result = invoke("plan", "--model", "test_dry_run:make_on_meta", "--world-size", "16", *outputs)
+    assert result.exit_code == 0, result.output
+    assert "scheduled" in result.output and "unsorted" in result.output and "blocks.1" in result.output
     assert all(file.stat().st_size for file in files)
     [step] = load_schedules(files[2])
     assert {op.bucket for op in step.forward} == {"blocks.0", "blocks.1", "head"}
 
     assert invoke("diff", str(files[2]), str(files[2])).exit_code == 0
     other = tmp_path / "other.json"
-    again = ["plan", "--model", "test_dry_run:make_on_meta", "--world-size", "16", "--schedule", str(other)]
-    assert invoke(*again, "--prefetch", "0").exit_code == 0
+    plan_command = ["plan", "--model", "test_dry_run:make_on_meta", "--world-size", "16", "--schedule", str(other)]
+    assert invoke(*plan_command, "--prefetch", "0").exit_code == 0
     difference = invoke("diff", str(files[2]), str(other))
     assert difference.exit_code == 1
     assert "fsdp_all_gather" in difference.output
 
 
-def test_a_hybrid_step_is_planned_on_both_kinds_of_links():
-    shown = {}
+def test_a_hybrid_step_is_planned_on_the_links_of_both_mesh_dimensions():
+    outputs = {}
     for replicas in ("1", "8"):
-        done = invoke("plan", "--model", "test_dry_run:make_on_meta", "--world-size", "64", "--replicas", replicas)
-        assert done.exit_code == 0, done.output
-        shown[replicas] = done.output
-    assert "8 x 8" in shown["8"] and "8 x 8" not in shown["1"]
+        result = invoke("plan", "--model", "test_dry_run:make_on_meta", "--world-size", "64", "--replicas", replicas)
+        assert result.exit_code == 0, result.output
+        outputs[replicas] = result.output
+    assert "8 x 8" in outputs["8"] and "8 x 8" not in outputs["1"]
     step = dry_run_step(make_on_meta, world_size=64, replicas=8, on="h100-sxm")
     assert set(step.after.communication_seconds) == {"mesh_shard", "mesh_replicate"}
     assert all(seconds > 0 for seconds in step.after.communication_seconds.values())
@@ -90,7 +90,7 @@ NOT_A_FUNCTION = 3
         (("diff", "nowhere.json", "nowhere.json"), "nowhere.json"),
     ],
 )
-def test_wrong_arguments_are_errors_of_the_command_line(arguments, message):
-    done = invoke(*arguments)
-    assert done.exit_code == 2, done.output
-    assert message in " ".join(done.output.replace("\u2502", " ").split()), done.output
+def test_invalid_arguments_are_usage_errors(arguments, message):
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.replace("\u2502", " ").split()), result.output

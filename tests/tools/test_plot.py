@@ -22,7 +22,7 @@ def timeline():
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
-def test_a_picture_is_drawn_for_each_timeline(timeline, tmp_path, ending):
+def test_plot_timelines_draws_each_timeline_with_its_lanes(timeline, tmp_path, ending):
     pytest.importorskip("matplotlib")
     from thunder_fsdp_sched.tools.plot import plot_timelines
 

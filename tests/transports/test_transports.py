@@ -1,4 +1,4 @@
-"""Every way for a bucket to travel: the same training, counted bytes, and what cannot be had is refused."""
+"""Transports: all give the same training results, and invalid choices are refused."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 ON_CPU = ("staged", "flat", "all_to_all", "coalesced", "all_reduce", "shared_files")
 
 
-class Mixed(Model):
-    """Odd sizes, rows that no number of ranks divides, a bucket of tiny parameters of which some ranks have no rows."""
+class OddSizes(Model):
+    """A model with odd sizes, rows that no number of ranks divides, and tiny parameters of which some ranks have no rows."""
 
     tolerance = 1e-5
 
@@ -51,7 +51,7 @@ def _train_float32(rank: int, world_size: int, strategy: str) -> None:
     parameters, outputs = {}, {}
     for transport in ON_CPU:
         torch.manual_seed(0)
-        twins = Twins(rank, world_size, Mixed(), tolerance=1e-5, sharding_strategy=strategy, transport=transport)
+        twins = Twins(rank, world_size, OddSizes(), tolerance=1e-5, sharding_strategy=strategy, transport=transport)
         assert {b.comm.transport for b in twins.transform.plan} == {transport}
         outputs[transport] = twins.sharded(*twins.inputs()).detach()
         twins.train(steps=2)
@@ -59,8 +59,8 @@ def _train_float32(rank: int, world_size: int, strategy: str) -> None:
         ops = twins.transform.compiled[-1].schedule
         assert {op.transport for s in (ops.forward, ops.backward) for op in s} == {transport}
     for transport, state in parameters.items():
-        assert torch.equal(outputs[transport], outputs["staged"]), f"what {transport} gathers"
-        # The order in which a ring of more than two ranks sums gradients up depends on where in a collective they lie.
+        assert torch.equal(outputs[transport], outputs["staged"]), f"output through {transport}"
+        # With more than two ranks, the order in which a ring adds up gradients depends on their offset in a collective.
         tolerance = {"rtol": 0, "atol": 0} if world_size == 2 else {"rtol": 1e-5, "atol": 1e-6}
         for name, value in state.items():
             torch.testing.assert_close(
@@ -69,24 +69,24 @@ def _train_float32(rank: int, world_size: int, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_float32_training_is_the_same_through_every_transport_on_2_ranks(ranks: Workers, strategy: str) -> None:
+def test_float32_training_is_the_same_with_every_transport_on_2_ranks(ranks: Workers, strategy: str) -> None:
     ranks.run(_train_float32, strategy)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_float32_training_is_the_same_through_every_transport_on_4_ranks(four_ranks: Workers, strategy: str) -> None:
+def test_float32_training_is_the_same_with_every_transport_on_4_ranks(four_ranks: Workers, strategy: str) -> None:
     four_ranks.run(_train_float32, strategy)
 
 
 def _train_bfloat16(rank: int, world_size: int, strategy: str) -> None:
-    """Against the same computation by hand: bfloat16 copies of float32 parameters, gradients averaged in float32."""
+    """Compare with an explicit computation: bfloat16 copies of float32 parameters, gradients averaged in float32."""
     shared_memory.register()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    low = Mixed(scalar=False).bfloat16()  # Thunder adds up gradients of a 0-dim parameter wrongly in bfloat16
+    low = OddSizes(scalar=False).bfloat16()  # Thunder's gradient of a 0-dim parameter is wrong in bfloat16
     reference = thunder.jit(low)
     for transport in ON_CPU:
         torch.manual_seed(0)
-        model = Mixed(scalar=False)
+        model = OddSizes(scalar=False)
         masters = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters()}
         sharded = thunder.jit(
             model, transforms=[fsdp(sharding_strategy=strategy, transport=transport, mp_policy=policy)]
@@ -111,7 +111,7 @@ def _train_bfloat16(rank: int, world_size: int, strategy: str) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             for name, value in full_state_dict(sharded).items():
-                exact = world_size == 2  # with more ranks sums of floats depend on their order
+                exact = world_size == 2  # with more ranks, sums depend on their order
                 torch.testing.assert_close(
                     value,
                     masters[name].detach(),
@@ -122,16 +122,16 @@ def _train_bfloat16(rank: int, world_size: int, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_bfloat16_training_through_every_transport_on_2_ranks(ranks: Workers, strategy: str) -> None:
+def test_bfloat16_training_is_correct_with_every_transport_on_2_ranks(ranks: Workers, strategy: str) -> None:
     ranks.run(_train_bfloat16, strategy)
 
 
 @pytest.mark.parametrize("strategy", ["zero3"])
-def test_bfloat16_training_through_every_transport_on_4_ranks(four_ranks: Workers, strategy: str) -> None:
+def test_bfloat16_training_is_correct_with_every_transport_on_4_ranks(four_ranks: Workers, strategy: str) -> None:
     four_ranks.run(_train_bfloat16, strategy)
 
 
-def _through_other_transports(rank: int, world_size: int) -> None:
+def _train_with_a_transport_per_bucket(rank: int, world_size: int) -> None:
     chosen = {"first": "all_reduce", "blocks.0": "coalesced", "blocks.1": "staged", "last": "flat"}
     twins = Twins(rank, world_size, Stack(2).double(), transport=lambda bucket, params: chosen[bucket])
     assert {b.name: b.comm.transport for b in twins.transform.plan} == chosen
@@ -142,11 +142,11 @@ def _through_other_transports(rank: int, world_size: int) -> None:
     twins.update()
 
 
-def test_each_bucket_may_have_a_transport_of_its_own(ranks: Workers) -> None:
-    ranks.run(_through_other_transports)
+def test_each_bucket_may_have_its_own_transport(ranks: Workers) -> None:
+    ranks.run(_train_with_a_transport_per_bucket)
 
 
-def _unreduced_through_staging(rank: int, world_size: int) -> None:
+def _accumulate_with_staging(rank: int, world_size: int) -> None:
     twins = Twins(rank, world_size, UnevenRows().double(), transport="staged")
     with twins.sharded.no_sync():
         twins.backward()
@@ -154,11 +154,11 @@ def _unreduced_through_staging(rank: int, world_size: int) -> None:
     twins.update()
 
 
-def test_gradients_of_no_sync_travel_through_staging(ranks: Workers) -> None:
-    ranks.run(_unreduced_through_staging)
+def test_unreduced_gradients_are_reduced_by_the_staged_transport(ranks: Workers) -> None:
+    ranks.run(_accumulate_with_staging)
 
 
-def _alone(rank: int, world_size: int) -> None:
+def _train_on_one_rank(rank: int, world_size: int) -> None:
     for transport in ("all_to_all", "flat"):
         group = dist.new_group([rank], use_local_synchronization=True)
         twins = Twins(
@@ -173,16 +173,16 @@ def _alone(rank: int, world_size: int) -> None:
         twins.train(steps=2)
 
 
-def test_a_group_of_one_rank_trains(ranks: Workers) -> None:
-    ranks.run(_alone)
+def test_training_works_in_a_group_of_one_rank(ranks: Workers) -> None:
+    ranks.run(_train_on_one_rank)
 
 
 #
-# What cannot be had
+# Invalid choices
 #
 
 
-def _refused(rank: int, world_size: int, case: str) -> None:
+def _expect_refusal(rank: int, world_size: int, case: str) -> None:
     options = {}
     if case == "symmetric memory":
         options = {"transport": "symmetric_memory"}
@@ -209,13 +209,13 @@ def _refused(rank: int, world_size: int, case: str) -> None:
 @pytest.mark.parametrize(
     "case", ["symmetric memory", "unknown", "unknown by callable", "dtype", "no float", "no policy"]
 )
-def test_what_cannot_be_had_is_refused_at_once(ranks: Workers, case: str) -> None:
-    ranks.run(_refused, case)
+def test_invalid_transports_and_precisions_are_refused_by_jit(ranks: Workers, case: str) -> None:
+    ranks.run(_expect_refusal, case)
 
 
-def test_auto_takes_one_vector_unless_another_way_is_one_launch():
+def test_auto_chooses_flat_unless_it_needs_several_collectives():
     assert choose_transport([(64, 32), (32,)], 2, 4, "nccl") == ("flat", "auto, one collective and no copy")
-    # Rows of 1,009 and of 1,013 elements: cuts between rows of both are far apart, so each width travels by itself.
+    # Rows of 1,009 and of 1,013 elements rarely end at a common offset, so each width needs a collective of its own.
     transport, reason = choose_transport([(64, 1009), (64, 1013)], 64, 4, "nccl")
     assert transport == "coalesced" and "2 collectives" in reason
     transport, reason = choose_transport([(64, 1009), (64, 1013)], 64, 4, "gloo")
