@@ -1,4 +1,4 @@
-"""What a user does wrong, and the message that names it and says what to do instead."""
+"""Mistakes of users raise errors that name the mistake and say what to do instead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 #
-# Options: checked at once, before there is a module or a process group
+# Options, which are checked before there is a module or a process group
 #
 
 WRONG_OPTIONS = [
@@ -55,17 +55,17 @@ WRONG_OPTIONS = [
 @pytest.mark.parametrize(
     ("options", "error", "message"), WRONG_OPTIONS, ids=[f"{k}={v!r}" for o, *_ in WRONG_OPTIONS for k, v in o.items()]
 )
-def test_a_wrong_option_is_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors_name_an_invalid_option(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         fsdp(**options)
 
 
-def test_an_unknown_device_is_named() -> None:
+def test_the_error_names_an_unknown_device() -> None:
     with pytest.raises((RuntimeError, ValueError), match="nonsense"):
         fsdp(device="nonsense")
 
 
-def test_options_are_keywords() -> None:
+def test_options_must_be_known_keywords() -> None:
     with pytest.raises(TypeError, match="positional"):
         fsdp("zero3")  # type: ignore[misc]
     with pytest.raises(TypeError, match="bucket_strategy"):
@@ -73,7 +73,7 @@ def test_options_are_keywords() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "shown"),
+    ("options", "expected_in_repr"),
     [
         ({"sharding_strategy": "ZeRO2"}, "'zero2'"),
         ({"sharding_strategy": FSDPType.ZERO2}, "'zero2'"),
@@ -86,8 +86,10 @@ def test_options_are_keywords() -> None:
     ],
     ids=str,
 )
-def test_options_in_every_spelling_are_understood_and_shown(options: dict[str, Any], shown: str) -> None:
-    assert shown in repr(fsdp(**options))
+def test_options_are_accepted_in_all_spellings_and_shown_in_repr(
+    options: dict[str, Any], expected_in_repr: str
+) -> None:
+    assert expected_in_repr in repr(fsdp(**options))
 
 
 #
@@ -95,26 +97,26 @@ def test_options_in_every_spelling_are_understood_and_shown(options: dict[str, A
 #
 
 
-def test_sharding_without_a_process_group_says_what_to_call() -> None:
+def test_the_error_without_a_process_group_says_what_to_call() -> None:
     assert not dist.is_initialized()
     with pytest.raises(RuntimeError, match=r"no process group.*init_process_group\(\) before thunder\.jit.*torchrun"):
         thunder.jit(Stack(1), transforms=[fsdp()])
 
 
 @pytest.mark.parametrize("function", [lambda x: x * 2, Stack(1).forward], ids=["function", "method"])
-def test_a_function_is_no_module(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_jitting_a_function_instead_of_a_module_is_refused(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     jitted = thunder.jit(function, transforms=[fsdp()])
     with pytest.raises(TypeError, match=r"given a function; give it the torch\.nn\.Module.*thunder\.jit\(module,"):
         jitted(torch.ones(2, 4))
 
 
-def test_before_jit_there_is_no_plan() -> None:
+def test_the_plan_before_jit_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"no plan yet: pass it to thunder\.jit"):
         _ = fsdp().plan
 
 
 #
-# On every rank, without a hang
+# Errors on every rank
 #
 
 
@@ -122,7 +124,7 @@ class _Subclassed(nn.Parameter):
     pass
 
 
-def _shard_wrongly(rank: int, world_size: int, case: str) -> None:
+def _shard_invalid_module(rank: int, world_size: int, case: str) -> None:
     model: nn.Module = Stack(2)
     options: dict[str, Any] = {}
     if case == "shared memory":
@@ -175,7 +177,7 @@ def _shard_wrongly(rank: int, world_size: int, case: str) -> None:
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     with pytest.raises(expected[0], match=expected[1]):
         thunder.jit(model, transforms=[fsdp(**options)])
-    # The user's module is as it was, so that it can be mended and sharded.
+    # The user's module is unchanged, so that it can be corrected and sharded.
     for name, param in model.named_parameters():
         assert param.device == before[name].device and param.shape == before[name].shape, name
         if not param.is_meta and not param.is_sparse:
@@ -200,12 +202,12 @@ def _shard_wrongly(rank: int, world_size: int, case: str) -> None:
         "used for another module",
     ],
 )
-def test_what_cannot_be_sharded_is_refused_on_every_rank(ranks: Ranks, case: str) -> None:
-    ranks.run(_shard_wrongly, case)
+def test_invalid_modules_and_options_are_refused_on_every_rank(ranks: Ranks, case: str) -> None:
+    ranks.run(_shard_invalid_module, case)
 
 
 class _WritesParameter(Model):
-    """Changes a parameter in forward."""
+    """A model that changes a parameter in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,13 +223,13 @@ def _change_a_parameter_in_forward(rank: int, world_size: int) -> None:
     sharded = thunder.jit(_WritesParameter(), transforms=[fsdp()])
     with pytest.raises(NotImplementedError, match=r"parameter 'steps' in place during forward.*buffer.*ignored_params"):
         sharded(torch.ones(2, 4))
-    mended = thunder.jit(_WritesParameter(), transforms=[fsdp(ignored_params=["steps"])])
+    corrected = thunder.jit(_WritesParameter(), transforms=[fsdp(ignored_params=["steps"])])
     for expected in (1, 2):
-        mended(torch.ones(2, 4))
-        assert mended.get_parameter("steps").tolist() == [expected] * 4
+        corrected(torch.ones(2, 4))
+        assert corrected.get_parameter("steps").tolist() == [expected] * 4
 
 
-def test_a_parameter_that_forward_changes_is_named(ranks: Ranks) -> None:
+def test_the_error_names_a_parameter_that_forward_changes(ranks: Ranks) -> None:
     ranks.run(_change_a_parameter_in_forward)
 
 
@@ -253,7 +255,7 @@ def _shard_outside_of_the_group(rank: int, world_size: int) -> None:
             thunder.jit(Stack(1), transforms=[fsdp(process_group=group)])
 
 
-def test_a_rank_outside_of_the_process_group_is_told(ranks: Ranks) -> None:
+def test_a_rank_outside_of_the_process_group_raises(ranks: Ranks) -> None:
     ranks.run(_shard_outside_of_the_group)
 
 
@@ -265,5 +267,5 @@ def _shard_different_modules(rank: int, world_size: int) -> None:
         thunder.jit(Stack(1, width=width), transforms=[fsdp()])
 
 
-def test_ranks_with_different_modules_are_told_the_difference(ranks: Ranks) -> None:
+def test_the_error_of_different_modules_on_ranks_shows_the_difference(ranks: Ranks) -> None:
     ranks.run(_shard_different_modules)

@@ -1,7 +1,7 @@
-"""Training on gloo ranks, against the unsharded model.
+"""Training on gloo ranks, compared with the unsharded model.
 
-Each test calls one function on every rank. Functions named ``_...`` run there; :class:`reference.Twins` compares outputs,
-gradients, parameters and buffers with the unsharded model after every step.
+Each test runs a function named ``_...`` on every rank. Most use :class:`reference.Twins`, which compares outputs, gradients,
+parameters and buffers with the unsharded model in every step.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 each_strategy = pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-with_zero2, with_zero3 = (
+only_zero2, only_zero3 = (
     pytest.mark.parametrize("strategy", [s]) for s in ("zero2", "zero3")
-)  # where it matters little
+)  # for tests to which the strategy matters little
 
 
 #
@@ -55,16 +55,16 @@ def _train_case(rank: int, world_size: int, case: str, strategy: str) -> None:
     with saved_for_backward() as saved:
         twins.train(steps=3)
     assert saved
-    _check_nothing_saved_in_shared_slots(twins, saved)
+    _check_nothing_saved_in_arena(twins, saved)
 
 
-def _check_nothing_saved_in_shared_slots(twins: Twins, saved: list[torch.Tensor]) -> None:
+def _check_nothing_saved_in_arena(twins: Twins, saved: list[torch.Tensor]) -> None:
     shared = {b.arena for b in twins.transform.sharded.buckets}
     leaked = [tuple(t.shape) for t in saved if any(arena.span_of(t) for arena in shared)]
-    assert not leaked, f"saved tensors of shapes {leaked} lie in memory that other buckets overwrite"
+    assert not leaked, f"saved tensors of shapes {leaked} are in memory that other buckets overwrite"
 
 
-# ZeRO-2 differs by what is kept for backward: those cases in which that is not simply each parameter once.
+# ZeRO-2 differs in what is kept for backward. It is tested with models that keep something other than each parameter once.
 @pytest.mark.parametrize(
     ("case", "strategy"),
     [(case, "zero3") for case in CASES]
@@ -80,7 +80,7 @@ def test_trains_like_the_unsharded_model(ranks: Ranks, case: str, strategy: str)
 def _train_over_pairs_of_ranks(rank: int, world_size: int) -> None:
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     pair = pairs[rank % 2]
-    # Ranks that start with other parameters than rank 2 and 3 take theirs.
+    # Ranks 0 and 1 start with other parameters and take those of ranks 2 and 3.
     torch.manual_seed(rank)
     twins = Twins(rank, 2, TinyParameters().double(), group=pair, process_group=pair, broadcast_from=2 + rank % 2)
     for tensor in twins.reference.parameters():
@@ -88,11 +88,11 @@ def _train_over_pairs_of_ranks(rank: int, world_size: int) -> None:
     twins.train(steps=2)
 
 
-def test_ranks_without_rows_train_along(four_ranks: Ranks) -> None:
+def test_ranks_without_rows_of_some_parameters_train_correctly(four_ranks: Ranks) -> None:
     four_ranks.run(_train_case, "tiny_parameters", "zero3")
 
 
-def test_shards_over_a_part_of_the_ranks(four_ranks: Ranks) -> None:
+def test_two_groups_of_ranks_train_separate_models(four_ranks: Ranks) -> None:
     four_ranks.run(_train_over_pairs_of_ranks)
 
 
@@ -108,7 +108,7 @@ def _train_with_frozen_buckets(rank: int, world_size: int, strategy: str) -> Non
         assert param.requires_grad == twins.reference.get_parameter(name).requires_grad, name
 
 
-@with_zero3
+@only_zero3
 def test_frozen_buckets_are_gathered_but_not_reduced(ranks: Ranks, strategy: str) -> None:
     ranks.run(_train_with_frozen_buckets, strategy)
 
@@ -126,7 +126,7 @@ def _differentiate_through_a_frozen_model(rank: int, world_size: int, strategy: 
 
 
 @each_strategy
-def test_gradients_flow_through_a_model_that_is_all_frozen(ranks: Ranks, strategy: str) -> None:
+def test_gradients_flow_through_a_fully_frozen_model(ranks: Ranks, strategy: str) -> None:
     ranks.run(_differentiate_through_a_frozen_model, strategy)
 
 
@@ -157,7 +157,7 @@ def test_parameters_can_be_frozen_after_the_first_steps(ranks: Ranks) -> None:
 
 
 #
-# Whole models, and equal bits
+# Bit-equal results
 #
 
 
@@ -175,13 +175,13 @@ def _train_gpt_on_whole_batches(rank: int, world_size: int, strategy: str) -> No
         for optimizer in twins.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    # Adam divides by the root of a gradient's square: where gradients are nearly zero, their rounding is amplified.
+    # Adam divides by the root of the squared gradient, which amplifies rounding where gradients are nearly zero.
     twins.tolerance = 1e-8
     twins.check_parameters()
 
 
-@with_zero3
-def test_gpt_trains_like_one_process_with_the_whole_batch(ranks: Ranks, strategy: str) -> None:
+@only_zero3
+def test_gpt_trains_like_one_process_with_the_batches_of_all_ranks(ranks: Ranks, strategy: str) -> None:
     ranks.run(_train_gpt_on_whole_batches, strategy)
 
 
@@ -190,10 +190,10 @@ def _train_gpt_bit_for_bit(rank: int, world_size: int, strategy: str) -> None:
     twins.use(lambda params: torch.optim.AdamW(params, lr=1e-2))
     with saved_for_backward() as saved:
         twins.train(steps=3)
-    _check_nothing_saved_in_shared_slots(twins, saved)
+    _check_nothing_saved_in_arena(twins, saved)
 
 
-@with_zero2
+@only_zero2
 def test_gpt_is_bit_equal_to_the_unsharded_compiled_model_in_float32(ranks: Ranks, strategy: str) -> None:
     ranks.run(_train_gpt_bit_for_bit, strategy)
 
@@ -217,7 +217,7 @@ def _sweep_options(rank: int, world_size: int, strategy: str) -> None:
             sharding_strategy=strategy,
             **options,
         )
-        if expected is None:  # the others need no reference of their own: they equal the first one, bit for bit
+        if expected is None:  # only the first is compared with a reference; the others must equal the first bit for bit
             twins.train()
             expected = full_state_dict(twins.sharded)
             continue
@@ -235,7 +235,7 @@ def test_every_prefetch_and_bucketing_gives_the_same_bits(ranks: Ranks, strategy
 
 
 def _train_beside_fsdp2(rank: int, world_size: int, strategy: str) -> None:
-    # ReLU, because Thunder decomposes what tanh and GELU do in backward, which rounds differently than eager torch.
+    # ReLU, because Thunder decomposes the backward of tanh and GELU, which rounds differently from eager torch.
     model = Stack(3, width=8, activation=torch.relu)
     peer = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (world_size,))
@@ -269,7 +269,7 @@ def _train_eval_train(rank: int, world_size: int, strategy: str) -> None:
     twins = Twins(rank, world_size, Buffers().double(), sharding_strategy=strategy)
     for model in (twins.sharded, twins.reference):
         model.eval()
-    with torch.inference_mode():  # before there is any unsharded memory
+    with torch.inference_mode():  # before unsharded memory has been allocated
         twins.forward()
     for model in (twins.sharded, twins.reference):
         model.train()
@@ -290,7 +290,7 @@ def _train_eval_train(rank: int, world_size: int, strategy: str) -> None:
     twins.train(steps=1)
 
 
-@with_zero3
+@only_zero3
 def test_evaluation_without_gradients_between_steps(ranks: Ranks, strategy: str) -> None:
     ranks.run(_train_eval_train, strategy)
 
@@ -302,7 +302,7 @@ def _train_with_several_shapes(rank: int, world_size: int, strategy: str) -> Non
         twins.backward(step, batch=batch)
         twins.update()
     assert len(twins.transform.compiled) == 3
-    # A live graph of each shape at the same time.
+    # An unfinished forward of each shape at the same time.
     losses = [twins.forward(step, batch=batch) for step, batch in enumerate((3, 7, 1))]
     for ours, theirs in losses[1:] + losses[:1]:
         ours.backward()
@@ -311,13 +311,13 @@ def _train_with_several_shapes(rank: int, world_size: int, strategy: str) -> Non
 
 
 @each_strategy
-def test_several_input_shapes_one_after_the_other_and_at_once(ranks: Ranks, strategy: str) -> None:
+def test_several_input_shapes_in_turn_and_at_the_same_time(ranks: Ranks, strategy: str) -> None:
     ranks.run(_train_with_several_shapes, strategy)
 
 
 def _train_on_uneven_batches(rank: int, world_size: int) -> None:
     twins = Twins(rank, world_size, Stack(2).double())
-    # Ranks compile at different times: what one of them finds in its cache, the other one compiles.
+    # Ranks compile at different times: one compiles while the other runs cached traces.
     for batch in ((3, 3), (3, 2), (5, 3), (5, 2)):
         twins.train(steps=1, batch=batch[rank])
 
@@ -365,13 +365,13 @@ def _differentiate_inputs(rank: int, world_size: int, strategy: str) -> None:
     twins.update()
 
 
-@with_zero3
-def test_gradients_of_inputs_and_torch_autograd_grad(ranks: Ranks, strategy: str) -> None:
+@only_zero3
+def test_gradients_of_inputs_and_by_torch_autograd_grad_are_correct(ranks: Ranks, strategy: str) -> None:
     ranks.run(_differentiate_inputs, strategy)
 
 
-class _Returns(Model):
-    """Returns a parameter, views of parameters, and one that it does not use otherwise, beside its output."""
+class _ReturnsParameters(Model):
+    """A model that returns its output, a parameter, views of parameters, and a parameter that it does not use otherwise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -391,7 +391,7 @@ class _Returns(Model):
 
 
 def _train_model_that_returns_parameters(rank: int, world_size: int, strategy: str) -> None:
-    twins = Twins(rank, world_size, _Returns().double(), sharding_strategy=strategy)
+    twins = Twins(rank, world_size, _ReturnsParameters().double(), sharding_strategy=strategy)
     returned = []
     for step in range(3):
         inputs = twins.inputs(step)
@@ -401,7 +401,7 @@ def _train_model_that_returns_parameters(rank: int, world_size: int, strategy: s
         loss_of(theirs).backward()
         returned.append((ours, {name: value.detach().clone() for name, value in theirs.items()}))
         twins.update()
-    for ours, theirs in returned:  # still what they were, after more steps
+    for ours, theirs in returned:  # unchanged by later steps
         twins.close(ours, theirs, "returned earlier")
 
 
@@ -411,7 +411,7 @@ def test_returned_parameters_keep_their_values(ranks: Ranks, strategy: str) -> N
 
 
 #
-# Graphs that live longer, or break
+# Several forwards before backward, and exceptions
 #
 
 
@@ -429,14 +429,14 @@ def _several_graphs(rank: int, world_size: int, strategy: str) -> None:
 
 
 @each_strategy
-def test_two_forwards_before_a_backward(ranks: Ranks, strategy: str) -> None:
+def test_two_forwards_before_their_backwards(ranks: Ranks, strategy: str) -> None:
     ranks.run(_several_graphs, strategy)
 
 
 def _retain_graph(rank: int, world_size: int, strategy: str) -> None:
     twins = Twins(rank, world_size, Stack(2).double(), sharding_strategy=strategy)
     losses = twins.forward()
-    twins.forward(1)  # its gathers overwrite what the first graph's gathered
+    twins.forward(1)  # its gathers overwrite those of the first forward
     for loss in losses:
         loss.backward(retain_graph=True)
         loss.backward()
@@ -447,7 +447,7 @@ def _retain_graph(rank: int, world_size: int, strategy: str) -> None:
     twins.train(steps=1)
 
 
-@with_zero3
+@only_zero3
 def test_a_second_backward_needs_retain_graph(ranks: Ranks, strategy: str) -> None:
     ranks.run(_retain_graph, strategy)
 
@@ -456,13 +456,13 @@ def _change_under_a_live_graph(rank: int, world_size: int, strategy: str) -> Non
     twins = Twins(rank, world_size, Stack(2).double(), sharding_strategy=strategy)
     twins.train(steps=1)
     schedule = twins.transform.compiled[-1].backward_schedule
-    again = {op.bucket for op in schedule.of("fsdp_all_gather")}
-    assert strategy == "zero2" or again == {"blocks.0", "blocks.1", "last"}
+    gathered_again = {op.bucket for op in schedule.of("fsdp_all_gather")}
+    assert strategy == "zero2" or gathered_again == {"blocks.0", "blocks.1", "last"}
     for bucket in twins.transform.plan:
         for name in (param.name for param in bucket.params):
             loss, expected_loss = twins.forward()
-            # Backward does not read the bucket whose gradients alone are asked for: ZeRO-3 may go on, with right ones.
-            harmless = strategy == "zero3" and bucket.name not in again
+            # Backward does not read the first bucket's parameters, so under ZeRO-3 it may continue with correct gradients.
+            harmless = strategy == "zero3" and bucket.name not in gathered_again
             if harmless:
                 expected_loss.backward()
             with torch.no_grad():
@@ -503,13 +503,13 @@ def _change_between_steps(rank: int, world_size: int, strategy: str) -> None:
     twins.train(steps=1)
 
 
-@with_zero2
+@only_zero2
 def test_parameters_changed_in_place_between_steps_are_used(ranks: Ranks, strategy: str) -> None:
     ranks.run(_change_between_steps, strategy)
 
 
 class _Lookup(Model):
-    """Its middle block fails at run time if an index is out of range."""
+    """A model whose second block fails at run time if an index is out of range."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -532,18 +532,18 @@ def _fail_in_forward(rank: int, world_size: int, strategy: str) -> None:
         arenas = {b.arena for b in buckets} | {b.private_slot.arena for b in buckets if b.private_slot}
         return [flight for arena in arenas for flight in arena.in_flight]
 
-    for attempt in range(3):  # the first one with the traces that it compiles
+    for attempt in range(3):  # the first attempt compiles
         with pytest.raises(IndexError):
             twins.sharded(twins.inputs()[0], out_of_range)
-        assert in_flight(), "forward is to fail between a gather and its wait"
+        assert in_flight(), "forward must fail between a gather and its wait"
         twins.train(steps=1)
-        assert not in_flight(), "what was left in flight is waited for before its memory is written again"
-        twins.forward(attempt)  # a forward that never sees its backward
+        assert not in_flight(), "collectives left in flight must be waited for before their memory is reused"
+        twins.forward(attempt)  # a forward without backward
     twins.train(steps=1)
 
 
-@with_zero3
-def test_trains_on_after_an_exception_in_the_middle_of_forward(ranks: Ranks, strategy: str) -> None:
+@only_zero3
+def test_training_continues_after_an_exception_in_the_middle_of_forward(ranks: Ranks, strategy: str) -> None:
     ranks.run(_fail_in_forward, strategy)
 
 
@@ -569,8 +569,8 @@ def _fail_in_backward(rank: int, world_size: int, strategy: str) -> None:
         twins.train(steps=1)
 
 
-@with_zero3
-def test_trains_on_after_an_exception_in_backward(ranks: Ranks, strategy: str) -> None:
+@only_zero3
+def test_training_continues_after_an_exception_in_backward(ranks: Ranks, strategy: str) -> None:
     ranks.run(_fail_in_backward, strategy)
 
 
@@ -586,11 +586,11 @@ def _accumulate(rank: int, world_size: int, strategy: str) -> None:
         with twins.sharded.no_sync():
             for micro_batch in range(2):
                 twins.backward(10 * accumulation + micro_batch)
-                assert all(p.grad is None for p in params), "gradients of no_sync stay unsharded until they are reduced"
+                assert all(p.grad is None for p in params), "unreduced gradients must not be in .grad"
         twins.backward(10 * accumulation + 2)
         twins.update()
 
-    # Between backwards that reduce: what is in `.grad` already stays, and counts.
+    # no_sync between backwards that reduce: gradients that are already in `.grad` stay there and count.
     twins.backward(3)
     before = [p.grad.clone() for p in params]
     with twins.sharded.no_sync():
@@ -603,8 +603,8 @@ def _accumulate(rank: int, world_size: int, strategy: str) -> None:
     for compiled in twins.transform.compiled:
         reductions = len(compiled.backward_schedule.of("fsdp_reduce_scatter"))
         assert reductions == (0 if compiled.no_sync else len(twins.transform.plan))
-        sums = len(compiled.backward_schedule.of("fsdp_accumulate_grads"))
-        assert sums == (len(twins.transform.plan) if compiled.no_sync else 0)
+        accumulations = len(compiled.backward_schedule.of("fsdp_accumulate_grads"))
+        assert accumulations == (len(twins.transform.plan) if compiled.no_sync else 0)
 
 
 @each_strategy
@@ -612,8 +612,8 @@ def test_no_sync_accumulates_gradients_without_reducing(ranks: Ranks, strategy: 
     ranks.run(_accumulate, strategy)
 
 
-class _Optional(Model):
-    """A block, and a parameter of another block, that only some calls use."""
+class _OptionalBlock(Model):
+    """A model in which only some calls use the second block and one parameter of the first block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -626,7 +626,7 @@ class _Optional(Model):
 
 
 def _accumulate_in_some_blocks(rank: int, world_size: int) -> None:
-    twins = Twins(rank, world_size, _Optional().double())
+    twins = Twins(rank, world_size, _OptionalBlock().double())
     for order in ((True, False), (False, True), (True, False)):
         with twins.sharded.no_sync():
             for model in (twins.sharded, twins.reference):
@@ -636,7 +636,7 @@ def _accumulate_in_some_blocks(rank: int, world_size: int) -> None:
         twins.update()
 
 
-def test_no_sync_loses_no_gradient_of_a_block_that_the_last_micro_batch_skips(ranks: Ranks) -> None:
+def test_unreduced_gradients_of_a_block_that_the_last_micro_batch_skips_are_reduced(ranks: Ranks) -> None:
     ranks.run(_accumulate_in_some_blocks)
 
 
@@ -644,7 +644,7 @@ def _zero_grad(rank: int, world_size: int, set_to_none: bool) -> None:
     twins = Twins(rank, world_size, Stack(2).double())
     for step in range(3):
         twins.backward(2 * step)
-        twins.backward(2 * step + 1)  # accumulates into what the first one left
+        twins.backward(2 * step + 1)  # accumulates into the gradients of the first
         twins.update(set_to_none=set_to_none)
         assert all((p.grad is None) == set_to_none for p in twins.sharded.parameters())
 
@@ -654,7 +654,7 @@ def test_gradients_accumulate_in_place_after_zero_grad(ranks: Ranks, set_to_none
     ranks.run(_zero_grad, set_to_none)
 
 
-# Those that treat each element alone. What needs norms or products of whole parameters (LBFGS, Muon, Adafactor) is refused.
+# Elementwise optimizers. Those that need norms or products of whole parameters (LBFGS, Muon, Adafactor) are refused.
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "SGD, Nesterov, weight decay": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
@@ -693,7 +693,7 @@ def _train_with_optimizers(rank: int, world_size: int, strategy: str) -> dict[st
     return wrong
 
 
-@with_zero3
+@only_zero3
 def test_torch_optimizers_work_on_shards(ranks: Ranks, strategy: str) -> None:
     assert ranks.run(_train_with_optimizers, strategy) == [{}, {}]
 
@@ -703,8 +703,8 @@ def test_torch_optimizers_work_on_shards(ranks: Ranks, strategy: str) -> None:
 #
 
 
-class _Watch(TorchDispatchMode):
-    """Notes copies that read given ranges of addresses, and the bytes of every storage that an operator makes."""
+class _WatchMemory(TorchDispatchMode):
+    """Records copies that read from given ranges of addresses, and the bytes of every storage that an operator allocates."""
 
     COPIES = ("cat", "stack", "copy", "clone", "to_copy", "pad", "index", "repeat", "gather", "split_with_sizes_copy")
 
@@ -712,7 +712,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.watched = tuple(watched)
         self.copies: list[str] = []
-        self.made: list[int] = []
+        self.allocated_bytes: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         inputs = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -725,7 +725,7 @@ class _Watch(TorchDispatchMode):
             known = {t.untyped_storage().data_ptr() for t in inputs}
             for out in torch.utils._pytree.tree_leaves(result):
                 if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in known:
-                    self.made.append(out.untyped_storage().nbytes())
+                    self.allocated_bytes.append(out.untyped_storage().nbytes())
         return result
 
 
@@ -735,7 +735,7 @@ def _addresses(flat: torch.Tensor) -> tuple[int, int]:
 
 def _watch_a_step(rank: int, world_size: int, strategy: str) -> None:
     model = Stack(3, width=16).double()
-    bytes_of_least_matrix = 3 * 16 * 8
+    smallest_matrix_bytes = 3 * 16 * 8
     sharded = thunder.jit(model, transforms=[transform := fsdp(sharding_strategy=strategy)])
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     (x,) = model.inputs(torch.Generator().manual_seed(rank), batch=1)  # activations are smaller than any matrix
@@ -751,15 +751,17 @@ def _watch_a_step(rank: int, world_size: int, strategy: str) -> None:
     before = memory()
     shards = [_addresses(b.shard) for b in transform.sharded.buckets]
 
-    with _Watch([*before.values(), *shards]) as forward:
+    with _WatchMemory([*before.values(), *shards]) as forward:
         loss = loss_of(sharded(x))
     assert forward.copies == []
-    assert max(forward.made) < bytes_of_least_matrix, "forward allocates memory for unsharded parameters"
+    assert max(forward.allocated_bytes) < smallest_matrix_bytes, (
+        "forward must not allocate memory for unsharded parameters"
+    )
 
-    with _Watch([*before.values(), *shards]) as backward:
+    with _WatchMemory([*before.values(), *shards]) as backward:
         loss.backward()
     assert backward.copies == []
-    large = [n for n in backward.made if n >= bytes_of_least_matrix]
+    large = [n for n in backward.allocated_bytes if n >= smallest_matrix_bytes]
     matrices = sum(p.ndim == 2 for p in sharded.parameters())
     # One gradient for each matrix, and one buffer of sharded gradients for each bucket.
     assert len(large) <= matrices + len(transform.plan), large
@@ -767,7 +769,9 @@ def _watch_a_step(rank: int, world_size: int, strategy: str) -> None:
     assert memory() == before
     for bucket, params in zip(transform.sharded.buckets, transform.plan, strict=True):
         grads = [sharded.get_parameter(p.name).grad for p in params.params]
-        assert len({g.untyped_storage().data_ptr() for g in grads}) == 1, "sharded gradients are views of one buffer"
+        assert len({g.untyped_storage().data_ptr() for g in grads}) == 1, (
+            "sharded gradients must be views of one buffer"
+        )
         assert all(
             sharded.get_parameter(p.name).untyped_storage().data_ptr() == bucket.shard.untyped_storage().data_ptr()
             for p in params.params
@@ -791,12 +795,12 @@ def test_zero3_needs_no_more_unsharded_memory_for_more_blocks(ranks: Ranks) -> N
 
 
 #
-# Beside other transforms, and other options
+# Other transforms, and other options
 #
 
 
-class _Comments(thunder.Transform):
-    """Puts a comment before every multiplication and notes how often it is asked."""
+class _AddComments(thunder.Transform):
+    """A transform that inserts a comment before every multiplication and records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -819,15 +823,15 @@ class _Comments(thunder.Transform):
 
 
 def _train_between_transforms(rank: int, world_size: int, strategy: str) -> None:
-    before, after = _Comments(), _Comments()
+    before, after = _AddComments(), _AddComments()
     twins = Twins(rank, world_size, Stack(2).double(), before=[before], after=[after], sharding_strategy=strategy)
     twins.train(steps=2)
     assert before.calls == after.calls == ["module", "pre prologue", "post optimization", "post optimization"]
     assert str(thunder.last_traces(twins.sharded)[-1]).count("a comment") == 2 * 6
 
 
-@with_zero3
-def test_other_transforms_before_and_behind(ranks: Ranks, strategy: str) -> None:
+@only_zero3
+def test_other_transforms_may_come_before_and_after(ranks: Ranks, strategy: str) -> None:
     ranks.run(_train_between_transforms, strategy)
 
 
@@ -863,11 +867,11 @@ def _train_with_autocast(rank: int, world_size: int, strategy: str) -> None:
     with saved_for_backward() as saved, torch.autocast("cpu", torch.bfloat16):
         twins.train(steps=2)
     assert any(t.dtype is torch.bfloat16 for t in saved)
-    _check_nothing_saved_in_shared_slots(twins, saved)
+    _check_nothing_saved_in_arena(twins, saved)
 
 
-@with_zero3
-def test_autocast_gives_the_bits_of_the_unsharded_compiled_model(ranks: Ranks, strategy: str) -> None:
+@only_zero3
+def test_autocast_is_bit_equal_to_the_unsharded_compiled_model(ranks: Ranks, strategy: str) -> None:
     ranks.run(_train_with_autocast, strategy)
 
 
@@ -881,14 +885,14 @@ def _ignore_parameters(rank: int, world_size: int) -> None:
     (x,) = model.inputs(torch.Generator().manual_seed(rank))
     loss_of(sharded(x)).backward()
     loss_of(reference(x)).backward()
-    for name in names:  # whole, and with the gradient of this rank's batch alone
+    for name in names:  # unsharded, with the gradient of this rank's batch only
         ours, theirs = sharded.get_parameter(name), reference.get_parameter(name)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
     assert set(full_state_dict(sharded)) == set(reference.state_dict())
 
 
-def test_ignored_parameters_stay_whole_and_unreduced(ranks: Ranks) -> None:
+def test_ignored_parameters_are_neither_sharded_nor_reduced(ranks: Ranks) -> None:
     ranks.run(_ignore_parameters)
 
 
@@ -917,5 +921,5 @@ def _train_over_groups(rank: int, world_size: int) -> None:
     )
 
 
-def test_shards_over_a_mesh_dimension_and_over_a_group_of_one(ranks: Ranks) -> None:
+def test_sharding_over_a_mesh_dimension_and_over_a_group_of_one_rank(ranks: Ranks) -> None:
     ranks.run(_train_over_groups)

@@ -1,4 +1,4 @@
-"""A process that has used gloo ends with its own exit code, however late gloo's threads come to drop their tensors."""
+"""A process that has used gloo exits with its own exit code, even if gloo's threads release their tensors late."""
 
 from __future__ import annotations
 
@@ -69,11 +69,15 @@ for name in hows * int(repetitions):
 """
 
 EXPECTED = {"destroyed": "0 0", "left": "0 0", "twin": "0 0", "in flight": "0 0", "failed": "1 3"}
-"""How a process ends, and the exit codes of two ranks: in the middle of a collective, or after one has failed."""
+"""Ways in which a process ends, with the expected exit codes of both ranks.
+
+"destroyed" and "left": with and without ``destroy_process_group``. "twin": with a second process group for reductions.
+"in flight": during a collective. "failed": rank 1 exits with code 3 before a collective.
+"""
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux's scheduling classes")
-def test_exit_codes_are_the_programs_own(tmp_path: Path) -> None:
+def test_a_process_that_used_gloo_exits_with_its_own_exit_code(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     stores = tmp_path / "stores"
@@ -86,5 +90,5 @@ def test_exit_codes_are_the_programs_own(tmp_path: Path) -> None:
         check=False,
         env=os.environ | {"PYTHONPATH": str(Path(thunder_fsdp_sched.__file__).parents[1])},
     )
-    expected = [f"{how}: {codes}" for how, codes in EXPECTED.items()]
+    expected = [f"{way}: {codes}" for way, codes in EXPECTED.items()]
     assert done.stdout.splitlines() == expected * REPETITIONS, done.stderr[-3000:]

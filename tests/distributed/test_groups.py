@@ -1,4 +1,4 @@
-"""Several process groups: hybrid sharding, parameters with groups of their own, reductions with their own communicator."""
+"""Several process groups: hybrid sharding, separate groups for some parameters, and a separate group for reductions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _mesh() -> DeviceMesh:
 
 def _train_hybrid(rank: int, world_size: int, strategy: str) -> None:
     mesh = _mesh()
-    torch.manual_seed(rank)  # rank 3's parameters count
+    torch.manual_seed(rank)  # all ranks take rank 3's parameters
     model = Stack(2).double()
     state = [model.state_dict()]
     dist.broadcast_object_list(state, src=3)
@@ -53,7 +53,7 @@ def _train_hybrid(rank: int, world_size: int, strategy: str) -> None:
     schedule = twins.transform.compiled[0].schedule.backward
     kinds = [(op.kind, op.bucket) for op in schedule if op.kind in ("fsdp_reduce_scatter", "fsdp_all_reduce")]
     order = ["last", "blocks.1", "blocks.0", "first"]
-    # Across replicas goes what the next bucket's reduce-scatter, issued just before, gave time to finish inside.
+    # Each all-reduce across replicas follows the next bucket's reduce-scatter, which hides the wait for its input.
     expected = [("fsdp_reduce_scatter", order[0])]
     for before, bucket in itertools.pairwise(order):
         expected += [("fsdp_reduce_scatter", bucket), ("fsdp_all_reduce", before)]
@@ -73,7 +73,7 @@ def test_hybrid_sharding_trains_like_the_unsharded_model(four_ranks: Ranks, stra
 
 
 def _train_hybrid_beside_fsdp2(rank: int, world_size: int) -> None:
-    """FSDP2 on the same mesh, its gradients taken without Thunder's decompositions: equal but for rounding."""
+    """Compare with FSDP2 on the same mesh. Results differ by rounding, because Thunder decomposes gradients."""
     mesh = _mesh()
     models = [Stack(2).double(), Stack(2).double()]
     models[1].load_state_dict(models[0].state_dict())
@@ -109,7 +109,7 @@ def _hybrid_in_low_precision(rank: int, world_size: int) -> None:
     replicas = _mesh().get_group(0)
     for grad in others:
         dist.all_reduce(grad, op=dist.ReduceOp.MAX, group=replicas)
-    assert all(torch.equal(g, o) for g, o in zip(grads, others, strict=True)), "replicas have different gradients"
+    assert all(torch.equal(g, o) for g, o in zip(grads, others, strict=True)), "replicas must have equal gradients"
 
 
 def test_replicas_reduce_in_the_dtype_of_the_policy(four_ranks: Ranks) -> None:
@@ -117,12 +117,12 @@ def test_replicas_reduce_in_the_dtype_of_the_policy(four_ranks: Ranks) -> None:
 
 
 #
-# Parameters with a group of their own
+# Separate groups for some parameters
 #
 
 
-class Routed(nn.Module):
-    """Rows of the batch with a large first element go through the expert, the others through the dense layer alone."""
+class ExpertBlock(nn.Module):
+    """A dense layer, and an expert that processes only the rows of the batch whose first element is positive."""
 
     def __init__(self, width: int, expert_width: int) -> None:
         super().__init__()
@@ -135,12 +135,12 @@ class Routed(nn.Module):
 
 
 class Experts(Model):
-    """Each rank has experts of its own, which it shares with one other rank. The pairs' experts differ in size."""
+    """A model with experts that a rank shares with one other rank. The two pairs' experts differ in size."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList(Routed(4, expert_width=5 if rank % 2 else 6) for _ in range(2))
+        self.blocks = nn.ModuleList(ExpertBlock(4, expert_width=5 if rank % 2 else 6) for _ in range(2))
         self.last = nn.Linear(4, 3)
         generators = [torch.Generator().manual_seed(seed) for seed in (0, 1 + rank % 2)]
         for name, param in self.named_parameters():
@@ -158,36 +158,36 @@ def _is_expert(name: str) -> bool:
 
 
 class ExpertTwins(Twins):
-    """The reference's experts are averaged over those that share them."""
+    """``Twins`` that average the gradients of experts over the ranks that share them."""
 
-    pair: dist.ProcessGroup
+    expert_group: dist.ProcessGroup
 
     def mean_grads(self) -> dict[str, torch.Tensor | None]:
         grads = {}
         for name, param in self.reference.named_parameters():
-            group = self.pair if _is_expert(name) else None
+            group = self.expert_group if _is_expert(name) else None
             grads[name] = grad = param.grad.clone()
             dist.all_reduce(grad, group=group)
             grad /= dist.get_world_size(group)
         return grads
 
 
-def _pair(rank: int) -> dist.ProcessGroup:
-    pairs = [dist.new_group([0, 2], group_desc="experts"), dist.new_group([1, 3], group_desc="experts")]
-    return pairs[rank % 2]
+def _expert_group(rank: int) -> dist.ProcessGroup:
+    groups = [dist.new_group([0, 2], group_desc="experts"), dist.new_group([1, 3], group_desc="experts")]
+    return groups[rank % 2]
 
 
 def _train_experts(rank: int, world_size: int, strategy: str, separate: bool) -> None:
-    pair = _pair(rank)
+    expert_group = _expert_group(rank)
     twins = ExpertTwins(
         rank,
         world_size,
         Experts(rank).double(),
         sharding_strategy=strategy,
-        process_group_for=lambda name, param: pair if _is_expert(name) else None,
+        process_group_for=lambda name, param: expert_group if _is_expert(name) else None,
         separate_reduce_scatter_group=separate,
     )
-    twins.pair = pair
+    twins.expert_group = expert_group
     sizes = {b.name: b.layout.world_size for b in twins.transform.plan}
     assert sizes["blocks.0"] == 4 and sizes["blocks.0.experts"] == 2
     twins.train(steps=3)
@@ -204,7 +204,7 @@ def test_experts_are_sharded_over_the_ranks_that_share_them(four_ranks: Ranks, s
     four_ranks.run(_train_experts, strategy, separate)
 
 
-def _train_with_reductions_apart(rank: int, world_size: int, strategy: str) -> None:
+def _train_with_separate_reductions(rank: int, world_size: int, strategy: str) -> None:
     twins = Twins(
         rank, world_size, Stack(3).double(), sharding_strategy=strategy, separate_reduce_scatter_group=True, prefetch=2
     )
@@ -216,8 +216,8 @@ def _train_with_reductions_apart(rank: int, world_size: int, strategy: str) -> N
 
 
 @each_strategy
-def test_reductions_may_have_a_communicator_of_their_own(ranks: Ranks, strategy: str) -> None:
-    ranks.run(_train_with_reductions_apart, strategy)
+def test_reductions_may_have_a_separate_process_group(ranks: Ranks, strategy: str) -> None:
+    ranks.run(_train_with_separate_reductions, strategy)
 
 
 def _train_where_one_rank_knows_more_groups(rank: int, world_size: int) -> None:
@@ -228,17 +228,17 @@ def _train_where_one_rank_knows_more_groups(rank: int, world_size: int) -> None:
         twins.train(steps=steps)
 
 
-def test_ranks_that_know_different_numbers_of_groups_find_each_other(ranks: Ranks) -> None:
+def test_ranks_that_have_created_different_numbers_of_groups_can_shard_together(ranks: Ranks) -> None:
     ranks.run(_train_where_one_rank_knows_more_groups, timeout=60)
 
 
 #
-# What does not fit
+# Errors
 #
 
 
-def _refused(rank: int, world_size: int, case: str) -> None:
-    pair = _pair(rank)
+def _expect_refusal(rank: int, world_size: int, case: str) -> None:
+    expert_group = _expert_group(rank)
     outside = dist.new_group([0, 1]) if case != "group of others" else dist.new_group([1, 2, 3])
     options: dict[str, object] = {}
     expected: tuple[type[Exception], str]
@@ -250,11 +250,11 @@ def _refused(rank: int, world_size: int, case: str) -> None:
         options = {"process_group_for": lambda name, param: 3 if name == "last.bias" else None}
         expected = TypeError, r"process_group_for: expected a process group.*'last\.bias', got 3"
     elif case == "outside":
-        options = {"process_group": pair, "process_group_for": lambda name, param: dist.group.WORLD}
+        options = {"process_group": expert_group, "process_group_for": lambda name, param: dist.group.WORLD}
         expected = ValueError, r"process_group_for: the group for parameter 'first\.weight' holds ranks \[\d, \d\]"
     elif case == "bucket across groups":
         options = {
-            "process_group_for": lambda name, param: pair if name == "first.bias" else None,
+            "process_group_for": lambda name, param: expert_group if name == "first.bias" else None,
             "bucketing_strategy": lambda name, param: "everything",
         }
         expected = (
@@ -262,7 +262,7 @@ def _refused(rank: int, world_size: int, case: str) -> None:
             r"puts 'first\.weight' and 'first\.bias' into one bucket 'everything', .* two process groups",
         )
     elif case == "no callable":
-        options = {"process_group_for": pair}
+        options = {"process_group_for": expert_group}
         expected = TypeError, "process_group_for: expected a callable"
     elif case == "broadcast":
         options = {"mesh": _mesh(), "broadcast_from": 7}
@@ -275,8 +275,8 @@ CASES = ["group of others", "not a group", "outside", "bucket across groups", "n
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_groups_that_do_not_fit_are_refused_at_once(four_ranks: Ranks, case: str) -> None:
-    four_ranks.run(_refused, case)
+def test_invalid_groups_are_refused_by_jit(four_ranks: Ranks, case: str) -> None:
+    four_ranks.run(_expect_refusal, case)
 
 
 def _hybrid_backward() -> TraceCtx:
@@ -291,23 +291,23 @@ def _hybrid_backward() -> TraceCtx:
     return trace
 
 
-def test_a_reduction_that_stays_inside_its_replica_is_caught():
+def test_verify_refuses_a_reduction_that_skips_the_replicas():
     trace = _hybrid_backward()
     verify(trace)
-    across = next(b for b in trace.bound_symbols if b.sym is fsdp_all_reduce)
-    inside = across.args[1]
+    replica_reduction = next(b for b in trace.bound_symbols if b.sym is fsdp_all_reduce)
+    reduce_scatter_future = replica_reduction.args[1]
     trace.bound_symbols = [
-        b.from_bsym(args=(b.args[0], inside)) if across.output.name in args_of(b) else b
+        b.from_bsym(args=(b.args[0], reduce_scatter_future)) if replica_reduction.output.name in args_of(b) else b
         for b in trace.bound_symbols
-        if b is not across
+        if b is not replica_reduction
     ]
     with pytest.raises(
-        VerificationError, match=f"bucket '{across.args[0].spec.name}' is not reduced across its replicas"
+        VerificationError, match=f"bucket '{replica_reduction.args[0].spec.name}' is not reduced across its replicas"
     ):
         verify(trace)
 
 
-def test_a_result_across_replicas_that_nobody_waits_for_is_caught():
+def test_verify_refuses_an_all_reduce_that_is_never_waited_for():
     trace = _hybrid_backward()
     wait = next(b for b in trace.bound_symbols if b.sym is fsdp_wait_grads)
     trace.bound_symbols = [b for b in trace.bound_symbols if b is not wait]
@@ -316,7 +316,7 @@ def test_a_result_across_replicas_that_nobody_waits_for_is_caught():
 
 
 class SmallNorm(nn.Module):
-    """A norm, which travels and computes in no time, between large layers."""
+    """A model with a norm between large layers, whose communication and compute take almost no time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,7 +330,7 @@ class SmallNorm(nn.Module):
         return self.head.forward(self.norm(x))
 
 
-def test_a_small_bucket_gives_no_time_to_the_reduction_before_it():
+def test_an_all_reduce_is_not_delayed_until_a_bucket_too_small_to_hide_its_input():
     step = compile_as_rank(
         lambda: (SmallNorm(), (torch.randn(3, 64),)),
         lambda: fsdp(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))),
@@ -342,7 +342,7 @@ def test_a_small_bucket_gives_no_time_to_the_reduction_before_it():
     assert kinds == [
         ("reduce_scatter", "head"),
         ("reduce_scatter", "norm"),
-        ("all_reduce", "head"),  # two hold memory; a third one needs some
+        ("all_reduce", "head"),  # frees the memory of one reduction for a third
         ("reduce_scatter", "blocks.1"),
         ("all_reduce", "norm"),
         ("reduce_scatter", "blocks.0"),
@@ -351,8 +351,8 @@ def test_a_small_bucket_gives_no_time_to_the_reduction_before_it():
     ]
 
 
-def _backends(rank: int, world_size: int) -> None:
-    for backend in ("undefined", "cpu:gloo"):  # the first is what init_process_group() without a backend gives
+def _train_with_backends(rank: int, world_size: int) -> None:
+    for backend in ("undefined", "cpu:gloo"):  # the first is that of init_process_group() without a backend
         group = dist.new_group(backend=backend)
         twins = Twins(rank, world_size, Stack(1).double(), process_group=group, separate_reduce_scatter_group=True)
         assert {bucket.comm.transport for bucket in twins.transform.plan} == {"all_to_all"}, backend
@@ -363,5 +363,5 @@ def _backends(rank: int, world_size: int) -> None:
         dist.destroy_process_group(group)
 
 
-def test_the_backend_is_known_however_the_process_group_was_made(ranks: Ranks) -> None:
-    ranks.run(_backends)
+def test_the_backend_is_recognized_however_the_process_group_was_created(ranks: Ranks) -> None:
+    ranks.run(_train_with_backends)

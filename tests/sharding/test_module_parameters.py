@@ -1,4 +1,4 @@
-"""The module's own parameters: they are the shards, and what takes them for whole parameters is refused."""
+"""The module's parameters become the shards, and code that would take them for unsharded parameters is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 class Wrapper(nn.Module):
-    """Holds a jitted module, as a user's own training module does."""
+    """A module that holds a jitted module, as a user's training module may."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -39,22 +39,22 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
 def _train(rank: int, world_size: int, strategy: str) -> None:
     model = Stack(1).double()
     before = dict(model.named_parameters())
-    early = _sgd(model.parameters())
-    fired: list[tuple[str, tuple[int, ...]]] = []
-    model.first.weight.register_hook(lambda grad: fired.append(("early", tuple(grad.shape))))
-    loss_of(model(torch.ones(2, 4, dtype=torch.float64)))  # autograd knows the unsharded shapes
+    early_optimizer = _sgd(model.parameters())
+    hook_calls: list[tuple[str, tuple[int, ...]]] = []
+    model.first.weight.register_hook(lambda grad: hook_calls.append(("early", tuple(grad.shape))))
+    loss_of(model(torch.ones(2, 4, dtype=torch.float64)))  # autograd has seen the unsharded shapes
     twins = Twins(rank, world_size, model, sharding_strategy=strategy)
     assert all(model.get_parameter(n) is p is twins.sharded.get_parameter(n) for n, p in before.items())
     rows = tuple(model.first.weight.shape)
     assert rows[0] < 4
 
-    # An optimizer made before thunder.jit, and hooks.
-    model.first.weight.register_post_accumulate_grad_hook(lambda p: fired.append(("late", tuple(p.grad.shape))))
-    twins.optimizers[0] = early
+    # An optimizer and a hook created before thunder.jit, and a hook created after it.
+    model.first.weight.register_post_accumulate_grad_hook(lambda p: hook_calls.append(("late", tuple(p.grad.shape))))
+    twins.optimizers[0] = early_optimizer
     twins.train(steps=2)
-    assert fired == [("early", rows), ("late", rows)] * 2
+    assert hook_calls == [("early", rows), ("late", rows)] * 2
 
-    # Through a module that holds the jitted one, and by submodules.
+    # Optimizers over the parameters of a module that holds the jitted one, and of submodules.
     twins.optimizers = [
         torch.optim.AdamW(m.parameters(), lr=0.1) for m in (Wrapper(twins.sharded), Wrapper(twins.reference))
     ]
@@ -65,7 +65,7 @@ def _train(rank: int, world_size: int, strategy: str) -> None:
     ]
     twins.train(steps=1)
 
-    # Frozen after compiling, and trained again.
+    # Parameters frozen after compiling, and then trained again.
     models, compiled = (model, twins.reference), len(twins.transform.compiled)
     twins.use(_sgd)
     twins.optimizers = [_sgd(m.parameters()) for m in models]
@@ -82,7 +82,7 @@ def _train(rank: int, world_size: int, strategy: str) -> None:
     twins.train(steps=1)
     assert len(twins.transform.compiled) == compiled + 1
 
-    # Gradients of a submodule, in-place initialization, and whole entries.
+    # zero_grad of a submodule, in-place initialization, and loading unsharded entries.
     twins.backward()
     for m in models:
         m.last.zero_grad()
@@ -109,8 +109,8 @@ def test_optimizers_hooks_and_freezing_work_on_the_module(ranks: Ranks, strategy
     ranks.run(_train, strategy)
 
 
-class Optional(Model):
-    """Uses its second layer or not."""
+class OptionalLayer(Model):
+    """A model that may skip its second layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Optional(Model):
 
 
 def _unfreeze(rank: int, world_size: int) -> None:
-    model = Optional().double()
+    model = OptionalLayer().double()
     twins = Twins(rank, world_size, model)
     for m in (model, twins.reference):
         m.second.requires_grad_(True)
@@ -137,7 +137,7 @@ def _unfreeze(rank: int, world_size: int) -> None:
     twins.update()
 
 
-def test_a_layer_that_was_frozen_at_first_is_reduced_with_what_no_sync_has_left(ranks: Ranks) -> None:
+def test_unreduced_gradients_of_an_unfrozen_layer_are_reduced_although_the_last_backward_skips_it(ranks: Ranks) -> None:
     ranks.run(_unfreeze)
 
 
@@ -158,9 +158,9 @@ def _train_from_meta(rank: int, world_size: int) -> None:
     with torch.device("meta"):
         module = Plain()
     module.first.weight.group = "matrices"
-    fired = []
-    module.first.weight.register_hook(lambda grad: fired.append("grad"))
-    module.last.bias.register_post_accumulate_grad_hook(lambda p: fired.append("accumulated"))
+    hook_calls = []
+    module.first.weight.register_hook(lambda grad: hook_calls.append("grad"))
+    module.last.bias.register_post_accumulate_grad_hook(lambda p: hook_calls.append("accumulated"))
     before = dict(module.named_parameters())
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     torch.manual_seed(3)
@@ -176,7 +176,7 @@ def _train_from_meta(rank: int, world_size: int) -> None:
             loss_of(m(x)).backward()
             o.step()
             o.zero_grad()
-    assert sorted(fired) == ["accumulated"] * 2 + ["grad"] * 2
+    assert sorted(hook_calls) == ["accumulated"] * 2 + ["grad"] * 2
     for name, value in full_state_dict(model).items():
         torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-4, atol=1e-5)
 
@@ -193,7 +193,7 @@ def test_parameters_from_the_meta_device_stay_the_same_objects(ranks: Ranks) -> 
     ranks.run(_train_from_meta)
 
 
-def _forget_values(rank: int, world_size: int) -> None:
+def _use_without_values(rank: int, world_size: int) -> None:
     def on_meta() -> Plain:
         with torch.device("meta"):
             return Plain()
@@ -210,10 +210,10 @@ def _forget_values(rank: int, world_size: int) -> None:
     model(x)
 
     # An initialization that omits a parameter, and buffers that were never created.
-    def forgets(module: nn.Module) -> None:
+    def initialize_weights_only(module: nn.Module) -> None:
         nn.init.ones_(module.weight)
 
-    model = thunder.jit(on_meta(), transforms=[fsdp(device="cpu", param_init_fn=forgets)])
+    model = thunder.jit(on_meta(), transforms=[fsdp(device="cpu", param_init_fn=initialize_weights_only)])
     with pytest.raises(RuntimeError, match=r"have no values yet: first\.bias, last\.bias\. Give"):
         model(x)
     module = on_meta()
@@ -227,28 +227,28 @@ def _forget_values(rank: int, world_size: int) -> None:
         model(x)
 
 
-def test_values_that_nobody_gave_are_named(ranks: Ranks) -> None:
-    ranks.run(_forget_values)
+def test_errors_name_parameters_and_buffers_without_values(ranks: Ranks) -> None:
+    ranks.run(_use_without_values)
 
 
-def _refuse(rank: int, world_size: int) -> None:
+def _misuse_sharded_parameters(rank: int, world_size: int) -> None:
     x = torch.ones(2, 4)
     module = Stack(1)
-    early = torch.optim.AdamW(module.parameters(), lr=0.1)
+    early_optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     loss_of(module(x)).backward()
-    early.step()
+    early_optimizer.step()
     with pytest.raises(ValueError, match=r"'first\.weight' has a gradient.*zero_grad\(set_to_none=True\) before"):
         thunder.jit(module, transforms=[fsdp()])
-    early.zero_grad()
+    early_optimizer.zero_grad()
     model = thunder.jit(module, transforms=[fsdp()])
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     loss = loss_of(model(x))
     loss.backward()
 
-    # An optimizer that has trained whole parameters, or loads such a state.
-    for wrong in (early, optimizer):
+    # An optimizer that has state of unsharded parameters, or loads it.
+    for wrong in (early_optimizer, optimizer):
         if wrong is optimizer:
-            optimizer.load_state_dict(early.state_dict())
+            optimizer.load_state_dict(early_optimizer.state_dict())
         with pytest.raises(
             ValueError, match=r"AdamW: state 'exp_avg' of parameter 'first\.weight' has the shape \(4, 4\)"
         ):
@@ -256,7 +256,7 @@ def _refuse(rank: int, world_size: int) -> None:
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     optimizer.step()
 
-    # Norms, of all gradients and of a submodule's; what works on each element does not need whole gradients.
+    # Local norms of all gradients, or of a submodule's, are refused. Elementwise functions are allowed.
     for params in (module.parameters(), module.last.parameters(), model.parameters()):
         with pytest.raises(RuntimeError, match=r"of sharded gradients.*thunder_fsdp_sched\.clip_grad_norm_"):
             nn.utils.clip_grad_norm_(params, 1.0)
@@ -269,18 +269,18 @@ def _refuse(rank: int, world_size: int) -> None:
     nn.utils.clip_grad_value_(module.parameters(), 1e-3)
     assert all(g.abs().max() <= 1e-3 for g in grads if g.numel())
     assert type(grads[0].as_subclass(torch.Tensor)) is type(pickle.loads(pickle.dumps(grads[0]))) is torch.Tensor
-    loss_of(model(x)).backward()  # accumulated
+    loss_of(model(x)).backward()  # accumulates
     with pytest.raises(RuntimeError):
         grads[0].norm()
     tfs.clip_grad_norm_(model, 1.0)
     optimizer.zero_grad()
     loss = loss_of(model(x))
     [bucket] = [b for b in model._lc_transforms[-1].sharded.buckets if b.spec.name == "last"]
-    bucket.copy_in(0, torch.zeros(3, 4))  # as loading does, under a live graph
+    bucket.copy_in(0, torch.zeros(3, 4))  # as loading does, between forward and backward
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
-    # Calls, copies and state dicts of what holds rows.
+    # Calls, copies and state dicts of modules that hold rows.
     for submodule, path in ((module, "the module"), (model.get_submodule("blocks.0"), r"blocks\.0")):
         with pytest.raises(RuntimeError, match=rf"{path} \(.*called by itself.*Call the jitted model, or.*eager"):
             submodule(x)
@@ -307,7 +307,7 @@ def _refuse(rank: int, world_size: int) -> None:
         assert whole.first(x).shape == (2, 4)
     expected = model(x)
 
-    # Replaced parameters and submodules, on a cache hit; put back, they work again.
+    # Replaced parameters and submodules are refused on a cache hit, and accepted again when they are put back.
     for owner, name in ((module.last, "weight"), (module, "last"), (module.blocks, "0")):
         old = getattr(owner, name)
         new = nn.Parameter(torch.ones(3, 4)) if name == "weight" else copy.copy(old)
@@ -319,7 +319,7 @@ def _refuse(rank: int, world_size: int) -> None:
         setattr(owner, name, old)
     assert torch.equal(model(x), expected)
 
-    # Converted on a cache hit.
+    # Conversions to another dtype are refused on a cache hit.
     module.last.bfloat16()
     for batch in (x, torch.ones(3, 4)):
         with pytest.raises(
@@ -331,12 +331,12 @@ def _refuse(rank: int, world_size: int) -> None:
         model(x)
 
 
-def test_what_takes_rows_for_parameters_is_refused(ranks: Ranks) -> None:
-    ranks.run(_refuse)
+def test_code_that_takes_rows_for_unsharded_parameters_is_refused(ranks: Ranks) -> None:
+    ranks.run(_misuse_sharded_parameters)
 
 
-class Listed(Model):
-    """Reads a parameter through a list."""
+class ReadsThroughList(Model):
+    """A model that reads a parameter through a list."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -349,8 +349,8 @@ class Listed(Model):
         return x + self.hidden["weights"][0].sum() if self.through_list else x
 
 
-class Foreign(Model):
-    """Reads a parameter that no module registers, or one that is added later."""
+class ReadsUnregistered(Model):
+    """A model that reads a parameter that no module has registered, or one that is added later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -361,9 +361,9 @@ class Foreign(Model):
         return self.a.forward(x) + self.foreign
 
 
-def _read_otherwise(rank: int, world_size: int) -> None:
+def _read_parameters_indirectly(rank: int, world_size: int) -> None:
     x = torch.ones(2, 4)
-    module = Listed()
+    module = ReadsThroughList()
     model = thunder.jit(module, transforms=[fsdp()])
     with pytest.raises(
         ValueError, match=r"reads self\.hidden\['weights'\]\[0\], which is parameter 'a\.bias'.*self\.a\.bias"
@@ -377,10 +377,10 @@ def _read_otherwise(rank: int, world_size: int) -> None:
     module.detached = {"views": [next(module.parameters()).detach()[:2]]}
     with pytest.raises(ValueError, match=r"attribute \"detached\['views'\]\[0\]\" shares memory with parameter"):
         thunder.jit(module, transforms=[fsdp()])
-    foreign = thunder.jit(Foreign(), transforms=[fsdp()])
+    foreign = thunder.jit(ReadsUnregistered(), transforms=[fsdp()])
     with pytest.raises(ValueError, match=r"reads self\.foreign, a parameter.*register it as a parameter"):
         foreign(x)
-    module = Foreign()
+    module = ReadsUnregistered()
     del module.__dict__["foreign"]
     late = thunder.jit(module, transforms=[fsdp()])
     module.foreign = nn.Parameter(torch.ones(4))
@@ -396,8 +396,8 @@ def _read_otherwise(rank: int, world_size: int) -> None:
         thunder.jit(module, transforms=[fsdp(ignored_params=["last.bias"])])
 
 
-def test_parameters_read_otherwise_than_by_their_names_are_refused(ranks: Ranks) -> None:
-    ranks.run(_read_otherwise)
+def test_parameters_that_forward_does_not_read_by_their_names_are_refused(ranks: Ranks) -> None:
+    ranks.run(_read_parameters_indirectly)
 
 
 def _convert_with_policy(rank: int, world_size: int) -> None:
@@ -415,5 +415,5 @@ def _convert_with_policy(rank: int, world_size: int) -> None:
         assert model.first.weight.shape == (2, 4) and model._model.first._forward_pre_hooks
 
 
-def test_conversions_and_failed_traces_leave_shards(ranks: Ranks) -> None:
+def test_no_op_conversions_and_failed_traces_do_not_damage_the_shards(ranks: Ranks) -> None:
     ranks.run(_convert_with_policy)
