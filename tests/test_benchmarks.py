@@ -1,4 +1,4 @@
-"""What the benchmarks compute from what they saw: a GPU's trace, and the memory of a step."""
+"""The evaluation code of the benchmarks: GPU traces, rounds of measurements, and the memory of a step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def kernel(name: str, start: float, end: float, stream: int = 7, category: str =
 GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
-def test_a_trace_gives_what_the_gpu_did_in_seconds() -> None:
+def test_reading_a_trace_gives_the_activities_of_a_gpu_in_seconds() -> None:
     arguments = {"device": 0, "stream": 7, "grid": [4, 1, 1], "block": [128, 1, 1]}
     trace = {
         "traceEvents": [
@@ -77,7 +77,7 @@ def test_a_trace_gives_what_the_gpu_did_in_seconds() -> None:
     assert len(read(trace)) == 3
 
 
-def test_communication_is_nccl_and_what_runs_on_other_streams() -> None:
+def test_communication_is_nccl_kernels_and_activities_on_other_streams() -> None:
     gemm, copy = kernel("gemm", 0, 5), kernel("Memcpy DtoD", 5, 6, category="gpu_memcpy")
     gather, same_stream = kernel(GATHER, 0, 9, stream=20), kernel(GATHER, 6, 7)
     pull = kernel("Memcpy PtoP", 1, 2, stream=24, category="gpu_memcpy")
@@ -98,24 +98,24 @@ def test_communication_is_nccl_and_what_runs_on_other_streams() -> None:
         ([(0, 3), (1, 2)], [(2, 4)], 1),  # so do kernels
     ],
 )
-def test_exposed_is_communication_beside_which_nothing_computes(
+def test_exposed_is_the_time_of_communication_without_compute(
     compute: list[tuple[float, float]], communication: list[tuple[float, float]], seconds: float
 ) -> None:
     assert exposed([kernel("gemm", *c) for c in compute], [kernel(GATHER, *c) for c in communication]) == seconds
 
 
-def test_idle_is_the_gaps_between_activities() -> None:
+def test_idle_is_the_time_between_activities() -> None:
     assert idle([kernel("a", 1, 2), kernel("b", 4, 5), kernel("c", 4, 7)]) == 2
     assert idle([]) == 0
 
 
-def test_contention_holds_a_kernel_against_itself_alone() -> None:
-    alone = [kernel("gemm", 0, 1), kernel("gemm", 1, 2), kernel("norm", 2, 3)]
-    beside = [kernel("gemm", 10, 11.5), kernel("other", 12, 13)]
-    partly = kernel("gemm", 18.5, 28)  # counts for neither
+def test_contention_compares_a_kernel_with_itself_without_a_collective() -> None:
+    without_collective = [kernel("gemm", 0, 1), kernel("gemm", 1, 2), kernel("norm", 2, 3)]
+    during_collective = [kernel("gemm", 10, 11.5), kernel("other", 12, 13)]
+    partly = kernel("gemm", 18.5, 28)  # is not counted
     communication = [kernel(GATHER, 10, 20, stream=20)]
-    assert contention([*alone, *beside, partly], communication) == 1.5
-    assert contention(alone, communication) is None
+    assert contention([*without_collective, *during_collective, partly], communication) == 1.5
+    assert contention(without_collective, communication) is None
 
 
 def test_an_activity_has_the_innermost_label_around_its_launch(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_orders_are_compared_up_to_their_first_difference() -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["first"], ["first", "--cases", "flat"]])
-def test_without_a_gpu_the_gpu_benchmark_says_why_and_succeeds(arguments: list[str]) -> None:
+def test_without_a_gpu_the_gpu_benchmark_says_so_and_exits_with_zero(arguments: list[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     done = subprocess.run(
@@ -189,20 +189,20 @@ def test_without_a_gpu_the_gpu_benchmark_says_why_and_succeeds(arguments: list[s
 #
 
 
-def test_systems_are_alive_in_groups_that_each_begin_with_what_they_are_compared_with() -> None:
+def test_systems_are_measured_in_groups_that_begin_with_their_baseline() -> None:
     names = ["compute", *gpu.systems()]
-    made = gpu.groups(names, 4)
-    assert max(map(len, made)) == 4
-    assert {name for group in made for name in group} == set(names)
-    assert {group[0] for group in made} == {"ours zero2", "ours zero3"}
-    assert all(gpu.strategy_of(name) == gpu.strategy_of(group[0]) for group in made for name in group)
-    others = [name for group in made for name in group[1:]]
+    created = gpu.groups(names, 4)
+    assert max(map(len, created)) == 4
+    assert {name for group in created for name in group} == set(names)
+    assert {group[0] for group in created} == {"ours zero2", "ours zero3"}
+    assert all(gpu.strategy_of(name) == gpu.strategy_of(group[0]) for group in created for name in group)
+    others = [name for group in created for name in group[1:]]
     assert len(others) == len(set(others)) == len(names) - 2
     assert gpu.groups(["ours zero3"], 4) == [["ours zero3"]]
     assert gpu.groups(["DDP"], 2) == [["ours zero3", "DDP"]]
 
 
-def test_a_system_is_compared_in_rounds_of_its_own_group() -> None:
+def test_a_system_is_compared_with_the_rounds_of_its_own_group() -> None:
     results = gpu.Results(figures={name: {"peak": 1} for name in ("ours zero3", "a", "b")})
     results.add({"ours zero3": [1.0, 1.0], "a": [2.0, 2.0]}, "ours zero3")
     results.add({"ours zero3": [3.0, 3.0], "b": [2.0, 2.0]}, "ours zero3")  # the GPU has become slower
@@ -214,14 +214,14 @@ def test_a_system_is_compared_in_rounds_of_its_own_group() -> None:
     assert (figures["ours zero3"]["least"], figures["ours zero3"]["most"]) == (1.0, 3.0)
 
 
-def test_two_systems_at_a_time_are_the_fewest() -> None:
+def test_at_least_two_systems_must_be_measured_together() -> None:
     assert gpu.parse(["--together", "2"]).together == 2
     with pytest.raises(SystemExit):
         gpu.parse(["--together", "1"])
 
 
 class _Event:
-    """``torch.cuda.Event`` where there is no GPU."""
+    """A stand-in for ``torch.cuda.Event``."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         pass
@@ -234,8 +234,8 @@ class _Event:
 
 
 @pytest.fixture
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What ``gpu.py`` asks of ``torch.cuda``, and a process group of this process."""
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stand-ins for the functions of ``torch.cuda`` that ``gpu.py`` uses, and a process group of one rank."""
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     for name in ("memory_allocated", "max_memory_allocated", "current_device"):
@@ -247,10 +247,10 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_a_group_is_measured_and_what_does_not_run_is_named(
-    pretended_gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_group_is_measured_and_systems_that_do_not_run_are_named(
+    fake_gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All of ``gpu.py`` but the GPU's own numbers."""
+    """All of ``gpu.py`` except the numbers that come from a GPU."""
     pytest.importorskip("matplotlib")
     arguments = gpu.parse(["--blocks", "1", "--width", "64", "--rounds", "3", "--save", str(tmp_path)])
     shape = systems.Shape(1, 64, 8, 2)
@@ -266,7 +266,7 @@ def test_a_group_is_measured_and_what_does_not_run_is_named(
     assert list(results.refused) == ["ours zero3 symmetric_memory"]
     results.left = {"ours zero3, compute": 2**21, "DDP": 0}
     gpu.finish(arguments, "1 ranks, gloo, 0 x nothing", results)
-    printed = " ".join(capsys.readouterr().out.split())  # however wide the terminal is
+    printed = " ".join(capsys.readouterr().out.split())  # whatever the width of the terminal
     assert "1 ranks, gloo, 0 x nothing; GPT with 1 blocks" in printed
     assert "ours zero3 symmetric_memory does not run here: transport='symmetric_memory' needs GPUs" in printed
     assert "2,097,152 bytes were still allocated after these were freed: ours zero3, compute" in printed
@@ -278,15 +278,15 @@ def test_a_group_is_measured_and_what_does_not_run_is_named(
     assert (tmp_path / "ours_zero3.json").exists()
 
 
-def test_systems_that_were_measured_are_freed(pretended_gpu: None) -> None:
-    made: dict[str, list[weakref.ref[torch.Tensor]]] = {}
+def test_measured_systems_are_freed(fake_gpu: None) -> None:
+    created: dict[str, list[weakref.ref[torch.Tensor]]] = {}
 
-    def noting(make: Callable[..., systems.System], name: str, *args: Any) -> systems.System:
+    def recording(make: Callable[..., systems.System], name: str, *args: Any) -> systems.System:
         system = make(name, *args)
         tensors = [*map(systems.local, system.module.parameters()), *systems.arenas(system)]
         if system.transform:
             tensors += [bucket.shard for bucket in system.transform.sharded.buckets]
-        made[name] = [weakref.ref(tensor) for tensor in tensors]
+        created[name] = [weakref.ref(tensor) for tensor in tensors]
         return system
 
     makes = {
@@ -297,29 +297,29 @@ def test_systems_that_were_measured_are_freed(pretended_gpu: None) -> None:
         "compute": systems.unsharded,
     }
     shape, results = systems.Shape(1, 64, 8, 1), gpu.Results()
-    noted = {name: partial(noting, make) for name, make in makes.items()}
-    gpu.run_group(noted, gpu.parse(["--rounds", "1"]), shape, shape.tokens(), results)
+    recording_makes = {name: partial(recording, make) for name, make in makes.items()}
+    gpu.run_group(recording_makes, gpu.parse(["--rounds", "1"]), shape, shape.tokens(), results)
     gc.collect()
     assert results.refused == {}
-    assert made.keys() == makes.keys()
-    assert {name: sum(reference() is not None for reference in found) for name, found in made.items()} == dict.fromkeys(
-        makes, 0
-    )
+    assert created.keys() == makes.keys()
+    assert {
+        name: sum(reference() is not None for reference in found) for name, found in created.items()
+    } == dict.fromkeys(makes, 0)
 
 
 @pytest.fixture
-def one_of_four() -> Iterator[None]:
+def fake_rank() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     dist.destroy_process_group()
 
 
-def test_an_arena_is_live_until_the_last_read_and_the_wait(one_of_four: None) -> None:
+def test_memory_in_an_arena_counts_until_its_last_read_or_wait(fake_rank: None) -> None:
     arena, shard, reduced = torch.zeros(32), torch.zeros(4), torch.empty(4)
     with LiveMemory([shard], [arena]) as memory:
         dist.all_gather_into_tensor(arena[:16], shard)
         y = arena[:16].view(4, 4) @ torch.ones(4, 4)
-        torch.mm(y, y, out=arena[:16].view(4, 4))  # a gradient in the place of its parameter
+        torch.mm(y, y, out=arena[:16].view(4, 4))  # a gradient in the slot of its parameter
         copied = y + 1
         arena[16:].view(4, 4).copy_(copied)
         dist.reduce_scatter_tensor(reduced, arena[16:])
@@ -330,16 +330,16 @@ def test_an_arena_is_live_until_the_last_read_and_the_wait(one_of_four: None) ->
     held = memory.held()
     assert held.arena == 128
     assert max(held.parameters) == 64
-    assert max(held.gradients) == 64 + 64 + 64  # two in the arena, and the one that is copied
+    assert max(held.gradients) == 64 + 64 + 64  # two in the arena, and the copied one
     assert held.peaks()["peak_parameters_and_gradients"] == 192
     assert held.peaks()["peak_allocated"] == 128 + 64
     assert held.new["gradients"] == (1, 64)
     assert held.new["parameters"] == (0, 0)
     assert held.operators["copy"] == (1, 64)
-    assert held.gradients[-1] == 64  # the copied one is still there
+    assert held.gradients[-1] == 64  # the copied one is still alive
 
 
-def test_a_buffer_outside_of_arenas_is_live_until_it_is_gone(one_of_four: None) -> None:
+def test_memory_outside_of_arenas_counts_until_it_is_freed(fake_rank: None) -> None:
     shard, reduced = torch.zeros(4), torch.empty(4)
     with LiveMemory([shard]) as memory:
         whole = torch.empty(16)

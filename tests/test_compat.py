@@ -1,6 +1,6 @@
-"""``thunder_fsdp_sched.compat``: the version check, and what it adds to torch so that Thunder imports.
+"""``thunder_fsdp_sched.compat``: the version check, and the additions to torch that make Thunder import.
 
-What changes torch or imports Thunder runs in a process of its own.
+Tests that change torch or import Thunder run in separate processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Loads compat alone, so that nothing has prepared torch or imported thunder before the test does.
+# Load compat without the package, so that torch has not been prepared and Thunder not imported before the test does so.
 LOAD_COMPAT = """
 import importlib.util, sys
 _package = importlib.util.find_spec("thunder_fsdp_sched")
@@ -31,8 +31,8 @@ sys.modules["compat"] = compat
 _spec.loader.exec_module(compat)
 """
 
-# torch 2.14 and later: Function.apply is the C classmethod of its base class, which has no __func__. Older releases
-# have the same classmethod on the base class, so this is what the newer ones do.
+# Imitate torch 2.14 and later, where Function.apply is the C classmethod of its base class, which has no __func__. Older
+# releases have the same classmethod on the base class.
 LIKE_TORCH_2_14 = """
 import torch
 Function = torch.autograd.function.Function
@@ -40,7 +40,7 @@ Function.apply = torch._C._FunctionBase.__dict__["apply"]
 assert not hasattr(Function.apply, "__func__")
 """
 
-# A custom autograd function whose gradient is not the one that autograd would find.
+# A custom autograd function whose gradient differs from the one that autograd would compute.
 SCALE = """
 class Scale(torch.autograd.Function):
     @staticmethod
@@ -57,7 +57,7 @@ class Scale(torch.autograd.Function):
 
 
 def run(code: str) -> str:
-    """Run code in a fresh interpreter that finds the package of this work tree; return what it printed."""
+    """Run code in a new interpreter that imports the package from this work tree; return its output."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -78,7 +78,7 @@ def compat() -> ModuleType:
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
-    """Pretend that these versions of ``torch`` and ``thunder`` are installed; None: not installed."""
+    """Pretend that these versions of ``torch`` and ``thunder`` are installed. ``None`` means not installed."""
     found = {"torch": versions.get("torch", "2.13.0"), "lightning-thunder": versions.get("thunder", "0.2.6")}
 
     def version(name: str) -> str | None:
@@ -106,7 +106,7 @@ def test_prereleases_and_local_builds_count_as_their_release(compat, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("versions", "says"),
+    ("versions", "expected"),
     [
         ({"torch": "2.9.1"}, "torch 2.9.1 is too old (needs 2.10 or later)"),
         ({"torch": "1.13.1+cpu"}, "torch 1.13.1+cpu is too old"),
@@ -122,16 +122,16 @@ def test_prereleases_and_local_builds_count_as_their_release(compat, monkeypatch
         ({"thunder": ""}, "lightning-thunder has no version that can be read"),
     ],
 )
-def test_an_unsupported_version_is_named_with_the_working_ones(compat, monkeypatch, versions, says):
+def test_the_error_of_an_unsupported_version_names_it_and_the_supported_ones(compat, monkeypatch, versions, expected):
     installed(monkeypatch, **versions)
     with pytest.raises(ImportError) as raised:
         compat.prepare()
     message = str(raised.value)
-    assert says in message
+    assert expected in message
     assert '"torch>=2.10,<2.16" "lightning-thunder>=0.2.6,<0.3"' in message
 
 
-def test_all_problems_are_named_at_once(compat, monkeypatch):
+def test_the_error_names_all_unsupported_versions(compat, monkeypatch):
     installed(monkeypatch, torch="2.16.1", thunder="0.2.2")
     with pytest.raises(ImportError, match=r"torch 2\.16\.1 is too new .*lightning-thunder 0\.2\.2 is too old"):
         compat.check_versions()
@@ -147,7 +147,7 @@ def test_an_installation_without_a_version_is_reported(compat, monkeypatch):
     release=st.lists(st.integers(0, 30), min_size=1, max_size=4),
     suffix=st.sampled_from(["", "+cpu", "a0+git1", ".dev20260101", "rc1", ".post1"]),
 )
-def test_the_verdict_is_that_of_release_numbers(compat, release, suffix):
+def test_only_the_release_number_decides_whether_a_version_is_supported(compat, release, suffix):
     found = ".".join(map(str, release)) + suffix
     number = Version(Version(found).base_version)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -179,7 +179,7 @@ def test_a_wrong_version_stops_the_import_of_the_package_before_thunder():
 # ---- the named-tensor methods
 
 
-def test_what_torch_lacks_is_added_once_and_raises_when_called():
+def test_missing_methods_are_added_once_and_raise_when_called():
     printed = run(
         LOAD_COMPAT
         + """
@@ -217,7 +217,7 @@ print(*missing)
     assert set(printed.split()) == named | {"a_method_that_no_torch_has"}
 
 
-def test_what_torch_has_is_left_alone():
+def test_existing_attributes_of_torch_are_not_replaced():
     run(
         LOAD_COMPAT
         + """
@@ -274,7 +274,7 @@ checkpointed.sum().backward()
     )
 
 
-def test_function_apply_hands_on_the_class_and_every_argument():
+def test_function_apply_passes_on_the_class_and_every_argument():
     run(
         """
 import torch
@@ -335,7 +335,7 @@ assert "Scale" in str(thunder.last_traces(jitted)[0])
     )
 
 
-def test_a_half_imported_thunder_is_explained():
+def test_a_partly_imported_thunder_is_explained():
     printed = run(
         LOAD_COMPAT
         + """

@@ -1,4 +1,4 @@
-"""The documentation: its code runs, its messages and names exist, its limits are kept. The strict build is ``make docs``."""
+"""The documentation: its code runs, and the messages, names and files that it mentions exist. ``make docs`` builds it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def text_of(page: str) -> str:
 
 
 def blocks_of(text: str) -> list[str]:
-    """The Python blocks of a text, those in lists too, without their indentation."""
+    """Return the Python blocks of a text, including those in lists, without their indentation."""
     found = re.findall(r"^( *)```python\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
     return [re.sub(rf"^{indent}", "", block, flags=re.MULTILINE) for indent, block in found]
 
@@ -40,7 +40,7 @@ def section_of_table(page: str) -> str:
     return "\n".join(rows[1:])
 
 
-def run(*texts: str) -> dict[str, Any]:
+def run_blocks(*texts: str) -> dict[str, Any]:
     names: dict[str, Any] = {}
     for text in texts:
         for block in blocks_of(text):
@@ -52,9 +52,9 @@ INTRODUCTION = text_of("extending.md").partition("\n## ")[0]
 
 
 @pytest.mark.parametrize("title", ["A bucketing rule", "A pass"])
-def test_the_code_that_extends_the_package_runs(title: str) -> None:
+def test_the_code_under_extending_runs(title: str) -> None:
     assert len(blocks_of(section("extending.md", title))) >= 2
-    run(INTRODUCTION, section("extending.md", title))
+    run_blocks(INTRODUCTION, section("extending.md", title))
 
 
 def _train_through_the_documented_transport(rank: int, world_size: int) -> None:
@@ -62,7 +62,7 @@ def _train_through_the_documented_transport(rank: int, world_size: int) -> None:
 
     before = dict(TRANSPORTS)
     try:
-        options = run(section("extending.md", "A transport"))["transform_options"]
+        options = run_blocks(section("extending.md", "A transport"))["transform_options"]
         twins = Twins(rank, world_size, Stack(2).double(), **options)
         twins.train(steps=2)
         assert {bucket.comm.transport for bucket in twins.transform.plan} == {"broadcasts"}
@@ -72,7 +72,7 @@ def _train_through_the_documented_transport(rank: int, world_size: int) -> None:
 
 
 def test_the_documented_transport_trains_like_the_unsharded_model(ranks: Ranks) -> None:
-    ranks.run(_train_through_the_documented_transport)
+    ranks.run_blocks(_train_through_the_documented_transport)
 
 
 def _record_collectives(rank: int, world_size: int) -> list[str]:
@@ -80,19 +80,19 @@ def _record_collectives(rank: int, world_size: int) -> list[str]:
     twins.train(steps=1)
     [block] = blocks_of(section("troubleshooting.md", "Ranks"))
     names: dict[str, Any] = {}
-    exec(block.replace('not entry["retired"]', "True"), names)  # whether one still runs depends on time
+    exec(block.replace('not entry["retired"]', "True"), names)  # whether one is unfinished depends on timing
     return [line for _, line in names["unfinished_collectives"]()]
 
 
-def test_the_flight_recorder_names_the_line_and_so_the_bucket_of_a_collective(ranks: Ranks) -> None:
-    for lines in ranks.run(_record_collectives):
+def test_the_flight_recorder_shows_the_line_and_bucket_of_a_collective(ranks: Ranks) -> None:
+    for lines in ranks.run_blocks(_record_collectives):
         for call in ("fsdp_all_gather", "fsdp_reduce_scatter"):
             for bucket in ("bucket_first", "bucket_blocks_0", "bucket_last"):
                 assert any(f"{call}({bucket}," in line for line in lines), (call, bucket)
 
 
 def messages_in_the_source() -> list[str]:
-    """Every text in the package, with a NUL for each value that is filled in."""
+    """Return every string in the package's source, with a NUL for each formatted value."""
     found = []
     for path in (ROOT / "thunder_fsdp_sched").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -114,7 +114,7 @@ def test_each_message_under_troubleshooting_is_in_the_source() -> None:
         assert any(pattern.search(text) for text in source), f"no message of the package reads {message!r}"
 
 
-def test_options_have_one_order_in_the_signature_and_in_the_documentation() -> None:
+def test_options_have_the_same_order_in_the_signature_and_in_the_docstring() -> None:
     signature = list(inspect.signature(thunder_fsdp_sched.fsdp).parameters)
     docstring = inspect.getdoc(thunder_fsdp_sched.fsdp)
     assert docstring is not None
@@ -122,7 +122,7 @@ def test_options_have_one_order_in_the_signature_and_in_the_documentation() -> N
     assert re.findall(r"^    (\w+): ", arguments, re.MULTILINE) == signature
 
 
-def test_every_pass_is_on_the_page_that_explains_them() -> None:
+def test_every_pass_is_explained_under_how_it_works() -> None:
     names = {name for name in transforms.__all__ if inspect.isfunction(getattr(transforms, name))}
     helpers = {"share_written_in_place", "unpacked_parameters"}
     table = [line.split("|")[1] for line in section("how-it-works.md", "The passes").splitlines() if "|" in line]
@@ -155,12 +155,12 @@ def pages() -> list[str]:
 
 
 def prose(path: str) -> str:
-    """A text without its blocks of code."""
+    """Return the text of a file without its blocks of code."""
     return re.sub(r"^ *```.*?^ *```", "", (ROOT / path).read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", ["README.md", "CONTRIBUTING.md", *(f"docs/{page}" for page in pages())])
-def test_links_lead_somewhere(path: str) -> None:
+def test_relative_links_exist(path: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", prose(path)):
         assert "://" in target or (ROOT / path).parent.joinpath(target).exists(), target
 
@@ -172,7 +172,7 @@ def test_cells_of_the_readmes_tables_are_short() -> None:
     assert len(cells) > 20 and max(map(len, cells)) <= 100
 
 
-def test_the_readme_is_short_and_shows_parts_of_the_tested_examples() -> None:
+def test_the_readme_is_short_and_its_code_is_part_of_the_tested_examples() -> None:
     readme = (ROOT / "README.md").read_text()
     assert len(readme.splitlines()) <= 150
     blocks = blocks_of(readme)

@@ -1,4 +1,4 @@
-"""The examples, as they stand in ``examples/``. ``train.py`` and ``resume.py`` are run by ``test_demo``."""
+"""The scripts in ``examples/``. ``test_demo`` runs ``train.py`` and ``resume.py``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def test_every_example_is_short_and_says_how_it_is_started() -> None:
+def test_every_example_is_short_and_says_how_to_start_it() -> None:
     found = sorted(FOLDER.glob("*.py"))
     assert [path.stem for path in found] == ["evaluate", "plan", "resume", "test_schedule", "train"]
     for path in found:
@@ -42,21 +42,21 @@ def test_every_example_is_short_and_says_how_it_is_started() -> None:
 
 
 def _evaluate(rank: int, world_size: int) -> tuple[float, list[int], float]:
-    """What the example prints, and the loss of the same batches with whole parameters."""
+    """Return what the example prints, and the loss of the same batches without padding."""
     example = load("evaluate")
-    made: list[Any] = []
+    jitted_modules: list[Any] = []
     jit = example.thunder.jit
-    example.thunder.jit = lambda model, **options: made.append(jit(model, **options)) or made[0]
+    example.thunder.jit = lambda model, **options: jitted_modules.append(jit(model, **options)) or jitted_modules[0]
     try:
         loss, tokens = example.main()
     finally:
         example.thunder.jit = jit
-    transform = made[0]._lc_transforms[0]
-    assert len(transform.compiled) == len(example.LENGTHS), "one set of traces for each padded length"
+    transform = jitted_modules[0]._lc_transforms[0]
+    assert len(transform.compiled) == len(example.LENGTHS), "there must be one set of traces for each padded length"
     torch.manual_seed(1 + rank)
     batches = [torch.randint(0, 256, (4, length)) for length in (10, 16, 25, 32)]
-    with tfs.eager(made[0]) as whole, torch.no_grad():
-        logits = [whole(tokens)[:, :-1].flatten(0, 1) for tokens in batches]
+    with tfs.eager(jitted_modules[0]) as module, torch.no_grad():
+        logits = [module(tokens)[:, :-1].flatten(0, 1) for tokens in batches]
     targets = [tokens[:, 1:].flatten() for tokens in batches]
     loss_of = partial(torch.nn.functional.cross_entropy, reduction="sum")
     total = torch.tensor([sum(map(loss_of, logits, targets)), sum(map(len, targets))])
@@ -70,10 +70,10 @@ def test_evaluate_gives_the_loss_of_unpadded_batches_and_generates(ranks: Ranks)
         assert math.isclose(loss, expected, rel_tol=1e-5)
         assert len(tokens) == 8
     assert results[0][0] == results[1][0]
-    assert results[0][1] != results[1][1], "each rank has a prompt of its own"
+    assert results[0][1] != results[1][1], "each rank must have its own prompt"
 
 
-def test_plan_compares_strategies_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_compares_strategies_on_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     steps: dict[str, DryRun] = load("plan").main()
     assert capsys.readouterr().out.count("of communication exposed") == 2
     assert steps["zero3"].after.peak_unsharded_bytes < steps["zero2"].after.peak_unsharded_bytes

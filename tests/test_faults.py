@@ -1,4 +1,4 @@
-"""Ranks that die, fail or are slow: what the others report, how soon, and that training resumes from the last checkpoint."""
+"""Ranks that die, raise or are slow: the errors of the other ranks, how soon they come, and resuming from a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ranks import PRELOADED, RankError, Ranks
 from torch import nn
 from tracing_shortcuts import tracing_shortcuts
 
-BOUND = 30.0
-"""Seconds within which every surviving rank has to have failed, on a busy machine."""
+MAX_SECONDS = 30.0
+"""Seconds within which every surviving rank must raise, even on a busy machine."""
 
 
-class Net(nn.Module):
-    """A bucket for each block."""
+class ThreeBlocks(nn.Module):
+    """A model of three blocks, each a bucket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 def _model(seed: int = 0, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = thunder.jit(Net().double(), transforms=[fsdp(**options)])
+    model = thunder.jit(ThreeBlocks().double(), transforms=[fsdp(**options)])
     return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
@@ -58,25 +58,27 @@ def _raise() -> None:
     raise ArithmeticError("something of the user's")
 
 
-def _train_until(rank: int, world_size: int, folder: Path, where: str, end: Callable[[], None], strategy: str) -> None:
-    """Steps 0 and 1 are saved; in step 3 rank 1 ends."""
+def _train_until(
+    rank: int, world_size: int, folder: Path, stage: str, stop_rank: Callable[[], None], strategy: str
+) -> None:
+    """Train, save a checkpoint in step 1, and stop rank 1 in step 3."""
     model, optimizer = _model(sharding_strategy=strategy)
 
     def stop() -> None:
         (folder / "stopped").write_text(repr(time.time()))
-        end()
+        stop_rank()
 
     for step in range(6):
-        ending = rank == 1 and step == 3
+        stops_here = rank == 1 and step == 3
         x = _batch(rank, step).requires_grad_()
-        if ending and where == "forward":
-            # In the middle of the collectives of forward.
+        if stops_here and stage == "forward":
+            # Between the gathers of forward.
             model._lc_transforms[-1].sharded.buckets[1].shard_to_send = lambda **kwargs: stop()
         loss = model(x)
-        if ending and where == "backward":
+        if stops_here and stage == "backward":
             model._lc_transforms[-1].sharded.buckets[1].unreduced_grads = lambda: stop()
         loss.backward()
-        if ending and where == "optimizer":
+        if stops_here and stage == "optimizer":
             optimizer.register_step_pre_hook(lambda *args: stop())
         optimizer.step()
         optimizer.zero_grad()
@@ -84,16 +86,16 @@ def _train_until(rank: int, world_size: int, folder: Path, where: str, end: Call
             save_checkpoint(folder / "step-1", model, optimizer, extra={"step": step})
 
 
-def _go_on(rank: int, world_size: int, folder: Path, strategy: str) -> list[float]:
-    """From the last checkpoint to step 5, and all of it without a stop."""
+def _resume_and_compare(rank: int, world_size: int, folder: Path, strategy: str) -> list[float]:
+    """Train from the last checkpoint to step 5, and compare with training that was not interrupted."""
     model, optimizer = _model(seed=3, sharding_strategy=strategy)
     latest = tfs.latest_checkpoint(folder)
     assert latest is not None
     begin = load_checkpoint(latest, model, optimizer, extra={"step": 0})["step"] + 1
-    whole, whole_optimizer = _model(sharding_strategy=strategy)
+    uninterrupted, uninterrupted_optimizer = _model(sharding_strategy=strategy)
     for step in range(6):
         losses = []
-        for jitted, its_optimizer in ((model, optimizer), (whole, whole_optimizer)):
+        for jitted, its_optimizer in ((model, optimizer), (uninterrupted, uninterrupted_optimizer)):
             if jitted is model and step < begin:
                 continue
             loss = jitted(_batch(rank, step))
@@ -102,13 +104,13 @@ def _go_on(rank: int, world_size: int, folder: Path, strategy: str) -> list[floa
             its_optimizer.zero_grad()
             losses.append(loss.item())
         assert len(set(losses)) == 1, (step, losses)
-    ours, theirs = full_state_dict(model), full_state_dict(whole)
+    ours, theirs = full_state_dict(model), full_state_dict(uninterrupted)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     return losses
 
 
 @pytest.mark.parametrize(
-    "where, end, strategy, seen",
+    "stage, stop_rank, strategy, expected_error",
     [
         ("forward", _die, "zero3", r"the all-gather of bucket 'blocks\.\d' failed"),
         ("backward", _die, "zero3", r"the (reduce-scatter|all-gather) of bucket 'blocks\.\d' failed"),
@@ -122,39 +124,43 @@ def _go_on(rank: int, world_size: int, folder: Path, strategy: str) -> list[floa
         ("forward", _raise, "zero3", r"the all-gather of bucket 'blocks\.\d' failed"),
     ],
 )
-def test_every_other_rank_fails_soon_and_training_goes_on_from_the_checkpoint(
+def test_the_other_rank_raises_soon_and_training_resumes_from_the_checkpoint(
     tmp_path: Path,
     record_property: Callable[[str, object], None],
-    where: str,
-    end: Callable[[], None],
+    stage: str,
+    stop_rank: Callable[[], None],
     strategy: str,
-    seen: str,
+    expected_error: str,
 ) -> None:
     workers = Ranks(2)
     try:
         with pytest.raises(RankError) as caught:
-            workers.run(_train_until, tmp_path, where, end, strategy, timeout=4 * BOUND)  # it compiles first
+            workers.run(
+                _train_until, tmp_path, stage, stop_rank, strategy, timeout=4 * MAX_SECONDS
+            )  # includes compiling
         seconds = time.time() - float((tmp_path / "stopped").read_text())
-        assert seconds < BOUND
+        assert seconds < MAX_SECONDS
         message = str(caught.value)
-        of_rank = dict(re.findall(r"--- rank (\d) failed\n(.*?)(?=\n--- rank|\Z)", message, re.DOTALL))
-        assert ("exit code 9" if end is _die else "something of the user's") in of_rank["1"], message
+        report_of_rank = dict(re.findall(r"--- rank (\d) failed\n(.*?)(?=\n--- rank|\Z)", message, re.DOTALL))
+        assert ("exit code 9" if stop_rank is _die else "something of the user's") in report_of_rank["1"], message
         error = (
-            "ScheduleDisagreement: fsdp: the ranks of .* disagree" if where == "optimizer" else "RuntimeError: rank 0"
+            "ScheduleDisagreement: fsdp: the ranks of .* disagree" if stage == "optimizer" else "RuntimeError: rank 0"
         )
-        assert re.search(rf"{error}: {seen}", of_rank["0"]), message
-        # For a table: pytest tests/test_faults.py --junitxml=faults.xml
-        record_property("stopped", f"{strategy}, {where}: {'killed' if end is _die else 'raised'}")
+        assert re.search(rf"{error}: {expected_error}", report_of_rank["0"]), message
+        # For a table of all cases: pytest tests/test_faults.py --junitxml=faults.xml
+        record_property("stopped", f"{strategy}, {stage}: {'killed' if stop_rank is _die else 'raised'}")
         record_property("seconds until all had failed", f"{seconds:.2f}")
-        record_property("message", "\n".join(re.findall(r"^(?:RuntimeError: rank 0.*|in line .*)", of_rank["0"], re.M)))
+        record_property(
+            "message", "\n".join(re.findall(r"^(?:RuntimeError: rank 0.*|in line .*)", report_of_rank["0"], re.M))
+        )
         assert re.search(
             r"in (line \d+ of \w+: .*fsdp_(all_gather|wait_params|reduce_scatter|wait_grads)|computation\n +fsdp_agreed)\(",
-            of_rank["0"],
+            report_of_rank["0"],
         )
-        if where != "optimizer":  # what happened to the others: nothing more if they died
-            assert re.search(r"The other ranks:\n +rank(s)? .*1", of_rank["0"]), message
-        if where == "backward":  # what is on disk does not depend on where it ended: once for each strategy
-            workers.run(_go_on, tmp_path, strategy)
+        if stage != "optimizer":  # the error says what happened to the other ranks
+            assert re.search(r"The other ranks:\n +rank(s)? .*1", report_of_rank["0"]), message
+        if stage == "backward":  # once for each strategy: the checkpoint does not depend on the stage
+            workers.run(_resume_and_compare, tmp_path, strategy)
     finally:
         workers.close()
 
@@ -173,12 +179,12 @@ def _wait_for_a_slow_rank(rank: int, world_size: int) -> list[float]:
     return losses
 
 
-def test_a_slow_rank_is_waited_for(ranks: Ranks) -> None:
+def test_other_ranks_wait_for_a_slow_rank(ranks: Ranks) -> None:
     first, second = ranks.run(_wait_for_a_slow_rank)
     assert first == second
 
 
-def _be_too_slow(rank: int, world_size: int) -> None:
+def _exceed_the_timeout(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=5))
     model, _ = _model(process_group=group)
     model(_batch(rank, 0)).backward()
@@ -187,17 +193,17 @@ def _be_too_slow(rank: int, world_size: int) -> None:
     model(_batch(rank, 1))
 
 
-def test_a_rank_that_is_slower_than_the_groups_timeout_is_not_waited_for(ranks: Ranks) -> None:
+def test_a_rank_slower_than_the_timeout_of_the_group_is_an_error(ranks: Ranks) -> None:
     with pytest.raises(
         RankError, match=r"rank 1 did not come within 5\.\d s:\n +rank 0: the forward for inputs .*\n.*\n.*[Tt]imed out"
     ):
-        ranks.run(_be_too_slow, timeout=BOUND)
+        ranks.run(_exceed_the_timeout, timeout=MAX_SECONDS)
 
 
 def _two_models(rank: int, world_size: int) -> None:
     both = [_model(seed) for seed in (0, 1)]
     alone = [_model(seed) for seed in (0, 1)]
-    for step in range(2):  # in turns, forwards before backwards
+    for step in range(2):  # both forwards before both backwards
         losses = [model(_batch(rank, step)) for model, _ in both]
         for loss in reversed(losses):
             loss.backward()
@@ -214,7 +220,7 @@ def _two_models(rank: int, world_size: int) -> None:
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_two_models_in_turns_do_what_each_does_alone(ranks: Ranks) -> None:
+def test_two_interleaved_models_train_as_they_do_separately(ranks: Ranks) -> None:
     ranks.run(_two_models)
 
 
@@ -233,7 +239,7 @@ def test_two_runs_of_twenty_steps_give_the_same_bits(ranks: Ranks) -> None:
     assert all(torch.equal(first[name], second[name]) for name in second)
 
 
-def _work(rank: int, folder: Path, lose_the_store: bool) -> None:
+def _run_rank(rank: int, folder: Path, lose_the_store: bool) -> None:
     try:
         with tracing_shortcuts():
             _train_from_a_store(rank, folder, lose_the_store)
@@ -254,7 +260,7 @@ def _train_from_a_store(rank: int, folder: Path, lose_the_store: bool) -> None:
             (folder / f"ready-{rank}").touch()
             while not (folder / "gone").exists():
                 time.sleep(0.05)
-        # Without synchronization it compiles anew, and ranks that compile ask each other through the store.
+        # The first no_sync step compiles, and ranks that compile compare their programs through the store.
         with model.no_sync() if step == 2 else contextlib.nullcontext():
             loss = model(_batch(0, step))
             loss.backward()
@@ -279,19 +285,19 @@ def test_processes_may_be_forked_or_spawned(tmp_path: Path, method: str) -> None
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     (tmp_path / "port").write_text(str(server.port))
     context = mp.get_context(method)
-    processes = [context.Process(target=_work, args=(rank, tmp_path, False), daemon=True) for rank in range(2)]
+    processes = [context.Process(target=_run_rank, args=(rank, tmp_path, False), daemon=True) for rank in range(2)]
     for process in processes:
         process.start()
     assert _join(processes) == [0, 0]
     assert (tmp_path / "losses-0").read_text() == (tmp_path / "losses-1").read_text()
 
 
-def test_without_a_store_compiled_steps_go_on_and_compiling_fails(tmp_path: Path) -> None:
+def test_without_a_store_compiled_steps_continue_and_compiling_fails(tmp_path: Path) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     (tmp_path / "port").write_text(str(server.port))
-    context = mp.get_context("forkserver")  # the server of the ranks, which has imported everything
+    context = mp.get_context("forkserver")  # the server that has imported everything for ``ranks``
     context.set_forkserver_preload(PRELOADED)
-    processes = [context.Process(target=_work, args=(rank, tmp_path, True), daemon=True) for rank in range(2)]
+    processes = [context.Process(target=_run_rank, args=(rank, tmp_path, True), daemon=True) for rank in range(2)]
     for process in processes:
         process.start()
     deadline = time.monotonic() + 60
@@ -301,6 +307,6 @@ def test_without_a_store_compiled_steps_go_on_and_compiling_fails(tmp_path: Path
     (tmp_path / "gone").touch()
     assert _join(processes) == [1, 1]
     for rank in range(2):
-        assert (tmp_path / f"losses-{rank}").read_text().count(",") == 1  # of two steps
+        assert (tmp_path / f"losses-{rank}").read_text().count(",") == 1  # the losses of two steps
         error = (tmp_path / f"error-{rank}").read_text()
         assert f"ScheduleDisagreement: fsdp: rank {rank} has compiled" in error and "its store is gone" in error, error

@@ -1,4 +1,4 @@
-"""What goes wrong on GPUs alone, on virtual ones: devices without an index, current devices, offloaded shards, NCCL."""
+"""Faults that only GPUs can show, tested on virtual ones: device indices, current devices, offloaded shards, NCCL."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torch.utils import dlpack
 from virtual_gpu import guard
 from virtual_gpu.world import Rank, run
 
-pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=guard.missing() or "it can run")
+pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=guard.missing() or "nothing is missing")
 
 SIDE_STREAMS = ("staged", "all_to_all", "symmetric_memory")
 
@@ -61,25 +61,25 @@ def _without_an_index(rank: Rank) -> None:
         model(torch.ones(4, 32, device=rank.device)).sum().backward()
 
 
-def test_a_device_without_an_index_is_the_current_one_of_each_rank() -> None:
+def test_a_device_without_an_index_means_each_ranks_current_device() -> None:
     run(_without_an_index).assert_clean()
 
 
 @pytest.mark.parametrize("transport", SIDE_STREAMS)
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_streams_are_those_of_the_parameters_device_whatever_the_current_one_is(transport: str, strategy: str) -> None:
+def test_streams_belong_to_the_parameters_device_whatever_device_is_current(transport: str, strategy: str) -> None:
     run(_train, transport=transport, sharding_strategy=strategy, set_device=False).assert_clean()
 
 
 def _measure(rank: Rank, **options: Any) -> None:
-    # Which collectives take longest decides what is run next, on all ranks alike. A power of two makes differences exact.
+    # Measured times decide what runs next and must be the same on all ranks. A power of two makes differences exact.
     ticks = itertools.count()
     with mock.patch.object(time, "perf_counter", lambda: next(ticks) * 2.0**-20):
         measure(_jit(rank, **options), torch.ones(4, 32, device=rank.device), repeats=1)
 
 
 @pytest.mark.parametrize("transport", ["flat", *SIDE_STREAMS])
-def test_measuring_orders_what_it_starts(transport: str) -> None:
+def test_measuring_orders_its_collectives_and_kernels(transport: str) -> None:
     run(_measure, transport=transport, set_device=False).assert_clean()
 
 
@@ -88,14 +88,17 @@ def test_measuring_orders_what_it_starts(transport: str) -> None:
 #
 
 
-def _offloaded(rank: Rank) -> None:
+def _check_entries_of_offloaded_shards(rank: Rank) -> None:
     with rank.device:
         module = Stack(2, width=32)
     model = thunder.jit(module, transforms=[ours := fsdp(offload_policy=CPUOffloadPolicy())])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
     model(torch.ones(4, 32, device=rank.device)).sum().backward()
     optimizer.step()
-    with unset_fake_temporarily(), mock.patch.object(dlpack, "from_dlpack", lambda view: view):  # a mesh has real ranks
+    with (
+        unset_fake_temporarily(),
+        mock.patch.object(dlpack, "from_dlpack", lambda view: view),
+    ):  # a mesh stores its ranks in real tensors
         state = get_model_state_dict(model)
         saved = get_optimizer_state_dict(model, optimizer)["state"]
     assert any(isinstance(entry, DTensor) for entry in state.values())
@@ -110,11 +113,11 @@ def _offloaded(rank: Rank) -> None:
     assert all(bucket.comm.pin_memory for bucket in ours.plan)
 
 
-def test_entries_of_a_state_dict_share_the_memory_of_offloaded_shards() -> None:
-    run(_offloaded).assert_clean()
+def test_state_dict_entries_share_the_memory_of_offloaded_shards() -> None:
+    run(_check_entries_of_offloaded_shards).assert_clean()
 
 
-def _written_on_the_host(rank: Rank, write: str) -> None:
+def _write_offloaded_shards(rank: Rank, write: str) -> None:
     model = _jit(rank, offload_policy=CPUOffloadPolicy())
     x = torch.ones(4, 32, device=rank.device)
     for frozen in (False, True):
@@ -129,8 +132,8 @@ def _written_on_the_host(rank: Rank, write: str) -> None:
 
 
 @pytest.mark.parametrize("write", ["after inference", "after forward", "after backward"])
-def test_an_offloaded_shard_may_be_written_whenever_the_user_has_control(write: str) -> None:
-    run(_written_on_the_host, write).assert_clean()
+def test_offloaded_shards_may_be_written_after_every_call(write: str) -> None:
+    run(_write_offloaded_shards, write).assert_clean()
 
 
 def _clip(rank: Rank) -> None:
@@ -140,11 +143,13 @@ def _clip(rank: Rank) -> None:
         clip_grad_norm_(model, 1.0)
 
 
-def test_clipping_offloaded_gradients_copies_norms_once_a_bucket() -> None:
+def test_clipping_offloaded_gradients_copies_one_norm_per_bucket() -> None:
     result = run(_clip)
     result.assert_clean()
     buckets = 5  # first, three blocks, last
-    assert result.count("clip")["copy"] == buckets + 1, "and the scale back to the CPU"
+    assert result.count("clip")["copy"] == buckets + 1, (
+        "expected one copy per bucket and one of the scale back to the CPU"
+    )
 
 
 #
@@ -152,20 +157,20 @@ def test_clipping_offloaded_gradients_copies_norms_once_a_bucket() -> None:
 #
 
 
-def _broadcast(rank: Rank) -> None:
+def _broadcast_module(rank: Rank) -> None:
     module = Stack(1, width=32)
     module.register_buffer("counter", torch.zeros(3))
     with rank.phase("jit"):
         thunder.jit(module, transforms=[fsdp(device="cuda", broadcast_from=1)])
 
 
-def test_a_module_on_the_cpu_is_broadcast_from_the_gpu_if_nccl_is_all_there_is() -> None:
-    result = run(_broadcast)
+def test_a_module_on_the_cpu_is_broadcast_through_the_gpu_if_there_is_only_nccl() -> None:
+    result = run(_broadcast_module)
     result.assert_clean()
     assert result.count("jit")["collective"] == len(list(Stack(1).parameters())) + 1  # and the buffer
 
 
-def _on_the_cpu(rank: Rank, broadcast_from: int | None) -> None:
+def _shard_on_the_cpu(rank: Rank, broadcast_from: int | None) -> None:
     with pytest.raises(
         ValueError, match=r"parameter 'first\.weight' would be sent from the CPU.*'cuda:nccl' only.*device="
     ):
@@ -173,13 +178,13 @@ def _on_the_cpu(rank: Rank, broadcast_from: int | None) -> None:
 
 
 @pytest.mark.parametrize("broadcast_from", [None, 0])
-def test_shards_on_the_cpu_are_refused_before_anything_is_sent_if_nccl_is_all_there_is(
+def test_shards_on_the_cpu_are_refused_before_anything_is_sent_if_there_is_only_nccl(
     broadcast_from: int | None,
 ) -> None:
-    assert not run(_on_the_cpu, broadcast_from).count()["collective"]
+    assert not run(_shard_on_the_cpu, broadcast_from).count()["collective"]
 
 
-def _backends(rank: Rank, backend: str) -> None:
+def _shard_with_backend(rank: Rank, backend: str) -> None:
     group = dist.new_group(list(range(rank.world_size)), backend=backend)
     with rank.device:
         module = nn.Sequential(nn.Linear(5, 3, bias=False), nn.Linear(3, 7, bias=False))
@@ -188,12 +193,12 @@ def _backends(rank: Rank, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cuda:nccl", "cpu:fake,cuda:nccl"])
-def test_the_backend_is_that_of_the_parameters_device(backend: str) -> None:
-    run(_backends, backend)
+def test_transports_are_chosen_for_the_backend_of_the_parameters_device(backend: str) -> None:
+    run(_shard_with_backend, backend)
 
 
-def _with_twins(rank: Rank) -> Any:
-    """Train over ranks 0 and 1 of all; return the group and its twin."""
+def _train_with_twin_group(rank: Rank) -> Any:
+    """Train over ranks 0 and 1; return their group and its twin, which communicates reductions."""
     options = dist.distributed_c10d.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     pair = dist.new_group([0, 1], pg_options=options, timeout=timedelta(seconds=77))
     if rank.rank > 1:
@@ -205,25 +210,27 @@ def _with_twins(rank: Rank) -> Any:
     return pair, ours.sharded.buckets[0].ranks.reductions.process_group
 
 
-def _options_of_twins(rank: Rank) -> None:
-    pair, twin = _with_twins(rank)
+def _check_options_of_twin_group(rank: Rank) -> None:
+    pair, twin = _train_with_twin_group(rank)
     assert twin is not pair
     assert twin.options.is_high_priority_stream
     assert timeout_of(twin) == timedelta(seconds=77)
-    assert pair.options.group_name == pair.group_name != twin.options.group_name, "each has options of its own"
+    assert pair.options.group_name == pair.group_name != twin.options.group_name, (
+        "the groups must not share an options object"
+    )
 
 
 def test_a_twin_group_has_the_options_of_the_group() -> None:
-    run(_options_of_twins).assert_clean()
+    run(_check_options_of_twin_group).assert_clean()
 
 
-def _only_members(rank: Rank) -> None:
-    _with_twins(rank)
+def _create_twin_group(rank: Rank) -> None:
+    _train_with_twin_group(rank)
 
 
 @pytest.mark.parametrize("bind_device", [False, True])
-def test_a_twin_group_is_made_by_its_members_alone(bind_device: bool) -> None:
-    run(_only_members, world_size=4, bind_device=bind_device).assert_clean()
+def test_a_twin_group_is_created_by_its_ranks_only(bind_device: bool) -> None:
+    run(_create_twin_group, world_size=4, bind_device=bind_device).assert_clean()
 
 
 #
@@ -235,8 +242,8 @@ class _Interrupted(Exception):
     pass
 
 
-def _dropped(rank: Rank, transport: str, calls: int) -> None:
-    """A step ends at one of its waits, and everything is dropped."""
+def _interrupt_and_drop(rank: Rank, transport: str, calls: int) -> None:
+    """Interrupt a step at one of its waits, drop the model, and allocate memory."""
     with rank.device:
         module = Stack(3, width=32)
     model = thunder.jit(module, transforms=[fsdp(transport=transport, audit=False)])
@@ -259,13 +266,13 @@ def _dropped(rank: Rank, transport: str, calls: int) -> None:
 
 @pytest.mark.parametrize("calls", [3, 10], ids=["forward", "backward"])
 @pytest.mark.parametrize("transport", SIDE_STREAMS)
-def test_memory_that_a_side_stream_still_uses_is_not_handed_out_after_an_exception(transport: str, calls: int) -> None:
-    faults = run(_dropped, transport, calls).faults
-    # NCCL's watchdog keeps the tensors of works that are never waited for; the virtual GPU does not.
+def test_memory_in_use_by_a_side_stream_is_not_reused_after_an_exception(transport: str, calls: int) -> None:
+    faults = run(_interrupt_and_drop, transport, calls).faults
+    # NCCL's watchdog keeps tensors of collectives that are never waited for alive. The virtual GPU does not.
     assert not [fault for fault in faults if "unordered with collective" not in fault.text], faults
 
 
-def _low_precision(rank: Rank, transport: str) -> None:
+def _train_in_low_precision(rank: Rank, transport: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with rank.device:
         module = Stack(3, width=32)
@@ -277,8 +284,8 @@ def _low_precision(rank: Rank, transport: str) -> None:
             loss.backward()
 
 
-def test_gradients_in_another_dtype_are_copied_by_one_kernel_a_bucket() -> None:
-    result = run(_low_precision, "flat")
+def test_gradients_in_another_dtype_are_copied_by_one_kernel_per_bucket() -> None:
+    result = run(_train_in_low_precision, "flat")
     result.assert_clean()
     names = [entry.name for entry in result.logs[0].entries if entry.phase == "later backward"]
     assert names.count("_foreach_copy_") == 5 and "copy_" not in names

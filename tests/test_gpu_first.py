@@ -1,4 +1,4 @@
-"""``python benchmarks/gpu.py first`` as far as it goes without a GPU: its plan, its processes, its page."""
+"""``python benchmarks/gpu.py first``, as far as it can be tested without a GPU: its plan, its processes, its page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tracing_shortcuts import shortcuts_at_start
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
-Start = Callable[[Path, int, Mapping[str, str], Path], "subprocess.Popen[bytes]"]
+StartWorker = Callable[[Path, int, Mapping[str, str], Path], "subprocess.Popen[bytes]"]
 
 
 def trained(*digests: str, difference: float = 1e-7, **more: Any) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def trained(*digests: str, difference: float = 1e-7, **more: Any) -> dict[str, A
 #
 
 
-def test_one_gpu_is_tried_alone_blocking_sanitized_shared_and_profiled() -> None:
+def test_the_steps_for_one_gpu_include_blocking_sanitized_shared_and_profiled_runs() -> None:
     steps = {step.name: step for step in plan(parse([]), 1)}
     assert list(steps) == ["alone", "blocking", "sanitizer", "shared", "profile"]
     assert all(step.world_size == 1 and step.backend == "nccl" for n, step in steps.items() if n != "shared")
@@ -63,14 +63,14 @@ def _transports() -> list[str]:
     return list(TRANSPORTS)
 
 
-def test_several_gpus_get_a_rank_each() -> None:
+def test_several_gpus_get_one_rank_each() -> None:
     steps = {step.name: step for step in plan(parse([]), 4)}
     assert list(steps)[-3:] == ["ranks", "ranks, blocking", "profile"]
     assert all(steps[n].world_size == 4 and not steps[n].one_device for n in ("ranks", "ranks, blocking", "profile"))
     assert steps["ranks, blocking"].like == "ranks"
 
 
-def test_cases_and_steps_are_chosen_by_name_and_nothing_left_is_an_error() -> None:
+def test_cases_and_steps_are_chosen_by_pattern_and_no_match_is_an_error() -> None:
     arguments = parse(["--cases", "zero3 (flat|staged)$", "--only", "alone|profile"])
     alone, profile = plan(arguments, 1)
     assert alone.cases == (REFERENCE, "zero3 flat", "zero3 staged")
@@ -109,8 +109,8 @@ with open(f"{job['results']}-{rank}.jsonl", "w") as file:
 
 
 @pytest.fixture
-def worker(tmp_path: Path) -> Start:
-    """Starts a process that does as a worker does, and fails in the cases ``fails`` and ``dies``."""
+def worker(tmp_path: Path) -> StartWorker:
+    """A function that starts a stand-in for a worker, which fails in the cases ``fails`` and ``dies``."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
 
@@ -122,7 +122,7 @@ def worker(tmp_path: Path) -> Start:
     return start
 
 
-def test_a_case_that_fails_or_dies_does_not_hide_the_next_one(worker: Start, tmp_path: Path) -> None:
+def test_cases_after_a_failing_or_dying_one_still_run(worker: StartWorker, tmp_path: Path) -> None:
     step = Step("mixed", "train", ("first", "fails", "second", "dies", "third"), environment=(("MARK", "here"),))
     records = run_step(step, parse([]), tmp_path, worker)
     assert list(records) == list(step.cases)
@@ -132,8 +132,8 @@ def test_a_case_that_fails_or_dies_does_not_hide_the_next_one(worker: Start, tmp
     assert records["dies"]["error"] == "the process ended with exit code -11\nFatal Python error: Segmentation fault"
 
 
-def test_ranks_that_wait_for_a_dead_one_are_ended_and_its_words_are_kept(
-    worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ranks_that_wait_for_a_dead_rank_are_stopped_and_its_output_is_kept(
+    worker: StartWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_first, "_GRACE", 0.5)
     records = run_step(Step("two", "train", ("first", "dies", "third"), world_size=2), parse([]), tmp_path, worker)
@@ -157,7 +157,7 @@ def test_processes_that_do_not_start_fail_all_cases_at_once(tmp_path: Path) -> N
     }
 
 
-def test_an_end_that_fails_after_all_cases_is_told() -> None:
+def test_a_failure_after_all_cases_is_reported() -> None:
     lines = [{"ready": True}, {"case": "a", "begun": True}, {"case": "a", "status": "ok"}]
     records = merge(["a"], [lines], [-6], ["terminate called"])
     assert records["a"]["end"] == {"error": "rank 0 ended with exit code -6 after all cases\nterminate called"}
@@ -175,8 +175,8 @@ def test_a_case_fails_if_it_fails_on_any_rank() -> None:
     assert merge(["a"], [lines("ok"), lines("ok")], [0, 0], ["", ""])["a"]["digests"] == ["xx"]
 
 
-def test_the_stand_in_trains_and_simulates_and_tells_that_no_gpu_was_seen(tmp_path: Path) -> None:
-    """Everything that is not the GPU's, in real processes: workers, training, bits, the page."""
+def test_the_stand_in_run_on_cpus_trains_simulates_and_reports_that_there_is_no_gpu(tmp_path: Path) -> None:
+    """Everything that does not need a GPU, in real processes: workers, training, digests, the page."""
     command = [sys.executable, "-W", "ignore", str(BENCHMARKS / "gpu.py"), "first", "--stand-in"]
     command += ["--cases", "zero3 (flat|symmetric_memory)$", "--only", "alone|shared|profile", "--save", str(tmp_path)]
     command += ["--blocks", "1", "--width", "64", "--length", "8", "--batch", "2"]
@@ -204,7 +204,7 @@ def test_the_stand_in_trains_and_simulates_and_tells_that_no_gpu_was_seen(tmp_pa
 #
 
 
-def test_a_worker_notes_what_a_case_gives_refuses_or_fails_with() -> None:
+def test_a_worker_records_the_result_or_the_error_of_a_case() -> None:
     def work(name: str) -> dict[str, Any]:
         if name == "refused":
             raise ValueError("needs two GPUs")
@@ -224,13 +224,13 @@ def test_a_worker_notes_what_a_case_gives_refuses_or_fails_with() -> None:
     ]
 
 
-def test_a_job_survives_its_file(tmp_path: Path) -> None:
+def test_a_job_survives_saving_and_loading(tmp_path: Path) -> None:
     job = Job("train", ("a", "b"), "cuda", "nccl", 2, False, 1.0, 1, 64, 8, 1, 2, 3, True, "store", "results", "folder")
     job.save(tmp_path / "job.json")
     assert Job.load(tmp_path / "job.json") == job
 
 
-def test_an_error_is_told_by_its_type_first_lines_and_place() -> None:
+def test_an_error_is_described_by_its_type_first_lines_and_location() -> None:
     with pytest.raises(ValueError, match="transport") as caught:
         fsdp(transport="ring")
     text = describe_error(caught.value)
@@ -246,11 +246,19 @@ def test_an_error_is_told_by_its_type_first_lines_and_place() -> None:
     assert describe_error(Sanitized()).startswith("Sanitized: CSAN detected a possible data race")
 
 
-def test_the_machine_tells_what_it_knows_without_a_gpu() -> None:
-    told = machine(None, "machine")["machine"]
-    assert told["torch"].startswith(torch.__version__)
-    assert "torch, python" in told["executors"]
-    assert {"thunder_fsdp_sched", "Triton", "lightning-thunder", "driver", "NCCL", "GPUs", "environment"} <= told.keys()
+def test_the_machine_is_described_without_a_gpu() -> None:
+    answers = machine(None, "machine")["machine"]
+    assert answers["torch"].startswith(torch.__version__)
+    assert "torch, python" in answers["executors"]
+    assert {
+        "thunder_fsdp_sched",
+        "Triton",
+        "lightning-thunder",
+        "driver",
+        "NCCL",
+        "GPUs",
+        "environment",
+    } <= answers.keys()
 
 
 #
@@ -276,20 +284,20 @@ def test_the_machine_tells_what_it_knows_without_a_gpu() -> None:
 def test_a_verdict_names_what_is_wrong(record: dict[str, Any] | None, word: str) -> None:
     step = Step("blocking", "train", ("zero3 flat",), like="alone")
     steady = {REFERENCE: trained("r", "r")}
-    found = {"alone": {"zero3 flat": trained("a", "a"), **steady}, "blocking": steady}
-    assert verdict(step, "zero3 flat", record, found) == word
+    results = {"alone": {"zero3 flat": trained("a", "a"), **steady}, "blocking": steady}
+    assert verdict(step, "zero3 flat", record, results) == word
     assert (word in FINE) == (word in ("ok", "refused")) or record is None
 
 
-def test_bits_vary_without_blame_where_those_of_the_unsharded_model_do() -> None:
+def test_bits_may_vary_if_those_of_the_unsharded_model_vary() -> None:
     step = Step("blocking", "train", ("zero3 flat",), like="alone")
-    found = {"alone": {"zero3 flat": trained("a"), REFERENCE: trained("r")}, "blocking": {REFERENCE: trained("s")}}
-    assert verdict(step, "zero3 flat", trained("b"), found) == "varies"
-    assert verdict(step, "zero3 flat", trained("a", "b"), found) == "varies"
-    assert verdict(step, "zero3 flat", trained("b", difference=0.5), found) == "WRONG"
+    results = {"alone": {"zero3 flat": trained("a"), REFERENCE: trained("r")}, "blocking": {REFERENCE: trained("s")}}
+    assert verdict(step, "zero3 flat", trained("b"), results) == "varies"
+    assert verdict(step, "zero3 flat", trained("a", "b"), results) == "varies"
+    assert verdict(step, "zero3 flat", trained("b", difference=0.5), results) == "WRONG"
 
 
-def test_bfloat16_may_round_more() -> None:
+def test_bfloat16_has_a_larger_tolerance() -> None:
     step = Step("alone", "train", ("zero3 flat bfloat16",))
     assert verdict(step, "zero3 flat bfloat16", trained("a", difference=0.01), {}) == "ok"
     assert verdict(step, "zero3 flat bfloat16", trained("a", difference=0.5), {}) == "WRONG"
@@ -308,13 +316,13 @@ def profiled(order: list[str], predicted: list[str]) -> dict[str, Any]:
     }
 
 
-def test_the_page_has_versions_verdicts_figures_and_each_error_once() -> None:
+def test_the_page_has_versions_verdicts_and_figures_and_lists_each_error_once() -> None:
     cases = ("zero3 flat", "zero3 staged", "zero3 symmetric_memory")
     steps = [Step("alone", "train", (REFERENCE, *cases)), Step("profile", "profile", cases)]
     error = (
         "RuntimeError: CUDA error: misaligned address\n  at thunder_fsdp_sched/transports/staged.py:41, in interleave"
     )
-    found = {
+    results = {
         "alone": {
             REFERENCE: trained("a", "a", peak=2**20 * 300),
             "zero3 flat": trained("a", "a", peak=2**20 * 321, nondeterministic=["foo is not deterministic"]),
@@ -327,11 +335,11 @@ def test_the_page_has_versions_verdicts_figures_and_each_error_once() -> None:
             "zero3 symmetric_memory": {"status": "refused", "error": "ValueError: cannot share memory"},
         },
     }
-    asked = {
+    machine_record = {
         "status": "ok",
         "machine": {"torch": "2.13.0", "GPUs": ["0: NVIDIA L4", "1: NVIDIA L4"], "environment": {}},
     }
-    text, failures = page(asked, steps, found, "a GPT", 61.2)
+    text, failures = page(machine_record, steps, results, "a GPT", 61.2)
     lines = text.splitlines()
     assert failures == 2
     assert lines[:6] == [
@@ -360,10 +368,10 @@ def test_the_page_has_versions_verdicts_figures_and_each_error_once() -> None:
     assert max(map(len, lines)) <= 160
 
 
-def test_a_machine_that_does_not_answer_is_a_failure_with_its_error() -> None:
+def test_a_machine_that_cannot_be_described_is_a_failure_with_its_error() -> None:
     steps = [Step("alone", "train", ("zero3 flat",))]
-    found = {"alone": {"zero3 flat": trained("a")}}
-    text, failures = page({"status": "failed", "error": "the process died"}, steps, found, "a GPT", 1.0)
+    results = {"alone": {"zero3 flat": trained("a")}}
+    text, failures = page({"status": "failed", "error": "the process died"}, steps, results, "a GPT", 1.0)
     assert failures == 1
     assert text.splitlines()[1:3] == ["machine: unknown", "  the process died"]
 
@@ -373,7 +381,7 @@ def test_a_machine_that_does_not_answer_is_a_failure_with_its_error() -> None:
 #
 
 
-def test_the_simulator_predicts_an_order_that_can_be_held_against_the_gpus() -> None:
+def test_the_simulated_order_of_collectives_can_be_compared_with_a_gpus() -> None:
     def make() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
         tokens = torch.zeros(1, 8, dtype=torch.int64, device="meta")
         with torch.device("meta"):
@@ -387,7 +395,7 @@ def test_the_simulator_predicts_an_order_that_can_be_held_against_the_gpus() -> 
     assert predicted["seconds"] >= predicted["compute"] > 0
     issued = 1.0
     activities = []
-    for name in predicted["order"]:  # a GPU that does as the simulator says
+    for name in predicted["order"]:  # a GPU that does what the simulator predicts
         activities.append(Activity("ncclKernel", "kernel", 20, issued, issued + 0.5, "", name, issued))
         activities.append(Activity("gemm", "kernel", 7, issued, issued + 1))
         issued += 1

@@ -1,4 +1,4 @@
-"""What gets installed: built here from a copy of the work tree, without a network, and imported from elsewhere."""
+"""The sdist, wheel and editable install, built from a copy of the work tree without a network and imported elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ setuptools = pytest.importorskip("setuptools", minversion="77")
 
 
 def build(kind: str, tree: Path, out: Path) -> Path:
-    """Build ``sdist``, ``wheel`` or ``editable`` of a tree with the backend that pip calls."""
+    """Build an ``sdist``, ``wheel`` or ``editable`` of a tree with the backend that pip uses."""
     out.mkdir(parents=True)
     result = subprocess.run(
         [sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"],
@@ -33,13 +33,13 @@ def build(kind: str, tree: Path, out: Path) -> Path:
         timeout=300,
     )
     assert result.returncode == 0, result.stderr[-4000:]
-    (made,) = out.iterdir()
-    return made
+    (artifact,) = out.iterdir()
+    return artifact
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the work tree without what earlier builds and runs left there."""
+    """A copy of the work tree without the files of earlier builds and runs."""
     copy = tmp_path_factory.mktemp("packaging") / "tree"
     ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
@@ -63,13 +63,13 @@ def metadata(wheel: Path) -> email.message.Message:
 
 
 def modules_of_the_tree() -> set[str]:
-    """The path in a wheel of every module in the work tree."""
+    """Return the paths that the modules of the work tree have in a wheel."""
     return {path.relative_to(ROOT).as_posix() for path in (ROOT / "thunder_fsdp_sched").rglob("*.py")}
 
 
 def import_elsewhere(tmp_path: Path, set_up: str) -> str:
-    """Import the package in a fresh interpreter in an empty folder, after set_up; return where it was found."""
-    # What the tests themselves see, but for the work tree.
+    """Import the package in a new interpreter in an empty folder, after running ``set_up``; return where it was found."""
+    # The path of this process, without the work tree.
     dependencies = [entry for entry in sys.path if entry and ROOT not in (Path(entry), Path(entry).parent)]
     code = f"""
 import importlib.util, os, site, sys
@@ -84,15 +84,15 @@ print(os.path.realpath(thunder_fsdp_sched.transforms.__file__))
 """
     empty = tmp_path / "empty"
     empty.mkdir()
-    # -I: neither the current folder nor PYTHONPATH is on the path. -S: no .pth file of the environment is read, such as
-    # that of an editable install of the work tree.
+    # -I keeps the current folder and PYTHONPATH off the path. -S ignores the environment's .pth files, such as that of an
+    # editable install of the work tree.
     command = [sys.executable, "-I", "-S", "-c", code]
     result = subprocess.run(command, cwd=empty, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
 
 
-def test_the_wheel_holds_every_module_and_nothing_global(wheel):
+def test_the_wheel_contains_every_module_and_no_other_top_level_package(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert {name for name in names if name.endswith(".py")} == modules_of_the_tree()
@@ -101,12 +101,12 @@ def test_the_wheel_holds_every_module_and_nothing_global(wheel):
     assert "thunder_fsdp_sched-0.1.0.dist-info/licenses/LICENSE" in names
 
 
-def test_the_sdist_is_enough_to_build_the_same_wheel(sdist, wheel, tmp_path):
+def test_the_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
     with tarfile.open(sdist) as archive:
-        # filter="data" is not in every 3.10.
+        # Early releases of Python 3.10 do not have filter="data".
         archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
-    again = build("wheel", tmp_path / "thunder_fsdp_sched-0.1.0", tmp_path / "wheel")
-    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+    rebuilt = build("wheel", tmp_path / "thunder_fsdp_sched-0.1.0", tmp_path / "wheel")
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(rebuilt) as other:
         assert sorted(one.namelist()) == sorted(other.namelist())
         for name in one.namelist():
             assert name.endswith("/RECORD") or one.read(name) == other.read(name), name
@@ -120,8 +120,8 @@ def test_the_wheel_imports_from_an_empty_folder(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     found = import_elsewhere(tmp_path, f"sys.path.insert(0, {str(site)!r})").split()
-    home = Path(os.path.realpath(site)) / "thunder_fsdp_sched"
-    assert found == [str(home / "__init__.py"), str(home / "transforms" / "__init__.py")]
+    expected_folder = Path(os.path.realpath(site)) / "thunder_fsdp_sched"
+    assert found == [str(expected_folder / "__init__.py"), str(expected_folder / "transforms" / "__init__.py")]
 
 
 @pytest.mark.parametrize("symlink", [True, False], ids=["symlink", "checkout without symlinks"])
@@ -134,8 +134,8 @@ def test_an_editable_install_imports_from_an_empty_folder(tree, tmp_path, symlin
     with zipfile.ZipFile(build("editable", copy, tmp_path / "out")) as archive:
         archive.extractall(site)
     found = import_elsewhere(tmp_path, f"site.addsitedir({str(site)!r})").split()
-    home = Path(os.path.realpath(copy)) / "thunder_fsdp_sched"
-    assert found == [str(home / "__init__.py"), str(home / "transforms" / "__init__.py")]
+    expected_folder = Path(os.path.realpath(copy)) / "thunder_fsdp_sched"
+    assert found == [str(expected_folder / "__init__.py"), str(expected_folder / "transforms" / "__init__.py")]
 
 
 def test_the_work_tree_has_the_symlink():
@@ -144,7 +144,7 @@ def test_the_work_tree_has_the_symlink():
     assert link.resolve() == ROOT / "thunder_fsdp_sched" / "transforms"
 
 
-def test_the_metadata_says_what_it_needs(wheel):
+def test_the_metadata_lists_requirements_and_extras(wheel):
     about = metadata(wheel)
     assert (about["Name"], about["Version"]) == ("thunder_fsdp_sched", "0.1.0")
     assert about["License-Expression"] == "Apache-2.0"
@@ -164,7 +164,7 @@ def test_the_metadata_says_what_it_needs(wheel):
     assert always == {"lightning-thunder", "torch", "rich", "typer"}
 
 
-def test_the_requirements_are_the_versions_that_compat_accepts(wheel):
+def test_the_required_versions_are_those_that_compat_accepts(wheel):
     spec = importlib.util.spec_from_file_location("compat_for_packaging", ROOT / "thunder_fsdp_sched" / "compat.py")
     compat = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = compat
@@ -180,7 +180,7 @@ def test_the_requirements_are_the_versions_that_compat_accepts(wheel):
 
 
 @pytest.mark.parametrize(
-    ("python", "system", "machine", "wanted"),
+    ("python", "system", "machine", "expects_nvfuser"),
     [
         ("3.10", "linux", "x86_64", True),
         ("3.12", "linux", "x86_64", True),
@@ -190,19 +190,19 @@ def test_the_requirements_are_the_versions_that_compat_accepts(wheel):
         ("3.12", "darwin", "x86_64", False),
     ],
 )
-def test_nvfuser_comes_with_the_torch_it_fits(wheel, python, system, machine, wanted):
+def test_the_nvfuser_extra_requires_a_compatible_torch(wheel, python, system, machine, expects_nvfuser):
     here = {"python_version": python, "sys_platform": system, "platform_machine": machine}
-    wanted_by_extra = {
+    required_by_extra = {
         requirement.name: requirement.specifier
         for requirement in map(Requirement, metadata(wheel).get_all("Requires-Dist"))
         if requirement.marker is not None
         and requirement.marker.evaluate({**here, "extra": "nvfuser"})
         and not requirement.marker.evaluate({**here, "extra": ""})
     }
-    if not wanted:
-        assert not wanted_by_extra
+    if not expects_nvfuser:
+        assert not required_by_extra
         return
-    # The wheels are pre-releases, so the range has to admit pre-releases by itself.
-    assert wanted_by_extra["nvfuser-cu128-torch210"].prereleases
-    assert wanted_by_extra["torch"].contains("2.10.0") and not wanted_by_extra["torch"].contains("2.11.0")
-    assert not wanted_by_extra["lightning-thunder"].contains(Version("0.2.6"))
+    # nvFuser's wheels are pre-releases, so the range has to allow pre-releases.
+    assert required_by_extra["nvfuser-cu128-torch210"].prereleases
+    assert required_by_extra["torch"].contains("2.10.0") and not required_by_extra["torch"].contains("2.11.0")
+    assert not required_by_extra["lightning-thunder"].contains(Version("0.2.6"))

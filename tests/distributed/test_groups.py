@@ -53,7 +53,7 @@ def _train_hybrid(rank: int, world_size: int, strategy: str) -> None:
     schedule = twins.transform.compiled[0].schedule.backward
     kinds = [(op.kind, op.bucket) for op in schedule if op.kind in ("fsdp_reduce_scatter", "fsdp_all_reduce")]
     order = ["last", "blocks.1", "blocks.0", "first"]
-    # Each all-reduce across replicas follows the next bucket's reduce-scatter, which hides the wait for its input.
+    # An all-reduce across replicas follows the next bucket's reduce-scatter: its own could have finished by then.
     expected = [("fsdp_reduce_scatter", order[0])]
     for before, bucket in itertools.pairwise(order):
         expected += [("fsdp_reduce_scatter", bucket), ("fsdp_all_reduce", before)]
@@ -330,7 +330,7 @@ class SmallNorm(nn.Module):
         return self.head.forward(self.norm(x))
 
 
-def test_an_all_reduce_is_not_delayed_until_a_bucket_too_small_to_hide_its_input():
+def test_an_all_reduce_is_not_issued_after_a_reduce_scatter_too_small_to_hide_its_input():
     step = compile_as_rank(
         lambda: (SmallNorm(), (torch.randn(3, 64),)),
         lambda: fsdp(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))),
