@@ -72,7 +72,7 @@ def _train_through_the_documented_transport(rank: int, world_size: int) -> None:
 
 
 def test_the_documented_transport_trains_like_the_unsharded_model(ranks: Ranks) -> None:
-    ranks.run_blocks(_train_through_the_documented_transport)
+    ranks.run(_train_through_the_documented_transport)
 
 
 def _record_collectives(rank: int, world_size: int) -> list[str]:
@@ -85,7 +85,7 @@ def _record_collectives(rank: int, world_size: int) -> list[str]:
 
 
 def test_the_flight_recorder_shows_the_line_and_bucket_of_a_collective(ranks: Ranks) -> None:
-    for lines in ranks.run_blocks(_record_collectives):
+    for lines in ranks.run(_record_collectives):
         for call in ("fsdp_all_gather", "fsdp_reduce_scatter"):
             for bucket in ("bucket_first", "bucket_blocks_0", "bucket_last"):
                 assert any(f"{call}({bucket}," in line for line in lines), (call, bucket)

@@ -1,4 +1,4 @@
-"""What the tests and ``benchmarks/gpu.py first`` do on GPUs, on a virtual one: it has no numbers, but CUDA's own calls."""
+"""The functions of the GPU tests and of ``benchmarks/gpu.py first`` on a virtual GPU, which checks order."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ SIZE = Size(1, 64, 8, 2, "cuda")
 
 
 @pytest.fixture(autouse=True)
-def without_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What needs numbers does nothing, and nothing is compiled with Inductor."""
+def _skip_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Replace functions that need values, and do not compile with Inductor."""
     monkeypatch.setattr(on_gpus, "_assert_near", lambda *args: None)
     monkeypatch.setattr(dist, "barrier", lambda: None)
     monkeypatch.setattr(torch.profiler, "profile", _Profiler)
@@ -45,7 +45,7 @@ def without_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class _Profiler:
-    """``torch.profiler.profile``, which a virtual GPU does not have: it saw nothing."""
+    """A stand-in for ``torch.profiler.profile``, whose trace is empty."""
 
     def __init__(self, activities: Any) -> None:
         pass
@@ -71,22 +71,22 @@ def on_rank(rank: Rank, body: Callable[..., Any], *args: Any) -> Any:
 @pytest.mark.parametrize(
     ("body", "args"),
     [
-        (on_gpus.trains_alike, ("coalesced", "zero2")),
-        (on_gpus.trains_alike, ("symmetric_memory", "zero3", torch.bfloat16)),
-        (on_gpus.accumulates_and_clips, ("flat",)),
-        (on_gpus.goes_on_after_an_exception, ()),
-        (on_gpus.allocates_nothing_more, ("staged",)),
-        (on_gpus.generates, ()),
+        (on_gpus.trains_like_unsharded, ("coalesced", "zero2")),
+        (on_gpus.trains_like_unsharded, ("symmetric_memory", "zero3", torch.bfloat16)),
+        (on_gpus.accumulates_and_clips_gradients, ("flat",)),
+        (on_gpus.recovers_after_an_exception, ()),
+        (on_gpus.bytes_allocated_after_steps, ("staged",)),
+        (on_gpus.runs_eagerly, ()),
     ],
     ids=lambda value: getattr(value, "__name__", "-".join(map(str, value)) if isinstance(value, tuple) else None),
 )
-def test_what_tests_do_on_gpus_runs_and_has_no_race(body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def test_the_functions_of_gpu_tests_run_without_a_race(body: Callable[..., Any], args: tuple[Any, ...]) -> None:
     run(on_rank, body, *args, ranks=[1]).assert_clean()
 
 
 def test_measuring_runs_on_gpus() -> None:
-    """It is no run without races: contention is measured with collectives that write what compute reads."""
-    [(step, simulated)] = run(on_rank, on_gpus.measures, ranks=[1]).values
+    """Races are expected: contention is measured with collectives that write memory which compute reads."""
+    [(step, simulated)] = run(on_rank, on_gpus.measured_and_simulated_seconds, ranks=[1]).values
     assert step > 0
     assert simulated > 0
 

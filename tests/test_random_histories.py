@@ -116,7 +116,7 @@ def failure_of(ranks: Ranks, scenario: Scenario) -> str:
     """Return how a scenario failed, or an empty string."""
     folder = Path(tempfile.mkdtemp(prefix="histories-"))
     try:
-        for text, smaller in ranks.failure_of(run_scenario, scenario, folder, timeout=900):
+        for text, smaller in ranks.run(run_scenario, scenario, folder, timeout=900):
             if smaller is not None:
                 return f"{text}\nreplay(ranks, {smaller!r})"
     except RankError as error:
@@ -204,7 +204,7 @@ def outcome_of(ranks: Ranks, scenario: Scenario, deviation: Deviation) -> tuple[
     folder = Path(tempfile.mkdtemp(prefix="histories-"))
     call = f"replay_deviating(ranks, {scenario!r}, {deviation!r})"
     try:
-        ends = ranks.failure_of(deviate, scenario, deviation, folder, timeout=150)
+        ends = ranks.run(deviate, scenario, deviation, folder, timeout=150)
     except RankError as error:  # no answer in time, or a process has died (exit code -6 is SIGABRT)
         at = sorted(f"rank {path.name[3:]} {path.read_text()}" for path in folder.glob("at-*"))
         kind = "abort" if "exit code -6" in str(error) else "hang" if "hung" in str(error) else "crash"

@@ -1,4 +1,4 @@
-"""Symmetric memory on a virtual GPU: one allocation for all shards that travel in it, and tensors of peers made once."""
+"""Symmetric memory on a virtual GPU: one allocation per group, and tensors in peers' memory that are created once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 
 
 def jit(rank: Rank, **options: Any) -> Any:
-    """A model of five buckets."""
+    """Return a jitted model of five buckets."""
     with torch.device(rank.device):
         module = Stack(3, width=8)
     return thunder.jit(module, transforms=[fsdp(transport="symmetric_memory", **options)])
@@ -35,18 +35,18 @@ def evaluate(rank: Rank, model: Any, *, autocast: bool = False) -> None:
         model(torch.randn(4, 8, device=rank.device))
 
 
-def rendezvous_of(rank: Rank) -> int:
-    """How many allocations other ranks were shown, the workspace of reductions left out."""
+def number_of_rendezvous(rank: Rank) -> int:
+    """Return the number of allocations that are shared with other ranks, without the workspace of reductions."""
     return len(rank.log.shared)
 
 
 def count_allocations(rank: Rank, autocast: bool, **options: Any) -> tuple[int, int, int]:
     model = jit(rank, **options)
-    made = rendezvous_of(rank)
+    after_jit = number_of_rendezvous(rank)
     evaluate(rank, model, autocast=autocast)
-    first = rendezvous_of(rank)
+    first = number_of_rendezvous(rank)
     evaluate(rank, model, autocast=autocast)
-    return made, first, rendezvous_of(rank)
+    return after_jit, first, number_of_rendezvous(rank)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def count_allocations(rank: Rank, autocast: bool, **options: Any) -> tuple[int, 
     [
         pytest.param({}, False, (1, 1, 1), id="fp32"),
         pytest.param({"sharding_strategy": "zero2"}, False, (1, 1, 1), id="zero2"),
-        pytest.param(BF16, False, (0, 1, 1), id="bf16: casts alone, when they are first needed"),
+        pytest.param(BF16, False, (0, 1, 1), id="bf16: casts only, when first needed"),
         pytest.param({}, True, (1, 2, 2), id="autocast: shards, and later their casts"),
     ],
 )
@@ -70,7 +70,7 @@ def shard_over_a_mesh(rank: Rank) -> int:
     with rank.outside():
         mesh = init_device_mesh("cuda", (2, 2))
     evaluate(rank, jit(rank, mesh=mesh))
-    return rendezvous_of(rank)
+    return number_of_rendezvous(rank)
 
 
 def test_each_group_of_a_mesh_has_one_allocation() -> None:
@@ -81,22 +81,22 @@ def test_each_group_of_a_mesh_has_one_allocation() -> None:
 
 def count_tensors_of_peers(rank: Rank) -> tuple[int, int]:
     model = jit(rank)
-    made = []
+    requests = []
     get_buffer = Handle.get_buffer
 
     def counted(self: Handle, peer: int, sizes: Any, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
-        made.append((peer, storage_offset))
+        requests.append((peer, storage_offset))
         return get_buffer(self, peer, sizes, dtype, storage_offset)
 
     with mock.patch.object(Handle, "get_buffer", counted):
         evaluate(rank, model)
-        once = len(made)
+        once = len(requests)
         evaluate(rank, model)
-    assert len({offset for peer, offset in made if peer == rank.rank}) == 5, "shards lie at different offsets"
-    return once, len(made)
+    assert len({offset for peer, offset in requests if peer == rank.rank}) == 5, "shards must be at different offsets"
+    return once, len(requests)
 
 
-def test_tensors_of_peers_are_made_once_for_each_bucket() -> None:
+def test_tensors_in_peers_memory_are_created_once_for_each_bucket() -> None:
     assert run(count_tensors_of_peers).values == [(10, 10), (10, 10)]
 
 
@@ -109,7 +109,7 @@ def write_one_shard(rank: Rank) -> None:
     assert [p._version for p in params] == [versions[0] + 1, *versions[1:]]
 
 
-def test_a_write_to_one_shard_is_no_change_of_the_others() -> None:
+def test_a_write_to_one_shard_does_not_change_the_version_of_others() -> None:
     run(write_one_shard).assert_clean()
 
 
@@ -121,10 +121,10 @@ def begin_inside_a_segment(rank: Rank) -> None:
         jit(rank)
 
 
-def test_memory_that_does_not_begin_where_its_handle_does_is_refused() -> None:
-    # Peers' memory is addressed from the beginning of an allocation, which a pool that splits its segments shares out.
+def test_memory_at_an_offset_in_its_handle_is_refused() -> None:
+    # Peers' memory is addressed from the start of a handle's allocation. A pool that divides its segments adds an offset.
     run(begin_inside_a_segment)
 
 
-def test_torch_has_the_offset_of_a_handle() -> None:
+def test_handles_of_torch_have_an_offset() -> None:
     assert isinstance(symmetric_memory._SymmetricMemory.offset, property)

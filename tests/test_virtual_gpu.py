@@ -1,4 +1,4 @@
-"""Compiled models on a virtual GPU: nothing races, nothing waits for the device, and each launch is counted."""
+"""Compiled models on a virtual GPU: no races, no host waits, and the numbers of launches in the documentation."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from functools import partial
 import pytest
 from hypothesis import settings
 from virtual_gpu import guard, tables
-from virtual_gpu.histories import TRANSPORTS, step_of
+from virtual_gpu.histories import TRANSPORTS, take_three_steps
 from virtual_gpu.world import Result, run
 
 LONG_ONLY = pytest.mark.skipif(settings().max_examples <= 100, reason="the whole matrix: --hypothesis-profile=long")
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
 
-train = partial(step_of, precision="fp32")
+train = partial(take_three_steps, precision="fp32")
 
 
 def assert_never_synchronizes(result: Result) -> None:
-    """Fail if a rank's host waited for its device in a step after the first."""
+    """Fail if a host waited for its device in a step after the first."""
     __tracebackhide__ = True
     for log in result.logs:
         for entry in log.entries:
@@ -34,18 +34,18 @@ def test_training_has_no_race_and_no_synchronization(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["flat", "staged", "all_to_all", "symmetric_memory"])
-def test_training_has_no_race_if_the_current_device_is_another(transport: str) -> None:
+def test_training_has_no_race_if_another_device_is_current(transport: str) -> None:
     run(train, transport=transport, set_device=False).assert_clean()
 
 
-_USUAL = {("zero3", "fp32"), ("zero2", "bf16"), ("zero3", "autocast")}
+_ORDINARY_RUNS = {("zero3", "fp32"), ("zero2", "bf16"), ("zero3", "autocast")}
 
 
 @pytest.mark.parametrize(
     ("transport", "strategy", "precision"),
-    [pytest.param(*case, marks=[] if case[1:] in _USUAL else [LONG_ONLY]) for case in tables.COUNTED],
+    [pytest.param(*case, marks=[] if case[1:] in _ORDINARY_RUNS else [LONG_ONLY]) for case in tables.COUNTED_CASES],
 )
-def test_launches_copies_events_and_waits_are_those_of_the_documented_table(
+def test_counts_of_launches_copies_events_and_waits_match_the_documentation(
     transport: str, strategy: str, precision: str
 ) -> None:
     row = tables.count_row(transport, strategy, precision)

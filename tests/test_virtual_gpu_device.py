@@ -1,4 +1,4 @@
-"""The virtual GPU itself: it flags what CUDA and NCCL do not order, and nothing that they do."""
+"""Tests of the virtual GPU: it reports faults exactly where CUDA and NCCL do not order accesses."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from virtual_gpu.world import Rank, Result, run
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
 
 
-def on_one(function: Callable[[Rank], object]) -> Result:
-    """Run as a single rank."""
+def run_on_one_rank(function: Callable[[Rank], object]) -> Result:
+    """Run a function as the only rank."""
     return run(function, world_size=1)
 
 
-def kinds(result: Result) -> list[str]:
-    """The kinds of all faults."""
+def fault_kinds(result: Result) -> list[str]:
+    """Return the kinds of all faults."""
     return sorted({fault.kind for fault in result.faults})
 
 
@@ -31,27 +31,27 @@ def kinds(result: Result) -> list[str]:
 #
 
 
-def covered(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
+def region_of_tensor(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
     return region_of(tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.element_size())
 
 
 def test_a_region_holds_the_bytes_that_a_view_covers() -> None:
     whole = torch.empty(4, 6)
-    assert covered(whole) == covered(whole.t()) == ((0, 96),)
-    assert covered(whole[1:3]) == ((24, 72),)
-    assert covered(whole[:, 1:3]) == ((4, 12), (28, 36), (52, 60), (76, 84))
-    assert covered(whole[:, ::2][:1]) == ((0, 4), (8, 12), (16, 20))
-    assert covered(whole[0].expand(5, 6)) == ((0, 24),)
-    assert covered(whole[:0]) == ()
+    assert region_of_tensor(whole) == region_of_tensor(whole.t()) == ((0, 96),)
+    assert region_of_tensor(whole[1:3]) == ((24, 72),)
+    assert region_of_tensor(whole[:, 1:3]) == ((4, 12), (28, 36), (52, 60), (76, 84))
+    assert region_of_tensor(whole[:, ::2][:1]) == ((0, 4), (8, 12), (16, 20))
+    assert region_of_tensor(whole[0].expand(5, 6)) == ((0, 24),)
+    assert region_of_tensor(whole[:0]) == ()
 
 
 def test_interleaved_columns_do_not_overlap() -> None:
     whole = torch.empty(4, 6)
-    left, right = covered(whole[:, :3]), covered(whole[:, 3:])
+    left, right = region_of_tensor(whole[:, :3]), region_of_tensor(whole[:, 3:])
     assert not overlap(left, right)
-    assert overlap(left, covered(whole[1]))
-    assert covers(covered(whole), left)
-    assert not covers(left, covered(whole))
+    assert overlap(left, region_of_tensor(whole[1]))
+    assert covers(region_of_tensor(whole), left)
+    assert not covers(left, region_of_tensor(whole))
 
 
 #
@@ -68,11 +68,11 @@ def test_a_write_races_with_a_read_on_another_stream() -> None:
             x.add_(1)
         x.mul(2)
 
-    assert kinds(on_one(race)) == ["race"]
+    assert fault_kinds(run_on_one_rank(race)) == ["race"]
 
 
-@pytest.mark.parametrize("how", ["stream", "event", "synchronize", "event synchronize"])
-def test_waiting_for_a_stream_orders_what_follows(how: str) -> None:
+@pytest.mark.parametrize("way", ["stream", "event", "synchronize", "event synchronize"])
+def test_waiting_for_a_stream_orders_later_work(way: str) -> None:
     def ordered(rank: Rank) -> None:
         main, side = torch.cuda.current_stream(rank.device), torch.cuda.Stream(rank.device)
         x = torch.zeros(8, device=rank.device)
@@ -81,22 +81,22 @@ def test_waiting_for_a_stream_orders_what_follows(how: str) -> None:
             x.add_(1)
             done = torch.cuda.Event()
             done.record()
-        if how == "stream":
+        if way == "stream":
             main.wait_stream(side)
-        elif how == "event":
+        elif way == "event":
             main.wait_event(done)
-        elif how == "synchronize":
+        elif way == "synchronize":
             torch.cuda.synchronize(rank.device)
         else:
             done.synchronize()
         x.mul(2)
 
-    result = on_one(ordered)
+    result = run_on_one_rank(ordered)
     result.assert_clean()
-    assert result.count()["syncs"] == how.endswith("synchronize")
+    assert result.count()["syncs"] == way.endswith("synchronize")
 
 
-def test_an_event_orders_only_what_was_before_it() -> None:
+def test_an_event_orders_only_work_before_its_record() -> None:
     def late(rank: Rank) -> None:
         main, side = torch.cuda.current_stream(rank.device), torch.cuda.Stream(rank.device)
         x = torch.zeros(8, device=rank.device)
@@ -107,18 +107,18 @@ def test_an_event_orders_only_what_was_before_it() -> None:
         main.wait_event(done)
         x.mul(2)
 
-    assert kinds(on_one(late)) == ["race"]
+    assert fault_kinds(run_on_one_rank(late)) == ["race"]
 
 
 def test_waiting_for_the_stream_of_another_device_orders_nothing() -> None:
     def other(rank: Rank) -> None:
         x = torch.zeros(8, device="cuda:3")
         side = torch.cuda.Stream("cuda:3")
-        side.wait_stream(torch.cuda.current_stream())  # of the current device, which is 0
+        side.wait_stream(torch.cuda.current_stream())  # the stream of the current device, 0
         with torch.cuda.stream(side):
             x.add_(1)
 
-    assert kinds(on_one(other)) == ["race"]
+    assert fault_kinds(run_on_one_rank(other)) == ["race"]
 
 
 def test_different_bytes_of_one_buffer_do_not_race() -> None:
@@ -130,7 +130,7 @@ def test_different_bytes_of_one_buffer_do_not_race() -> None:
             x[:, :3].add_(1)
         x[:, 3:].add_(1)
 
-    on_one(apart).assert_clean()
+    run_on_one_rank(apart).assert_clean()
 
 
 def test_a_backward_runs_on_the_stream_of_its_forward() -> None:
@@ -145,8 +145,8 @@ def test_a_backward_runs_on_the_stream_of_its_forward() -> None:
             loss.backward()
         weight.grad.mul_(2)
 
-    result = on_one(differentiate)
-    result.assert_clean()  # the engine itself waits for streams
+    result = run_on_one_rank(differentiate)
+    result.assert_clean()  # autograd's engine waits for streams itself
     assert any(e.stream.number for e in result.logs[0].entries if e.phase == "backward" and e.kind == "kernel")
 
 
@@ -171,12 +171,12 @@ def test_memory_freed_while_another_stream_uses_it_is_a_fault() -> None:
         torch.ones(8, device=rank.device)
         del y, kept
 
-    assert kinds(run(drop, "", world_size=1)) == ["reuse"]
+    assert fault_kinds(run(drop, "", world_size=1)) == ["reuse"]
     for keep in ("record_stream", "wait", "reference"):
         run(drop, keep, world_size=1).assert_clean()
 
 
-def test_fresh_memory_may_still_be_in_use_by_the_stream_that_it_comes_from() -> None:
+def test_new_memory_may_still_be_in_use_by_its_stream() -> None:
     def use(rank: Rank, wait: bool) -> None:
         x = torch.empty(8, device=rank.device)
         side = torch.cuda.Stream(rank.device)
@@ -185,7 +185,7 @@ def test_fresh_memory_may_still_be_in_use_by_the_stream_that_it_comes_from() -> 
         with torch.cuda.stream(side):
             x.zero_()
 
-    assert kinds(run(use, False, world_size=1)) == ["race"]
+    assert fault_kinds(run(use, False, world_size=1)) == ["race"]
     run(use, True, world_size=1).assert_clean()
 
 
@@ -198,12 +198,12 @@ def test_pinned_memory_overwritten_during_a_copy_is_a_fault(pin_memory: bool) ->
         source.add_(1)
         del copy
 
-    result = on_one(upload)
-    assert kinds(result) == (["host race"] if pin_memory else [])
+    result = run_on_one_rank(upload)
+    assert fault_kinds(result) == (["host race"] if pin_memory else [])
     assert result.count()["syncs"] == (not pin_memory)
 
 
-def test_a_copy_to_pinned_memory_has_to_be_waited_for() -> None:
+def test_reading_pinned_memory_before_a_copy_to_it_has_finished_is_a_fault() -> None:
     def download(rank: Rank, wait: bool) -> None:
         on_host = torch.zeros(8).pin_memory()
         on_host.copy_(torch.ones(8, device=rank.device), non_blocking=True)
@@ -211,12 +211,12 @@ def test_a_copy_to_pinned_memory_has_to_be_waited_for() -> None:
             torch.cuda.current_stream(rank.device).synchronize()
         on_host.sum()
 
-    assert kinds(run(download, False, world_size=1)) == ["host race"]
+    assert fault_kinds(run(download, False, world_size=1)) == ["host race"]
     run(download, True, world_size=1).assert_clean()
 
 
-def test_a_number_read_from_the_device_is_a_synchronization() -> None:
-    result = on_one(lambda rank: torch.ones(8, device=rank.device).sum().item())
+def test_reading_a_number_from_the_device_is_a_synchronization() -> None:
+    result = run_on_one_rank(lambda rank: torch.ones(8, device=rank.device).sum().item())
     assert result.count()["syncs"] == 1
 
 
@@ -234,9 +234,9 @@ def gather(rank: Rank, wait: bool = True) -> torch.Tensor:
     return whole * 2
 
 
-def test_a_collective_has_to_be_waited_for() -> None:
+def test_reading_the_result_of_a_collective_without_a_wait_is_a_race() -> None:
     run(gather).assert_clean()
-    assert kinds(run(gather, wait=False)) == ["race"]
+    assert fault_kinds(run(gather, wait=False)) == ["race"]
 
 
 def test_a_synchronous_collective_runs_on_the_current_stream() -> None:
@@ -259,35 +259,35 @@ def test_an_asynchronous_collective_keeps_its_tensors_until_the_wait() -> None:
         torch.ones(8, device=rank.device)
 
     run(issue, False).assert_clean()
-    assert kinds(run(issue, True)) == ["reuse"]
+    assert fault_kinds(run(issue, True)) == ["reuse"]
 
 
-def test_collectives_that_differ_are_a_mismatch() -> None:
+def test_collectives_of_different_sizes_are_a_mismatch() -> None:
     def differ(rank: Rank) -> None:
         x = torch.zeros(8 + 8 * rank.rank, device=rank.device)
         dist.all_reduce(x)
 
-    assert kinds(run(differ)) == ["mismatch"]
+    assert fault_kinds(run(differ)) == ["mismatch"]
 
 
-def test_a_rank_that_issues_less_is_a_deadlock() -> None:
+def test_a_missing_collective_on_one_rank_is_a_deadlock() -> None:
     def less(rank: Rank) -> None:
         for _ in range(2 - rank.rank):
             dist.all_reduce(torch.zeros(8, device=rank.device))
 
-    assert kinds(run(less)) == ["deadlock"]
+    assert fault_kinds(run(less)) == ["deadlock"]
 
 
-def test_groups_in_different_orders_are_a_deadlock() -> None:
+def test_collectives_of_two_groups_in_different_orders_are_a_deadlock() -> None:
     def cross(rank: Rank) -> None:
         groups = [dist.new_group([0, 1]) for _ in range(2)]
         for group in groups if rank.rank else reversed(groups):
             dist.all_reduce(torch.zeros(8, device=rank.device), group=group)
 
-    assert kinds(run(cross)) == ["deadlock"]
+    assert fault_kinds(run(cross)) == ["deadlock"]
 
 
-def test_each_group_has_a_stream_of_its_own() -> None:
+def test_each_group_has_its_own_stream() -> None:
     def two(rank: Rank) -> None:
         other = dist.new_group([0, 1])
         for group in (None, other):
@@ -304,7 +304,7 @@ def test_splitting_a_communicator_needs_all_of_its_ranks(local: bool) -> None:
             dist.new_group([0, 1], use_local_synchronization=local)
 
     result = run(split, world_size=4, bind_device=True)
-    assert kinds(result) == (["deadlock"] if local else [])
+    assert fault_kinds(result) == (["deadlock"] if local else [])
     assert [sum(e.kind == "split" for e in log.entries) for log in result.logs] == [
         1,
         1,
@@ -331,7 +331,7 @@ def test_a_mesh_has_groups_for_its_rows_and_columns() -> None:
 
 
 def pull(rank: Rank, barriers: tuple[bool, bool], signals: bool = False) -> None:
-    """Write the own memory, read the peer's, write the own memory again."""
+    """Write this rank's memory, read the peer's, and write this rank's memory again."""
     own = symmetric_memory.empty(8, device=rank.device)
     handle = symmetric_memory.rendezvous(own, dist.group.WORLD)
     own.fill_(rank.rank)
@@ -354,12 +354,12 @@ def pull(rank: Rank, barriers: tuple[bool, bool], signals: bool = False) -> None
 def test_peers_race_without_a_barrier(missing: tuple[bool, bool]) -> None:
     run(pull, (True, True)).assert_clean()
     run(pull, (False, False), signals=True).assert_clean()
-    assert kinds(run(pull, missing)) == ["race"]
+    assert fault_kinds(run(pull, missing)) == ["race"]
 
 
-def test_nothing_of_torch_stays_replaced() -> None:
+def test_all_replaced_attributes_of_torch_are_restored() -> None:
     before = (torch.cuda.Stream, torch.cuda.current_stream, torch.Tensor.data_ptr, symmetric_memory.rendezvous)
-    on_one(lambda rank: None)
+    run_on_one_rank(lambda rank: None)
     assert before == (torch.cuda.Stream, torch.cuda.current_stream, torch.Tensor.data_ptr, symmetric_memory.rendezvous)
     assert not torch.cuda.is_available() and not dist.is_initialized()
     assert torch.accelerator.current_accelerator() is None

@@ -1,6 +1,6 @@
-"""What users do with a sharded model, on a virtual GPU: precision, offload, meshes, groups, no_sync, exceptions and more.
+"""Typical uses of a sharded model on a virtual GPU: precision, offload, meshes, groups, no_sync, exceptions and more.
 
-``--hypothesis-profile=long`` runs the whole matrix. Ordinary runs have a case for each option.
+``--hypothesis-profile=long`` runs the full matrix, ordinary runs a few cases.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from virtual_gpu import guard
 from virtual_gpu.clocks import kinds
-from virtual_gpu.histories import TRANSPORTS, make
+from virtual_gpu.histories import TRANSPORTS, make_model
 from virtual_gpu.world import Rank, Result, run
 
 LONG_ONLY = pytest.mark.skipif(settings().max_examples <= 100, reason="the whole matrix: --hypothesis-profile=long")
@@ -56,7 +56,7 @@ def batch(rank: Rank) -> torch.Tensor:
 
 
 def update(model: Any) -> None:
-    """Plain gradient descent, on the device where the shards are."""
+    """Take a step of gradient descent on the device of the shards."""
     with torch.no_grad():
         for param in model.parameters():
             param.sub_(param.grad)
@@ -64,14 +64,14 @@ def update(model: Any) -> None:
 
 
 def train(rank: Rank, **options: Any) -> None:
-    model = make(rank, **options)
+    model = make_model(rank, **options)
     for _ in range(3):
         model(batch(rank)).sum().backward()
         update(model)
 
 
 def accumulate(rank: Rank, **options: Any) -> None:
-    model = make(rank, **options)
+    model = make_model(rank, **options)
     for _ in range(2):
         with model.no_sync():
             model(batch(rank)).sum().backward()
@@ -81,8 +81,8 @@ def accumulate(rank: Rank, **options: Any) -> None:
 
 
 def interleave(rank: Rank, **options: Any) -> None:
-    """Two forwards before their backwards, and an evaluation in between."""
-    model = make(rank, **options)
+    """Run two forwards before their backwards, and an evaluation in between."""
+    model = make_model(rank, **options)
     for _ in range(2):
         first, second = model(batch(rank)).sum(), model(batch(rank)).sum()
         with torch.no_grad():
@@ -92,9 +92,9 @@ def interleave(rank: Rank, **options: Any) -> None:
         update(model)
 
 
-def fail(rank: Rank, **options: Any) -> None:
-    """A forward and a backward that an exception ends, each at another line; then ordinary steps."""
-    model = make(rank, **options)
+def raise_exceptions(rank: Rank, **options: Any) -> None:
+    """Interrupt forwards and backwards with exceptions at different lines, and then take ordinary steps."""
+    model = make_model(rank, **options)
     model(batch(rank)).sum().backward()
     update(model)
     for after in (1, 2, 3, 4):
@@ -116,7 +116,7 @@ class _Error(Exception):
 
 
 class _FailAfter(TorchDispatchMode):
-    """Raises at a product of matrices, after some that succeed."""
+    """Raises at a matrix product, after ``products`` successful ones."""
 
     def __init__(self, products: int) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class _FailAfter(TorchDispatchMode):
 
 
 def clip(rank: Rank, **options: Any) -> None:
-    model = make(rank, **options)
+    model = make_model(rank, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(2):
         model(batch(rank)).sum().backward()
@@ -152,7 +152,7 @@ def run_eagerly(rank: Rank, **options: Any) -> None:
             inside(batch(rank))
 
 
-def begin_on_meta(rank: Rank, **options: Any) -> None:
+def initialize_from_meta(rank: Rank, **options: Any) -> None:
     with torch.device("meta"):
         module = Stack(3, width=8)
 
@@ -166,8 +166,8 @@ def begin_on_meta(rank: Rank, **options: Any) -> None:
         update(model)
 
 
-def save(rank: Rank, **options: Any) -> None:
-    model = make(rank, **options)
+def save_and_load(rank: Rank, **options: Any) -> None:
+    model = make_model(rank, **options)
     for _ in range(2):
         model(batch(rank)).sum().backward()
         update(model)
@@ -176,7 +176,7 @@ def save(rank: Rank, **options: Any) -> None:
 
 
 def use_autocast(rank: Rank, **options: Any) -> None:
-    model = make(rank, **options)
+    model = make_model(rank, **options)
     for _ in range(2):
         with torch.autocast("cuda", torch.bfloat16):
             loss = model(batch(rank)).float().sum()
@@ -185,8 +185,8 @@ def use_autocast(rank: Rank, **options: Any) -> None:
 
 
 def use_another_stream(rank: Rank, **options: Any) -> None:
-    """Forward on a side stream, backward and optimizer on the usual one."""
-    model = make(rank, **options)
+    """Run forward on a side stream, backward and optimizer on the default stream."""
+    model = make_model(rank, **options)
     main = torch.cuda.current_stream(rank.device)
     side = torch.cuda.Stream(rank.device)
     for _ in range(2):
@@ -207,23 +207,33 @@ def use_a_mesh(rank: Rank, **options: Any) -> None:
 
 
 def measure_once(rank: Rank, **options: Any) -> None:
-    model = make(rank, **options)
+    model = make_model(rank, **options)
     measure(model, batch(rank), repeats=2)
 
 
-USES: dict[str, Callable[..., None]] = {
+ACTIVITIES: dict[str, Callable[..., None]] = {
     f.__name__: f
-    for f in (accumulate, interleave, fail, clip, run_eagerly, begin_on_meta, save, use_autocast, use_another_stream)
+    for f in (
+        accumulate,
+        interleave,
+        raise_exceptions,
+        clip,
+        run_eagerly,
+        initialize_from_meta,
+        save_and_load,
+        use_autocast,
+        use_another_stream,
+    )
 }
 
 
-def check(function: Callable[..., None], transport: str, options: dict[str, Any], **world: Any) -> Result:
-    """Run on one rank; on both where they touch each other's memory."""
+def run_on_virtual_gpus(function: Callable[..., None], transport: str, options: dict[str, Any], **world: Any) -> Result:
+    """Run as one rank, or as all ranks if they access each other's memory."""
     ranks = None if transport == "symmetric_memory" else [0]
     return run(partial(function, transport=transport, **options), **{"ranks": ranks, **world})
 
 
-def _has(transport: str, option: str) -> bool:
+def _is_supported(transport: str, option: str) -> bool:
     return transport != "symmetric_memory" or "offload" not in option
 
 
@@ -241,32 +251,32 @@ def _cases(usual: set[tuple[str, str]], rows: Any) -> list[Any]:
             ("all_to_all", "two groups"),
             ("staged", "offload bf16"),
         },
-        [c for c in itertools.product(TRANSPORTS, OPTIONS) if _has(*c)],
+        [c for c in itertools.product(TRANSPORTS, OPTIONS) if _is_supported(*c)],
     ),
 )
-def test_training_has_no_fault(transport: str, option: str) -> None:
-    check(train, transport, OPTIONS[option]).assert_clean()
+def test_training_with_any_option_has_no_fault(transport: str, option: str) -> None:
+    run_on_virtual_gpus(train, transport, OPTIONS[option]).assert_clean()
 
 
 @pytest.mark.parametrize(
     ("transport", "use"),
     _cases(
         {
-            ("flat", "fail"),
+            ("flat", "raise_exceptions"),
             ("all_to_all", "accumulate"),
             ("staged", "interleave"),
             ("staged", "use_another_stream"),
             ("all_to_all", "run_eagerly"),
         },
-        itertools.product(TRANSPORTS, USES),
+        itertools.product(TRANSPORTS, ACTIVITIES),
     ),
 )
-def test_every_use_has_no_fault(transport: str, use: str) -> None:
-    check(USES[use], transport, {}).assert_clean()
+def test_every_activity_has_no_fault(transport: str, use: str) -> None:
+    run_on_virtual_gpus(ACTIVITIES[use], transport, {}).assert_clean()
 
 
 @LONG_ONLY
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", ACTIVITIES)
 @pytest.mark.parametrize(
     ("transport", "option"),
     [
@@ -274,17 +284,17 @@ def test_every_use_has_no_fault(transport: str, use: str) -> None:
         for case in itertools.product(
             ("all_to_all", "staged", "symmetric_memory"), ("zero2", "bf16 reduced in fp32", "offload")
         )
-        if _has(*case)
+        if _is_supported(*case)
     ],
 )
-def test_every_use_has_no_fault_with_options(transport: str, option: str, use: str) -> None:
-    check(USES[use], transport, OPTIONS[option]).assert_clean()
+def test_every_activity_with_options_has_no_fault(transport: str, option: str, use: str) -> None:
+    run_on_virtual_gpus(ACTIVITIES[use], transport, OPTIONS[option]).assert_clean()
 
 
 @LONG_ONLY
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_autocast_has_no_fault_with_zero2(transport: str) -> None:
-    check(use_autocast, transport, OPTIONS["zero2"]).assert_clean()
+def test_autocast_with_zero2_has_no_fault(transport: str) -> None:
+    run_on_virtual_gpus(use_autocast, transport, OPTIONS["zero2"]).assert_clean()
 
 
 _SOME = ("zero3", "zero2", "bf16 reduced in fp32", "offload")
@@ -292,36 +302,40 @@ _SOME = ("zero3", "zero2", "bf16 reduced in fp32", "offload")
 
 @pytest.mark.parametrize(
     ("transport", "option"),
-    _cases({("flat", "zero3")}, [c for c in itertools.product(TRANSPORTS, _SOME) if _has(*c)]),
+    _cases({("flat", "zero3")}, [c for c in itertools.product(TRANSPORTS, _SOME) if _is_supported(*c)]),
 )
 def test_hybrid_sharding_has_no_fault(transport: str, option: str) -> None:
-    check(use_a_mesh, transport, OPTIONS[option], world_size=4, ranks=range(4)).assert_clean()
+    run_on_virtual_gpus(use_a_mesh, transport, OPTIONS[option], world_size=4, ranks=range(4)).assert_clean()
 
 
 @LONG_ONLY
-@pytest.mark.parametrize("function", [train, use_another_stream, use_autocast, clip, fail])
-@pytest.mark.parametrize(("transport", "option"), [c for c in itertools.product(TRANSPORTS, _SOME) if _has(*c)])
-def test_the_current_device_may_be_another(transport: str, option: str, function: Callable[..., None]) -> None:
-    check(function, transport, OPTIONS[option], ranks=[1], set_device=False).assert_clean()
+@pytest.mark.parametrize("function", [train, use_another_stream, use_autocast, clip, raise_exceptions])
+@pytest.mark.parametrize(
+    ("transport", "option"), [c for c in itertools.product(TRANSPORTS, _SOME) if _is_supported(*c)]
+)
+def test_training_while_another_device_is_current_has_no_fault(
+    transport: str, option: str, function: Callable[..., None]
+) -> None:
+    run_on_virtual_gpus(function, transport, OPTIONS[option], ranks=[1], set_device=False).assert_clean()
 
 
 def overwrite_during_a_copy(rank: Rank, **options: Any) -> None:
-    model = make(rank, **options)
+    model = make_model(rank, **options)
     with torch.no_grad():
         model(batch(rank))
         for param in model.parameters():
             param.add_(1)
 
 
-def test_an_offloaded_shard_written_after_a_forward_without_backward_has_no_fault() -> None:
-    check(overwrite_during_a_copy, "flat", {"offload_policy": CPUOffloadPolicy()}).assert_clean()
+def test_writing_offloaded_shards_after_a_forward_without_backward_has_no_fault() -> None:
+    run_on_virtual_gpus(overwrite_during_a_copy, "flat", {"offload_policy": CPUOffloadPolicy()}).assert_clean()
 
 
 @pytest.mark.parametrize(
     "transport",
     [pytest.param(t, marks=[] if t == "all_to_all" else [LONG_ONLY]) for t in TRANSPORTS if t != "symmetric_memory"],
 )
-def test_measure_keeps_what_streams_still_use(transport: str) -> None:
-    # It has collectives run beside computation, on the same memory: values do not matter there, so races do not.
-    # It decides by time, so it runs as one rank, which symmetric memory does not.
-    assert "reuse" not in kinds(check(measure_once, transport, {}).faults)
+def test_measure_does_not_free_memory_that_streams_still_use(transport: str) -> None:
+    # Races are expected: measure runs collectives during computation on the same memory, where values do not matter. It
+    # decides by time, so it can only run as one rank, which excludes symmetric memory.
+    assert "reuse" not in kinds(run_on_virtual_gpus(measure_once, transport, {}).faults)

@@ -1,7 +1,7 @@
-"""Every wait, barrier, event, ``record_stream`` and reference, taken away by itself, is missed or proved redundant.
+"""Removing any single wait, barrier, event, ``record_stream`` or reference causes a fault, or is proved harmless.
 
-Two checkers decide: ``clocks`` walks the changed log as any other, ``order`` compares sets of accesses. Where they say that
-nothing is missed, ``order`` has shown that all accesses to the same bytes are ordered as before.
+Two checkers must agree: ``clocks`` checks the changed log, and ``order`` compares sets of accesses. For mutations without a
+fault, ``order`` shows that all accesses to the same bytes are still ordered.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ CASES = [
     for s in histories.setups_of(t)
 ]
 
-_SAMPLE = 20  # ordinary runs check one of so many mutations twice
+_SAMPLE = 20  # ordinary runs check every twentieth mutation with both checkers
 
 NEVER_FLAGGED = {
-    # The side stream, on which the copy was allocated, waits for the gather before it allocates anything else.
+    # The copy was allocated on the side stream, which waits for the gather before it allocates anything else.
     ("staged", "offload"): {("reference", "shard_source.py:shard < bucket.py:shard_to_send")},
-    # torch's own operation allocated it on torch's stream, which waits for ours before it allocates anything else.
+    # torch's operation allocated it on its own stream, which waits for the package's before it allocates anything else.
     ("symmetric_memory", "fp32"): {("reference", "symmetric_memory.py:reduce < base.py:issue_then")},
     ("symmetric_memory", "bf16"): {("reference", "symmetric_memory.py:reduce < base.py:issue_then")},
 }
-"""Kinds and places of what is redundant wherever it occurs, by transport and setup."""
+"""Kinds and code locations whose mutations are all redundant, by transport and setup."""
 
 
 @pytest.mark.parametrize(("transport", "setup"), CASES)
-def test_what_is_taken_away_is_flagged_or_redundant(transport: str, setup: str) -> None:
-    result = histories.ran(transport, setup)
+def test_every_mutation_is_flagged_by_both_checkers_or_redundant(transport: str, setup: str) -> None:
+    result = histories.run_history(transport, setup)
     result.assert_clean()
     order = Order(result.logs)
     assert order.is_clean
@@ -55,7 +55,7 @@ def test_what_is_taken_away_is_flagged_or_redundant(transport: str, setup: str) 
 
 
 def never_flagged(verdicts: list[Verdict]) -> set[tuple[str, str]]:
-    """Kinds and places of which no single one is flagged."""
+    """Return the kinds and code locations of which no mutation is flagged."""
     found: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     for mutation, verdict in verdicts:
         found[mutation.kind, site_of(mutation.entry)].add(verdict)

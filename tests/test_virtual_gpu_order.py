@@ -1,4 +1,4 @@
-"""Removing a single wait, barrier, event or reference is flagged, implied or apart; see ``virtual_gpu.order``."""
+"""Verdicts on removing a single wait, barrier, event or reference; see ``virtual_gpu.order``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from virtual_gpu.world import Rank, run
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
 
 
-def taken_away(function: Callable[[Rank], object], kind: str, world_size: int = 1) -> list[str]:
-    """Return the verdict on each thing of a kind, in the order of the log; the other checker has to agree."""
+def verdicts_without(function: Callable[[Rank], object], kind: str, world_size: int = 1) -> list[str]:
+    """Return the verdict on each mutation of a kind, in the order of the log. Both checkers must agree."""
     result = run(function, world_size=world_size)
     result.assert_clean()
     order = Order(result.logs)
@@ -36,11 +36,11 @@ def test_a_needed_wait_and_its_event_are_flagged() -> None:
             with torch.cuda.stream(side):
                 x.add_(1)
 
-    assert taken_away(write_and_read, "wait") == ["flagged"]
-    assert taken_away(write_and_read, "event") == ["flagged"]
+    assert verdicts_without(write_and_read, "wait") == ["flagged"]
+    assert verdicts_without(write_and_read, "event") == ["flagged"]
 
 
-def test_of_two_waits_for_the_same_work_each_is_implied_by_the_other() -> None:
+def test_two_waits_for_the_same_work_imply_each_other() -> None:
     def wait_twice(rank: Rank) -> None:
         x, side = torch.zeros(8, device=rank.device), torch.cuda.Stream(rank.device)
         with rank.phase("step"):
@@ -49,7 +49,7 @@ def test_of_two_waits_for_the_same_work_each_is_implied_by_the_other() -> None:
             with torch.cuda.stream(side):
                 x.add_(1)
 
-    assert taken_away(wait_twice, "wait") == ["implied", "implied"]
+    assert verdicts_without(wait_twice, "wait") == ["implied", "implied"]
 
 
 def test_a_wait_between_uses_of_different_bytes_is_apart() -> None:
@@ -62,10 +62,10 @@ def test_a_wait_between_uses_of_different_bytes_is_apart() -> None:
             torch.cuda.current_stream(rank.device).wait_stream(side)
         x[4:].add_(1)
 
-    assert taken_away(use_halves, "wait") == ["apart"]
+    assert verdicts_without(use_halves, "wait") == ["apart"]
 
 
-def test_a_host_that_does_not_wait_for_pinned_memory_is_flagged() -> None:
+def test_a_missing_host_wait_before_using_pinned_memory_is_flagged() -> None:
     def upload(rank: Rank) -> None:
         source = torch.zeros(8).pin_memory()
         copy = torch.empty(8, device=rank.device).copy_(source, non_blocking=True)
@@ -79,12 +79,12 @@ def test_a_host_that_does_not_wait_for_pinned_memory_is_flagged() -> None:
             on_host = torch.zeros(8).pin_memory().copy_(torch.ones(8, device=rank.device))
         on_host.add_(1)
 
-    assert taken_away(upload, "host wait") == ["flagged"]
-    assert taken_away(download, "host wait") == ["flagged"]
+    assert verdicts_without(upload, "host wait") == ["flagged"]
+    assert verdicts_without(download, "host wait") == ["flagged"]
 
 
 @pytest.mark.parametrize("kind", ["record_stream", "reference"])
-def test_memory_that_is_not_kept_for_another_stream_is_flagged(kind: str) -> None:
+def test_memory_not_kept_alive_for_another_stream_is_flagged(kind: str) -> None:
     def lend(rank: Rank) -> None:
         main, side = torch.cuda.current_stream(rank.device), torch.cuda.Stream(rank.device)
         with rank.phase("step"):
@@ -103,10 +103,10 @@ def test_memory_that_is_not_kept_for_another_stream_is_flagged(kind: str) -> Non
             main.wait_stream(side)
         del y
 
-    assert taken_away(lend, kind) == ["flagged"]
+    assert verdicts_without(lend, kind) == ["flagged"]
 
 
-def test_barriers_of_all_ranks_are_taken_away_together() -> None:
+def test_a_barrier_is_removed_on_all_ranks_together() -> None:
     def pull(rank: Rank) -> None:
         own = symmetric_memory.empty(8, device=rank.device)
         handle = symmetric_memory.rendezvous(own, dist.group.WORLD)
@@ -118,4 +118,4 @@ def test_barriers_of_all_ranks_are_taken_away_together() -> None:
             handle.barrier(0)
             own.fill_(7)
 
-    assert taken_away(pull, "barrier", world_size=2) == ["flagged", "implied", "implied"]
+    assert verdicts_without(pull, "barrier", world_size=2) == ["flagged", "implied", "implied"]

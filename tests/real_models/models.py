@@ -1,7 +1,7 @@
-"""The models that are tried, each in a configuration of some thousand parameters, with random weights.
+"""Real models in small configurations of a few thousand parameters, with random weights.
 
-``MODELS`` are those that Thunder traces. ``UNTRACEABLE`` are those that it does not, with its own error; where a change to
-the model helps, ``MODELS`` has the changed one. Libraries are imported by the factories: what is not installed is skipped.
+``MODELS`` are those that Thunder traces. ``UNTRACEABLE`` are those that it does not, with its error; if a change to the
+model helps, ``MODELS`` has the changed model. The factories import the libraries: tests skip those that are not installed.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ VOCAB, LENGTH = 64, 8
 
 @dataclass(frozen=True)
 class RealModel:
-    """How a model is made and trained.
+    """A model, and how it is trained.
 
     Attributes:
-        make: the module. It is trained in float64. Norms and softmax of some cast to float32 inside; what they are given
-            equals to 1e-15, so that they nearly always round alike.
-        batch: keyword arguments of its forward.
-        loss: of what forward returned, and the batch.
+        make: returns the module. It is trained in float64. Norms and softmax of some models cast to float32 internally;
+            their inputs agree to 1e-15, so they nearly always round equally.
+        batch: returns keyword arguments for its forward.
+        loss: returns the loss, given the output of forward and the batch.
         library: the package that ``make`` needs.
-        make_decorated: the module as its library makes it, where ``make`` changes it.
-        strategies: ``sharding_strategy`` of each run.
+        make_decorated: returns the module as its library creates it, if ``make`` changes it.
+        strategies: the values of ``sharding_strategy`` to test.
     """
 
     make: Callable[[], nn.Module]
@@ -94,7 +94,7 @@ def _clicked(output: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def _litgpt(name: str, **config: Any) -> RealModel:
-    """A configuration that LitGPT knows by name, made small."""
+    """Return a model that LitGPT knows by name, in a small configuration."""
 
     def make() -> nn.Module:
         litgpt = import_module("litgpt")
@@ -105,7 +105,7 @@ def _litgpt(name: str, **config: Any) -> RealModel:
 
 
 def _transformers(model: str, config: str, batch: Callable[[torch.Generator], Batch], **options: Any) -> RealModel:
-    """A class of Hugging Face's, with its configuration's class and options."""
+    """Return a model of Hugging Face's transformers, given the names of its class and its configuration's class."""
 
     def make() -> nn.Module:
         transformers = import_module("transformers")
@@ -116,10 +116,10 @@ def _transformers(model: str, config: str, batch: Callable[[torch.Generator], Ba
 
 
 def _plain_forward(model: nn.Module) -> nn.Module:
-    """Takes the decorators of transformers 5 off each module's forward.
+    """Remove the decorators of transformers 5 from each module's forward.
 
-    They collect intermediate outputs and fill in defaults. They assign to attributes of a global while Thunder traces, which
-    it refuses. Nothing else changes: attention is what the library takes by itself, scaled_dot_product_attention.
+    They collect intermediate outputs and fill in defaults. They assign to attributes of a global variable, which Thunder
+    refuses to trace. Nothing else changes: attention is the library's default, scaled_dot_product_attention.
     """
     for module in model.modules():
         forward = type(module).forward
@@ -180,14 +180,14 @@ MODELS: dict[str, RealModel] = {
 for _name in ("litgpt_llama_3", "transformers_gpt2"):
     MODELS[_name] = replace(MODELS[_name], strategies=("zero2", "zero3"))
 
-#: Thunder's own error, as a regular expression, beside the model.
+#: Models with Thunder's error as a regular expression.
 UNTRACEABLE: dict[str, tuple[RealModel, str]] = {
     # Tokens are routed to experts by torch.where(mask): shapes that depend on data. dense_moe is the variant that works.
     "litgpt_mixtral": (
         _litgpt("Mixtral-8x7B-v0.1", n_query_groups=2, n_expert=4, n_expert_per_token=2),
         r"torch\.where\(\) does not support only specifying a condition",
     ),
-    # With eager attention, too: the decorator assigns before the model runs. MODELS has them without decorators.
+    # This includes eager attention: the decorator assigns before the model runs. MODELS has them without decorators.
     **{
         f"{name}_decorated": (replace(model, make=model.make_decorated), r"trying to set \.global_var of ")
         for name, model in MODELS.items()

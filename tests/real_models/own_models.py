@@ -1,4 +1,4 @@
-"""Kinds of models that need no library: a convolutional net, a recommender, a mixture of experts."""
+"""Models that need no library: a convolutional network, a recommender, a mixture of experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["DLRM", "DenseMoE", "ResNet"]
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions with batch norms, and a shortcut: 1 x 1 where the shape changes."""
+    """Two convolutions with batch norms and a shortcut, which is a 1 x 1 convolution if the shape changes."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """torchvision's ResNet in small: stem, max pooling, stages of basic blocks, average pooling, classifier."""
+    """A small ResNet like torchvision's: stem, max pooling, stages of basic blocks, average pooling, classifier."""
 
     def __init__(self, widths: tuple[int, ...] = (6, 10), blocks: int = 1, classes: int = 7) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class ResNet(nn.Module):
 
 
 class DLRM(nn.Module):
-    """Embedding tables of unlike sizes, most of all parameters, two MLPs, and dot products of all pairs of features.
+    """A recommender: embedding tables of different sizes, two MLPs, and dot products of all pairs of features.
 
     Each categorical feature is a bag of ``hots`` indices whose rows are summed.
     """
@@ -87,9 +87,9 @@ class Expert(nn.Module):
 
 
 class MoEBlock(nn.Module):
-    """Mixtral's block with dense routing: every expert sees every token, and all but the best two weigh nothing.
+    """Mixtral's block with dense routing: every expert processes every token, and all but the best two have weight zero.
 
-    What is computed is what Mixtral computes; no shape depends on data.
+    The results are Mixtral's, but no shape depends on data.
     """
 
     def __init__(self, width: int, experts: int, heads: int = 2) -> None:
@@ -116,7 +116,7 @@ class MoEBlock(nn.Module):
 
 
 class DenseMoE(nn.Module):
-    """A language model of such blocks."""
+    """A language model of ``MoEBlock``."""
 
     def __init__(self, vocab: int = 32, width: int = 16, blocks: int = 2, experts: int = 3) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Models as people have them, on gloo ranks: three AdamW steps beside the unsharded model and beside FSDP2.
+"""Real models on gloo ranks: three AdamW steps, compared with the unsharded model and with FSDP2.
 
-``make models`` installs the libraries; without them only models of our own run. ``-rP`` shows seconds and differences.
+``make models`` installs the libraries. Without them only ``own_models`` run. ``-rP`` shows seconds and differences.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from .models import MODELS, UNTRACEABLE, RealModel
 
 
-class _Trio(Twins):
-    """A model sharded by us, its unsharded copy, and one that FSDP2 shards, at the same blocks."""
+class _WithFSDP2(Twins):
+    """A sharded model, its unsharded copy, and a copy that FSDP2 shards at the same blocks."""
 
     def __init__(self, rank: int, world_size: int, case: RealModel, strategy: str) -> None:
         model = case.make().double()
@@ -37,12 +37,12 @@ class _Trio(Twins):
         self.peer = copy.deepcopy(model)
         _fully_shard(self.peer, init_device_mesh("cpu", (world_size,)), reshard_after_forward=strategy == "zero3")
         super().__init__(rank, world_size, model, sharding_strategy=strategy)
-        # Adam divides by the gradient's size. A gradient that is zero but for rounding (of a bias of attention's keys, for
-        # one) would move a parameter as far as any other, in a random direction; this eps lets it rest.
+        # Adam divides by the size of the gradient. A gradient that consists of rounding errors, such as that of the bias of
+        # attention's keys, would move a parameter as far as any other in a random direction. This eps prevents that.
         self.models = (self.sharded, self.reference, self.peer)
         self.optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4) for model in self.models]
         self.largest: dict[str, float] = defaultdict(float)
-        self.beside = "unsharded"
+        self.compared_with = "unsharded"
 
     def step(self, step: int) -> None:
         batch = self.case.batch(torch.Generator().manual_seed(1000 * step + self.rank))
@@ -60,19 +60,19 @@ class _Trio(Twins):
         self._compare_peer(full_state_dict(self.sharded), self.peer.state_dict())
 
     def _compare_peer(self, ours: dict[str, torch.Tensor | None], theirs: dict[str, torch.Tensor | None]) -> None:
-        self.beside = "FSDP2"
+        self.compared_with = "FSDP2"
         for name, value in ours.items():
             expected = theirs[name]
             assert (value is None) == (expected is None), f"{name}: {value}, FSDP2 has {expected}"
             if value is not None:
                 self.close(value, expected.full_tensor() if isinstance(expected, DTensor) else expected, name)
-        self.beside = "unsharded"
+        self.compared_with = "unsharded"
 
     def close(self, ours: Any, theirs: Any, what: str) -> None:
         if isinstance(ours, torch.Tensor) and ours.numel():
             difference = (ours.detach() - theirs.detach()).abs().max().item()
-            self.largest[self.beside] = max(self.largest[self.beside], difference)
-        super().close(ours, theirs, f"{what} beside {self.beside}")
+            self.largest[self.compared_with] = max(self.largest[self.compared_with], difference)
+        super().close(ours, theirs, f"{what} beside {self.compared_with}")
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -91,20 +91,20 @@ def _fully_shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
 
 
 def _train(rank: int, world_size: int, name: str, strategy: str) -> dict[str, float]:
-    trio = _Trio(rank, world_size, MODELS[name], strategy)
-    before = {name: param.detach().clone() for name, param in trio.reference.named_parameters()}
+    compared = _WithFSDP2(rank, world_size, MODELS[name], strategy)
+    before = {name: param.detach().clone() for name, param in compared.reference.named_parameters()}
     start = time.process_time()
-    trio.step(0)
+    compared.step(0)
     seconds = time.process_time() - start
-    trio.step(1)
-    trio.step(2)
-    assert len(trio.transform.compiled) == 1
-    moved = max((param - before[name]).abs().max().item() for name, param in trio.reference.named_parameters())
+    compared.step(1)
+    compared.step(2)
+    assert len(compared.transform.compiled) == 1
+    moved = max((param - before[name]).abs().max().item() for name, param in compared.reference.named_parameters())
     assert moved > 1e-3, f"no parameter has moved by more than {moved}: nothing was compared"
-    return {"CPU seconds of the first step": seconds, "moved": moved, **trio.largest}
+    return {"CPU seconds of the first step": seconds, "moved": moved, **compared.largest}
 
 
-def _need(case: RealModel) -> None:
+def _skip_without_library(case: RealModel) -> None:
     if case.library is not None and find_spec(case.library) is None:
         pytest.skip(f"{case.library} is not installed (make models)")
 
@@ -112,8 +112,8 @@ def _need(case: RealModel) -> None:
 @pytest.mark.parametrize(
     ("name", "strategy"), [(name, strategy) for name, case in MODELS.items() for strategy in case.strategies]
 )
-def test_trains_like_unsharded_and_like_fsdp2(ranks: Ranks, name: str, strategy: str) -> None:
-    _need(MODELS[name])
+def test_real_models_train_like_unsharded_and_like_fsdp2(ranks: Ranks, name: str, strategy: str) -> None:
+    _skip_without_library(MODELS[name])
     results = ranks.run(_train, name, strategy, timeout=500)
     print(name, strategy, *(f"{what} {max(r[what] for r in results):.2g}" for what in results[0]), sep=", ")
 
@@ -121,7 +121,7 @@ def test_trains_like_unsharded_and_like_fsdp2(ranks: Ranks, name: str, strategy:
 @pytest.mark.parametrize("name", [name for name, case in MODELS.items() if case.make_decorated is not None])
 def test_models_without_decorators_compute_the_same(name: str) -> None:
     case = MODELS[name]
-    _need(case)
+    _skip_without_library(case)
     losses = []
     for make in (case.make, case.make_decorated):
         torch.manual_seed(0)
@@ -131,10 +131,10 @@ def test_models_without_decorators_compute_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNTRACEABLE)
-def test_thunder_alone_does_not_trace(name: str) -> None:
-    """If this fails, Thunder has learned it: move the model to MODELS."""
+def test_plain_thunder_does_not_trace_untraceable_models(name: str) -> None:
+    """If this fails, Thunder traces the model now: move it to MODELS."""
     case, error = UNTRACEABLE[name]
-    _need(case)
+    _skip_without_library(case)
     model = thunder.jit(case.make())
     with pytest.raises(Exception, match=error):
         model(**case.batch(torch.Generator().manual_seed(0)))

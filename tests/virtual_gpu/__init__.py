@@ -1,4 +1,4 @@
-"""A virtual GPU: runs real traces on fake CUDA tensors, logs what streams would do, and finds what is not ordered.
+"""A virtual GPU: runs real traces on fake CUDA tensors, logs the work of streams, and finds accesses that are not ordered.
 
-See ``docs/virtual_gpu.md``. ``run`` in ``world`` is the way in.
+See ``docs/virtual_gpu.md``. Start with ``world.run``.
 """

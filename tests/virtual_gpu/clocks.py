@@ -1,7 +1,7 @@
-"""Walks the logs of all ranks side by side with vector clocks and reports what is not ordered.
+"""Walks the logs of all ranks in parallel with vector clocks and reports accesses that are not ordered.
 
-A clock says of every stream, and of every rank's host, how much of its work is known to have finished. An access happens
-after another if its clock has reached that one. Work on a stream happens after what its host had done when it launched it.
+A clock says for every stream, and for every rank's host, how much of its work is known to have finished. An access happens
+after another if its clock has reached the other. Work on a stream happens after everything that its host did before.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Clock = dict[Thread, int]
 
 @dataclass(frozen=True)
 class Fault:
-    """What would go wrong on a GPU, now and then.
+    """An error that could occur on a GPU.
 
     Attributes:
-        kind: ``race``, ``reuse`` (memory is handed out again while a stream still uses it), ``host race`` (one side is the
-            host: pinned memory), ``mismatch`` or ``deadlock`` of collectives.
+        kind: ``race``, ``reuse`` (memory is allocated again while a stream still uses it), ``host race`` (one of the
+            accesses to pinned memory is the host's), ``mismatch`` or ``deadlock`` of collectives.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Fault:
 
 @dataclass
 class _Past:
-    """An access that later ones are compared with."""
+    """An earlier access."""
 
     thread: Thread
     epoch: int
@@ -54,12 +54,12 @@ class _Past:
 @dataclass
 class _Storage:
     past: list[_Past] = field(default_factory=list)
-    stream: Stream | None = None  # of the allocation
+    stream: Stream | None = None  # the stream of the allocation
     recorded: set[Stream] = field(default_factory=set)
 
 
 def check(logs: Sequence[Log]) -> list[Fault]:
-    """Return the faults of these ranks' logs, each pair of places once."""
+    """Return the faults in the logs, once for each pair of code locations."""
     return _Walk(logs).run()
 
 
@@ -89,7 +89,7 @@ class _Walk:
                     for r in self.logs
                     if r != rank
                 )
-                self._report("deadlock", rank, ("deadlock", rank), f"{entry} waits for ever: {others}")
+                self._report("deadlock", rank, ("deadlock", rank), f"{entry} waits forever: {others}")
         return list(self.faults.values())
 
     def _entry(self, rank: int) -> Entry | None:
@@ -97,7 +97,7 @@ class _Walk:
         return entries[self.next[rank]] if self.next[rank] < len(entries) else None
 
     def _step(self, rank: int, entry: Entry) -> bool:
-        """Do ``entry`` unless it has to wait for other ranks; return whether it was done."""
+        """Execute ``entry`` unless it has to wait for other ranks. Return whether it was executed."""
         if entry.kind in ("collective", "barrier", "split") and len(self._members(rank, entry)) > 1:
             return False
         if entry.kind == "take":
@@ -109,11 +109,11 @@ class _Walk:
         return True
 
     def _members(self, rank: int, entry: Entry) -> list[int]:
-        """The ranks, of those with a log, that ``entry`` waits for."""
+        """Return the ranks with a log that take part in ``entry``."""
         return [r for r in self.logs[rank].members.get(entry.group, (rank,)) if r in self.logs]
 
     def _meet(self) -> bool:
-        """Do one collective that all of its ranks have come to."""
+        """Execute one collective that all of its ranks have reached. Return whether there was one."""
         for rank in self.logs:
             entry = self._entry(rank)
             if entry is None or entry.kind == "take":
@@ -195,10 +195,10 @@ class _Walk:
         waiting = self.freed.pop(thread, [])
         for name, past in waiting:
             if not past.before(clock):
-                self._pair("reuse", rank, past, entry, f"{name} was freed and may be handed out again")
+                self._pair("reuse", rank, past, entry, f"{name} was freed and may be allocated again")
         storage = self.storages[rank, entry.storage] = _Storage(stream=entry.stream)
         if entry.stream != HOST:
-            # The memory may be that of an earlier tensor, which this stream may still be using.
+            # This stream may still be using the memory for an earlier tensor.
             region = ((0, 1 << 62),)
             storage.past.append(_Past(thread, self._tick(thread), region, True, entry))
 

@@ -1,4 +1,4 @@
-"""Process groups that log collectives as NCCL does them."""
+"""Process groups that log collectives with NCCL's semantics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["make_group_class"]
 class Work:
     """A collective on the communicator's stream.
 
-    ``wait`` orders the current stream of the device after it. As in torch, the work holds the tensors until then.
+    ``wait`` orders the device's current stream after it. As in torch, the work holds the tensors until then.
     """
 
     def __init__(self, group: Any, tensors: Sequence[torch.Tensor], device: torch.device | None, event: int) -> None:
@@ -60,7 +60,7 @@ class _Options:
 
 
 def make_group_class(recording: Recording) -> type[dist.ProcessGroup]:
-    """Return what stands for ``ProcessGroupNCCL``: whole process groups of one rank."""
+    """Return a class of process groups for one rank, the stand-in for ``ProcessGroupNCCL``."""
 
     class VirtualNccl(dist.ProcessGroup):
         Options = _Options
@@ -144,7 +144,7 @@ def make_group_class(recording: Recording) -> type[dist.ProcessGroup]:
             return self._launch(name, [(name, outputs, inputs, details)], bool(getattr(options, "asyncOp", True)))
 
         def _launch(self, name: str, batch: Sequence[Any], async_op: bool) -> Any:
-            """Log one launch: of NCCL's stream after the current one if asynchronous, else of the current one."""
+            """Log one launch: if asynchronous on NCCL's stream, after the current stream, else on the current stream."""
             recording.memory.collect()
             tensors = [t for _, outputs, inputs, _ in batch for t in (*outputs, *inputs)]
             devices = {t.device for t in tensors}
@@ -257,7 +257,7 @@ def _op(options: Any) -> str:
 
 
 def _signature(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """What all ranks have to agree on: dtype and the number of elements of the larger side, and of the smaller one."""
+    """Return what must be equal on all ranks: the dtype, and the numbers of elements of inputs and outputs."""
     tensors = [*outputs, *inputs]
     return (tensors[0].dtype, *sorted({sum(t.numel() for t in outputs), sum(t.numel() for t in inputs)} - {0}))
 

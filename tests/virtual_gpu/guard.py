@@ -1,4 +1,4 @@
-"""Builds and loads ``guard.cpp``, through which torch's C++ asks for the current CUDA device and streams."""
+"""Builds and loads ``guard.cpp``, the device guard from which torch's C++ gets the current CUDA device and streams."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Callback = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64
 
 
 def missing() -> str:
-    """Return why there can be no virtual GPU here, or an empty string."""
+    """Return why the virtual GPU cannot run here, or an empty string."""
     if torch.backends.cuda.is_built():
-        return "this torch has a CUDA of its own"
+        return "this torch was built with CUDA"
     if shutil.which("g++") is None:
         return "g++ is not installed"
     return ""
@@ -32,7 +32,7 @@ def missing() -> str:
 
 @functools.cache
 def library() -> Any:
-    """Load the guard, built for the installed torch, once. It has no effect without a virtual GPU."""
+    """Load the guard once, built for the installed torch. It has no effect while no virtual GPU is in use."""
     loaded = ctypes.PyDLL(str(_build()))
     for name in ("devices", "device", "stream", "new_stream", "new_event"):
         getattr(loaded, f"virtual_gpu_{name}").restype = ctypes.c_int64
@@ -40,7 +40,7 @@ def library() -> Any:
 
 
 def listen(record: Callable[[int, int, int], None], block: Callable[[int, int, int], None]) -> tuple[Any, Any]:
-    """Have engine's event records and waits reported; the result has to live as long."""
+    """Register callbacks for the engine's event records and waits. The caller must keep the result alive."""
     callbacks = Callback(record), Callback(block)
     library().virtual_gpu_listen(*callbacks)
     return callbacks

@@ -1,4 +1,4 @@
-"""The histories that tests of waits and counters run: typical uses of a small model of five buckets."""
+"""Typical uses of a small model with five buckets, which tests of waits and counters run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from .world import Rank, Result, run
 
-__all__ = ["SETUPS", "TRANSPORTS", "make", "ran", "setups_of", "step_of"]
+__all__ = ["SETUPS", "TRANSPORTS", "make_model", "run_history", "setups_of", "take_three_steps"]
 
 TRANSPORTS = ("flat", "coalesced", "all_to_all", "all_reduce", "staged", "symmetric_memory")
 
@@ -29,33 +29,33 @@ SETUPS: dict[str, dict[str, Any]] = {
     "offload": {"offload_policy": CPUOffloadPolicy()},
     "interrupted": {},
 }
-"""Options of the histories in which single waits are taken away."""
+"""Options of the histories from whose logs single waits are removed."""
 
 _INTERRUPTED: dict[str, dict[str, Any]] = {
     "all_to_all": {"at": 7, "sharding_strategy": "zero2"},
     "staged": {"at": 3},
     "symmetric_memory": {"at": 10},
 }
-"""The wait at which an exception ends a step, while unfinished work is in flight on a side stream but none in NCCL."""
+"""The wait at which an exception ends a step: one at which work is in flight on a side stream, but not in NCCL."""
 
 
 def setups_of(transport: str) -> list[str]:
-    """Return the setups that a transport has."""
+    """Return the setups that a transport supports."""
     setups = [s for s in SETUPS if (transport, s) != ("symmetric_memory", "offload")]
     return [s for s in setups if s != "interrupted" or transport in _INTERRUPTED]
 
 
-def make(rank: Rank, blocks: int = 3, width: int = 8, **options: Any) -> Any:
+def make_model(rank: Rank, blocks: int = 3, width: int = 8, **options: Any) -> Any:
     """Return a jitted model of ``blocks + 2`` buckets on the rank's device."""
     with torch.device(rank.device):
         module = Stack(blocks, width=width)
     return thunder.jit(module, transforms=[fsdp(**options)])
 
 
-def ran(transport: str, setup: str) -> Result:
-    """Run a history of a setup."""
-    # Only symmetric memory has other ranks touch this one's memory. There all gathers are issued at once: else the barriers
-    # of the earlier buckets of a forward order what the last one needs a barrier for.
+def run_history(transport: str, setup: str) -> Result:
+    """Run the history of a setup."""
+    # Only with symmetric memory do ranks access each other's memory. All its gathers are issued at once, because otherwise
+    # barriers of earlier buckets would already order what the last bucket's barrier is for.
     symmetric = transport == "symmetric_memory"
     options: dict[str, Any] = {"prefetch": 6} if symmetric else {}
     history: Callable[..., None] = _train
@@ -65,8 +65,8 @@ def ran(transport: str, setup: str) -> Result:
 
 
 def _train(rank: Rank, **options: Any) -> None:
-    """Train, evaluate, change parameters after an evaluation: what a wait or a barrier is there for."""
-    model = make(rank, **options)
+    """Train, evaluate, and change parameters after evaluations, which together need every wait and barrier."""
+    model = make_model(rank, **options)
 
     def write(gradients: bool) -> None:
         with rank.phase("optimizer"), torch.no_grad():
@@ -105,8 +105,8 @@ class _Interrupted(Exception):
 
 
 def _interrupt(rank: Rank, at: int, **options: Any) -> None:
-    """A step ends at one of its waits, everything is dropped, and its memory is allocated again."""
-    model = make(rank, width=32, audit=False, **options)
+    """Interrupt a step at one of its waits, drop everything, and allocate memory again."""
+    model = make_model(rank, width=32, audit=False, **options)
     x = torch.ones(4, 32, device=rank.device)
     with rank.phase("step"):
         model(x).sum().backward()
@@ -131,9 +131,9 @@ def _interrupt(rank: Rank, at: int, **options: Any) -> None:
             torch.zeros(1 << 16, device=rank.device)
 
 
-def step_of(rank: Rank, precision: str, **options: Any) -> None:
-    """Take three steps of gradient descent; the phases of each are ``forward 0``, ``backward 0`` and so on."""
-    model = make(rank, **options)
+def take_three_steps(rank: Rank, precision: str, **options: Any) -> None:
+    """Take three steps of gradient descent, with phases ``forward 0``, ``backward 0``, ``forward 1`` and so on."""
+    model = make_model(rank, **options)
     for step in range(3):
         autocast: AbstractContextManager[Any] = nullcontext()
         if precision == "autocast":

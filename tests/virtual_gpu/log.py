@@ -1,4 +1,4 @@
-"""What one rank's host asked of its devices, in the order in which it asked."""
+"""The log of one rank: what its host has requested of its devices, in order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Stream(NamedTuple):
 
 
 HOST = Stream(-1, -1)
-"""Stands for the host thread, whose reads and writes are done when its call returns."""
+"""The host thread as a stream. Its reads and writes have finished when the call returns."""
 
 Where = tuple[tuple[str, int, str], ...]
 """File, line and function of some callers, innermost first."""
@@ -49,18 +49,18 @@ class Access(NamedTuple):
 
 @dataclass
 class Entry:
-    """One thing that the host asked for.
+    """One request of the host.
 
     Attributes:
         kind: ``kernel``, ``copy``, ``collective``, ``barrier``, ``put``, ``take`` (signals), ``split``; ``record``,
             ``wait_event``; ``sync`` of a stream, ``sync_event``, ``sync_device``; ``alloc``, ``free``,
             ``record_stream``; ``host`` for work of the host itself.
-        stream: where it runs, ``HOST`` for what the host does itself.
-        blocks: the host waits until the stream has finished it.
-        event: of ``record``, ``wait_event`` and ``sync_event``.
-        storage: of ``alloc``, ``free`` and ``record_stream``.
-        group, signature: of what other ranks have to match; ``signature`` has to be equal, and ``peer`` is who a signal
-            goes to or comes from.
+        stream: the stream on which it runs, or ``HOST`` for work of the host itself.
+        blocks: whether the host waits until the stream has finished it.
+        event: the number of the event (``record``, ``wait_event``, ``sync_event``).
+        storage: the number of the storage (``alloc``, ``free``, ``record_stream``).
+        group, signature: for requests that other ranks must match. ``signature`` must be equal on all of them.
+        peer: the rank to which a signal goes, or from which it comes.
     """
 
     kind: str
@@ -94,11 +94,11 @@ class Log:
     """One rank's log.
 
     Attributes:
-        names: what storages are, for messages.
-        remote: storages that are memory of another rank: group, number of the rendezvous in it, and the rank in the group.
-        shared: storages that take part in a rendezvous: by the same group and number.
+        names: descriptions of storages, for messages.
+        remote: for storages in the memory of another rank, the group, the number of the rendezvous in it, and the rank.
+        shared: this rank's storages that other ranks access, by group and number of the rendezvous.
         members: the global ranks of each group.
-        phase: what the test is doing, for counters.
+        phase: the label of the entries that are added now.
     """
 
     rank: int
@@ -110,7 +110,7 @@ class Log:
     phase: str = ""
 
     def add(self, kind: str, name: str, stream: Stream, accesses: Iterable[Access] = (), **more: Any) -> Entry:
-        """Append an entry, with the callers that a reader of a fault wants to see."""
+        """Append an entry, with the callers that messages of faults show."""
         entry = Entry(kind, name, stream, tuple(accesses), callers(), phase=self.phase, **more)
         self.entries.append(entry)
         return entry
@@ -120,7 +120,7 @@ _MOST_FRAMES = 3
 
 
 def callers() -> Where:
-    """Return the innermost callers in the package, then the line of the trace or the caller in a test."""
+    """Return the innermost callers in the package, and then the line of the trace or the caller in a test."""
     found: list[tuple[str, int, str]] = []
     frame = sys._getframe(2)
     while frame is not None:
@@ -142,7 +142,7 @@ def region_of(offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], ite
     """Return the bytes that a strided tensor covers.
 
     Args:
-        offset: its first element, in elements of the storage.
+        offset: the offset of its first element in the storage, in elements.
     """
     if 0 in sizes:
         return ()
@@ -153,7 +153,7 @@ def region_of(offset: int, sizes: tuple[int, ...], strides: tuple[int, ...], ite
         run = stride * (size - 1) + run
     starts = [offset]
     for stride, size in reversed(dims):
-        if len(starts) * size > _MOST_RANGES:  # their bounds, then
+        if len(starts) * size > _MOST_RANGES:  # too many ranges: use their bounds
             last = sum(st * (si - 1) for si, st in zip(sizes, strides, strict=True))
             return ((offset * itemsize, (offset + last + 1) * itemsize),)
         starts = [start + i * stride for start in starts for i in range(size)]

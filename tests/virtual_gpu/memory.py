@@ -1,4 +1,4 @@
-"""The storage of each tensor, and when it is allocated and freed."""
+"""The storages of tensors, and when they are allocated and freed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Storage:
 class Memory:
     """The storages that are alive on one rank.
 
-    A weak reference to a storage keeps its address from being used again, so a storage is known by it until it is freed.
+    A weak reference prevents the reuse of a storage's address, which therefore identifies the storage until it is freed.
     """
 
     def __init__(self, log: Log, stream_of: Any) -> None:
@@ -39,7 +39,7 @@ class Memory:
         self._end = _ADDRESSES * (1 + log.rank)
 
     def of(self, tensor: torch.Tensor) -> _Storage:
-        """Return the storage of ``tensor``; the first time it counts as allocated on the current stream."""
+        """Return the storage of ``tensor``. A new one counts as allocated on the current stream."""
         storage = tensor.untyped_storage()
         known = self._storages.get(storage._cdata)
         return known if known is not None else self._new(storage, tensor)
@@ -58,7 +58,7 @@ class Memory:
         return known
 
     def is_known(self, tensor: torch.Tensor) -> bool:
-        """Return whether the storage of ``tensor`` was seen before."""
+        """Return whether the storage of ``tensor`` has been seen before."""
         return tensor.untyped_storage()._cdata in self._storages
 
     def access(self, tensor: torch.Tensor, write: bool) -> Access:
@@ -67,7 +67,7 @@ class Memory:
         return Access(self.of(tensor).number, region, write)
 
     def address_of(self, tensor: torch.Tensor) -> int:
-        """Return an address as ``data_ptr`` does."""
+        """Return an invented address, for ``data_ptr``."""
         if tensor.numel() == 0:
             return 0
         return self.of(tensor).address + tensor.storage_offset() * tensor.element_size()
@@ -84,11 +84,11 @@ class Memory:
         return tensor.device.type == "cpu" and self.of(tensor).pinned
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Keep the allocator from handing out the memory again before ``stream`` has done what it was given so far."""
+        """Log that the allocator must not reuse the memory before the present work of ``stream`` has finished."""
         self._log.add("record_stream", "record_stream", stream, storage=self.of(tensor).number)
 
     def collect(self) -> None:
-        """Note which storages were freed."""
+        """Log the storages that have been freed."""
         expired = torch.UntypedStorage._expired
         dead = [cdata for cdata in self._storages if expired(cdata)]
         for cdata in dead:

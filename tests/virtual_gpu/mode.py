@@ -1,4 +1,4 @@
-"""Logs what each operator reads and writes, and on which stream."""
+"""A dispatch mode that logs which bytes each operator reads and writes, and on which stream."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SYNCHRONIZING = {
 
 
 class Recording(TorchDispatchMode):
-    """Sits on a ``FakeTensorMode``: operators run there, and what a device would do for them is logged."""
+    """A mode above ``FakeTensorMode``, which runs the operators. This logs what a device would do for them."""
 
     def __init__(self, log: Log, memory: Memory, cuda: Cuda) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Recording(TorchDispatchMode):
         self.memory.collect()
         inputs = list(_tensors((args, kwargs)))
         if inputs and not any(map(is_fake, inputs)) and all(t.device.type == "cpu" for t in inputs):
-            with no_dispatch():  # a mesh, a generator's state: the host's own data
+            with no_dispatch():  # real data of the host, such as a mesh or a generator's state
                 return func(*args, **kwargs)
         if func is aten.is_pinned.default:
             return self.memory.is_pinned(args[0])
@@ -98,7 +98,7 @@ class Recording(TorchDispatchMode):
             self._copy(func, args, kwargs, result)
         else:
             device = next((t.device for t in tensors if t.device.type == "cuda"), torch.device("cpu"))
-            if device.type == "cuda":  # numbers on the CPU are passed by value
+            if device.type == "cuda":  # scalars on the CPU are passed by value
                 sources = [self.memory.access(t, False) for t in _tensors((args, kwargs)) if _on_gpu(t)]
             self._log(func, [*_reads(sources, written), *written, *fresh], device, blocks=func in _SYNCHRONIZING)
         return result
@@ -125,7 +125,7 @@ class Recording(TorchDispatchMode):
     def _copy(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: torch.Tensor) -> None:
         """Log a copy between any two devices.
 
-        Between a GPU and the host it is asynchronous only if it was asked for and the host's memory is pinned.
+        Between a GPU and the host it is asynchronous only with ``non_blocking`` and pinned memory.
         """
         source = args[1] if func is aten.copy_.default else args[0]
         non_blocking = bool(
@@ -146,7 +146,7 @@ class Recording(TorchDispatchMode):
         if devices[0] == devices[1]:
             self.log.add("copy", _name(func), self.cuda.key(devices[0]), accesses)
             return
-        # Between GPUs: on the source's stream, after and before what the destination's stream does.
+        # Between GPUs the copy runs on the source's stream, ordered with the work of the destination's stream.
         own, other = self.cuda.key(devices[0]), self.cuda.key(devices[1])
         self._order(other, own)
         self.log.add("copy", _name(func), own, accesses)
@@ -159,7 +159,7 @@ class Recording(TorchDispatchMode):
 
 
 def _reads(sources: Sequence[Access], written: Sequence[Access]) -> Iterator[Access]:
-    """Return what is read and not written too: a write says all of it."""
+    """Return the reads of regions that are not also written. A write implies the same order as a read."""
     both = {(access.storage, access.region) for access in written}
     return (access for access in sources if (access.storage, access.region) not in both)
 

@@ -1,4 +1,4 @@
-"""Logs as if a single wait, barrier, event, ``record_stream`` or reference was missing in the code."""
+"""Logs changed as if a single wait, barrier, event, ``record_stream`` or reference was missing in the code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["faults_without", "is_ours", "site_of"]
 
 
 def faults_without(logs: Sequence[Log], mutation: Mutation) -> list[Fault]:
-    """Return the faults that there would be without what ``mutation`` takes away."""
+    """Return the faults in the logs after ``mutation`` has been applied."""
     missing = dict(mutation.entries)
     return check([_without(log, mutation, missing[log.rank]) if log.rank in missing else log for log in logs])
 
@@ -25,7 +25,7 @@ def site_of(entry: Entry) -> str:
 
 
 def is_ours(entry: Entry) -> bool:
-    """Return whether the package did it in a step."""
+    """Return whether the package's code in a step led to an entry."""
     return bool(entry.phase and site_of(entry))
 
 
@@ -45,7 +45,7 @@ def _without(log: Log, mutation: Mutation, number: int) -> Log:
 
 
 def _freed_early(entries: Sequence[Entry], storage: int) -> Iterator[Entry]:
-    """Free memory as soon as the host has issued what uses it last."""
+    """Free the memory as soon as the host has issued its last use."""
     [freed] = [e for e in entries if e.kind == "free" and e.storage == storage]
     last = max(n for n, e in enumerate(entries) if any(access.storage == storage for access in e.accesses))
     for number, entry in enumerate(entries):

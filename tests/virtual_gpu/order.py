@@ -1,12 +1,11 @@
 """The happens-before order as sets of accesses, with and without each single wait, barrier, event or reference.
 
-A second opinion on ``clocks``: nothing is summed up in numbers and nothing is forgotten. Each access has a bit, and the
-clock of a stream or a host is the set of all accesses that are known to have finished. So whether a wait matters can be
-decided for each one by itself:
+This is a second, independent check besides ``clocks``. Each access has a bit, and the clock of a stream or a host is the set
+of all accesses that are known to have finished. It can therefore decide for every single wait whether it matters:
 
-- *flagged*: without it two accesses to the same bytes, or a use of memory and its next allocation, are not ordered;
-- *implied*: every access still follows exactly the same accesses, because another wait says as much;
-- *apart*: some order is lost, but only between accesses that have no byte in common.
+- *flagged*: without it, two accesses to the same bytes, or a use of memory and its next allocation, are not ordered;
+- *implied*: without it, every access still follows exactly the same accesses, because of other waits;
+- *apart*: without it, some order is lost, but only between accesses that have no byte in common.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _EVERYWHERE: Region = ((0, 1 << 62),)
 
 
 class Mutation(NamedTuple):
-    """One thing taken away.
+    """A wait, barrier, event, ``record_stream`` or reference that is removed.
 
     Attributes:
         kind: ``wait``, ``barrier``, ``event`` (its record), ``host wait``, ``record_stream`` or ``reference``.
-        entries: what is missing, by rank and position in its log; of a reference the storage instead of the position.
-        entry: one of them.
+        entries: rank and position in its log of each removed entry; for a reference, rank and storage.
+        entry: one of the entries.
     """
 
     kind: str
@@ -50,12 +49,12 @@ class Verdict(NamedTuple):
 
 @dataclass
 class _Step:
-    """An entry, or one that several ranks have come to, with the bits of their accesses."""
+    """An entry, or matching entries of several ranks, with the bits of their accesses."""
 
     parts: tuple[tuple[int, int, Entry, Bits], ...]
-    conflicts: dict[int, Bits] = field(default_factory=dict)  # by rank: earlier accesses that must be known
-    used: Bits = 0  # of a free: the accesses to the memory
-    lender: Stream | None = None  # of a free: the stream of the allocation
+    conflicts: dict[int, Bits] = field(default_factory=dict)  # by rank: earlier accesses that must have finished
+    used: Bits = 0  # for a free: the accesses to the memory
+    lender: Stream | None = None  # for a free: the stream of the allocation
 
 
 @dataclass
@@ -77,7 +76,7 @@ class _State:
 
 
 class Order:
-    """The order of all accesses in some ranks' logs, which must not end in a deadlock."""
+    """The order of all accesses in the logs of some ranks, which must not deadlock."""
 
     def __init__(self, logs: Sequence[Log]) -> None:
         self._logs = {log.rank: log for log in logs}
@@ -95,11 +94,11 @@ class Order:
 
     @property
     def is_clean(self) -> bool:
-        """Whether all accesses to the same bytes are ordered."""
+        """True if all accesses to the same bytes are ordered."""
         return not any(self._unordered)
 
     def verdicts(self, matters: Callable[[Entry], bool]) -> Iterator[Verdict]:
-        """Take away each single wait, barrier, event and ``record_stream`` that ``matters`` accepts, and each reference."""
+        """Yield the verdict on each wait, barrier, event, ``record_stream`` and reference that ``matters`` accepts."""
         state = _State()
         for position, step in enumerate(self._steps):
             entry = step.parts[0][2]
@@ -122,7 +121,7 @@ class Order:
         return "implied" if same else "apart"
 
     def _without_references(self, matters: Callable[[Entry], bool]) -> Iterator[Verdict]:
-        """As if memory that another stream uses last was freed as soon as that use is issued."""
+        """Yield verdicts for memory whose last use is on another stream, as if freed once that use is issued."""
         lent = self._lent(matters)
         state = _State()
         waiting: defaultdict[Thread, list[tuple[Mutation, Bits]]] = defaultdict(list)
@@ -142,10 +141,10 @@ class Order:
                 else:
                     yield Verdict(mutation, "implied")
         for mutations in waiting.values():
-            yield from (Verdict(mutation, "apart") for mutation, _ in mutations)  # nothing is allocated any more
+            yield from (Verdict(mutation, "apart") for mutation, _ in mutations)  # there are no later allocations
 
     def _lent(self, matters: Callable[[Entry], bool]) -> dict[int, list[tuple[Mutation, Stream, Bits]]]:
-        """By the step of the last use: memory that is freed in a step and that another stream uses last."""
+        """Return memory that is freed in a step and last used by another stream, by the position of that use."""
         allocated: dict[tuple[int, int], Entry] = {}
         last: dict[tuple[int, int], tuple[int, Stream]] = {}
         found: defaultdict[int, list[tuple[Mutation, Stream, Bits]]] = defaultdict(list)
@@ -165,7 +164,7 @@ class Order:
         return found
 
     def _line_up(self) -> None:
-        """Put the entries of all ranks in one order in which they can happen."""
+        """Arrange the entries of all ranks in one possible order."""
         following = {rank: enumerate(log.entries) for rank, log in self._logs.items()}
         at = {rank: next(entries, None) for rank, entries in following.items()}
         sent: Counter[tuple[object, ...]] = Counter()
@@ -219,7 +218,7 @@ class Order:
             for rank, _, entry, bits in step.parts:
                 if entry.kind == "alloc":
                     lenders[rank, entry.storage] = entry.stream
-                    if entry.stream != HOST:  # an earlier tensor's memory, which the stream may still use
+                    if entry.stream != HOST:  # the stream may still use it as the memory of an earlier tensor
                         past[rank, entry.storage].append((bits, _EVERYWHERE, True))
                 elif entry.kind == "free":
                     step.lender = lenders.get((rank, entry.storage))
@@ -245,7 +244,7 @@ class Order:
         return rank, access.storage
 
     def _do(self, state: _State, step: _Step, *, blocks: bool = True) -> tuple[tuple[Bits, ...], Bits]:
-        """Do a step; return what each of its accesses follows, and what it should follow but does not."""
+        """Execute a step. Return the accesses that each of its accesses follows, and those that it fails to follow."""
         clocks = state.clocks
         if len(step.parts) > 1:
             together = 0

@@ -19,9 +19,9 @@ Device = torch.device | str | int | None
 
 
 class Cuda:
-    """What replaces functions and classes of ``torch.cuda`` for one rank.
+    """Replacements of functions and classes of ``torch.cuda`` for one rank.
 
-    Current device and streams live in the guard, one state for each thread, so that autograd's engine sees and sets them.
+    The guard stores the current device and streams for each thread, so that autograd's engine can read and set them.
     """
 
     def __init__(self, log: Log, devices: int) -> None:
@@ -39,7 +39,7 @@ class Cuda:
         self.Stream, self.Event = Stream, Event
 
     def index(self, device: Device) -> int:
-        """Return the index of a device; the current one if it has none."""
+        """Return the index of a device, or of the current device if it has none."""
         if isinstance(device, str):
             device = torch.device(device)
         index = device.index if isinstance(device, torch.device) else device
@@ -51,7 +51,7 @@ class Cuda:
         return Key(index, self.guard.virtual_gpu_stream(index))
 
     def replacements(self) -> dict[str, Any]:
-        """Return what attributes of ``torch.cuda`` are to be meanwhile."""
+        """Return the replacements of attributes of ``torch.cuda`` by name."""
         properties = SimpleNamespace(
             name="Virtual GPU", major=9, minor=0, multi_processor_count=132, total_memory=80 << 30, warp_size=32
         )
@@ -186,7 +186,7 @@ class _Stream:
 
 
 class _Event:
-    """A stand-in for ``torch.cuda.Event``; events that were never recorded are waited for at once, as CUDA does."""
+    """A stand-in for ``torch.cuda.Event``. As in CUDA, waiting for an event that was never recorded has no effect."""
 
     owner: Cuda
 
@@ -212,7 +212,7 @@ class _Event:
 
 
 def engine_listeners(log: Log) -> tuple[Callable[[int, int, int], None], Callable[[int, int, int], None]]:
-    """Return what autograd's engine reports events to, in a range of numbers of their own."""
+    """Return the callbacks for events of autograd's engine, which get negative numbers."""
 
     def record(event: int, device: int, stream: int) -> None:
         log.add("record", "autograd", Key(device, stream), event=-event)

@@ -1,4 +1,4 @@
-"""Symmetric memory: tensors that other ranks read and write where they lie, barriers and signals between ranks."""
+"""Symmetric memory: tensors that other ranks read and write directly, and barriers and signals between ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["SymmetricMemory"]
 
 
 class SymmetricMemory:
-    """Stands for ``torch.distributed._symmetric_memory`` and for the ``_SymmetricMemory`` in it."""
+    """A stand-in for ``torch.distributed._symmetric_memory`` and the class ``_SymmetricMemory`` in it."""
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self._allocated: dict[int, str] = {}  # the group that memory was allocated for, if one was named
+        self._allocated: dict[int, str] = {}  # by storage: the group that was named in the allocation, or ""
         self._handles: dict[tuple[int, str], Handle] = {}
         self._numbers: defaultdict[str, int] = defaultdict(int)
 
@@ -46,7 +46,7 @@ class SymmetricMemory:
         return tensor
 
     def rendezvous(self, tensor: torch.Tensor, group: Any = None, **named: Any) -> Handle | None:
-        """Return the handle of memory that was allocated here, ``None`` of other memory. Each rank makes the same calls."""
+        """Return the handle of memory that was allocated here, or ``None``. Each rank makes the same calls."""
         group = named.get("group_name", group)
         number = self.recording.memory.of(tensor).number
         if number not in self._allocated:
@@ -63,7 +63,7 @@ class SymmetricMemory:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace what torch has, for as long as it lasts."""
+        """Replace torch's symmetric memory within the context."""
         recording, works = self.recording, self.recording.works
 
         def register(tensor: torch.Tensor, work: Any) -> None:
@@ -83,7 +83,7 @@ class SymmetricMemory:
 
 
 class Handle:
-    """A stand-in for what a rendezvous returns."""
+    """A stand-in for the handle that a rendezvous returns."""
 
     def __init__(self, recording: Recording, group: Any, number: int, tensor: torch.Tensor) -> None:
         self.recording = recording
@@ -95,7 +95,7 @@ class Handle:
         self._buffers: dict[int, torch.Tensor] = {}
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
-        """Return memory of a rank of the group; other ranks' as a tensor on the own device, as torch does."""
+        """Return a tensor in the memory of a rank of the group. As in torch, it is on this rank's device."""
         if rank == self.rank:
             base = self._own
         else:
@@ -134,5 +134,5 @@ class Handle:
         )
 
     def _stream(self) -> Any:
-        # Kernels of symmetric memory run on the current stream of the device that the memory is on.
+        # Kernels of symmetric memory run on the current stream of the memory's device.
         return self.recording.cuda.key(self._own.device)

@@ -1,4 +1,4 @@
-"""Runs a function as each rank of a world of virtual GPUs, one rank after the other, and checks what they logged."""
+"""Runs a function as each rank of a world of virtual GPUs, one rank after the other, and checks the logs."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ DEVICES = 8
 
 @dataclass
 class Rank:
-    """What a test's function gets: the rank that it runs as.
+    """The rank as which a test's function runs.
 
     Attributes:
-        device: of this rank.
+        device: this rank's GPU.
     """
 
     rank: int
@@ -57,13 +57,13 @@ class Rank:
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """Compute with real tensors of the host meanwhile, as a device mesh does when it is made."""
+        """Compute with real tensors of the host within the context, as the constructor of a device mesh does."""
         with _disable_current_modes():
             yield
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Label what is logged meanwhile, for counters."""
+        """Label the entries that are logged within the context."""
         before, self.log.phase = self.log.phase, name
         try:
             yield
@@ -73,10 +73,10 @@ class Rank:
 
 @dataclass(frozen=True)
 class Result:
-    """What all ranks logged and what is wrong with it.
+    """The logs of all ranks and the faults in them.
 
     Attributes:
-        values: what the function returned for each rank.
+        values: the function's result on each rank.
     """
 
     logs: Sequence[Log]
@@ -84,17 +84,17 @@ class Result:
 
     @property
     def faults(self) -> list[Fault]:
-        """The faults; worked out anew each time."""
+        """The faults, computed at each access."""
         return check(self.logs)
 
     def assert_clean(self) -> None:
-        """Fail with a description of each fault, if there is one."""
+        """Fail with a description of the faults, if there are any."""
         __tracebackhide__ = True
         faults = self.faults
         assert not faults, f"{len(faults)} faults:\n" + "\n".join(map(str, faults[:10]))
 
     def count(self, phase: str | None = None, rank: int = 0) -> Counter[str]:
-        """Count what one rank's host asked for in a phase, by kind; ``syncs`` are its waits for a device."""
+        """Count the entries of one rank's log in a phase by kind. ``syncs`` are the host's waits for a device."""
         counts: Counter[str] = Counter()
         for entry in self.logs[rank].entries:
             if phase is None or entry.phase == phase:
@@ -112,14 +112,13 @@ def run(
     bind_device: bool = False,
     **kwargs: Any,
 ) -> Result:
-    """Run ``function(rank, *args, **kwargs)`` as each rank, on ``cuda:<rank>`` and with a NCCL process group.
+    """Run ``function(rank, *args, **kwargs)`` as each rank, on ``cuda:<rank>`` and with an NCCL process group.
 
-    Data are fake, so no rank depends on what another has computed. Ranks take it for granted that they compiled the same:
-    nobody compares.
+    Data are fake, so no rank depends on the results of another. Ranks assume that they have compiled the same traces.
 
     Args:
-        ranks: those to run as; all. Collectives are matched among them.
-        set_device: call ``torch.cuda.set_device``; else every rank's current device is 0.
+        ranks: the ranks to run, by default all. Collectives are matched among these.
+        set_device: whether to call ``torch.cuda.set_device``. Otherwise every rank's current device is 0.
         bind_device: give ``init_process_group`` the device, so that further groups split the default communicator.
     """
     logs, values = [], []
@@ -132,14 +131,14 @@ def run(
 
 @contextlib.contextmanager
 def virtual_rank(rank: int, world_size: int, *, set_device: bool = True, bind_device: bool = False) -> Iterator[Rank]:
-    """Be one rank: on virtual GPUs, with fake tensors and a process group. Everything is undone afterwards."""
+    """Run the context as one rank, on virtual GPUs, with fake tensors and a process group. At its end, undo everything."""
     guard = library()
     log = Log(rank)
     cuda = Cuda(log, DEVICES)
     recording = Recording(log, Memory(log, cuda.key), cuda)
     device = torch.device("cuda", rank % DEVICES)
     with contextlib.ExitStack() as stack:
-        for where, name, value in _replaced(recording, alone=True):
+        for where, name, value in _replacements(recording, assume_agreement=True):
             stack.enter_context(mock.patch.object(where, name, value, create=name in ("ProcessGroupNCCL", "type")))
         guard.virtual_gpu_set_available(1)
         stack.callback(guard.virtual_gpu_set_available, 0)
@@ -150,7 +149,7 @@ def virtual_rank(rank: int, world_size: int, *, set_device: bool = True, bind_de
         for index in range(DEVICES):
             guard.virtual_gpu_set_stream(index, 0)
             stack.callback(guard.virtual_gpu_set_stream, index, 0)
-        # Fake tensors are not for several threads. Each node of autograd still runs on the stream of its forward.
+        # Fake tensors do not support several threads. Each autograd node still runs on the stream of its forward.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(SymmetricMemory(recording).installed())
         stack.enter_context(_process_group(rank, world_size, device if bind_device else None))
@@ -160,8 +159,8 @@ def virtual_rank(rank: int, world_size: int, *, set_device: bool = True, bind_de
         del callbacks
 
 
-def _replaced(recording: Recording, *, alone: bool) -> Iterator[tuple[Any, str, Any]]:
-    """What is another object meanwhile: owner, name, value."""
+def _replacements(recording: Recording, *, assume_agreement: bool) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the attributes that are replaced during a run: owner, name, new value."""
     memory = recording.memory
     for name, value in recording.cuda.replacements().items():
         yield torch.cuda, name, value
@@ -180,7 +179,7 @@ def _replaced(recording: Recording, *, alone: bool) -> Iterator[tuple[Any, str, 
 
     def set_data(tensor: torch.Tensor, new: torch.Tensor) -> None:
         own_data.__set__(tensor, new)
-        if is_fake(tensor) and is_fake(new):  # it keeps its device beside its memory
+        if is_fake(tensor) and is_fake(new):  # a fake tensor stores its device in an attribute
             tensor.fake_device = new.fake_device
 
     own_data = torch._C.TensorBase.data
@@ -196,27 +195,27 @@ def _replaced(recording: Recording, *, alone: bool) -> Iterator[tuple[Any, str, 
     yield setup, "type", _type_of
     for module in (bucket, meta_init, sharded_module):
         yield module, "replace_data", _replace_data
-    yield sharded_module, "is_blank", lambda tensor: False  # fake numbers look alike
-    if alone:  # ranks run one after the other: none can answer another
-        yield sharded_module, "Agreement", _Alone
-        yield consistency, "Agreement", _Alone
+    yield sharded_module, "is_blank", lambda tensor: False  # fake tensors have no values
+    if assume_agreement:  # ranks run one after the other, so they cannot communicate
+        yield sharded_module, "Agreement", _AssumeAgreement
+        yield consistency, "Agreement", _AssumeAgreement
         yield group_creation, "_level_group_counts", lambda *ranks: []
 
 
 def _type_of(value: Any) -> type:
-    """Return the type, that of a plain parameter for a fake one, whose class is ``FakeTensor``."""
+    """Return ``nn.Parameter`` for a fake parameter, whose class is ``FakeTensor``, and otherwise the type."""
     return torch.nn.Parameter if is_fake(value) and getattr(value, "_is_param", False) else type(value)
 
 
 def _replace_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
-    """Replace a parameter's memory; a fake tensor keeps its device as an attribute, which would stay."""
+    """Replace a parameter's memory, and the device that a fake tensor stores in an attribute."""
     private_api.replace_data(param, data)
     if is_fake(param):
         param.fake_device = data.device  # type: ignore[attr-defined]
 
 
-class _Alone(consistency.Agreement):
-    """Takes it for granted that all ranks agree."""
+class _AssumeAgreement(consistency.Agreement):
+    """An agreement that assumes that all ranks agree."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
