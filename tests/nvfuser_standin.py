@@ -54,7 +54,7 @@ def install() -> FusionExecutor:
         for symbol in (
             ltorch.cross_entropy,
             ltorch.scaled_dot_product_attention,
-        ):  # they become operators of nvFuser's own
+        ):  # real nvFuser runs them with its own operators, which the stand-in does not have
             del impl.ex.implmap[symbol.id]
     return sys.modules["thunder.executors.nvfuserex_impl"].ex
 

@@ -94,8 +94,8 @@ def test_communication_is_nccl_kernels_and_activities_on_other_streams() -> None
         ([(0, 4)], [(1, 3)], 0),
         ([(0, 2)], [(1, 5)], 3),
         ([(0, 2), (3, 4)], [(1, 5)], 2),  # in the gap between two kernels, and after them
-        ([(2, 3)], [(0, 4), (1, 5)], 4),  # two collectives at once count once
-        ([(0, 3), (1, 2)], [(2, 4)], 1),  # so do kernels
+        ([(2, 3)], [(0, 4), (1, 5)], 4),  # overlapping collectives count once
+        ([(0, 3), (1, 2)], [(2, 4)], 1),  # overlapping kernels count once
     ],
 )
 def test_exposed_is_the_time_of_communication_without_compute(

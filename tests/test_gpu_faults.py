@@ -167,7 +167,9 @@ def _broadcast_module(rank: Rank) -> None:
 def test_a_module_on_the_cpu_is_broadcast_through_the_gpu_if_there_is_only_nccl() -> None:
     result = run(_broadcast_module)
     result.assert_clean()
-    assert result.count("jit")["collective"] == len(list(Stack(1).parameters())) + 1  # and the buffer
+    assert (
+        result.count("jit")["collective"] == len(list(Stack(1).parameters())) + 1
+    )  # one for each parameter, one for the buffer
 
 
 def _shard_on_the_cpu(rank: Rank, broadcast_from: int | None) -> None:

@@ -47,7 +47,7 @@ def test_training_again_gives_the_same_bits(ranks: Ranks) -> None:
         assert len(set(found)) == 1
 
 
-def test_accumulation_and_clipping(ranks: Ranks) -> None:
+def test_accumulated_and_clipped_gradients_match_the_unsharded_model(ranks: Ranks) -> None:
     ranks.run(on_gpus.accumulates_and_clips_gradients, SMALL, "flat")
 
 
@@ -55,28 +55,28 @@ def test_training_continues_after_an_exception(ranks: Ranks) -> None:
     ranks.run(on_gpus.recovers_after_an_exception, SMALL)
 
 
-def test_devices_and_memory(ranks: Ranks) -> None:
+def test_shards_are_on_the_requested_device_and_steps_allocate_nothing_more(ranks: Ranks) -> None:
     ranks.run(on_gpus.uses_its_own_device, SMALL)
     ranks.run(on_gpus.trains_on_a_device_that_is_not_current, SMALL, CPU, "flat")
     assert ranks.run(on_gpus.bytes_allocated_after_steps, SMALL, "flat") == [[0] * 5] * 2
     ranks.run(on_gpus.initializes_on_the_device, SMALL)
 
 
-def test_offloading(ranks: Ranks) -> None:
+def test_offloaded_training_matches_resident_training(ranks: Ranks) -> None:
     ranks.run(on_gpus.trains_with_offloading, SMALL)
 
 
-def test_running_eagerly(ranks: Ranks) -> None:
+def test_eager_runs_give_the_loss_of_the_unsharded_module(ranks: Ranks) -> None:
     ranks.run(on_gpus.runs_eagerly, SMALL)
 
 
-def test_measuring(ranks: Ranks) -> None:
+def test_a_step_is_measured_and_simulated(ranks: Ranks) -> None:
     for step, simulated in ranks.run(on_gpus.measured_and_simulated_seconds, SMALL):
         assert step > 0
         assert simulated > 0
 
 
-def test_counting_kernels(ranks: Ranks) -> None:
+def test_launched_kernels_are_counted(ranks: Ranks) -> None:
     for counts in ranks.run(on_gpus.launched_kernels, SMALL, "flat"):
         assert counts["buckets"] > 2
         assert counts["aten::mm"] > 2

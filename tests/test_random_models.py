@@ -57,7 +57,7 @@ def test_every_promise_holds_on_fake_ranks(part: int, case: Case, world_size: in
         return fsdp(**options_of(case, lambda: dist.new_group(list(range(world_size)), group_desc="others")))
 
     try:
-        transform = compile_as_rank(make, ask, rank=rank, world_size=world_size)  # verifies
+        transform = compile_as_rank(make, ask, rank=rank, world_size=world_size)  # includes ``verify``
     except ValueError as error:
         assert "bytes are too few: with prefetch=" in str(error)
         reject()

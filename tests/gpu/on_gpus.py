@@ -274,7 +274,7 @@ def _fill(module: torch.nn.Module) -> None:
 
 
 #
-# What runs on the device
+# Kernels, measuring, eager runs
 #
 
 

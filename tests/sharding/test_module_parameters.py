@@ -137,7 +137,7 @@ def _unfreeze(rank: int, world_size: int) -> None:
     twins.update()
 
 
-def test_unreduced_gradients_of_an_unfrozen_layer_are_reduced_although_the_last_backward_skips_it(ranks: Ranks) -> None:
+def test_unreduced_gradients_of_an_unfrozen_layer_are_reduced_by_a_backward_that_skips_it(ranks: Ranks) -> None:
     ranks.run(_unfreeze)
 
 

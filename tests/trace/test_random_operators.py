@@ -79,14 +79,14 @@ def _expected_values(together: tuple[Use, ...]) -> tuple[str, dict[str, Any]]:
         values = _values(jitted, named, model.width)
     except Exception:
         return "thunder", {}
-    if not _difference(eager, again):  # nothing random
+    if not _difference(eager, again):  # nothing is random
         return ("thunder is wrong", {}) if _difference(values, eager) else ("", eager)
     repeated = _values(jitted, named, model.width)
     return ("thunder is not repeatable", {}) if _difference(repeated, values) else ("", values)
 
 
 def _failure_of_sharded(together: tuple[Use, ...], expected: dict[str, Any], options: dict[str, Any]) -> str:
-    """Return how the sharded model fails, empty if it does not."""
+    """Return how the sharded model fails, or an empty string."""
     try:
         model = OperatorModel(together)
         transform = fsdp(**options)

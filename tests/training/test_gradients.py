@@ -244,7 +244,9 @@ def _compute_norms_of_derived_tensors(rank: int, world_size: int) -> None:
                 nn.utils.clip_grad_norm_(params, 1.0)
     for grad in grads:
         assert type(grad.sum()) is type(grad.as_subclass(torch.Tensor)) is type(torch.ones(2).add_(1)) is torch.Tensor
-        assert type(torch.zeros_like(grad.as_subclass(torch.Tensor)).add_(grad)) is torch.Tensor  # an optimizer's state
+        assert (
+            type(torch.zeros_like(grad.as_subclass(torch.Tensor)).add_(grad)) is torch.Tensor
+        )  # such as optimizer state
     clip_grad_norm_(model, 1.0)
     [momentum, *_] = (state["momentum_buffer"] for state in optimizer.state.values())
     assert type(pickle.loads(pickle.dumps(momentum))) is torch.Tensor

@@ -324,7 +324,7 @@ def _load(rank: int, world_size: int, folder: Path, size: int) -> None:
     def resume(saved: str, add_optimizer: Callable[[ShardedAndReference], object]) -> None:
         both = ShardedAndReference(process_group=group)
         add_optimizer(both)
-        expected = ShardedAndReference(process_group=group)  # its reference was never saved
+        expected = ShardedAndReference(process_group=group)  # trained without saving and loading
         add_optimizer(expected)
         expected.train(range(3))
         with torch.no_grad():

@@ -148,7 +148,7 @@ def test_a_wrong_schedule_is_caught_by_verify():
 
 
 #
-# All ranks agree
+# Agreement between ranks
 #
 
 

@@ -87,7 +87,7 @@ def in_place(trace: TraceCtx) -> dict[str, bool]:
 
 
 #
-# Which gradients
+# Which gradients are written in place
 #
 
 
