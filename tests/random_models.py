@@ -96,7 +96,7 @@ class RandomBlock(nn.Module):
         elif spec.kind == "sliced":
             self.both = nn.Parameter(torch.randn(2 * width + 1, width) / 3)
         elif spec.kind == "embedding":
-            self.table = nn.Embedding(inner + 2, width)  # at least one row for each of the batch
+            self.table = nn.Embedding(inner + 2, width)  # at least as many rows as a batch has
         first = next(self.parameters())
         first.requires_grad_(not spec.frozen)
         self.to(torch.float64 if spec.double else torch.float32)

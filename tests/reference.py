@@ -24,7 +24,7 @@ __all__ = ["Twins", "loss_of", "saved_for_backward"]
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the loss that the model computes, or for other outputs one that weights each element differently."""
+    """Return a loss: the sum of scalar outputs and of weighted mean squares of others, so that every element matters."""
     terms = []
     for leaf in tree_leaves(output):
         weights = torch.linspace(0.5, 1.5, leaf.numel(), dtype=leaf.dtype).view(leaf.shape)

@@ -352,7 +352,7 @@ def test_an_all_reduce_is_not_issued_after_a_reduce_scatter_too_small_to_hide_it
 
 
 def _train_with_backends(rank: int, world_size: int) -> None:
-    for backend in ("undefined", "cpu:gloo"):  # the first is that of init_process_group() without a backend
+    for backend in ("undefined", "cpu:gloo"):  # init_process_group() without arguments sets the first
         group = dist.new_group(backend=backend)
         twins = Twins(rank, world_size, Stack(1).double(), process_group=group, separate_reduce_scatter_group=True)
         assert {bucket.comm.transport for bucket in twins.transform.plan} == {"all_to_all"}, backend

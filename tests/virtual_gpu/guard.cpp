@@ -1,7 +1,7 @@
 // A device guard for "cuda" on a torch without CUDA: current device and streams of each thread, and events.
 //
 // torch's C++ asks the guard of a device type for its current stream when a tensor enters an autograd graph, and autograd's
-// engine sets streams, records and waits for events through it. Here these go to Python.
+// engine sets streams, records and waits for events through it. This guard reports them to Python.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -65,8 +65,8 @@ struct VirtualGuard final : impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(CUDA, VirtualGuard);
 
-// What at::getAccelerator asks. The object that torch asks exists already, so it is replaced where it lies.
-// Without `override`: not every release of torch has all of them.
+// The object that at::getAccelerator queries. It exists already in torch, so it is replaced in place.
+// Without `override`, because not every release of torch has all of these methods.
 struct VirtualHooks final : at::CUDAHooksInterface {
   bool isBuilt() const { return true; }
   bool isAvailable() const { return true; }
