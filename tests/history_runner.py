@@ -70,9 +70,9 @@ class HistoryRunner:
         self.mismatch: str | None = None
         self.gradients_diverged = self.unnoticed_divergence = False
 
-    def local_rows(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def local_rows(self, name: str, unsharded_value: torch.Tensor) -> torch.Tensor:
         bucket, index = self.locations[name]
-        return bucket.local_rows(index, whole)
+        return bucket.local_rows(index, unsharded_value)
 
     def fail(self, text: str) -> None:
         self.mismatch = self.mismatch or text
@@ -295,10 +295,10 @@ class HistoryRunner:
 
     def _full_state(self, actions: Sequence[Action | None]) -> None:
         if actions[self.rank] is not None:
-            whole = full_state_dict(self.sharded)
+            unsharded_value = full_state_dict(self.sharded)
             if not self.gradients_diverged:
                 for name, param in self.unsharded.params.items():
-                    self.compare(f"{name} of full_state_dict", whole[name], param)
+                    self.compare(f"{name} of full_state_dict", unsharded_value[name], param)
 
     def _eager(self, actions: Sequence[Action | None]) -> None:
         for rank, action in enumerate(actions):

@@ -113,7 +113,7 @@ class Twins:
                 grad /= self.world_size
         return grads
 
-    def whole_grads(self) -> dict[str, torch.Tensor | None]:
+    def gathered_grads(self) -> dict[str, torch.Tensor | None]:
         """Return the sharded module's gradients, gathered."""
         grads = {}
         for name, (bucket, index) in self.transform.sharded.locations.items():
@@ -122,7 +122,7 @@ class Twins:
         return grads
 
     def check_grads(self) -> None:
-        ours, theirs = self.whole_grads(), self.mean_grads()
+        ours, theirs = self.gathered_grads(), self.mean_grads()
         for name, grad in ours.items():
             expected = theirs[name]
             assert (grad is None) == (expected is None), f"gradient of {name}: {grad}, expected {expected}"

@@ -161,7 +161,7 @@ def test_parameters_can_be_frozen_after_the_first_steps(ranks: Ranks) -> None:
 #
 
 
-def _train_gpt_on_whole_batches(rank: int, world_size: int, strategy: str) -> None:
+def _compare_gpt_with_one_process(rank: int, world_size: int, strategy: str) -> None:
     twins = Twins(rank, world_size, GPT(blocks=1, tied=True).double(), sharding_strategy=strategy)
     twins.use(lambda params: torch.optim.AdamW(params, lr=1e-2))
     for step in range(3):
@@ -169,9 +169,9 @@ def _train_gpt_on_whole_batches(rank: int, world_size: int, strategy: str) -> No
         loss = twins.sharded(*batches[rank])
         loss.backward()
         dist.all_reduce(loss.detach())
-        whole = twins.reference(*(torch.cat(tensors) for tensors in zip(*batches, strict=True)))
-        whole.backward()
-        torch.testing.assert_close(loss.detach() / world_size, whole.detach(), rtol=1e-9, atol=1e-9)
+        reference_loss = twins.reference(*(torch.cat(tensors) for tensors in zip(*batches, strict=True)))
+        reference_loss.backward()
+        torch.testing.assert_close(loss.detach() / world_size, reference_loss.detach(), rtol=1e-9, atol=1e-9)
         for optimizer in twins.optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -182,7 +182,7 @@ def _train_gpt_on_whole_batches(rank: int, world_size: int, strategy: str) -> No
 
 @only_zero3
 def test_gpt_trains_like_one_process_with_the_batches_of_all_ranks(ranks: Ranks, strategy: str) -> None:
-    ranks.run(_train_gpt_on_whole_batches, strategy)
+    ranks.run(_compare_gpt_with_one_process, strategy)
 
 
 def _train_gpt_bit_for_bit(rank: int, world_size: int, strategy: str) -> None:
@@ -234,7 +234,7 @@ def test_every_prefetch_and_bucketing_gives_the_same_bits(ranks: Ranks, strategy
     ranks.run(_sweep_options, strategy, timeout=400)
 
 
-def _train_beside_fsdp2(rank: int, world_size: int, strategy: str) -> None:
+def _compare_with_fsdp2(rank: int, world_size: int, strategy: str) -> None:
     # ReLU, because Thunder decomposes the backward of tanh and GELU, which rounds differently from eager torch.
     model = Stack(3, width=8, activation=torch.relu)
     peer = copy.deepcopy(model)
@@ -257,7 +257,7 @@ def _train_beside_fsdp2(rank: int, world_size: int, strategy: str) -> None:
 
 @each_strategy
 def test_parameters_are_bit_equal_to_fsdp2_in_float32(ranks: Ranks, strategy: str) -> None:
-    ranks.run(_train_beside_fsdp2, strategy)
+    ranks.run(_compare_with_fsdp2, strategy)
 
 
 #

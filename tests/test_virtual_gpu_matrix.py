@@ -171,8 +171,8 @@ def save_and_load(rank: Rank, **options: Any) -> None:
     for _ in range(2):
         model(batch(rank)).sum().backward()
         update(model)
-        whole = thunder_fsdp_sched.full_state_dict(model)
-        model.load_original_state_dict(whole)
+        unsharded = thunder_fsdp_sched.full_state_dict(model)
+        model.load_original_state_dict(unsharded)
 
 
 def use_autocast(rank: Rank, **options: Any) -> None:

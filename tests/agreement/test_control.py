@@ -90,8 +90,8 @@ def _run_different_variants(rank: int, world_size: int, tmp_path: Path) -> None:
             model.train()
 
     def run_eagerly() -> None:
-        with tfs.eager(model) as whole:
-            whole(two, True)
+        with tfs.eager(model) as eager_module:
+            eager_module(two, True)
 
     def backward_only() -> None:
         loss.backward()

@@ -72,7 +72,7 @@ def test_hybrid_sharding_trains_like_the_unsharded_model(four_ranks: Ranks, stra
     four_ranks.run(_train_hybrid, strategy)
 
 
-def _train_hybrid_beside_fsdp2(rank: int, world_size: int) -> None:
+def _compare_hybrid_with_fsdp2(rank: int, world_size: int) -> None:
     """Compare with FSDP2 on the same mesh. Results differ by rounding, because Thunder decomposes gradients."""
     mesh = _mesh()
     models = [Stack(2).double(), Stack(2).double()]
@@ -88,13 +88,13 @@ def _train_hybrid_beside_fsdp2(rank: int, world_size: int) -> None:
             model(x).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    whole = full_state_dict(ours)
+    unsharded = full_state_dict(ours)
     for name, param in theirs.named_parameters():
-        torch.testing.assert_close(whole[name], param.full_tensor(), rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(unsharded[name], param.full_tensor(), rtol=1e-8, atol=1e-8)
 
 
 def test_hybrid_sharding_trains_like_fsdp2_on_the_same_mesh(four_ranks: Ranks) -> None:
-    four_ranks.run(_train_hybrid_beside_fsdp2)
+    four_ranks.run(_compare_hybrid_with_fsdp2)
 
 
 def _hybrid_in_low_precision(rank: int, world_size: int) -> None:

@@ -164,21 +164,21 @@ def _deterministic() -> Iterator[None]:
 def accumulates_and_clips_gradients(rank: int, world_size: int, size: Size, transport: str) -> None:
     """Compare gradients accumulated with ``no_sync``, and their norm, with the unsharded model's."""
     sharded = thunder.jit(size.model(), transforms=[fsdp(transport=transport)])
-    whole = thunder.jit(size.model())
+    unsharded = thunder.jit(size.model())
     first, second = size.tokens(rank), size.tokens(rank + world_size)
     with sharded.no_sync():
         sharded(first, first).backward()
     sharded(second, second).backward()
     for number in range(2 * world_size):
         tokens = size.tokens(number)
-        (whole(tokens, tokens) / world_size).backward()
-    expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        (unsharded(tokens, tokens) / world_size).backward()
+    expected = torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 0.1)
     norm = clip_grad_norm_(sharded, 0.1)
     torch.testing.assert_close(norm.to(expected.device), expected, rtol=1e-4, atol=0)
     start = size.model().state_dict()
-    for module in (sharded, whole):
+    for module in (sharded, unsharded):
         torch.optim.SGD(module.parameters(), lr=1.0).step()
-    _assert_near(full_state_dict(sharded), whole.state_dict(), start, 1e-3)
+    _assert_near(full_state_dict(sharded), unsharded.state_dict(), start, 1e-3)
 
 
 def recovers_after_an_exception(rank: int, world_size: int, size: Size) -> None:

@@ -53,7 +53,7 @@ class _WithFSDP2(Twins):
         self.close(losses[0], losses[1], "loss")
         grads = {name: param.grad for name, param in self.peer.named_parameters(remove_duplicate=False)}
         self._compare_peer(
-            {f"gradient of {name}": grad for name, grad in self.whole_grads().items()},
+            {f"gradient of {name}": grad for name, grad in self.gathered_grads().items()},
             {f"gradient of {name}": grad for name, grad in grads.items()},
         )
         self.update()

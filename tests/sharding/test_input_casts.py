@@ -222,7 +222,7 @@ def test_gradients_are_accumulated_and_reduced_in_the_dtype_of_the_policy(
     ranks.run(_accumulate, reduce_dtype)
 
 
-def _train_beside_fsdp2(rank: int, world_size: int, strategy: str) -> None:
+def _compare_with_fsdp2(rank: int, world_size: int, strategy: str) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32, cast_forward_inputs=True
     )
@@ -244,15 +244,15 @@ def _train_beside_fsdp2(rank: int, world_size: int, strategy: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         torch.testing.assert_close(*(loss.detach() for loss in losses), rtol=2e-2, atol=2e-2)
-    whole = full_state_dict(ours)
+    unsharded = full_state_dict(ours)
     for name, param in theirs.named_parameters():
         # bfloat16 has 8 bits of precision, and eager torch and Thunder round bias gradients differently.
-        torch.testing.assert_close(whole[name], param.full_tensor(), rtol=1e-2, atol=4e-3)
+        torch.testing.assert_close(unsharded[name], param.full_tensor(), rtol=1e-2, atol=4e-3)
 
 
 @each_strategy
 def test_trains_like_fsdp2_with_the_same_policy(ranks: Ranks, strategy: str) -> None:
-    ranks.run(_train_beside_fsdp2, strategy)
+    ranks.run(_compare_with_fsdp2, strategy)
 
 
 class CastsItself(nn.Module):

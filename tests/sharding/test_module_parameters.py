@@ -303,8 +303,8 @@ def _misuse_sharded_parameters(rank: int, world_size: int) -> None:
     for again in (module, model, nn.Sequential(module.first)):
         with pytest.raises(ValueError, match=r"is a shard already, of 'first\.weight'"):
             thunder.jit(again, transforms=[fsdp()])
-    with tfs.eager(model) as whole:
-        assert whole.first(x).shape == (2, 4)
+    with tfs.eager(model) as eager_module:
+        assert eager_module.first(x).shape == (2, 4)
     expected = model(x)
 
     # Replaced parameters and submodules are refused on a cache hit, and accepted again when they are put back.

@@ -97,8 +97,8 @@ def _failure_of_sharded(together: tuple[Use, ...], expected: dict[str, Any], opt
             wanted = dict(expected)
             for name in named:
                 bucket, index = transform.sharded.locations[name]
-                if (whole := expected[f"gradient of {name}"]) is not None:
-                    wanted[f"gradient of {name}"] = bucket.local_rows(index, whole)
+                if (unsharded := expected[f"gradient of {name}"]) is not None:
+                    wanted[f"gradient of {name}"] = bucket.local_rows(index, unsharded)
             if difference := _difference(values, wanted):
                 return f"wrong: {difference}"
     except Exception as error:

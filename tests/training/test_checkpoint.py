@@ -49,17 +49,17 @@ def _train(model: Any, optimizer: torch.optim.Optimizer, rank: int, steps: range
         optimizer.zero_grad()
 
 
-def _whole_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _gathered_optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return the optimizer's state, gathered, and its settings."""
     sharded = next(t for t in model._lc_transforms if hasattr(t, "sharded")).sharded
-    whole: dict[str, torch.Tensor] = {}
+    gathered: dict[str, torch.Tensor] = {}
     for number, group in enumerate(optimizer.param_groups):
-        whole[f"lr {number}"] = torch.tensor([group["lr"], group["weight_decay"]])
+        gathered[f"lr {number}"] = torch.tensor([group["lr"], group["weight_decay"]])
     for name, param in model.named_parameters():
         for key, value in optimizer.state.get(param, {}).items():
             is_rows = name in sharded.locations and value.ndim
-            whole[f"{name} {key}"] = gather_param(*sharded.locations[name], value) if is_rows else value.clone()
-    return whole
+            gathered[f"{name} {key}"] = gather_param(*sharded.locations[name], value) if is_rows else value.clone()
+    return gathered
 
 
 def _assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -78,7 +78,7 @@ def _save_on_all(rank: int, world_size: int, folder: Path, options: dict[str, An
     for group in optimizer.param_groups:
         group["lr"] /= 2
     save_checkpoint(folder, model, optimizer, extra={"step": 2, "rng": torch.arange(3)})
-    return full_state_dict(model), _whole_optimizer(model, optimizer)
+    return full_state_dict(model), _gathered_optimizer_state(model, optimizer)
 
 
 def _load_on_some(
@@ -91,7 +91,7 @@ def _load_on_some(
     rest = load_checkpoint(folder, model, optimizer, extra={"step": 0, "rng": torch.zeros(3, dtype=torch.int64)})
     assert rest["step"] == 2 and rest["rng"].tolist() == [0, 1, 2]
     _assert_equal(full_state_dict(model), saved[0])
-    _assert_equal(_whole_optimizer(model, optimizer), saved[1])
+    _assert_equal(_gathered_optimizer_state(model, optimizer), saved[1])
     assert all(p.grad is None for p in model.parameters())
     if size == 2:
         _train(model, optimizer, rank, range(2, 3))
@@ -170,7 +170,7 @@ def _fsdp2(world_size: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def _whole(entries: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _full_tensors(entries: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {n: e.full_tensor() if isinstance(e, DTensor) else e for n, e in entries.items()}
 
 
@@ -185,12 +185,12 @@ def _load_fsdp2_checkpoint(rank: int, world_size: int, folder: Path, options: di
     ours = thunder.jit(_gpt(), transforms=[fsdp(**options)])
     optimizer = torch.optim.AdamW(ours.parameters(), lr=0.5)
     load_checkpoint(folder, ours, optimizer)
-    _assert_equal(full_state_dict(ours), _whole(theirs.state_dict()))
+    _assert_equal(full_state_dict(ours), _full_tensors(theirs.state_dict()))
     moments = {
         f"{name} {key}": value for name, of_param in state["optim"]["state"].items() for key, value in of_param.items()
     }
-    ours_whole = {n: v for n, v in _whole_optimizer(ours, optimizer).items() if not n.startswith("lr")}
-    _assert_equal(ours_whole, _whole(moments))
+    our_moments = {n: v for n, v in _gathered_optimizer_state(ours, optimizer).items() if not n.startswith("lr")}
+    _assert_equal(our_moments, _full_tensors(moments))
     assert optimizer.param_groups[0]["lr"] == 0.01
     expected = _steps(theirs, their_optimizer, rank, range(2, 4))
     torch.testing.assert_close(_steps(ours, optimizer, rank, range(2, 4)), expected, rtol=1e-5, atol=1e-5)
@@ -211,7 +211,7 @@ def _save_for_fsdp2(rank: int, world_size: int, folder: Path, options: dict[str,
     torch_state_dict.set_state_dict(
         theirs, their_optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
     )
-    _assert_equal(_whole(theirs.state_dict()), full_state_dict(ours))
+    _assert_equal(_full_tensors(theirs.state_dict()), full_state_dict(ours))
     expected = _steps(ours, optimizer, rank, range(2, 4))
     torch.testing.assert_close(_steps(theirs, their_optimizer, rank, range(2, 4)), expected, rtol=1e-5, atol=1e-5)
 
@@ -230,7 +230,7 @@ def test_training_continues_from_a_checkpoint_of_fsdp2_and_vice_versa(
 def _save_while_training_goes_on(rank: int, world_size: int, folder: Path) -> None:
     model, optimizer = _everything()
     _train(model, optimizer, 0, range(1))
-    expected = full_state_dict(model), _whole_optimizer(model, optimizer)
+    expected = full_state_dict(model), _gathered_optimizer_state(model, optimizer)
     state = {"model": get_model_state_dict(model), "optim": tfs.get_optimizer_state_dict(model, optimizer)}
     saving = dcp.async_save(state, checkpoint_id=folder)
     with torch.no_grad():
@@ -240,7 +240,7 @@ def _save_while_training_goes_on(rank: int, world_size: int, folder: Path) -> No
     other, other_optimizer = _everything(seed=5)
     load_checkpoint(folder, other, other_optimizer)
     _assert_equal(full_state_dict(other), expected[0])
-    _assert_equal(_whole_optimizer(other, other_optimizer), expected[1])
+    _assert_equal(_gathered_optimizer_state(other, other_optimizer), expected[1])
 
 
 def test_an_asynchronous_save_holds_the_values_at_its_start(ranks: Ranks, tmp_path: Path) -> None:
@@ -336,8 +336,8 @@ def _load_larger_model(rank: int, world_size: int, folder: Path) -> None:
     save_checkpoint(folder, model)
     fewer = thunder.jit(_ModelThatDoesNotFit("extra").double(), transforms=[fsdp()])
     load_checkpoint(folder, fewer, strict=False)
-    whole = full_state_dict(model)
-    _assert_equal(full_state_dict(fewer), {n: v for n, v in whole.items() if not n.startswith("blocks.1.")})
+    gathered = full_state_dict(model)
+    _assert_equal(full_state_dict(fewer), {n: v for n, v in gathered.items() if not n.startswith("blocks.1.")})
 
 
 def test_strict_false_loads_from_a_checkpoint_of_a_larger_model(ranks: Ranks, tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ def _save_and_be_killed(rank: int, world_size: int, folder: Path) -> None:
     model, optimizer = _everything()
     _train(model, optimizer, 0, range(1))
     save_checkpoint(folder / "good", model, optimizer)
-    torch.save((full_state_dict(model), _whole_optimizer(model, optimizer)), folder / f"expected-{rank}")
+    torch.save((full_state_dict(model), _gathered_optimizer_state(model, optimizer)), folder / f"expected-{rank}")
     _train(model, optimizer, rank, range(1, 2))
     if rank == 1:
         # It dies with a partly written file.
@@ -407,7 +407,7 @@ def _load_the_last_good_one(rank: int, world_size: int, folder: Path) -> None:
     load_checkpoint(latest, model, optimizer)
     state, optimizer_state = torch.load(folder / f"expected-{rank}")
     _assert_equal(full_state_dict(model), state)
-    _assert_equal(_whole_optimizer(model, optimizer), optimizer_state)
+    _assert_equal(_gathered_optimizer_state(model, optimizer), optimizer_state)
     with pytest.raises(tfs.CheckpointError, match="is a checkpoint whose save did not end"):
         load_checkpoint(folder / "bad", model)
 
@@ -441,9 +441,9 @@ def _export_and_import(rank: int, world_size: int, folder: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted((folder / "whole").glob("*.safetensors")):
         tensors |= load_file(file)
-    whole = full_state_dict(model)
+    gathered = full_state_dict(model)
     tied = {"head.weight"}
-    _assert_equal(tensors, {n: v for n, v in whole.items() if n not in tied})
+    _assert_equal(tensors, {n: v for n, v in gathered.items() if n not in tied})
     assert index.name == "model.safetensors.index.json"
     fresh = Everything().double()
     assert set(fresh.load_state_dict(tensors, strict=False).missing_keys) == tied
@@ -452,7 +452,7 @@ def _export_and_import(rank: int, world_size: int, folder: Path) -> None:
 
     other, _ = _everything(seed=4, transport="coalesced", bucketing_strategy="none")
     tfs.load_safetensors(other, folder / "whole")
-    _assert_equal(full_state_dict(other), whole)
+    _assert_equal(full_state_dict(other), gathered)
 
     _change_parameters(other)
     before = {n: t.clone() for n, t in rows_by_name(other).items()}

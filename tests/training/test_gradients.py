@@ -46,7 +46,7 @@ def _clip(rank: int, world_size: int, model: str, options: dict[str, Any]) -> No
         norms_of_all_ranks = [torch.empty_like(ours) for _ in range(world_size)]
         dist.all_gather(norms_of_all_ranks, ours)
         assert all(torch.equal(norm, ours) for norm in norms_of_all_ranks)
-        for name, ours_grad in twins.whole_grads().items():
+        for name, ours_grad in twins.gathered_grads().items():
             if ours_grad is not None:
                 twins.close(ours_grad, twins.reference.get_parameter(name).grad, name)
         for optimizer in twins.optimizers:

@@ -82,9 +82,9 @@ def test_training_continues_from_a_loaded_sharded_state_dict(ranks: Ranks) -> No
 def _check_full_state_dict(rank: int, world_size: int) -> None:
     twins = _make_twins(rank, world_size, move_state_dict_to_cpu=True)
     before = twins.reference.state_dict()
-    whole = full_state_dict(twins.sharded)
-    assert list(whole) and set(whole) == set(before)
-    for name, value in whole.items():  # bit equal before any training
+    unsharded = full_state_dict(twins.sharded)
+    assert list(unsharded) and set(unsharded) == set(before)
+    for name, value in unsharded.items():  # bit equal before any training
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
         assert value.device.type == "cpu" and not value.requires_grad
 
@@ -94,7 +94,7 @@ def _check_full_state_dict(rank: int, world_size: int) -> None:
         torch.testing.assert_close(value, before[name.removeprefix(".")], rtol=0, atol=0)
 
     twins.train(steps=2)
-    for name, value in whole.items():
+    for name, value in unsharded.items():
         shares = value.untyped_storage().data_ptr() in {
             b.shard.untyped_storage().data_ptr() for b in twins.transform.sharded.buckets
         }
@@ -238,9 +238,9 @@ def _check_entries(rank: int, world_size: int, folder: Path, options: dict[str, 
     locations = jitted._lc_transforms[-1].sharded.locations
     kinds = set()
     for prefix, owner in models.items():
-        whole = {n: v for n, v in expected.items() if prefix != "part" or n.startswith("blocks.")}
+        unsharded = {n: v for n, v in expected.items() if prefix != "part" or n.startswith("blocks.")}
         entries = _model_entries(owner.state_dict(), prefix)
-        assert {n: v.shape for n, v in entries.items()} == {n: v.shape for n, v in whole.items()}
+        assert {n: v.shape for n, v in entries.items()} == {n: v.shape for n, v in unsharded.items()}
         for name in entries.keys() & locations.keys():
             kinds.add(type(entries[name]))
             rows = local_rows(entries[name])
@@ -250,7 +250,7 @@ def _check_entries(rank: int, world_size: int, folder: Path, options: dict[str, 
         dcp.save({"model": owner.state_dict()}, checkpoint_id=folder / prefix)
         sizes = dcp.FileSystemReader(folder / prefix).read_metadata().state_dict_metadata
         saved = _model_entries({n.removeprefix("model."): entry for n, entry in sizes.items()}, prefix)
-        assert {n: entry.size for n, entry in saved.items()} == {n: v.shape for n, v in whole.items()}
+        assert {n: entry.size for n, entry in saved.items()} == {n: v.shape for n, v in unsharded.items()}
         file = io.BytesIO()
         torch.save(owner.state_dict(), file)
         file.seek(0)
@@ -319,8 +319,8 @@ def _check_optimizer_entries(rank: int, world_size: int, folder: Path, options: 
         saved = dcp.FileSystemReader(folder / case).read_metadata().state_dict_metadata
         for number, name in enumerate(names):
             for key, value in optimizer.state_dict()["state"][number].items():
-                whole = twin.get_parameter(name).shape or (1,)
-                assert saved[f"optim.state.{number}.{key}"].size == value.shape == (whole if value.ndim else ())
+                unsharded = twin.get_parameter(name).shape or (1,)
+                assert saved[f"optim.state.{number}.{key}"].size == value.shape == (unsharded if value.ndim else ())
         before = full_state_dict(jitted)
         _step(jitted, optimizer)
         expected = full_state_dict(jitted), copy.deepcopy(_rows_of_state(optimizer))
