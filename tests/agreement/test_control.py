@@ -104,7 +104,7 @@ def _run_different_variants(rank: int, world_size: int, tmp_path: Path) -> None:
     step()
     before = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
     step_text = (
-        r"the forward for inputs float32\[2, 4\], True \(gradients enabled, training\) of module \d+ \(TwoWays\)"
+        r"the forward for inputs float32\[2, 4\], True \(gradients enabled, training\) of module \d+ \(TwoBranches\)"
     )
     cases = [
         (lambda: step(left=False), r"rank 1: the forward for inputs float32\[2, 4\], False \(gradients enabled"),
@@ -157,14 +157,14 @@ def _different_models(rank: int, world_size: int) -> None:
         rank,
         [lambda: one(x, True), lambda: one(x, False)],
         "rank 0: the forward for inputs .*, True ",
-        r"rank 1: compiling the forward of a trace of module \d+ \(TwoWays\)",
+        r"rank 1: compiling the forward of a trace of module \d+ \(TwoBranches\)",
     )
     one(x, False).backward()
     other(x).sum().backward()
     # Buckets of different sizes: gloo would abort the process if they met in a collective.
     other_text = r"the forward for inputs float32\[2, 4\] \(gradients enabled, training\) of module \d+ \(Linear\)"
     _disagree(rank, [lambda: one(x, True), lambda: one(x, False)], "rank 0: .*, True ", "rank 1: .*, False ")
-    _disagree(rank, [lambda: one(x, True), lambda: other(x)], r"rank 0: .*\(TwoWays\)", f"rank 1: {other_text}")
+    _disagree(rank, [lambda: one(x, True), lambda: other(x)], r"rank 0: .*\(TwoBranches\)", f"rank 1: {other_text}")
     one(x, True).backward()
     other(x).sum().backward()
 
