@@ -1,4 +1,4 @@
-"""Operators that address memory by position in a storage: sharded they read what they read in the unsharded model."""
+"""Operators that address a storage by position, such as ``as_strided``, read the same elements as in the unsharded model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 
 
 class Block(nn.Linear):
-    """Two matrices, so that the second one does not begin its slot, and an operator on them."""
+    """A block with two matrices, the second of which is not at the start of the slot, and an operator that reads them."""
 
     def __init__(self, read: Callable[..., Any], make: Callable[[], torch.Tensor] | None) -> None:
         super().__init__(4, 4, bias=False, dtype=torch.float64)
@@ -26,7 +26,7 @@ class Block(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         read = self.read(self.second, self.weight, x)
-        # Two dimensions: Thunder cannot expand the gradient of a 0-dim value back.
+        # Two dimensions, because Thunder cannot expand the gradient of a 0-dim value.
         return torch.tanh(super().forward(x)) + (read + 0.1 * read * read).sum().reshape(1, 1)
 
 
@@ -46,8 +46,10 @@ READS: dict[str, Callable[..., Any]] = {
     "as_strided": lambda p, q, x: p.as_strided((2, 3), (5, 1), 6),
     "as_strided of rows": lambda p, q, x: p[2:].as_strided((2, 2), (5, 1), 1),
     "as_strided of rows without offset": lambda p, q, x: p[2:].as_strided((2, 2), (5, 1)),
-    "as_strided of a transposed one": lambda p, q, x: p.t().as_strided((2, 2), (1, 5), 3),
-    "as_strided of what reads two": lambda p, q, x: torch.broadcast_tensors(p[1, :4], q)[0].as_strided((3,), (1,), 2),
+    "as_strided of a transposed parameter": lambda p, q, x: p.t().as_strided((2, 2), (1, 5), 3),
+    "as_strided of a multi-input view": lambda p, q, x: torch.broadcast_tensors(p[1, :4], q)[0].as_strided(
+        (3,), (1,), 2
+    ),
     "as_strided_scatter": lambda p, q, x: p[1:].as_strided_scatter(q[:2, :2], (2, 2), (5, 1), 6),
     "as_strided_scatter into an activation": lambda p, q, x: x.as_strided_scatter(p[:2, :2], (2, 2), (4, 1), 5),
     "slice_scatter": lambda p, q, x: torch.slice_scatter(p, p[:2], 0, 1, 3),
@@ -63,7 +65,7 @@ def _read(rank: int, world_size: int, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_positions_are_those_of_the_unsharded_model(ranks: Ranks, strategy: str) -> None:
+def test_operators_by_position_train_like_the_unsharded_model(ranks: Ranks, strategy: str) -> None:
     ranks.run(_read, strategy)
 
 
@@ -74,12 +76,12 @@ def _leave(rank: int, world_size: int) -> None:
         jitted(torch.ones(3, 4, dtype=torch.float64))
 
 
-def test_an_operator_that_leaves_its_parameter_fails_as_unsharded(ranks: Ranks) -> None:
+def test_an_operator_that_reads_beyond_its_parameter_fails_as_in_the_unsharded_model(ranks: Ranks) -> None:
     ranks.run(_leave)
 
 
 #
-# Parameters that were not contiguous, or not at the start of their storage
+# Parameters that were not contiguous, or not at the start of their storage, before sharding
 #
 
 STRIDED: dict[str, Callable[[], torch.Tensor]] = {
@@ -103,7 +105,7 @@ def _refuse(rank: int, world_size: int) -> None:
         jitted(torch.ones(3, 4, dtype=torch.float64))
 
 
-def test_positions_that_sharding_has_changed_are_refused(ranks: Ranks) -> None:
+def test_operators_by_position_are_refused_if_sharding_has_changed_the_positions(ranks: Ranks) -> None:
     ranks.run(_refuse)
 
 
@@ -117,7 +119,7 @@ EAGER_READS = READS | {
 
 
 RELATIVE = ("storage_offset", "stride", "as_strided of rows without offset")
-"""What reads nothing around or between the elements of the parameter, for those that do not fill their storage."""
+"""Operators that read only elements of the parameter itself, for parameters that do not fill their storage."""
 
 
 def _read_eagerly(rank: int, world_size: int) -> None:
@@ -135,5 +137,5 @@ def _read_eagerly(rank: int, world_size: int) -> None:
                 assert torch.equal(module(*inputs), expected), name
 
 
-def test_eager_has_positions_and_strides_of_the_unsharded_model(ranks: Ranks) -> None:
+def test_eager_parameters_have_the_positions_and_strides_of_the_unsharded_model(ranks: Ranks) -> None:
     ranks.run(_read_eagerly)

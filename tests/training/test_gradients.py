@@ -277,12 +277,12 @@ def test_gradients_on_a_device_that_the_process_group_lacks_are_clipped_through_
 
 
 #
-# Shapes of gradients
+# Broadcast gradients
 #
 
 
 class BroadcastGradients(nn.Module):
-    """The trace of backward takes the gradients of 0-dim parameters for 0-dim, but they are broadcast when it runs."""
+    """A model whose backward trace declares 0-dim gradients for 0-dim parameters, but computes broadcast ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ def test_broadcast_gradients_of_scalars_are_summed_as_by_autograd(ranks: Ranks) 
     ranks.run(_sum_broadcast_gradients)
 
 
-def test_a_gradient_of_another_shape_names_its_parameter(ranks: Ranks) -> None:
+def test_the_error_of_a_gradient_with_another_shape_names_its_parameter(ranks: Ranks) -> None:
     ranks.run(_refuse_another_shape)
 
 
