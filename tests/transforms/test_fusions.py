@@ -64,7 +64,7 @@ _torch_compile = torch.compile
 
 
 class BucketReads:
-    """The buckets that each statement of a trace reads: parameters, or values computed only from one bucket's."""
+    """The buckets that each statement of a trace reads, directly or through values computed only from their parameters."""
 
     def __init__(self, trace: TraceCtx) -> None:
         self.statements = testing.statements(trace)

@@ -119,7 +119,7 @@ def run(
     Args:
         ranks: the ranks to run, by default all. Collectives are matched among these.
         set_device: whether to call ``torch.cuda.set_device``. Otherwise every rank's current device is 0.
-        bind_device: give ``init_process_group`` the device, so that further groups split the default communicator.
+        bind_device: whether to pass the device to ``init_process_group``. Further groups then split the communicator.
     """
     logs, values = [], []
     for rank in range(world_size) if ranks is None else ranks:
