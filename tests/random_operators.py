@@ -5,6 +5,7 @@ Sample inputs come from torch's operator database (``op_db``).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import sys
@@ -22,9 +23,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["OperatorModel", "Use", "operators", "uses"]
+__all__ = ["OperatorModel", "Use", "operators", "returns_uninitialized_memory", "uses"]
 
 SAMPLES = 12
 """How many sample inputs of an operator are used: the first small ones."""
@@ -51,9 +53,7 @@ class Use:
 @functools.lru_cache(maxsize=1)
 def operators() -> dict[str, tuple[Any, Any]]:
     """Return, by name in torch's database, each callable that Thunder knows and the function that makes its samples."""
-    stand_in = types.ModuleType("expecttest")  # torch's test utilities import it, but the database does not need it
-    stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
-    with mock.patch.dict(sys.modules, {} if "expecttest" in sys.modules else {"expecttest": stand_in}):
+    with _expecttest():
         from torch.testing._internal.common_methods_invocations import op_db
     known = thunder.torch._torch_to_thunder_function_map
     operators_by_name = {}
@@ -65,6 +65,15 @@ def operators() -> dict[str, tuple[Any, Any]]:
     return operators_by_name | {
         f"random {call.__name__}": (call, partial(_random, args)) for call, args in RANDOM.items()
     }
+
+
+@contextlib.contextmanager
+def _expecttest() -> Iterator[None]:
+    """Stand in for a package that torch's test utilities import, but neither the database nor its samples need."""
+    stand_in = types.ModuleType("expecttest")
+    stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, {} if "expecttest" in sys.modules else {"expecttest": stand_in}):
+        yield
 
 
 RANDOM: dict[Any, Any] = {
@@ -88,6 +97,37 @@ def _random(args: tuple[Any, ...], *_: Any, **__: Any) -> Iterator[Any]:
     yield SimpleNamespace(input=torch.rand(2, 3, 4, 2, dtype=torch.float64), args=args, kwargs={})
 
 
+class _Fill(TorchDispatchMode):
+    """Fills memory that an operator leaves uninitialized."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.value = value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out.fill_(self.value) if "empty" in func.overloadpacket.__name__ else out
+
+
+@functools.cache
+def returns_uninitialized_memory(name: str) -> bool:
+    """Return whether the operator's results depend on memory that it does not initialize, as ``empty_like``'s do."""
+    call, _ = operators()[name]
+    for sample in _samples(name):
+        results_by_fill = []
+        for value in (0, 1):
+            torch.manual_seed(6)
+            with contextlib.suppress(Exception), torch.no_grad(), _Fill(value):  # no model can use such a sample
+                results = _flat(call(sample.input, *sample.args, **sample.kwargs))
+                tensors = [t.to_dense().to(torch.complex128) for t in results if isinstance(t, torch.Tensor)]
+                results_by_fill.append(tensors)
+        if len(results_by_fill) == 2:
+            pairs = zip(*results_by_fill, strict=True)
+            if not all(torch.allclose(a, b, equal_nan=True) for a, b in pairs):
+                return True
+    return False
+
+
 @functools.cache
 def _samples(name: str) -> list[Any]:
     _, make = operators()[name]
@@ -97,7 +137,8 @@ def _samples(name: str) -> list[Any]:
         for sample in make("cpu", torch.float64, requires_grad=True)
         if all(leaf.numel() <= 400 for leaf in _tensors(sample)) and any(leaf.numel() for leaf in _tensors(sample))
     )
-    return list(itertools.islice(small, SAMPLES))
+    with _expecttest():
+        return list(itertools.islice(small, SAMPLES))
 
 
 def _tensors(sample: Any) -> list[torch.Tensor]:
