@@ -22,20 +22,30 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tracing_shortcuts import tracing_shortcuts
 
-__all__ = ["PRELOADED", "RankError", "Ranks"]
-
-PRELOADED = ["thunder_fsdp_sched", "thunder", "hypothesis"]
-"""The modules that the fork server imports before it forks the first process."""
+__all__ = ["RankError", "Ranks", "fork_server"]
 
 _GRACE = 5.0  # seconds that the other ranks have to report after one has failed
+
+
+def fork_server() -> Any:
+    """Return the context that forks processes off a server, the same for all tests, which has imported ``preloaded``."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    # The server imports what PYTHONPATH and not what sys.path leads to, and goes on without what it does not find.
+    path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(path)):
+        ensure_running()
+    return context
 
 
 class RankError(AssertionError):
@@ -92,10 +102,7 @@ class Ranks:
 
     def _start(self) -> None:
         if self._devices is None:
-            # Fork the workers from a server that has imported everything: importing torch and Thunder takes longer than
-            # most tests.
-            context = mp.get_context("forkserver")
-            context.set_forkserver_preload(PRELOADED)
+            context = fork_server()  # importing torch and Thunder takes longer than most tests
         else:  # importing Thunder initializes CUDA, after which a forked process cannot use GPUs
             context = mp.get_context("spawn")
         store = self._folder / f"store-{next(self._starts)}"
@@ -189,6 +196,7 @@ def _work(
                 torch.set_default_dtype(torch.float32)
                 torch.set_grad_enabled(True)
                 gc.collect()
+                gc.freeze()  # or each collection looks through all that earlier functions have left
             except BaseException:
                 connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
                 return  # exiting also fails the collectives in which other ranks wait for this one

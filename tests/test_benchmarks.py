@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import pytest
 import systems
 import torch
 import torch.distributed as dist
+from forked import run_python
 from gpu_trace import (
     Activity,
     Collective,
@@ -171,16 +171,12 @@ def test_orders_are_compared_up_to_their_first_difference() -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["first"], ["first", "--cases", "flat"]])
-def test_without_a_gpu_the_gpu_benchmark_says_so_and_exits_with_zero(arguments: list[str]) -> None:
+def test_without_a_gpu_the_gpu_benchmark_says_so_and_exits_with_zero(arguments: list[str], tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", Path(__file__).parents[1] / "benchmarks/gpu.py", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
+    script = Path(__file__).parents[1] / "benchmarks/gpu.py"
+    done = run_python("-W", "ignore", script, *arguments, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("skipped: no GPU here")
 
 

@@ -19,7 +19,7 @@ import thunder
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from ranks import PRELOADED, RankError, Ranks
+from ranks import RankError, Ranks, fork_server
 from torch import nn
 from tracing_shortcuts import tracing_shortcuts
 
@@ -295,8 +295,7 @@ def test_processes_may_be_forked_or_spawned(tmp_path: Path, method: str) -> None
 def test_without_a_store_compiled_steps_continue_and_compiling_fails(tmp_path: Path) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     (tmp_path / "port").write_text(str(server.port))
-    context = mp.get_context("forkserver")  # the server that has imported everything for ``ranks``
-    context.set_forkserver_preload(PRELOADED)
+    context = fork_server()
     processes = [context.Process(target=_run_rank, args=(rank, tmp_path, True), daemon=True) for rank in range(2)]
     for process in processes:
         process.start()

@@ -21,12 +21,12 @@ import gpu_first
 import gpu_worker
 import pytest
 import torch
+from forked import run_python
 from gpu_cases import CASES, REFERENCE, Job, describe_error, has_failed
 from gpu_first import Step, merge, parse, plan, run_step
 from gpu_page import FINE, page, verdict
 from gpu_steps import machine, measured, simulated
 from gpu_trace import Activity
-from tracing_shortcuts import shortcuts_at_start
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -177,10 +177,10 @@ def test_a_case_fails_if_it_fails_on_any_rank() -> None:
 
 def test_the_stand_in_run_on_cpus_trains_simulates_and_reports_that_there_is_no_gpu(tmp_path: Path) -> None:
     """Everything that does not need a GPU, in real processes: workers, training, digests, the page."""
-    command = [sys.executable, "-W", "ignore", str(BENCHMARKS / "gpu.py"), "first", "--stand-in"]
+    command = ["-W", "ignore", str(BENCHMARKS / "gpu.py"), "first", "--stand-in"]
     command += ["--cases", "zero3 (flat|symmetric_memory)$", "--only", "alone|shared|profile", "--save", str(tmp_path)]
     command += ["--blocks", "1", "--width", "64", "--length", "8", "--batch", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False, env=shortcuts_at_start())
+    done = run_python(*command, cwd=tmp_path, timeout=1800)
     assert done.returncode == 1, done.stderr  # the profiler cannot see a GPU
     records = json.loads((tmp_path / "records.json").read_text())
     for step in ("alone", "shared"):

@@ -34,6 +34,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from forked import run_python
 from rich.console import Console
 from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -44,18 +45,8 @@ TINY = ["--steps", "3", "--blocks", "3", "--width", "192", "--length", "16", "--
 
 
 def command(*arguments: str, cwd: Path, columns: int = 132) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "thunder_fsdp_sched", *arguments],
-        cwd=cwd,
-        env={**_environment(), "COLUMNS": str(columns)},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-
-
-def _environment() -> dict[str, str]:
-    return {**shortcuts_at_start(), "NO_COLOR": "1"}
+    environment = {"NO_COLOR": "1", "COLUMNS": str(columns)}
+    return run_python("-W", "ignore", "-m", "thunder_fsdp_sched", *arguments, cwd=cwd, env=environment)
 
 
 @pytest.fixture
@@ -73,7 +64,15 @@ def fake_ranks() -> Iterator[None]:
 
 @pytest.mark.slow
 def test_demo_shows_traces_and_table_and_all_checks_pass(tmp_path: Path) -> None:
-    result = command("demo", *TINY, cwd=tmp_path)
+    # In interpreters of their own, as users start it.
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "thunder_fsdp_sched", "demo", *TINY],
+        cwd=tmp_path,
+        env={**shortcuts_at_start(), "NO_COLOR": "1", "COLUMNS": "132"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.search(r"all \d+ checks passed", result.stdout)
     assert "FAIL" not in result.stdout
@@ -118,14 +117,8 @@ def test_trace_command_shows_the_traces_of_a_users_model(tmp_path: Path) -> None
 def test_the_training_example_trains(tmp_path: Path) -> None:
     script = (Path(__file__).parents[2] / "examples" / "train.py").read_text()
     (tmp_path / "train.py").write_text(script)
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"],
-        cwd=tmp_path,
-        env={**_environment(), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = run_python(*torchrun, "train.py", cwd=tmp_path, env={"OMP_NUM_THREADS": "1"}, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", result.stdout, re.MULTILINE)]
     assert len(losses) == 4 and losses[-1] < losses[0]
@@ -143,7 +136,7 @@ def test_the_restartable_example_continues_after_a_rank_was_killed(tmp_path: Pat
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     killed = subprocess.Popen(
         [*command, "--max-restarts", "1", str(script), str(tmp_path / "killed")],
-        env={**_environment(), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        env={**shortcuts_at_start(), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -168,23 +161,20 @@ def test_the_restartable_example_continues_after_a_rank_was_killed(tmp_path: Pat
 
 @pytest.mark.slow
 def test_the_restartable_example_finishes_after_kills_while_it_saves(tmp_path: Path) -> None:
-    """Each start of the script but the last dies at another point. An elastic agent like torchrun's restarts it."""
+    """Each start of the script but the last dies at another point, and torchrun restarts it."""
     script = _restartable_script()
     shorter = (("(first, 200)", "(first, 4)"), ("step % 50 == 49", "step % 2 == 1"), ("_ in range(2)", "_ in range(1)"))
     for long, short in shorter:
         assert long in script
         script = script.replace(long, short)
     (tmp_path / "train.py").write_text(_KILLS + script)
-    (tmp_path / "launch.py").write_text(_FORKING_TORCHRUN)
-    result = subprocess.run(
-        [sys.executable, str(tmp_path / "launch.py"), "3", str(tmp_path / "train.py"), str(tmp_path / "run")],
-        env={**_environment(), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=500,
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+    result = run_python(
+        *[*torchrun, "--monitor-interval", "0.1", "train.py", "run"],
+        cwd=tmp_path,
+        env={"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )
-    output = result.stdout
+    output = result.stdout + result.stderr
     at_exit = "terminate called without an active exception" in output  # as above
     assert result.returncode == 0 or at_exit, output
     assert re.findall(r"dies \d", output) == ["dies 0", "dies 1", "dies 2"], output
@@ -199,28 +189,6 @@ def test_the_restartable_example_finishes_after_kills_while_it_saves(tmp_path: P
         tensors |= load_file(tmp_path / "run" / "model" / file)
     assert tensors["0.weight"].shape == (256, 64) and len(tensors) == 7
 
-
-# torchrun starts a new interpreter for each rank at each start, and importing torch and Thunder would take most of the time.
-# This agent imports them once and forks the ranks.
-_FORKING_TORCHRUN = """
-import runpy, sys
-
-import thunder_fsdp_sched
-import thunder
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-
-def rank(script, *arguments):
-    sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
-
-
-config = LaunchConfig(
-    min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="kills", rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
-    local_addr="127.0.0.1", max_restarts=int(sys.argv[1]), monitor_interval=0.1, start_method="fork",
-)
-elastic_launch(config, rank)(*sys.argv[2:])
-"""
 
 _KILLS = """
 import os, sys

@@ -1,6 +1,7 @@
 """Enable the shortcuts of ``tracing_shortcuts.py`` in every process that starts with this folder in ``PYTHONPATH``.
 
-Python imports this module before anything else. It enables the shortcuts as soon as Thunder has been imported.
+Python imports this module before anything else. It enables the shortcuts as soon as Thunder has been imported. Until then
+it disables the collection of garbage.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class _ThunderImporter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         shortcuts = tracing_shortcuts()
         shortcuts.__enter__()
         atexit.register(shortcuts.__exit__, None, None, None)
+        gc.freeze()
         gc.set_threshold(100_000)  # as in conftest.py
+        gc.enable()
 
 
+gc.disable()  # as in preloaded.py
 sys.meta_path.insert(0, _ThunderImporter())
