@@ -90,8 +90,7 @@ class Twins:
 
     def update(self, *, set_to_none: bool = True) -> None:
         """Compare gradients, step both optimizers, zero gradients, and compare parameters."""
-        self.check_grads()
-        for name, grad in self.mean_grads().items():
+        for name, grad in self.check_grads().items():
             self.reference.get_parameter(name).grad = grad
         for optimizer in self.optimizers:
             optimizer.step()
@@ -105,12 +104,18 @@ class Twins:
 
     def mean_grads(self) -> dict[str, torch.Tensor | None]:
         """Return the reference's gradients, averaged over ranks."""
-        grads = {}
-        for name, param in self.reference.named_parameters(remove_duplicate=False):
-            grads[name] = grad = None if param.grad is None else param.grad.clone()
-            if grad is not None:
-                dist.all_reduce(grad, group=self.group)
-                grad /= self.world_size
+        grads = {
+            name: None if param.grad is None else param.grad.clone()
+            for name, param in self.reference.named_parameters(remove_duplicate=False)
+        }
+        every = [grad for grad in grads.values() if grad is not None]
+        for dtype in dict.fromkeys(grad.dtype for grad in every):  # one collective for all gradients of a dtype
+            same = [grad for grad in every if grad.dtype is dtype]
+            flat = torch.cat([grad.flatten() for grad in same])
+            dist.all_reduce(flat, group=self.group)
+            flat /= self.world_size
+            for grad, mean in zip(same, flat.split([grad.numel() for grad in same]), strict=True):
+                grad.copy_(mean.view_as(grad))
         return grads
 
     def gathered_grads(self) -> dict[str, torch.Tensor | None]:
@@ -121,13 +126,15 @@ class Twins:
             grads[name] = None if grad is None else gather_param(bucket, index, grad)
         return grads
 
-    def check_grads(self) -> None:
-        ours, theirs = self.gathered_grads(), self.mean_grads()
-        for name, grad in ours.items():
-            expected = theirs[name]
-            assert (grad is None) == (expected is None), f"gradient of {name}: {grad}, expected {expected}"
+    def check_grads(self) -> dict[str, torch.Tensor | None]:
+        """Compare this rank's rows of each gradient with those of the mean over ranks, and return the means."""
+        means = self.mean_grads()
+        for name, (bucket, index) in self.transform.sharded.locations.items():
+            grad, mean = self.sharded.get_parameter(name).grad, means[name]
+            assert (grad is None) == (mean is None), f"gradient of {name}: {grad}, expected {mean}"
             if grad is not None:
-                self.close(grad, expected, f"gradient of {name}")
+                self.close(grad, bucket.local_rows(index, mean), f"gradient of {name}")
+        return means
 
     def check_parameters(self) -> None:
         """Compare parameters and buffers."""
