@@ -14,7 +14,7 @@ import pytest
 REPETITIONS = 2
 
 _SCRIPT = """
-import os, sys, threading
+import gc, os, sys, threading
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched.runtime import ops
 from thunder_fsdp_sched.runtime.memory import slot_bytes
@@ -56,6 +56,7 @@ def run(rank, store, how):
     if how in ("destroyed", "twin"):
         dist.destroy_process_group()
 
+gc.freeze()  # each of 20 interpreters would spend a second on looking for garbage among modules at its end
 torch.set_num_threads(1)
 folder, repetitions, *hows = sys.argv[1:]
 for name in hows * int(repetitions):
