@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import email.message
 import email.parser
+import importlib.machinery
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
@@ -154,6 +158,7 @@ def test_the_metadata_lists_requirements_and_extras(wheel):
         "docs",
         "models",
         "notebook",
+        "notebook-tests",
         "nvfuser",
         "plot",
         "safetensors",
@@ -177,6 +182,52 @@ def test_the_required_versions_are_those_that_compat_accepts(wheel):
     assert compat.SUPPORTED
     for supported in compat.SUPPORTED:
         assert required[supported.distribution] == Requirement(supported.requirement).specifier
+
+
+@pytest.fixture(scope="module")
+def versions() -> ModuleType:
+    """The script ``.ci/versions``."""
+    loader = importlib.machinery.SourceFileLoader("ci_versions", str(ROOT / ".ci" / "versions"))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    loader.exec_module(module)
+    return module
+
+
+def test_the_script_for_other_versions_tries_all_that_are_supported(versions, wheel):
+    about = metadata(wheel)
+    pythons, torches, thunders = map(set, zip(*versions.COMBINATIONS, strict=True))
+    assert {f"Programming Language :: Python :: {python}" for python in pythons} == {
+        classifier for classifier in about.get_all("Classifier") if ":: Python :: 3." in classifier
+    }
+    required = {r.name: r.specifier for r in map(Requirement, about.get_all("Requires-Dist")) if r.marker is None}
+    assert {Version(torch).minor for torch in torches} == {n for n in range(100) if f"2.{n}.0" in required["torch"]}
+    assert all(required["lightning-thunder"].contains(thunder, prereleases=True) for thunder in thunders)
+    assert "0.2.6" in thunders
+    defaults = dict(re.findall(r"^(TORCH|THUNDER) \?= .*==(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert (defaults["TORCH"], defaults["THUNDER"]) in {combination[1:] for combination in versions.COMBINATIONS}
+
+
+def test_the_script_for_other_versions_chooses_by_prefixes_and_counts_a_report(versions, tmp_path):
+    def chosen(**wanted: object) -> list[tuple[str, str, str]]:
+        options = {"all": False, "python": None, "torch": None, "thunder": None, **wanted}
+        return versions.chosen(argparse.Namespace(**options))
+
+    assert chosen() == list(versions.COMBINATIONS)
+    assert [torch for _, torch, _ in chosen(torch="2.1")] == []
+    assert {torch for _, torch, _ in chosen(torch="2.12")} == {"2.12.1"}
+    every = chosen(all=True)
+    assert len(every) == len(set(every)) == 4 * 6 * 2
+    assert set(chosen(all=True, python="3.12", thunder="0.2.6")) == {c for c in every if c[0::2] == ("3.12", "0.2.6")}
+    report = tmp_path / "report.xml"
+    report.write_text('<testsuites><testsuite tests="9" errors="1" failures="2" skipped="3"/></testsuites>')
+    assert versions.counts(report) == (3, 3, 3)
+    log = tmp_path / "log"
+    log.write_text(
+        "Collecting torch\nERROR: No matching distribution found for torch==2.99\nmake: *** [base] Error 1\n"
+    )
+    assert versions.why(log) == "ERROR: No matching distribution found for torch==2.99"
 
 
 @pytest.mark.parametrize(
