@@ -103,13 +103,14 @@ print("the wheel imports from an empty folder, with transforms inside the packag
 endef
 export IMPORT_CHECK
 
-# With the tests' shortcuts through Thunder's compiling, in which most of the time goes.
+# With the tests' shortcuts through Thunder's compiling, which takes most of the time. The plugin would import Thunder where no
+# notebook runs.
 ifeq ($(NOTEBOOKS),)
 notebooks:
 	@echo "no notebooks yet"
 else
 notebooks: $(NOTEBOOK)
-	PYTHONPATH=$(CURDIR)/tests/shortcuts_at_start $(PY) -m pytest -q -n 2 --nbmake --nbmake-timeout=600 $(NOTEBOOKS)
+	PYTHONPATH=$(CURDIR)/tests/shortcuts_at_start $(PY) -m pytest -q -n 2 -p no:thunder_fsdp_sched --nbmake --nbmake-timeout=600 $(NOTEBOOKS)
 endif
 
 setup: $(DEV)
