@@ -13,8 +13,11 @@ accesses and insert the same guards:
 - At each compilation Thunder reads the source lines of all frames of the stack but uses only the caller's. The shortcut
   reads only these.
 - At each call of a symbol Thunder inspects the signature of its meta function and binds the arguments one by one. The
-  shortcut caches signatures, and passes positional arguments through.
-- After each call of a symbol Thunder eliminates dead code among its subsymbols. The shortcut skips symbols without any.
+  shortcut caches signatures, and binds arguments with dictionaries of names.
+- After each call of a symbol Thunder eliminates dead code among its subsymbols, and wraps each proxy in a new object to look
+  it up. The shortcut looks up names.
+- Passes copy each bound symbol several times, and each copy flattens its arguments and outputs again. The shortcut shares
+  the flat ones between copies, and does not rebuild arguments and outputs in which no proxy is swapped.
 - Thunder flattens arguments and results twice, to find dataclasses, and checks each time whether their types can be
   flattened. The shortcut flattens once and caches the types that can be flattened.
 
@@ -42,6 +45,8 @@ import thunder_fsdp_sched  # noqa: F401  before thunder
 import optree
 from thunder.core import codeutils, interpreter, jit_ext, pytree, symbol, transform_common, utils
 from thunder.core.interpreter import _interpret_call, check_and_append, unwrap, wrap_const
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.proxies import CollectionProxy, NumberProxy, Proxy, variableify
 from torch.nn.modules import module as torch_module
 
 __all__ = ["LOOKASIDES", "REPLACEMENTS", "shortcuts_at_start", "tracing_shortcuts"]
@@ -149,28 +154,37 @@ def _stack() -> list[Any]:
     return [None, None, inspect.getframeinfo(sys._getframe(3))]
 
 
-_Signature = tuple[inspect.Signature, int, tuple[Any, ...]]
+class _Signature:
+    """The signature of a function, and the names of its parameters by the ways to give them."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.whole = inspect.signature(function)
+        parameters = self.whole.parameters.values()
+        self.by_position = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self.not_by_name = {p.name for p in parameters if p.kind is p.POSITIONAL_ONLY}
+        self.only_by_name = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        kinds = {p.kind for p in parameters}
+        self.most_by_position = sys.maxsize if inspect.Parameter.VAR_POSITIONAL in kinds else len(self.by_position)
+        if inspect.Parameter.VAR_KEYWORD in kinds:
+            self.most_by_position = -1
+
+
 _signatures: weakref.WeakKeyDictionary[Callable[..., Any], _Signature] = weakref.WeakKeyDictionary()
-
-
-def _signature_of(function: Callable[..., Any]) -> _Signature:
-    """Return a signature, the number of positional arguments (-1 if it takes other kinds as well), and the defaults."""
-    signature = inspect.signature(function)
-    parameters = signature.parameters.values()
-    by_position = len(parameters) if all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters) else -1
-    return signature, by_position, tuple(p.default for p in parameters)
 
 
 def _normalize(called: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Stand in for ``Symbol.normalize``."""
     meta = called.meta
-    known = _signatures.get(meta) if type(meta) is types.FunctionType else _signature_of(meta)
+    known = _signatures.get(meta) if type(meta) is types.FunctionType else _Signature(meta)
     if known is None:
-        known = _signatures[meta] = _signature_of(meta)
-    signature, by_position, defaults = known
-    if not kwargs and len(args) <= by_position and inspect.Parameter.empty not in defaults[len(args) :]:
-        return args + defaults[len(args) :], {}
-    bound = signature.bind(*args, **kwargs)
+        known = _signatures[meta] = _Signature(meta)
+    if len(args) <= known.most_by_position:
+        left = known.by_position[len(args) :]
+        names, given = {*left, *known.only_by_name}, {**known.defaults, **kwargs}
+        if kwargs.keys() <= names <= given.keys() and known.not_by_name.isdisjoint(kwargs):
+            return args + tuple(map(given.__getitem__, left)), {name: given[name] for name in known.only_by_name}
+    bound = known.whole.bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.args, bound.kwargs
 
@@ -203,16 +217,93 @@ def _flatten_with_dataclass(tree: Any) -> tuple[list[Any], Any]:
     return leaves, spec
 
 
-_dce_bsyms = getattr(transform_common, "dce_bsyms", None)  # from Thunder 0.2.7 on
+_NO_OUTPUTS = {PrimIDs.COMMENT, PrimIDs.PRINT, PrimIDs.RETURN}
 
 
 def _eliminate_dead_code(bsyms: list[Any], output: Any, needed_proxies: set[Any] | None = None) -> list[Any]:
     """Stand in for ``dce_bsyms``."""
-    if bsyms or needed_proxies is not None:
-        assert _dce_bsyms is not None
-        return _dce_bsyms(bsyms, output, needed_proxies)
-    _flatten(output)  # raises for the same outputs as the original
-    return []
+    needed = {x.name for x in _flatten(output)[0] if isinstance(x, Proxy)}  # flattening may raise
+    if needed_proxies is not None:
+        needed.update(variable.proxy.name for variable in needed_proxies)
+    producers: dict[str, Any] = {}
+    for bsym in bsyms:
+        if bsym.flat_proxy_outs and bsym.sym.id not in _NO_OUTPUTS:
+            read = {p.name for p in bsym.flat_proxy_args}
+            for out in bsym.flat_proxy_outs:
+                if out.name not in read:
+                    producers.setdefault(out.name, bsym)
+    kept = []
+    for bsym in reversed(bsyms):
+        live = [out for out in bsym.flat_proxy_outs if out.name in needed]
+        if any(producers[out.name] == bsym for out in live) or _stays(bsym):
+            _remove_noop_subsymbols(bsym)
+            kept.append(bsym)
+            needed.update(p.name for p in bsym.flat_proxy_args)
+            live.extend(bsym.flat_proxy_args)
+        if needed_proxies is not None:
+            needed_proxies.update(map(variableify, live))
+    if needed_proxies is not None:
+        needed_proxies.update(variableify(x) for x in _flatten(output)[0] if isinstance(x, Proxy))
+    return _remove_duplicate_number_proxies(kept[::-1])
+
+
+def _stays(bsym: Any) -> bool:
+    """Return whether the bound symbol or one of its subsymbols has the tag ``DONT_DCE``."""
+    return OpTags.DONT_DCE in (bsym.sym.tags or ()) or OpTags.DONT_DCE in bsym.tags or any(map(_stays, bsym.subsymbols))
+
+
+def _remove_noop_subsymbols(bsym: Any) -> None:
+    left = [sub for sub in bsym.subsymbols if len(sub.subsymbols) > 0 or sub.sym.is_prim]
+    bsym.subsymbols = [sub for sub in left if sub.flat_proxy_outs or _stays(bsym)]
+    for sub in bsym.subsymbols:
+        _remove_noop_subsymbols(sub)
+
+
+def _remove_duplicate_number_proxies(bsyms: list[Any]) -> list[Any]:
+    if any(isinstance(out, NumberProxy) for bsym in bsyms for out in bsym.flat_outs):
+        return transform_common.remove_duplicate_number_proxies(bsyms)
+    return [bsym.from_bsym() for bsym in bsyms if bsym.flat_outs]
+
+
+_from_bsym = symbol.BoundSymbol.from_bsym
+_OF_ARGS = (
+    *("flat_args_and_spec", "flat_args", "flat_proxy_args", "flat_variableified_proxy_args"),
+    *("_var_args", "_var_kwargs", "are_all_args_constant"),
+)
+_OF_OUTPUT = ("flat_outs_and_spec", "flat_outs", "flat_proxy_outs", "flat_variableified_proxy_outs", "_var_output")
+
+
+def _copy(bsym: Any, **changes: Any) -> Any:
+    """Stand in for ``BoundSymbol.from_bsym``."""
+    new = _from_bsym(bsym, **changes)
+    known, of_new = vars(bsym), vars(new)
+    if new.args is bsym.args and new.kwargs is bsym.kwargs:
+        of_new.update((name, known[name]) for name in _OF_ARGS if name in known)
+    if new.output is bsym.output:
+        of_new.update((name, known[name]) for name in _OF_OUTPUT if name in known)
+    return new
+
+
+_from_bsym_swap_proxies = symbol.BoundSymbol.from_bsym_swap_proxies
+
+
+def _swap(
+    bsym: Any,
+    swap_map: dict[Any, Any],
+    skip_inputs: bool = False,
+    skip_output: bool = False,
+    skip_subsymbols: bool = False,
+) -> Any:
+    """Stand in for ``BoundSymbol.from_bsym_swap_proxies``."""
+    if not swap_map:
+        return bsym
+    skip = skip_inputs, skip_output, skip_subsymbols
+    inputs = () if skip_inputs else bsym.flat_variableified_proxy_args
+    outputs = () if skip_output else bsym.flat_variableified_proxy_outs
+    if any(p in swap_map or isinstance(p.proxy, CollectionProxy) for p in (*inputs, *outputs)):
+        return _from_bsym_swap_proxies(bsym, swap_map, *skip)
+    subsymbols = bsym.subsymbols if skip_subsymbols else (_swap(sub, swap_map, *skip) for sub in bsym.subsymbols)
+    return bsym.from_bsym(subsymbols=list(subsymbols))
 
 
 LOOKASIDES = {torch_module.Module._wrapped_call_impl: _call, torch_module.Module.__getattr__: _getattr}
@@ -225,6 +316,8 @@ _replacements: dict[tuple[Any, str], Any] = {
     (interpreter.InterpreterFrame, "get_or_make_python_frame"): _python_frame,
     (symbol.Symbol, "normalize"): _normalize,
     (transform_common, "dce_bsyms"): _eliminate_dead_code,
+    (symbol.BoundSymbol, "from_bsym"): _copy,
+    (symbol.BoundSymbol, "from_bsym_swap_proxies"): _swap,
     (symbol, "tree_flatten_with_dataclass"): _flatten_with_dataclass,
     **{(user, "tree_flatten"): _flatten for user in (symbol, codeutils, transform_common, utils)},
 }
