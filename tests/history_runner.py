@@ -58,9 +58,8 @@ class HistoryRunner:
         self.unsharded.reset()
         with torch.no_grad():
             for name, param in self.params.items():
-                param.requires_grad_(self.unsharded.trainable[name]).copy_(
-                    self.local_rows(name, self.unsharded.initial[name])
-                )
+                param.requires_grad_(self.unsharded.trainable[name])
+                param.to_local().copy_(self.local_rows(name, self.unsharded.initial[name]))
                 param.grad = None
             for name, value in self.unsharded.initial_buffers.items():
                 self.sharded.get_buffer(name).copy_(value)
@@ -97,11 +96,11 @@ class HistoryRunner:
             return
         for name, expected in self.unsharded.params.items():
             actual = self.params[name]
-            self.compare(f"parameter {name}", actual, self.local_rows(name, expected))
+            self.compare(f"parameter {name}", actual.to_local(), self.local_rows(name, expected))
             if (actual.grad is None) != (expected.grad is None):
                 self.fail(f"gradient of {name}: {actual.grad}, expected {expected.grad}")
             elif actual.grad is not None and expected.grad is not None:
-                self.compare(f"gradient of {name}", actual.grad, self.local_rows(name, expected.grad))
+                self.compare(f"gradient of {name}", actual.grad.to_local(), self.local_rows(name, expected.grad))
         for name, buffer in self.unsharded.models[self.rank].named_buffers():
             self.compare(f"buffer {name}", self.sharded.get_buffer(name), buffer)
 

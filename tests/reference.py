@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import fsdp, full_state_dict
-from thunder_fsdp_sched.sharding.sharded_module import gather_param
+from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 
 import thunder
 import torch
@@ -121,9 +121,9 @@ class Twins:
     def gathered_grads(self) -> dict[str, torch.Tensor | None]:
         """Return the sharded module's gradients, gathered."""
         grads = {}
-        for name, (bucket, index) in self.transform.sharded.locations.items():
+        for name in self.transform.sharded.locations:
             grad = self.sharded.get_parameter(name).grad
-            grads[name] = None if grad is None else gather_param(bucket, index, grad)
+            grads[name] = None if grad is None else grad.full_tensor()
         return grads
 
     def check_grads(self) -> dict[str, torch.Tensor | None]:
@@ -133,7 +133,7 @@ class Twins:
             grad, mean = self.sharded.get_parameter(name).grad, means[name]
             assert (grad is None) == (mean is None), f"gradient of {name}: {grad}, expected {mean}"
             if grad is not None:
-                self.close(grad, bucket.local_rows(index, mean), f"gradient of {name}")
+                self.close(grad.to_local(), bucket.local_rows(index, mean), f"gradient of {name}")
         return means
 
     def check_parameters(self) -> None:
@@ -163,7 +163,7 @@ def saved_for_backward() -> Iterator[list[torch.Tensor]]:
     connect = thunder.connect_to_autograd
 
     def spy(*args: Any, saved_tensors: Sequence[torch.Tensor], **kwargs: Any) -> Any:
-        saved.extend(saved_tensors)
+        saved.extend(map(local_rows, saved_tensors))
         return connect(*args, saved_tensors=saved_tensors, **kwargs)
 
     with mock.patch.object(thunder, "connect_to_autograd", spy):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, full_state_dict
+from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 
 import pytest
 import thunder
@@ -337,7 +338,7 @@ def _train_two_models(rank: int, world_size: int) -> None:
         for twins in pair:
             twins.update()
     assert pair[0].transform.plan == pair[1].transform.plan
-    storages = [{t.untyped_storage().data_ptr() for t in twins.sharded.parameters()} for twins in pair]
+    storages = [{t.to_local().untyped_storage().data_ptr() for t in twins.sharded.parameters()} for twins in pair]
     assert not storages[0] & storages[1]
 
 
@@ -722,9 +723,9 @@ class _WatchMemory(TorchDispatchMode):
             sources = inputs[1:] if name == "copy" else inputs
             if name in self.COPIES and any(b <= t.data_ptr() < e for t in sources for b, e in self.watched):
                 self.copies.append(f"{func.name()} of {[tuple(t.shape) for t in sources]}")
-            known = {t.untyped_storage().data_ptr() for t in inputs}
+            known = {local_rows(t).untyped_storage().data_ptr() for t in inputs}
             for out in torch.utils._pytree.tree_leaves(result):
-                if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in known:
+                if isinstance(out, torch.Tensor) and (out := local_rows(out)).untyped_storage().data_ptr() not in known:
                     self.allocated_bytes.append(out.untyped_storage().nbytes())
         return result
 
@@ -768,12 +769,13 @@ def _watch_a_step(rank: int, world_size: int, strategy: str) -> None:
 
     assert memory() == before
     for bucket, params in zip(transform.sharded.buckets, transform.plan, strict=True):
-        grads = [sharded.get_parameter(p.name).grad for p in params.params]
+        grads = [sharded.get_parameter(p.name).grad.to_local() for p in params.params]
         assert len({g.untyped_storage().data_ptr() for g in grads}) == 1, (
             "sharded gradients must be views of one buffer"
         )
         assert all(
-            sharded.get_parameter(p.name).untyped_storage().data_ptr() == bucket.shard.untyped_storage().data_ptr()
+            sharded.get_parameter(p.name).to_local().untyped_storage().data_ptr()
+            == bucket.shard.untyped_storage().data_ptr()
             for p in params.params
         )
 

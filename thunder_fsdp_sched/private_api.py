@@ -9,9 +9,7 @@ import copy
 import functools
 import hashlib
 import sys
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,15 +18,18 @@ if TYPE_CHECKING:  # this module is imported before torch and Thunder can be
     import torch
     from thunder.core.module import ThunderModule
     from torch._C._distributed_c10d import Store
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
     "TraceCache",
     "all_gather_coalesced",
     "all_gather_on_host",
     "copy_of_options",
-    "explain_fixed_data",
+    "dtensor_constructor",
     "function_called_by",
     "is_group_name_taken",
+    "mesh_over",
+    "new_spec",
     "next_node_number",
     "parameters_of_running_ddp",
     "process_groups",
@@ -36,7 +37,7 @@ __all__ = [
     "reduce_scatter_coalesced",
     "reduces_found_infs",
     "refuse_ddp",
-    "refuse_foreign_state_dicts",
+    "refuse_foreign_functions",
     "replace_data",
     "running_node_number",
     "schema_of",
@@ -45,7 +46,6 @@ __all__ = [
     "timeout_of",
     "torch_function_of",
     "watch_cache_misses",
-    "without_torch_function",
 ]
 
 
@@ -88,6 +88,41 @@ def reduce_scatter_coalesced(outputs: list[Any], inputs: list[Any], op: Any, gro
     options.asyncOp = True
     issue = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
     return issue(outputs, inputs, options)
+
+
+def mesh_over(
+    grid: Any, rank: int, group_names: list[str], device_type: str, dim_names: tuple[str, ...] | None
+) -> DeviceMesh:
+    """Return a device mesh over existing process groups, one per dimension, that finds them by name when asked.
+
+    ``DeviceMesh.from_group`` would keep the groups alive.
+
+    Args:
+        grid: the global ranks, a list for each dimension.
+        rank: this process's global rank.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh(device_type, grid, mesh_dim_names=dim_names, _init_backend=False, _rank=rank)
+    mesh._dim_group_names = group_names  # type: ignore[assignment]
+    return mesh
+
+
+def new_spec(mesh: DeviceMesh, placements: tuple[Any, ...], shape: Any, stride: Any, dtype: torch.dtype) -> Any:
+    """Return DTensor's description of a tensor."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def dtensor_constructor() -> Callable[..., Any]:
+    """Return the function that makes a DTensor over ``local`` itself: ``(class, local, spec, *, requires_grad)``.
+
+    It takes a fraction of the host time of ``DTensor.from_local``.
+    """
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.__new__
 
 
 def timeout_of(group: Any) -> timedelta:
@@ -168,15 +203,12 @@ def process_groups() -> list[Any]:
     return list(_world.pg_names)
 
 
-def refuse_foreign_state_dicts(module: Any, names: Collection[str]) -> None:
+def refuse_foreign_functions(module: Any, names: Collection[str]) -> None:
     """Make functions of other libraries raise an error on a module that is sharded here.
 
     They are unaware of these shards, and would mistake each rank's rows for whole parameters. No function is replaced.
     Instead, the module gets attributes that only these functions read, before they access parameters:
 
-    - ``torch.distributed.checkpoint.state_dict`` calls a module's ``_fqn_modifiers()``, if it has them, at each module
-      with children. A jitted module has one child, the original module, and finds the attribute there.
-    - For a module without children it only checks whether another composable API was applied, as ``fully_shard`` does.
     - ``DistributedDataParallel``, which would copy rank 0's rows to all ranks, reads the names of parameters to ignore.
     - Thunder's ``thunder.distributed.checkpoint`` reads ``use_fsdp`` of each module. Thunder also reads it of the root
       on other occasions, so the value there depends on the caller.
@@ -185,8 +217,6 @@ def refuse_foreign_state_dicts(module: Any, names: Collection[str]) -> None:
         module: the original module.
         names: its sharded parameters.
     """
-    from torch.distributed._composable.contract import REGISTRY_KEY
-
     module._ddp_params_and_buffers_to_ignore = _RefusedByDDP()
     owners = {""}
     for name in names:
@@ -196,10 +226,7 @@ def refuse_foreign_state_dicts(module: Any, names: Collection[str]) -> None:
             path = path.rpartition(".")[0]
     for path, submodule in module.named_modules(remove_duplicate=False):
         if path in owners:
-            submodule._fqn_modifiers = _refuse_foreign
             submodule.use_fsdp = _RefusedByCheckpoints()
-            if not any(True for _ in submodule.children()):
-                setattr(submodule, REGISTRY_KEY, _RefusedRegistry())
 
 
 def _refuse_foreign() -> NoReturn:
@@ -240,13 +267,6 @@ class _RefusedByCheckpoints:
         if sys._getframe(1).f_globals.get("__name__") == "thunder.distributed.checkpoint":
             _refuse_foreign()
         return False
-
-
-class _RefusedRegistry(dict[str, Any]):
-    """The composable APIs that were applied to a module; asking for one is an error."""
-
-    def __contains__(self, name: object) -> bool:
-        _refuse_foreign()
 
 
 def schema_of(op: Any) -> Any:
@@ -342,13 +362,6 @@ def quiet_no_sync(model: ThunderModule) -> None:
     model.no_sync = skip_data_parallel_grad_sync
 
 
-def without_torch_function() -> AbstractContextManager[None]:
-    """Return a context in which tensors of subclasses behave like plain tensors."""
-    import torch
-
-    return torch._C.DisableTorchFunctionSubclass()
-
-
 def reduces_found_infs() -> bool:
     """Return whether ranks exchange infs: whether ``ShardedGradScaler.unscale_`` is two calls above our caller."""
     unscale_grads = sys._getframe(2)
@@ -360,25 +373,10 @@ def reduces_found_infs() -> bool:
     )
 
 
-def explain_fixed_data(param: torch.nn.Parameter, data: torch.Tensor) -> str:
-    """Return why :func:`replace_data` cannot give ``data`` to ``param``; empty if it can."""
-    import torch
-
-    if param.is_meta == data.is_meta:
-        return ""
-    if weakref.getweakrefs(param):
-        return "something holds a weak reference to it"
-    # One is its Python object, the other a node that accumulates its gradient.
-    limit = 2 if param.requires_grad else 1
-    if torch.Tensor._use_count(param) > limit:  # type: ignore[attr-defined]
-        return "a graph of an earlier forward still holds it"
-    return ""
-
-
 def replace_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
     """Give ``param`` the memory, shape and device of ``data``. The object, its attributes and its hooks stay.
 
-    It has its own version counter. From the meta device, the cases in :func:`explain_fixed_data` are impossible.
+    It has its own version counter.
     """
     import torch
 

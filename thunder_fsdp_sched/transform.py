@@ -41,10 +41,11 @@ from .compilation import Compilation
 from .options import Options
 from .pipeline import CompiledTraces, JointPasses, without
 from .plan.specs import Plan
-from .private_api import quiet_no_sync, refuse_foreign_state_dicts
+from .private_api import quiet_no_sync, refuse_foreign_functions
+from .runtime.row_dtensor import local_rows
 from .sharding.input_casts import attach_casts, cast_inputs
 from .sharding.jitted_state import hold_entries
-from .sharding.sharded_module import ShardedModule, gather_param
+from .sharding.sharded_module import ShardedModule
 from .trace import symbols
 from .trace.descriptions import read_call
 from .trace.schedule import StepSchedule, save_schedules
@@ -136,7 +137,7 @@ class FSDPTransform(Transform):
         self._sharded.attach(model)
         hold_entries(model, self._sharded)
         attach_casts(model, self.options.mp_policy)
-        refuse_foreign_state_dicts(model._model, self._sharded.locations)
+        refuse_foreign_functions(model._model, self._sharded.locations)
         quiet_no_sync(model)
         self._stats.add(thunder.compile_stats(model))
         compile_data = thunder.compile_data(model)
@@ -223,7 +224,7 @@ class FSDPTransform(Transform):
             name = _join(submodule_name, key)
             if name in self.sharded.locations:
                 bucket, index = self.sharded.locations[name]
-                value = gather_param(bucket, index, value)
+                value = bucket.rows[index].gather(local_rows(value))
                 if self.options.move_state_dict_to_cpu:
                     value = value.cpu()
             unsharded[key] = value

@@ -104,7 +104,7 @@ def _hybrid_in_low_precision(rank: int, world_size: int) -> None:
     sharded(x.float()).sum().backward()
     dtypes = {op.kind: op.dtype for op in transform.compiled[-1].schedule.backward}
     assert dtypes["fsdp_all_gather"] == "bfloat16" and dtypes["fsdp_all_reduce"] == "float32"
-    grads = [p.grad for p in sharded.parameters()]
+    grads = [p.grad.to_local() for p in sharded.parameters()]
     others = [g.clone() for g in grads]
     replicas = _mesh().get_group(0)
     for grad in others:

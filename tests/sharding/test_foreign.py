@@ -17,6 +17,7 @@ from thunder.distributed import checkpoint as thunder_checkpoint
 from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.tensor import DTensor
 
 REFUSED = "sharded by thunder_fsdp_sched"
 
@@ -42,6 +43,7 @@ def _call_every_foreign_function(rank: int, world_size: int) -> None:
         jitted(torch.randn(2, 4)).sum().backward()
         optimizer.step()
         entries = {name: value.clone() for name, value in jitted.state_dict().items()}
+        trained = full_state_dict(jitted)
         models = (
             jitted,
             module,
@@ -49,12 +51,22 @@ def _call_every_foreign_function(rank: int, world_size: int) -> None:
             *(m for m in module.modules() if next(m.parameters(), None) is not None),
         )
         for model in models:
+            path = next((p for p, m in module.named_modules() if m is model), "")
+            prefix = f"{path}." if path else ""
             for full in (False, True):
                 options = torch_state_dict.StateDictOptions(full_state_dict=full)
-                _assert_refused(torch_state_dict.get_model_state_dict, model, options=options)
-                _assert_refused(torch_state_dict.set_model_state_dict, model, dict(unsharded), options=options)
-                _assert_refused(torch_state_dict.get_optimizer_state_dict, model, optimizer, options=options)
-                _assert_refused(torch_state_dict.get_state_dict, model, optimizer, options=options)
+                state = copy.deepcopy(torch_state_dict.get_model_state_dict(model, options=options))
+                names = [name.removeprefix("net.") for name in state]
+                for name, value in zip(names, state.values(), strict=True):
+                    value = value.full_tensor() if isinstance(value, DTensor) else value
+                    assert torch.equal(value, trained[prefix + name]), (type(model), name)
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.zero_()
+                torch_state_dict.set_model_state_dict(model, state, options=options)
+                for name in names:
+                    assert torch.equal(full_state_dict(jitted)[prefix + name], trained[prefix + name])
+                torch_state_dict.get_optimizer_state_dict(jitted, optimizer, options=options)
                 for rank0_only in (False, True):
                     theirs = thunder_checkpoint.StateDictOptions(full_state_dict=full, rank0_only=rank0_only)
                     _assert_refused(thunder_checkpoint.get_model_state_dict, model, theirs, rank)
@@ -78,7 +90,7 @@ def _call_every_foreign_function(rank: int, world_size: int) -> None:
     assert thunder_checkpoint.get_model_state_dict(plain, thunder_checkpoint.StateDictOptions(True), rank)
 
 
-def test_state_dict_functions_of_torch_and_thunder_refuse_sharded_models(ranks: Ranks) -> None:
+def test_state_dict_functions_of_torch_work_and_those_of_thunder_refuse_sharded_models(ranks: Ranks) -> None:
     ranks.run(_call_every_foreign_function)
 
 
@@ -99,7 +111,9 @@ def test_cuda_graphs_are_refused(ranks: Ranks) -> None:
 def _replicate(rank: int, world_size: int) -> None:
     for wrap in (lambda m: m, nn.Sequential, lambda m: nn.Sequential(nn.Linear(4, 4), nn.Sequential(m))):
         model = thunder.jit(nn.Linear(4, 4, bias=False), transforms=[fsdp()])
-        with pytest.raises(RuntimeError, match="DistributedDataParallel would copy the rows of one rank"):
+        with pytest.raises(
+            RuntimeError, match=r"DistributedDataParallel would copy|got mixed torch.Tensor and DTensor|c10d"
+        ):
             nn.parallel.DistributedDataParallel(wrap(model))(torch.randn(2, 4))
     holder = nn.Sequential(nn.Linear(4, 4), thunder.jit(nn.Linear(4, 4, bias=False), transforms=[fsdp()]))
     sharded = [name for name, _ in holder.named_parameters() if "_model" in name]

@@ -8,6 +8,7 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp, full_state_dict
+from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 
 import pytest
 import thunder
@@ -123,7 +124,7 @@ class _PeakBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                storage = tensor.untyped_storage()
+                storage = local_rows(tensor).untyped_storage()
                 key = storage._cdata
                 if key not in self.alive:
                     self.alive[key] = storage.nbytes()

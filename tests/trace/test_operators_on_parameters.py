@@ -132,7 +132,7 @@ def _random(rank: int, world_size: int) -> None:
     loss, drawn = jitted(torch.ones(4, 4))
     torch.manual_seed(2)
     loss.backward()
-    grad = jitted.get_parameter("scale").grad
+    grad = jitted.get_parameter("scale").grad.to_local()
     rows = drawn.detach().chunk(world_size)[rank]
     for i, name in enumerate(RANDOM):
         columns = slice(4 * i, 4 * i + 4)

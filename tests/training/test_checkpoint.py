@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,7 @@ from typing import Any
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp, full_state_dict, get_model_state_dict, load_checkpoint, save_checkpoint
 from thunder_fsdp_sched.sharding.jitted_state import rows_by_name
-from thunder_fsdp_sched.sharding.row_pieces import local_rows
-from thunder_fsdp_sched.sharding.sharded_module import gather_param
+from thunder_fsdp_sched.sharding.state_entries import local_rows
 from thunder_fsdp_sched.training.checkpoint import RowPiece
 
 import pytest
@@ -49,6 +49,10 @@ def _train(model: Any, optimizer: torch.optim.Optimizer, rank: int, steps: range
         optimizer.zero_grad()
 
 
+def _gathered(bucket: Any, index: int, rows: torch.Tensor) -> torch.Tensor:
+    return bucket.rows[index].gather(rows)
+
+
 def _gathered_optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return the optimizer's state, gathered, and its settings."""
     sharded = next(t for t in model._lc_transforms if hasattr(t, "sharded")).sharded
@@ -58,7 +62,7 @@ def _gathered_optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> d
     for name, param in model.named_parameters():
         for key, value in optimizer.state.get(param, {}).items():
             is_rows = name in sharded.locations and value.ndim
-            gathered[f"{name} {key}"] = gather_param(*sharded.locations[name], value) if is_rows else value.clone()
+            gathered[f"{name} {key}"] = _gathered(*sharded.locations[name], value) if is_rows else value.clone()
     return gathered
 
 
@@ -124,11 +128,14 @@ def _entries(rank: int, world_size: int) -> None:
         for name, entry in entries.items():
             assert entry.shape == module.state_dict()[name].shape, name
             if name in sharded._overrides_parameters:
-                assert local_rows(entry).data_ptr() == sharded.get_parameter(name).data_ptr(), name
-    kinds = {name: type(entry) for name, entry in get_model_state_dict(even).items()}
+                assert local_rows(entry).data_ptr() == local_rows(sharded.get_parameter(name)).data_ptr(), name
+        assert all(isinstance(entries[name], DTensor) for name in entries.keys() & sharded._overrides_parameters.keys())
+    kinds = {name: type(pickle.loads(pickle.dumps(e))) for name, e in get_model_state_dict(even).items()}
     assert {kinds.pop("scale")} == {RowPiece}  # a single row cannot be divided
     assert {kind for name, kind in kinds.items() if name in even._overrides_parameters} == {DTensor}
-    piece = next(e for e in get_model_state_dict(model).values() if isinstance(e, RowPiece))
+    entry = next(e for e in get_model_state_dict(model).values() if isinstance(e, DTensor) and not e.rows.is_even)
+    assert "RowDTensor(rows [" in repr(entry)
+    piece = pickle.loads(pickle.dumps(entry))
     assert "RowPiece(rows [" in repr(piece)
     assert isinstance(piece.to(torch.float32), RowPiece) and isinstance(piece.clone(), RowPiece)
     with pytest.raises(NotImplementedError, match="take them with to_local"):

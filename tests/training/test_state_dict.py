@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from thunder_fsdp_sched import eager, fsdp, full_state_dict, get_optimizer_state_dict
-from thunder_fsdp_sched.sharding.row_pieces import local_rows
+from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor
+from thunder_fsdp_sched.sharding.state_entries import local_rows
 from thunder_fsdp_sched.training.checkpoint import RowPiece
 
 import pytest
 import thunder
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import Layer, Model
 from ranks import Ranks
@@ -51,7 +53,7 @@ def _make_twins(rank: int, world_size: int, seed: int = 0, **options: Any) -> Tw
 
 
 def _addresses(module: nn.Module) -> dict[str, int]:
-    return {name: param.data_ptr() for name, param in module.named_parameters()}
+    return {name: local_rows(param).data_ptr() for name, param in module.named_parameters()}
 
 
 def _save_and_load_shards(rank: int, world_size: int) -> None:
@@ -184,10 +186,12 @@ def _replace_parameters(rank: int, world_size: int) -> None:
 
     for name in ("mix", "scale"):
         param = sharded.get_parameter(name)
-        ours = param.data
-        param.data = ours.clone()
+        with pytest.raises(RuntimeError, match=rf"'{name}' cannot be given other memory.*p\.copy_"):
+            param.data = param.data.clone()
+        ours = param._local_tensor
+        param._local_tensor = ours.clone()
         check_error_names(name)
-        param.data = ours
+        param._local_tensor = ours
         loss_of(sharded(x)).backward()
     with pytest.raises(ValueError, match=r"load_state_dict\(assign=True\): 'scale' is sharded"):
         sharded.load_state_dict({name: value.clone() for name, value in sharded.state_dict().items()}, assign=True)
@@ -244,7 +248,7 @@ def _check_entries(rank: int, world_size: int, folder: Path, options: dict[str, 
         for name in entries.keys() & locations.keys():
             kinds.add(type(entries[name]))
             rows = local_rows(entries[name])
-            assert rows.numel() == 0 or rows.data_ptr() == jitted.get_parameter(name).data_ptr(), name
+            assert rows.numel() == 0 or rows.data_ptr() == local_rows(jitted.get_parameter(name)).data_ptr(), name
 
         # Save with code that knows nothing of this package: DCP, and pickle on each rank.
         dcp.save({"model": owner.state_dict()}, checkpoint_id=folder / prefix)
@@ -269,7 +273,7 @@ def _check_entries(rank: int, world_size: int, folder: Path, options: dict[str, 
         owner.load_state_dict(state["model"])
         models["original"].load_state_dict(before)  # unsharded tensors
         _assert_equal(full_state_dict(jitted), before)
-    assert kinds == ({DTensor, RowPiece} if options.get("transport") == "coalesced" else {RowPiece, DTensor})
+    assert kinds == {RowDTensor}
 
 
 def _zeros(state: dict[str, Any]) -> dict[str, Any]:
@@ -299,6 +303,11 @@ def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
         param.grad = torch.full_like(param, len(name))
     optimizer.step()
     optimizer.zero_grad()
+
+
+def _whole_states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    values = (value for state in optimizer.state_dict()["state"].values() for value in state.values())
+    return [value.full_tensor() if isinstance(value, DTensor) else value for value in values]
 
 
 def _check_optimizer_entries(rank: int, world_size: int, folder: Path, options: dict[str, Any]) -> None:
@@ -344,9 +353,11 @@ def _check_optimizer_entries(rank: int, world_size: int, folder: Path, options: 
         theirs = make(list(stranger.parameters()))
         _step(stranger, theirs)
         if options.get("transport") != "coalesced":
-            optimizer.load_state_dict(theirs.state_dict())
-            with pytest.raises(ValueError, match=r"state '.*' of parameter '.*': this rank needs rows"):
-                _step(jitted, optimizer)
+            optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+            for model, trained in ((stranger, theirs), (jitted, optimizer)):
+                _step(model, trained)
+            for ours, other in zip(*(_whole_states(o) for o in (optimizer, theirs)), strict=True):
+                assert torch.equal(ours, other)
     with pytest.raises(TypeError, match=r"cannot be pickled: it holds this rank's rows\. Save model\.state_dict"):
         torch.save(dict(jitted.named_parameters()), io.BytesIO())
 
@@ -388,13 +399,20 @@ def test_dcp_saves_and_loads_a_sharded_model_and_its_optimizer_directly(ranks: R
     ranks.run(_save_with_dcp_directly, tmp_path)
 
 
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
 def _refuse_entries(rank: int, world_size: int) -> None:
     models, twin = _models()
     jitted = models[""]
     before = full_state_dict(jitted)
-    other = thunder.jit(Everything().double(), transforms=[fsdp(transport="coalesced")])
-    theirs = other.state_dict()
-    rows = {name: param.detach().clone() for name, param in jitted.named_parameters()}
+    everyones: list[Any] = [None] * world_size
+    dist.all_gather_object(everyones, _pickled(jitted.state_dict()))
+    theirs = torch.load(io.BytesIO(everyones[1 - rank]), weights_only=False)
+    rows = {name: param.to_local().detach().clone() for name, param in jitted.named_parameters()}
     for prefix, owner in models.items():
         own = owner.state_dict()
         with pytest.raises(ValueError, match=r"keep_vars=True.*named_parameters\(\)"):
@@ -428,7 +446,7 @@ def _refuse_entries(rank: int, world_size: int) -> None:
         with pytest.raises((NotImplementedError, RuntimeError)):
             use()
     safetensors = pytest.importorskip("safetensors.torch")
-    for state in ({"piece": piece}, {"entry": next(v for v in theirs.values() if isinstance(v, DTensor))}):
+    for state in ({"piece": piece}, {"entry": next(iter(own.values()))}):
         with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
             safetensors.save(state)
 

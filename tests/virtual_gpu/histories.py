@@ -91,7 +91,8 @@ def _train(rank: Rank, **options: Any) -> None:
         return
     with rank.phase("written by the device"):
         for param in model.parameters():
-            param.data.copy_(torch.ones(param.shape, device=rank.device), non_blocking=True)
+            rows = param.to_local().detach()
+            rows.copy_(torch.ones(rows.shape, device=rank.device), non_blocking=True)
     evaluate()
     with model.no_sync(), rank.phase("accumulation"):
         model(torch.randn(4, 8, device=rank.device)).sum().backward()

@@ -13,7 +13,6 @@ from unittest import mock
 from thunder_fsdp_sched import private_api
 from thunder_fsdp_sched.agreement import consistency
 from thunder_fsdp_sched.distributed import group_creation
-from thunder_fsdp_sched.runtime import bucket
 from thunder_fsdp_sched.sharding import meta_init, setup, sharded_module
 from thunder_fsdp_sched.transports import base
 
@@ -193,7 +192,7 @@ def _replacements(recording: Recording, *, assume_agreement: bool) -> Iterator[t
     yield torch.accelerator, "current_accelerator", lambda *args, **kwargs: torch.device("cuda")
     yield base, "_side_streams", {}
     yield setup, "type", _type_of
-    for module in (bucket, meta_init, sharded_module):
+    for module in (meta_init, sharded_module):
         yield module, "replace_data", _replace_data
     yield sharded_module, "is_blank", lambda tensor: False  # fake tensors have no values
     if assume_agreement:  # ranks run one after the other, so they cannot communicate

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from ..private_api import mesh_over
 from . import shutdown
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["ProcessGroupRef", "Ranks"]
 
@@ -137,11 +139,16 @@ class Ranks:
         group: the ranks that it is sharded over.
         reductions: the same ranks, for reductions: ``group`` itself, or a process group with a separate communicator.
         replicas: the ranks that have the same shards (hybrid sharding); ``None`` if this rank is the only one.
+        grid: with replicas, the global ranks of the 2-D mesh: a row for each replica.
+        dim_names: the names of the dimensions of the user's mesh; ``None`` without.
     """
 
     group: ProcessGroupRef
     reductions: ProcessGroupRef
     replicas: ProcessGroupRef | None = None
+    grid: Sequence[Sequence[int]] | None = None
+    dim_names: tuple[str, ...] | None = None
+    _meshes: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -150,9 +157,28 @@ class Ranks:
         *,
         reductions: ProcessGroupRef | None = None,
         replicas: ProcessGroupRef | None = None,
+        grid: Sequence[Sequence[int]] | None = None,
+        dim_names: tuple[str, ...] | None = None,
     ) -> Ranks:
         """Return the ranks; ``reductions`` defaults to ``group``, and ``replicas`` of only this rank count as ``None``."""
-        return cls(group, reductions or group, replicas if replicas is not None and replicas.size > 1 else None)
+        if replicas is not None and replicas.size == 1:
+            replicas, grid, dim_names = None, None, dim_names and dim_names[1:]
+        return cls(group, reductions or group, replicas, grid, dim_names)
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """Return the ranks as a device mesh, 1-D or with the replicas in the first of two dimensions.
+
+        It does not keep the process groups alive; see [Note: Weak references to process groups].
+        """
+        mesh = self._meshes.get(device_type)
+        if mesh is None:
+            ranks = list(self.group.global_ranks)
+            grid = ranks if self.replicas is None else self.grid
+            names = [group.name for group in reversed(self.groups)]
+            mesh = self._meshes[device_type] = mesh_over(
+                grid, ranks[self.group.rank], names, device_type, self.dim_names
+            )
+        return mesh
 
     @property
     def groups(self) -> tuple[ProcessGroupRef, ...]:

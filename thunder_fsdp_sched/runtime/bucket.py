@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..private_api import replace_data
 from ..transports.base import Transport, Views, Work
 from .coordination import Coordinator, IssueCounts
 from .forward_numbers import is_backward_of
 from .memory import Arena, Slot, address, shard_strides, shard_views, slot_bytes, unsharded_views
-from .shard_grads import mark, mark_after_backward
+from .row_operators import RowDTensor
+from .rows import Rows
 from .shard_source import ShardSource, source_of
 
 if TYPE_CHECKING:
@@ -45,8 +45,10 @@ class Bucket:
     Attributes:
         source: provides the tensor that a gather sends.
         base: the bucket itself; for a bucket alias, the bucket that it stands for.
-        shard: the flat shard buffer. ``params`` are this rank's rows of each parameter, views of it with their own
-            version counters.
+        shard: the flat shard buffer.
+        shard_views: this rank's rows of each parameter, as views of ``shard``.
+        rows: which rows of each parameter each rank has.
+        params: the parameters, DTensors over ``shard_views``.
     """
 
     source: ShardSource
@@ -84,10 +86,14 @@ class Bucket:
         self.shard = self._allocate_shard() if base is None else base.shard
         self.shard_views = shard_views(spec, self.rank, self.shard)
         self.shard_pointers = tuple(map(address, self.shard_views))
+        self.rows = tuple(
+            Rows(placement, ranks, param.name, bucket=self, index=index)
+            for index, (placement, param) in enumerate(zip(spec.layout.placements, spec.params, strict=True))
+        )
         if base is None:
             self.params = tuple(
-                torch.nn.Parameter(view, param.requires_grad)
-                for view, param in zip(self.shard_views, spec.params, strict=True)
+                torch.nn.Parameter(RowDTensor.wrap(view, rows), param.requires_grad)
+                for view, rows, param in zip(self.shard_views, self.rows, spec.params, strict=True)
             )
         else:
             by_name = {param.name: base.params[i] for i, param in enumerate(base.spec.params)}
@@ -171,7 +177,11 @@ class Bucket:
             on_host = torch.empty_like(flat, device="cpu", pin_memory=spec.comm.pin_memory)
             flat = on_host.copy_(flat)
         assert flat.storage_offset() == 0
-        return tuple(map(flat.as_strided, *self._strided))
+        return tuple(map(RowDTensor.of_spec, map(flat.as_strided, *self._strided), self._grad_specs))
+
+    @functools.cached_property
+    def _grad_specs(self) -> list[Any]:
+        return [rows.spec(self.spec.dtype, self.spec.shard_device.type) for rows in self.rows]
 
     @functools.cached_property
     def local_slices(self) -> list[tuple[slice, slice]]:
@@ -253,28 +263,19 @@ class Bucket:
         """Add a sharded gradient to ``.grad`` as autograd does."""
         param = self.params[index]
         param.grad = grad if param.grad is None else param.grad.add_(grad)
-        if self.ranks.group.size > 1:
-            mark(param)
-
-    def adopt(self, index: int, param: torch.nn.Parameter) -> None:
-        """Turn ``param``, the unsharded parameter ``index``, into this rank's shard; the object stays the same."""
-        replace_data(param, self.shard_views[index])
-        self.params = (*self.params[:index], param, *self.params[index + 1 :])
-        # Loading through this view bumps the version of the parameter, so autograd sees the change in saved tensors.
-        view = param.detach()
-        self.shard_views = (*self.shard_views[:index], view, *self.shard_views[index + 1 :])
-        if self.ranks.group.size > 1:
-            mark_after_backward(param)
 
     def copy_in(self, index: int, unsharded: torch.Tensor) -> None:
         """Copy this rank's rows of the unsharded parameter ``index`` into its shard."""
-        self.shard_views[index].copy_(self.local_rows(index, unsharded))
+        self.write_rows(index, self.local_rows(index, unsharded))
+
+    def write_rows(self, index: int, rows: torch.Tensor) -> None:
+        """Copy ``rows`` into the shard of parameter ``index``, so that autograd sees the change in saved tensors."""
+        self.shard_views[index].copy_(rows)
+        torch.autograd.graph.increment_version(self.params[index])
 
     def local_rows(self, index: int, unsharded: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of the unsharded parameter ``index``, as a view."""
-        starts = self.spec.layout.placements[index].row_starts
-        rows = unsharded.reshape(1) if unsharded.ndim == 0 else unsharded
-        return rows[starts[self.rank] : starts[self.rank + 1]]
+        return self.rows[index].of(unsharded)
 
 
 def handle_name(bucket_name: str) -> str:

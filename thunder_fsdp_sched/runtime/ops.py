@@ -13,6 +13,7 @@ from ..transports.base import Views, labelled
 from .bucket import Bucket
 from .forward_numbers import forward_number
 from .memory import InFlight, Slot, address, failed
+from .row_dtensor import RowDTensor
 
 __all__ = [
     "accumulate_grads",
@@ -30,9 +31,9 @@ __all__ = [
 ]
 
 
-def _check_shards(bucket: Bucket, shards: Sequence[torch.Tensor | None]) -> None:
+def _check_shards(bucket: Bucket, shards: Sequence[RowDTensor | None]) -> None:
     for index, (shard, pointer) in enumerate(zip(shards, bucket.shard_pointers, strict=True)):
-        if shard is not None and address(shard) != pointer:
+        if shard is not None and address(shard._local_tensor) != pointer:
             raise RuntimeError(
                 f"parameter {bucket.spec.params[index].name!r} is no longer in the shard buffer of bucket "
                 f"{bucket.spec.name!r}: it was replaced by another tensor (`p.data = ...`, "
@@ -43,7 +44,7 @@ def _check_shards(bucket: Bucket, shards: Sequence[torch.Tensor | None]) -> None
 def all_gather(
     bucket: Bucket,
     slot: Slot,
-    *shards: torch.Tensor | None,
+    *shards: RowDTensor | None,
     again: bool = False,
     followed_by: int | None = None,
     preceded_by: int | None = None,
@@ -217,7 +218,7 @@ def backward_done(no_sync: bool, *buckets: Bucket) -> None:
             bucket.flush_unreduced()
 
 
-def params_unchanged(bucket: Bucket, *shards: torch.Tensor | None) -> None:
+def params_unchanged(bucket: Bucket, *shards: RowDTensor | None) -> None:
     # Backward receives the shards as saved tensors, and autograd compares their versions when it unpacks them.
     _check_shards(bucket, shards)
     slot = bucket.private_slot

@@ -7,11 +7,10 @@ from thunder.core.module import ThunderModule
 
 from ..options import Options
 from ..plan.specs import ParamSpec
-from ..private_api import explain_fixed_data
+from ..runtime.row_dtensor import RowDTensor
 from .module_parameters import find_owner, tensors_in_containers
-from .stale_state import SHARD_OF
 
-__all__ = ["module_param_of", "refuse_fixed", "refuse_shards_and_grads", "refuse_views"]
+__all__ = ["module_param_of", "refuse_shards_and_grads", "refuse_views"]
 
 
 def module_param_of(module: torch.nn.Module, spec: ParamSpec, param: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -28,9 +27,9 @@ def module_param_of(module: torch.nn.Module, spec: ParamSpec, param: torch.nn.Pa
 def refuse_shards_and_grads(named: dict[str, torch.nn.Parameter]) -> None:
     """Raise an error for parameters that are already shards, or that have an unsharded gradient."""
     for name, param in named.items():
-        if hasattr(param, SHARD_OF):
+        if isinstance(param, RowDTensor):
             raise ValueError(
-                f"parameter {name!r} is a shard already, of {getattr(param, SHARD_OF)[0]!r}: fsdp(...) was given the "
+                f"parameter {name!r} is a shard already, of {param.rows.label!r}: fsdp(...) was given the "
                 f"module, or one that shares the parameter, before. Create a new module, and jit it once"
             )
         if param.grad is not None:
@@ -67,16 +66,3 @@ def refuse_views(
 
 def _storage_of(tensor: torch.Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.untyped_storage().data_ptr()
-
-
-def refuse_fixed(
-    module_params: dict[str, torch.nn.Parameter], specs: list[tuple[ParamSpec, torch.nn.Parameter]]
-) -> None:
-    """Raise an error for objects on the meta device that cannot be given memory."""
-    for spec, _ in specs:
-        why = explain_fixed_data(module_params[spec.name], torch.empty(0, device=spec.device))
-        if why:
-            raise ValueError(
-                f"parameter {spec.name!r} is on the meta device and cannot become a shard there: {why}. Release it, or "
-                f"create a new module"
-            )

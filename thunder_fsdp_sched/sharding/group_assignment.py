@@ -132,17 +132,21 @@ class GroupAssignment:
 
     def _of_mesh(self, mesh: DeviceMesh) -> Ranks:
         if mesh.ndim == 1:
-            return self._ranks(ProcessGroupRef.of(mesh.get_group()))
-        ranks = self._ranks(ProcessGroupRef.of(mesh.get_group(1)), ProcessGroupRef.of(mesh.get_group(0)))
+            return self._ranks(ProcessGroupRef.of(mesh.get_group()), mesh=mesh)
+        ranks = self._ranks(ProcessGroupRef.of(mesh.get_group(1)), ProcessGroupRef.of(mesh.get_group(0)), mesh)
         self._mesh_of[ranks] = mesh
         return ranks
 
-    def _ranks(self, group: ProcessGroupRef, replicas: ProcessGroupRef | None = None) -> Ranks:
+    def _ranks(
+        self, group: ProcessGroupRef, replicas: ProcessGroupRef | None = None, mesh: DeviceMesh | None = None
+    ) -> Ranks:
         """Return the ranks of these groups; the same object for the same groups."""
         key = f"{group.name} {replicas.name if replicas is not None else ''}"
         if key not in self._made:
             reductions = twin(group) if self._options.separate_reduce_scatter_group and group.size > 1 else None
-            self._made[key] = Ranks.of(group, reductions=reductions, replicas=replicas)
+            grid = mesh.mesh.tolist() if mesh is not None and mesh.ndim == 2 else None
+            dim_names = None if mesh is None else mesh.mesh_dim_names
+            self._made[key] = Ranks.of(group, reductions=reductions, replicas=replicas, grid=grid, dim_names=dim_names)
         return self._made[key]
 
 

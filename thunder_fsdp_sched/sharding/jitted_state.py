@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 import torch
 from thunder.core.module import ThunderModule
 
+from ..runtime.row_dtensor import RowDTensor
 from .module_parameters import refuse_assign, refuse_keep_vars
-from .row_pieces import param_entry, rows_from
 from .sharded_module import ShardedModule
+from .state_entries import param_entry, rows_from
 
 __all__ = ["hold_entries", "rows_by_name"]
 
@@ -33,6 +34,12 @@ def hold_entries(model: ThunderModule, sharded: ShardedModule) -> None:
     model.load_state_dict = state.load_state_dict
     model.register_load_state_dict_pre_hook(state.before_load)
     model.__reduce_ex__ = _refuse_copies
+    model._fqn_modifiers = _fqn_modifiers
+
+
+def _fqn_modifiers() -> dict[str, str]:
+    """Tell ``torch.distributed.checkpoint.state_dict`` that the names in a state dict leave out the child ``_model``."""
+    return {"": _ORIGINAL.rstrip(".")}
 
 
 def rows_by_name(model: ThunderModule) -> dict[str, torch.Tensor]:
@@ -99,7 +106,8 @@ class _JittedState:
                     refuse_assign(known_as)
                 del loaded[known_as]  # Thunder has one name for each
                 try:
-                    loaded[name] = rows_from(*place, value)
+                    bucket, index = place
+                    loaded[name] = RowDTensor.wrap(rows_from(bucket, index, value), bucket.rows[index])
                 except ValueError as error:
                     errors.append(f"size mismatch for {known_as}: {error}")
         if errors:

@@ -1,9 +1,11 @@
 """The module's own parameters: shards, except while Thunder traces and inside ``eager``.
 
 [Note: The module's own parameters]
-A sharded module keeps its ``nn.Parameter`` objects. Each now holds this rank's rows, as a view of a shard buffer. So
-optimizers, parameter groups by submodule, ``requires_grad_``, hooks and ``zero_grad`` work as on any other module,
-whether they were created before or after ``thunder.jit``. Thunder's prologue reads the same objects.
+The parameters of a sharded module are DTensors (:class:`RowDTensor`) over this rank's rows, which are views of a shard
+buffer. They have the attributes and hooks of the parameters that they have replaced, in the module, in its lists and in
+optimizers (``replacement``). So optimizers, parameter groups by submodule, ``requires_grad_``, hooks and ``zero_grad``
+work as on any other module, whether they were created before or after ``thunder.jit``. Thunder's prologue reads the same
+objects.
 
 Thunder traces with the shapes in the module, which must then be whole. So during tracing, placeholders on the meta
 device replace the shards. They are inserted after a miss in Thunder's cache (``private_api.watch_cache_misses``), and
@@ -12,9 +14,9 @@ parameters that are not gathered.
 
 Code that is unaware of this would compute with rows, or save them as if they were the parameter. *Guards* are hooks on
 each module that has sharded parameters. They refuse calls outside of tracing and ``eager``, ``deepcopy``, and pickling.
-They make ``state_dict`` return entries that record which rows they hold (see [Note: Two kinds of entries] in
-``row_pieces``), and ``load_state_dict`` accept such entries or whole tensors. Guards of calls are removed while Thunder
-traces, because it would interpret them. The jitted module does the same: see ``jitted_state``.
+They make ``state_dict`` return DTensors (see [Note: Entries of state dicts] in ``state_entries``), and
+``load_state_dict`` accept such entries or whole tensors. Guards of calls are removed while Thunder traces, because it
+would interpret them. The jitted module does the same: see ``jitted_state``.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..runtime.bucket import Bucket
 from ..runtime.memory import address
-from .row_pieces import param_entry, rows_from
+from ..runtime.row_dtensor import RowDTensor, local_rows
+from .replacement import replace_in_containers
+from .state_entries import param_entry, rows_from
 
 __all__ = [
     "ModuleParameters",
@@ -106,7 +110,7 @@ class ModuleParameters:
             return
         for entries, key, value, name in zip(self._dicts, self._keys, self._values, self._names, strict=True):
             if entries.get(key) is not value:
-                what, how = ("parameter", "copy into it: `with torch.no_grad(): p.copy_(rows)`, or load_state_dict")
+                what, how = ("parameter", "copy into it: `with torch.no_grad(): p.copy_(new)`, or load_state_dict")
                 if isinstance(value, nn.Module):
                     what, how = "submodule", "change the module before thunder.jit, and make another sharded module"
                 raise RuntimeError(
@@ -134,7 +138,7 @@ class ModuleParameters:
                         f"parameter {spec.name!r} was sharded on {bucket.shard.device}, but the module was moved to "
                         f"{shard.device} afterwards: move it {before}, or pass fsdp(device=...)"
                     )
-                if address(shard) != pointer:
+                if address(local_rows(shard)) != pointer:
                     raise RuntimeError(
                         f"parameter {spec.name!r} is no longer in the shard buffer of bucket {bucket.spec.name!r}: it was "
                         f"given other memory (`p.data = ...`, or a conversion there and back). Copy into the parameter "
@@ -148,6 +152,8 @@ class ModuleParameters:
                 if entry.placeholder.requires_grad is not entry.shard.requires_grad:
                     entry.placeholder.requires_grad_(entry.shard.requires_grad)
                 entry.put(entry.placeholder)
+            placeholders = {id(entry.shard): entry.placeholder for entry in self._entries}
+            replace_in_containers(self._module, lambda tensor: placeholders.get(id(tensor)))
             for handle in self._call_guards:
                 handle.remove()
             self._call_guards.clear()
@@ -158,6 +164,8 @@ class ModuleParameters:
         if self.has_placeholders:
             for entry in self._entries:
                 entry.put(entry.shard)
+            shards = {id(entry.placeholder): entry.shard for entry in self._entries}
+            replace_in_containers(self._module, lambda tensor: shards.get(id(tensor)))
             self.has_placeholders = False
             self._guard_calls()
 
@@ -232,7 +240,8 @@ class _Guard:
             if local_metadata.get("assign_to_params_buffers", False):
                 refuse_assign(prefix + leaf)
             try:
-                state_dict[prefix + leaf] = rows_from(*location, value)
+                bucket, index = location
+                state_dict[prefix + leaf] = RowDTensor.wrap(rows_from(bucket, index, value), bucket.rows[index])
             except ValueError as error:
                 errors.append(f"size mismatch for {prefix + leaf}: {error}")
                 del state_dict[prefix + leaf]

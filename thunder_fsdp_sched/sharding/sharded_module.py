@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from thunder.core.module import ThunderModule
 
 from ..agreement.channel import announce
@@ -30,12 +29,15 @@ from ..plan.specs import Plan
 from ..private_api import parameters_of_running_ddp, refuse_ddp, replace_data, timeout_of, watch_cache_misses
 from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
+from ..runtime.row_dtensor import RowDTensor
 from ..runtime.shard_source import finish_copies
-from .adoption import module_param_of, refuse_fixed, refuse_shards_and_grads, refuse_views
+from .adoption import module_param_of, refuse_shards_and_grads, refuse_views
 from .conflicts import refuse_conflicts
 from .group_assignment import GroupAssignment, find_world_group
 from .meta_init import is_blank, make_blank
 from .module_parameters import ModuleParameters, find_owner
+from .optimizer_rows import look_again
+from .replacement import replace_in_containers, replace_param
 from .setup import (
     allocate_buckets,
     broadcast,
@@ -46,9 +48,8 @@ from .setup import (
     param_specs,
     versions,
 )
-from .stale_state import SHARD_OF, mark_as_shard
 
-__all__ = ["ShardedModule", "gather_param"]
+__all__ = ["ShardedModule"]
 
 _AGREEMENT_TIMEOUT = timedelta(seconds=300)
 """How long a rank waits at most for the others to shard or compile the same; tracing may be slower on some ranks. The
@@ -71,7 +72,7 @@ class ShardedModule:
         control: agrees with these ranks on what runs next.
         kept: the buckets that stay unsharded between forward and backward.
         locations: the bucket of each sharded parameter and its index there, keyed by each of its names.
-        shards: this rank's rows of each sharded parameter, as a view of the shard buffer, keyed by each of its names.
+        shards: each sharded parameter, a DTensor over this rank's rows in the shard buffer, keyed by each of its names.
         kept_is_final: whether ``max_unsharded_bytes`` has settled that already.
         former_memory: the memory in which the parameters were stored before.
         running_eagerly: whether the module's own forward may be called right now (``eager``).
@@ -105,15 +106,11 @@ class ShardedModule:
             bucket.control = control
             bucket.issue_counts = control.issue_counts
             for index, param in enumerate(bucket.spec.params):
-                if bucket.spec.layout.placements[index].is_cut:  # for optimizers that need whole parameters
-                    bucket.params[index]._fsdp_rows_of = param.name  # type: ignore[attr-defined]
-                if bucket.spec.layout.world_size > 1:  # for those that compute over all parameters
-                    bucket.params[index]._fsdp_spread = param.name  # type: ignore[attr-defined]
-                mark_as_shard(bucket, index)
                 for name in param.names:
                     self.locations[name] = (bucket, index)
                     self.shards[name] = bucket.params[index]
         self.module_params = ModuleParameters(module, buckets)
+        look_again()
         self._model: weakref.ref[ThunderModule] | None = None
 
     @classmethod
@@ -157,7 +154,6 @@ class ShardedModule:
             specs = param_specs({n: p for n, p in named.items() if n not in ignored}, options)
             refuse_views(model, named, ignored, options)
             module_params = {spec.name: module_param_of(module, spec, param) for spec, param in specs}
-            refuse_fixed(module_params, specs)
             moved = move_unsharded(model, ignored, options)
             group_keys = {spec.name: assignment.of(spec.name, param) for spec, param in specs}
             for spec, _ in specs:
@@ -203,11 +199,12 @@ class ShardedModule:
                 param.data = param.new_empty(
                     0
                 )  # frees its memory if another transform created it besides the module's own
-            bucket.adopt(index, module_params[spec.name])
+            replace_param(module_params[spec.name], bucket, index)
         sharded = cls(module, plan, buckets, agreement, control)
         sharded.former_memory = former_memory
         sharded.replaced = moved
         sharded.began_on_meta = began_on_meta
+        replace_in_containers(module)
         sharded._update_module()
         return sharded
 
@@ -264,7 +261,7 @@ class ShardedModule:
                 # Compiling without a call may have failed and left placeholders in the module.
                 self.module_params.install_shards()
                 self.module_params.check()
-                if any(hasattr(param, SHARD_OF) for param in parameters_of_running_ddp()):
+                if any(isinstance(param, RowDTensor) for param in parameters_of_running_ddp()):
                     refuse_ddp()
                 install_placeholders_on_miss()
 
@@ -343,29 +340,5 @@ class ShardedModule:
         expected = bucket.spec.params[index].shape
         if tuple(value.shape) != expected:
             raise ValueError(f"state dict entry {name!r}: expected shape {expected}, got {tuple(value.shape)}")
-        return bucket.local_rows(index, value).to(device=bucket.spec.shard_device, dtype=bucket.spec.dtype)
-
-
-def gather_param(bucket: Bucket, index: int, shard: torch.Tensor) -> torch.Tensor:
-    """Gather the whole parameter ``index`` of ``bucket``, bit for bit, from the rows of all ranks; a collective.
-
-    Args:
-        shard: this rank's rows.
-
-    Returns:
-        A new tensor of the unsharded shape on the bucket's device, on every rank.
-    """
-    group, name = bucket.ranks.group, bucket.spec.params[index].name
-    control = bucket.base.control
-    if control is not None and control.is_on_all_ranks(bucket):
-        control.rendezvous("gathering for a state dict the parameter", name)
-    placement = bucket.spec.layout.placements[index]
-    whole = torch.empty(placement.shape, dtype=bucket.spec.dtype, device=bucket.spec.device)
-    rows = whole.reshape(1) if whole.ndim == 0 else whole
-    bucket.local_rows(index, whole).copy_(shard)
-    with control.doing(f"gathering the parameter {name}") if control is not None else contextlib.nullcontext():
-        for rank, global_rank in enumerate(group.global_ranks):
-            start, end = placement.row_starts[rank : rank + 2]
-            if rows[start:end].numel():
-                dist.broadcast(rows[start:end], src=global_rank, group=group.process_group)
-    return whole
+        rows = bucket.local_rows(index, value).to(device=bucket.spec.shard_device, dtype=bucket.spec.dtype)
+        return RowDTensor.wrap(rows, bucket.rows[index])

@@ -19,9 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from ..runtime.row_dtensor import local_rows
 
 __all__ = ["Collective", "StepCounter", "StepCounts"]
 
@@ -132,7 +135,7 @@ class StepCounter(TorchDispatchMode):
         self._collectives: list[Collective] = []
         self._bytes: dict[str, int] = defaultdict(int)
         self._always = 0
-        for parameter in parameters:
+        for parameter in map(local_rows, parameters):
             memory, extent = self._find(parameter), _extent(parameter)
             if extent is not None:
                 memory.regions.append(_Region("shard", *extent, 0, 0))
@@ -161,6 +164,8 @@ class StepCounter(TorchDispatchMode):
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):  # it calls operators on its local tensor
+            return NotImplemented
         kwargs = kwargs or {}
         self._now += 1
         self._expire()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 
-from ..runtime.shard_grads import plain
+from ..runtime.row_dtensor import local_rows
 from ..transform import find_transform
 
 __all__ = ["clip_grad_norm_", "discard_unreduced"]
@@ -29,7 +29,8 @@ def clip_grad_norm_(
         norm_type: p of the p-norm, or ``math.inf``.
         error_if_nonfinite: raise an error on all ranks if the norm is nan or infinite, before anything is scaled.
 
-    torch's own function would compute the norm of only this rank's rows, so gradients of shards refuse it.
+    torch's own function gives the same norm, up to rounding, if all parameters are sharded over the same ranks. This one
+    has a single collective and tells which gradients are not finite.
 
     Returns:
         The norm before clipping, a 0-dim tensor, bit for bit the same on all ranks; float64 if a gradient is, else
@@ -50,7 +51,10 @@ def clip_grad_norm_(
     world_group, control = sharded.world_group, sharded.control
     control.begin("clip_grad_norm_", f"with norm_type={norm_type}")
     weighed: list[tuple[float, list[torch.Tensor]]] = [
-        (1 / bucket.spec.replicas, [g for p in bucket.params if p.grad is not None and (g := plain(p.grad)).numel()])
+        (
+            1 / bucket.spec.replicas,
+            [g for p in bucket.params if p.grad is not None and (g := local_rows(p.grad)).numel()],
+        )
         for bucket in sharded.buckets
     ]
     whole = [p.grad for n, p in model.named_parameters() if n not in sharded.locations and p.grad is not None]
@@ -91,7 +95,7 @@ def clip_grad_norm_(
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for param in model.parameters():
         if param.grad is not None:
-            by_device.setdefault(param.grad.device, []).append(plain(param.grad))
+            by_device.setdefault(param.grad.device, []).append(local_rows(param.grad))
     for on, grads in by_device.items():
         torch._foreach_mul_(grads, scale.to(on))
     return total

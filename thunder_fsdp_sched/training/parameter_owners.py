@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..runtime.bucket import Bucket
-from ..runtime.shard_grads import plain
+from ..runtime.row_dtensor import local_rows
 
 __all__ = ["OwnedParam", "choose_owners", "rows_from_owners", "rows_to_owners"]
 
@@ -23,20 +23,22 @@ class OwnedParam:
     """A parameter, this rank's rows of it, and its owner.
 
     Attributes:
-        rows: this rank's rows, a parameter of the sharded model.
+        param: the parameter of the sharded model.
+        rows: this rank's rows, as a plain tensor.
         unsharded: the parameter that the optimizer updates. Outside of a step it has a shape but no memory.
         owner: the rank that updates it, in the process group over which it is sharded.
     """
 
-    def __init__(self, rows: torch.Tensor, bucket: Bucket, index: int) -> None:
-        self.rows = rows
+    def __init__(self, param: torch.Tensor, bucket: Bucket, index: int) -> None:
+        self.param = param
+        self.rows = local_rows(param)
         self.spec = bucket.spec.params[index]
         self.ranks = bucket.ranks
         self.group = bucket.ranks.group
         self.control = bucket.control
         self.owner = 0
         self._placement = bucket.spec.layout.placements[index]
-        self.unsharded = torch.nn.Parameter(self._blank(), rows.requires_grad)
+        self.unsharded = torch.nn.Parameter(self._blank(), param.requires_grad)
 
     @property
     def is_owned_here(self) -> bool:
@@ -50,8 +52,8 @@ class OwnedParam:
     @property
     def grad(self) -> torch.Tensor:
         """Return this rank's rows of the gradient, which must exist."""
-        assert self.rows.grad is not None
-        return plain(self.rows.grad)
+        assert self.param.grad is not None
+        return local_rows(self.param.grad)
 
     def shape_on(self, rank: int) -> tuple[int, ...]:
         return self._placement.shard_shape(rank)
@@ -108,7 +110,9 @@ def rows_from_owners(params: Sequence[OwnedParam]) -> None:
         [[p.rows_of(rank) for p in mine] for rank in range(group.size)],
         [[p.shape_on(group.rank) for p in owned] for owned in by_owner],
     )
-    torch._foreach_copy_([p.rows for owned in by_owner for p in owned], list(itertools.chain.from_iterable(received)))
+    updated = [param for owned in by_owner for param in owned]
+    torch._foreach_copy_([p.rows for p in updated], list(itertools.chain.from_iterable(received)))
+    torch.autograd.graph.increment_version(p.param for p in updated)
     for param in mine:
         param.empty()
 

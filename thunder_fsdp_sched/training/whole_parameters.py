@@ -31,6 +31,7 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..runtime.row_dtensor import RowDTensor
 from ..transform import find_transform
 from .parameter_owners import OwnedParam, choose_owners, rows_from_owners, rows_to_owners
 
@@ -113,7 +114,7 @@ class WholeParameters(torch.optim.Optimizer):
         # In an order that is the same on all ranks, even if they have parameters of different process groups.
         by_exchange: dict[tuple[Any, ...], list[OwnedParam]] = defaultdict(list)
         for param in self._params.values():
-            if param.rows.grad is not None:
+            if param.param.grad is not None:
                 by_exchange[param.exchange_key].append(param)
         exchanges = [by_exchange[key] for key in sorted(by_exchange)]
         control, locations = self._sharded.control, self._sharded.locations
@@ -161,7 +162,9 @@ class WholeParameters(torch.optim.Optimizer):
         for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
             theirs.update(_options(ours))  # a scheduler may have changed them
         owned = [param for param in self._params.values() if param.is_owned_here]
-        self._inner.state = defaultdict(dict, {p.unsharded: self.state[p.rows] for p in owned if p.rows in self.state})
+        self._inner.state = defaultdict(
+            dict, {p.unsharded: self.state[p.param] for p in owned if p.param in self.state}
+        )
         self._inner.step()
         self._keep_state()
         for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
@@ -171,15 +174,15 @@ class WholeParameters(torch.optim.Optimizer):
         assert self._inner is not None
         for param in self._params.values():
             if param.is_owned_here and param.unsharded in self._inner.state:
-                self.state[param.rows] = self._inner.state[param.unsharded]
+                self.state[param.param] = self._inner.state[param.unsharded]
         self._inner.state = defaultdict(dict)  # frees state that a loaded state replaces
 
     def _take(self, groups: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
         """Check groups, compare them among ranks, assign an owner to each parameter, and add them to the optimizer."""
-        new = {rows: self._param(rows) for group in groups for rows in group["params"]}
-        self._agree([[new[rows] for rows in group["params"]] for group in groups])
+        new = {param: self._param(param) for group in groups for param in group["params"]}
+        self._agree([[new[param] for param in group["params"]] for group in groups])
         unsharded_groups = [
-            {**_options(group), "params": [new[rows].unsharded for rows in group["params"]]} for group in groups
+            {**_options(group), "params": [new[param].unsharded for param in group["params"]]} for group in groups
         ]
         # Every rank passes all parameters to the optimizer, so that errors occur on all ranks.
         if self._inner is None:
@@ -192,14 +195,14 @@ class WholeParameters(torch.optim.Optimizer):
         self._params |= new
         for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
             ours.update(_options(theirs))
-            theirs["params"] = [self._params[rows].unsharded for rows in ours["params"] if self.owns(rows)]
+            theirs["params"] = [self._params[param].unsharded for param in ours["params"] if self.owns(param)]
         self._keep_state()  # some optimizers create it in the constructor
 
-    def _param(self, rows: torch.Tensor) -> OwnedParam:
-        name = self._names.get(rows)
+    def _param(self, param: torch.Tensor) -> OwnedParam:
+        name = self._names.get(param)
         if name is None:
             raise ValueError(
-                f"params: a tensor of shape {tuple(rows.shape)} is no parameter of the model: pass parameters of the "
+                f"params: a tensor of shape {tuple(param.shape)} is no parameter of the model: pass parameters of the "
                 f"jitted module, model.parameters()"
             )
         if name not in self._sharded.locations:
@@ -207,7 +210,7 @@ class WholeParameters(torch.optim.Optimizer):
                 f"params: {name!r} is not sharded (ignored_params), every rank has it whole: pass it to "
                 f"{self._class.__name__} directly"
             )
-        return OwnedParam(rows, *self._sharded.locations[name])
+        return OwnedParam(param, *self._sharded.locations[name])
 
     def _agree(self, groups: Sequence[Sequence[OwnedParam]]) -> None:
         """Raise an error if parameters differ between ranks, which would block each other in ``step`` or drift apart."""
@@ -244,17 +247,16 @@ def _refuse_rows(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     """Raise an error on all ranks for optimizers of torch that would mistake rows for whole parameters."""
     if why := _mixes_ranks(optimizer):
         for param in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            name = getattr(param, "_fsdp_spread", None)
-            if name is not None:
+            if isinstance(param, RowDTensor) and param.rows.ranks.group.size > 1:
+                name = param.rows.label
                 raise ValueError(
                     f"{type(optimizer).__name__} {why}, but was given rows of {name!r}, which is sharded. Use AdamW, or an "
                     f"optimizer that treats each parameter by itself, by thunder_fsdp_sched.WholeParameters"
                 )
     if isinstance(optimizer, _NEED_WHOLE):
         for param in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            name = getattr(param, "_fsdp_rows_of", None)
-            if name is not None:
-                cls = type(optimizer).__name__
+            if isinstance(param, RowDTensor) and param.rows.is_cut:
+                cls, name = type(optimizer).__name__, param.rows.label
                 raise ValueError(
                     f"{cls} needs whole parameters, but was given rows of {name!r}, which is sharded: create it with "
                     f"thunder_fsdp_sched.WholeParameters({cls}, model, params, ...)"

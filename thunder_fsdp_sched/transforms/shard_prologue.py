@@ -12,6 +12,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..runtime.row_dtensor import local_rows
 from ..trace.inspection import with_bound_symbols
 from ..trace.symbols import fsdp_check_no_sync
 
@@ -90,7 +91,7 @@ def _read(bsym: BoundSymbol, source: Any, path: str) -> tuple[Any, str]:
 
 
 def shard_prologue(prologue: TraceCtx, *, shards: Mapping[str, torch.nn.Parameter], no_sync: bool) -> TraceCtx:
-    """Change the shape of every unpacked parameter to that of its shard, in its proxy and in the prologue's checks.
+    """Make the prologue expect shards: give each parameter's proxy the shape of this rank's rows, and check the DTensor.
 
     Runs first, on the prologue, right after Thunder has traced the module; ``insert_unshard`` then changes the
     computation. It always runs, and also covers parameters that the prologue checks but the computation does not read.
@@ -105,7 +106,9 @@ def shard_prologue(prologue: TraceCtx, *, shards: Mapping[str, torch.nn.Paramete
         module: "Any" = thunder.core.module.get_thunder_module(module0)
         fsdp_check_no_sync(module, False)
         t_blocks_0_weight: "cpu f32[32, 64]" = module.get_parameter('blocks.0.weight')
-        prims.check_tensor_shape_and_metadata(t_blocks_0_weight, (32, 64), 'cpu', torch.float32, True)
+        prims.check_tensor_shape_and_metadata(t_blocks_0_weight, (64, 64), 'cpu', torch.float32, True)
+
+    The parameter is a DTensor with the shape of the unsharded one. Its proxy has the shape of this rank's rows.
 
     Args:
         shards: this rank's shard of each parameter, keyed by each of its names.
@@ -140,8 +143,9 @@ def shard_prologue(prologue: TraceCtx, *, shards: Mapping[str, torch.nn.Paramete
     return with_bound_symbols(prologue, bsyms, "fsdp: shard the prologue", started)
 
 
-def become_shard(proxy: TensorProxy, shard: torch.nn.Parameter) -> None:
+def become_shard(proxy: TensorProxy, param: torch.nn.Parameter) -> None:
     """Turn the proxy of a parameter into that of its shard, in place: traces and prologue share proxies by name."""
+    shard = local_rows(param)
     proxy._shape = tuple(shard.shape)
     proxy._numel = shard.numel()
     proxy._ndim = shard.ndim
@@ -149,4 +153,4 @@ def become_shard(proxy: TensorProxy, shard: torch.nn.Parameter) -> None:
     dtype = dtypes.to_dtype(shard.dtype)
     if proxy.dtype is not dtype:  # the module was traced with parameters in lower precision
         proxy._dtype = proxy._true_dtype = dtype
-    proxy._requires_grad = shard.requires_grad
+    proxy._requires_grad = param.requires_grad

@@ -1,6 +1,6 @@
 """State dicts and checkpoints: whole, sharded, on disk."""
 
-from ...sharding.row_pieces import RowPiece
+from ...sharding.state_entries import RowPiece
 from .files import CheckpointError, latest_checkpoint, load_checkpoint, save_checkpoint
 from .full import full_state_dict
 from .state_dict import get_model_state_dict, get_optimizer_state_dict

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ...sharding.row_pieces import local_rows
+from ...sharding.state_entries import local_rows
 
 __all__ = ["decode", "digests", "encode", "tensor_targets"]
 

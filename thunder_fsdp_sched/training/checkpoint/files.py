@@ -32,7 +32,6 @@ from ...agreement.channel import ranks_by_text
 from ...agreement.control import control_of
 from ...distributed.process_groups import ProcessGroupRef
 from ...sharding.jitted_state import rows_by_name
-from ...sharding.row_pieces import local_rows
 from ...transform import find_transform
 from . import extra as extras
 from .claim import METADATA, check_claim, claim, is_complete, release_claim
@@ -246,7 +245,7 @@ def load_checkpoint(
         warnings.warn(f"load_checkpoint casts what {path} holds: {tell_casts(casts)}", stacklevel=2)
     with torch.no_grad():
         for name, value in rows_by_name(model).items():
-            value.copy_(local_rows(target[keys[0]][name]))
+            value.copy_(target[keys[0]][name])
     for optimizer, state in zip(chosen, states, strict=True):
         optimizer.load_state_dict(state)
     return rest

@@ -10,8 +10,8 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ...sharding.row_pieces import as_entry, local_rows
 from ...sharding.sharded_module import ShardedModule
+from ...sharding.state_entries import as_entry, local_rows
 from ...transform import find_transform
 from .optimizers import misfits
 from .state_dict import group_label, names_of_params, owned_names
@@ -91,7 +91,7 @@ def _blank_state(
             f"the checkpoint does not fit the optimizers: {what!r} of {name!r} has shape {tuple(found.size)} there, the "
             f"parameter {expected}"
         )
-    return as_entry(bucket, index, torch.empty_like(bucket.params[index], dtype=dtype).detach(), as_rows=True)
+    return as_entry(bucket, index, torch.empty_like(bucket.shard_views[index], dtype=dtype), as_rows=True)
 
 
 def optimizer_state_dicts(

@@ -9,9 +9,10 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.tensor import DTensor
 
-from ...runtime.shard_grads import plain
-from ...sharding.row_pieces import RowPiece, as_entry, refuse_unshared
+from ...runtime.row_dtensor import RowDTensor
+from ...sharding.optimizer_rows import is_rows
 from ...sharding.sharded_module import ShardedModule
+from ...sharding.state_entries import RowPiece, as_entry, refuse_unshared
 from ...transform import find_transform
 
 __all__ = [
@@ -35,10 +36,9 @@ class OwnsState(Protocol):
 def get_model_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
     """Return the original module's state dict, with this rank's rows in each entry; no communication.
 
-    It is ``model.state_dict()``. Entries share memory with the model. Parameters are DTensors (``Shard(0)``) where
-    their rows are spread evenly, else :class:`RowPiece`. Buffers and ``ignored_params``, which are not sharded, are
-    plain tensors. torch's ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` accept them; :func:`load_checkpoint` also
-    checks before loading.
+    It is ``model.state_dict()``. Entries share memory with the model. Parameters are DTensors. Buffers and
+    ``ignored_params``, which are not sharded, are plain tensors. torch's ``dcp.save``, ``dcp.async_save`` and
+    ``dcp.load`` accept them; :func:`load_checkpoint` also checks before loading.
 
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
@@ -133,10 +133,11 @@ def _state_entry(sharded: ShardedModule, name: str, param: torch.Tensor, key: st
         return value
     if isinstance(value, (DTensor, RowPiece)):  # loaded, and not stepped yet
         return value
-    if value.shape != param.shape:
+    assert isinstance(param, RowDTensor)
+    if not is_rows(value, param):
         raise ValueError(
             f"optimizers: state {key!r} of parameter {name!r} has shape {tuple(value.shape)}, not that of this rank's rows "
-            f"{tuple(param.shape)}: which part of a whole tensor it is cannot be told. Optimizers that need whole "
+            f"{param.rows.local_shape}: which part of a whole tensor it is cannot be told. Optimizers that need whole "
             f"parameters have to be made by WholeParameters(optimizer_class, model, params)"
         )
-    return as_entry(*sharded.locations[name], plain(value), as_rows=True)
+    return as_entry(*sharded.locations[name], value, as_rows=True)

@@ -27,8 +27,8 @@ from thunder.core.module import ThunderModule
 
 from ...distributed.process_groups import ProcessGroupRef
 from ...sharding.jitted_state import rows_by_name
-from ...sharding.row_pieces import refuse_unshared
-from ...sharding.sharded_module import ShardedModule, gather_param
+from ...sharding.sharded_module import ShardedModule
+from ...sharding.state_entries import refuse_unshared
 from ...transform import find_transform
 from .claim import INDEX, complete_folder, is_complete, release_claim
 from .exchange import exchange
@@ -115,7 +115,7 @@ def _write(
     for file, bucket in files.items():
         tensors = {}
         for index, spec in enumerate(bucket.spec.params):
-            whole = gather_param(bucket, index, bucket.params[index].detach())
+            whole = bucket.rows[index].gather(bucket.shard_views[index])
             if writes:
                 tensors[spec.name] = whole.cpu()
             where[spec.name] = file
@@ -218,7 +218,7 @@ def load_safetensors(
                 start, end = starts[bucket.rank : bucket.rank + 2]
                 if end > start:
                     piece = slices[spec.name]
-                    bucket.shard_views[index].copy_(piece[start:end] if spec.shape else piece.reshape(1))
+                    bucket.write_rows(index, piece[start:end] if spec.shape else piece.reshape(1))
         for name, tensor in rest.items():
             piece = slices[name]
             tensor.copy_(piece[:] if tensor.ndim else piece)

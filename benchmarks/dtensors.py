@@ -1,0 +1,131 @@
+"""What it costs on the host that parameters and gradients are DTensors, against plain tensors of the same rows.
+
+    python benchmarks/dtensors.py --parameters 300 3000
+
+One process, a gloo group of one rank, linear layers without bias of ``--width`` by ``--width`` elements, one thread.
+Timed in processor time, in turns:
+
+- a backward that returns the reduced gradients of each bucket, as compiled traces do, and autograd's accumulation,
+- a step of AdamW (foreach and fused), as it is, on plain tensors, and on DTensors without the hook that hands the step to
+  rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import thunder_fsdp_sched  # before thunder
+from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
+from thunder_fsdp_sched.sharding import optimizer_rows
+
+import thunder
+import torch
+import torch.distributed as dist
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--parameters", type=int, nargs="+", default=[300, 3000], help="parameters of the models")
+    parser.add_argument("--width", type=int, default=64, help="rows and columns of each parameter")
+    parser.add_argument("--rounds", type=int, default=15, help="repetitions, of which the medians are taken")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for parameters in arguments.parameters:
+            measure(parameters, arguments.width, arguments.rounds)
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(parameters: int, width: int, rounds: int) -> None:
+    layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(parameters))
+    jitted = thunder.jit(layers, transforms=[transform := thunder_fsdp_sched.fsdp()])
+    dtensors = list(jitted.parameters())
+    plain = [torch.nn.Parameter(local_rows(param).detach().clone()) for param in dtensors]
+    buckets = transform.sharded.buckets
+    backwards = {
+        "plain tensors": backward(plain, lambda: plain_grads(buckets)),
+        "DTensors": backward(
+            dtensors, lambda: [g for b in buckets for g in b.sharded_grads(torch.zeros_like(b.shard))]
+        ),
+    }
+    times = interleave(backwards, rounds)
+    extra = median_difference(times["DTensors"], times["plain tensors"]) / parameters
+    print(f"{parameters} parameters of {width} x {width}: backward {extra * 1e6:+.2f} us a parameter", flush=True)
+    for kernel in ("foreach", "fused"):
+        for params in (plain, dtensors):
+            for param in params:
+                param.grad = torch.ones_like(param)
+        step, reference, slow = (
+            torch.optim.AdamW(params, **{kernel: True}).step for params in (dtensors, plain, dtensors)
+        )
+
+        def without_hook(step: Callable[[], Any] = slow) -> None:
+            with mock.patch.object(optimizer_rows, "_ON_ROWS", ()):
+                step()
+
+        times = interleave({"rows": step, "plain": reference, "dtensors": without_hook}, rounds)
+        ratios = {
+            name: statistics.median(a / b for a, b in zip(times[name], times["plain"], strict=True))
+            for name in ("rows", "dtensors")
+        }
+        micro = statistics.median(times["plain"]) / parameters * 1e6
+        print(
+            f"    AdamW({kernel}=True): {ratios['rows']:.3f} of plain tensors ({micro:.1f} us a parameter); without the "
+            f"hook {ratios['dtensors']:.1f}",
+            flush=True,
+        )
+
+
+def plain_grads(buckets: Sequence[Any]) -> list[torch.Tensor]:
+    with mock.patch.object(RowDTensor, "of_spec", lambda local, spec: local):
+        return [grad for bucket in buckets for grad in bucket.sharded_grads(torch.zeros_like(bucket.shard))]
+
+
+def backward(params: Sequence[torch.Tensor], grads: Callable[[], Sequence[torch.Tensor]]) -> Callable[[], None]:
+    class Step(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *params: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(())
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return tuple(grads())
+
+    def run() -> None:
+        for param in params:
+            param.grad = None
+        Step.apply(*params).backward()
+
+    return run
+
+
+def interleave(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Return the processor seconds of each function in each round."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+    gc.collect()
+    gc.disable()
+    for _ in range(rounds):
+        for name, function in functions.items():
+            started = time.process_time()
+            function()
+            times[name].append(time.process_time() - started)
+    gc.enable()
+    return times
+
+
+def median_difference(a: Sequence[float], b: Sequence[float]) -> float:
+    return statistics.median(x - y for x, y in zip(a, b, strict=True))
+
+
+if __name__ == "__main__":
+    main()

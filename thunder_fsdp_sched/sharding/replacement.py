@@ -1,0 +1,87 @@
+"""Replace a module's parameters by sharded ones, in the module, in its containers, and in optimizers made before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..runtime.bucket import Bucket
+from ..runtime.rows import Rows
+
+__all__ = ["replace_in_containers", "replace_in_optimizer", "replace_param"]
+
+_REPLACED = "_fsdp_replaced_by"
+"""The attribute of an unsharded parameter with the :class:`Rows` of the sharded one."""
+
+
+def replace_param(old: torch.nn.Parameter, bucket: Bucket, index: int) -> None:
+    """Let ``bucket.params[index]`` take the place of ``old``, with its attributes and hooks; free the memory of ``old``.
+
+    The module still has ``old``: ``ModuleParameters`` changes that.
+    """
+    new = bucket.params[index]
+    new.__dict__.update({key: value for key, value in old.__dict__.items() if key != "_thunder_device"})
+    hooks, accumulated_hooks = old._backward_hooks, old._post_accumulate_grad_hooks
+    if hooks:
+        new._backward_hooks = hooks
+    if accumulated_hooks:
+        new._post_accumulate_grad_hooks = accumulated_hooks
+    if not old.is_meta:
+        old.data = old.new_empty(0)
+    setattr(old, _REPLACED, bucket.rows[index])
+
+
+def replaced_by(param: torch.Tensor) -> torch.nn.Parameter | None:
+    """Return the sharded parameter that has replaced ``param``; ``None`` if there is none, or if its model is gone."""
+    rows: Rows | None = getattr(param, _REPLACED, None)
+    place = None if rows is None else rows.place
+    return None if place is None else place[0].params[place[1]]
+
+
+def replace_in_containers(
+    module: torch.nn.Module, find_replacement: Callable[[torch.Tensor], torch.Tensor | None] = replaced_by
+) -> None:
+    """Replace parameters that modules keep in attributes, lists, tuples and dicts, besides registered ones.
+
+    Args:
+        find_replacement: returns the tensor that takes the place of another one, or ``None``.
+    """
+
+    def new(value: Any, depth: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            replacement = find_replacement(value)
+            return value if replacement is None else replacement
+        if not depth:
+            return value
+        if type(value) is list:
+            value[:] = [new(item, depth - 1) for item in value]
+        elif type(value) is tuple:
+            items = tuple(new(item, depth - 1) for item in value)
+            return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+        elif isinstance(value, dict):
+            for key, item in list(value.items()):
+                replacement = new(item, depth - 1)
+                if replacement is not item:
+                    value[key] = replacement
+        return value
+
+    for submodule in module.modules():
+        attributes = vars(submodule)
+        for key, value in list(attributes.items()):
+            if key not in ("_parameters", "_buffers", "_modules"):
+                replacement = new(value, depth=3)
+                if replacement is not value:
+                    attributes[key] = replacement
+
+
+def replace_in_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer that was made before ``thunder.jit`` train the sharded parameters."""
+    for group in optimizer.param_groups:
+        for number, old in enumerate(group["params"]):
+            new = replaced_by(old)
+            if new is not None:
+                group["params"][number] = new
+                if old in optimizer.state:
+                    optimizer.state[new] = optimizer.state.pop(old)

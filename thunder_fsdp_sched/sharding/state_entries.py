@@ -1,0 +1,104 @@
+"""Entries of state dicts for sharded tensors, which record the rows that this rank has of a whole tensor.
+
+[Note: Entries of state dicts]
+An entry is a DTensor (:class:`RowDTensor`) that shares the memory of the parameter. torch.distributed.checkpoint (DCP)
+saves it as a chunk of the whole tensor, so a checkpoint does not depend on how it was sharded. Pickled and loaded, for
+instance by ``torch.save`` and ``torch.load``, an entry with uneven rows is a :class:`RowPiece`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils import dlpack
+
+from ..runtime.bucket import Bucket
+from ..runtime.row_dtensor import RowDTensor
+from ..runtime.row_pieces import RowPiece
+
+__all__ = ["RowPiece", "as_entry", "local_rows", "param_entry", "refuse_unshared", "rows_from"]
+
+
+def param_entry(bucket: Bucket, index: int) -> torch.Tensor:
+    """Return the entry of a parameter in a state dict; it shares the memory of this rank's rows.
+
+    Raises:
+        ValueError: other ranks have another parameter of this name.
+    """
+    refuse_unshared(bucket)
+    return as_entry(bucket, index, bucket.shard_views[index])
+
+
+def refuse_unshared(bucket: Bucket) -> None:
+    """Raise an error if ranks have different parameters under one name, of which a checkpoint would keep only one.
+
+    Raises:
+        ValueError: names the parameter and its ranks.
+    """
+    if bucket.control is not None and not bucket.control.is_on_all_ranks(bucket):
+        raise ValueError(
+            f"checkpoint: {bucket.spec.params[0].name!r} is sharded over ranks {list(bucket.ranks.group.global_ranks)} "
+            f"alone (process_group_for), and the others hold another parameter of this name: a checkpoint keeps one "
+            f"of each name. Give parameters that differ by rank names that do, experts.0 and experts.1"
+        )
+
+
+def rows_from(bucket: Bucket, index: int, value: torch.Tensor, *, as_rows: bool = False) -> torch.Tensor:
+    """Return this rank's rows, as a view, of a state dict's value for parameter ``index`` of ``bucket``.
+
+    A DTensor that is sharded otherwise is gathered: then all ranks must call this.
+
+    Args:
+        value: a whole tensor, or an entry with at least this rank's rows.
+        as_rows: a 0-dim parameter's entry has the shape ``(1,)`` (optimizer state).
+
+    Raises:
+        ValueError: it has another shape, or other rows.
+    """
+    rows = bucket.rows[index] if bucket.rows[index].shape or not as_rows else bucket.rows[index].as_vector
+    if value.shape != rows.shape:
+        raise ValueError(f"the unsharded parameter has shape {tuple(rows.shape)}, the entry {tuple(value.shape)}")
+    value = value.detach()
+    if isinstance(value, RowDTensor) and value.rows == rows:
+        return value._local_tensor
+    if isinstance(value, DTensor):
+        is_same = (
+            rows.is_even and value.placements[-1] == Shard(0) and value.device_mesh.shape[-1] == rows.ranks.group.size
+        )
+        return value.to_local() if is_same and not isinstance(value, RowDTensor) else rows.of(value.full_tensor())
+    if not isinstance(value, RowPiece):
+        return rows.of(value)
+    local = value.to_local()
+    if rows.start == rows.end:
+        return local.new_empty(rows.local_shape)
+    for chunk in value.__create_chunk_list__():
+        first, length = (chunk.offsets[0], chunk.sizes[0]) if chunk.offsets else (0, 1)
+        if first <= rows.start and rows.end <= first + length and chunk.sizes[1:] == value.shape[1:]:
+            return (local if local.ndim else local.reshape(1))[rows.start - first : rows.end - first]
+    raise ValueError(
+        f"this rank needs rows [{rows.start}, {rows.end}) of {tuple(rows.shape)}, but the entry holds others: it is of "
+        f"another rank, or sharded otherwise. Load it by dcp.load into state_dict(), or give whole tensors (full_tensor())"
+    )
+
+
+def as_entry(bucket: Bucket, index: int, local: torch.Tensor, *, as_rows: bool = False) -> torch.Tensor:
+    """Return the state dict entry for rows of a tensor that is sharded like parameter ``index`` of ``bucket``.
+
+    Args:
+        local: the rows, ``(rows, *parameter.shape[1:])``; the entry shares their memory.
+        as_rows: give a 0-dim parameter's entry the shape ``(1,)`` (optimizer state, where it tells such an entry from a
+            number that every rank has).
+    """
+    rows = bucket.rows[index] if bucket.rows[index].shape or not as_rows else bucket.rows[index].as_vector
+    if local.storage_offset():
+        # The same memory as a storage of its own: a DTensor takes over its local tensor's offset, and dcp.async_save
+        # takes one with an offset for a plain tensor, which it cannot copy (torch 2.13).
+        local = dlpack.from_dlpack(local) if local.numel() else local.new_empty(local.shape)
+    return RowDTensor.wrap(local, rows)
+
+
+def local_rows(entry: torch.Tensor) -> torch.Tensor:
+    """Return the memory of an entry: this rank's rows, or a whole tensor that is not sharded."""
+    if isinstance(entry, RowPiece):
+        return entry.to_local()
+    return entry._local_tensor if isinstance(entry, DTensor) else entry
