@@ -7,7 +7,9 @@ import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.trace.inspection import args_of, outs_of
+from thunder_fsdp_sched.trace.liveness import Liveness
 from thunder_fsdp_sched.trace.schedule import read_schedule
+from thunder_fsdp_sched.trace.slots import filling_bytes, grads_over_params, shared_slots
 from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from thunder_fsdp_sched.transforms import (
     assign_slots,
@@ -16,7 +18,6 @@ from thunder_fsdp_sched.transforms import (
     verify,
     write_grads_in_place,
 )
-from thunder_fsdp_sched.transforms.assign_slots import filling_bytes, grads_over_params, live_ranges, shared_slots
 from thunder_fsdp_sched.transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT, issue_points
 
 import pytest
@@ -137,9 +138,9 @@ def test_sorting_twice_changes_nothing(trace, prefetch):
 @given(traces(), st.integers(0, 3))
 def test_slots_never_overlap_while_both_are_live(trace, prefetch):
     sorted_trace = assign_slots(sort_communication(write_grads_in_place(trace), prefetch=prefetch))
-    ranges = live_ranges(sorted_trace)
+    ranges = Liveness(sorted_trace.bound_symbols).slots
     slots = {position: sorted_trace.bound_symbols[position].args[1] for position in ranges}
-    gather_of = grads_over_params(sorted_trace, ranges)
+    gather_of = grads_over_params(ranges.values())
     for a, one in ranges.items():
         for b, other in ranges.items():
             if a != b and one.start <= other.start <= one.end and gather_of.get(other) is not one:
@@ -155,7 +156,9 @@ def test_slots_being_filled_with_gradients_stay_within_filling_bytes(trace, pref
     sorted_trace = assign_slots(sort_communication(unsorted, prefetch=prefetch))
     assert filling_bytes(sorted_trace) == filling_bytes(unsorted)
     reductions = {
-        p: r for p, r in live_ranges(sorted_trace).items() if sorted_trace.bound_symbols[p].sym is fsdp_reduce_scatter
+        p: r
+        for p, r in Liveness(sorted_trace.bound_symbols).slots.items()
+        if sorted_trace.bound_symbols[p].sym is fsdp_reduce_scatter
     }
     assert (share_written_in_place(sorted_trace)[0] == 0) == all(not r.grads for r in reductions.values())
     in_flight = sorted((r.nbytes for r in reductions.values()), reverse=True)[:MAX_REDUCTIONS_IN_FLIGHT]

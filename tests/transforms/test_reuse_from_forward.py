@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
 from thunder_fsdp_sched.tools.step_counter import StepCounter
 from thunder_fsdp_sched.trace.inspection import has_backward, return_of
+from thunder_fsdp_sched.trace.slots import shared_slots
 from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, is_resident
 from thunder_fsdp_sched.transforms import assign_slots
-from thunder_fsdp_sched.transforms.assign_slots import shared_slots
 
 import pytest
 import torch

@@ -16,9 +16,10 @@ from thunder_fsdp_sched.simulator.cost import AnalyticCost
 from thunder_fsdp_sched.simulator.flops import flops_of
 from thunder_fsdp_sched.tools.dry_run import dry_run_step
 from thunder_fsdp_sched.tools.report import dry_run_table
+from thunder_fsdp_sched.trace.liveness import Liveness
+from thunder_fsdp_sched.trace.slots import grads_over_params, shared_slots
 from thunder_fsdp_sched.trace.symbols import GRAD_WRITERS, fsdp_all_gather, fsdp_reduce_scatter
 from thunder_fsdp_sched.transforms import share_written_in_place
-from thunder_fsdp_sched.transforms.assign_slots import grads_over_params, live_ranges, shared_slots
 from thunder_fsdp_sched.transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 
 import pytest
@@ -141,7 +142,7 @@ def test_gradients_that_are_reduced_in_another_dtype_are_copied(reduced: torch.d
 
 def test_a_slot_is_live_from_its_first_gradient() -> None:
     trace = compiled(CASES["gpt"]).backward
-    for position, live in live_ranges(trace).items():
+    for position, live in Liveness(trace.bound_symbols).slots.items():
         if trace.bound_symbols[position].sym is fsdp_reduce_scatter and live.grads:
             assert live.start == min(live.grads) < position
             slots = {trace.bound_symbols[i].args[1] for i in (*live.grads, position)}
@@ -166,7 +167,7 @@ def test_gradients_reuse_the_slot_of_their_parameters(prefetch: int) -> None:
 def test_gradients_of_another_dtype_have_separate_slots() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     trace = compiled(lambda: Stack(8), mp_policy=policy).backward
-    assert not grads_over_params(trace, live_ranges(trace))
+    assert not grads_over_params(Liveness(trace.bound_symbols).slots.values())
 
 
 def test_a_replayed_schedule_writes_the_same_gradients_in_place() -> None:

@@ -20,7 +20,9 @@ from thunder.core.trace import TraceCtx
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, slot_bytes
 from ..trace.inspection import split_joint
+from ..trace.liveness import slot_bytes_of
 from ..trace.operands import bucket_of
+from ..trace.slots import filling_bytes
 from ..trace.symbols import fsdp_all_gather, fsdp_reduce_scatter
 from ..transforms import (
     assign_slots,
@@ -30,7 +32,6 @@ from ..transforms import (
     sort_communication,
     write_grads_in_place,
 )
-from ..transforms.assign_slots import filling_bytes, slot_bytes_of
 from ..transforms.sort_communication import bytes_in_flight
 from .cost import CostModel
 from .simulate import simulate

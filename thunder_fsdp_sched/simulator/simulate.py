@@ -20,9 +20,8 @@ whole link.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
@@ -30,15 +29,14 @@ from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
-from ..trace.inspection import AGREEMENT, aliased_inputs, args_of, outs_of
-from ..trace.operands import Issue, Wait, bucket_of
+from ..trace.inspection import AGREEMENT
+from ..trace.liveness import BEFORE_TRACE, Liveness, SlotRange
+from ..trace.operands import Wait, bucket_of
 from ..trace.symbols import (
-    GRAD_WRITERS,
     ISSUES,
     WAITS,
     fsdp_all_gather,
     fsdp_all_reduce,
-    fsdp_wait_params,
     group_of,
     is_resident,
     payload,
@@ -63,10 +61,9 @@ def simulate(forward: TraceCtx | Sequence[TraceCtx], backward: TraceCtx | None, 
     if backward is not None:
         traces.append(backward)
     simulator = _Simulator(cost)
-    uses = _SlotUses()
     for number, trace in enumerate(traces):
-        simulator.run(number, trace, uses)
-    return simulator.timeline(uses)
+        simulator.run(number, trace)
+    return simulator.timeline(Liveness(*(trace.bound_symbols for trace in traces)).slots.values())
 
 
 @dataclass(eq=False)
@@ -182,50 +179,54 @@ class _Simulator:
         self.compute = 0.0
         self.links: dict[str, _Link] = {}
         self.flights: dict[str, tuple[_Link, _Flight]] = {}
+        self.times: list[tuple[float, float]] = []
+        """For each bound symbol, when it begins to use slots and when it has used them."""
         self.resident: set[str] = set()  # gathers whose buckets are resident, so there is nothing to wait for
         self.compute_seconds = 0.0
         self.contention_seconds = 0.0
 
-    def run(self, number: int, trace: TraceCtx, uses: _SlotUses) -> None:
+    def run(self, number: int, trace: TraceCtx) -> None:
         self.flights.clear()
         self.resident.clear()
         position = 0
         for bsym, seconds in zip(trace.bound_symbols, self.cost.seconds(trace), strict=True):
+            began = used = self.compute
             if bsym.sym.id is PrimIDs.DEL or bsym.sym.name in AGREEMENT:
+                self.times.append((began, used))
                 continue
             name = bsym.sym.name
             if bsym.sym is fsdp_all_reduce:
                 self._wait(bsym, Seconds(0.0, 0.0), number, position)
-                uses.wait(bsym, self.compute)
+                used = self.compute  # the slot is free before the all-reduce itself is issued
                 self._work(bsym, seconds, number, position)
                 self._communicate(bsym, number, position)
             elif is_resident(bsym):
                 self.resident.add(bsym.output.name)
-                uses.find(bsym, self.compute)
             elif name in ISSUES:
-                began = self.compute
                 self._work(bsym, seconds, number, position)
-                uses.issue(bsym, self._communicate(bsym, number, position), began)
+                flight = self._communicate(bsym, number, position)
+                if bsym.sym is fsdp_all_gather:  # parameters occupy the slot only while they are received
+                    began = flight.arrival
+                used = max(began, self.compute)
             elif name in WAITS:
                 if Wait(bsym).future.name not in self.resident:
                     self._wait(bsym, seconds, number, position)
-                uses.wait(bsym, self.compute)
+                used = self.compute
             else:
-                began = self.compute
                 self._work(bsym, seconds, number, position)
-                uses.other(bsym, began, self.compute)
+                used = self.compute
+            self.times.append((began, used))
             position += 1
 
-    def timeline(self, uses: _SlotUses) -> Timeline:
+    def timeline(self, slots: Iterable[SlotRange]) -> Timeline:
         for link in self.links.values():
             while link.active or link.waiting:
                 link.advance(link.next_change)
         self.intervals.sort(key=lambda i: (i.trace, i.position, i.kind != "wait"))
         end = max([self.host, *(i.end for i in self.intervals)])
         communication = {group: link.dedicated_seconds for group, link in self.links.items()}
-        return Timeline(
-            tuple(self.intervals), uses.done(), end, self.compute_seconds, self.contention_seconds, communication
-        )
+        uses = _slot_uses(slots, self.times)
+        return Timeline(tuple(self.intervals), uses, end, self.compute_seconds, self.contention_seconds, communication)
 
     def _work(self, bsym: BoundSymbol, seconds: Seconds, trace: int, position: int, bucket: str = "") -> None:
         self.host += seconds.host
@@ -280,59 +281,25 @@ class _Simulator:
                 link.advance(now)
 
 
-class _SlotUses:
-    """The values stored in slots, followed through views and from one trace to the next."""
+def _slot_uses(slots: Iterable[SlotRange], times: Sequence[tuple[float, float]]) -> tuple[SlotUse, ...]:
+    """Return when each slot is in use, in issue order.
 
-    def __init__(self) -> None:
-        self.uses: list[list[Any]] = []
-        self.of_value: dict[str, tuple[int, ...]] = {}  # by the name of a future, a gathered parameter or a view of it
-        self.written: dict[str, float] = {}  # by the name of a gradient in place: start of its producer
-        self.gathered: dict[tuple[str, str], int] = {}  # by slot and bucket
-
-    def issue(self, bsym: BoundSymbol, flight: _Flight, began: float) -> None:
-        bucket, slot = bucket_of(bsym), Issue(bsym).planned_slot
-        # Gradients occupy the slot before they are sent, parameters while they are received.
-        in_place = [self.written[arg] for arg in args_of(bsym) if arg in self.written]
-        start = flight.arrival if bsym.sym is fsdp_all_gather else min([*in_place, began])
-        name = slot.name if isinstance(slot, Slot) else ""
-        self.of_value[bsym.output.name] = (len(self.uses),)
-        nbytes, _ = payload(bsym.sym.name, bucket.spec)
-        if bsym.sym is fsdp_all_gather:
-            self.gathered[name, bucket.spec.name] = len(self.uses)
-        elif name and (name, bucket.spec.name) in self.gathered:  # gradients in the place of their parameters
-            use = self.uses[self.gathered[name, bucket.spec.name]]
-            use[-1] = max(min(use[-1], start), use[-2])
-        self.uses.append([name, bucket.spec.name, bsym.sym.name, nbytes, start, start])
-
-    def find(self, bsym: BoundSymbol, now: float) -> None:
-        """Continue the use of a slot by a gather whose bucket is resident from forward."""
-        slot, name = str(Issue(bsym).planned_slot), bucket_of(bsym).spec.name
-        number = self.gathered.get((slot, name))
-        if number is None:  # only backward is simulated
-            number = self.gathered[slot, name] = len(self.uses)
-            self.uses.append([slot, name, bsym.sym.name, payload(bsym.sym.name, bucket_of(bsym).spec)[0], 0.0, now])
-        self.of_value[bsym.output.name] = (number,)
-
-    def wait(self, bsym: BoundSymbol, now: float) -> None:
-        numbers = self.of_value.get(Wait(bsym).future.name, ())
-        if numbers:  # an all-reduce has no slot
-            self.uses[numbers[0]][-1] = now
-        if bsym.sym is fsdp_wait_params:
-            self.of_value.update(dict.fromkeys(outs_of(bsym), numbers))
-
-    def other(self, bsym: BoundSymbol, began: float, now: float) -> None:
-        if bsym.sym.name in GRAD_WRITERS:
-            self.written[bsym.output.name] = began
-        touched = [arg for arg in args_of(bsym) if arg in self.of_value]
-        if not touched:
-            return
-        for arg in touched:
-            for number in self.of_value[arg]:
-                self.uses[number][-1] = now
-        for out, inputs in aliased_inputs(bsym).items():
-            numbers = {number for name in inputs for number in self.of_value.get(name, ())}
-            if numbers:
-                self.of_value[out] = tuple(numbers)
-
-    def done(self) -> tuple[SlotUse, ...]:
-        return tuple(SlotUse(*use) for use in self.uses)
+    Args:
+        slots: the positions between which each slot is in use.
+        times: for each position, when the bound symbol begins to use slots and when it has used them.
+    """
+    uses: list[SlotUse] = []
+    gathered: dict[tuple[Slot, Bucket], int] = {}
+    for live in slots:
+        start = 0.0 if live.start == BEFORE_TRACE else times[live.start][0]
+        end = start if live.end == live.start else times[live.end][1]
+        if live.slot is not None:
+            if live.is_gather:
+                gathered[live.slot, live.bucket] = len(uses)
+            elif (live.slot, live.bucket) in gathered:  # gradients in the place of their parameters
+                number = gathered[live.slot, live.bucket]
+                params = uses[number]
+                uses[number] = params._replace(end=max(min(params.end, start), params.start))
+        nbytes, _ = payload(live.kind, live.bucket.spec)
+        uses.append(SlotUse(str(live.slot or ""), live.bucket.spec.name, live.kind, nbytes, start, end))
+    return tuple(uses)

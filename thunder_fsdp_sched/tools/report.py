@@ -16,9 +16,9 @@ from thunder.core.trace import TraceCtx
 from ..plan.specs import BucketSpec, Plan
 from ..trace.inspection import statement, statements
 from ..trace.schedule import Schedule
+from ..trace.slots import shared_slots
 from ..trace.symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_reduce_unreduced
 from ..transforms import share_written_in_place
-from ..transforms.assign_slots import shared_slots
 from .dry_run import DryRun
 
 __all__ = [

@@ -20,6 +20,7 @@ __all__ = [
     "aliased_inputs",
     "args_of",
     "communicates",
+    "defined_by",
     "derivation",
     "forward_part",
     "has_backward",
@@ -51,9 +52,15 @@ def args_of(bsym: BoundSymbol) -> tuple[str, ...]:
     return tuple(p.name for p in bsym.flat_proxy_args)
 
 
+def defined_by(bsym: BoundSymbol) -> tuple[Proxy, ...]:
+    """Return the proxies that ``bsym`` defines: its outputs, except those that are also inputs."""
+    args = set(args_of(bsym))
+    return tuple(p for p in bsym.flat_proxy_outs if p.name not in args)
+
+
 def outs_of(bsym: BoundSymbol) -> tuple[str, ...]:
-    """Return the names of all proxies that ``bsym`` defines: its outputs, except those that are also inputs."""
-    return tuple(p.name for p in _defined(bsym))
+    """Return the names of all proxies that ``bsym`` defines."""
+    return tuple(p.name for p in defined_by(bsym))
 
 
 def is_backward_trace(trace: TraceCtx) -> bool:
@@ -160,7 +167,7 @@ def split_joint(trace: TraceCtx) -> list[TraceCtx]:
     ]
     if not second:
         return [trace]
-    defined = {o: p for b in first for o, p in zip(outs_of(b), _defined(b), strict=True)}
+    defined = {o: p for b in first for o, p in zip(outs_of(b), defined_by(b), strict=True)}
     saved = {a: defined[a] for b in second for a in args_of(b) if a in defined}
     returned = {**last.args[0], "output": last.args[0]["fw_flat_out"]}
     halves = []
@@ -169,11 +176,6 @@ def split_joint(trace: TraceCtx) -> list[TraceCtx]:
         half.bound_symbols = [*bsyms, last.from_bsym(args=args)]
         halves.append(half)
     return halves
-
-
-def _defined(bsym: BoundSymbol) -> tuple[Proxy, ...]:
-    args = set(args_of(bsym))
-    return tuple(p for p in bsym.flat_proxy_outs if p.name not in args)
 
 
 def aliased_inputs(bsym: BoundSymbol) -> dict[str, tuple[str, ...]]:

@@ -15,7 +15,8 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from .deadlock import Action
-from .inspection import args_of, outs_of, statements
+from .inspection import outs_of, statements
+from .liveness import Liveness
 from .operands import Issue, Wait, bucket_of
 from .symbols import (
     ISSUES,
@@ -155,10 +156,7 @@ class StepSchedule:
 def read_schedule(trace: TraceCtx) -> Schedule:
     """Return the schedule of a trace with slots."""
     bsyms = statements(trace)
-    first_read: dict[str, int] = {}
-    for position, bsym in enumerate(bsyms):
-        for arg in args_of(bsym):
-            first_read.setdefault(arg, position)
+    live = Liveness(bsyms)
     ops = []
     issued: dict[str, tuple[str, str]] = {}  # kind and slot by future
     for position, bsym in enumerate(bsyms):
@@ -172,7 +170,7 @@ def read_schedule(trace: TraceCtx) -> Schedule:
             collective, slot = issued[bsym.output.name] = kind, slot
         elif kind in WAITS:
             collective, slot = issued[Wait(bsym).future.name]
-            consumer = min((first_read[o] for o in outs_of(bsym) if o in first_read), default=None)
+            consumer = live.first_read(outs_of(bsym))
         nbytes, dtype = payload(collective, bucket.spec)
         ops.append(
             CommOp(

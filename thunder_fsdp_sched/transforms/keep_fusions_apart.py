@@ -17,9 +17,10 @@ the casts of all blocks would be fused.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from thunder.core.prims import OpTags, PrimIDs
@@ -28,7 +29,8 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag, has_tags
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..runtime.bucket import Bucket
-from ..trace.inspection import Aliases, args_of, communicates, forward_part, outs_of, swap_args, with_bound_symbols
+from ..trace.inspection import args_of, communicates, forward_part, outs_of, swap_args, with_bound_symbols
+from ..trace.liveness import Liveness
 from ..trace.operands import Wait, bucket_of
 from ..trace.symbols import (
     executor,
@@ -78,10 +80,9 @@ def keep_fusions_apart(trace: TraceCtx, *, can_fuse: Callable[[BoundSymbol], boo
     if not fusible:
         return trace
     forward = forward_part(trace)
-    params = _Params()
+    params = _Params(trace)
     halves = {True: _Half(params, is_backward=False), False: _Half(params, is_backward=True)}
     for bsym, is_forward in zip(trace.bound_symbols, forward, strict=True):
-        params.add(bsym)
         halves[is_forward].add(bsym)
     for half in halves.values():
         half.assign_positions(fusible)
@@ -145,21 +146,14 @@ def _is_compute(bsym: BoundSymbol) -> bool:
 class _Params:
     """The gathered parameters of a trace, their buckets and their views."""
 
-    def __init__(self) -> None:
-        self.bucket_of: dict[str, Bucket] = {}
-        self.aliases = Aliases()
-
-    def add(self, bsym: BoundSymbol) -> None:
-        """Record the next bound symbol."""
-        if bsym.sym is fsdp_wait_params:
-            self.bucket_of.update(dict.fromkeys(outs_of(bsym), bucket_of(bsym)))
-        elif not _is_ours(bsym):
-            self.aliases.add(bsym)
+    def __init__(self, trace: TraceCtx) -> None:
+        self.live = Liveness(trace.bound_symbols)
+        waits = (b for b in trace.bound_symbols if b.sym is fsdp_wait_params)
+        self.bucket_of = {param: bucket_of(wait) for wait in waits for param in outs_of(wait)}
 
     def read_by(self, bsym: BoundSymbol) -> set[Bucket]:
         """Return the buckets whose parameters, or views of them, ``bsym`` reads."""
-        roots = {root for arg in args_of(bsym) for root in self.aliases.roots(arg)}
-        return {self.bucket_of[root] for root in roots if root in self.bucket_of}
+        return {self.bucket_of[root] for root in self.live.roots(args_of(bsym)) if root in self.bucket_of}
 
 
 @dataclass(eq=False)
@@ -238,7 +232,7 @@ class _Half:
 
     def _gather_position(self, gather: _Comm, consumer: int, before: int | None, cost: Sequence[int]) -> int:
         uses = self.uses
-        shards_ready = max((uses.produced.get(a, -1) for a in args_of(gather.bsyms[0])), default=-1)
+        shards_ready = uses.live.defined(args_of(gather.bsyms[0]))
         limits = (before or 0, uses.closed_before[consumer], uses.barrier_before[consumer], shards_ready)
         positions = range(min(max(limits) + 1, consumer), consumer + 1)
         # The later the better, because compute before the cut hides the gather. But in forward a block's first weights
@@ -257,7 +251,8 @@ class _Half:
             grads = args_of(comm.bsyms[0])
             # A gradient may be a gathered parameter itself: then no compute precedes the reduction, only a wait.
             if not comm.is_gather and not any(g in self.params.bucket_of for g in grads):
-                ready[comm] = max((uses.produced.get(g, comm.position - 1) + 1 for g in grads), default=comm.position)
+                made = [uses.live.defined([grad]) for grad in grads]  # in compute, or else before it
+                ready[comm] = max((comm.position if at < 0 else at + 1 for at in made), default=comm.position)
         order = sorted(ready, key=ready.__getitem__)
         for number, comm in enumerate(order):
             start, bucket = ready[comm], bucket_of(comm.bsyms[0])
@@ -304,19 +299,9 @@ class _Uses:
 
     def __init__(self, compute: Sequence[BoundSymbol], params: _Params) -> None:
         self.count = len(compute)
-        self.produced: dict[str, int] = {}
-        self.tensors: list[list[TensorProxy]] = []
-        self.read_first: dict[str, int] = {}
-        self.read_last: dict[str, int] = {}
+        self.live = Liveness(compute)
         self.buckets = [params.read_by(bsym) for bsym in compute]
         self.barriers = {i for i, bsym in enumerate(compute) if communicates(bsym)}
-        for i, bsym in enumerate(compute):
-            for arg in args_of(bsym):
-                self.read_first.setdefault(arg, i)
-                self.read_last[arg] = i
-            outs = outs_of(bsym)
-            self.produced.update(dict.fromkeys(outs, i))
-            self.tensors.append([p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy) and p.name in outs])
         last_use: dict[Bucket, int] = {}
         for i, buckets in enumerate(self.buckets):
             last_use.update(dict.fromkeys(buckets, i))
@@ -327,36 +312,37 @@ class _Uses:
 
     def first_read(self, bsym: BoundSymbol) -> int:
         """Return the number of the first compute that reads an output of ``bsym``, or ``count`` if none does."""
-        return min((self.read_first[o] for o in outs_of(bsym) if o in self.read_first), default=self.count)
+        first = self.live.first_read(outs_of(bsym))
+        return self.count if first is None else first
+
+    def _tensors(self, position: int) -> Iterator[tuple[TensorProxy, int]]:
+        """Yield the tensors that compute number ``position`` produces, with the numbers of their last readers."""
+        for value in self.live.outs[position]:
+            if isinstance(value.proxy, TensorProxy) and value.reads:
+                yield value.proxy, value.reads[-1]
 
     def width(self) -> list[int]:
         """Return the number of live tensors at each position: produced before it and read after it."""
         changes = [0] * (self.count + 2)
-        for i, tensors in enumerate(self.tensors):
-            for proxy in tensors:
-                if proxy.name in self.read_last:
-                    changes[i + 1] += 1
-                    changes[self.read_last[proxy.name] + 1] -= 1
-        width, live = [], 0
-        for change in changes[:-1]:
-            live += change
-            width.append(live)
-        return width
+        for i in range(self.count):
+            for _, last_reader in self._tensors(i):
+                changes[i + 1] += 1
+                changes[last_reader + 1] -= 1
+        return list(itertools.accumulate(changes[:-1]))
 
     def crossing(self, positions: Collection[int]) -> dict[int, tuple[TensorProxy, ...]]:
         """Return the live tensors at each of these positions, in the order in which they are produced."""
         crossing: dict[int, tuple[TensorProxy, ...]] = {}
         live: dict[str, TensorProxy] = {}
         ends: dict[int, list[str]] = defaultdict(list)
-        for i, tensors in enumerate(self.tensors):
+        for i in range(self.count):
             if i in positions and live:
                 crossing[i] = tuple(live.values())
             for name in ends.pop(i, ()):
                 del live[name]
-            for proxy in tensors:
-                if self.read_last.get(proxy.name, i) > i:
-                    live[proxy.name] = proxy
-                    ends[self.read_last[proxy.name]].append(proxy.name)
+            for proxy, last_reader in self._tensors(i):
+                live[proxy.name] = proxy
+                ends[last_reader].append(proxy.name)
         return crossing
 
 

@@ -25,9 +25,10 @@ from thunder.core.trace import TraceCtx
 
 from ..runtime.memory import Arena, Slot
 from ..trace.inspection import has_backward, with_bound_symbols
+from ..trace.liveness import Liveness
 from ..trace.operands import Issue, bucket_of
+from ..trace.slots import retained_by_forward
 from ..trace.symbols import fsdp_all_gather, fsdp_reduce_scatter
-from .assign_slots import live_ranges, retained_by_forward
 
 __all__ = ["mark_retained_by_forward", "reuse_from_forward"]
 
@@ -86,7 +87,7 @@ def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
     bsyms = list(trace.bound_symbols)
     retained = retained_by_forward(forward)
     before: dict[Arena, int] = defaultdict(int)
-    ranges = live_ranges(trace) if retained else {}
+    ranges = Liveness(trace.bound_symbols).slots if retained else {}
     for position, bsym in enumerate(trace.bound_symbols):
         if bsym.sym not in (fsdp_all_gather, fsdp_reduce_scatter):
             continue

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..distributed.process_groups import ProcessGroupRef
-from ..trace.inspection import Aliases, args_of, communicates, outs_of, statements, with_bound_symbols
+from ..trace.inspection import args_of, communicates, outs_of, statements, with_bound_symbols
+from ..trace.liveness import Liveness, slot_bytes_of
 from ..trace.operands import Wait, bucket_of
 from ..trace.symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
-from .assign_slots import slot_bytes_of
 
 __all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "MAX_SMALL_STAGES", "bytes_in_flight", "issue_points", "sort_communication"]
 
@@ -64,7 +64,7 @@ class _Reduction:
     all_reduce: BoundSymbol | None = None
     """The all-reduce of its result across replicas; ``None`` without replicas and once it is issued."""
     ready_after: int = -1
-    consumers: list[int] = field(default_factory=list)
+    first_consumer: int | None = None
 
     @property
     def name(self) -> str:
@@ -221,10 +221,6 @@ class _Sorter:
         self.in_flight: list[_Reduction] = []
 
     def _find_consumers(self, gathers: list[_Gather]) -> None:
-        of_param = {out: g for g in gathers for out in outs_of(g.wait)}
-        of_grad = {out: r for r in self.reductions for out in outs_of(r.wait)}
-        produced: dict[str, int] = {}
-        aliases = Aliases()
         section = 0
         self.section_of: list[int] = []
         self.foreign: list[int] = []  # the compute that ends each section
@@ -233,37 +229,36 @@ class _Sorter:
                 section += 1
                 self.foreign.append(i)
             self.section_of.append(section)
-            aliases.add(bsym)
-            produced.update(dict.fromkeys(outs_of(bsym), i))
-            for arg in args_of(bsym):
-                if arg in of_param and of_param[arg].first_consumer < 0:
-                    of_param[arg].first_consumer, of_param[arg].section = i, section
-                if arg in of_grad:
-                    of_grad[arg].consumers.append(i)
-                for root in aliases.roots(arg):
-                    if root in of_param:
-                        of_param[root].last_consumer = i
+        live = self.liveness = Liveness(self.compute)
+        of_param: dict[str, _Gather] = {}
+        for gather in gathers:
+            params = outs_of(gather.wait)
+            of_param.update(dict.fromkeys(params, gather))
+            first = live.first_read(params)
+            if first is not None:
+                gather.first_consumer, gather.section = first, self.section_of[first]
+                gather.last_consumer = live.last_use(params)
         for reduction in self.reductions:
             grads = args_of(reduction.issue)
-            reduction.ready_after = max((produced.get(g, -1) for g in grads), default=-1)
+            reduction.ready_after = live.defined(grads)
+            reduction.first_consumer = live.first_read(outs_of(reduction.wait))
             # A gradient may be a gathered parameter or a view of one. Then the reduction reads the gathered bucket,
             # too.
-            for root in {root for g in grads for root in aliases.roots(g)} & of_param.keys():
+            for root in sorted(live.roots(grads) & of_param.keys()):
                 gather = of_param[root]
                 if gather.first_consumer < 0:
-                    shards_ready = max((produced.get(a, -1) for a in args_of(gather.issue)), default=-1)
-                    gather.first_consumer = max(reduction.ready_after, shards_ready + 1)
+                    gather.first_consumer = max(reduction.ready_after, live.defined(args_of(gather.issue)) + 1)
                     gather.section = self.section_of[gather.first_consumer]
                 reduction.ready_after = max(reduction.ready_after, gather.first_consumer)
                 gather.last_consumer = max(gather.last_consumer, reduction.ready_after)
-        self.produced = produced
 
     def run(self) -> list[BoundSymbol]:
         ready: dict[int, list[_Reduction]] = {}
         waits_at: dict[int, list[_Reduction]] = {}
         for reduction in self.reductions:
             ready.setdefault(reduction.ready_after, []).append(reduction)
-            waits_at.setdefault(min(reduction.consumers, default=len(self.compute) - 1), []).append(reduction)
+            consumer = len(self.compute) - 1 if reduction.first_consumer is None else reduction.first_consumer
+            waits_at.setdefault(consumer, []).append(reduction)
 
         for i, bsym in enumerate(self.compute):
             if self.next_stage < len(self.stages) and self.stages[self.next_stage][0].first_consumer == i:
@@ -306,9 +301,9 @@ class _Sorter:
             return (
                 f"producer: not across {_show(self.compute[self.foreign[gather.section - 1]])}, which communicates too"
             )
-        shards = [self.produced[a] for a in args_of(gather.issue) if self.produced.get(a, -1) > position]
-        if shards:
-            return f"producer: its shards come from {_show(self.compute[max(shards)])}"
+        shards_from = self.liveness.defined(args_of(gather.issue))
+        if shards_from > position:
+            return f"producer: its shards come from {_show(self.compute[shards_from])}"
         excess = sum(g.nbytes for g in self.live) + gather.nbytes - (self.budget or 0)
         if early and self.budget is not None and excess > 0:
             for freed in sorted(self.live, key=lambda g: g.last_consumer):

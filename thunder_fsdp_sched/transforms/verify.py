@@ -24,7 +24,9 @@ from ..trace.inspection import (
     statement,
     with_bound_symbols,
 )
+from ..trace.liveness import BEFORE_TRACE
 from ..trace.operands import GradWrite, Issue, Wait, bucket_of
+from ..trace.slots import retained_by_forward
 from ..trace.symbols import (
     GRAD_WRITERS,
     ISSUES,
@@ -36,7 +38,6 @@ from ..trace.symbols import (
     is_resident,
     residency_marks,
 )
-from .assign_slots import BEFORE_TRACE, retained_by_forward
 
 __all__ = ["VerificationError", "verify"]
 

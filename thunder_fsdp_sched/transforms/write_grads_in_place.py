@@ -18,7 +18,6 @@ would have occupied memory of their own for as long, so the peak does not grow, 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from typing import Any
 
 from thunder.core.dtypes import to_torch_dtype
@@ -28,7 +27,8 @@ from thunder.core.trace import TraceCtx
 from thunder.executors import torchex
 
 from ..runtime.bucket import Bucket
-from ..trace.inspection import args_of, outs_of, statements, with_bound_symbols
+from ..trace.inspection import statements, with_bound_symbols
+from ..trace.liveness import BEFORE_TRACE, Liveness
 from ..trace.operands import Reduction, bucket_of
 from ..trace.symbols import GRAD_WRITERS, fsdp_matmul_into, fsdp_reduce_scatter, fsdp_sum_into
 
@@ -54,15 +54,15 @@ def write_grads_in_place(trace: TraceCtx) -> TraceCtx:
     """
     started = time.perf_counter()
     bsyms = statements(trace)
-    producers = {out: position for position, bsym in enumerate(bsyms) for out in outs_of(bsym)}
-    reads = Counter(name for bsym in bsyms for name in args_of(bsym))
+    live = Liveness(bsyms)
     for reduction in [b for b in bsyms if b.sym is fsdp_reduce_scatter]:
         bucket = bucket_of(reduction)
         for index, grad in enumerate(Reduction(reduction).grads):
-            if grad is None or grad.name not in producers or reads[grad.name] != 1 or not _fits(grad, bucket, index):
+            value = None if grad is None else live.value(grad.name)
+            if value is None or value.defined == BEFORE_TRACE or len(value.reads) != 1:
                 continue
-            position = producers[grad.name]
-            bsyms[position] = _into(bsyms[position], bucket, index) or bsyms[position]
+            if _fits(grad, bucket, index):
+                bsyms[value.defined] = _into(bsyms[value.defined], bucket, index) or bsyms[value.defined]
     return with_bound_symbols(trace, bsyms, "fsdp: write gradients in place", started)
 
 

@@ -1,0 +1,178 @@
+"""Liveness beside brute force: on random traces, and on real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched import testing
+from thunder_fsdp_sched.runtime.bucket import Bucket
+from thunder_fsdp_sched.trace.inspection import aliased_inputs, args_of, outs_of
+from thunder_fsdp_sched.trace.liveness import BEFORE_TRACE, Liveness
+from thunder_fsdp_sched.trace.symbols import (
+    fsdp_all_gather,
+    fsdp_matmul_into,
+    fsdp_reduce_scatter,
+    fsdp_wait_grads,
+    fsdp_wait_params,
+)
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CASES, GPT
+from synthetic_traces import SHAPE, make_buckets, tensor
+from thunder.core import devices, dtypes, prims
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, tracectx
+from thunder.extend import OperatorExecutor
+
+executor = OperatorExecutor("liveness_test")
+
+
+def _refuses(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError  # so nothing can be observed about it
+
+
+unknown = executor.register_operator("unknown", meta=lambda a, b: TensorProxy(like=a), fn=_refuses)
+
+
+@st.composite
+def bound_symbols(draw: st.DrawFn) -> list[BoundSymbol]:
+    """Compute that reads any earlier values, views of views among it; gathers, reductions, and gradients in place."""
+    buckets = make_buckets(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
+    trace = TraceCtx()
+    with tracectx(trace):
+        condition = TensorProxy(shape=SHAPE, device=devices.cpu, dtype=dtypes.bool8)
+        values = [tensor(), tensor()]
+        waited = [fsdp_wait_params(b, fsdp_all_gather(b, None, *(tensor() for _ in b.spec.params))) for b in buckets]
+        issued = list(zip(trace.bound_symbols[::2], trace.bound_symbols[1::2], strict=True))
+        trace.bound_symbols.clear()
+
+        def pick() -> TensorProxy:
+            return values[draw(st.integers(0, len(values) - 1))]
+
+        pending: list[tuple[Bucket, TensorProxy]] = []
+        sharded: list[TensorProxy] = []  # of another shape
+        for step in draw(st.lists(st.sampled_from("gwnntttumrd"), min_size=1, max_size=30)):
+            if step in "gw" and issued:
+                gather, wait = issued[0]
+                trace.bound_symbols.append(gather if gather not in trace.bound_symbols else wait)
+                if trace.bound_symbols[-1] is wait:
+                    values += waited[len(waited) - len(issued)]
+                    del issued[0]
+            elif step == "n":
+                values.append(prims.where(condition, pick(), pick()))
+            elif step == "t":
+                values.append(prims.transpose(pick(), (1, 0)))
+            elif step == "u":
+                values.append(unknown(pick(), pick()))
+            elif step == "m":
+                bucket = draw(st.sampled_from(buckets))
+                grads = [
+                    fsdp_matmul_into(bucket, None, i, pick(), pick()) if draw(st.booleans()) else pick()
+                    for i in range(len(bucket.spec.params))
+                ]
+                values.append(prims.neg(pick()))
+                pending.append((bucket, fsdp_reduce_scatter(bucket, None, *grads)))
+            elif step == "r" and pending:
+                sharded += fsdp_wait_grads(*pending.pop(draw(st.integers(0, len(pending) - 1))))
+            elif step == "d":
+                prims.python_del(pick())
+        prims.python_return((*values[2:4], *sharded[1:]))
+    return trace.bound_symbols
+
+
+def roots_of(bsyms: Sequence[BoundSymbol], name: str) -> set[str]:
+    """The values whose memory ``name`` may share, from one bound symbol to the one before."""
+    for bsym in bsyms:
+        if name in outs_of(bsym) and (inputs := aliased_inputs(bsym).get(name)):
+            return set().union(*(roots_of(bsyms, i) for i in inputs))
+    return {name}
+
+
+def uses(bsyms: Sequence[BoundSymbol], root: str) -> list[int]:
+    return [
+        position
+        for position, bsym in enumerate(bsyms)
+        if bsym.sym.id is not PrimIDs.DEL and any(root in roots_of(bsyms, arg) for arg in args_of(bsym))
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(bound_symbols(), st.data())
+def test_values_and_slots_are_those_of_brute_force(bsyms: list[BoundSymbol], data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, len(bsyms)))
+    live = Liveness(bsyms[:cut], bsyms[cut:])
+    read = [bsym for bsym in bsyms if bsym.sym.id is not PrimIDs.DEL]
+    names = {name for bsym in read for name in (*args_of(bsym), *outs_of(bsym))}
+    assert {value.proxy.name for value in live.values} == names
+    for name in names:
+        value = live.value(name)
+        made = [position for position, bsym in enumerate(bsyms) if name in outs_of(bsym)]
+        reads = [
+            position for position, bsym in enumerate(bsyms) if bsym in read for arg in args_of(bsym) if arg == name
+        ]
+        roots = roots_of(bsyms, name)
+        assert value.defined == live.defined([name]) == (made[0] if made else BEFORE_TRACE)
+        assert value.reads == reads
+        assert live.first_read([name]) == (reads[0] if reads else None)
+        assert live.roots([name]) == {root.proxy.name for root in value.roots} == roots
+        if roots == {name}:
+            assert value.last_use == live.last_use([name]) == max(uses(bsyms, name), default=value.defined)
+
+    issues = [p for p, bsym in enumerate(bsyms) if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter)]
+    assert list(live.slots) == issues
+    for issue in issues:
+        bsym, found = bsyms[issue], live.slots[issue]
+        wait = next((p for p, b in enumerate(bsyms) if bsym.output.name in args_of(b)), issue)
+        params = outs_of(bsyms[wait]) if bsym.sym is fsdp_all_gather and wait > issue else ()
+        writers = [p for p, b in enumerate(bsyms) if b.sym is fsdp_matmul_into and set(outs_of(b)) & set(args_of(bsym))]
+        writers = writers if bsym.sym is fsdp_reduce_scatter else []
+        assert (found.bucket, found.kind, found.issue, sorted(set(found.grads))) == (
+            bsym.args[0],
+            bsym.sym.name,
+            issue,
+            sorted(set(writers)),
+        )
+        assert found.start == min([issue, *writers])
+        assert found.end == max([wait, *(p for param in params for p in uses(bsyms, param))])
+        for index, param in enumerate(params):
+            assert found.last_access[index] == max([wait, *uses(bsyms, param)])
+
+
+@pytest.mark.parametrize("case", ["gpt", "views_of_parameters", "shared_blocks", "expanded_parameters"])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_consumers_are_those_that_the_assertions_find(case: str, strategy: str) -> None:
+    def make() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+        model = GPT() if case == "gpt" else CASES[case]().double()
+        return model, model.inputs(torch.Generator().manual_seed(0))
+
+    [traces] = testing.compile_on_fake_ranks(make, 2, sharding_strategy=strategy)
+    for trace in (traces.forward, traces.backward):
+        bsyms = testing.statements(trace)
+        slots = Liveness(bsyms).slots
+        for gather in testing.gathers(trace):
+            live = slots[gather.issue]
+            assert live.end == max(gather.wait, gather.last_consumer or 0)
+            assert Liveness(bsyms).first_read(outs_of(bsyms[gather.wait])) == gather.first_consumer
+        assert {g.issue for g in testing.gathers(trace)} == {p for p, live in slots.items() if live.is_gather}
+
+
+def test_a_resident_bucket_keeps_its_slot_from_forward_to_its_last_reader_in_backward() -> None:
+    def make() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+        return CASES["checkpointed"](), (torch.randn(3, 4),)
+
+    [traces] = testing.compile_on_fake_ranks(make, 2)
+    forward, backward = traces.forward.bound_symbols, traces.backward.bound_symbols
+    alone, step = Liveness(backward).slots, Liveness(forward, backward).slots
+    resident = {issue: live for issue, live in alone.items() if live.start == BEFORE_TRACE}
+    assert resident
+    for issue, live in resident.items():
+        assert len(forward) + issue not in step
+        [whole] = [s for s in step.values() if (s.bucket, s.slot) == (live.bucket, live.slot) and s.is_gather]
+        assert 0 <= whole.start < len(forward) < whole.end == len(forward) + live.end
+        assert {i: len(forward) + p for i, p in live.last_access.items()} == whole.last_access
