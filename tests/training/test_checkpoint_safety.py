@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import json
 import os
@@ -338,13 +339,42 @@ def test_values_that_are_not_plain_are_refused_by_name_and_never_run_code(ranks:
     ranks.run(_load_and_save_unsafe_values, tmp_path)
 
 
+class _CallsGetattr:
+    """Is unpickled by a call of ``getattr``."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.args = (owner, name)
+
+    def __reduce__(self) -> Any:
+        return getattr, self.args
+
+
+class _OldPickler(pickle.Pickler):
+    """Pickles enumerations like the first releases of Python 3.11."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, enum.Enum) else NotImplemented
+
+
+def test_enumerations_pickled_by_other_pythons_are_read(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    found, _ = read_metadata(tmp_path)
+    file = io.BytesIO()
+    _OldPickler(file).dump(found)
+    assert b"getattr" in file.getvalue()
+    (tmp_path / METADATA).write_bytes(file.getvalue())
+    assert read_metadata(tmp_path)[0] == found
+
+
 @pytest.mark.parametrize(
     "forged, message",
     [
         (_MakesFolderWhenUnpickled("nowhere/proof"), r"names (posix|nt)\.mkdir, .*was not called"),
         (OrderedDict(a=1), "it holds a dict"),
         ({"a": io.BytesIO()}, "names _io.BytesIO"),
-        (getattr, "names builtins.getattr"),
+        (getattr, "it holds a function"),
+        (_CallsGetattr(torch.Size, "mro"), "takes the attribute 'mro'"),
+        (_CallsGetattr(torch.Tensor, "data"), "names torch.Tensor"),
         (torch.save, "names torch.serialization.save"),
         (torch.nn, "cannot be read"),
         (np.float64(1), "names numpy"),

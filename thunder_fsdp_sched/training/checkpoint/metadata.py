@@ -12,6 +12,7 @@ different saves.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import io
 import pickle
@@ -107,6 +108,15 @@ def _layout(name: str) -> torch.layout:
     return layout
 
 
+def _member(kind: Any, name: str) -> Any:
+    """Return a member of one of torch's enumerations, which Python 3.11.0 to 3.11.3 pickles as a call of ``getattr``."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)) or name not in kind.__members__:
+        raise pickle.UnpicklingError(
+            f"it takes the attribute {name!r} of {kind!r}, which is no member of an enumeration"
+        )
+    return kind[name]
+
+
 def _path(*parts: str) -> PurePosixPath:
     return PurePosixPath(*parts)
 
@@ -127,6 +137,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     },
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): getattr(filesystem, "_StorageInfo"),  # noqa: B009
     ("torch", "Size"): torch.Size,
+    ("builtins", "getattr"): _member,
     ("torch.serialization", "_get_layout"): _layout,
     ("collections", "OrderedDict"): dict,
     # The path where it was saved, which is unused.
