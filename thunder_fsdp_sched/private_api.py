@@ -11,7 +11,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import timedelta
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodDescriptorType, ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:  # this module is imported before torch and Thunder can be
@@ -363,14 +363,14 @@ def quiet_no_sync(model: ThunderModule) -> None:
 
 
 def reduces_found_infs() -> bool:
-    """Return whether ranks exchange infs: whether ``ShardedGradScaler.unscale_`` is two calls above our caller."""
-    unscale_grads = sys._getframe(2)
-    above = unscale_grads.f_back
-    return (
-        unscale_grads.f_globals.get("__name__") == "torch.distributed.fsdp.sharded_grad_scaler"
-        and above is not None
-        and above.f_code.co_name == "unscale_"
-    )
+    """Return whether ranks exchange infs afterwards: whether ``ShardedGradScaler.unscale_`` is among our callers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__")
+        if module == "torch.distributed.fsdp.sharded_grad_scaler" and frame.f_code.co_name == "unscale_":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def replace_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:

@@ -112,6 +112,34 @@ def test_the_norm_counts_parameters_of_several_groups_once(four_ranks: Ranks) ->
     four_ranks.run(_clip_over_groups)
 
 
+def _scale_over_separate_groups(rank: int, world_size: int) -> None:
+    # No rank shares a parameter with the ranks of the other pair, so only a scaler that asks all ranks can be right.
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = thunder.jit(_Float32Model(), transforms=[fsdp(process_group_for=lambda name, param: pairs[rank // 2])])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for scaler in (torch.amp.GradScaler("cpu", init_scale=4.0), ShardedGradScaler("cpu", init_scale=4.0)):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model(torch.ones(2, 4)))).backward()
+        if rank == 0:
+            next(p.grad.to_local() for p in model.parameters() if p.grad.to_local().numel()).view(-1)[0] = math.inf
+        before = {name: value.clone() for name, value in rows_by_name(model).items()}
+        if type(scaler) is torch.amp.GradScaler:
+            with pytest.raises(
+                RuntimeError, match=r"none of these gradients is sharded over all ranks.*ShardedGradScaler"
+            ):
+                scaler.unscale_(optimizer)
+            continue
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+        assert all(torch.equal(local_rows(v), local_rows(before[n])) for n, v in rows_by_name(model).items())
+
+
+def test_without_a_parameter_on_all_ranks_only_the_sharded_scaler_is_accepted(four_ranks: Ranks) -> None:
+    four_ranks.run(_scale_over_separate_groups)
+
+
 def _clip_nonfinite_gradients(rank: int, world_size: int) -> None:
     twins = Twins(rank, world_size, Stack(2).double())
     twins.backward()
