@@ -1,4 +1,4 @@
-"""What it costs on the host that parameters and gradients are DTensors, against plain tensors of the same rows.
+"""Measure the host time that DTensor parameters and gradients take, beside plain tensors of the same rows.
 
     python benchmarks/dtensors.py --parameters 300 3000
 

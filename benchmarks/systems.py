@@ -152,7 +152,7 @@ class System:
 
     Attributes:
         module: a callable that gets tokens and targets and returns the loss.
-        behind: called after each backward, within the measured time.
+        after_backward: finishes the step's communication after each backward, within the measured time.
         transform: this project's transform; ``None`` for other systems.
         losses: the loss of each step.
     """
@@ -160,7 +160,7 @@ class System:
     name: str
     module: Any
     optimizer: torch.optim.Optimizer
-    behind: Callable[[], object] = lambda: None
+    after_backward: Callable[[], object] = lambda: None
     transform: Any = None
     losses: list[float] = field(default_factory=list)
 
@@ -275,7 +275,7 @@ def overlapped_fsdp2(name: str, shape: Shape, emulation: Emulation, *, reshard: 
     for index, part in enumerate(parts[1:]):
         before = parts[1:][max(0, index - ahead) : index][::-1]
         part.set_modules_to_backward_prefetch(before)
-    return System(name, model, _optimizer(model), behind=reduce.finish)
+    return System(name, model, _optimizer(model), after_backward=reduce.finish)
 
 
 def step(system: System, tokens: torch.Tensor, watch: Any = None) -> float:
@@ -294,7 +294,7 @@ def step(system: System, tokens: torch.Tensor, watch: Any = None) -> float:
             loss = system.module(tokens, tokens)
         with phase("backward"):
             loss.backward()
-            system.behind()
+            system.after_backward()
         seconds = time.perf_counter() - started
     system.optimizer.step()
     system.losses.append(loss.item())

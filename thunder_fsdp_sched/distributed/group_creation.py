@@ -108,9 +108,9 @@ def _level_group_counts(ranks: list[int], named_after: list[int]) -> list[dist.P
     torch derives the name of a group that only its members create from their ranks and the number of groups that the
     process already knows. Members with different numbers, such as ranks of different expert groups, would wait for each
     other forever under different names. And where groups were destroyed, the number has decreased, so the name may
-    already be taken. Therefore the members exchange their numbers through the store and pick one whose name is free.
-    Members below that number create groups of only themselves. These are returned, and may be destroyed once the group
-    is created.
+    already be taken. Therefore the members exchange their numbers through the store, and choose a number whose name no
+    group has. Members below that number create groups of only themselves. These are returned, and may be destroyed once
+    the group is created.
 
     Args:
         ranks: the members.

@@ -1,4 +1,4 @@
-"""The memory of slots in a trace: how many bytes are in use at once, what may share a slot, what forward leaves behind.
+"""The memory of slots in a trace: how many bytes are in use at once, what may share a slot, which buckets forward retains.
 
 [Note: Gradients in the place of their parameters]
 In backward each parameter of a bucket is read for the last time before its gradient is written or copied into the slot
