@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from thunder_fsdp_sched import eager, fsdp, full_state_dict, get_optimizer_state_dict
-from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor
-from thunder_fsdp_sched.sharding.state_entries import local_rows
+from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
 from thunder_fsdp_sched.training.checkpoint import RowPiece
 
 import pytest

@@ -28,15 +28,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..private_api import dtensor_constructor
-from .row_pieces import RowPiece
+from .row_pieces import RowPiece, chunk_of, write_items
 from .rows import Rows
 
-__all__ = ["RowDTensor", "local_rows"]
+__all__ = ["RowDTensor", "local_rows", "replicated"]
 
 aten = torch.ops.aten
 _construct = dtensor_constructor()
@@ -106,9 +107,7 @@ class RowDTensor(DTensor):
             raise ValueError("redistribute: pass placements, one for each dimension of the mesh")
         if tuple(placements) == tuple(self.placements):
             return self
-        mesh = self.device_mesh
-        whole = DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-        return whole.redistribute(device_mesh, placements, **options)
+        return replicated(self.full_tensor(), self.device_mesh).redistribute(device_mesh, placements, **options)
 
     @property
     def data(self) -> torch.Tensor:
@@ -149,33 +148,28 @@ class RowDTensor(DTensor):
     # What distributed checkpoints (DCP) ask of a DTensor.
 
     def __create_write_items__(self, fqn: str, entry: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._local_tensor)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        return write_items(self, fqn, self._local_tensor)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        if not self._local_tensor.numel() and (
-            self.numel() or self.rows.rank
-        ):  # one rank saves a tensor without elements
+        saves_empty = not self.numel() and self.rows.rank == 0  # one rank saves a tensor without elements
+        if not self._local_tensor.numel() and not saves_empty:
             return []
-        if not self.ndim:
-            return [ChunkStorageMetadata(torch.Size([]), torch.Size([]))]
-        offsets = torch.Size([self.rows.start, *(0 for _ in self.shape[1:])])
-        return [ChunkStorageMetadata(offsets, torch.Size(self.rows.local_shape))]
+        return [chunk_of(self, self._local_tensor, self.rows.start)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return self._local_tensor if self.ndim else self._local_tensor.reshape(())
 
 
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of a DTensor, sharing its memory; any other tensor itself."""
+    """Return this rank's rows of a DTensor or a :class:`RowPiece`, sharing its memory; any other tensor itself."""
+    if isinstance(tensor, RowPiece):
+        return tensor.to_local()
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def replicated(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a DTensor of ``whole``, which every rank of the mesh has."""
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 _DETACH = aten.detach.default

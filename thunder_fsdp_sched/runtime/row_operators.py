@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..private_api import reduces_found_infs
-from .row_dtensor import RowDTensor
+from .row_dtensor import RowDTensor, replicated
 from .rows import Rows
 
 __all__ = ["RowDTensor", "run_operator"]
@@ -51,11 +51,15 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _is_elementwise(func):
         operands = _Operands(args, kwargs)
         if operands.match:
-            return _on_rows(func, operands)
-    tensors = list(_row_dtensors((args, kwargs)))
+            return operands.wrap(func(*operands.args, **operands.kwargs))
     if _returns_view(func):
         return _view(func, args, kwargs)
-    if all(tensor.rows.is_equal for tensor in tensors):
+    return _on_whole(func, args, kwargs)
+
+
+def _on_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator on whole tensors: as DTensor does where that is right, else on gathered ones."""
+    if all(tensor.rows.is_equal for tensor in _row_dtensors((args, kwargs))):
         return _as_dtensors(func, args, kwargs)
     return _on_gathered(func, args, kwargs)
 
@@ -117,10 +121,6 @@ class _Operands:
         return RowDTensor.wrap(result, rows)
 
 
-def _on_rows(func: Any, operands: _Operands) -> Any:
-    return operands.wrap(func(*operands.args, **operands.kwargs))
-
-
 def _as_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator as DTensor does."""
     wrappers: dict[int, RowDTensor] = {}
@@ -142,16 +142,13 @@ def _on_gathered(func: Any, args: Any, kwargs: Any) -> Any:
         for known, whole in pairs:
             if known is tensor:
                 return whole
-        mesh = tensor.device_mesh
-        whole = DTensor.from_local(
-            tensor.rows.gather(tensor._local_tensor).to(tensor.device), mesh, [Replicate()] * mesh.ndim, run_check=False
-        )
+        whole = replicated(tensor.rows.gather(tensor._local_tensor).to(tensor.device), tensor.device_mesh)
         pairs.append((tensor, whole))
         return whole
 
     leaves, tree = tree_flatten((args, kwargs))
-    replicated = [gathered(leaf) if isinstance(leaf, RowDTensor) else _replicated(leaf) for leaf in leaves]
-    args, kwargs = tree_unflatten(replicated, tree)
+    operands = [gathered(leaf) if isinstance(leaf, RowDTensor) else _regathered(leaf) for leaf in leaves]
+    args, kwargs = tree_unflatten(operands, tree)
     result = func(*args, **kwargs)
     if func._schema.is_mutable:
         for tensor, whole in pairs:
@@ -159,7 +156,7 @@ def _on_gathered(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map_only(DTensor, lambda r: next((tensor for tensor, whole in pairs if whole is r), r), result)
 
 
-def _replicated(leaf: Any) -> Any:
+def _regathered(leaf: Any) -> Any:
     if isinstance(leaf, DTensor) and not all(p.is_replicate() for p in leaf.placements):
         return leaf.redistribute(leaf.device_mesh, [Replicate()] * leaf.device_mesh.ndim)
     return leaf
@@ -207,8 +204,7 @@ def _norm(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [args[0]] if isinstance(args[0], RowDTensor) else list(args[0])
     dims = args[2] if func is _VECTOR_NORM and len(args) > 2 else kwargs.get("dim")
     if any(t.ndim == 0 for t in tensors) or (dims is not None and len(dims) < tensors[0].ndim):
-        equal = all(not isinstance(t, RowDTensor) or t.rows.is_equal for t in tensors)
-        return (_as_dtensors if equal else _on_gathered)(func, args, kwargs)
+        return _on_whole(func, args, kwargs)
 
     def nonempty(tensor: Any) -> Any:
         if not isinstance(tensor, RowDTensor):
@@ -230,9 +226,7 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
         return RowDTensor.wrap(local.new_empty(local.shape, **kwargs), tensor.rows)
     if size == tensor.shape:
         return RowDTensor.wrap(func(local, local.shape, *args[2:], **kwargs), tensor.rows)
-    mesh = tensor.device_mesh
-    whole = func(local, size, *args[2:], **kwargs)
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated(func(local, size, *args[2:], **kwargs), tensor.device_mesh)
 
 
 def _check_finite(func: Any, args: Any, kwargs: Any) -> None:

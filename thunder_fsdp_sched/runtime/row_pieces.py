@@ -9,7 +9,27 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils._pytree import tree_map
 
-__all__ = ["RowPiece"]
+__all__ = ["RowPiece", "chunk_of", "write_items"]
+
+
+def write_items(entry: Any, fqn: str, local: torch.Tensor) -> list[WriteItem]:
+    """Return what DCP writes for ``entry``, an entry of a state dict whose rows are ``local``."""
+    properties = TensorProperties.create_from_tensor(local)
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=entry.size()),
+        )
+        for chunk in entry.__create_chunk_list__()
+    ]
+
+
+def chunk_of(entry: Any, local: torch.Tensor, start: int) -> ChunkStorageMetadata:
+    """Return the place of ``local`` in the whole tensor, from row ``start`` on."""
+    if not entry.ndim:
+        return ChunkStorageMetadata(torch.Size([]), torch.Size([]))
+    return ChunkStorageMetadata(torch.Size([start, *(0 for _ in entry.shape[1:])]), local.shape)
 
 
 class RowPiece(torch.Tensor):
@@ -69,23 +89,10 @@ class RowPiece(torch.Tensor):
     # The methods that DCP requires of an entry that is not a DTensor.
 
     def __create_write_items__(self, fqn: str, entry: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._local)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        return write_items(self, fqn, self._local)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        if not self._local.numel():
-            return []
-        if not self.ndim:
-            return [ChunkStorageMetadata(torch.Size([]), torch.Size([]))]
-        offsets = torch.Size([self._start, *(0 for _ in self.shape[1:])])
-        return [ChunkStorageMetadata(offsets, torch.Size([self._local.shape[0], *self.shape[1:]]))]
+        return [chunk_of(self, self._local, self._start)] if self._local.numel() else []
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return self._local if self.ndim else self._local.reshape(())

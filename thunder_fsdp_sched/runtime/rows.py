@@ -56,6 +56,7 @@ class Rows:
         self._bucket = None if bucket is None else weakref.ref(bucket)
         self._index = index
         self._specs: dict[tuple[torch.dtype, str], Any] = {}
+        self._plain_specs: dict[tuple[torch.dtype, str], Any] = {}
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
@@ -87,12 +88,18 @@ class Rows:
         """Return the description of a :class:`RowDTensor`, with these rows as an attribute."""
         spec = self._specs.get((dtype, device_type))
         if spec is None:
-            spec = self._specs[dtype, device_type] = self.plain_spec(dtype, device_type)
+            spec = self._specs[dtype, device_type] = self._new_spec(dtype, device_type)
             spec.rows = self  # an attribute of each gradient would cost time in each backward
         return spec
 
     def plain_spec(self, dtype: torch.dtype, device_type: str) -> Any:
         """Return DTensor's description of the tensor. Its placements do not tell where uneven rows are cut."""
+        spec = self._plain_specs.get((dtype, device_type))
+        if spec is None:
+            spec = self._plain_specs[dtype, device_type] = self._new_spec(dtype, device_type)
+        return spec
+
+    def _new_spec(self, dtype: torch.dtype, device_type: str) -> Any:
         mesh = self.ranks.mesh(device_type)
         placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
         return new_spec(mesh, placements, self.shape, torch.empty(self.shape, device="meta").stride(), dtype)
@@ -107,7 +114,7 @@ class Rows:
     def as_vector(self) -> Rows:
         """The same rows of a 1-D tensor of one element, for a 0-dim tensor."""
         vector = copy.copy(self)
-        vector.shape, vector._specs = torch.Size((1,)), {}
+        vector.shape, vector._specs, vector._plain_specs = torch.Size((1,)), {}, {}
         return vector
 
     @property

@@ -15,10 +15,9 @@ from typing import Any, NoReturn
 import torch
 from thunder.core.module import ThunderModule
 
-from ..runtime.row_dtensor import RowDTensor
 from .module_parameters import refuse_assign, refuse_keep_vars
 from .sharded_module import ShardedModule
-from .state_entries import param_entry, rows_from
+from .state_entries import loaded_param, param_entry
 
 __all__ = ["hold_entries", "rows_by_name"]
 
@@ -106,8 +105,7 @@ class _JittedState:
                     refuse_assign(known_as)
                 del loaded[known_as]  # Thunder has one name for each
                 try:
-                    bucket, index = place
-                    loaded[name] = RowDTensor.wrap(rows_from(bucket, index, value), bucket.rows[index])
+                    loaded[name] = loaded_param(*place, value)
                 except ValueError as error:
                     errors.append(f"size mismatch for {known_as}: {error}")
         if errors:

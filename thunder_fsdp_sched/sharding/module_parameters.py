@@ -32,9 +32,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..runtime.bucket import Bucket
 from ..runtime.memory import address
-from ..runtime.row_dtensor import RowDTensor, local_rows
+from ..runtime.row_dtensor import local_rows
 from .replacement import replace_in_containers
-from .state_entries import param_entry, rows_from
+from .state_entries import loaded_param, param_entry
 
 __all__ = [
     "ModuleParameters",
@@ -240,8 +240,7 @@ class _Guard:
             if local_metadata.get("assign_to_params_buffers", False):
                 refuse_assign(prefix + leaf)
             try:
-                bucket, index = location
-                state_dict[prefix + leaf] = RowDTensor.wrap(rows_from(bucket, index, value), bucket.rows[index])
+                state_dict[prefix + leaf] = loaded_param(*location, value)
             except ValueError as error:
                 errors.append(f"size mismatch for {prefix + leaf}: {error}")
                 del state_dict[prefix + leaf]

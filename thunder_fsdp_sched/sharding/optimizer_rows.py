@@ -55,11 +55,19 @@ _sharded_models = 0  # in this process; when it grows, optimizers are checked ag
 
 
 class _Known:
-    """What is known of an optimizer: when it was checked, and its twin, if it has one."""
+    """The result of checking an optimizer.
+
+    Attributes:
+        sharded_models: the number of sharded models at the time of the check.
+        twin: steps in place of the optimizer, unless it steps on DTensors.
+    """
 
     def __init__(self) -> None:
         self.sharded_models = -1
         self.twin: _Twin | None = None
+
+    def is_current(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self.sharded_models == _sharded_models and (self.twin is None or self.twin.fits(optimizer))
 
 
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Known] = weakref.WeakKeyDictionary()
@@ -144,9 +152,7 @@ class _Twin:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     known = _known.get(optimizer)
-    if known is None or known.sharded_models != _sharded_models:
-        known = _check(optimizer)
-    if known.twin is not None and not known.twin.fits(optimizer):
+    if known is None or not known.is_current(optimizer):
         known = _check(optimizer)
     return None if known.twin is None else known.twin.step(optimizer, args, kwargs)
 

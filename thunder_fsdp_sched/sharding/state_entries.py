@@ -15,8 +15,9 @@ from torch.utils import dlpack
 from ..runtime.bucket import Bucket
 from ..runtime.row_dtensor import RowDTensor
 from ..runtime.row_pieces import RowPiece
+from ..runtime.rows import Rows
 
-__all__ = ["RowPiece", "as_entry", "local_rows", "param_entry", "refuse_unshared", "rows_from"]
+__all__ = ["RowPiece", "as_entry", "loaded_param", "param_entry", "refuse_unshared", "rows_from"]
 
 
 def param_entry(bucket: Bucket, index: int) -> torch.Tensor:
@@ -27,6 +28,11 @@ def param_entry(bucket: Bucket, index: int) -> torch.Tensor:
     """
     refuse_unshared(bucket)
     return as_entry(bucket, index, bucket.shard_views[index])
+
+
+def loaded_param(bucket: Bucket, index: int, value: torch.Tensor) -> RowDTensor:
+    """Return the value of a state dict for a parameter, with the parameter's rows; see :func:`rows_from`."""
+    return RowDTensor.wrap(rows_from(bucket, index, value), bucket.rows[index])
 
 
 def refuse_unshared(bucket: Bucket) -> None:
@@ -55,7 +61,7 @@ def rows_from(bucket: Bucket, index: int, value: torch.Tensor, *, as_rows: bool 
     Raises:
         ValueError: it has another shape, or other rows.
     """
-    rows = bucket.rows[index] if bucket.rows[index].shape or not as_rows else bucket.rows[index].as_vector
+    rows = _rows(bucket, index, as_rows)
     if value.shape != rows.shape:
         raise ValueError(f"the unsharded parameter has shape {tuple(rows.shape)}, the entry {tuple(value.shape)}")
     value = value.detach()
@@ -89,7 +95,7 @@ def as_entry(bucket: Bucket, index: int, local: torch.Tensor, *, as_rows: bool =
         as_rows: give a 0-dim parameter's entry the shape ``(1,)`` (optimizer state, where it tells such an entry from a
             number that every rank has).
     """
-    rows = bucket.rows[index] if bucket.rows[index].shape or not as_rows else bucket.rows[index].as_vector
+    rows = _rows(bucket, index, as_rows)
     if local.storage_offset():
         # The same memory as a storage of its own: a DTensor takes over its local tensor's offset, and dcp.async_save
         # takes one with an offset for a plain tensor, which it cannot copy (torch 2.13).
@@ -97,8 +103,6 @@ def as_entry(bucket: Bucket, index: int, local: torch.Tensor, *, as_rows: bool =
     return RowDTensor.wrap(local, rows)
 
 
-def local_rows(entry: torch.Tensor) -> torch.Tensor:
-    """Return the memory of an entry: this rank's rows, or a whole tensor that is not sharded."""
-    if isinstance(entry, RowPiece):
-        return entry.to_local()
-    return entry._local_tensor if isinstance(entry, DTensor) else entry
+def _rows(bucket: Bucket, index: int, as_rows: bool) -> Rows:
+    rows = bucket.rows[index]
+    return rows.as_vector if as_rows and not rows.shape else rows

@@ -135,10 +135,14 @@ def _reads_only(bsym: BoundSymbol, values: Collection[str]) -> bool:
     return is_pure(bsym) and all(p.name in values for p in bsym.flat_proxy_args if isinstance(p, TensorProxy))
 
 
+def _roots(aliases: Aliases, names: Collection[str]) -> list[str]:
+    return sorted({root for name in names for root in aliases.roots(name)})
+
+
 def _refuse_in_place(
     bsym: BoundSymbol, aliases: Aliases, parameters: Mapping[str, str], copied: Mapping[str, str]
 ) -> None:
-    for root in sorted({root for written in facts_of(bsym).writes for root in aliases.roots(written)}):
+    for root in _roots(aliases, facts_of(bsym).writes):
         if root in parameters:
             raise NotImplementedError(
                 f"fsdp: the model changes parameter {parameters[root]!r} in place during forward "
@@ -159,7 +163,7 @@ def _refuse_by_position(
     strided: Mapping[str, Strided],
     copied_by: Mapping[str, str],
 ) -> None:
-    for root in sorted({root for name in facts_of(bsym).by_position for root in aliases.roots(name)}):
+    for root in _roots(aliases, facts_of(bsym).by_position):
         if root in copied_by:
             raise NotImplementedError(
                 f"fsdp: the model addresses a tensor by position in memory ({bsym.sym.name}) that {copied_by[root]} may "

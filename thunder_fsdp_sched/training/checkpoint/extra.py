@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ...sharding.state_entries import local_rows
+from ...runtime.row_dtensor import local_rows
 
 __all__ = ["decode", "digests", "encode", "tensor_targets"]
 

@@ -10,8 +10,9 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from ...runtime.row_dtensor import local_rows
 from ...sharding.sharded_module import ShardedModule
-from ...sharding.state_entries import as_entry, local_rows
+from ...sharding.state_entries import as_entry
 from ...transform import find_transform
 from .optimizers import misfits
 from .state_dict import group_label, names_of_params, owned_names
