@@ -238,6 +238,8 @@ def cases(draw: Any, *, numeric: bool = False) -> Case:
     )
     if draw(st.integers(0, 4)) == 0:
         options["separate_reduce_scatter_group"] = True
+    if draw(st.integers(0, 2)) == 0:
+        options["max_gathers_in_flight"] = draw(st.integers(1, 3))
     return Case(model, options, groups)
 
 

@@ -67,7 +67,9 @@ def test_every_promise_holds_on_fake_ranks(part: int, case: Case, world_size: in
     testing.assert_no_parameter_copies(transform)
     testing.assert_reductions_right_after_last_gradient(transform)
     prefetch = case.options["prefetch"]
-    if isinstance(prefetch, int) and "max_unsharded_bytes" not in case.options:
+    if "max_gathers_in_flight" in case.options:
+        testing.assert_buckets_in_flight_at_most(transform, case.options["max_gathers_in_flight"])
+    elif isinstance(prefetch, int) and "max_unsharded_bytes" not in case.options:
         testing.assert_prefetch_distance(transform, prefetch)
 
 
@@ -106,4 +108,5 @@ def test_cases_are_of_every_kind() -> None:
             seen.add("repeated")
 
     look()
-    assert {"tied", "unused", "repeated", "nested", "transport=staged", "mp_policy", "max_unsharded_bytes"} <= seen
+    assert {"tied", "unused", "repeated", "nested", "transport=staged"} <= seen
+    assert {"mp_policy", "max_unsharded_bytes", "max_gathers_in_flight"} <= seen

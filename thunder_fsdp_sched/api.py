@@ -27,6 +27,7 @@ def fsdp(
     bucketing_strategy: str | FSDPBucketingStrategy | int | Callable[[str, torch.nn.Parameter], str] = "block",
     prefetch: int | Literal["auto"] = 1,
     max_unsharded_bytes: int | str | None = None,
+    max_gathers_in_flight: int | None = None,
     cluster: ClusterSpec | str | None = None,
     schedule: str | Path | StepSchedule | None = None,
     transport: str | Callable[[str, tuple[ParamSpec, ...]], str] = "auto",
@@ -71,6 +72,10 @@ def fsdp(
             int or a string such as ``"40GiB"``. As many buckets as fit stay unsharded until backward. With
             ``prefetch="auto"`` both are chosen together for the shortest simulated step. ``.compiled[-1].choice`` shows
             the candidates. Requires ``sharding_strategy="zero3"``. The default is no limit.
+        max_gathers_in_flight: limit on the all-gathers that are issued and not waited for, whatever their size. A gather
+            that ``prefetch`` would issue earlier is issued right after the wait that makes room for it, so with 1 a
+            gather still overlaps the compute of the step before. Each trace is proved to keep the limit, also one with
+            a pinned ``schedule``. The default is no limit.
         cluster: the machine that the simulator assumes for ``prefetch="auto"`` and ``max_unsharded_bytes``: a
             :class:`ClusterSpec` or the name of a preset. The default is the preset nearest to the device at hand.
         schedule: a schedule to replay instead of sorting: a file written by ``transform.save_schedules(path)``, or a

@@ -137,7 +137,7 @@ class Compilation:
             self._order(unsorted, backward),
             partial(assign_slots, kept=kept, forward=forward, max_bytes=room),
             mark_retained_by_forward if forward is None else partial(reuse_from_forward, forward=forward),
-            partial(verify, forward=forward),
+            partial(verify, forward=forward, max_gathers_in_flight=self._options.max_gathers_in_flight),
         ]
         sorted_trace = traces.run(passes, unsorted)
         schedule = read_schedule(sorted_trace)
@@ -173,6 +173,7 @@ class Compilation:
             kept=sharded.kept,
             may_keep=may_keep,
             max_unsharded_bytes=budget,
+            max_gathers_in_flight=options.max_gathers_in_flight,
         )
         traces.pass_seconds["choose"] = seconds = time.process_time() - started
         traces.prefetch = traces.choice.chosen.prefetch
@@ -185,7 +186,12 @@ class Compilation:
         """Return the pass that orders communication: the sorting pass, or the replay of a pinned schedule."""
         if self._options.schedule is None:
             room = gather_budget(trace, budget=self._options.max_unsharded_bytes, kept=self._sharded.kept)
-            return partial(sort_communication, prefetch=self.traces.prefetch, max_unsharded_bytes=room)
+            return partial(
+                sort_communication,
+                prefetch=self.traces.prefetch,
+                max_unsharded_bytes=room,
+                max_gathers_in_flight=self._options.max_gathers_in_flight,
+            )
         no_sync = self.traces.no_sync
         if not backward:
             digest = compute_digest(statements(trace))

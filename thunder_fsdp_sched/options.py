@@ -155,6 +155,14 @@ def _prefetch(prefetch: Any) -> int | Literal["auto"]:
     return prefetch
 
 
+def _in_flight(number: Any) -> int | None:
+    if isinstance(number, bool) or not isinstance(number, (int, type(None))):
+        raise TypeError(f"max_gathers_in_flight: expected a number of gathers (int) or None, got {number!r}")
+    if number is not None and number < 1:
+        raise ValueError(f"max_gathers_in_flight: expected 1 or more gathers, got {number}")
+    return number
+
+
 def _cluster(cluster: Any) -> ClusterSpec | None:
     return cluster if cluster is None or isinstance(cluster, ClusterSpec) else cluster_by_name(cluster)
 
@@ -256,6 +264,7 @@ class Options:
     )
     prefetch: int | Literal["auto"] = field(metadata=_by(_prefetch))
     max_unsharded_bytes: int | None = field(metadata=_by(_budget))
+    max_gathers_in_flight: int | None = field(metadata=_by(_in_flight))
     cluster: ClusterSpec | None = field(metadata=_by(_cluster))
     schedule: tuple[StepSchedule, ...] | None = field(metadata=_by(_schedule))
     transport: str | Callable[[str, tuple[ParamSpec, ...]], str] = field(metadata=_by(check_transport))

@@ -12,6 +12,7 @@ from thunder_fsdp_sched.trace.schedule import read_schedule
 from thunder_fsdp_sched.trace.slots import filling_bytes, grads_over_params, shared_slots
 from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from thunder_fsdp_sched.transforms import (
+    VerificationError,
     assign_slots,
     share_written_in_place,
     sort_communication,
@@ -102,6 +103,35 @@ def test_a_sorted_trace_keeps_compute_and_places_communication_as_promised(trace
     testing.assert_gathers_in_consumer_order(sorted_trace)
     testing.assert_prefetch_distance(sorted_trace, prefetch)
     testing.assert_reductions_right_after_last_gradient(sorted_trace)
+
+
+@settings(max_examples=200, deadline=None)
+@given(traces(), st.integers(0, 4), st.integers(1, 3))
+def test_no_more_gathers_are_in_flight_than_allowed(trace, prefetch, most):
+    free = assign_slots(sort_communication(trace, prefetch=prefetch))
+    limited = assign_slots(sort_communication(trace, prefetch=prefetch, max_gathers_in_flight=most))
+    verify(limited, max_gathers_in_flight=most)
+    assert compute(limited) == compute(trace)
+    testing.assert_buckets_in_flight_at_most(limited, most)
+    testing.assert_waits_right_before_first_consumer(limited)
+    testing.assert_gathers_in_consumer_order(limited)
+    assert read_schedule(limited).gathers_in_flight == min(most, read_schedule(free).gathers_in_flight)
+    if read_schedule(free).gathers_in_flight <= most:
+        assert [str(b) for b in limited.bound_symbols] == [str(b) for b in free.bound_symbols]
+    else:
+        with pytest.raises(VerificationError, match=f"are in flight, but max_gathers_in_flight={most}"):
+            verify(free, max_gathers_in_flight=most)
+
+
+def test_a_single_gather_in_flight_overlaps_the_compute_of_the_step_before():
+    limited = verify(
+        assign_slots(sort_communication(chain(3), prefetch=2, max_gathers_in_flight=1)), max_gathers_in_flight=1
+    )
+    ops = [b.sym.name.removeprefix("fsdp_") for b in limited.bound_symbols]
+    expected = ["all_gather", "wait_params", "all_gather", "matmul", "neg", "wait_params", "all_gather", "matmul"]
+    assert [op for op in ops if op in expected][:8] == expected
+    reasons = {op.bucket: op.reason for op in read_schedule(limited).of("fsdp_all_gather")}
+    assert reasons["b2"] == "in-flight limit: at most 1, so only after the wait for b1"
 
 
 @pytest.mark.parametrize(
@@ -212,17 +242,18 @@ def test_zero2_buckets_keep_their_private_slots():
             assert bsym.args[1] is bsym.args[0].private_slot
 
 
-def test_no_collective_is_moved_across_foreign_communication():
+@pytest.mark.parametrize("symbol", ["neg", "matmul"])  # the latter reads a parameter itself
+def test_no_collective_is_moved_across_foreign_communication(symbol):
     trace = chain(4)
-    foreign = next(i for i, b in enumerate(trace.bound_symbols) if b.sym.name == "neg")
+    foreign = next(i for i, b in enumerate(trace.bound_symbols) if b.sym.name == symbol)
     bsym = trace.bound_symbols[foreign]
     trace.bound_symbols[foreign] = bsym.from_bsym(args=(*bsym.args, FakeProcessGroup()))
     sorted_trace = verify(assign_slots(sort_communication(trace, prefetch=3)))
     names = [b.sym.name for b in sorted_trace.bound_symbols]
-    barrier = next(i for i, b in enumerate(sorted_trace.bound_symbols) if b.sym.name == "neg")
+    barrier = next(i for i, b in enumerate(sorted_trace.bound_symbols) if b.sym.name == symbol)
     assert names[:barrier].count("fsdp_all_gather") == 1
     late = [op.reason for op in read_schedule(sorted_trace).of("fsdp_all_gather")[1:]]
-    assert late[0] == f"producer: not across {bsym.output.name} = neg, which communicates too"
+    assert late[0] == f"producer: not across {bsym.output.name} = {symbol}, which communicates too"
 
 
 def test_a_gather_delayed_by_a_byte_budget_names_the_bucket_freed_before_it():

@@ -423,3 +423,12 @@ def test_backward_may_expect_only_buckets_that_its_forward_left() -> None:
         forward.bound_symbols[position] = bsym.from_bsym(kwargs=bsym.kwargs | {"followed_by": None})
     with pytest.raises(VerificationError, match=r"expects bucket '\S+' in slot_\d+, where forward did not leave it"):
         verify(correct_trace("backward"), forward=forward)
+
+
+def test_a_pinned_schedule_must_keep_the_limit_of_gathers_in_flight() -> None:
+    pinned = _compiled().schedule
+    assert pinned.forward.gathers_in_flight == 3
+    with pytest.raises(VerificationError, match=r"gathers bucket '.*max_gathers_in_flight=2"):
+        testing.compile_on_fake_ranks(
+            lambda: (Blocks(), (torch.ones(2, 4),)), 2, schedule=pinned, max_gathers_in_flight=2
+        )

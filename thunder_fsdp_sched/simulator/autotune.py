@@ -91,6 +91,7 @@ def choose(
     kept: Collection[Bucket],
     may_keep: bool,
     max_unsharded_bytes: int | None,
+    max_gathers_in_flight: int | None = None,
 ) -> Choice:
     """Search for the shortest simulated step within the budget.
 
@@ -101,11 +102,12 @@ def choose(
         kept: buckets that stay unsharded in any case.
         may_keep: whether more buckets may be kept.
         max_unsharded_bytes: the budget for all slots together; ``None`` for no limit.
+        max_gathers_in_flight: how many gathers may be in flight; ``None`` for no limit.
 
     Raises:
         ValueError: nothing fits; the message has the bytes of the smallest candidate.
     """
-    search = _Search(joint, cost, frozenset(kept), max_unsharded_bytes)
+    search = _Search(joint, cost, frozenset(kept), max_unsharded_bytes, max_gathers_in_flight)
     distances = [prefetch] if prefetch is not None else range(min(_MAX_PREFETCH, search.gathers) + 1)
     considered: list[Candidate] = []
     for distance in distances:
@@ -154,11 +156,19 @@ def _private_bytes(trace: TraceCtx, kept: Collection[Bucket]) -> int:
 
 
 class _Search:
-    def __init__(self, joint: TraceCtx, cost: CostModel, kept: frozenset[Bucket], budget: int | None) -> None:
+    def __init__(
+        self,
+        joint: TraceCtx,
+        cost: CostModel,
+        kept: frozenset[Bucket],
+        budget: int | None,
+        max_gathers_in_flight: int | None,
+    ) -> None:
         self.joint = joint
         self.cost = cost
         self.kept = kept
         self.budget = budget
+        self.max_gathers_in_flight = max_gathers_in_flight
         self.gathers = sum(b.sym is fsdp_all_gather for b in joint.bound_symbols)
         self.most = len(self.first_in_backward)  # how many further buckets fitted at the previous distance
 
@@ -200,7 +210,12 @@ class _Search:
         for half in map(write_grads_in_place, split_joint(joint)):
             forward = halves[0] if halves else None
             room = gather_budget(half, budget=self.budget, kept=kept)
-            half = sort_communication(half, prefetch=prefetch, max_unsharded_bytes=room)
+            half = sort_communication(
+                half,
+                prefetch=prefetch,
+                max_unsharded_bytes=room,
+                max_gathers_in_flight=self.max_gathers_in_flight,
+            )
             most = slot_budget(half, budget=self.budget, kept=kept)
             half = assign_slots(half, kept=kept, arena_of=arena_of, forward=forward, max_bytes=most)
             halves.append(

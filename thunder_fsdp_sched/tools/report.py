@@ -15,7 +15,7 @@ from thunder.core.trace import TraceCtx
 
 from ..plan.specs import BucketSpec, Plan
 from ..trace.inspection import statement, statements
-from ..trace.schedule import Schedule
+from ..trace.schedule import Schedule, read_schedule
 from ..trace.slots import shared_slots
 from ..trace.symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_reduce_unreduced
 from ..transforms import share_written_in_place
@@ -108,7 +108,12 @@ def schedule_table(schedule: Schedule, *, title: str) -> Table:
             "" if op.first_consumer is None else str(op.first_consumer),
             Text(op.reason if op.travels else f"{op.reason}, already resident"),
         )
+    table.caption, table.caption_justify = _in_flight(schedule), "left"
     return table
+
+
+def _in_flight(schedule: Schedule) -> str:
+    return f"{_count(schedule.gathers_in_flight, 'gather')} in flight at most"
 
 
 def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
@@ -203,13 +208,14 @@ def dry_run_table(step: DryRun) -> Table:
             human_bytes(timeline.peak_unsharded_bytes),
         )
     compiled = step.transform.compiled[-1]
-    parts = []
+    parts, in_flight = [], []
     for name, trace in (("forward", compiled.forward), ("backward", compiled.backward)):
         if trace is not None:
             used, least = shared_slots(trace)
             parts.append(f"{name} {human_bytes(used)} ({human_bytes(least)} live at once)")
+            in_flight.append(f"{name} {read_schedule(trace).gathers_in_flight}")
     table.caption_justify = "left"
-    table.caption = "memory of shared slots: " + ", ".join(parts)
+    table.caption = f"memory of shared slots: {', '.join(parts)}\ngathers in flight, at most: {', '.join(in_flight)}"
     if compiled.backward is not None:
         in_place, total = share_written_in_place(compiled.backward)
         table.caption += f"\ngradients written in place: {human_bytes(in_place)} of {human_bytes(total)}"

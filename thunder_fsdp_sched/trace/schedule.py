@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from .symbols import (
     ISSUES,
     WAITS,
     fsdp_accumulate_grads,
+    fsdp_all_gather,
     fsdp_all_reduce,
     fsdp_reduce_scatter,
+    fsdp_wait_params,
     group_of,
     is_resident,
     payload,
@@ -103,6 +106,12 @@ class Schedule:
     def diff(self, other: Schedule) -> str:
         """Return a unified diff of the printed schedules; empty if they print alike."""
         return "\n".join(difflib.unified_diff(str(self).splitlines(), str(other).splitlines(), lineterm="", n=2))
+
+    @property
+    def gathers_in_flight(self) -> int:
+        """The most gathers that are issued and not waited for at one position."""
+        changes = [{fsdp_all_gather.name: 1, fsdp_wait_params.name: -1}.get(op.kind, 0) for op in self]
+        return max(itertools.accumulate(changes), default=0)
 
     def collectives(self) -> list[str]:
         """Return one line for each collective, in issue order; all ranks of a group must have the same lines."""

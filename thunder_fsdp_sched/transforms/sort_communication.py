@@ -83,7 +83,13 @@ class _Reduction:
         return self.all_reduce is not None or Wait(self.wait).future.name == self.issue.output.name
 
 
-def sort_communication(trace: TraceCtx, *, prefetch: int, max_unsharded_bytes: int | None = None) -> TraceCtx:
+def sort_communication(
+    trace: TraceCtx,
+    *,
+    prefetch: int,
+    max_unsharded_bytes: int | None = None,
+    max_gathers_in_flight: int | None = None,
+) -> TraceCtx:
     """Reorder the communication of a forward or backward execution trace.
 
     Runs after ``guard_first`` and before ``assign_slots``; ``replay_schedule`` takes its place if a schedule is pinned. A
@@ -118,6 +124,8 @@ def sort_communication(trace: TraceCtx, *, prefetch: int, max_unsharded_bytes: i
       before its own wait. If a reduction is ready in that step, the gather is issued before it, because on one
       communicator it would queue behind the reduction. A smaller step counts by its share of the gather's bytes: see
       ``issue_points``.
+    * With ``max_gathers_in_flight``, a gather that would be one too many is issued right after the wait that makes room
+      for it, before that wait's consumer.
     * A reduction is issued right after the last of its gradients. The bytes in flight are limited to those of the
       ``MAX_REDUCTIONS_IN_FLIGHT`` largest reductions; beyond that the oldest is waited for. The others are waited for
       where their results are read, usually at the end.
@@ -134,9 +142,10 @@ def sort_communication(trace: TraceCtx, *, prefetch: int, max_unsharded_bytes: i
             consumer.
         max_unsharded_bytes: limit (bytes) on the gathered buckets that are live at once. A gather is issued ahead of
             its step only if it stays within the limit.
+        max_gathers_in_flight: limit on the gathers that are issued and not waited for, at least 1.
     """
     started = time.perf_counter()
-    bsyms = _Sorter(trace, prefetch, max_unsharded_bytes).run()
+    bsyms = _Sorter(trace, prefetch, max_unsharded_bytes, max_gathers_in_flight).run()
     return with_bound_symbols(trace, bsyms, "fsdp: sort communication", started)
 
 
@@ -179,9 +188,12 @@ def issue_points(stage_bytes: Sequence[int], prefetch: int) -> list[int]:
 
 
 class _Sorter:
-    def __init__(self, trace: TraceCtx, prefetch: int, max_unsharded_bytes: int | None) -> None:
+    def __init__(
+        self, trace: TraceCtx, prefetch: int, max_unsharded_bytes: int | None, max_gathers_in_flight: int | None
+    ) -> None:
         self.prefetch = prefetch
         self.budget = max_unsharded_bytes
+        self.max_in_flight = max_gathers_in_flight
         self.out: list[BoundSymbol] = []
         self.compute: list[BoundSymbol] = []
         issues: dict[str, BoundSymbol] = {}
@@ -215,20 +227,19 @@ class _Sorter:
         self.issue_points = issue_points(stage_bytes, prefetch)
 
         self.next_issue = 0  # number of the gather to be issued next
+        self.next_wait = 0  # number of the gather to be waited for next
         self.next_stage = 0  # step to be waited for next
         self.live: list[_Gather] = []  # issued, last consumer not yet in `out`
         self.delay_reasons: dict[_Gather, str] = {}  # why a gather could not be issued when it was due
         self.in_flight: list[_Reduction] = []
 
     def _find_consumers(self, gathers: list[_Gather]) -> None:
-        section = 0
         self.section_of: list[int] = []
-        self.foreign: list[int] = []  # the compute that ends each section
+        self.foreign: list[int] = []  # the compute that ends each section, and still belongs to it
         for i, bsym in enumerate(self.compute):
+            self.section_of.append(len(self.foreign))
             if communicates(bsym):
-                section += 1
                 self.foreign.append(i)
-            self.section_of.append(section)
         live = self.liveness = Liveness(self.compute)
         of_param: dict[str, _Gather] = {}
         for gather in gathers:
@@ -274,12 +285,21 @@ class _Sorter:
         """Emit the waits of the next step, due before compute ``position``, and the gathers to issue before them."""
         stage = self.stages[self.next_stage]
         ahead = f", before the wait for {stage[0].name}" if self.prefetch else ""
-        self._issue_gathers(position - 1, f"prefetch: {self.prefetch} ahead of its wait{ahead}")
-        while self.next_issue < len(self.gathers) and self.gathers[self.next_issue].stage <= self.next_stage:
-            self._issue("first consumer: the next wait needs it")
+        prefetched = f"prefetch: {self.prefetch} ahead of its wait{ahead}"
+        self._issue_gathers(position - 1, prefetched)
+        end = self.next_wait + len(stage)
         for gather in stage:
+            while self.next_issue < end and not self._is_full():
+                self._issue("first consumer: the next wait needs it")
             self._emit(gather.wait, f"first consumer: {_show(consumer)}")
+            self.next_wait += 1
+        if self.max_in_flight is not None:
+            self._issue_gathers(position - 1, prefetched)
         self.next_stage += 1
+
+    def _is_full(self) -> bool:
+        """Return whether as many gathers are in flight as may be. Gathers are waited for in the order of their issues."""
+        return self.max_in_flight is not None and self.next_issue - self.next_wait >= self.max_in_flight
 
     def _issue_gathers(self, position: int, reason: str) -> None:
         """Issue the gathers that are due after compute ``position``, before the next step is waited for."""
@@ -304,6 +324,9 @@ class _Sorter:
         shards_from = self.liveness.defined(args_of(gather.issue))
         if shards_from > position:
             return f"producer: its shards come from {_show(self.compute[shards_from])}"
+        if self._is_full():
+            first = self.gathers[self.next_wait].name
+            return f"in-flight limit: at most {self.max_in_flight}, so only after the wait for {first}"
         excess = sum(g.nbytes for g in self.live) + gather.nbytes - (self.budget or 0)
         if early and self.budget is not None and excess > 0:
             for freed in sorted(self.live, key=lambda g: g.last_consumer):

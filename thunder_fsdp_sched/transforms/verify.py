@@ -83,7 +83,7 @@ class _Occupancy:
         )
 
 
-def verify(trace: TraceCtx, *, forward: TraceCtx | None = None) -> TraceCtx:
+def verify(trace: TraceCtx, *, forward: TraceCtx | None = None, max_gathers_in_flight: int | None = None) -> TraceCtx:
     """Check a sorted trace with slots, and return it with the same bound symbols.
 
     Runs after ``mark_retained_by_forward`` or ``reuse_from_forward`` and before ``insert_agreement``. It always runs.
@@ -97,7 +97,7 @@ def verify(trace: TraceCtx, *, forward: TraceCtx | None = None) -> TraceCtx:
       parameters, if each is written after the last read of its parameter.
     * A gradient that is written in place is written where the reduction of its bucket expects it, and nothing else
       reads it.
-    * Gathers are issued in the order of their first consumers.
+    * Gathers are issued in the order of their first consumers, and no more of them are in flight than may be.
     * Between a gather's issue and its first consumer, and between a reduction's last gradient and its issue, nothing
       communicates that is not ours.
     * The outputs of forward alias no slot, and the tensors that it saves for backward alias no shared slot.
@@ -111,19 +111,21 @@ def verify(trace: TraceCtx, *, forward: TraceCtx | None = None) -> TraceCtx:
 
     Args:
         forward: for a backward trace, its forward trace after ``mark_retained_by_forward``.
+        max_gathers_in_flight: how many gathers may be issued and not waited for; ``None`` for no limit.
 
     Raises:
         VerificationError: names the bound symbol and the bucket.
     """
     started = time.perf_counter()
-    _Verifier(trace, forward).run()
+    _Verifier(trace, forward, max_gathers_in_flight).run()
     return with_bound_symbols(trace, trace.bound_symbols, "fsdp: verified", started)
 
 
 class _Verifier:
-    def __init__(self, trace: TraceCtx, forward: TraceCtx | None) -> None:
+    def __init__(self, trace: TraceCtx, forward: TraceCtx | None, max_gathers_in_flight: int | None) -> None:
         self.trace = trace
         self.forward = forward
+        self.max_gathers_in_flight = max_gathers_in_flight
         self.defined: set[str] = set(names(tree_iter((trace.args, trace.kwargs))))
         self.open: dict[str, BoundSymbol] = {}
         self.closed: dict[str, BoundSymbol] = {}
@@ -167,6 +169,14 @@ class _Verifier:
     def _issue(self, position: int, bsym: BoundSymbol) -> None:
         bucket, slot = bucket_of(bsym), bsym.args[1]
         self.open[bsym.output.name] = bsym
+        if bsym.sym is fsdp_all_gather and self.max_gathers_in_flight is not None:
+            in_flight = [bucket_of(b).spec.name for b in self.open.values() if b.sym is fsdp_all_gather]
+            if len(in_flight) > self.max_gathers_in_flight:
+                self.fail(
+                    position,
+                    f"gathers bucket {in_flight[-1]!r} while {in_flight[:-1]} are in flight, but "
+                    f"max_gathers_in_flight={self.max_gathers_in_flight}",
+                )
         if bsym.sym is fsdp_all_reduce:  # operates on the shard, not on a slot
             return
         if not isinstance(slot, Slot):
