@@ -1,0 +1,106 @@
+"""``thunder.compile(model, plugins="fsdp-sched")`` itself, compared with the unsharded model."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+from thunder_fsdp_sched import FSDPSched, full_state_dict
+from thunder_fsdp_sched.transform import find_transform
+
+import pytest
+import thunder
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from thunder.extend import get_executor
+from thunder.recipes import BaseRecipe
+from torch import nn
+
+WITHOUT_NVFUSER = pytest.mark.skipif(get_executor("nvfuser") is not None, reason="the default recipe works here")
+
+
+class _Model(nn.Module):
+    """Computes something else in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.layers(x))
+        return 2 * x if self.training else x
+
+
+def _check(ours: nn.Module, reference: nn.Module, x: torch.Tensor) -> None:
+    """Compare outputs and, in training, gradients."""
+    outputs = ours(x), reference(x)
+    torch.testing.assert_close(*outputs)
+    if ours.training:
+        for model, output in zip((ours, reference), outputs, strict=True):
+            model.zero_grad()
+            output.square().sum().backward()
+        for name, param in reference.named_parameters():
+            grad = ours.get_parameter(name).grad
+            assert (grad is None) == (param.grad is None) == (not param.requires_grad), name
+            if grad is not None:
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+                torch.testing.assert_close(grad.full_tensor(), param.grad)
+
+
+def _compile_and_train(rank: int, world_size: int) -> None:
+    model = _Model().double()
+    reference = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match=r"Thunder's default executors .* are used instead") as caught:
+        ours = thunder.compile(model, plugins="fsdp-sched")
+    assert [w.filename for w in caught if "nvFuser" in str(w.message)] == [__file__]
+    executors = thunder.compile_data(ours).executors_list
+    assert set(thunder.get_default_executors()) <= set(executors)
+    assert len(find_transform(ours).plan) > 1
+
+    models = ours, reference
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(4, 5, generator=generator, dtype=torch.float64)
+    for _ in range(2):
+        _check(ours, reference, x)
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, whole in full_state_dict(ours).items():
+        torch.testing.assert_close(whole, reference.get_parameter(name))
+
+    # Recipes remove the checks of a module's mode.
+    assert thunder.cache_misses(ours) == 1
+    for change in (
+        lambda model: model.eval(),
+        lambda model: model.train(),
+        lambda model: model.get_submodule("layers.0").requires_grad_(False),
+        lambda model: model.get_submodule("layers.0").requires_grad_(True),
+    ):
+        for model in models:
+            change(model)
+        _check(ours, reference, x)
+    assert thunder.cache_misses(ours) == 3  # training and evaluation, and with frozen parameters
+
+    with ours.no_sync():
+        ours(x).sum().backward()
+    ours(x).sum().backward()
+    assert thunder.cache_misses(ours) == 4
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recipe = BaseRecipe(fuser="torch.compile")
+        fused = thunder.compile(_Model(), recipe=recipe, plugins=FSDPSched(sharding_strategy="zero2"))
+    assert get_executor("torchcompile") in thunder.compile_data(fused).executors_list
+    assert not any(bucket.reshard_after_forward for bucket in find_transform(fused).plan)
+
+
+@WITHOUT_NVFUSER
+def test_compile_with_the_default_recipe_trains_like_the_unsharded_model(ranks: Ranks) -> None:
+    ranks.run(_compile_and_train)
+
+
+def test_a_recipe_for_thunder_fx_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"pass a recipe with interpreter='thunder\.jit'"):
+        thunder.compile(_Model(), recipe=BaseRecipe(interpreter="thunder.fx"), plugins="fsdp-sched")
