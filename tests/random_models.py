@@ -56,11 +56,15 @@ class Case:
 
     Attributes:
         groups: indices of blocks that are sharded over a second process group, of the same ranks.
+        kept: indices of blocks for which a function of the module asks for ZeRO-2.
+        low: indices of blocks for which a function of the module asks for bfloat16.
     """
 
     model: ModelSpec
     options: dict[str, Any] = field(hash=False)
     groups: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    low: tuple[int, ...] = ()
 
 
 class Layer(nn.Module):
@@ -240,12 +244,23 @@ def cases(draw: Any, *, numeric: bool = False) -> Case:
         options["separate_reduce_scatter_group"] = True
     if draw(st.integers(0, 2)) == 0:
         options["max_gathers_in_flight"] = draw(st.integers(1, 3))
-    return Case(model, options, groups)
+    some_blocks = st.sets(st.integers(0, len(model.blocks) - 1), max_size=2)
+    kept, low = (
+        tuple(sorted(draw(some_blocks))) if may_draw and draw(st.integers(0, 3)) == 0 and not model.tied else ()
+        for may_draw in (strategy == "zero3", not numeric and "mp_policy" not in options)
+    )
+    return Case(model, options, groups, kept, low)
 
 
 def options_of(case: Case, new_group: Callable[[], Any]) -> dict[str, Any]:
     """Return the options of a case. ``new_group`` creates the process group of the blocks in ``case.groups``."""
     options = dict(case.options)
+    if case.kept:
+        kept = {f"blocks.{number}" for number in case.kept}
+        options["sharding_strategy"] = lambda name, module: "zero2" if name in kept else None
+    if case.low:
+        low, policy = {f"blocks.{number}" for number in case.low}, MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        options["mp_policy"] = lambda name, module: policy if name in low else None
     if case.groups:
         group = new_group()
         prefixes = tuple(f"blocks.{number}." for number in case.groups)

@@ -106,7 +106,8 @@ def test_cases_are_of_every_kind() -> None:
             seen.add("unused")
         if len(case.model.order) > len(set(case.model.order)):
             seen.add("repeated")
+        seen.update(name for name in ("kept", "low") if getattr(case, name))
 
     look()
     assert {"tied", "unused", "repeated", "nested", "transport=staged"} <= seen
-    assert {"mp_policy", "max_unsharded_bytes", "max_gathers_in_flight"} <= seen
+    assert {"kept", "low", "mp_policy", "max_unsharded_bytes", "max_gathers_in_flight"} <= seen

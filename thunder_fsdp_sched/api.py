@@ -23,7 +23,7 @@ __all__ = ["fsdp"]
 
 def fsdp(
     *,
-    sharding_strategy: str | FSDPType = "zero3",
+    sharding_strategy: str | FSDPType | Callable[[str, torch.nn.Module], str | FSDPType | None] = "zero3",
     bucketing_strategy: str | FSDPBucketingStrategy | int | Callable[[str, torch.nn.Parameter], str] = "block",
     prefetch: int | Literal["auto"] = 1,
     max_unsharded_bytes: int | str | None = None,
@@ -31,7 +31,7 @@ def fsdp(
     cluster: ClusterSpec | str | None = None,
     schedule: str | Path | StepSchedule | None = None,
     transport: str | Callable[[str, tuple[ParamSpec, ...]], str] = "auto",
-    mp_policy: MixedPrecisionPolicy | None = None,
+    mp_policy: MixedPrecisionPolicy | Callable[[str, torch.nn.Module], MixedPrecisionPolicy | None] | None = None,
     offload_policy: OffloadPolicy | None = None,
     process_group: ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
@@ -56,7 +56,9 @@ def fsdp(
         sharding_strategy: ``"zero3"`` frees unsharded parameters after their last use in forward and gathers them again
             in backward. This needs the least memory and 1.5 times the communication of ``"zero2"``. Buckets that are
             still resident when backward starts are not gathered again. ``"zero2"`` keeps all parameters unsharded until
-            backward has used them.
+            backward has used them. A callable ``(module name, module) -> strategy`` decides for each module and the
+            parameters that it owns directly; ``None`` means as for the module that contains it (for the root
+            ``"zero3"``). Parameters with different strategies are in different buckets.
         bucketing_strategy: which parameters travel in one collective. ``"block"``: those of one block of the module
             tree (a child of a ModuleList or Sequential), and those of each module outside any block. The first and the
             last block are cut into several buckets if they have 3 MiB or more, because no compute hides their
@@ -91,7 +93,12 @@ def fsdp(
         mp_policy: a :class:`~torch.distributed.fsdp.MixedPrecisionPolicy` of torch. Shards are cast to ``param_dtype``
             and then gathered. Gradients are averaged in ``reduce_dtype`` (default ``param_dtype``), and accumulated in
             it under ``no_sync``. Shards, their gradients and the optimizer's state keep the parameters' dtype.
-            ``cast_forward_inputs`` and ``output_dtype`` apply to the inputs and outputs of the jitted module.
+            ``cast_forward_inputs`` and ``output_dtype`` apply to the inputs and outputs of the jitted module. A callable
+            ``(module name, module) -> policy`` decides for each module and the parameters that it owns directly, such as
+            norms in float32; ``None`` means as for the module that contains it (for the root: no mixed precision). Like
+            a module that FSDP2 wraps with the policy, a module for which it returns one also casts its inputs and
+            outputs, which takes Thunder some tenths of a second to trace. Parameters with different dtypes are in
+            different buckets.
         offload_policy: a :class:`~torch.distributed.fsdp.CPUOffloadPolicy` of torch. Shards and their gradients, and
             thus the optimizer's state, are stored on the CPU, in pinned memory if the policy asks for it and the device
             is a GPU. A gather first copies the shard to ``device`` on a separate stream. The host waits for these

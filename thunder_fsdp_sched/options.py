@@ -22,7 +22,7 @@ from .simulator.clusters import cluster as cluster_by_name
 from .trace.schedule import StepSchedule, load_schedules
 from .transports import TRANSPORTS
 
-__all__ = ["Options", "check_options", "resolve_device"]
+__all__ = ["Options", "check_options", "check_precision", "check_strategy", "resolve_device"]
 
 _STRATEGIES = {"zero2": False, "zero3": True, FSDPType.ZERO2: False, FSDPType.ZERO3: True}
 _BUCKETINGS = {
@@ -54,14 +54,27 @@ def check_transport(transport: Any) -> Any:
     )
 
 
-def _precision(policy: Any) -> MixedPrecisionPolicy:
-    _check_type("mp_policy", policy, (MixedPrecisionPolicy, type(None)), "a MixedPrecisionPolicy or None")
+def check_precision(policy: Any, expected: str = "expected") -> MixedPrecisionPolicy:
+    """Return ``policy``, or the default for ``None``.
+
+    Raises:
+        TypeError, ValueError: it is no policy, or has a dtype that is not a floating-point one.
+    """
+    if not isinstance(policy, (MixedPrecisionPolicy, type(None))):
+        raise TypeError(
+            f"mp_policy: {expected} a MixedPrecisionPolicy or None, got {policy!r} of type {type(policy).__name__}"
+        )
     policy = policy or MixedPrecisionPolicy()
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(policy, name)
         if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"mp_policy: {name} must be a floating-point dtype, got {dtype}")
+            of = "" if expected == "expected" else f"{expected} a MixedPrecisionPolicy whose "
+            raise ValueError(f"mp_policy: {of}{name} must be a floating-point dtype, got {dtype}")
     return policy
+
+
+def _precision(policy: Any) -> MixedPrecisionPolicy | Callable[[str, torch.nn.Module], MixedPrecisionPolicy | None]:
+    return policy if callable(policy) and not isinstance(policy, type) else check_precision(policy)
 
 
 def _bucketing(strategy: Any) -> BucketingStrategy | int | Callable[[str, torch.nn.Parameter], str]:
@@ -138,13 +151,22 @@ def _check_type(name: str, value: Any, types: Any, expected: str) -> None:
         raise TypeError(f"{name}: expected {expected}, got {value!r} of type {type(value).__name__}")
 
 
-def _reshard(strategy: Any) -> bool:
+def check_strategy(strategy: Any, expected: str = "expected") -> bool:
+    """Return whether the strategy frees parameters after forward.
+
+    Raises:
+        ValueError: there is no such strategy.
+    """
     key = strategy.lower() if isinstance(strategy, str) else strategy
     if not isinstance(key, (str, FSDPType)) or key not in _STRATEGIES:
         raise ValueError(
-            f"sharding_strategy: expected 'zero2', 'zero3' or a thunder.distributed.FSDPType, got {strategy!r}"
+            f"sharding_strategy: {expected} 'zero2', 'zero3' or a thunder.distributed.FSDPType, got {strategy!r}"
         )
     return _STRATEGIES[key]
+
+
+def _reshard(strategy: Any) -> bool | Callable[[str, torch.nn.Module], Any]:
+    return strategy if callable(strategy) and not isinstance(strategy, type) else check_strategy(strategy)
 
 
 def _prefetch(prefetch: Any) -> int | Literal["auto"]:
@@ -258,7 +280,9 @@ def _by(
 class Options:
     """The validated options of one transform, each with its validation; :func:`thunder_fsdp_sched.fsdp` documents them."""
 
-    reshard_after_forward: bool = field(metadata=_by(_reshard, "sharding_strategy", label="zero3"))
+    reshard_after_forward: bool | Callable[[str, torch.nn.Module], Any] = field(
+        metadata=_by(_reshard, "sharding_strategy", label="zero3")
+    )
     bucketing: BucketingStrategy | int | Callable[[str, torch.nn.Parameter], str] = field(
         metadata=_by(_bucketing, "bucketing_strategy")
     )
@@ -268,7 +292,9 @@ class Options:
     cluster: ClusterSpec | None = field(metadata=_by(_cluster))
     schedule: tuple[StepSchedule, ...] | None = field(metadata=_by(_schedule))
     transport: str | Callable[[str, tuple[ParamSpec, ...]], str] = field(metadata=_by(check_transport))
-    mp_policy: MixedPrecisionPolicy = field(metadata=_by(_precision))
+    mp_policy: MixedPrecisionPolicy | Callable[[str, torch.nn.Module], MixedPrecisionPolicy | None] = field(
+        metadata=_by(_precision)
+    )
     offload_policy: OffloadPolicy = field(metadata=_by(_offload))
     process_group: ProcessGroupRef | None = field(metadata=_by(_process_group, is_compared=False))
     mesh: DeviceMesh | None = field(metadata=_by(_mesh))
@@ -304,7 +330,8 @@ class Options:
         ]
 
     def __str__(self) -> str:
-        strategy = "zero3" if self.reshard_after_forward else "zero2"
+        strategy = self.reshard_after_forward if callable(self.reshard_after_forward) else "zero3"
+        strategy = strategy if self.reshard_after_forward else "zero2"
         bucketing = self.bucketing.value if isinstance(self.bucketing, BucketingStrategy) else self.bucketing
         return (
             f"sharding_strategy={strategy!r}, bucketing_strategy={bucketing!r}, prefetch={self.prefetch}, "

@@ -109,7 +109,7 @@ class FSDPTransform(Transform):
 
     def cast_inputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Return the arguments cast as by a call of the jitted module, for callers that compile without a call."""
-        return cast_inputs(self.options.mp_policy, (args, kwargs))
+        return cast_inputs(self.sharded.mp_policy, (args, kwargs))
 
     @property
     def schedules(self) -> list[StepSchedule]:
@@ -136,7 +136,7 @@ class FSDPTransform(Transform):
         # Adding a transform to a jitted module creates a new ThunderModule, which gets the same shards.
         self._sharded.attach(model)
         hold_entries(model, self._sharded)
-        attach_casts(model, self.options.mp_policy)
+        attach_casts(model, self._sharded.mp_policy)
         refuse_foreign_functions(model._model, self._sharded.locations)
         quiet_no_sync(model)
         self._stats.add(thunder.compile_stats(model))

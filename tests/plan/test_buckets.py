@@ -83,7 +83,7 @@ def plan(module: nn.Module, strategy=BucketingStrategy.BLOCK, world_size: int = 
         )
         for n in tied.values()
     ]
-    return make_plan(module, specs, strategy=strategy, world_size=world_size, group="g", reshard_after_forward=True)
+    return make_plan(module, specs, strategy=strategy, world_size=world_size, group="g")
 
 
 def members(module: nn.Module, strategy=BucketingStrategy.BLOCK) -> dict[str, list[str]]:

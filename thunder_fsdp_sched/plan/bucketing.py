@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 
 from .layout import make_layout
-from .specs import BucketSpec, CommSpec, GroupKey, ParamSpec, Plan
+from .specs import BucketOptions, BucketSpec, CommSpec, GroupKey, ParamSpec, Plan
 
 __all__ = ["BucketingStrategy", "make_plan", "named_blocks"]
 
@@ -41,11 +42,11 @@ def make_plan(
     strategy: BucketingStrategy | int | BucketRule,
     world_size: int,
     group: str,
-    reshard_after_forward: bool,
+    options: Mapping[str, BucketOptions] | None = None,
     group_keys: Mapping[str, GroupKey] | None = None,
-    comm_spec: Callable[[str, tuple[ParamSpec, ...], GroupKey], CommSpec] = lambda name, params, group_keys: CommSpec(),
+    comm_spec: Callable[[str, tuple[ParamSpec, ...], GroupKey, BucketOptions], CommSpec] = lambda *_: CommSpec(),
 ) -> Plan:
-    """Group parameters into buckets, never across dtype, device, ``requires_grad`` or process group.
+    """Group parameters into buckets, never across dtype, device, ``requires_grad``, process group or options.
 
     Args:
         module: the module that owns the parameters, for its tree.
@@ -54,9 +55,9 @@ def make_plan(
             the name of a parameter's bucket.
         world_size: number of ranks to shard over.
         group: description of the process group, for people.
-        reshard_after_forward: true for ZeRO-3, false for ZeRO-2.
+        options: the options of parameters for which they are not the default ones, keyed by the parameter's name.
         group_keys: the ranks of parameters that are sharded over others than the default, keyed by the parameter's name.
-        comm_spec: returns how a bucket is sent, given its name, its parameters and its ranks.
+        comm_spec: returns how a bucket is sent, given its name, its parameters, its ranks and its options.
 
     Raises:
         TypeError: the rule did not return a name.
@@ -64,53 +65,88 @@ def make_plan(
     """
     rule = _rule(module, strategy)
     default_key = GroupKey(group, world_size)
-    grouped: dict[tuple[str, torch.dtype, torch.device, bool, GroupKey], list[ParamSpec]] = {}
-    groups_of: dict[str, tuple[GroupKey, str]] = {}
+    grouped: dict[tuple[str, _Kind], list[ParamSpec]] = {}
+    first_of: dict[str, tuple[_Kind, str]] = {}
     for spec, param in params:
-        name, ranks = rule(spec, param), (group_keys or {}).get(spec.name, default_key)
-        other, first = groups_of.setdefault(name, (ranks, spec.name))
+        ranks, own = (group_keys or {}).get(spec.name, default_key), (options or {}).get(spec.name, BucketOptions())
+        kind = _Kind(spec.dtype, spec.device, spec.requires_grad, ranks, own)
+        name = rule(spec, param, kind)
+        (_, _, _, other, _), first = first_of.setdefault(name, (kind, spec.name))
         if other != ranks and not isinstance(strategy, BucketingStrategy | int):
             raise ValueError(
                 f"bucketing_strategy: the callable puts {first!r} and {spec.name!r} into one bucket {name!r}, but they are "
                 f"sharded over two process groups, {other.group!r} and {ranks.group!r}"
             )
-        grouped.setdefault((name, spec.dtype, spec.device, spec.requires_grad, ranks), []).append(spec)
+        grouped.setdefault((name, kind), []).append(spec)
     taken: set[str] = set()
     buckets = []
-    for (name, dtype, device, requires_grad, ranks), specs in grouped.items():
-        unique = name
-        details = [
-            "" if ranks == groups_of[name][0] else ranks.group,
-            "" if requires_grad else "frozen",
-            str(dtype).removeprefix("torch."),
-            str(device),
-        ]
+    for (name, kind), specs in grouped.items():
+        unique, ranks, dtype = name, kind.ranks, kind.dtype
+        details = kind.labels(first_of[name][0])
         while unique in taken:
             unique = f"{unique}.{details.pop(0)}" if details else f"{unique}_"
             unique = unique.rstrip(".")
         taken.add(unique)
-        comm = comm_spec(unique, tuple(specs), ranks)
+        comm = comm_spec(unique, tuple(specs), ranks, kind.options)
         narrowest = min((d or dtype).itemsize for d in (dtype, comm.param_dtype, comm.reduce_dtype))
         layout = make_layout([s.shape for s in specs], ranks.size, narrowest, per_param=comm.per_param)
         buckets.append(
-            BucketSpec(unique, tuple(specs), layout, reshard_after_forward, comm, ranks.group, ranks.replicas)
+            BucketSpec(
+                unique,
+                tuple(specs),
+                layout,
+                kind.options.reshard_after_forward,
+                comm,
+                ranks.group,
+                ranks.replicas,
+            )
         )
     return Plan(tuple(buckets), world_size, group)
 
 
-def _rule(
-    module: torch.nn.Module, strategy: BucketingStrategy | int | BucketRule
-) -> Callable[[ParamSpec, torch.nn.Parameter], str]:
+class _Kind(NamedTuple):
+    """Properties in which all parameters of a bucket agree."""
+
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    ranks: GroupKey
+    options: BucketOptions
+
+    def labels(self, first: _Kind) -> list[str]:
+        """Return additions to a bucket's name that tell it from the first one of that name; some are empty."""
+        own, other = self.options, first.options
+        param_dtype = own.param_dtype or self.dtype
+        reduce_dtype = own.reduce_dtype or param_dtype
+        return [
+            "" if self.ranks == first.ranks else self.ranks.group,
+            "" if self.requires_grad else "frozen",
+            "" if own.reshard_after_forward is other.reshard_after_forward else f"zero{2 + own.reshard_after_forward}",
+            "" if own.param_dtype == other.param_dtype else _named(param_dtype),
+            "" if own.reduce_dtype == other.reduce_dtype else f"reduced_{_named(reduce_dtype)}",
+            _named(self.dtype),
+            str(self.device),
+        ]
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_Rule = Callable[[ParamSpec, torch.nn.Parameter, _Kind], str]
+
+
+def _rule(module: torch.nn.Module, strategy: BucketingStrategy | int | BucketRule) -> _Rule:
     if strategy is BucketingStrategy.NONE:
-        return lambda spec, param: spec.name
+        return lambda spec, *_: spec.name
     if strategy is BucketingStrategy.LAYER:
-        return lambda spec, param: spec.name.rpartition(".")[0] or "root"
+        return lambda spec, *_: spec.name.rpartition(".")[0] or "root"
     if strategy is BucketingStrategy.BLOCK:
         return _by_block(module)
     if isinstance(strategy, int):
         return _by_size(strategy)
 
-    def named_by_user(spec: ParamSpec, param: torch.nn.Parameter) -> str:
+    def named_by_user(spec: ParamSpec, param: torch.nn.Parameter, kind: _Kind) -> str:
         name = strategy(spec.name, param)
         if not isinstance(name, str) or not name:
             raise TypeError(
@@ -122,12 +158,11 @@ def _rule(
     return named_by_user
 
 
-def _by_size(limit: int) -> Callable[[ParamSpec, torch.nn.Parameter], str]:
+def _by_size(limit: int) -> _Rule:
     # One bucket of each kind is open at a time; a parameter of another kind does not close it.
-    open_buckets: dict[tuple[torch.dtype, torch.device, bool], tuple[str, int]] = {}
+    open_buckets: dict[_Kind, tuple[str, int]] = {}
 
-    def rule(spec: ParamSpec, param: torch.nn.Parameter) -> str:
-        kind = (spec.dtype, spec.device, spec.requires_grad)
+    def rule(spec: ParamSpec, param: torch.nn.Parameter, kind: _Kind) -> str:
         name, size = open_buckets.get(kind, (spec.name, 0))
         open_buckets[kind] = (name, size + spec.numel * spec.dtype.itemsize)
         if open_buckets[kind][1] >= limit:
@@ -137,7 +172,7 @@ def _by_size(limit: int) -> Callable[[ParamSpec, torch.nn.Parameter], str]:
     return rule
 
 
-def _by_block(module: torch.nn.Module) -> Callable[[ParamSpec, torch.nn.Parameter], str]:
+def _by_block(module: torch.nn.Module) -> _Rule:
     """Return the rule of one bucket per block, and several for the first and last block: see [Note: Edges]."""
     blocks = named_blocks(module)
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -146,7 +181,7 @@ def _by_block(module: torch.nn.Module) -> Callable[[ParamSpec, torch.nn.Paramete
     for block in dict.fromkeys((*in_turn[:1], *in_turn[-1:])):
         bucket_of.update(_edge_pieces(modules[block], block))
 
-    def rule(spec: ParamSpec, param: torch.nn.Parameter) -> str:
+    def rule(spec: ParamSpec, *_: object) -> str:
         block = _innermost(spec.name, blocks)
         return bucket_of.get(spec.name.rpartition(".")[0], block)
 

@@ -11,7 +11,7 @@ import torch
 
 from .layout import Layout
 
-__all__ = ["BucketSpec", "CommSpec", "GroupKey", "ParamSpec", "Plan", "Strided"]
+__all__ = ["BucketOptions", "BucketSpec", "CommSpec", "GroupKey", "ParamSpec", "Plan", "Strided"]
 
 
 class Strided(NamedTuple):
@@ -59,6 +59,20 @@ class GroupKey(NamedTuple):
     group: str
     size: int
     replicas: int = 1
+
+
+class BucketOptions(NamedTuple):
+    """Options in which the parameters of one bucket agree.
+
+    Attributes:
+        reshard_after_forward: true for ZeRO-3, false for ZeRO-2.
+        param_dtype: dtype of unsharded parameters; ``None`` for the dtype of the shards.
+        reduce_dtype: dtype in which gradients are sent and reduced; ``None`` for ``param_dtype``.
+    """
+
+    reshard_after_forward: bool = True
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..agreement.control import control_of
 from ..options import Options, check_transport, resolve_device
-from ..plan.specs import CommSpec, GroupKey, ParamSpec, Plan, Strided
+from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, Plan, Strided
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.memory import Arena
 from ..transports import TRANSPORTS, choose_transport
@@ -38,15 +38,19 @@ def versions() -> list[str]:
 
 
 def comm_spec_of(
-    options: Options, assignment: GroupAssignment, name: str, params: tuple[ParamSpec, ...], group_key: GroupKey
+    options: Options,
+    assignment: GroupAssignment,
+    name: str,
+    params: tuple[ParamSpec, ...],
+    group_key: GroupKey,
+    own: BucketOptions,
 ) -> CommSpec:
     """Return how a bucket is sent according to the options, and raise an error if that is impossible."""
     first, ranks = params[0], assignment.ranks(group_key)
     asked, reason = options.transport, "asked for"
     if callable(asked):
         asked, reason = check_transport(asked(name, params)), "asked for by the callable"
-    param_dtype = options.mp_policy.param_dtype if first.dtype.is_floating_point else None
-    reduce_dtype = (options.mp_policy.reduce_dtype or param_dtype) if first.dtype.is_floating_point else None
+    _, param_dtype, reduce_dtype = own
     dtypes = (param_dtype or first.dtype, reduce_dtype or param_dtype or first.dtype)
     if asked == "auto":
         itemsize = min(d.itemsize for d in (first.dtype, *dtypes))

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from thunder.core.module import ThunderModule
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..agreement.channel import announce
 from ..agreement.consistency import Agreement
@@ -36,6 +37,7 @@ from .conflicts import refuse_conflicts
 from .group_assignment import GroupAssignment, find_world_group
 from .meta_init import is_blank, make_blank
 from .module_parameters import ModuleParameters, find_owner
+from .module_policies import ModulePolicies
 from .optimizer_rows import look_again
 from .replacement import replace_in_containers, replace_param
 from .setup import (
@@ -75,6 +77,7 @@ class ShardedModule:
         shards: each sharded parameter, a DTensor over this rank's rows in the shard buffer, keyed by each of its names.
         kept_is_final: whether ``max_unsharded_bytes`` has settled that already.
         former_memory: the memory in which the parameters were stored before.
+        mp_policy: the mixed precision of the module's own inputs and outputs.
         running_eagerly: whether the module's own forward may be called right now (``eager``).
         progress: logs the progress of compiling.
     """
@@ -86,8 +89,10 @@ class ShardedModule:
         buckets: list[Bucket],
         agreement: Agreement,
         control: Control,
+        mp_policy: MixedPrecisionPolicy,
     ) -> None:
         self.module = module
+        self.mp_policy = mp_policy
         self.plan = plan
         self.buckets = buckets
         self.world_group = agreement.group
@@ -156,10 +161,16 @@ class ShardedModule:
             module_params = {spec.name: module_param_of(module, spec, param) for spec, param in specs}
             moved = move_unsharded(model, ignored, options)
             group_keys = {spec.name: assignment.of(spec.name, param) for spec, param in specs}
+            policies = ModulePolicies(module, options)
+            bucket_options = {spec.name: policies.of(spec) for spec, _ in specs}
             for spec, _ in specs:
                 assignment.check_sends(spec, group_keys[spec.name])
         for key in dict.fromkeys(group_keys.values()):  # ranks of different groups may have different experts
-            lines = [f"{spec}{' on meta' * p.is_meta}" for spec, p in specs if group_keys[spec.name] == key]
+            lines = [
+                f"{spec}{' on meta' * p.is_meta}{policies.line(spec)}"
+                for spec, p in specs
+                if group_keys[spec.name] == key
+            ]
             agreement.about("parameters", assignment.ranks(key).group).check_same("the parameters to shard", lines)
         if options.broadcast_from is not None:
             if options.param_init_fn is None and any(p.is_meta for _, p in specs):
@@ -176,7 +187,7 @@ class ShardedModule:
             strategy=options.bucketing,
             world_size=default_key.size,
             group=default_key.group,
-            reshard_after_forward=options.reshard_after_forward,
+            options=bucket_options,
             group_keys=group_keys,
             comm_spec=partial(comm_spec_of, options, assignment),
         )
@@ -200,7 +211,8 @@ class ShardedModule:
                     0
                 )  # frees its memory if another transform created it besides the module's own
             replace_param(module_params[spec.name], bucket, index)
-        sharded = cls(module, plan, buckets, agreement, control)
+        sharded = cls(module, plan, buckets, agreement, control, policies.root)
+        policies.attach_casts()
         sharded.former_memory = former_memory
         sharded.replaced = moved
         sharded.began_on_meta = began_on_meta

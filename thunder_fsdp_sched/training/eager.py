@@ -89,7 +89,7 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
         _use_current(model, sharded, undo)
         undo.callback(_reshard, unsharded, finally_=True)
         _unshard(stay)
-        hooks = attach_casts(module, find_transform(model).options.mp_policy)
+        hooks = attach_casts(module, sharded.mp_policy)
         hooks.append(model.register_forward_pre_hook(_refuse_compiled, prepend=True))
         hooks.append(module.register_forward_pre_hook(_refuse_gradients, prepend=True))
         for innermost, members in inside.items():

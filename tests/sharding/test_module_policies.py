@@ -1,0 +1,196 @@
+"""Sharding strategies and precisions that functions of the module decide: values, buckets, errors, agreement."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from thunder_fsdp_sched import ScheduleDisagreement, eager, fsdp, full_state_dict, testing
+
+import pytest
+import thunder
+import torch
+from models import Model, Stack
+from ranks import Ranks
+from reference import loss_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+HIGH = MixedPrecisionPolicy(param_dtype=torch.float32)
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+OUTER = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+
+
+class Scale(nn.Module):
+    """A stand-in for a norm whose gradients Thunder and eager torch round equally."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class Mixed(Model):
+    """Linear layers, which run in bfloat16, between scales, which run in float32."""
+
+    width = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(Scale(8), nn.Linear(8, 8, bias=False), nn.ReLU()) for _ in range(2))
+        )
+        self.head = nn.Linear(8, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x))
+
+
+def _train_both(rank: int, ours: nn.Module, theirs: nn.Module, like: Any) -> None:
+    """Train both models on the same batches, and compare losses and parameters bit for bit."""
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (ours, theirs)]
+    for step in range(3):
+        (x,) = like.inputs(torch.Generator().manual_seed(10 * step + rank), batch=4)
+        losses = []
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            out = model(x.float())
+            assert out.dtype is torch.float32
+            losses.append(loss_of(out))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(*losses), step
+    whole = full_state_dict(ours)
+    for name, param in theirs.state_dict().items():
+        assert torch.equal(whole[name], param.full_tensor()), name
+
+
+def _train_with_two_strategies(rank: int, world_size: int) -> None:
+    model = Stack(3, width=8, activation=torch.relu)
+    theirs = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for number, block in enumerate(theirs.blocks):
+        fully_shard(block, mesh=mesh, reshard_after_forward=number != 1)
+    fully_shard(theirs, mesh=mesh, reshard_after_forward=True)
+    transform = fsdp(sharding_strategy=lambda name, module: "zero2" if name == "blocks.1" else None)
+    ours = thunder.jit(model, transforms=[transform])
+    _train_both(rank, ours, theirs, model)
+    assert [b.name for b in transform.plan if not b.reshard_after_forward] == ["blocks.1"]
+    schedule = transform.compiled[-1].schedule
+    assert "blocks.1" not in {op.bucket for op in schedule.backward.of("fsdp_all_gather")}
+    assert {op.bucket for op in schedule.forward if op.slot.startswith("own_")} == {"blocks.1"}
+
+
+def _train_with_two_precisions(rank: int, world_size: int) -> None:
+    asked: list[str] = []
+
+    def precision(name: str, module: nn.Module) -> MixedPrecisionPolicy:
+        asked.append(name)
+        return HIGH if isinstance(module, Scale) else LOW if name else OUTER
+
+    model = Mixed()
+    theirs = copy.deepcopy(model)
+    for module in (m for m in reversed(list(theirs.modules())) if m is not theirs):
+        fully_shard(module, mp_policy=HIGH if isinstance(module, Scale) else LOW)
+    fully_shard(theirs, mp_policy=OUTER)
+    transform = fsdp(mp_policy=precision)
+    ours = thunder.jit(model, transforms=[transform])
+    assert asked == [name for name, _ in Mixed().named_modules()], "each module is asked once, from the root down"
+    _train_both(rank, ours, theirs, model)
+    gathered = {op.bucket: op.dtype for op in transform.schedules[-1].forward.of("fsdp_all_gather")}
+    assert gathered == {
+        "blocks.0": "float32", "blocks.0.bfloat16": "bfloat16",
+        "blocks.1": "float32", "blocks.1.bfloat16": "bfloat16", "head": "bfloat16",
+    }  # fmt: skip
+    assert {op.dtype for op in transform.schedules[-1].backward.of("fsdp_reduce_scatter")} == {"float32"}
+    x = model.inputs(torch.Generator())[0].float()
+    with eager(ours) as module:
+        out = module(x)
+    assert out.dtype is torch.float32 and torch.equal(out, ours(x).detach())
+
+
+def _disagree(rank: int, world_size: int, option: str) -> None:
+    answers = {"sharding_strategy": ["zero2", "zero3"], "mp_policy": [LOW, HIGH]}[option]
+    transform = fsdp(**{option: lambda name, module: answers[rank] if name == "blocks.0.up" else None})
+    with pytest.raises(ScheduleDisagreement, match=rf"the parameters to shard, line 3:(?s:.*)blocks.0.up.*, {option} "):
+        thunder.jit(Stack(1), transforms=[transform])
+
+
+def _check_all(rank: int, world_size: int) -> None:
+    _train_with_two_strategies(rank, world_size)
+    _train_with_two_precisions(rank, world_size)
+    for option in ("sharding_strategy", "mp_policy"):
+        _disagree(rank, world_size, option)
+
+
+def test_functions_of_the_module_decide_as_nested_calls_of_fsdp2_and_ranks_compare_them(ranks: Ranks) -> None:
+    ranks.run(_check_all)
+
+
+def _plan(make: Any, **options: Any) -> Any:
+    [compiled] = testing.compile_on_fake_ranks(lambda: (make(), (torch.ones(2, 4),)), 2, **options)
+    return compiled
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"sharding_strategy": lambda name, module: True if name == "last" else None},
+            ValueError,
+            r"sharding_strategy: for module 'last', the callable must return None or 'zero2', 'zero3' or .*, got True",
+        ),
+        (
+            {"sharding_strategy": lambda name, module: "zero1"},
+            ValueError,
+            r"sharding_strategy: for the root module, the callable must return None or 'zero2', .*, got 'zero1'",
+        ),
+        (
+            {"mp_policy": lambda name, module: torch.bfloat16 if name == "blocks.0" else None},
+            TypeError,
+            r"mp_policy: for module 'blocks.0', the callable must return a MixedPrecisionPolicy or None, got torch.bf",
+        ),
+        (
+            {"mp_policy": lambda name, module: MixedPrecisionPolicy(torch.int8)},
+            ValueError,
+            r"mp_policy: for the root module, .* whose param_dtype must be a floating-point dtype, got torch.int8",
+        ),
+    ],
+)
+def test_a_wrong_answer_names_the_option_and_the_module(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        _plan(lambda: Stack(1), **options)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x))
+
+
+@pytest.mark.parametrize(("option", "answer"), [("sharding_strategy", "zero2"), ("mp_policy", LOW)])
+def test_modules_that_share_a_parameter_must_be_decided_alike(option: str, answer: Any) -> None:
+    with pytest.raises(ValueError, match=f"{option}: parameter 'one.weight' is also 'two.weight', but the callable"):
+        _plan(Tied, **{option: lambda name, module: answer if name == "two" else None})
+
+
+def test_buckets_by_size_are_filled_separately_for_each_decision() -> None:
+    compiled = _plan(
+        lambda: Stack(4),
+        bucketing_strategy=600,
+        sharding_strategy=lambda name, module: "zero2" if name.endswith("down") else None,
+    )
+    gathers = compiled.schedule.forward.of("fsdp_all_gather")
+    sizes = {op.bucket: op.nbytes for op in gathers if op.slot.startswith("own_")}
+    assert sizes == {"blocks.0.down.weight": 512}, (
+        "other parameters in between do not close the bucket of 4 * 128 bytes"
+    )
