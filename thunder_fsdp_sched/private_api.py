@@ -24,6 +24,7 @@ __all__ = [
     "TraceCache",
     "all_gather_coalesced",
     "all_gather_on_host",
+    "control_fabric_sync",
     "copy_of_options",
     "dtensor_constructor",
     "function_called_by",
@@ -45,6 +46,7 @@ __all__ = [
     "splits_default_group",
     "timeout_of",
     "torch_function_of",
+    "unwrap_fabric",
     "watch_cache_misses",
 ]
 
@@ -267,6 +269,24 @@ class _RefusedByCheckpoints:
         if sys._getframe(1).f_globals.get("__name__") == "thunder.distributed.checkpoint":
             _refuse_foreign()
         return False
+
+
+def unwrap_fabric(wrapped: Any) -> Any:
+    """Return what Lightning Fabric's wrapper of a module calls, or the optimizer that it wraps; anything else itself."""
+    for package in ("lightning.fabric", "lightning_fabric"):
+        wrappers = sys.modules.get(f"{package}.wrappers")
+        if wrappers is None:  # nothing of this package can be wrapped
+            continue
+        if isinstance(wrapped, wrappers._FabricModule):
+            return wrapped._forward_module
+        if isinstance(wrapped, wrappers._FabricOptimizer):
+            return wrapped.optimizer
+    return wrapped
+
+
+def control_fabric_sync(strategy: Any, control: Any) -> None:
+    """Make ``fabric.no_backward_sync`` call ``control.no_backward_sync(module, enabled)``, for a strategy of Fabric."""
+    strategy._backward_sync_control = control
 
 
 def schema_of(op: Any) -> Any:

@@ -41,7 +41,7 @@ from .compilation import Compilation
 from .options import Options
 from .pipeline import CompiledTraces, JointPasses, without
 from .plan.specs import Plan
-from .private_api import quiet_no_sync, refuse_foreign_functions
+from .private_api import quiet_no_sync, refuse_foreign_functions, unwrap_fabric
 from .runtime.row_dtensor import local_rows
 from .sharding.input_casts import attach_casts, cast_inputs
 from .sharding.jitted_state import hold_entries
@@ -51,7 +51,7 @@ from .trace.descriptions import read_call
 from .trace.schedule import StepSchedule, save_schedules
 from .transforms import refuse_foreign_parameters
 
-__all__ = ["FSDPTransform", "find_transform"]
+__all__ = ["FSDPTransform", "find_jitted", "find_transform"]
 
 
 WARN_COMPILED = 32
@@ -232,21 +232,32 @@ class FSDPTransform(Transform):
 
 
 def find_transform(model: object) -> FSDPTransform:
-    """Return the transform that shards ``model``, a jitted module.
+    """Return the transform that shards ``model``, a jitted module or Lightning Fabric's wrapper of one.
 
     Raises:
         TypeError: no ``fsdp(...)`` shards it.
         RuntimeError: a parameter or submodule was replaced after ``thunder.jit``.
     """
-    transform = next((t for t in getattr(model, "_lc_transforms", ()) if isinstance(t, FSDPTransform)), None)
+    jitted = unwrap_fabric(model)
+    transform = next((t for t in getattr(jitted, "_lc_transforms", ()) if isinstance(t, FSDPTransform)), None)
     if transform is None:
         raise TypeError(
-            f"model: expected the result of thunder.jit(module, transforms=[fsdp(...)]), got a {type(model).__name__} "
+            f"model: expected the result of thunder.jit(module, transforms=[fsdp(...)]), got a {type(jitted).__name__} "
             f"that no fsdp(...) shards"
         )
     if transform._sharded is not None:
         transform._sharded.module_params.check()
     return transform
+
+
+def find_jitted(model: object) -> tuple[ThunderModule, ShardedModule]:
+    """Return the jitted module in ``model``, which Lightning Fabric may have wrapped, and its shards.
+
+    Raises:
+        TypeError, RuntimeError: see :func:`find_transform`.
+    """
+    sharded = find_transform(model).sharded
+    return unwrap_fabric(model), sharded
 
 
 def _join(prefix: str, name: str) -> str:

@@ -39,7 +39,7 @@ from ..simulator.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, 
 from ..trace.inspection import with_bound_symbols
 from ..trace.operands import Issue, Wait, bucket_of
 from ..trace.symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter, issues_collective, payload
-from ..transform import find_transform
+from ..transform import find_jitted, find_transform
 from .clocks import Clock, CudaClock
 
 __all__ = ["CollectiveTime", "MeasuredCost", "OpTime", "Profile", "measure"]
@@ -63,7 +63,8 @@ def measure(jitted: Any, *inputs: Any, repeats: int = 5, **kwargs: Any) -> Profi
         RuntimeError: there are unreduced gradients of ``no_sync``, which measuring would consume.
     """
     transform = find_transform(jitted)
-    buckets = transform.sharded.buckets
+    jitted, sharded = find_jitted(jitted)
+    buckets = sharded.buckets
     for bucket in buckets:
         if bucket.unreduced is not None:
             raise RuntimeError(
@@ -73,9 +74,7 @@ def measure(jitted: Any, *inputs: Any, repeats: int = 5, **kwargs: Any) -> Profi
     entry, arguments, _ = thunder.compile_data(jitted).get_computation_and_inputs(*args, **named)
     traces = [entry.computation_traces[-1], *(entry.backward_traces[-1:] if entry.backward_fn else ())]
     device = buckets[0].spec.device if buckets else torch.device("cpu")
-    return _Measurement(traces, arguments, transform.sharded, device, repeats).run(
-        entry.computation_fn, entry.backward_fn
-    )
+    return _Measurement(traces, arguments, sharded, device, repeats).run(entry.computation_fn, entry.backward_fn)
 
 
 _MEAN, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX

@@ -33,7 +33,7 @@ from ..runtime.memory import Arena, InFlight, slot_bytes
 from ..runtime.ops import all_gather, wait_params
 from ..sharding.input_casts import attach_casts
 from ..sharding.sharded_module import ShardedModule
-from ..transform import find_transform
+from ..transform import find_jitted, find_transform
 
 __all__ = ["eager"]
 
@@ -64,7 +64,8 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
             module was called with gradients enabled; a collective failed.
         ScheduleDisagreement: ranks gather different buckets, or a different number of times.
     """
-    sharded, module = find_transform(model).sharded, model._model
+    model, sharded = find_jitted(model)
+    module = model._model
     if sharded.running_eagerly:
         raise RuntimeError("eager: already inside eager(...) of this model; use the module that it returned")
     sharded.module_params.check()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from thunder.core.module import ThunderModule
 
 from ..runtime.row_dtensor import local_rows
-from ..transform import find_transform
+from ..transform import find_jitted
 
 __all__ = ["clip_grad_norm_", "discard_unreduced"]
 
@@ -47,7 +47,7 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type: expected a positive number or inf, got {norm_type!r}")
     if not max_norm >= 0:
         raise ValueError(f"max_norm: expected a number of at least 0, got {max_norm!r}")
-    sharded = find_transform(model).sharded
+    model, sharded = find_jitted(model)
     world_group, control = sharded.world_group, sharded.control
     control.begin("clip_grad_norm_", f"with norm_type={norm_type}")
     weighed: list[tuple[float, list[torch.Tensor]]] = [
@@ -110,7 +110,8 @@ def discard_unreduced(model: ThunderModule) -> None:
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
     """
-    for bucket in find_transform(model).sharded.buckets:
+    _, sharded = find_jitted(model)
+    for bucket in sharded.buckets:
         bucket.discard_unreduced()
 
 

@@ -32,7 +32,7 @@ from thunder.core.module import ThunderModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..runtime.row_dtensor import RowDTensor
-from ..transform import find_transform
+from ..transform import find_jitted
 from .parameter_owners import OwnedParam, choose_owners, rows_from_owners, rows_to_owners
 
 __all__ = ["WholeParameters"]
@@ -83,7 +83,7 @@ class WholeParameters(torch.optim.Optimizer):
     ) -> None:
         _check_class(optimizer_class)
         self._class = optimizer_class
-        self._sharded = find_transform(model).sharded
+        model, self._sharded = find_jitted(model)
         self._names = {param: name for name, param in model.named_parameters()}
         self._params: dict[torch.Tensor, OwnedParam] = {}
         self._inner: torch.optim.Optimizer | None = None

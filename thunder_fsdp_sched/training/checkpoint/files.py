@@ -32,7 +32,7 @@ from ...agreement.channel import ranks_by_text
 from ...agreement.control import control_of
 from ...distributed.process_groups import ProcessGroupRef
 from ...sharding.jitted_state import rows_by_name
-from ...transform import find_transform
+from ...transform import find_jitted
 from . import extra as extras
 from .claim import METADATA, check_claim, claim, is_complete, release_claim
 from .exchange import exchange
@@ -100,7 +100,7 @@ def save_checkpoint(
             and other checkpoints are unchanged.
     """
     path, chosen = Path(folder), listed(optimizers)
-    sharded = find_transform(model).sharded
+    model, sharded = find_jitted(model)
     sharded.check_initialized()
     group = sharded.world_group
 
@@ -182,7 +182,8 @@ def load_checkpoint(
             checkpoints; or if a file cannot be read or is damaged. Nothing is changed then.
     """
     path, chosen = Path(folder), listed(optimizers)
-    group = find_transform(model).sharded.world_group
+    model, sharded = find_jitted(model)
+    group = sharded.world_group
     metadata, digest = run_on_all_ranks(group, "load_checkpoint", lambda: read_metadata(path))
     refuse_different(group, path, digest)
     reader = CheckedReader(path, metadata, verify=verify_checksums)

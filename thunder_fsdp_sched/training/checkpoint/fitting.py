@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ...runtime.row_dtensor import local_rows
 from ...sharding.sharded_module import ShardedModule
 from ...sharding.state_entries import as_entry
-from ...transform import find_transform
+from ...transform import find_jitted
 from .optimizers import misfits
 from .state_dict import group_label, names_of_params, owned_names
 
@@ -55,7 +55,7 @@ def blank_optimizer_state(
 
     It also returns the entries that an optimizer's ``load_state_dict`` will cast to the dtype of the parameter.
     """
-    sharded = find_transform(model).sharded
+    _, sharded = find_jitted(model)
     names = names_of_params(model, optimizers)
     owned = owned_names(names, optimizers)
     dtypes = {name: param.dtype for param, name in names.items()}
@@ -103,7 +103,7 @@ def optimizer_state_dicts(
     Raises:
         ValueError: the checkpoint has other parameter groups, or the state of another kind of optimizer.
     """
-    sharded = find_transform(model).sharded
+    _, sharded = find_jitted(model)
     names = names_of_params(model, optimizers)
     states = {sharded.names_of(name)[0]: state for name, state in loaded["state"].items()}
     groups = {frozenset(sharded.names_of(n)[0] for n in group["params"]): group for group in loaded["param_groups"]}

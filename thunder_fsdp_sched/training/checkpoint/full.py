@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from thunder.core.module import ThunderModule
 
+from ...transform import find_jitted
+
 __all__ = ["full_state_dict"]
 
 
@@ -15,6 +17,7 @@ def full_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
     original module expects: including tied names, and without the leading dot that Thunder 0.2.6 adds to names of the
     root module.
     """
+    model, _ = find_jitted(model)
     entries = {key.removeprefix("."): value for key, value in model.original_state_dict().items()}
     for name, tied in model._get_shared_names().items():
         known = next((entries[other] for other in tied if other in entries), None)

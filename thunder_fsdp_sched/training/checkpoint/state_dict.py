@@ -9,11 +9,12 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.tensor import DTensor
 
+from ...private_api import unwrap_fabric
 from ...runtime.row_dtensor import RowDTensor
 from ...sharding.optimizer_rows import is_rows
 from ...sharding.sharded_module import ShardedModule
 from ...sharding.state_entries import RowPiece, as_entry, refuse_unshared
-from ...transform import find_transform
+from ...transform import find_jitted
 
 __all__ = [
     "get_model_state_dict",
@@ -44,7 +45,7 @@ def get_model_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
         ValueError: ranks have different parameters under one name: see ``process_group_for``.
     """
-    find_transform(model)
+    model, _ = find_jitted(model)
     return dict(model.state_dict())
 
 
@@ -64,7 +65,7 @@ def get_optimizer_state_dict(
         ValueError: an optimizer has parameters that are not the model's; two optimizers have the same parameter; or a
             state is neither a number nor of a parameter's shape (factored state, which needs :class:`WholeParameters`).
     """
-    sharded = find_transform(model).sharded
+    model, sharded = find_jitted(model)
     for bucket in sharded.buckets:
         refuse_unshared(bucket)
     names = names_of_params(model, listed(optimizers))
@@ -85,8 +86,9 @@ def get_optimizer_state_dict(
 
 
 def listed(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Return one or several optimizers as a list."""
-    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    """Return one or several optimizers as a list, without the wrappers of Lightning Fabric."""
+    every = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    return [unwrap_fabric(optimizer) for optimizer in every]
 
 
 def group_label(optimizer: torch.optim.Optimizer, number: int) -> str:

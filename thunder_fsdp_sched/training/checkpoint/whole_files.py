@@ -29,7 +29,7 @@ from ...distributed.process_groups import ProcessGroupRef
 from ...sharding.jitted_state import rows_by_name
 from ...sharding.sharded_module import ShardedModule
 from ...sharding.state_entries import refuse_unshared
-from ...transform import find_transform
+from ...transform import find_jitted
 from .claim import INDEX, complete_folder, is_complete, release_claim
 from .exchange import exchange
 from .files import CheckpointError, claim_on_all_ranks, refuse_different, run_on_all_ranks
@@ -73,7 +73,7 @@ def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str], *, ch
             be written.
     """
     torch_files = _import("safetensors.torch")
-    sharded = find_transform(model).sharded
+    model, sharded = find_jitted(model)
     for bucket in sharded.buckets:
         refuse_unshared(bucket)
     sharded.check_initialized()
@@ -167,7 +167,7 @@ def load_safetensors(
             files. Nothing is changed then.
     """
     safetensors = _import("safetensors")
-    sharded = find_transform(model).sharded
+    model, sharded = find_jitted(model)
     rest = _unsharded(model, sharded)
     files, crcs = run_on_all_ranks(sharded.world_group, "load_safetensors", lambda: _files(Path(source)))
     _verify(sharded.world_group, Path(source), files, crcs, verify=verify_checksums)

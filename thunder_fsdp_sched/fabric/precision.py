@@ -1,0 +1,68 @@
+"""Fabric's precisions for a sharded module: mixed precision is that of the buckets, not of ``torch.autocast``."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from .library import DoublePrecision, FSDPPrecision, HalfPrecision, MixedPrecision, Precision
+
+__all__ = ["ShardedMixedPrecision", "for_shards"]
+
+
+class ShardedMixedPrecision(MixedPrecision):
+    """Mixed precision by casting shards before they are gathered, as FSDP2 does.
+
+    Parameters, gradients and the optimizer's state are float32. Shards are cast to 16 bits and gathered, and the module
+    computes in 16 bits. Gradients are cast to float32 before they are averaged, so accumulation under
+    ``no_backward_sync`` is in float32, too. ``fsdp(mp_policy=...)`` offers other choices, with ``precision="32-true"``.
+
+    Args:
+        precision: ``"bf16-mixed"`` or ``"16-mixed"``. The latter scales the loss.
+        device: the type of the device, such as ``"cuda"``.
+        scaler: for ``"16-mixed"``. The default is a ``ShardedGradScaler``.
+    """
+
+    def __init__(self, precision: Any, device: str, scaler: torch.amp.GradScaler | None = None) -> None:
+        if precision == "16-mixed" and not isinstance(scaler, ShardedGradScaler):
+            scaler = ShardedGradScaler(device=device)
+        super().__init__(precision, device, scaler)
+
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy:
+        """The policy for ``fsdp(mp_policy=...)``."""
+        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
+
+    def forward_context(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def convert_input(self, data: Any) -> Any:
+        return data  # the jitted module casts its inputs and outputs by the policy
+
+    def convert_output(self, data: Any) -> Any:
+        return data
+
+
+def for_shards(precision: Precision) -> Precision:
+    """Return a precision plugin for sharded modules that does what ``precision`` is for.
+
+    Raises:
+        TypeError: there is none.
+    """
+    if isinstance(precision, ShardedMixedPrecision):
+        return precision
+    if isinstance(precision, MixedPrecision):
+        return ShardedMixedPrecision(precision.precision, precision.device)
+    if isinstance(precision, FSDPPrecision) and precision.precision in ("bf16-mixed", "16-mixed"):
+        return ShardedMixedPrecision(precision.precision, "cuda" if torch.cuda.is_available() else "cpu")
+    if type(precision) in (Precision, HalfPrecision, DoublePrecision, FSDPPrecision):
+        return precision
+    raise TypeError(
+        f"precision: {type(precision).__name__} converts modules in a way that FSDPSchedStrategy does not know; expected "
+        f"'32-true', '64-true', 'bf16-true', '16-true', 'bf16-mixed' or '16-mixed'"
+    )

@@ -1,0 +1,214 @@
+"""The strategy: sets up processes as Fabric's DDP does, and shards modules with ``thunder.jit`` and ``fsdp(...)``."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import thunder
+import torch
+from thunder.core.module import ThunderModule
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from ..api import fsdp
+from ..private_api import control_fabric_sync
+from ..sharding.replacement import replace_in_optimizer
+from ..training.gradients import clip_grad_norm_
+from ..transform import FSDPTransform, find_transform
+from .library import DDPStrategy, Precision
+from .precision import ShardedMixedPrecision, for_shards
+
+__all__ = ["FSDPSchedStrategy"]
+
+_TIMEOUT = timedelta(minutes=30)
+"""The timeout of collectives: Fabric's default, for gloo and NCCL."""
+
+
+class FSDPSchedStrategy(DDPStrategy):
+    """Sharded training with Lightning Fabric: ``Fabric(strategy=FSDPSchedStrategy(prefetch=2), devices=8)``.
+
+    ``fabric.setup(model)`` runs ``thunder.jit(model, transforms=[fsdp(...)])``. The ranks, the process group and the
+    start of processes are those of Fabric's ``DDPStrategy``, so it runs on CPUs, too. Optimizers may be created before
+    or after ``fabric.setup``.
+
+    Args:
+        state_dict_type: ``fabric.save`` writes ``"sharded"`` a folder, to which each rank writes its rows, or ``"full"``
+            one file with whole parameters and optimizer state. ``fabric.load`` reads both.
+        jit_options: other arguments of ``thunder.jit``, such as ``executors``. ``transforms`` run after sharding.
+        mesh: as for ``fsdp``, or the sizes ``(replicas, shards)``, because no mesh exists before Fabric launches.
+        process_group_backend, timeout, start_method: as for ``DDPStrategy``.
+        accelerator, parallel_devices, cluster_environment, precision: what Fabric otherwise chooses.
+        **options: all other options of :func:`thunder_fsdp_sched.fsdp`, except ``device``, which is Fabric's. With
+            ``precision="bf16-mixed"`` or ``"16-mixed"``, the strategy passes ``mp_policy``. For a module with parameters
+            on the meta device, the default of ``param_init_fn`` calls ``reset_parameters`` of each submodule.
+
+    Raises:
+        TypeError, ValueError: an option is invalid; the message names it.
+    """
+
+    def __init__(
+        self,
+        *,
+        state_dict_type: Literal["sharded", "full"] = "sharded",
+        jit_options: Mapping[str, Any] | None = None,
+        mesh: DeviceMesh | tuple[int, int] | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = _TIMEOUT,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        precision: Precision | None = None,
+        **options: Any,
+    ) -> None:
+        if state_dict_type not in ("sharded", "full"):
+            raise ValueError(f"state_dict_type: expected 'sharded' or 'full', got {state_dict_type!r}")
+        if "device" in options:
+            raise TypeError("device: Fabric chooses the device; pass Fabric(accelerator=..., devices=...)")
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            _check_sizes(mesh)
+        fsdp(**options, device="cpu")  # raises an error now rather than after the launch
+        self._options = options
+        self._mesh = mesh
+        self._jit_options = dict(jit_options or {})
+        self.state_dict_type = state_dict_type
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        control_fabric_sync(self, _NoSync())
+
+    @property
+    def precision(self) -> Precision:
+        """How modules, inputs and outputs are converted. Fabric sets it."""
+        return super().precision
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        chosen = None if precision is None else for_shards(precision)
+        if isinstance(chosen, ShardedMixedPrecision) and self._options.get("mp_policy") is not None:
+            raise ValueError(
+                f"mp_policy: Fabric's precision={chosen.precision!r} is a policy of its own; pass one of the two"
+            )
+        DDPStrategy.precision.fset(self, chosen)
+
+    def setup_module(self, module: torch.nn.Module) -> ThunderModule:
+        """Return the jitted, sharded module; a collective.
+
+        Raises:
+            TypeError: ``module`` is jitted already.
+        """
+        if isinstance(module, ThunderModule):
+            raise TypeError(
+                "fabric.setup: the module is jitted already; pass the plain module, because FSDPSchedStrategy calls "
+                "thunder.jit, with FSDPSchedStrategy(jit_options=...)"
+            )
+        transforms = [self._new_transform(module), *self._jit_options.get("transforms", ())]
+        jitted = thunder.jit(module, **{**self._jit_options, "transforms": transforms})
+        _refuse_other_forwards(jitted, module)
+        return jitted
+
+    def _new_transform(self, module: torch.nn.Module) -> FSDPTransform:
+        options = {"device": self.root_device, **self._options}
+        if self._mesh is not None and not isinstance(self._mesh, DeviceMesh):
+            if math.prod(self._mesh) != self.world_size:
+                raise ValueError(f"mesh: {self._mesh} has {math.prod(self._mesh)} ranks, Fabric has {self.world_size}")
+            self._mesh = init_device_mesh(self.root_device.type, self._mesh, mesh_dim_names=("replicate", "shard"))
+        options["mesh"] = self._mesh
+        if isinstance(self.precision, ShardedMixedPrecision):
+            options["mp_policy"] = self.precision.mp_policy
+        if any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers())):
+            options.setdefault("param_init_fn", _reset_parameters)
+        return fsdp(**options)
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Let an optimizer that was created before its module was sharded train the sharded parameters."""
+        replace_in_optimizer(optimizer)  # its first step would do so, but gradients may be clipped before
+        return optimizer
+
+    def module_to_device(self, module: torch.nn.Module) -> None:
+        """Do nothing: ``setup_module`` moves each parameter when it shards it."""
+
+    def module_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which modules are created: on the meta device with ``empty_init``, else on the CPU."""
+        stack = contextlib.ExitStack()
+        if empty_init:
+            stack.enter_context(torch.device("meta"))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    def clip_gradients_norm(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Clip the gradients of an optimizer's parameters by the norm of the unsharded gradients; a collective.
+
+        Returns:
+            The norm before clipping, a plain 0-dim tensor.
+        """
+        mine = {param for group in optimizer.param_groups for param in group["params"]}
+        if any(param.requires_grad and param not in mine for param in module.parameters()):
+            norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+            return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.precision.unscale_gradients(optimizer)
+        return clip_grad_norm_(module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register nothing: the strategy is passed as an object, with its options."""
+
+
+class _NoSync:
+    """What Fabric asks to skip the reduction of gradients."""
+
+    def no_backward_sync(self, module: ThunderModule, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        find_transform(module)
+        return module.no_sync() if enabled else contextlib.nullcontext()
+
+
+def _check_sizes(mesh: Any) -> None:
+    if not isinstance(mesh, tuple) or len(mesh) != 2 or not all(isinstance(n, int) and n > 0 for n in mesh):
+        raise TypeError(f"mesh: expected a DeviceMesh or the sizes (replicas, shards), got {mesh!r}")
+
+
+def _reset_parameters(module: torch.nn.Module) -> None:
+    """Initialize a submodule, if it can do so itself. Parameters that stay blank must be loaded before the first call."""
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
+def _refuse_other_forwards(jitted: ThunderModule, module: torch.nn.Module) -> None:
+    """Make calls raise an error while Fabric has replaced ``forward`` by another method (``mark_forward_method``).
+
+    Thunder's traces of ``forward`` would run instead of that method.
+    """
+    own = module.__dict__.get("forward")
+
+    def check(*_: Any) -> None:
+        if module.__dict__.get("forward") is own:
+            return
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+        raise RuntimeError(
+            "the module's forward was replaced after fabric.setup (mark_forward_method, or a method such as "
+            "training_step), but only its forward is compiled; call the module itself, or make forward call the method"
+        )
+
+    jitted.register_forward_pre_hook(check)
