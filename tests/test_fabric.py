@@ -7,7 +7,6 @@ import copy
 import importlib
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -99,16 +98,16 @@ class GPT(nn.Module):
 @contextlib.contextmanager
 def launched(rank: int, world_size: int, precision: str = "32-true", **options: Any) -> Iterator[Any]:
     """Yield a ``Fabric`` in processes that have a process group, as under torchrun."""
-    fabric_package = importlib.import_module("lightning_fabric" if PACKAGE == "lightning_fabric" else "lightning.fabric")
+    fabric_package = importlib.import_module(
+        "lightning_fabric" if PACKAGE == "lightning_fabric" else "lightning.fabric"
+    )
     strategy = importlib.import_module("thunder_fsdp_sched.fabric").FSDPSchedStrategy(**options)
     environment = {
         "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
         "MASTER_ADDR": "localhost", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "test",
     }  # fmt: skip
     with mock.patch.dict(os.environ, {key: str(value) for key, value in environment.items()}):
-        fabric = fabric_package.Fabric(
-            accelerator="cpu", devices=world_size, strategy=strategy, precision=precision
-        )
+        fabric = fabric_package.Fabric(accelerator="cpu", devices=world_size, strategy=strategy, precision=precision)
         fabric.launch()
         yield fabric
 
@@ -157,7 +156,9 @@ def _train(rank: int, world_size: int) -> None:
             if "clip_val" in clips[step]:
                 nn.utils.clip_grad_value_(params, clips[step]["clip_val"])
             else:
-                expected_norm = nn.utils.clip_grad_norm_(params, clips[step]["max_norm"], clips[step].get("norm_type", 2.0))
+                expected_norm = nn.utils.clip_grad_norm_(
+                    params, clips[step]["max_norm"], clips[step].get("norm_type", 2.0)
+                )
                 torch.testing.assert_close(norm, expected_norm)
                 assert expected_norm > clips[step]["max_norm"], "nothing was clipped"
             optimizer.step()

@@ -156,6 +156,7 @@ def test_the_metadata_lists_requirements_and_extras(wheel):
     assert set(about.get_all("Provides-Extra")) == {
         "dev",
         "docs",
+        "fabric",
         "models",
         "notebook",
         "notebook-tests",

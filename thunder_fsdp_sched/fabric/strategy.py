@@ -139,7 +139,7 @@ class FSDPSchedStrategy(DDPStrategy):
     def module_to_device(self, module: torch.nn.Module) -> None:
         """Do nothing: ``setup_module`` moves each parameter when it shards it."""
 
-    def module_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[None]:
+    def module_init_context(self, empty_init: bool | None = None) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which modules are created: on the meta device with ``empty_init``, else on the CPU."""
         stack = contextlib.ExitStack()
         if empty_init:

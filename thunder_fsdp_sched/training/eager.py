@@ -33,7 +33,7 @@ from ..runtime.memory import Arena, InFlight, slot_bytes
 from ..runtime.ops import all_gather, wait_params
 from ..sharding.input_casts import attach_casts
 from ..sharding.sharded_module import ShardedModule
-from ..transform import find_jitted, find_transform
+from ..transform import find_jitted
 
 __all__ = ["eager"]
 
