@@ -26,7 +26,7 @@ from .training.checkpoint import (
     save_safetensors,
 )
 from .training.eager import eager
-from .training.gradients import clip_grad_norm_, discard_unreduced
+from .training.gradients import clip_grad_norm_, discard_unreduced, set_gradient_divide_factor
 from .training.whole_parameters import WholeParameters
 from .transform import FSDPTransform
 from .transforms import ScheduleMismatch, VerificationError
@@ -58,4 +58,5 @@ __all__ = [
     "load_safetensors",
     "save_checkpoint",
     "save_safetensors",
+    "set_gradient_divide_factor",
 ]

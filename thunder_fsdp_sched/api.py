@@ -32,6 +32,7 @@ def fsdp(
     schedule: str | Path | StepSchedule | None = None,
     transport: str | Callable[[str, tuple[ParamSpec, ...]], str] = "auto",
     mp_policy: MixedPrecisionPolicy | Callable[[str, torch.nn.Module], MixedPrecisionPolicy | None] | None = None,
+    gradient_divide_factor: float | Callable[[str, torch.nn.Module], float | None] | None = None,
     offload_policy: OffloadPolicy | None = None,
     process_group: ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
@@ -99,6 +100,11 @@ def fsdp(
             a module that FSDP2 wraps with the policy, a module for which it returns one also casts its inputs and
             outputs, which takes Thunder some tenths of a second to trace. Parameters with different dtypes are in
             different buckets.
+        gradient_divide_factor: divide the sum of the gradients over ranks by this number, or a callable ``(module name,
+            module) -> number`` that decides for each module, such as experts that are sharded over fewer ranks; ``None``
+            means as for the module that contains it. The default is the number of ranks that share the parameter,
+            replicas included, so gradients are the mean. :func:`set_gradient_divide_factor` changes it later, and tells
+            the cost.
         offload_policy: a :class:`~torch.distributed.fsdp.CPUOffloadPolicy` of torch. Shards and their gradients, and
             thus the optimizer's state, are stored on the CPU, in pinned memory if the policy asks for it and the device
             is a GPU. A gather first copies the shard to ``device`` on a separate stream. The host waits for these

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
@@ -22,7 +23,7 @@ from .simulator.clusters import cluster as cluster_by_name
 from .trace.schedule import StepSchedule, load_schedules
 from .transports import TRANSPORTS
 
-__all__ = ["Options", "check_options", "check_precision", "check_strategy", "resolve_device"]
+__all__ = ["Options", "check_factor", "check_options", "check_precision", "check_strategy", "resolve_device"]
 
 _STRATEGIES = {"zero2": False, "zero3": True, FSDPType.ZERO2: False, FSDPType.ZERO3: True}
 _BUCKETINGS = {
@@ -62,7 +63,8 @@ def check_precision(policy: Any, expected: str = "expected") -> MixedPrecisionPo
     """
     if not isinstance(policy, (MixedPrecisionPolicy, type(None))):
         raise TypeError(
-            f"mp_policy: {expected} a MixedPrecisionPolicy or None, got {policy!r} of type {type(policy).__name__}"
+            f"mp_policy: {expected} a MixedPrecisionPolicy{' or None' * (expected == 'expected')}, got {policy!r} of type "
+            f"{type(policy).__name__}"
         )
     policy = policy or MixedPrecisionPolicy()
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -149,6 +151,24 @@ def _ignored(params: Any) -> tuple[torch.nn.Parameter | str, ...]:
 def _check_type(name: str, value: Any, types: Any, expected: str) -> None:
     if not isinstance(value, types):
         raise TypeError(f"{name}: expected {expected}, got {value!r} of type {type(value).__name__}")
+
+
+def check_factor(factor: Any, expected: str = "expected") -> float | None:
+    """Return ``factor`` as a float, or ``None``.
+
+    Raises:
+        TypeError, ValueError: it is neither a positive number nor ``None``.
+    """
+    expected = f"gradient_divide_factor: {expected} a positive number{' or None' * (expected == 'expected')}"
+    if isinstance(factor, bool) or not isinstance(factor, (int, float, type(None))):
+        raise TypeError(f"{expected}, got {factor!r}")
+    if factor is not None and not 0 < factor < math.inf:
+        raise ValueError(f"{expected}, got {factor!r}")
+    return None if factor is None else float(factor)
+
+
+def _factor(factor: Any) -> float | Callable[[str, torch.nn.Module], float | None] | None:
+    return factor if callable(factor) and not isinstance(factor, type) else check_factor(factor)
 
 
 def check_strategy(strategy: Any, expected: str = "expected") -> bool:
@@ -295,6 +315,7 @@ class Options:
     mp_policy: MixedPrecisionPolicy | Callable[[str, torch.nn.Module], MixedPrecisionPolicy | None] = field(
         metadata=_by(_precision)
     )
+    gradient_divide_factor: float | Callable[[str, torch.nn.Module], float | None] | None = field(metadata=_by(_factor))
     offload_policy: OffloadPolicy = field(metadata=_by(_offload))
     process_group: ProcessGroupRef | None = field(metadata=_by(_process_group, is_compared=False))
     mesh: DeviceMesh | None = field(metadata=_by(_mesh))

@@ -151,7 +151,7 @@ def _plan(make: Any, **options: Any) -> Any:
         (
             {"mp_policy": lambda name, module: torch.bfloat16 if name == "blocks.0" else None},
             TypeError,
-            r"mp_policy: for module 'blocks.0', the callable must return a MixedPrecisionPolicy or None, got torch.bf",
+            r"mp_policy: for module 'blocks.0', the callable must return None or a MixedPrecisionPolicy, got torch.bf",
         ),
         (
             {"mp_policy": lambda name, module: MixedPrecisionPolicy(torch.int8)},

@@ -99,6 +99,7 @@ def make_plan(
                 comm,
                 ranks.group,
                 ranks.replicas,
+                kind.options.divide_factor,
             )
         )
     return Plan(tuple(buckets), world_size, group)
@@ -124,6 +125,7 @@ class _Kind(NamedTuple):
             "" if own.reshard_after_forward is other.reshard_after_forward else f"zero{2 + own.reshard_after_forward}",
             "" if own.param_dtype == other.param_dtype else _named(param_dtype),
             "" if own.reduce_dtype == other.reduce_dtype else f"reduced_{_named(reduce_dtype)}",
+            "" if own.divide_factor == other.divide_factor else f"divided_by_{own.divide_factor or 'ranks'}",
             _named(self.dtype),
             str(self.device),
         ]

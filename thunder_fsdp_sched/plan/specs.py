@@ -68,11 +68,13 @@ class BucketOptions(NamedTuple):
         reshard_after_forward: true for ZeRO-3, false for ZeRO-2.
         param_dtype: dtype of unsharded parameters; ``None`` for the dtype of the shards.
         reduce_dtype: dtype in which gradients are sent and reduced; ``None`` for ``param_dtype``.
+        divide_factor: what the sum of gradients over ranks is divided by; ``None`` for the number of ranks.
     """
 
     reshard_after_forward: bool = True
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    divide_factor: float | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class BucketSpec:
         reshard_after_forward: true for ZeRO-3 (gathered again for backward), false for ZeRO-2 (stays unsharded).
         group: description of the process group over which it is sharded.
         replicas: number of ranks that hold a copy of each shard, including this one.
+        divide_factor: what the sum of gradients over ranks is divided by at first; ``None`` for the number of ranks.
     """
 
     name: str
@@ -118,6 +121,7 @@ class BucketSpec:
     comm: CommSpec = CommSpec()
     group: str = ""
     replicas: int = 1
+    divide_factor: float | None = None
 
     @property
     def dtype(self) -> torch.dtype:

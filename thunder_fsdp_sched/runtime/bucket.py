@@ -98,6 +98,8 @@ class Bucket:
         else:
             by_name = {param.name: base.params[i] for i, param in enumerate(base.spec.params)}
             self.params = tuple(by_name[param.name] for param in spec.params)
+        self.divide_factor = spec.divide_factor
+        """What the sum of gradients over ranks is divided by; ``None`` for the number of ranks. May change at any time."""
         self.control: Coordinator | None = None
         """How the model agrees with the other ranks on what runs next."""
         self.unreduced: torch.Tensor | None = None
@@ -169,8 +171,17 @@ class Bucket:
         return self.gathered_in_forward is not None and is_backward_of(self.gathered_in_forward)
 
     def sharded_grads(self, reduced: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the gradient of each shard as views of a flat reduced gradient, in dtype and on device of shards."""
+        """Return the gradient of each shard, in dtype and on device of shards.
+
+        Args:
+            reduced: the flat mean of the gradients over ranks, which this may modify and keep.
+        """
         spec = self.spec
+        factor = self.base.divide_factor
+        if factor is not None and factor != (mean_of := spec.layout.world_size * spec.replicas):
+            # Transports divide by the number of ranks as they send or add up. If that is a power of two, this gives the
+            # same bits as dividing the sum.
+            reduced.div_(factor / mean_of)
         flat = reduced if reduced.dtype is spec.dtype else reduced.to(spec.dtype)
         if spec.comm.offload:
             # The copy blocks the host: autograd may add it to a gradient at once, and the optimizer reads it.

@@ -1,28 +1,53 @@
-"""The sharding strategy and the mixed precision of each module, if functions of the module decide.
+"""The options of each module, if functions of the module decide them.
 
 [Note: Options of single modules]
-``sharding_strategy`` and ``mp_policy`` may be functions of (module name, module). They are asked once for each module, from
-the root down. A module for which they return ``None`` is treated as the module that contains it. What is decided for a
-module applies to the parameters that it owns directly. So a function may decide by blocks or by single layers, and
-``mp_policy`` decides as nested calls of FSDP2's ``fully_shard`` do: the innermost one that names a policy counts, and the
-module that it names casts its inputs and outputs.
+``sharding_strategy``, ``mp_policy`` and ``gradient_divide_factor`` may be functions of (module name, module). They are
+asked once for each module, from the root down. A module for which they return ``None`` is treated as the module that
+contains it. What is decided for a module applies to the parameters that it owns directly. So a function may decide by
+blocks or by single layers, and ``mp_policy`` decides as nested calls of FSDP2's ``fully_shard`` do: the innermost one that
+names a policy counts, and the module that it names casts its inputs and outputs.
 
-Parameters that are gathered, kept or reduced differently are in different buckets. Ranks compare the decisions together
+Parameters that are kept, gathered or reduced differently are in different buckets. Ranks compare the decisions together
 with the parameters, before anything is allocated.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..options import Options, check_precision, check_strategy
+from ..options import Options, check_factor, check_precision, check_strategy
 from ..plan.specs import BucketOptions, ParamSpec
 from .input_casts import cast_inputs_of, cast_outputs_of
 
 __all__ = ["ModulePolicies"]
+
+
+class _Decision(NamedTuple):
+    """The options of one module. The fields have the names of the options."""
+
+    sharding_strategy: bool = True
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    gradient_divide_factor: float | None = None
+
+    def for_bucket(self, spec: ParamSpec) -> BucketOptions:
+        """Return what the bucket of a parameter of the module needs."""
+        reshard, policy, factor = self
+        if not spec.dtype.is_floating_point:
+            return BucketOptions(reshard)
+        param_dtype, reduce_dtype = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
+        if param_dtype == spec.dtype:
+            param_dtype = None
+        if param_dtype is None and reduce_dtype == spec.dtype:
+            reduce_dtype = None
+        return BucketOptions(reshard, param_dtype, reduce_dtype, factor)
+
+
+_CHECKS: _Decision = _Decision(check_strategy, check_precision, check_factor)  # type: ignore[arg-type]
 
 
 class ModulePolicies:
@@ -40,53 +65,49 @@ class ModulePolicies:
     """
 
     def __init__(self, module: torch.nn.Module, options: Options) -> None:
-        strategy, precision = options.reshard_after_forward, options.mp_policy
-        self._by_function = [name for name, f in (("mp_policy", precision), ("strategy", strategy)) if callable(f)]
-        self._of: dict[str, tuple[bool, MixedPrecisionPolicy]] = {}
+        given = _Decision(options.reshard_after_forward, options.mp_policy, options.gradient_divide_factor)  # type: ignore[arg-type]
+        functions: dict[str, Callable[[str, torch.nn.Module], Any]] = {
+            option: value for option, value in given._asdict().items() if callable(value)
+        }
+        fixed = _Decision()._replace(**{k: v for k, v in given._asdict().items() if k not in functions})
+        self._functions = tuple(functions)
+        self._of: dict[str, _Decision] = {}
         self._casts: list[tuple[torch.nn.Module, MixedPrecisionPolicy]] = []
-        decided: dict[torch.nn.Module, tuple[bool, MixedPrecisionPolicy]] = {}
+        decided: dict[torch.nn.Module, _Decision] = {}
         for path, child in module.named_modules(remove_duplicate=False):
             if child not in decided:
-                reshard, policy = self._of[path.rpartition(".")[0]] if path else (True, MixedPrecisionPolicy())
-                if not callable(strategy):
-                    reshard = strategy
-                elif (answer := strategy(path, child)) is not None:
-                    reshard = check_strategy(answer, f"for {_shown(path)}, the callable must return None or")
-                if not callable(precision):
-                    policy = precision
-                elif (answer := precision(path, child)) is not None:
-                    policy = check_precision(answer, f"for {_shown(path)}, the callable must return")
-                    if path:
-                        self._casts.append((child, policy))
-                decided[child] = reshard, policy
+                decision = self._of[path.rpartition(".")[0]] if path else fixed
+                for option, function in functions.items():
+                    if (answer := function(path, child)) is not None:
+                        expected = f"for {_shown(path)}, the callable must return None or"
+                        decision = decision._replace(**{option: getattr(_CHECKS, option)(answer, expected)})
+                        if option == "mp_policy" and path:
+                            self._casts.append((child, decision.mp_policy))
+                decided[child] = decision
             self._of[path] = decided[child]
-        self.root = self._of[""][1]
+        self.root = self._of[""].mp_policy
 
     def of(self, spec: ParamSpec) -> BucketOptions:
-        """Return what a bucket with this parameter needs.
+        """Return what the bucket of a parameter needs.
 
         Raises:
             ValueError: the parameter is tied, and the functions decide differently for the modules that own it.
         """
-        owners = {name: self._of_owner(name) for name in spec.names}
-        decisions = {name: _bucket_options(spec, *owner) for name, owner in owners.items()}
-        first = decisions[spec.name]
-        for name, decision in decisions.items():
-            if decision != first:
-                is_precision = decision.reshard_after_forward == first.reshard_after_forward
-                option = "mp_policy" if is_precision else "sharding_strategy"
+        first = self._of_owner(spec.name)
+        for name in spec.names[1:]:
+            other = self._of_owner(name)
+            if other.for_bucket(spec) != first.for_bucket(spec):
+                option = next(o for o, a, b in zip(_Decision._fields, first, other, strict=True) if a != b)
                 raise ValueError(
                     f"{option}: parameter {spec.name!r} is also {name!r}, but the callable decides differently for the two "
-                    f"modules: {first} and {decision}. Let it return the same for both"
+                    f"modules: {_text(option, first)} and {_text(option, other)}. Let it return the same for both"
                 )
-        return first
+        return first.for_bucket(spec)
 
     def line(self, spec: ParamSpec) -> str:
         """Return what functions have decided for a parameter, for ranks to compare; empty if there are none."""
-        if not self._by_function:
-            return ""
-        reshard, policy = self._of_owner(spec.name)
-        return f", sharding_strategy {'zero3' if reshard else 'zero2'}, mp_policy {policy}"
+        decision = self._of_owner(spec.name)
+        return "".join(f", {option} {_text(option, decision)}" for option in self._functions)
 
     def attach_casts(self) -> None:
         """Make each module for which a function returned a policy cast its inputs and outputs, in traces and eagerly."""
@@ -96,22 +117,17 @@ class ModulePolicies:
             if policy.output_dtype is not None:
                 module.register_forward_hook(partial(cast_outputs_of, policy.output_dtype))
 
-    def _of_owner(self, name: str) -> tuple[bool, MixedPrecisionPolicy]:
+    def _of_owner(self, name: str) -> _Decision:
         path = name.rpartition(".")[0]
         while path not in self._of:  # another transform has created the parameter
             path = path.rpartition(".")[0]
         return self._of[path]
 
 
-def _bucket_options(spec: ParamSpec, reshard: bool, policy: MixedPrecisionPolicy) -> BucketOptions:
-    if not spec.dtype.is_floating_point:
-        return BucketOptions(reshard)
-    param_dtype, reduce_dtype = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
-    if param_dtype == spec.dtype:
-        param_dtype = None
-    if param_dtype is None and reduce_dtype == spec.dtype:
-        reduce_dtype = None
-    return BucketOptions(reshard, param_dtype, reduce_dtype)
+def _text(option: str, decision: _Decision) -> str:
+    if option == "sharding_strategy":
+        return "zero3" if decision.sharding_strategy else "zero2"
+    return str(getattr(decision, option))
 
 
 def _shown(path: str) -> str:

@@ -50,7 +50,7 @@ def comm_spec_of(
     asked, reason = options.transport, "asked for"
     if callable(asked):
         asked, reason = check_transport(asked(name, params)), "asked for by the callable"
-    _, param_dtype, reduce_dtype = own
+    param_dtype, reduce_dtype = own.param_dtype, own.reduce_dtype
     dtypes = (param_dtype or first.dtype, reduce_dtype or param_dtype or first.dtype)
     if asked == "auto":
         itemsize = min(d.itemsize for d in (first.dtype, *dtypes))

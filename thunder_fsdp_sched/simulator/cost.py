@@ -178,8 +178,11 @@ def _extra_bytes_moved(bsym: BoundSymbol, *, on_stream: bool) -> int:
             spec.param_dtype != spec.dtype and not again
         )  # counted as if host and device shared one memory
         return copied + (shard * (spec.dtype.itemsize + spec.param_dtype.itemsize) if casts else 0)
-    if name == fsdp_wait_grads.name and spec.reduce_dtype != spec.dtype:
-        return copied + shard * (spec.dtype.itemsize + spec.reduce_dtype.itemsize)
+    if name == fsdp_wait_grads.name:
+        divides = spec.divide_factor not in (None, spec.layout.world_size * spec.replicas)
+        copied += 2 * shard * spec.reduce_dtype.itemsize if divides else 0
+        if spec.reduce_dtype != spec.dtype:
+            copied += shard * (spec.dtype.itemsize + spec.reduce_dtype.itemsize)
     return copied
 
 
