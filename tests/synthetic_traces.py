@@ -1,7 +1,8 @@
 """Traces built directly from symbols, without compiling a model.
 
 Use them to test a pass, the schedule or the simulator on many trace shapes in little time: :func:`chain` builds the forward
-of equal blocks, :func:`make_buckets` buckets of chosen sizes. Nothing communicates, so no process group is needed.
+of equal blocks, :func:`joint_step` forward and backward of blocks of any size, :func:`make_buckets` buckets of chosen
+sizes. Nothing communicates, so no process group is needed.
 """
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
@@ -10,7 +11,12 @@ from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.plan.specs import BucketSpec, ParamSpec
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Arena
-from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_wait_params
+from thunder_fsdp_sched.trace.symbols import (
+    fsdp_all_gather,
+    fsdp_reduce_scatter,
+    fsdp_wait_grads,
+    fsdp_wait_params,
+)
 from thunder_fsdp_sched.transports.flat import Flat
 
 import torch
@@ -18,7 +24,7 @@ from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 
-__all__ = ["SHAPE", "FakeProcessGroup", "chain", "make_buckets", "tensor"]
+__all__ = ["SHAPE", "FakeProcessGroup", "chain", "joint_step", "make_buckets", "tensor"]
 
 SHAPE = (16, 16)  # of each parameter: 1,024 bytes
 
@@ -54,6 +60,40 @@ def chain(blocks: int, *, zero3: bool = True) -> TraceCtx:
             (weight,) = fsdp_wait_params(bucket, fsdp_all_gather(bucket, None, shard))
             x = prims.neg(prims.matmul(x, weight))
         prims.python_return({"output": x, "flat_args": list(trace.args)}, ())
+    return trace
+
+
+def joint_step(sizes: list[int]) -> TraceCtx:
+    """Return the joint trace of blocks that run one after the other, as ``bucket_communication`` leaves it.
+
+    Args:
+        sizes: the number of parameters of each block; each parameter is multiplied with once.
+    """
+    buckets = make_buckets(sizes)
+    trace = TraceCtx()
+    with tracectx(trace):
+        x = tensor()
+        shards = [[tensor() for _ in range(size)] for size in sizes]
+        trace.args = (x, *(shard for of_bucket in shards for shard in of_bucket))
+        for arg in trace.args:
+            prims.unpack_trivial(arg, name=arg.name)
+        read = []
+        for bucket, of_bucket in zip(buckets, shards, strict=True):
+            weights = fsdp_wait_params(bucket, fsdp_all_gather(bucket, None, *of_bucket))
+            inputs = []
+            for weight in weights:
+                inputs.append(x)
+                x = prims.matmul(x, weight)
+            read.append((weights, inputs))
+        grad = prims.get_grad(x)
+        reduced: list[TensorProxy] = []
+        for bucket, (weights, inputs) in zip(reversed(buckets), reversed(read), strict=True):
+            grads = []
+            for weight, given in zip(reversed(weights), reversed(inputs), strict=True):
+                grads.append(prims.matmul(given, grad))
+                grad = prims.matmul(grad, weight)
+            reduced += fsdp_wait_grads(bucket, fsdp_reduce_scatter(bucket, None, *reversed(grads)))
+        prims.python_return({"output": tuple(reduced), "flat_args": list(trace.args), "fw_flat_out": (x,)})
     return trace
 
 

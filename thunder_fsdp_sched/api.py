@@ -72,9 +72,10 @@ def fsdp(
             about ``prefetch + 1`` unsharded buckets. 0 overlaps nothing. ``"auto"`` chooses the distance with the
             shortest simulated step.
         max_unsharded_bytes: limit on all unsharded memory (gathered buckets and unsharded gradients) in bytes, as an
-            int or a string such as ``"40GiB"``. As many buckets as fit stay unsharded until backward. With
-            ``prefetch="auto"`` both are chosen together for the shortest simulated step. ``.compiled[-1].choice`` shows
-            the candidates. Requires ``sharding_strategy="zero3"``. The default is no limit.
+            int or a string such as ``"40GiB"``. Buckets stay unsharded until backward if they fit and do not slow the
+            simulated step down. With ``prefetch="auto"`` both are chosen together for the shortest simulated step; if
+            ``prefetch=1`` with nothing kept fits, nothing slower is chosen. ``.compiled[-1].choice`` shows the
+            candidates. Requires ``sharding_strategy="zero3"``. The default is no limit.
         max_gathers_in_flight: limit on the all-gathers that are issued and not waited for, whatever their size. A gather
             that ``prefetch`` would issue earlier is issued right after the wait that makes room for it, so with 1 a
             gather still overlaps the compute of the step before. Each trace is proved to keep the limit, also one with

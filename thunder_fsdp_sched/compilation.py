@@ -16,7 +16,7 @@ from .logs import LOGGER
 from .options import Options
 from .pipeline import CompiledTraces, Pass, can_fuse_any
 from .sharding.sharded_module import ShardedModule
-from .simulator.autotune import choose, gather_budget, slot_budget
+from .simulator.autotune import choose
 from .simulator.clusters import cluster_of_this_process
 from .simulator.cost import AnalyticCost
 from .trace.computation import computation_of
@@ -42,11 +42,13 @@ from .transforms import (
     reuse_from_forward,
     shard_prologue,
     sort_communication,
+    sort_within_budget,
     unpacked_parameters,
     verify,
     write_grads_in_place,
 )
 from .transforms.audit import audited
+from .transforms.sort_within_budget import shared_budget
 
 __all__ = ["Compilation"]
 
@@ -132,9 +134,9 @@ class Compilation:
         checks: list[Pass] = [refuse_redrawn_gradients] if backward else []
         unsorted = traces.run([*checks, write_grads_in_place, guard_first], unscheduled)
         forward = traces.forward if backward else None
-        room = slot_budget(unsorted, budget=self._options.max_unsharded_bytes, kept=kept)
+        room = shared_budget(unsorted, budget=self._options.max_unsharded_bytes, kept=kept)
         passes: list[Pass] = [
-            self._order(unsorted, backward),
+            self._order(unsorted, forward, backward),
             partial(assign_slots, kept=kept, forward=forward, max_bytes=room),
             mark_retained_by_forward if forward is None else partial(reuse_from_forward, forward=forward),
             partial(verify, forward=forward, max_gathers_in_flight=self._options.max_gathers_in_flight),
@@ -182,16 +184,15 @@ class Compilation:
             sharded.set_kept_buckets(traces.choice.chosen.kept)
             sharded.kept_is_final = True
 
-    def _order(self, trace: TraceCtx, backward: bool) -> Pass:
+    def _order(self, trace: TraceCtx, forward: TraceCtx | None, backward: bool) -> Pass:
         """Return the pass that orders communication: the sorting pass, or the replay of a pinned schedule."""
         if self._options.schedule is None:
-            room = gather_budget(trace, budget=self._options.max_unsharded_bytes, kept=self._sharded.kept)
-            return partial(
-                sort_communication,
-                prefetch=self.traces.prefetch,
-                max_unsharded_bytes=room,
-                max_gathers_in_flight=self._options.max_gathers_in_flight,
-            )
+            budget, most = self._options.max_unsharded_bytes, self._options.max_gathers_in_flight
+            sort = partial(sort_communication, prefetch=self.traces.prefetch, max_gathers_in_flight=most)
+            if budget is None:
+                return sort
+            kept = self._sharded.kept
+            return partial(sort_within_budget, sort=sort, max_unsharded_bytes=budget, kept=kept, forward=forward)
         no_sync = self.traces.no_sync
         if not backward:
             digest = compute_digest(statements(trace))

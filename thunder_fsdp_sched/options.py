@@ -339,7 +339,7 @@ class Options:
         if self.max_unsharded_bytes is not None and not self.reshard_after_forward:
             raise ValueError(
                 "max_unsharded_bytes: sharding_strategy='zero2' keeps every bucket unsharded, so there is nothing to "
-                "choose; use 'zero3', which keeps as many buckets as fit"
+                "choose; use 'zero3', which keeps buckets that fit"
             )
 
     def lines(self) -> list[str]:

@@ -14,7 +14,8 @@ for each new set of shapes and flags
     ``JointPasses`` after the fusions         remove_cuts, regather_for_backward
     (Thunder: the joint trace is split)
     ``transform_trace_post_optimization``     [refuse_redrawn_gradients], write_grads_in_place, guard_first,
-                                              sort_communication (or replay_schedule), assign_slots, mark_retained_by_forward
+                                              sort_communication (or sort_within_budget, replay_schedule),
+                                              assign_slots, mark_retained_by_forward
                                               (backward: reuse_from_forward), verify, insert_agreement, [end_backward],
                                               del_last_used
                                               first for the forward trace, then for the backward trace; the first run

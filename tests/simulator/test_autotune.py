@@ -7,9 +7,26 @@ import dataclasses
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import testing
 from thunder_fsdp_sched.options import parse_bytes
+from thunder_fsdp_sched.runtime.memory import Arena
+from thunder_fsdp_sched.simulator.autotune import choose
 from thunder_fsdp_sched.simulator.clusters import cluster
+from thunder_fsdp_sched.simulator.cost import AnalyticCost
+from thunder_fsdp_sched.simulator.simulate import simulate
+from thunder_fsdp_sched.trace.inspection import split_joint
+from thunder_fsdp_sched.transforms import (
+    assign_slots,
+    mark_retained_by_forward,
+    regather_for_backward,
+    reuse_from_forward,
+    sort_communication,
+    write_grads_in_place,
+)
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic_traces import joint_step
 from test_testing import make
 
 # A device that computes slowly enough to hide communication, without launch overhead.
@@ -53,6 +70,8 @@ def test_a_budget_keeps_the_buckets_that_fit_and_gathers_the_others_again():
         g.bucket for g in testing.gathers(tight.forward)
     } - kept
     assert slot_bytes(tight) == tight.choice.chosen.unsharded_bytes
+    step = simulate(tight.forward, tight.backward, AnalyticCost(SLOW)).step_seconds
+    assert step == pytest.approx(tight.choice.chosen.step_seconds, rel=0.01)
 
 
 def test_the_error_of_a_budget_that_is_too_small_says_how_much_is_needed():
@@ -82,6 +101,48 @@ def test_without_a_cluster_the_local_device_is_used():
 def test_a_budget_is_refused_under_zero2():
     with pytest.raises(ValueError, match=r"max_unsharded_bytes.*zero2"):
         thunder_fsdp_sched.fsdp(sharding_strategy="zero2", max_unsharded_bytes="1GB")
+
+
+@st.composite
+def searches(draw):
+    """Draw a joint trace, a cost model under which compute and communication take similar times, and a share of memory."""
+    spec = dataclasses.replace(
+        SLOW,
+        flops=dict.fromkeys(SLOW.flops, 10 ** draw(st.floats(8, 10))),
+        inter_node_bandwidth=10 ** draw(st.floats(7, 9)),
+        intra_node_bandwidth=10 ** draw(st.floats(7, 9)),
+        contention=draw(st.sampled_from([0.0, 0.2])),
+    )
+    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+    return joint_step(sizes), AnalyticCost(spec), draw(st.floats(0, 1.2))
+
+
+def step_of_default(joint, cost):
+    """Return bytes and simulated seconds of prefetch=1 with nothing kept and no budget, from the passes themselves."""
+    arena = Arena(torch.device("cpu"))
+    halves = []
+    for half in map(write_grads_in_place, split_joint(regather_for_backward(joint, kept=()))):
+        forward = halves[0] if halves else None
+        half = assign_slots(sort_communication(half, prefetch=1), arena_of=lambda _: arena, forward=forward)
+        halves.append(mark_retained_by_forward(half) if forward is None else reuse_from_forward(half, forward=forward))
+    return arena.nbytes, simulate(halves, None, cost).step_seconds
+
+
+@settings(max_examples=max(10, settings().max_examples // 10), deadline=None)
+@given(searches())
+def test_a_search_that_may_use_the_memory_of_the_default_is_never_slower(search):
+    joint, cost, share = search
+    nbytes, seconds = step_of_default(joint, cost)
+    unlimited = choose(joint, cost=cost, prefetch=None, kept=(), may_keep=False, max_unsharded_bytes=None).chosen
+    assert unlimited.step_seconds <= seconds
+    everything = sum(b.nbytes for b in testing.gathers(joint))
+    budget = nbytes + int(share * everything)
+    choice = choose(joint, cost=cost, prefetch=None, kept=(), may_keep=True, max_unsharded_bytes=budget)
+    assert choice.chosen.step_seconds <= seconds
+    assert choice.chosen.unsharded_bytes <= budget
+    fixed = choose(joint, cost=cost, prefetch=1, kept=(), may_keep=True, max_unsharded_bytes=budget).chosen
+    assert fixed.step_seconds <= seconds
+    assert fixed.unsharded_bytes <= budget
 
 
 @pytest.mark.parametrize(

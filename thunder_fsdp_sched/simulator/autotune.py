@@ -1,10 +1,16 @@
 """Choose memory and prefetch together: which buckets stay unsharded, and how far ahead the others are gathered.
 
 [Note: The search]
-Keeping one more bucket unsharded between forward and backward never costs time and always costs memory. Gathering one
-step further ahead hides at least as much communication and holds one more bucket. So for each prefetch distance, as
-many buckets as fit are kept: those that backward reads first, because forward gathers them last and so they occupy
-memory for the shortest time. The pair with the shortest simulated step wins; among equals, the one with fewer bytes.
+A kept bucket is not gathered again in backward, but it occupies memory that gathers further ahead could use, and it
+changes which of them overlap. So more kept buckets, or a larger prefetch distance, can make a step slower. The search
+tries distances with nothing kept first. At the fastest it tries as many kept buckets as fit, half as many, and ever
+closer numbers around the fastest so far; then the neighbouring distances with that number. Kept are the buckets that
+backward reads first, because forward gathers them last and so they occupy memory for the shortest time.
+
+The candidate with the shortest simulated step wins; among equals, the one that keeps more buckets, because it sends
+less, and then the one with fewer bytes. The default, ``prefetch=1`` with nothing kept, is always tried. If it fits the
+budget, nothing slower is chosen.
+
 Each candidate runs through the same passes as the real trace, so its bytes are those that will be allocated and its
 order is the real one.
 """
@@ -13,36 +19,38 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
-from ..runtime.memory import Arena, slot_bytes
+from ..runtime.memory import Arena
 from ..trace.inspection import split_joint
-from ..trace.liveness import slot_bytes_of
 from ..trace.operands import bucket_of
-from ..trace.slots import filling_bytes
-from ..trace.symbols import fsdp_all_gather, fsdp_reduce_scatter
+from ..trace.symbols import fsdp_all_gather
 from ..transforms import (
     assign_slots,
     mark_retained_by_forward,
     regather_for_backward,
     reuse_from_forward,
     sort_communication,
+    sort_within_budget,
     write_grads_in_place,
 )
-from ..transforms.sort_communication import bytes_in_flight
+from ..transforms.sort_within_budget import private_bytes, shared_budget
 from .cost import CostModel
 from .simulate import simulate
 
-__all__ = ["Candidate", "Choice", "choose", "gather_budget", "slot_budget"]
+__all__ = ["Candidate", "Choice", "choose"]
 
 _MAX_PREFETCH = 8
 """The largest prefetch distance that is tried; communication still exposed then cannot be hidden in the step."""
 
 _PATIENCE = 2
 """How many distances without an improvement end the search."""
+
+_WORTHWHILE = 5e-3
+"""Relative improvement of the step time below which larger distances are not tried, because each takes compile time."""
 
 _SAME = 1e-3
 """Relative difference below which step times count as equal, because the cost model is not more accurate."""
@@ -109,53 +117,52 @@ def choose(
     """
     search = _Search(joint, cost, frozenset(kept), max_unsharded_bytes, max_gathers_in_flight)
     distances = [prefetch] if prefetch is not None else range(min(_MAX_PREFETCH, search.gathers) + 1)
-    considered: list[Candidate] = []
+    times: list[float] = []
     for distance in distances:
-        candidate = search.best_at(distance, may_keep)
-        if candidate is None:
+        candidate = search.consider(distance, 0)
+        if candidate is None and distance > 0:
             break  # this distance does not fit, and no larger one can
-        considered.append(candidate)
-        if len(considered) > _PATIENCE:
-            before = min(c.step_seconds for c in considered[:-_PATIENCE])
-            if min(c.step_seconds for c in considered[-_PATIENCE:]) > before * (1 - _SAME):
-                break
-    if not considered:
-        least = search.evaluate(distances[0], search.kept)[1]
+        times += [candidate.step_seconds] if candidate else []
+        if len(times) > _PATIENCE and min(times[-_PATIENCE:]) > min(times[:-_PATIENCE]) * (1 - _WORTHWHILE):
+            break
+    if not search.candidates:
         raise ValueError(
             f"max_unsharded_bytes: {max_unsharded_bytes:,} bytes are too few: with prefetch={distances[0]} and nothing kept "
-            f"for backward the slots need {least:,} bytes. Allow more, or make smaller buckets "
+            f"for backward the slots need {search.least_bytes(distances[0]):,} bytes. Allow more, or make smaller buckets "
             f"(bucketing_strategy)"
         )
-    fastest = min(c.step_seconds for c in considered)
-    good = [c for c in considered if c.step_seconds <= fastest * (1 + _SAME)]
-    return Choice(min(good, key=lambda c: (c.unsharded_bytes, c.prefetch)), tuple(considered))
+    if may_keep and max_unsharded_bytes is not None:
+        _keep_more(search, distances)
+    default = search.candidates.get((1 if prefetch is None else prefetch, 0))
+    longest = min(c.step_seconds for c in search.candidates.values()) * (1 + _SAME)
+    if default is not None:
+        longest = min(longest, default.step_seconds)
+    good = [c for c in search.candidates.values() if c.step_seconds <= longest]
+    considered = tuple(c for _, c in sorted(search.candidates.items()))
+    return Choice(min(good, key=lambda c: (-len(c.kept), c.unsharded_bytes, c.prefetch)), considered)
 
 
-def gather_budget(trace: TraceCtx, *, budget: int | None, kept: Collection[Bucket]) -> int | None:
-    """Return the bytes left for gathered buckets in one trace: the budget minus kept buckets and unsharded gradients.
-
-    Unsharded gradients are the reductions that may be in flight, and the slots that gradients are written to meanwhile.
-    """
-    room = slot_budget(trace, budget=budget, kept=kept)
-    if room is None:
-        return None
-    in_flight = sum(bytes_in_flight(b for b in trace.bound_symbols if b.sym is fsdp_reduce_scatter).values())
-    return max(room - in_flight - filling_bytes(trace), 0)
-
-
-def slot_budget(trace: TraceCtx, *, budget: int | None, kept: Collection[Bucket]) -> int | None:
-    """Return the bytes left for shared slots: the budget minus kept buckets."""
-    return None if budget is None else budget - _private_bytes(trace, kept)
-
-
-def _private_bytes(trace: TraceCtx, kept: Collection[Bucket]) -> int:
-    """Return the bytes of the slots of kept buckets; for those that this trace does not gather, the planned bytes."""
-    gathered = [b for b in trace.bound_symbols if b.sym is fsdp_all_gather and bucket_of(b).base in kept]
-    elsewhere = set(kept) - {bucket_of(b).base for b in gathered}
-    return sum(map(slot_bytes_of, gathered)) + sum(slot_bytes(b.spec, b.spec.param_dtype) for b in elsewhere)
+def _keep_more(search: _Search, distances: Collection[int]) -> None:
+    """Consider candidates that keep further buckets: at the fastest distance so far, then at its neighbours."""
+    distance, _ = search.fastest()
+    most = search.most(distance)
+    step = max(most // 2, 1)
+    numbers = [step, most]
+    while step:
+        for number in numbers:
+            if 0 <= number <= most:
+                search.consider(distance, number)
+        step //= 2
+        numbers = [search.fastest()[1] + step * sign for sign in (-1, 1)]
+    _, number = search.fastest()
+    for other in (distance - 1, distance + 1):
+        if other in distances:
+            search.consider(other, number)
 
 
 class _Search:
+    """Candidates by prefetch distance and number of buckets kept besides those that are kept in any case, each run once."""
+
     def __init__(
         self,
         joint: TraceCtx,
@@ -170,59 +177,81 @@ class _Search:
         self.budget = budget
         self.max_gathers_in_flight = max_gathers_in_flight
         self.gathers = sum(b.sym is fsdp_all_gather for b in joint.bound_symbols)
-        self.most = len(self.first_in_backward)  # how many further buckets fitted at the previous distance
+        self.candidates: dict[tuple[int, int], Candidate] = {}
+        self._halves: dict[int, list[TraceCtx]] = {}
+        self._planned: dict[tuple[int, int], tuple[Sequence[TraceCtx], int]] = {}
 
-    def best_at(self, prefetch: int, may_keep: bool) -> Candidate | None:
-        """Return the fastest candidate at one distance, which keeps the most buckets; ``None`` if nothing fits."""
-        if self.budget is None or not may_keep:
-            low, high = 0, 1
-        else:
-            low, high = 0, self.most + 1
-        if not self._fits(prefetch, low):
-            return None
-        # `low` further buckets fit, `high` do not. A larger distance never fits more of them than the previous one.
-        if high - low > 1 and self._fits(prefetch, high - 1):
-            low = high - 1
-        while high - low > 1:
+    def most(self, prefetch: int) -> int:
+        """Return the largest number of further buckets that fits at this distance; 0 if none does."""
+        low, high = 0, len(self.first_in_backward)
+        if high == 0 or self._fits(prefetch, high):
+            return high
+        while high - low > 1:  # `low` fits, `high` does not
             middle = (low + high) // 2
             low, high = (middle, high) if self._fits(prefetch, middle) else (low, middle)
-        self.most = low
-        kept = self.kept | frozenset(self.first_in_backward[:low])
-        halves, nbytes = self.evaluate(prefetch, kept)
-        seconds = simulate(halves, None, self.cost).step_seconds
-        return Candidate(prefetch, tuple(sorted(b.spec.name for b in kept)), nbytes, seconds)
+        return low
+
+    def consider(self, prefetch: int, number: int) -> Candidate | None:
+        """Return the candidate that keeps ``number`` further buckets; ``None`` if it does not fit the budget."""
+        key = prefetch, number
+        if key not in self.candidates and self._fits(*key):
+            halves, nbytes = self._plan(*key)
+            del self._planned[key]
+            names = tuple(sorted(b.spec.name for b in self._kept(number)))
+            seconds = simulate(halves, None, self.cost).step_seconds
+            self.candidates[key] = Candidate(prefetch, names, nbytes, seconds)
+        return self.candidates.get(key)
+
+    def fastest(self) -> tuple[int, int]:
+        """Return the distance and the number of further buckets of the fastest candidate."""
+        return min(self.candidates, key=lambda key: self.candidates[key].step_seconds)
+
+    def least_bytes(self, prefetch: int) -> int:
+        """Return the bytes of all slots if no further bucket is kept."""
+        return self._plan(prefetch, 0)[1]
 
     def _fits(self, prefetch: int, number: int) -> bool:
-        if self.budget is None:
-            return True
-        kept = self.kept | frozenset(self.first_in_backward[:number])
-        return self.evaluate(prefetch, kept)[1] <= self.budget
+        key = prefetch, number
+        return key in self.candidates or self.budget is None or self._plan(*key)[1] <= self.budget
 
-    def evaluate(self, prefetch: int, kept: frozenset[Bucket]) -> tuple[Sequence[TraceCtx], int]:
+    def _kept(self, number: int) -> frozenset[Bucket]:
+        return self.kept | frozenset(self.first_in_backward[:number])
+
+    def _plan(self, prefetch: int, number: int) -> tuple[Sequence[TraceCtx], int]:
         """Run the passes for one candidate in an unused arena, and return the sorted halves and the bytes of all slots."""
+        key = prefetch, number
+        if key not in self._planned:
+            self._planned[key] = self._run_passes(prefetch, self._kept(number), self._unsorted(number))
+        return self._planned[key]
+
+    def _unsorted(self, number: int) -> list[TraceCtx]:
+        if number not in self._halves:
+            joint = regather_for_backward(self.joint, kept=self._kept(number))
+            self._halves[number] = [write_grads_in_place(half) for half in split_joint(joint)]
+        return self._halves[number]
+
+    def _run_passes(
+        self, prefetch: int, kept: frozenset[Bucket], unsorted: Sequence[TraceCtx]
+    ) -> tuple[Sequence[TraceCtx], int]:
         scratch: dict[Arena, Arena] = {}
 
         def arena_of(bucket: Bucket) -> Arena:
             return scratch.setdefault(bucket.arena, Arena(bucket.arena.device))
 
-        joint = regather_for_backward(self.joint, kept=kept)
         halves: list[TraceCtx] = []
-        for half in map(write_grads_in_place, split_joint(joint)):
+        for half in unsorted:
             forward = halves[0] if halves else None
-            room = gather_budget(half, budget=self.budget, kept=kept)
-            half = sort_communication(
-                half,
-                prefetch=prefetch,
-                max_unsharded_bytes=room,
-                max_gathers_in_flight=self.max_gathers_in_flight,
-            )
-            most = slot_budget(half, budget=self.budget, kept=kept)
-            half = assign_slots(half, kept=kept, arena_of=arena_of, forward=forward, max_bytes=most)
+            left = shared_budget(half, budget=self.budget, kept=kept)
+            sort = partial(sort_communication, prefetch=prefetch, max_gathers_in_flight=self.max_gathers_in_flight)
+            if self.budget is None:
+                half = sort(half)
+            else:
+                half = sort_within_budget(half, sort=sort, max_unsharded_bytes=self.budget, kept=kept, forward=forward)
+            half = assign_slots(half, kept=kept, arena_of=arena_of, forward=forward, max_bytes=left)
             halves.append(
                 mark_retained_by_forward(half) if forward is None else reuse_from_forward(half, forward=forward)
             )
-        private = _private_bytes(halves[0], kept)
-        return halves, private + sum(arena.nbytes for arena in scratch.values())
+        return halves, private_bytes(halves[0], kept) + sum(arena.nbytes for arena in scratch.values())
 
     @cached_property
     def first_in_backward(self) -> list[Bucket]:

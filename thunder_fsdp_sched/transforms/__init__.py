@@ -20,6 +20,7 @@ from .replay_schedule import ScheduleMismatch, replay_schedule
 from .reuse_from_forward import mark_retained_by_forward, reuse_from_forward
 from .shard_prologue import refuse_foreign_parameters, shard_prologue, unpacked_parameters
 from .sort_communication import sort_communication
+from .sort_within_budget import sort_within_budget
 from .verify import VerificationError, verify
 from .write_grads_in_place import share_written_in_place, write_grads_in_place
 
@@ -45,6 +46,7 @@ __all__ = [
     "shard_prologue",
     "share_written_in_place",
     "sort_communication",
+    "sort_within_budget",
     "unpacked_parameters",
     "verify",
     "write_grads_in_place",

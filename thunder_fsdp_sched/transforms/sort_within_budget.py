@@ -1,0 +1,78 @@
+"""Sort communication under ``max_unsharded_bytes``: gathers are delayed only where the budget requires it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from thunder.core.trace import TraceCtx
+
+from ..runtime.bucket import Bucket
+from ..runtime.memory import Arena, slot_bytes
+from ..trace.liveness import slot_bytes_of
+from ..trace.operands import bucket_of
+from ..trace.slots import filling_bytes
+from ..trace.symbols import fsdp_all_gather, fsdp_reduce_scatter
+from .assign_slots import assign_slots
+from .sort_communication import bytes_in_flight
+
+__all__ = ["private_bytes", "shared_budget", "sort_within_budget"]
+
+
+def sort_within_budget(
+    trace: TraceCtx,
+    *,
+    sort: Callable[..., TraceCtx],
+    max_unsharded_bytes: int,
+    kept: Collection[Bucket] = (),
+    forward: TraceCtx | None = None,
+) -> TraceCtx:
+    """Reorder the communication of an execution trace such that its slots fit a budget, if they can.
+
+    Runs in place of ``sort_communication``, whose result without a limit it returns if all slots then fit the budget.
+    Otherwise it limits gathered buckets to the bytes that the budget leaves beside kept buckets and unsharded
+    gradients. That bound is cautious, so it may delay gathers that would fit.
+
+    Args:
+        sort: ``sort_communication`` with its other options; takes a trace and ``max_unsharded_bytes``.
+        max_unsharded_bytes: the budget (bytes) for all slots together.
+        kept: buckets that stay unsharded from forward to backward.
+        forward: for a backward trace, its forward trace with slots.
+    """
+    unlimited = sort(trace)
+    if _bytes_of_slots(unlimited, max_unsharded_bytes, kept, forward) <= max_unsharded_bytes:
+        return unlimited
+    limit = _gather_budget(trace, budget=max_unsharded_bytes, kept=kept)
+    return sort(trace, max_unsharded_bytes=limit)
+
+
+def shared_budget(trace: TraceCtx, *, budget: int | None, kept: Collection[Bucket]) -> int | None:
+    """Return the bytes left for shared slots: the budget minus kept buckets."""
+    return None if budget is None else budget - private_bytes(trace, kept)
+
+
+def private_bytes(trace: TraceCtx, kept: Collection[Bucket]) -> int:
+    """Return the bytes of the slots of kept buckets; for those that this trace does not gather, the planned bytes."""
+    gathered = [b for b in trace.bound_symbols if b.sym is fsdp_all_gather and bucket_of(b).base in kept]
+    elsewhere = set(kept) - {bucket_of(b).base for b in gathered}
+    return sum(map(slot_bytes_of, gathered)) + sum(slot_bytes(b.spec, b.spec.param_dtype) for b in elsewhere)
+
+
+def _bytes_of_slots(trace: TraceCtx, budget: int, kept: Collection[Bucket], forward: TraceCtx | None) -> int:
+    """Return the bytes of all slots of a sorted trace, kept buckets included, without assigning them."""
+    scratch: dict[Arena, Arena] = {}
+
+    def arena_of(bucket: Bucket) -> Arena:
+        return scratch.setdefault(bucket.arena, Arena(bucket.arena.device))
+
+    left = shared_budget(trace, budget=budget, kept=kept)
+    assign_slots(trace, kept=kept, arena_of=arena_of, forward=forward, max_bytes=left)
+    return private_bytes(trace, kept) + sum(arena.nbytes for arena in scratch.values())
+
+
+def _gather_budget(trace: TraceCtx, *, budget: int, kept: Collection[Bucket]) -> int:
+    """Return the bytes left for gathered buckets in one trace: the budget minus kept buckets and unsharded gradients.
+
+    Unsharded gradients are the reductions that may be in flight, and the slots that gradients are written to meanwhile.
+    """
+    in_flight = sum(bytes_in_flight(b for b in trace.bound_symbols if b.sym is fsdp_reduce_scatter).values())
+    return max(budget - private_bytes(trace, kept) - in_flight - filling_bytes(trace), 0)
