@@ -15,10 +15,11 @@ import torch
 from ..transports.base import Transport, Views, Work
 from .coordination import Coordinator, IssueCounts
 from .forward_numbers import is_backward_of
-from .memory import Arena, Slot, address, shard_strides, shard_views, slot_bytes, unsharded_views
+from .memory import Arena, Slot, address, slot_bytes
 from .row_operators import RowDTensor
 from .rows import Rows
 from .shard_source import ShardSource, source_of
+from .views import shard_strides, shard_views, unsharded_views
 
 if TYPE_CHECKING:
     from ..distributed.process_groups import Ranks

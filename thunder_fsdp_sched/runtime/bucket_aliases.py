@@ -15,7 +15,7 @@ from ..plan.specs import BucketSpec
 from ..transports import TRANSPORTS
 from .bucket import Bucket, handle_name
 
-__all__ = ["alias_bytes", "alias_in_dtype", "alias_of_params"]
+__all__ = ["alias_bytes", "alias_in_dtype", "alias_of_params", "temporary_alias_in_dtype"]
 
 
 class _BucketAlias(Bucket):
@@ -34,10 +34,25 @@ def alias_in_dtype(bucket: Bucket, dtype: torch.dtype) -> Bucket:
     """Return the alias that gathers all of ``bucket`` in lower precision, by casting its shard before sending it."""
     key = (dtype,)
     if key not in bucket.aliases:
-        comm = replace(bucket.spec.comm, param_dtype=dtype, reason=f"{bucket.spec.comm.reason}; cast before it")
-        name = f"{bucket.spec.name}.{str(dtype).removeprefix('torch.')}"
-        bucket.aliases[key] = _BucketAlias(bucket, replace(bucket.spec, name=name, comm=comm))
+        bucket.aliases[key] = _alias_in_dtype(bucket, dtype, bucket.spec.comm.transport)
     return bucket.aliases[key]
+
+
+def temporary_alias_in_dtype(bucket: Bucket, dtype: torch.dtype) -> Bucket:
+    """Return a new alias that gathers all of ``bucket`` in any dtype that its ranks can send, for use between traces.
+
+    Memory for a cast of the shard is freed with the alias. So it is not memory from which peers read, which takes a
+    collective to allocate; such buckets are sent by ``flat``, which has the same layout.
+    """
+    transport = bucket.spec.comm.transport
+    return _alias_in_dtype(bucket, dtype, "flat" if TRANSPORTS[transport].peers_read_shards else transport)
+
+
+def _alias_in_dtype(bucket: Bucket, dtype: torch.dtype, transport: str) -> Bucket:
+    reason = f"{bucket.spec.comm.reason}; cast before it"
+    comm = replace(bucket.spec.comm, transport=transport, param_dtype=dtype, reason=reason)
+    name = f"{bucket.spec.name}.{str(dtype).removeprefix('torch.')}"
+    return _BucketAlias(bucket, replace(bucket.spec, name=name, comm=comm))
 
 
 def alias_of_params(bucket: Bucket, indices: Sequence[int]) -> Bucket:

@@ -39,17 +39,19 @@ that cannot be repaired: every later backward raises an error until ``discard_un
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from ..transports.base import TransportedBucket, Views, Work
 from .forward_numbers import forward_number, is_backward_of
+from .views import unsharded_views, with_own_storage
 
 if TYPE_CHECKING:
     from ..plan.specs import BucketSpec
@@ -61,10 +63,7 @@ __all__ = [
     "Slot",
     "address",
     "failed",
-    "shard_strides",
-    "shard_views",
     "slot_bytes",
-    "unsharded_views",
 ]
 
 
@@ -221,6 +220,33 @@ class Arena:
             slot.params.clear()
             slot.grads.clear()
 
+    @contextlib.contextmanager
+    def lend(self, nbytes: int) -> Iterator[Arena]:
+        """Give another arena of ``nbytes`` the memory of this one, for use between two traces.
+
+        If it is too small, it is freed, and the other arena allocates its own. A trace that runs in the meantime
+        allocates new memory, and nothing that forward left is resident any more.
+        """
+        for flight in self.in_flight:  # an exception left it
+            self.finish(flight)
+        memory = self._memory
+        self.release()
+        other = Arena(self.device)
+        other.nbytes = nbytes
+        if memory is not None and memory.numel() >= nbytes:
+            other._memory = memory
+        del memory
+        try:
+            yield other
+        finally:
+            for flight in other.in_flight:  # of a caller that stopped early: nobody will read it
+                with contextlib.suppress(RuntimeError):
+                    other.finish(flight)
+            memory = other._memory
+            other.release()
+            if memory is not None and memory.numel() == self.nbytes and self._memory is None and not other.in_flight:
+                self._memory = memory
+
     def make_views(self, bucket: SlottedBucket, slot: Slot, dtype: torch.dtype) -> Views:
         """Return the views of ``slot`` for ``bucket``, with elements of ``dtype``."""
         self.allocate()
@@ -244,7 +270,7 @@ class Arena:
         """Return the views of ``slot`` as parameters of ``bucket``, each with a storage of its own."""
         views = self.make_views(bucket, slot, bucket.spec.param_dtype)
         with torch.inference_mode(False):
-            return views._replace(tensors=tuple(map(_with_own_storage, views.tensors)))
+            return views._replace(tensors=tuple(map(with_own_storage, views.tensors)))
 
     def span_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Return the range of bytes of the arena that ``tensor`` spans, or ``None`` if it is not in the arena."""
@@ -353,45 +379,6 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
-def shard_views(spec: BucketSpec, rank: int, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the rows that ``rank`` owns of each parameter, as views of a flat shard (or of its gradients)."""
-    shapes, strides, offsets = shard_strides(spec, rank)
-    return tuple(map(flat.as_strided, shapes, strides, (flat.storage_offset() + offset for offset in offsets)))
-
-
-def shard_strides(spec: BucketSpec, rank: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[int]]:
-    """Return shapes, strides and offsets, within the flat shard, of the rows that ``rank`` owns of each parameter."""
-    shapes = [placement.shard_shape(rank) for placement in spec.layout.placements]
-    return shapes, list(map(_contiguous_strides, shapes)), [p.shard_offsets[rank] for p in spec.layout.placements]
-
-
-def unsharded_views(spec: BucketSpec, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return each whole parameter as a contiguous view of a flat unsharded buffer."""
-    return tuple(
-        flat.as_strided(p.shape, _contiguous_strides(p.shape), flat.storage_offset() + p.unsharded_offset)
-        for p in spec.layout.placements
-    )
-
-
-def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Return ``view`` with a storage of its own, if there is memory; see [Note: Storages of parameters]."""
-    storage = view.untyped_storage()
-    if storage.device.type == "meta":  # those of fake tensors, too
-        return view
-    begin = view.storage_offset() * view.element_size()
-    own = torch.empty(0, dtype=view.dtype, device=view.device)
-    return own.set_(storage[begin : begin + view.nbytes], 0, view.shape, view.stride())
-
-
 def address(shard: torch.Tensor) -> int:
     """Return the address of ``shard``, or of its storage if it has no rows, so that all ranks notice a replacement."""
     return shard.data_ptr() or shard.untyped_storage().data_ptr()
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = []
-    stride = 1
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= max(size, 1)
-    return tuple(reversed(strides))

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..transports.base import NO_CONTEXT, TransportedBucket, labelled, side_stream
 from .forward_numbers import forward_number, is_backward_of
 
-__all__ = ["ShardSource", "finish_copies", "source_of"]
+__all__ = ["ShardSource", "finish_copies", "source_of", "version_of"]
 
 
 class SentBucket(TransportedBucket, Protocol):
@@ -64,6 +64,9 @@ class ShardSource:
     def finish_copy(self) -> None:
         """Wait until the host may write the shard again; see [Note: Writes to offloaded shards]."""
 
+    def free(self) -> None:
+        """Free what :meth:`shard` has returned, after its gather."""
+
 
 class CastShardSource(ShardSource):
     """The source that sends a cast of the shard in lower precision, made by one kernel in each forward."""
@@ -74,7 +77,7 @@ class CastShardSource(ShardSource):
 
     def shard(self, *, again: bool) -> torch.Tensor:
         bucket = self._bucket
-        of = (_optimizer_steps, bucket.shard._version, *(p._version for p in bucket.params))
+        of = version_of(bucket)
         if self._cast is None:
             with torch.inference_mode(False):
                 self._cast = bucket.allocate_sent()
@@ -85,6 +88,9 @@ class CastShardSource(ShardSource):
             self._cast.copy_(bucket.shard)
         self._of, self._number = of, forward_number()
         return self._cast
+
+    def free(self) -> None:
+        self._cast = None
 
 
 class OffloadedShardSource(ShardSource):
@@ -135,6 +141,11 @@ def source_of(bucket: SentBucket) -> ShardSource:
     if bucket.spec.comm.offload:
         return OffloadedShardSource(bucket)
     return CastShardSource(bucket) if bucket.spec.param_dtype != bucket.spec.dtype else ShardSource(bucket)
+
+
+def version_of(bucket: SentBucket) -> tuple[int, ...]:
+    """Return numbers that differ after each detectable write to the shard; see [Note: Reuse of casts]."""
+    return (_optimizer_steps, bucket.shard._version, *(p._version for p in bucket.params))
 
 
 _optimizer_steps = 0

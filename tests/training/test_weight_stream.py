@@ -1,0 +1,301 @@
+"""``stream_full_parameters``: whole parameters, bucket by bucket, on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+import time
+import weakref
+from typing import Any
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.runtime.memory import slot_bytes
+
+import pytest
+import shared_memory
+import thunder
+import torch
+import torch.distributed as dist
+from models import LoRALinear, Stack
+from ranks import Ranks
+from reference import Twins
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Everything(nn.Module):
+    """A module with every kind of parameter: root, 0-dim, empty, uneven, frozen, tied, of rank 3, of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.packed = nn.Parameter(torch.randn(8, 4).t())
+        self.codes = nn.Parameter(torch.randint(99, (5,)), requires_grad=False)
+        self.embedding = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList(LoRALinear(4) for _ in range(3))
+        self.experts = nn.Parameter(torch.randn(3, 2, 5))
+        self.norm = nn.LayerNorm(4, dtype=torch.float16)
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.embedding.weight
+
+    def forward(self) -> None:
+        raise AssertionError("it is not called")
+
+
+DTYPES = (None, torch.bfloat16, torch.float64, torch.float8_e4m3fn)
+
+OPTIONS: list[dict[str, Any]] = [
+    {"ignored_params": ["experts", "embedding.weight"]},
+    {"transport": "coalesced", "bucketing_strategy": "layer"},
+    {"transport": "staged"},
+    {"transport": "all_reduce", "sharding_strategy": "zero2"},
+    {"transport": "shared_files", "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    {"mesh": "hybrid", "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    {"offload_policy": CPUOffloadPolicy(pin_memory=False), "bucketing_strategy": "none"},
+]
+
+
+def _same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    views = [t.detach().contiguous().flatten().view(torch.uint8) for t in (ours, theirs)]
+    return ours.shape == theirs.shape and ours.dtype == theirs.dtype and torch.equal(*views)
+
+
+def _compare_options(rank: int, world_size: int) -> None:
+    shared_memory.register()
+    for options in OPTIONS:
+        if options.get("mesh") == "hybrid":
+            options["mesh"] = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
+        torch.manual_seed(1)
+        plain = Everything()
+        model = thunder.jit(copy.deepcopy(plain), transforms=[fsdp(**options)])
+        expected = dict(plain.named_parameters())
+        for dtype in DTYPES:
+            given = {}
+            for name, tensor in tfs.stream_full_parameters(model, dtype):
+                assert name not in given and type(tensor) is torch.Tensor and not tensor.requires_grad
+                given[name] = tensor.clone()
+            assert given.keys() == expected.keys()
+            for name, param in expected.items():
+                wanted = param if dtype is None or not param.is_floating_point() else param.to(dtype)
+                assert _same_bits(given[name], wanted), (options, dtype, name)
+        adapters = [name for name, _ in tfs.stream_full_parameters(model, trainable_only=True)]
+        assert sorted(adapters) == sorted(name for name, param in expected.items() if param.requires_grad)
+
+
+def test_every_parameter_is_given_once_and_bit_equal(ranks: Ranks) -> None:
+    ranks.run(_compare_options)
+
+
+class Experts(nn.Module):
+    """Blocks that all ranks have, and an expert that differs between groups of ranks."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.more = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.expert = nn.Linear(4, 6 + number)
+
+    def forward(self) -> None:
+        raise AssertionError("it is not called")
+
+
+def _stream_experts(rank: int, world_size: int) -> None:
+    members = [dist.new_group([0, 2], group_desc="experts"), dist.new_group([1, 3], group_desc="experts")]
+    torch.manual_seed(1)
+    plain = Experts(rank % 2)
+    for mesh in (None, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))):
+
+        def group_for(name: str, param: Any) -> Any:
+            return members[rank % 2] if name.startswith("expert") else None
+
+        model = thunder.jit(copy.deepcopy(plain), transforms=[fsdp(process_group_for=group_for, mesh=mesh)])
+        given = {name: tensor.clone() for name, tensor in tfs.stream_full_parameters(model, torch.bfloat16)}
+        assert list(given)[-2:] == ["expert.weight", "expert.bias"], "buckets of some ranks only must come last"
+        for name, param in plain.named_parameters():
+            assert _same_bits(given.pop(name), param.to(torch.bfloat16))
+        assert not given
+
+
+def test_parameters_of_several_groups_and_of_replicas_are_given(four_ranks: Ranks) -> None:
+    four_ranks.run(_stream_experts)
+
+
+class _PeakBytes(TorchDispatchMode):
+    """Measures the peak of bytes in storages made within the context; storages may be slices of others.
+
+    Args:
+        known: memory that was there before, slices of which do not count.
+    """
+
+    def __init__(self, known: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.known = (0, 0) if known is None else (known.data_ptr(), known.data_ptr() + known.nbytes)
+        self.spans: dict[int, tuple[int, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not result.is_meta and not func.is_view:
+            storage = result.untyped_storage()
+            if storage._cdata not in self.spans:
+                self.spans[storage._cdata] = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+                weakref.finalize(storage, self.spans.pop, storage._cdata, None)
+                self.peak = max(self.peak, self.live())
+        return result
+
+    def live(self) -> int:
+        live = end = 0
+        for first, last in sorted(self.spans.values()):
+            if self.known[0] <= first < self.known[1]:
+                continue
+            live += max(last - max(first, end), 0)
+            end = max(last, end)
+        return live
+
+
+TOKENS = 512
+"""At least the bytes by which ranks agree on their next gather, in host memory."""
+
+
+class Growing(nn.Module):
+    """Blocks of different sizes, so that the largest bucket is not next to the second largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, width) for width in (8, 128, 16, 96, 100))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(block.forward(x).sum() for block in self.blocks)
+
+
+def _measure(rank: int, world_size: int) -> None:
+    model = thunder.jit(Growing(), transforms=[transform := fsdp(transport="flat")])
+    arena = transform.sharded.buckets[0].arena
+    for dtype in (torch.float32, torch.bfloat16):
+        sizes = [slot_bytes(bucket, dtype) for bucket in transform.plan]
+        limit = max(map(sum, itertools.pairwise(sizes)))
+        assert limit < sum(sorted(sizes)[-2:])
+        # Two are in use; gloo's thread may release a third a little later.
+        three = max(map(sum, zip(sizes, sizes[1:], sizes[2:], strict=False)))
+        casts = three // world_size if dtype is torch.bfloat16 else 0
+        gc.collect()
+        with _PeakBytes() as peak:
+            numel = sum(tensor.numel() for _, tensor in tfs.stream_full_parameters(model, dtype))
+        assert numel == sum(p.numel() for p in Growing().parameters())
+        assert limit <= peak.peak <= limit + casts + TOKENS, (dtype, limit, peak.peak)
+        assert arena._memory is None
+        deadline = time.monotonic() + 10
+        while peak.live() > TOKENS and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert peak.live() <= TOKENS, "memory that was allocated must be freed"
+    model(torch.randn(2, 64)).backward()
+    memory = arena._memory
+    assert memory is not None and memory.numel() >= limit
+    with _PeakBytes(memory) as peak:
+        for _ in tfs.stream_full_parameters(model, torch.bfloat16):
+            assert arena._memory is None
+    assert peak.peak <= casts + TOKENS
+    assert arena._memory is memory, "the model must have its memory back"
+
+
+def test_peak_memory_is_two_successive_buckets_or_that_of_the_training_step(ranks: Ranks) -> None:
+    ranks.run(_measure)
+
+
+def _check_stream(twins: Twins, **options: Any) -> None:
+    expected = tfs.full_state_dict(twins.sharded)
+    names = []
+    for name, tensor in tfs.stream_full_parameters(twins.sharded, **options):
+        assert _same_bits(tensor, expected[name]), name
+        names.append(name)
+    assert names == list(expected)
+
+
+def _train(rank: int, world_size: int, strategy: str) -> None:
+    twins = Twins(rank, world_size, Stack(2).double(), sharding_strategy=strategy)
+    twins.train(steps=1)
+    for step in range(2):
+        with twins.sharded.no_sync():
+            twins.backward(step)
+            _check_stream(twins)
+        _check_stream(twins)  # with unreduced gradients pending
+        losses = twins.forward(step + 1)
+        _check_stream(twins)  # between forward and backward, which finds no bucket in memory any more
+        for loss in losses:
+            loss.backward()
+        _check_stream(twins)  # with gradients pending
+        twins.update()
+    names = []
+    expected = tfs.full_state_dict(twins.sharded)
+    nested = zip(
+        tfs.stream_full_parameters(twins.sharded),
+        tfs.stream_full_parameters(twins.sharded, torch.float32),
+        strict=True,
+    )
+    with contextlib.closing(tfs.stream_full_parameters(twins.sharded)) as early:
+        next(early)
+        for (name, tensor), (other, rounded) in nested:
+            names.append(name)
+            if len(names) in (2, 5):  # a training step has other memory in the meantime
+                twins.backward()
+                for model in (twins.sharded, twins.reference):
+                    model.zero_grad()
+            assert _same_bits(tensor, expected[name]) and _same_bits(rounded, expected[other].float())
+    assert len(names) == len(expected)
+    twins.train(steps=1)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_training_goes_on_around_and_inside_of_streams(ranks: Ranks, strategy: str) -> None:
+    ranks.run(_train, strategy)
+
+
+def _stop(rank: int, world_size: int) -> None:
+    twins = Twins(rank, world_size, Stack(3).double())
+    model = twins.sharded
+
+    def first(count: int) -> None:
+        for number, _ in enumerate(tfs.stream_full_parameters(model), 1):
+            if number == count:
+                break
+
+    for count in (1, 2, 3, 99):
+        first(count)
+    first(1 + rank)  # in the same bucket
+    with pytest.raises(ArithmeticError):
+        for _ in tfs.stream_full_parameters(model):
+            raise ArithmeticError("a failing consumer")
+    never_started = tfs.stream_full_parameters(model)
+    del never_started
+    # Rank 0 stops in the first bucket, rank 1 goes on: both learn of it in the next thing that they do together.
+    sides = (
+        r"rank 0: gathering for a state dict .*\n    "
+        r"rank 1: stream_full_parameters\(dtype=None\): gathering blocks\.1 as torch\.float64"
+    )
+    with pytest.raises(tfs.ScheduleDisagreement, match=sides):
+        first(1) if rank == 0 else first(99)
+        tfs.full_state_dict(model)
+    with pytest.raises(tfs.ScheduleDisagreement, match=r"rank 0: .*dtype=torch.float32.*\n    rank 1: .*dtype=None"):
+        next(tfs.stream_full_parameters(model, torch.float32 if rank == 0 else None))
+    with pytest.raises(RuntimeError, match=r"parameters of bucket 'blocks\.1' were changed after it had started"):
+        for name, _ in tfs.stream_full_parameters(model):
+            if name == "first.weight":
+                with torch.no_grad():
+                    model.get_parameter("blocks.1.up.weight").mul_(1)
+    for dtype, error in (("bfloat16", TypeError), (torch.int8, ValueError)):
+        with pytest.raises(error, match="dtype: expected a"):
+            tfs.stream_full_parameters(model, dtype)
+    with pytest.raises(TypeError, match="that no fsdp"):
+        tfs.stream_full_parameters(twins.reference)
+    twins.train(steps=1)
+    _check_stream(twins)
+
+
+def test_ranks_that_stop_early_or_ask_for_different_things_get_errors(ranks: Ranks) -> None:
+    ranks.run(_stop)

@@ -1,0 +1,81 @@
+"""Stream whole parameters out of a sharded model, to an inference engine for example."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+from thunder.core.module import ThunderModule
+
+from ..runtime.bucket import Bucket
+from ..sharding.sharded_module import ShardedModule
+from ..transform import find_transform
+from .gather_ahead import gather_ahead, sent_dtype
+
+__all__ = ["stream_full_parameters"]
+
+
+def stream_full_parameters(
+    model: ThunderModule, dtype: torch.dtype | None = None, *, trainable_only: bool = False
+) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Yield the name and the whole value of each parameter, on all ranks; a collective.
+
+    Parameters are gathered bucket by bucket, the next bucket while the current one is consumed. Two unsharded buckets are
+    in memory at a time; they use the memory of the training step if it suffices::
+
+        for name, tensor in tfs.stream_full_parameters(model, dtype=torch.bfloat16):
+            if dist.get_rank() == 0:
+                dist.broadcast(tensor, src=0, group=group_with_engine)
+
+    **A tensor is valid until the next one is asked for**: its memory is overwritten by later buckets, and afterwards by
+    training. To keep it, copy it (``tensor.clone()``), and wait for an asynchronous send of it within the loop. Writes to
+    it are lost.
+
+    Names are those of ``model.named_parameters()``, tied parameters appear once. Sharded parameters come first, in the
+    order of the plan. Then come those that are not sharded (``ignored_params``), which may be this rank's own memory.
+    Buffers are not included; every rank has them.
+
+    All ranks must run the loop to its end, or leave it within the same bucket. Otherwise the next thing that they do
+    together raises an error. Parameters must not change during the loop. The model may be called in it.
+
+    Args:
+        dtype: the dtype of floating-point tensors; the default is that of the parameters (not of ``mp_policy``). If it is
+            smaller, each rank casts its rows before they are sent. That needs memory for two buckets' shards in it.
+        trainable_only: leave out parameters that do not require gradients, such as the base model of adapters.
+
+    Raises:
+        TypeError: ``model`` is not sharded by ``fsdp(...)``, or ``dtype`` is no dtype.
+        ValueError: ``dtype`` is not a floating-point dtype.
+        RuntimeError: parameters were changed during the loop, or given other memory; a collective failed.
+        ScheduleDisagreement: ranks asked for different things, or one left the loop earlier.
+    """
+    sharded = find_transform(model).sharded
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype: expected a torch.dtype or None, got {dtype!r}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype: expected a floating-point dtype, got {dtype}")
+    sharded.module_params.check_shards()
+    sharded.check_initialized()
+    return _stream(model, sharded, dtype, trainable_only)
+
+
+def _stream(
+    model: ThunderModule, sharded: ShardedModule, dtype: torch.dtype | None, trainable_only: bool
+) -> Generator[tuple[str, torch.Tensor], None, None]:
+    def is_wanted(param: torch.Tensor) -> bool:
+        return param.requires_grad or not trainable_only
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+    wanted: list[tuple[Bucket, torch.dtype]] = [
+        (bucket, sent_dtype(bucket, dtype)) for bucket in sharded.buckets if any(map(is_wanted, bucket.params))
+    ]
+    for bucket, tensors in gather_ahead(sharded, f"stream_full_parameters(dtype={dtype})", wanted):
+        for spec, param, tensor in zip(bucket.spec.params, bucket.params, tensors, strict=True):
+            if is_wanted(param):
+                yield spec.name, cast(tensor)
+        del tensor, tensors
+    for name, param in model.named_parameters():
+        if name not in sharded.locations and is_wanted(param):
+            yield name, cast(param.detach())
