@@ -31,7 +31,7 @@ def load(name: str) -> ModuleType:
 
 def test_every_example_is_short_and_says_how_to_start_it() -> None:
     found = sorted(FOLDER.glob("*.py"))
-    assert [path.stem for path in found] == ["evaluate", "plan", "resume", "test_schedule", "train"]
+    assert [path.stem for path in found] == ["evaluate", "plan", "resume", "stream_weights", "test_schedule", "train"]
     for path in found:
         lines = path.read_text().splitlines()
         assert len(lines) < 60, path
@@ -69,6 +69,20 @@ def test_evaluate_gives_the_loss_of_unpadded_batches_and_generates(ranks: Ranks)
         assert len(tokens) == 8
     assert results[0][0] == results[1][0]
     assert results[0][1] != results[1][1], "each rank must have its own prompt"
+
+
+def _stream_weights(rank: int, world_size: int) -> torch.Tensor:
+    return load("stream_weights").main()
+
+
+def test_the_inference_process_has_the_logits_of_the_trained_model(four_ranks: Ranks) -> None:
+    *trained, server = four_ranks.run(_stream_weights)
+    assert all(torch.equal(logits, server) for logits in trained)
+    torch.manual_seed(0)
+    initial = load("stream_weights").Sequential(
+        torch.nn.Embedding(256, 64), torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 256)
+    )
+    assert not torch.allclose(initial(torch.arange(8).unsqueeze(0)), server, atol=1e-2)
 
 
 def test_plan_compares_strategies_on_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
