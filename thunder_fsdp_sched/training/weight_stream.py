@@ -9,7 +9,7 @@ from thunder.core.module import ThunderModule
 
 from ..runtime.bucket import Bucket
 from ..sharding.sharded_module import ShardedModule
-from ..transform import find_transform
+from ..transform import find_jitted
 from .gather_ahead import gather_ahead, sent_dtype
 
 __all__ = ["stream_full_parameters"]
@@ -49,7 +49,7 @@ def stream_full_parameters(
         RuntimeError: parameters were changed during the loop, or given other memory; a collective failed.
         ScheduleDisagreement: ranks asked for different things, or one left the loop earlier.
     """
-    sharded = find_transform(model).sharded
+    model, sharded = find_jitted(model)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype: expected a torch.dtype or None, got {dtype!r}")
     if dtype is not None and not dtype.is_floating_point:
