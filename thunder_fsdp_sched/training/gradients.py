@@ -140,7 +140,7 @@ def set_gradient_divide_factor(model: ThunderModule, factor: float | None, *, mo
         ScheduleDisagreement: other ranks do something else or pass other arguments.
     """
     factor = check_factor(factor)
-    sharded = find_transform(model).sharded
+    _, sharded = find_jitted(model)
     prefix = f"{module_name}." if module_name else ""
     chosen = []
     for bucket in sharded.buckets:
