@@ -48,8 +48,8 @@ def measure(parameters: int, width: int, rounds: int) -> None:
     layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(parameters))
     jitted = thunder.jit(layers, transforms=[transform := thunder_fsdp_sched.fsdp()])
     dtensors = list(jitted.parameters())
-    plain = [torch.nn.Parameter(local_rows(param).detach().clone()) for param in dtensors]
     buckets = transform.sharded.buckets
+    plain = plain_copies(dtensors)
     backwards = {
         "plain tensors": backward(plain, lambda: plain_grads(buckets)),
         "DTensors": backward(
@@ -82,6 +82,19 @@ def measure(parameters: int, width: int, rounds: int) -> None:
             f"hook {ratios['dtensors']:.1f}",
             flush=True,
         )
+
+
+def plain_copies(dtensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return parameters that lie in memory as the rows of ``dtensors`` do, side by side in copies of their buffers."""
+    buffers: dict[int, torch.Tensor] = {}
+    copies = []
+    for rows in map(local_rows, dtensors):
+        storage = rows.untyped_storage()
+        if storage.data_ptr() not in buffers:
+            buffers[storage.data_ptr()] = torch.empty(0).set_(storage.clone())
+        buffer = buffers[storage.data_ptr()]
+        copies.append(torch.nn.Parameter(buffer.as_strided(rows.shape, rows.stride(), rows.storage_offset())))
+    return copies
 
 
 def plain_grads(buckets: Sequence[Any]) -> list[torch.Tensor]:

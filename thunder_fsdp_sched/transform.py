@@ -46,6 +46,7 @@ from .private_api import quiet_no_sync, refuse_foreign_functions, unwrap_fabric
 from .runtime.row_dtensor import local_rows
 from .sharding.input_casts import attach_casts, cast_inputs
 from .sharding.jitted_state import hold_entries
+from .sharding.replacement import replace_in_optimizers_of
 from .sharding.sharded_module import ShardedModule
 from .trace import symbols
 from .trace.descriptions import read_call
@@ -136,6 +137,7 @@ class FSDPTransform(Transform):
             )
         # Adding a transform to a jitted module creates a new ThunderModule, which gets the same shards.
         self._sharded.attach(model)
+        replace_in_optimizers_of(self._sharded.former_params)
         hold_entries(model, self._sharded)
         attach_casts(model, self._sharded.mp_policy)
         refuse_foreign_functions(model._model, self._sharded.locations)

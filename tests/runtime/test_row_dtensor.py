@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from thunder_fsdp_sched.distributed.process_groups import ProcessGroupRef
 from thunder_fsdp_sched.distributed.process_groups import Ranks as ShardingRanks
 from thunder_fsdp_sched.plan.layout import make_layout
+from thunder_fsdp_sched.runtime.row_dtensor import replicated
 from thunder_fsdp_sched.runtime.row_operators import RowDTensor
 from thunder_fsdp_sched.runtime.rows import Rows
 
@@ -18,7 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import Ranks
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 SHAPES = [(5, 4), (3,), (), (7, 2, 3), (1, 4), (8, 4), (0, 4)]
 
@@ -93,6 +96,26 @@ def test_operators_give_what_they_give_on_whole_tensors(ranks: Ranks, even: bool
 
 def test_operators_give_what_they_give_on_whole_tensors_on_four_ranks(four_ranks: Ranks) -> None:
     four_ranks.run(_check_operators, False)
+
+
+def _check_placements(rank: int, world_size: int) -> None:
+    for x, whole in _pairs(even=False):
+        if not x.ndim:
+            continue
+        shape, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
+        assert shape == x.to_local().shape and (offset[0] == x.rows.start or not shape[0])
+        assert all(placement.is_shard(0) for placement in pickle.loads(pickle.dumps(x.placements)))
+        # A DTensor that someone else has made of the rows, or cuts where they are cut.
+        wrapped = DTensor.from_local(x.to_local(), x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
+        assert torch.equal(wrapped.full_tensor(), whole)
+        cut = replicated(whole, x.device_mesh).redistribute(x.device_mesh, x.placements)
+        assert torch.equal(cut.to_local(), x.to_local())
+        assert torch.equal(distribute_tensor(whole, x.device_mesh, x.placements).full_tensor(), whole)
+
+
+def test_placements_tell_where_rows_are_cut(ranks: Ranks, four_ranks: Ranks) -> None:
+    ranks.run(_check_placements)
+    four_ranks.run(_check_placements)
 
 
 def _check_changes_and_views(rank: int, world_size: int, even: bool) -> None:

@@ -175,12 +175,21 @@ def _train_from_meta(rank: int, world_size: int) -> None:
     assert module.first.weight.group == "matrices" and not hasattr(module.first.weight, "_thunder_device")
     theirs = torch.optim.AdamW(expected.parameters(), lr=0.1)
     x = torch.ones(2, 4)  # the same on all ranks, so that gradients need no averaging
+    # The optimizer, made before thunder.jit, has the sharded parameters from the start, not from its first step on.
+    loss_of(model(x)).backward()
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
     for _ in range(2):
-        for m, o in ((model, optimizer), (expected, theirs)):
-            loss_of(m(x)).backward()
-            o.step()
+        for m, o, scaler in zip((model, expected), (optimizer, theirs), scalers, strict=True):
+            scaler.scale(loss_of(m(x))).backward()
+            scaler.unscale_(o)
+            scaler.step(o)
+            scaler.update()
             o.zero_grad()
-    assert sorted(hook_calls) == ["accumulated"] * 2 + ["grad"] * 2
+    assert sorted(hook_calls) == ["accumulated"] * 3 + ["grad"] * 3
+    with pytest.raises(RuntimeError, match=r"'first.weight' .* before thunder.jit"):
+        nn.utils.clip_grad_norm_(before.values(), 1.0)
     for name, value in full_state_dict(model).items():
         torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-4, atol=1e-5)
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from thunder_fsdp_sched import fsdp, full_state_dict
+from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor
 
 import pytest
@@ -22,11 +22,13 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 TRANSPORTS = ["coalesced", "flat"]
 """With ``coalesced``, rows are cut like those of FSDP2, so bits are equal. Norms of other rows round differently."""
@@ -127,6 +129,35 @@ def test_optimizers_give_what_they_give_with_fsdp2(ranks: Ranks, transport: str)
     ranks.run(_step, transport)
 
 
+def _average(rank: int, world_size: int, transport: str) -> None:
+    both = _Both(world_size, transport, OPTIMIZERS["sgd"])
+    for model in (both.ours, both.theirs):
+        with pytest.raises((TypeError, AssertionError), match=r"copied|deepcopy"):
+            AveragedModel(model)
+    # A copy from before sharding is sharded like the model.
+    torch.manual_seed(0)
+    averages = [AveragedModel(Stack(2, width=8), multi_avg_fn=get_ema_multi_avg_fn(0.5)) for _ in range(2)]
+    averages[1].load_state_dict(averages[0].state_dict())
+    averages[0].module = thunder.jit(averages[0].module, transforms=[fsdp(transport=transport)])
+    fully_shard(averages[1].module, mesh=both.mesh)
+    for step in range(3):
+        both.set_grads(step)
+        for optimizer, average, model in zip(both.optimizers, averages, (both.ours, both.theirs), strict=True):
+            optimizer.step()
+            average.update_parameters(model)
+    ours, theirs = (average.state_dict() for average in averages)
+    assert ours.keys() == theirs.keys() and ours["n_averaged"] == 3
+    for name, value in theirs.items():
+        both.check(ours[name], value, name)
+    name = both.names[0]
+    assert not torch.equal(both.ours.get_parameter(name).full_tensor(), ours[f"module.{name}"].full_tensor())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_averages_are_those_of_fsdp2(ranks: Ranks, transport: str) -> None:
+    ranks.run(_average, transport)
+
+
 def _scale(rank: int, world_size: int, transport: str) -> None:
     for scaler_class in (torch.amp.GradScaler, ShardedGradScaler):
         both = _Both(world_size, transport, OPTIMIZERS["sgd"])
@@ -175,22 +206,31 @@ def _state_dicts(rank: int, world_size: int, transport: str, folder: Path) -> No
             for key, value in values.items():
                 both.check(our_state["state"][name][key], value, f"{key} of {name}")
 
-    # Loaded: sharded, and full on all ranks.
-    other = _Both(world_size, transport, seed=3)
-    for case in ("sharded", "full"):
-        options = StateDictOptions(full_state_dict=case == "full")
-        state = get_model_state_dict(both.theirs, options=options)
+    # Loaded: sharded, full on all ranks, and full on the first rank alone.
+    for case in ("sharded", "full", "broadcast"):
+        other = _Both(world_size, transport, OPTIMIZERS["foreach"], seed=3)
+        loading = StateDictOptions(full_state_dict=case != "sharded", broadcast_from_rank0=case == "broadcast")
+        saving = StateDictOptions(full_state_dict=case != "sharded", cpu_offload=case == "broadcast")
+        model, optimizer = get_state_dict(both.theirs, both.optimizers[1], options=saving)
+        assert bool(model) == (case != "broadcast" or rank == 0)
         if case == "sharded":
-            dcp.save({"model": state}, checkpoint_id=folder)
-            state = get_model_state_dict(other.ours)
-            dcp.load({"model": state}, checkpoint_id=folder)
-            state = copy.deepcopy(state)  # it shares memory with the parameters
-        with torch.no_grad():
-            for param in other.ours.parameters():
-                param.zero_()
-        set_model_state_dict(other.ours, state, options=options)
-        for name, value in full_state_dict(other.ours).items():
-            both.check(value, both.theirs.get_parameter(name), f"{case} {name}")
+            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+            model, optimizer = get_state_dict(other.ours, other.optimizers[0])
+            dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        model, optimizer = copy.deepcopy((model, optimizer))  # they share memory with what they were taken from
+        if case == "sharded":
+            with torch.no_grad():
+                for param in other.ours.parameters():
+                    param.zero_()
+        set_model_state_dict(other.ours, model, options=loading)
+        set_optimizer_state_dict(other.ours, other.optimizers[0], optimizer, options=loading)
+        other.theirs, other.optimizers[1] = both.theirs, both.optimizers[1]
+        other.check_params()
+        other.set_grads(5)
+        for each in other.optimizers:
+            each.step()
+            each.zero_grad()
+        other.check_params()
     assert isinstance(next(iter(get_model_state_dict(other.ours).values())), DTensor)
 
 

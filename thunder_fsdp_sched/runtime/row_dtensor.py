@@ -4,7 +4,8 @@
 PyTorch's tools (clipping, GradScaler, distributed checkpoints) look for DTensors with the shape of the whole tensor. A
 bucket without copies cuts between ranks where the bucket is cut, so a rank may have any number of rows of a parameter.
 DTensor has no placement for this: ``Shard(0)`` means the cuts of ``torch.chunk``, and operators that communicate rely on
-it. :class:`RowDTensor` therefore is a DTensor with the placement ``Shard(0)`` that handles operators itself:
+it. :class:`RowDTensor` therefore is a DTensor that handles operators itself, and its placement, :class:`RowShard`, is a
+``Shard(0)`` that knows the cuts:
 
 - Operators that compute each element from the same elements of their operands run on the rows, as do norms, which
   DTensor then reduces over the ranks.
@@ -17,7 +18,7 @@ If every rank has as many rows, all but the last rule are left to DTensor. (With
 ``amax`` fails on a rank without rows, and leaves the others waiting; torch 2.13.)
 
 Alternatives: attributes of the local tensor that tell DCP the rows, as Megatron-FSDP has (NVIDIA/Megatron-LM#3190), keep
-DTensor's operators, which are wrong for uneven rows. A placement of its own (RaggedShard, pytorch/pytorch#169320) needs
+DTensor's operators, which are wrong for uneven rows. A placement alone (RaggedShard, pytorch/pytorch#169320) needs
 sharding rules in torch for each operator. Even rows need a copy of each bucket in each gather, or padding of each
 parameter to a multiple of the number of ranks.
 """

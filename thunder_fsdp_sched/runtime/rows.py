@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 from ..private_api import new_spec
+from .row_placement import RowShard
 
 if TYPE_CHECKING:
     from ..distributed.process_groups import Ranks
@@ -88,7 +89,9 @@ class Rows:
         """Return the description of a :class:`RowDTensor`, with these rows as an attribute."""
         spec = self._specs.get((dtype, device_type))
         if spec is None:
-            spec = self._specs[dtype, device_type] = self._new_spec(dtype, device_type)
+            spec = self._specs[dtype, device_type] = self._new_spec(
+                dtype, device_type, Shard(0) if self.is_even else RowShard(self.starts)
+            )
             spec.rows = self  # an attribute of each gradient would cost time in each backward
         return spec
 
@@ -96,12 +99,12 @@ class Rows:
         """Return DTensor's description of the tensor. Its placements do not tell where uneven rows are cut."""
         spec = self._plain_specs.get((dtype, device_type))
         if spec is None:
-            spec = self._plain_specs[dtype, device_type] = self._new_spec(dtype, device_type)
+            spec = self._plain_specs[dtype, device_type] = self._new_spec(dtype, device_type, Shard(0))
         return spec
 
-    def _new_spec(self, dtype: torch.dtype, device_type: str) -> Any:
+    def _new_spec(self, dtype: torch.dtype, device_type: str, placement: Shard) -> Any:
         mesh = self.ranks.mesh(device_type)
-        placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
+        placements = (*(Replicate() for _ in range(mesh.ndim - 1)), placement)
         return new_spec(mesh, placements, self.shape, torch.empty(self.shape, device="meta").stride(), dtype)
 
     @property

@@ -90,6 +90,7 @@ class _Twin:
         ]
         every = zip(itertools.chain(*self._of), itertools.chain(*self._groups), strict=True)
         self._pairs = [(param, rows) for param, rows in every if param is not rows]
+        self._without_state: list[tuple[Any, Any]] = []  # those of ``_pairs`` that had none before the step
         self._plain = [rows for rows in itertools.chain(*self._groups) if isinstance(rows, torch.nn.Parameter)]
 
     def fits(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -106,39 +107,49 @@ class _Twin:
         twin, states = self.optimizer, optimizer.state
         twin.__dict__.update(optimizer.__dict__)
         twin.state = defaultdict(dict, {plain: states[plain] for plain in self._plain if plain in states})
-        for param, rows in self._pairs:
-            state = states.get(param)
-            if state is not None:
-                twin.state[rows] = state
+        self._take(states)
         twin.param_groups = [
             {**group, "params": rows} for group, rows in zip(optimizer.param_groups, self._groups, strict=True)
         ]
-        self._take_grads()
         _, *others = args
         closure = others[0] if others else kwargs.get("closure")
         if closure is not None:
 
             def closure_on_shards() -> Any:
                 loss = closure()
-                self._take_grads()
+                self._take(states)
                 return loss
 
             others, kwargs = [], {**kwargs, "closure": closure_on_shards}
         return (twin, *others), kwargs
 
-    def _take_grads(self) -> None:
+    def _take(self, states: dict[Any, Any]) -> None:
+        """Give the twin the gradients, and the state of parameters that have some."""
+        # One pass: with thousands of parameters, most of the time is that of memory that the caches do not hold.
+        twin_states, changed = self.optimizer.state, []
+        self._without_state = []
         for param, rows in self._pairs:
+            state = states.get(param)
+            if state is None:
+                self._without_state.append((param, rows))
+            else:
+                twin_states[rows] = state
             grad = param.grad
-            rows.grad = None if grad is None else grad._local_tensor
+            if grad is None:
+                rows.grad = None
+            else:
+                rows.grad = grad._local_tensor
+                changed.append(param)
         # As in an unsharded run, a backward whose forward was before this step finds changed parameters.
-        torch.autograd.graph.increment_version(param for param, rows in self._pairs if rows.grad is not None)
+        torch.autograd.graph.increment_version(changed)
 
     def finish(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer what the step has changed."""
         twin, states = self.optimizer, optimizer.state
-        for param, rows in self._pairs:
+        for _, rows in self._pairs:
             rows.grad = None
-            if rows in twin.state and param not in states:
+        for param, rows in self._without_state:
+            if rows in twin.state:
                 states[param] = twin.state[rows]
         for plain in self._plain:
             if plain in twin.state:

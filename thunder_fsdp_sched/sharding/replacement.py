@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import gc
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 import torch
 
 from ..runtime.bucket import Bucket
 from ..runtime.rows import Rows
 
-__all__ = ["replace_in_containers", "replace_in_optimizer", "replace_param"]
+__all__ = ["replace_in_containers", "replace_in_optimizer", "replace_in_optimizers_of", "replace_param"]
 
 _REPLACED = "_fsdp_replaced_by"
 """The attribute of an unsharded parameter with the :class:`Rows` of the sharded one."""
 
 
-def replace_param(old: torch.nn.Parameter, bucket: Bucket, index: int) -> None:
+class ReplacedParameter(torch.nn.Parameter):
+    """A parameter whose place a sharded one has taken. It gets no gradient, so reading its gradient is an error."""
+
+    @property
+    def grad(self) -> NoReturn:  # type: ignore[override]
+        rows: Rows = getattr(self, _REPLACED)
+        raise RuntimeError(
+            f"parameter {rows.label!r} was taken from the module before thunder.jit, which has replaced it by a sharded "
+            f"one: take parameters from model.parameters() after thunder.jit"
+        )
+
+
+def replace_param(old: torch.nn.Parameter, bucket: Bucket, index: int) -> weakref.ref[torch.nn.Parameter]:
     """Let ``bucket.params[index]`` take the place of ``old``, with its attributes and hooks; free the memory of ``old``.
 
     The module still has ``old``: ``ModuleParameters`` changes that.
+
+    Returns:
+        A reference to ``old``.
     """
     new = bucket.params[index]
     new.__dict__.update({key: value for key, value in old.__dict__.items() if key != "_thunder_device"})
@@ -31,6 +48,9 @@ def replace_param(old: torch.nn.Parameter, bucket: Bucket, index: int) -> None:
     if not old.is_meta:
         old.data = old.new_empty(0)
     setattr(old, _REPLACED, bucket.rows[index])
+    if type(old) is torch.nn.Parameter:
+        old.__class__ = ReplacedParameter
+    return weakref.ref(old)
 
 
 def replaced_by(param: torch.Tensor) -> torch.nn.Parameter | None:
@@ -76,9 +96,20 @@ def replace_in_containers(
                     attributes[key] = replacement
 
 
+def replace_in_optimizers_of(replaced: Iterable[weakref.ref[torch.nn.Parameter]]) -> None:
+    """Let optimizers that were made before ``thunder.jit`` train the sharded parameters.
+
+    They are looked for among all objects of the process if one of the replaced parameters is still alive. (Objects in
+    the permanent generation, after ``gc.freeze()``, are not found; their replaced parameters raise errors.)
+    """
+    if any(reference() is not None for reference in replaced):
+        for optimizer in [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]:
+            replace_in_optimizer(optimizer)
+
+
 def replace_in_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that was made before ``thunder.jit`` train the sharded parameters."""
-    for group in optimizer.param_groups:
+    """Let an optimizer train the sharded parameters in place of those that they have replaced."""
+    for group in getattr(optimizer, "param_groups", ()):
         for number, old in enumerate(group["params"]):
             new = replaced_by(old)
             if new is not None:

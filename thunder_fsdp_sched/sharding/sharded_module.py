@@ -77,6 +77,7 @@ class ShardedModule:
         shards: each sharded parameter, a DTensor over this rank's rows in the shard buffer, keyed by each of its names.
         kept_is_final: whether ``max_unsharded_bytes`` has settled that already.
         former_memory: the memory in which the parameters were stored before.
+        former_params: the parameters that the sharded ones have replaced.
         mp_policy: the mixed precision of the module's own inputs and outputs.
         running_eagerly: whether the module's own forward may be called right now (``eager``).
         progress: logs the progress of compiling.
@@ -101,6 +102,7 @@ class ShardedModule:
         self.locations: dict[str, tuple[Bucket, int]] = {}
         self.shards: dict[str, torch.nn.Parameter] = {}
         self.former_memory = FormerMemory()
+        self.former_params: list[weakref.ref[torch.nn.Parameter]] = []
         self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
         self.began_on_meta: set[str] = set()  # until all of them are known to have values
         self.kept = {bucket for bucket in buckets if not bucket.spec.reshard_after_forward}
@@ -200,7 +202,7 @@ class ShardedModule:
                 make_blank(bucket.shard_views[index])
         if options.param_init_fn is not None:
             initialize_shards(module, options, assignment, locations, moved)
-        former_memory = FormerMemory()
+        former_memory, former_params = FormerMemory(), []
         for spec, param in specs:
             bucket, index = locations[spec.name]
             if not param.is_meta:
@@ -210,10 +212,10 @@ class ShardedModule:
                 param.data = param.new_empty(
                     0
                 )  # frees its memory if another transform created it besides the module's own
-            replace_param(module_params[spec.name], bucket, index)
+            former_params.append(replace_param(module_params[spec.name], bucket, index))
         sharded = cls(module, plan, buckets, agreement, control, policies.root)
         policies.attach_casts()
-        sharded.former_memory = former_memory
+        sharded.former_memory, sharded.former_params = former_memory, former_params
         sharded.replaced = moved
         sharded.began_on_meta = began_on_meta
         replace_in_containers(module)
