@@ -44,6 +44,7 @@ from .pipeline import CompiledTraces, JointPasses, without
 from .plan.specs import Plan
 from .private_api import quiet_no_sync, refuse_foreign_functions, unwrap_fabric
 from .runtime.row_dtensor import local_rows
+from .sharding.huggingface_models import transformers_lookasides
 from .sharding.input_casts import attach_casts, cast_inputs
 from .sharding.jitted_state import hold_entries
 from .sharding.replacement import replace_in_optimizers_of
@@ -144,6 +145,7 @@ class FSDPTransform(Transform):
         quiet_no_sync(model)
         self._stats.add(thunder.compile_stats(model))
         compile_data = thunder.compile_data(model)
+        compile_data.executor_lookasides |= transformers_lookasides()
         first_executor, last_executor = self._executors
         others = without(compile_data.executors_list, (symbols.executor, first_executor, last_executor))
         self._fusions = [e for e in others if isinstance(e, FusionExecutor) and not isinstance(e, JointPasses)]

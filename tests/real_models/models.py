@@ -1,13 +1,11 @@
 """Real models in small configurations of a few thousand parameters, with random weights.
 
-``MODELS`` are those that Thunder traces. ``UNTRACEABLE`` are those that it does not, with its error; if a change to the
-model helps, ``MODELS`` has the changed model. The factories import the libraries: tests skip those that are not installed.
+``MODELS`` are those that are trained. ``UNTRACEABLE`` are those that Thunder itself does not trace, with its error. The
+factories import the libraries: tests skip those that are not installed.
 """
 
 from __future__ import annotations
 
-import inspect
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -36,7 +34,6 @@ class RealModel:
         batch: returns keyword arguments for its forward.
         loss: returns the loss, given the output of forward and the batch.
         library: the package that ``make`` needs.
-        make_decorated: returns the module as its library creates it, if ``make`` changes it.
         strategies: the values of ``sharding_strategy`` to test.
     """
 
@@ -44,7 +41,6 @@ class RealModel:
     batch: Callable[[torch.Generator], Batch]
     loss: Callable[[Any, Batch], torch.Tensor]
     library: str | None = None
-    make_decorated: Callable[[], nn.Module] | None = None
     strategies: tuple[str, ...] = ("zero3",)
 
 
@@ -111,21 +107,7 @@ def _transformers(model: str, config: str, batch: Callable[[torch.Generator], Ba
         transformers = import_module("transformers")
         return getattr(transformers, model)(getattr(transformers, config)(**options))
 
-    loss = _next_token if "image_size" not in options else _label
-    return RealModel(lambda: _plain_forward(make()), batch, loss, "transformers", make_decorated=make)
-
-
-def _plain_forward(model: nn.Module) -> nn.Module:
-    """Remove the decorators of transformers 5 from each module's forward.
-
-    They collect intermediate outputs and fill in defaults. They assign to attributes of a global variable, which Thunder
-    refuses to trace. Nothing else changes: attention is the library's default, scaled_dot_product_attention.
-    """
-    for module in model.modules():
-        forward = type(module).forward
-        if hasattr(forward, "__wrapped__"):
-            module.forward = types.MethodType(inspect.unwrap(forward), module)
-    return model
+    return RealModel(make, batch, _next_token if "image_size" not in options else _label, "transformers")
 
 
 _DECODER = {
@@ -187,10 +169,6 @@ UNTRACEABLE: dict[str, tuple[RealModel, str]] = {
         _litgpt("Mixtral-8x7B-v0.1", n_query_groups=2, n_expert=4, n_expert_per_token=2),
         r"torch\.where\(\) does not support only specifying a condition",
     ),
-    # This includes eager attention: the decorator assigns before the model runs. MODELS has them without decorators.
-    **{
-        f"{name}_decorated": (replace(model, make=model.make_decorated), r"trying to set \.global_var of ")
-        for name, model in MODELS.items()
-        if model.make_decorated is not None
-    },
+    # The decorators of forward assign to a global variable. This package traces them: sharding/huggingface_models.
+    "transformers_llama": (MODELS["transformers_llama"], r"trying to set \.global_var of "),
 }

@@ -118,21 +118,9 @@ def test_real_models_train_like_unsharded_and_like_fsdp2(ranks: Ranks, name: str
     print(name, strategy, *(f"{what} {max(r[what] for r in results):.2g}" for what in results[0]), sep=", ")
 
 
-@pytest.mark.parametrize("name", [name for name, case in MODELS.items() if case.make_decorated is not None])
-def test_models_without_decorators_compute_the_same(name: str) -> None:
-    case = MODELS[name]
-    _skip_without_library(case)
-    losses = []
-    for make in (case.make, case.make_decorated):
-        torch.manual_seed(0)
-        model, batch = make().double(), case.batch(torch.Generator().manual_seed(0))
-        losses.append(case.loss(model(**batch), batch))
-    assert losses[0].item() == losses[1].item()
-
-
 @pytest.mark.parametrize("name", UNTRACEABLE)
 def test_plain_thunder_does_not_trace_untraceable_models(name: str) -> None:
-    """If this fails, Thunder traces the model now: move it to MODELS."""
+    """If this fails, Thunder traces the model now."""
     case, error = UNTRACEABLE[name]
     _skip_without_library(case)
     model = thunder.jit(case.make())
