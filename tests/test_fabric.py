@@ -7,6 +7,7 @@ import copy
 import importlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -191,3 +192,104 @@ def _functions_take_the_wrapper(model: Any, optimizer: Any, reference: nn.Module
 
 def test_models_train_like_unsharded_with_accumulation_and_clipping(ranks: Ranks) -> None:
     ranks.run(_train)
+
+
+def step_without_loss(model: Any, optimizer: Any) -> None:
+    """Run a step with gradients that follow from the parameters, which needs no compiling."""
+    for param in model.parameters():
+        param.grad = param.detach() / 10
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_same_state(model: Any, optimizer: Any, reference: nn.Module, theirs: torch.optim.Optimizer) -> None:
+    assert_same(model, reference)
+    ours = tfs.get_optimizer_state_dict(model, optimizer)
+    params = dict(reference.named_parameters())
+    assert ours["state"].keys() == params.keys()
+    for name, param in params.items():
+        assert ours["state"][name]["step"] == theirs.state[param]["step"]
+        for what in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(ours["state"][name][what].full_tensor(), theirs.state[param][what])
+    assert ours["param_groups"][0]["lr"] == theirs.param_groups[0]["lr"]
+
+
+class Counter:
+    """An object with a state, such as a data loader that can resume."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def _fresh(fabric: Any) -> tuple[Any, Any]:
+    """Return a model created on the meta device, and its optimizer; all differ from those of the test."""
+    torch.manual_seed(1)
+    with fabric.init_module(empty_init=True):
+        model = GPT()
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    module = fabric.setup_module(model.double())
+    return module, fabric.setup_optimizers(torch.optim.AdamW(module.parameters(), lr=0.5))
+
+
+def _save_and_load(rank: int, world_size: int, folder: Path) -> None:
+    torch.manual_seed(0)
+    with launched(rank, world_size) as fabric:
+        original = GPT().double()
+        reference = copy.deepcopy(original)
+        model, optimizer = fabric.setup(original, torch.optim.AdamW(original.parameters(), lr=0.05))
+        theirs = torch.optim.AdamW(reference.parameters(), lr=0.05)
+        step_without_loss(model, optimizer)
+        step_without_loss(reference, theirs)
+        for kind in ("sharded", "full"):
+            fabric.strategy.state_dict_type = kind
+            path = folder / kind
+            saved = {"model": model, "optimizer": optimizer, "iteration": 3, "loader": Counter(5), "name": "first"}
+            fabric.save(path, saved | {"iteration": 2})
+            fabric.save(path, saved)  # takes the place of the first
+            assert path.is_dir() == (kind == "sharded")
+            others = [p.name for p in folder.iterdir() if p.name not in ("sharded", "full")]
+            assert not others, "files of the replaced checkpoint must not stay"
+            new, new_optimizer = _fresh(fabric)
+            state = {"model": new, "optimizer": new_optimizer, "iteration": 0, "loader": Counter(0)}
+            assert fabric.load(path, state) == {"name": "first"}
+            assert state["iteration"] == 3 and state["loader"].value == 5
+            assert_same_state(new, new_optimizer, reference, theirs)
+            with pytest.raises(KeyError, match="has no 'epoch'"):
+                fabric.load(path, {"model": new, "epoch": 0})
+            assert fabric.load(path, {"model": new, "epoch": 0}, strict=False)["iteration"] == 3
+        _files_are_those_of_unsharded_runs(fabric, folder, reference, theirs)
+        with pytest.raises(ValueError, match="expected one module in state"):
+            fabric.save(folder / "nothing", {"optimizer": optimizer})
+        with pytest.raises(tfs.CheckpointError, match="nothing cannot be read"):
+            fabric.load(folder / "nothing", {"model": model})
+
+
+def _files_are_those_of_unsharded_runs(
+    fabric: Any, folder: Path, reference: nn.Module, theirs: torch.optim.Optimizer
+) -> None:
+    content = torch.load(folder / "full")
+    assert content["model"]["wte.weight"].data_ptr() == content["model"]["lm_head.weight"].data_ptr()
+    reference.load_state_dict(content["model"])
+    assert content["optimizer"]["param_groups"][0]["params"] == [name for name, _ in reference.named_parameters()]
+    if fabric.global_rank == 0:
+        torch.save({"model": reference.state_dict(), "optimizer": theirs.state_dict()}, folder / "unsharded")
+        torch.save(reference.state_dict(), folder / "raw")
+    fabric.barrier()
+    new, optimizer = _fresh(fabric)
+    fabric.load(folder / "unsharded", {"model": new, "optimizer": optimizer})
+    assert_same_state(new, optimizer, reference, theirs)
+    new, _ = _fresh(fabric)
+    fabric.load_raw(folder / "raw", new)
+    assert_same(new, reference)
+    fabric.save(folder / "some", {"model": new}, filter={"model": lambda name, value: name.startswith("h.1")})
+    assert all(name.startswith("h.1") for name in torch.load(folder / "some")["model"])
+
+
+def test_checkpoints_are_saved_and_loaded_as_folders_and_as_files(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_save_and_load, tmp_path)

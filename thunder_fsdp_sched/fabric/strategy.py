@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import thunder
@@ -20,6 +21,7 @@ from ..private_api import control_fabric_sync
 from ..sharding.replacement import replace_in_optimizer
 from ..training.gradients import clip_grad_norm_
 from ..transform import FSDPTransform, find_transform
+from . import checkpoint
 from .library import DDPStrategy, Precision
 from .precision import ShardedMixedPrecision, for_shards
 
@@ -166,6 +168,48 @@ class FSDPSchedStrategy(DDPStrategy):
             return norm.full_tensor() if isinstance(norm, DTensor) else norm
         self.precision.unscale_gradients(optimizer)
         return clip_grad_norm_(module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: checkpoint.Filter | None = None,
+    ) -> None:
+        """Save a module, its optimizers and other values, as ``state_dict_type`` says; a collective.
+
+        Numbers and other objects are saved as the first rank has them. A checkpoint of the same name is replaced.
+
+        Raises:
+            CheckpointError: on all ranks, if it could not be saved.
+        """
+        if storage_options is not None:
+            raise TypeError("fabric.save: FSDPSchedStrategy writes files itself and knows no storage_options")
+        whole = self.state_dict_type == "full"
+        checkpoint.save(Path(self.broadcast(path)), state, whole=whole, keep=filter)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: torch.nn.Module | torch.optim.Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load what :meth:`save_checkpoint` has saved, in either format, or a file with a module's state dict.
+
+        Returns:
+            The values of the checkpoint that ``state`` does not have.
+
+        Raises:
+            CheckpointError: on all ranks, if it cannot be read or does not fit.
+        """
+        path = Path(self.broadcast(path))
+        if isinstance(state, torch.nn.Module):
+            checkpoint.load_module(path, state, strict=strict, weights_only=weights_only)
+            return {}
+        if not state or isinstance(state, torch.optim.Optimizer):
+            raise ValueError("fabric.load: pass the module, too: state={'model': model, 'optimizer': optimizer}")
+        return checkpoint.load(path, state, strict=strict, weights_only=weights_only)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

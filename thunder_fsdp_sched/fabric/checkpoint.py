@@ -1,0 +1,305 @@
+"""``fabric.save`` and ``fabric.load``: a folder to which each rank writes its rows, or one file with whole values.
+
+[Note: Fabric's checkpoint formats]
+Both formats are those of Fabric's ``FSDPStrategy`` and ``ModelParallelStrategy``, which can read them. A folder has the
+state of the module and of the optimizers as ``torch.distributed.checkpoint`` writes it, under the keys of ``state``, and
+``meta.pt`` with everything else, as the first rank has it. A file has everything under the keys of ``state``; the state of
+optimizers is keyed by parameters' names.
+
+A folder that has no checkpoint yet is written in place. Otherwise the new checkpoint is completed in a folder beside it
+and then takes the place of the old one, so that a crash while saving leaves a complete one.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from thunder.core.module import ThunderModule
+from torch.distributed.tensor import DTensor
+
+from ..sharding.sharded_module import ShardedModule
+from ..training.checkpoint import load_checkpoint, save_checkpoint
+from ..training.checkpoint.claim import METADATA
+from ..training.checkpoint.files import run_on_all_ranks
+from ..training.checkpoint.fitting import optimizer_state_dicts
+from ..training.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, names_of_params
+from ..transform import find_jitted
+
+__all__ = ["load", "load_module", "save"]
+
+_OTHERS = "meta.pt"
+"""The file of a folder that has everything besides the module and its optimizers."""
+
+Filter = Mapping[str, Callable[[str, Any], bool]]
+
+
+@dataclass
+class _State:
+    """What a user saves or loads together.
+
+    Attributes:
+        module_key: the key of the sharded module.
+        optimizers: by key.
+        others: everything else, by key.
+    """
+
+    model: ThunderModule
+    sharded: ShardedModule
+    module_key: str
+    optimizers: dict[str, torch.optim.Optimizer]
+    others: dict[str, Any]
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], what: str) -> _State:
+        modules = {key: value for key, value in state.items() if isinstance(value, torch.nn.Module)}
+        if len(modules) != 1:
+            raise ValueError(
+                f"{what}: expected one module in state, the result of fabric.setup, got {list(modules) or 'none'}; pass "
+                f"state={{'model': model, ...}}, and of other modules their state_dict()"
+            )
+        [(key, module)] = modules.items()
+        model, sharded = find_jitted(module)
+        optimizers = {k: value for k, value in state.items() if isinstance(value, torch.optim.Optimizer)}
+        others = {k: value for k, value in state.items() if k != key and k not in optimizers}
+        return cls(model, sharded, key, optimizers, others)
+
+    @property
+    def keys(self) -> tuple[str, str]:
+        """The names in a folder: of the module, and of all optimizers together."""
+        return self.module_key, "+".join(sorted(self.optimizers)) or "optimizer"
+
+
+def save(path: Path, state: Mapping[str, Any], *, whole: bool, keep: Filter | None) -> None:
+    """Save a module, its optimizers and everything else; a collective.
+
+    Args:
+        path: the same on all ranks.
+        whole: write one file, else a folder.
+        keep: for each key, which entries to save; only for whole values.
+
+    Raises:
+        CheckpointError: on all ranks, if it could not be saved.
+    """
+    parts = _State.of(state, "fabric.save")
+    others = {key: _state_of(value) for key, value in parts.others.items()}
+    if whole:
+        _save_file(path, parts, others, keep or {})
+    elif keep:
+        raise NotImplementedError(
+            "fabric.save(filter=...): entries can be left out of a file only, with state_dict_type='full'"
+        )
+    else:
+        _save_folder(path, parts, others)
+
+
+def _save_folder(path: Path, parts: _State, others: dict[str, Any]) -> None:
+    group = parts.sharded.world_group
+    replaces = run_on_all_ranks(group, "fabric.save", lambda: _is_checkpoint(path))
+    folder = path.with_name(f"{path.name}.new") if replaces else path
+
+    def begin() -> None:
+        if group.rank == 0:
+            if replaces and folder.exists():  # of a save that did not end
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(others, folder / _OTHERS)
+
+    run_on_all_ranks(group, "fabric.save", begin)
+    save_checkpoint(folder, parts.model, parts.optimizers.values(), keys=parts.keys)
+    if replaces:
+        run_on_all_ranks(group, "fabric.save", lambda: _replace(path, folder) if group.rank == 0 else None)
+
+
+def _replace(path: Path, new: Path) -> None:
+    if path.is_file():
+        path.unlink()
+    else:
+        (path / METADATA).unlink()
+        for file in (*path.glob("*.distcp"), path / _OTHERS):
+            file.unlink(missing_ok=True)
+    path.mkdir(exist_ok=True)
+    for file in sorted(new.iterdir(), key=lambda file: file.name == METADATA):  # it comes last
+        file.replace(path / file.name)
+    new.rmdir()
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.is_file() or (path / METADATA).is_file()
+
+
+def _save_file(path: Path, parts: _State, others: dict[str, Any], keep: Filter) -> None:
+    group = parts.sharded.world_group
+    if path.is_dir() and not _is_checkpoint(path):
+        raise IsADirectoryError(f"fabric.save: {path} is a folder; give the name of a file")
+    parts.sharded.check_initialized()
+    writes = group.rank == 0
+    content: dict[str, Any] = {parts.module_key: _gathered(get_model_state_dict(parts.model), parts.sharded, writes)}
+    for key, optimizer in parts.optimizers.items():
+        if hasattr(optimizer, "owns"):
+            raise NotImplementedError(
+                f"fabric.save: each rank has the state of some parameters in {key!r} (WholeParameters), which only "
+                f"state_dict_type='sharded' saves"
+            )
+        state = get_optimizer_state_dict(parts.model, optimizer)
+        entries = {name: _gathered(values, None, writes) for name, values in state["state"].items()}
+        content[key] = {"state": entries, "param_groups": state["param_groups"]}
+    content |= others
+    for key, is_kept in keep.items():
+        if isinstance(content[key], dict):
+            content[key] = {name: value for name, value in content[key].items() if is_kept(name, value)}
+
+    def write() -> None:
+        if writes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+            try:
+                torch.save(content, partial)
+                if path.is_dir():
+                    shutil.rmtree(path)
+                os.replace(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
+
+    run_on_all_ranks(group, "fabric.save", write)
+
+
+def _gathered(entries: Mapping[str, Any], sharded: ShardedModule | None, keeps: bool) -> dict[str, Any]:
+    """Gather DTensors one by one, and return them in CPU memory where ``keeps`` is set; a collective.
+
+    Args:
+        sharded: tells which names are those of one parameter.
+    """
+    gathered: dict[str, Any] = {}
+    for name, value in entries.items():
+        first = name if sharded is None else sharded.names_of(name)[0]
+        if first != name and first in gathered:
+            gathered[name] = gathered[first]
+            continue
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu() if keeps else None
+        gathered[name] = value
+    return gathered
+
+
+def load_module(path: Path, module: torch.nn.Module, *, strict: bool, weights_only: bool | None) -> None:
+    """Load a file with a module's whole state dict; a collective.
+
+    Raises:
+        CheckpointError: on all ranks, if the file cannot be read or does not fit.
+    """
+    model, sharded = find_jitted(module)
+    whole = run_on_all_ranks(sharded.world_group, "fabric.load_raw", lambda: _read(path, weights_only))
+    run_on_all_ranks(sharded.world_group, "fabric.load_raw", lambda: model.load_state_dict(whole, strict=strict))
+
+
+def load(path: Path, state: dict[str, Any], *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+    """Load a module, its optimizers and everything else in ``state``; a collective.
+
+    Objects with ``load_state_dict`` load their part; other values of ``state`` are replaced.
+
+    Returns:
+        The other values of the checkpoint that ``state`` does not have.
+
+    Raises:
+        CheckpointError: on all ranks, if ``path`` has no checkpoint, or one that does not fit.
+        KeyError: it has no value for a key of ``state`` (``strict``). The module and its optimizers are loaded then.
+    """
+    parts = _State.of(state, "fabric.load")
+    group = parts.sharded.world_group
+    if path.is_dir():
+        load_checkpoint(path, parts.model, parts.optimizers.values(), keys=parts.keys, strict=strict)
+        others = run_on_all_ranks(
+            group, "fabric.load", lambda: _read(path / _OTHERS, weights_only) if (path / _OTHERS).exists() else {}
+        )
+    else:
+        others = _load_file(path, parts, strict=strict, weights_only=weights_only)
+    for key, value in parts.others.items():
+        if key not in others:
+            if strict:
+                raise KeyError(f"the checkpoint {path} has no {key!r}, but {sorted(others)}; strict=False ignores that")
+        elif callable(getattr(value, "load_state_dict", None)):
+            value.load_state_dict(others.pop(key))
+        else:
+            state[key] = others.pop(key)
+    return others
+
+
+def _load_file(path: Path, parts: _State, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+    group = parts.sharded.world_group
+
+    def read() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        content = _read(path, weights_only)
+        for key in (parts.module_key, *parts.optimizers):
+            if key not in content:
+                raise ValueError(f"the checkpoint {path} has no {key!r}, but {sorted(content)}")
+        states = [_rows_of(content.pop(key), parts, optimizer) for key, optimizer in parts.optimizers.items()]
+        return content, states
+
+    content, states = run_on_all_ranks(group, "fabric.load", read)
+    whole = content.pop(parts.module_key)
+    run_on_all_ranks(group, "fabric.load", lambda: parts.model.load_state_dict(whole, strict=strict))
+    for optimizer, loaded in zip(parts.optimizers.values(), states, strict=True):
+        optimizer.load_state_dict(loaded)
+    return content
+
+
+def _rows_of(whole: Mapping[str, Any], parts: _State, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the argument of an optimizer's ``load_state_dict`` with this rank's rows of whole state.
+
+    Parameters may be keyed by name or, as an unsharded optimizer saves them, by number.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    names = names_of_params(parts.model, [optimizer])
+    numbered = [names[param] for group in optimizer.param_groups for param in group["params"]]
+
+    def name_of(key: Any) -> str:
+        if isinstance(key, int) and key >= len(numbered):
+            raise ValueError(
+                f"the checkpoint has state of {key + 1} or more parameters, the optimizer has {len(numbered)}"
+            )
+        return numbered[key] if isinstance(key, int) else key
+
+    state: dict[str, dict[str, Any]] = {}
+    for key, values in whole["state"].items():
+        name = name_of(key)
+        bucket, index = parts.sharded.locations.get(name, (None, 0))
+        state[name] = {}
+        for what, value in values.items():
+            if bucket is not None and isinstance(value, torch.Tensor) and value.ndim:
+                expected = bucket.spec.params[index].shape or (1,)
+                if tuple(value.shape) != expected:
+                    raise ValueError(
+                        f"the checkpoint does not fit the optimizers: {what!r} of {name!r} has shape {tuple(value.shape)} "
+                        f"there, the parameter {expected}"
+                    )
+                value = bucket.rows[index].of(value).clone()  # not a view, which would keep the whole file mapped
+            state[name][what] = value
+    groups = [{**group, "params": list(map(name_of, group["params"]))} for group in whole["param_groups"]]
+    [loaded] = optimizer_state_dicts({"state": state, "param_groups": groups}, parts.model, [optimizer])
+    return loaded
+
+
+def _read(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    try:
+        content = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not a dictionary")
+    return content
+
+
+def _state_of(value: Any) -> Any:
+    return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
