@@ -14,11 +14,15 @@ from unittest import mock
 import thunder_fsdp_sched as tfs  # before thunder
 
 import pytest
+import thunder
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from forked import run_python
 from ranks import Ranks
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 STEPS, ACCUMULATED = 3, 2
@@ -96,19 +100,29 @@ class GPT(nn.Module):
         return self(tokens).argmax(-1)
 
 
+def fabric_package() -> str:
+    return "lightning_fabric" if PACKAGE == "lightning_fabric" else "lightning.fabric"
+
+
 @contextlib.contextmanager
-def launched(rank: int, world_size: int, precision: str = "32-true", **options: Any) -> Iterator[Any]:
-    """Yield a ``Fabric`` in processes that have a process group, as under torchrun."""
-    fabric_package = importlib.import_module(
-        "lightning_fabric" if PACKAGE == "lightning_fabric" else "lightning.fabric"
-    )
-    strategy = importlib.import_module("thunder_fsdp_sched.fabric").FSDPSchedStrategy(**options)
+def launched(
+    rank: int,
+    world_size: int,
+    *,
+    strategy: Any = None,
+    fabric_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[Any]:
+    """Yield a ``Fabric`` in processes that have a process group, as under torchrun; ``options`` are those of ours."""
+    strategy = strategy or importlib.import_module("thunder_fsdp_sched.fabric").FSDPSchedStrategy(**options)
     environment = {
         "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
         "MASTER_ADDR": "localhost", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "test",
     }  # fmt: skip
     with mock.patch.dict(os.environ, {key: str(value) for key, value in environment.items()}):
-        fabric = fabric_package.Fabric(accelerator="cpu", devices=world_size, strategy=strategy, precision=precision)
+        fabric = importlib.import_module(fabric_package()).Fabric(
+            accelerator="cpu", devices=world_size, strategy=strategy, **(fabric_options or {})
+        )
         fabric.launch()
         yield fabric
 
@@ -293,3 +307,150 @@ def _files_are_those_of_unsharded_runs(
 
 def test_checkpoints_are_saved_and_loaded_as_folders_and_as_files(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(_save_and_load, tmp_path)
+
+
+def _exchange_with_fsdp2(rank: int, world_size: int, folder: Path) -> None:
+    strategies = importlib.import_module(f"{fabric_package()}.strategies")
+    torch.manual_seed(0)
+    reference = GPT().double()
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.05)
+    with launched(rank, world_size) as fabric:
+        model = copy.deepcopy(reference)
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+        step_without_loss(model, optimizer)
+        step_without_loss(reference, theirs)
+        fabric.save(folder / "ours", {"model": model, "optimizer": optimizer, "iteration": 4})
+    strategy = strategies.ModelParallelStrategy(
+        lambda module, mesh: fully_shard(module, mesh=mesh["data_parallel"]),
+        data_parallel_size=world_size,
+        tensor_parallel_size=1,
+    )
+    with launched(rank, world_size, strategy=strategy) as fabric:
+        peer = fabric.setup_module(GPT().double())
+        peer_optimizer = fabric.setup_optimizers(torch.optim.AdamW(peer.parameters(), lr=0.5))
+        state = {"model": peer, "optimizer": peer_optimizer, "iteration": 0}
+        fabric.load(folder / "ours", state)
+        assert state["iteration"] == 4
+        for name, param in peer.named_parameters():
+            torch.testing.assert_close(param.full_tensor(), reference.get_parameter(name.partition(".")[2]))
+        step_without_loss(peer, peer_optimizer)
+        step_without_loss(reference, theirs)
+        fabric.save(folder / "theirs", state)
+    with launched(rank, world_size) as fabric:
+        new, new_optimizer = _fresh(fabric)
+        fabric.load(folder / "theirs", {"model": new, "optimizer": new_optimizer})
+        assert_same_state(new, new_optimizer, reference, theirs)
+
+
+def test_fsdp2_under_fabric_reads_our_folders_and_we_read_its_own(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_exchange_with_fsdp2, tmp_path)
+
+
+def _init_and_convert(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        expected = GPT()
+    expected.to_empty(device="cpu")
+    expected.lm_head.weight = expected.wte.weight
+    for module in expected.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    torch.manual_seed(0)
+    with launched(rank, world_size) as fabric:
+        with fabric.init_module(empty_init=True):
+            model = GPT()
+        early = torch.optim.AdamW(model.parameters())
+        model, optimizer = fabric.setup(model, early)
+        assert_same(model, expected)
+        assert all(map(torch.equal, model.buffers(), expected.buffers()))
+        assert set(optimizer.param_groups[0]["params"]) == set(model.parameters())
+        with fabric.init_module(empty_init=True):
+            blank = nn.Sequential(nn.Linear(4, 4), Blank())
+        blank = fabric.setup(blank)
+        with pytest.raises(RuntimeError, match=r"no values yet: 1\.weight"):
+            blank(torch.zeros(2, 4))
+    for precision, stored, computed in (
+        ("bf16-mixed", torch.float32, torch.bfloat16),
+        ("16-mixed", torch.float32, torch.float16),
+        ("bf16-true", torch.bfloat16, torch.bfloat16),
+    ):
+        _train_in(rank, world_size, precision, stored, computed)
+
+
+class Blank(nn.Module):
+    """A module that cannot initialize itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def _train_in(rank: int, world_size: int, precision: str, stored: torch.dtype, computed: torch.dtype) -> None:
+    from thunder_fsdp_sched.fabric import ShardedMixedPrecision
+
+    given: dict[str, Any] = {"precision": precision}
+    if precision == "16-mixed":  # on a CPU Fabric itself would take bf16-mixed
+        given = {"plugins": ShardedMixedPrecision(precision, "cpu", ShardedGradScaler("cpu", init_scale=1024.0))}
+    torch.manual_seed(2)
+    with launched(rank, world_size, fabric_options=given) as fabric:
+        with fabric.init_module():
+            model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        reference = copy.deepcopy(model).float()
+        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+        output = model(x)
+        assert output.dtype is torch.float32
+        assert {param.dtype for param in model.parameters()} == {stored}
+        bucket = model._forward_module._lc_transforms[0].plan.buckets[0]
+        assert (bucket.comm.param_dtype or bucket.params[0].dtype) == computed
+        loss, expected = output.square().mean(), reference(x).square().mean()
+        fabric.backward(loss)
+        expected.backward()
+        mean_gradients(reference, world_size)
+        norm = fabric.clip_gradients(model, optimizer, max_norm=0.1)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.1), rtol=0.03, atol=0)
+        optimizer.step()
+        torch.optim.SGD(reference.parameters(), lr=0.1).step()
+        for name, value in tfs.full_state_dict(model).items():
+            assert value.dtype is stored
+            torch.testing.assert_close(value.float(), reference.state_dict()[name], rtol=0.02, atol=1e-3)
+
+
+def test_modules_are_initialized_from_meta_and_converted_to_a_precision(ranks: Ranks) -> None:
+    ranks.run(_init_and_convert)
+
+
+def test_invalid_options_raise_errors_before_the_launch() -> None:
+    from thunder_fsdp_sched.fabric import FSDPSchedStrategy
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    package = importlib.import_module(fabric_package())
+    for options, error, text in (
+        ({"state_dict_type": "whole"}, ValueError, "state_dict_type: expected 'sharded' or 'full'"),
+        ({"device": "cpu"}, TypeError, "device: Fabric chooses"),
+        ({"mesh": (2, 0)}, TypeError, "mesh: expected a DeviceMesh or the sizes"),
+        ({"prefetch": -1}, ValueError, "prefetch"),
+    ):
+        with pytest.raises(error, match=text):
+            FSDPSchedStrategy(**options)
+    with pytest.raises(ValueError, match="mp_policy: Fabric's precision='bf16-mixed'"):
+        strategy = FSDPSchedStrategy(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        package.Fabric(accelerator="cpu", devices=2, strategy=strategy, precision="bf16-mixed")
+    strategy = FSDPSchedStrategy()
+    with pytest.raises(TypeError, match="precision: Own converts"):
+        precision = importlib.import_module(f"{fabric_package()}.plugins").Precision
+        strategy.precision = type("Own", (precision,), {})()
+    with pytest.raises(TypeError, match="the module is jitted already"):
+        strategy.setup_module(thunder.jit(nn.Linear(2, 2)))
+
+
+def test_the_package_does_not_import_fabric(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import sys, thunder_fsdp_sched\n"
+        "assert not {'lightning', 'lightning_fabric', 'thunder_fsdp_sched.fabric'} & sys.modules.keys()\n"
+    )
+    result = run_python("script.py", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
