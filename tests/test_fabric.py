@@ -425,6 +425,7 @@ def test_modules_are_initialized_from_meta_and_converted_to_a_precision(ranks: R
 
 def test_invalid_options_raise_errors_before_the_launch() -> None:
     from thunder_fsdp_sched.fabric import FSDPSchedStrategy
+
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     package = importlib.import_module(fabric_package())
