@@ -8,7 +8,8 @@ from thunder.core.module import ThunderModule
 from ..options import Options
 from ..plan.specs import ParamSpec
 from ..runtime.row_dtensor import RowDTensor
-from .module_parameters import find_owner, tensors_in_containers
+from .containers import tensors_in_containers
+from .module_parameters import find_owner
 
 __all__ = ["module_param_of", "refuse_shards_and_grads", "refuse_views"]
 

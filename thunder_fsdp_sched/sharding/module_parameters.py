@@ -33,16 +33,14 @@ from torch.utils.hooks import RemovableHandle
 from ..runtime.bucket import Bucket
 from ..runtime.memory import address
 from ..runtime.row_dtensor import local_rows
-from .replacement import replace_in_containers
+from .containers import params_in_containers, replace_in_containers
 from .state_entries import loaded_param, param_entry
 
 __all__ = [
     "ModuleParameters",
     "find_owner",
-    "params_in_containers",
     "refuse_assign",
     "refuse_keep_vars",
-    "tensors_in_containers",
 ]
 
 
@@ -153,7 +151,7 @@ class ModuleParameters:
                     entry.placeholder.requires_grad_(entry.shard.requires_grad)
                 entry.put(entry.placeholder)
             placeholders = {id(entry.shard): entry.placeholder for entry in self._entries}
-            replace_in_containers(self._module, lambda tensor: placeholders.get(id(tensor)))
+            replace_in_containers(self._module, lambda _, tensor: placeholders.get(id(tensor)))
             for handle in self._call_guards:
                 handle.remove()
             self._call_guards.clear()
@@ -165,7 +163,7 @@ class ModuleParameters:
             for entry in self._entries:
                 entry.put(entry.shard)
             shards = {id(entry.placeholder): entry.shard for entry in self._entries}
-            replace_in_containers(self._module, lambda tensor: shards.get(id(tensor)))
+            replace_in_containers(self._module, lambda _, tensor: shards.get(id(tensor)))
             self.has_placeholders = False
             self._guard_calls()
 
@@ -280,35 +278,6 @@ def find_owner(module: nn.Module, name: str) -> tuple[nn.Module, str] | None:
     except AttributeError:
         return None
     return (owner, leaf) if owner._parameters.get(leaf) is not None else None
-
-
-def tensors_in_containers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the paths and tensors in attributes, lists, tuples and dicts, besides registered parameters and buffers."""
-
-    def look(path: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-        if isinstance(value, torch.Tensor):
-            yield path, value
-        elif depth and isinstance(value, (list, tuple)):
-            for number, item in enumerate(value):
-                yield from look(f"{path}[{number}]", item, depth - 1)
-        elif depth and isinstance(value, dict):
-            for key, item in value.items():
-                yield from look(f"{path}[{key!r}]", item, depth - 1)
-
-    for path, submodule in module.named_modules():
-        for key, value in vars(submodule).items():
-            if key not in ("_parameters", "_buffers", "_modules"):
-                yield from look(f"{path}.{key}".lstrip("."), value, depth=3)
-
-
-def params_in_containers(module: nn.Module, names: dict[int, str]) -> dict[str, str]:
-    """Return the paths below ``module`` to parameters in attributes, lists, tuples and dicts, besides registered ones.
-
-    Args:
-        names: the names of the parameters to look for, keyed by ``id``.
-    """
-    found = {path: names.get(id(tensor)) for path, tensor in tensors_in_containers(module)}
-    return {path: name for path, name in found.items() if name is not None}
 
 
 def _entries(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[_Entry]:

@@ -1,18 +1,18 @@
-"""Replace a module's parameters by sharded ones, in the module, in its containers, and in optimizers made before."""
+"""Replace a module's parameters by sharded ones, in the module and in optimizers that were made before."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 
 from ..runtime.bucket import Bucket
 from ..runtime.rows import Rows
 
-__all__ = ["replace_in_containers", "replace_in_optimizer", "replace_in_optimizers_of", "replace_param"]
+__all__ = ["replace_in_optimizer", "replace_in_optimizers_of", "replace_param", "replaced_by"]
 
 _REPLACED = "_fsdp_replaced_by"
 """The attribute of an unsharded parameter with the :class:`Rows` of the sharded one."""
@@ -58,42 +58,6 @@ def replaced_by(param: torch.Tensor) -> torch.nn.Parameter | None:
     rows: Rows | None = getattr(param, _REPLACED, None)
     place = None if rows is None else rows.place
     return None if place is None else place[0].params[place[1]]
-
-
-def replace_in_containers(
-    module: torch.nn.Module, find_replacement: Callable[[torch.Tensor], torch.Tensor | None] = replaced_by
-) -> None:
-    """Replace parameters that modules keep in attributes, lists, tuples and dicts, besides registered ones.
-
-    Args:
-        find_replacement: returns the tensor that takes the place of another one, or ``None``.
-    """
-
-    def new(value: Any, depth: int) -> Any:
-        if isinstance(value, torch.Tensor):
-            replacement = find_replacement(value)
-            return value if replacement is None else replacement
-        if not depth:
-            return value
-        if type(value) is list:
-            value[:] = [new(item, depth - 1) for item in value]
-        elif type(value) is tuple:
-            items = tuple(new(item, depth - 1) for item in value)
-            return value if all(a is b for a, b in zip(items, value, strict=True)) else items
-        elif isinstance(value, dict):
-            for key, item in list(value.items()):
-                replacement = new(item, depth - 1)
-                if replacement is not item:
-                    value[key] = replacement
-        return value
-
-    for submodule in module.modules():
-        attributes = vars(submodule)
-        for key, value in list(attributes.items()):
-            if key not in ("_parameters", "_buffers", "_modules"):
-                replacement = new(value, depth=3)
-                if replacement is not value:
-                    attributes[key] = replacement
 
 
 def replace_in_optimizers_of(replaced: Iterable[weakref.ref[torch.nn.Parameter]]) -> None:

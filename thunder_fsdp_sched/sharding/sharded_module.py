@@ -34,12 +34,13 @@ from ..runtime.row_dtensor import RowDTensor
 from ..runtime.shard_source import finish_copies
 from .adoption import module_param_of, refuse_shards_and_grads, refuse_views
 from .conflicts import refuse_conflicts
+from .containers import replace_in_containers
 from .group_assignment import GroupAssignment, find_world_group
 from .meta_init import is_blank, make_blank
 from .module_parameters import ModuleParameters, find_owner
 from .module_policies import ModulePolicies
 from .optimizer_rows import look_again
-from .replacement import replace_in_containers, replace_param
+from .replacement import replace_param, replaced_by
 from .setup import (
     allocate_buckets,
     broadcast,
@@ -218,7 +219,7 @@ class ShardedModule:
         sharded.former_memory, sharded.former_params = former_memory, former_params
         sharded.replaced = moved
         sharded.began_on_meta = began_on_meta
-        replace_in_containers(module)
+        replace_in_containers(module, lambda _, tensor: replaced_by(tensor))
         sharded._update_module()
         return sharded
 
