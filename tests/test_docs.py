@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -12,9 +13,11 @@ import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import private_api, transforms
 
 import pytest
+import torch
 from models import Stack
 from ranks import Ranks
 from reference import Twins
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, _fully_shard
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -143,6 +146,27 @@ def test_every_example_is_included_in_a_page() -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     documented = set(re.findall(r"^::: thunder_fsdp_sched\.(\w+)", "\n".join(map(text_of, pages())), re.MULTILINE))
     assert documented == {*thunder_fsdp_sched.__all__, "testing"}
+
+
+def test_the_migration_table_has_every_public_name_of_fsdp2() -> None:
+    page = "from-fsdp2.md"
+    first = section_of_table(page)
+    listed = set(re.findall(r"\w+", "".join(re.findall(r"`[^`]*`", first))))
+    methods = {name for name in vars(_fully_shard.FSDPModule) if not name.startswith("_")}
+    assert len(methods) > 15
+    arguments = set(inspect.signature(_fully_shard.fully_shard).parameters)
+    policies = {f.name for policy in (MixedPrecisionPolicy, CPUOffloadPolicy) for f in dataclasses.fields(policy)}
+    assert methods | arguments | policies | set(_fully_shard.__all__) <= listed
+    if torch.__version__.startswith("2.13"):  # no method that is gone
+        assert set(re.findall(r"`(\w+)\(", section(page, "Methods of `FSDPModule`"))) - {"no"} <= methods
+
+
+def test_the_options_and_functions_in_the_migration_table_exist() -> None:
+    ours = "\n".join(re.findall(r"^\| .*? \| (.*) \|$", text_of("from-fsdp2.md"), re.MULTILINE))
+    options = set(re.findall(r"`(\w+)=", ours))
+    assert len(options) > 10 and options <= set(inspect.signature(thunder_fsdp_sched.fsdp).parameters)
+    functions = set(re.findall(r"\btfs\.(\w+)", text_of("from-fsdp2.md")))
+    assert len(functions) > 5 and functions <= set(thunder_fsdp_sched.__all__)
 
 
 def test_the_glossary_is_sorted_and_defines_each_word_once() -> None:
