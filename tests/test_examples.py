@@ -1,4 +1,4 @@
-"""The scripts in ``examples/``. ``test_demo`` runs ``train.py`` and ``resume.py``."""
+"""The scripts in ``examples/``. ``test_demo`` runs ``train.py`` and ``resume.py``, ``test_fabric`` runs ``fabric.py``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load(name: str) -> ModuleType:
 
 def test_every_example_is_short_and_says_how_to_start_it() -> None:
     found = sorted(FOLDER.glob("*.py"))
-    assert [path.stem for path in found] == ["evaluate", "plan", "resume", "stream_weights", "test_schedule", "train"]
+    assert [path.stem for path in found] == ["evaluate", "fabric", "plan", "resume", "stream_weights", "test_schedule", "train"]
     for path in found:
         lines = path.read_text().splitlines()
         assert len(lines) < 60, path

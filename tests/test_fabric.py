@@ -455,3 +455,19 @@ def test_the_package_does_not_import_fabric(tmp_path: Path) -> None:
     )
     result = run_python("script.py", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_example_trains_in_processes_that_fabric_starts_and_resumes(tmp_path: Path) -> None:
+    script = (Path(__file__).resolve().parents[1] / "examples" / "fabric.py").read_text()
+    (tmp_path / "fabric_example.py").write_text(script.replace("lightning_fabric", fabric_package()))
+    first = run_python("-W", "ignore", "fabric_example.py", "checkpoints", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    losses = [float(line.rpartition(" ")[2]) for line in first.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 2 and losses[1] < losses[0] < 1
+    weights = torch.load(tmp_path / "checkpoints" / "model.pt")["model"]
+    assert weights["0.weight"].shape == (256, 64) and not any(isinstance(w, DTensor) for w in weights.values())
+    second = run_python("-W", "ignore", "fabric_example.py", "checkpoints", cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert "step" not in second.stdout, "it must go on with step 20, which is the last"
+    again = torch.load(tmp_path / "checkpoints" / "model.pt")["model"]
+    assert all(torch.equal(weights[name], value) for name, value in again.items())
