@@ -31,7 +31,8 @@ def load(name: str) -> ModuleType:
 
 def test_every_example_is_short_and_says_how_to_start_it() -> None:
     found = sorted(FOLDER.glob("*.py"))
-    assert [path.stem for path in found] == ["evaluate", "fabric", "plan", "resume", "stream_weights", "test_schedule", "train"]
+    names = ["evaluate", "fabric", "plan", "resume", "stream_weights", "test_schedule", "train"]
+    assert [path.stem for path in found] == names
     for path in found:
         lines = path.read_text().splitlines()
         assert len(lines) < 60, path

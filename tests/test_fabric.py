@@ -6,6 +6,7 @@ import contextlib
 import copy
 import importlib
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ STEPS, ACCUMULATED = 3, 2
 
 
 def _installed() -> str | None:
-    for name in ("lightning_fabric", "lightning"):
+    """Return the package of Fabric that the strategy uses, too."""
+    for name in ("lightning.fabric", "lightning_fabric"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
             return name
@@ -100,10 +102,6 @@ class GPT(nn.Module):
         return self(tokens).argmax(-1)
 
 
-def fabric_package() -> str:
-    return "lightning_fabric" if PACKAGE == "lightning_fabric" else "lightning.fabric"
-
-
 @contextlib.contextmanager
 def launched(
     rank: int,
@@ -120,7 +118,7 @@ def launched(
         "MASTER_ADDR": "localhost", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "test",
     }  # fmt: skip
     with mock.patch.dict(os.environ, {key: str(value) for key, value in environment.items()}):
-        fabric = importlib.import_module(fabric_package()).Fabric(
+        fabric = importlib.import_module(PACKAGE).Fabric(
             accelerator="cpu", devices=world_size, strategy=strategy, **(fabric_options or {})
         )
         fabric.launch()
@@ -310,7 +308,7 @@ def test_checkpoints_are_saved_and_loaded_as_folders_and_as_files(ranks: Ranks, 
 
 
 def _exchange_with_fsdp2(rank: int, world_size: int, folder: Path) -> None:
-    strategies = importlib.import_module(f"{fabric_package()}.strategies")
+    strategies = importlib.import_module(f"{PACKAGE}.strategies")
     torch.manual_seed(0)
     reference = GPT().double()
     theirs = torch.optim.AdamW(reference.parameters(), lr=0.05)
@@ -428,7 +426,7 @@ def test_invalid_options_raise_errors_before_the_launch() -> None:
 
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    package = importlib.import_module(fabric_package())
+    package = importlib.import_module(PACKAGE)
     for options, error, text in (
         ({"state_dict_type": "whole"}, ValueError, "state_dict_type: expected 'sharded' or 'full'"),
         ({"device": "cpu"}, TypeError, "device: Fabric chooses"),
@@ -440,9 +438,10 @@ def test_invalid_options_raise_errors_before_the_launch() -> None:
     with pytest.raises(ValueError, match="mp_policy: Fabric's precision='bf16-mixed'"):
         strategy = FSDPSchedStrategy(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         package.Fabric(accelerator="cpu", devices=2, strategy=strategy, precision="bf16-mixed")
-    strategy = FSDPSchedStrategy()
+    strategy = pickle.loads(pickle.dumps(FSDPSchedStrategy(prefetch=2)))  # as for start_method="spawn"
+    assert isinstance(strategy, FSDPSchedStrategy) and isinstance(strategy, package.strategies.Strategy)
     with pytest.raises(TypeError, match="precision: Own converts"):
-        precision = importlib.import_module(f"{fabric_package()}.plugins").Precision
+        precision = importlib.import_module(f"{PACKAGE}.plugins").Precision
         strategy.precision = type("Own", (precision,), {})()
     with pytest.raises(TypeError, match="the module is jitted already"):
         strategy.setup_module(thunder.jit(nn.Linear(2, 2)))
@@ -459,7 +458,7 @@ def test_the_package_does_not_import_fabric(tmp_path: Path) -> None:
 
 def test_the_example_trains_in_processes_that_fabric_starts_and_resumes(tmp_path: Path) -> None:
     script = (Path(__file__).resolve().parents[1] / "examples" / "fabric.py").read_text()
-    (tmp_path / "fabric_example.py").write_text(script.replace("lightning_fabric", fabric_package()))
+    (tmp_path / "fabric_example.py").write_text(script.replace("lightning_fabric", PACKAGE))
     first = run_python("-W", "ignore", "fabric_example.py", "checkpoints", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     losses = [float(line.rpartition(" ")[2]) for line in first.stdout.splitlines() if line.startswith("step")]

@@ -9,12 +9,12 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from .library import DoublePrecision, FSDPPrecision, HalfPrecision, MixedPrecision, Precision
+from .library import DerivedFromFabric, fabric_module
 
 __all__ = ["ShardedMixedPrecision", "for_shards"]
 
 
-class ShardedMixedPrecision(MixedPrecision):
+class ShardedMixedPrecision(DerivedFromFabric):
     """Mixed precision by casting shards before they are gathered, as FSDP2 does.
 
     Parameters, gradients and the optimizer's state are float32. Shards are cast to 16 bits and gathered, and the module
@@ -27,7 +27,10 @@ class ShardedMixedPrecision(MixedPrecision):
         scaler: for ``"16-mixed"``. The default is a ``ShardedGradScaler``.
     """
 
-    def __init__(self, precision: Any, device: str, scaler: torch.amp.GradScaler | None = None) -> None:
+    fabric_base = "plugins:MixedPrecision"
+    precision: str
+
+    def __init__(self, precision: str, device: str, scaler: torch.amp.GradScaler | None = None) -> None:
         if precision == "16-mixed" and not isinstance(scaler, ShardedGradScaler):
             scaler = ShardedGradScaler(device=device)
         super().__init__(precision, device, scaler)
@@ -48,19 +51,21 @@ class ShardedMixedPrecision(MixedPrecision):
         return data
 
 
-def for_shards(precision: Precision) -> Precision:
-    """Return a precision plugin for sharded modules that does what ``precision`` is for.
+def for_shards(precision: Any) -> Any:
+    """Return a precision plugin for sharded modules that does what ``precision``, one of Fabric's, is for.
 
     Raises:
         TypeError: there is none.
     """
     if isinstance(precision, ShardedMixedPrecision):
         return precision
-    if isinstance(precision, MixedPrecision):
+    plugins = fabric_module("plugins")
+    if isinstance(precision, plugins.MixedPrecision):
         return ShardedMixedPrecision(precision.precision, precision.device)
-    if isinstance(precision, FSDPPrecision) and precision.precision in ("bf16-mixed", "16-mixed"):
+    if isinstance(precision, plugins.FSDPPrecision) and precision.precision in ("bf16-mixed", "16-mixed"):
         return ShardedMixedPrecision(precision.precision, "cuda" if torch.cuda.is_available() else "cpu")
-    if type(precision) in (Precision, HalfPrecision, DoublePrecision, FSDPPrecision):
+    known = (plugins.Precision, plugins.HalfPrecision, plugins.DoublePrecision, plugins.FSDPPrecision)
+    if type(precision) in known:
         return precision
     raise TypeError(
         f"precision: {type(precision).__name__} converts modules in a way that FSDPSchedStrategy does not know; expected "

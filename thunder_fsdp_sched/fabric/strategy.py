@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from ..sharding.replacement import replace_in_optimizer
 from ..training.gradients import clip_grad_norm_
 from ..transform import FSDPTransform, find_transform
 from . import checkpoint
-from .library import DDPStrategy, Precision
+from .library import DerivedFromFabric
 from .precision import ShardedMixedPrecision, for_shards
 
 __all__ = ["FSDPSchedStrategy"]
@@ -31,7 +31,7 @@ _TIMEOUT = timedelta(minutes=30)
 """The timeout of collectives: Fabric's default, for gloo and NCCL."""
 
 
-class FSDPSchedStrategy(DDPStrategy):
+class FSDPSchedStrategy(DerivedFromFabric):
     """Sharded training with Lightning Fabric: ``Fabric(strategy=FSDPSchedStrategy(prefetch=2), devices=8)``.
 
     ``fabric.setup(model)`` runs ``thunder.jit(model, transforms=[fsdp(...)])``. The ranks, the process group and the
@@ -53,6 +53,11 @@ class FSDPSchedStrategy(DDPStrategy):
         TypeError, ValueError: an option is invalid; the message names it.
     """
 
+    fabric_base = "strategies:DDPStrategy"
+    root_device: torch.device
+    world_size: int
+    broadcast: Callable[..., Any]
+
     def __init__(
         self,
         *,
@@ -65,7 +70,7 @@ class FSDPSchedStrategy(DDPStrategy):
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
-        precision: Precision | None = None,
+        precision: Any = None,
         **options: Any,
     ) -> None:
         if state_dict_type not in ("sharded", "full"):
@@ -91,18 +96,18 @@ class FSDPSchedStrategy(DDPStrategy):
         control_fabric_sync(self, _NoSync())
 
     @property
-    def precision(self) -> Precision:
+    def precision(self) -> Any:
         """How modules, inputs and outputs are converted. Fabric sets it."""
         return super().precision
 
     @precision.setter
-    def precision(self, precision: Precision | None) -> None:
+    def precision(self, precision: Any) -> None:
         chosen = None if precision is None else for_shards(precision)
         if isinstance(chosen, ShardedMixedPrecision) and self._options.get("mp_policy") is not None:
             raise ValueError(
                 f"mp_policy: Fabric's precision={chosen.precision!r} is a policy of its own; pass one of the two"
             )
-        DDPStrategy.precision.fset(self, chosen)
+        super(FSDPSchedStrategy, type(self)).precision.fset(self, chosen)
 
     def setup_module(self, module: torch.nn.Module) -> ThunderModule:
         """Return the jitted, sharded module; a collective.
