@@ -67,5 +67,5 @@ def _derive(cls: Any, base: Any) -> Any:
     return types.new_class(cls.__name__, (cls, base), exec_body=lambda names: names.update(body))
 
 
-def _blank(cls: type) -> Any:
+def _blank(cls: Any) -> Any:
     return cls.__new__(cls)
