@@ -33,6 +33,7 @@ def fsdp(
     transport: str | Callable[[str, tuple[ParamSpec, ...]], str] = "auto",
     mp_policy: MixedPrecisionPolicy | Callable[[str, torch.nn.Module], MixedPrecisionPolicy | None] | None = None,
     gradient_divide_factor: float | Callable[[str, torch.nn.Module], float | None] | None = None,
+    all_reduce_hook: Callable[[str, torch.Tensor], None] | None = None,
     offload_policy: OffloadPolicy | None = None,
     process_group: ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
@@ -106,6 +107,14 @@ def fsdp(
             means as for the module that contains it. The default is the number of ranks that share the parameter,
             replicas included, so gradients are the mean. :func:`set_gradient_divide_factor` changes it later, and tells
             the cost.
+        all_reduce_hook: a callable ``(bucket name, gradients) -> None`` that modifies this rank's reduced gradients in
+            place, for reductions over ranks that ``mesh`` does not have, as FSDP2's ``set_all_reduce_hook``. It runs on
+            the current stream in the wait for each reduction, which the trace marks with its name, so what it sends
+            overlaps no compute of backward unless the in-flight limit moves the wait forward. ``gradients`` is one flat
+            vector in ``reduce_dtype``, the mean over ranks and replicas, before ``gradient_divide_factor``; its elements
+            are in the same order on all ranks with this rank's index. The agreement of ranks includes the order of these
+            calls, but not what they send, and the simulator does not know what they cost. An exception in it is one in
+            backward. Under ``no_sync`` it does not run.
         offload_policy: a :class:`~torch.distributed.fsdp.CPUOffloadPolicy` of torch. Shards and their gradients, and
             thus the optimizer's state, are stored on the CPU, in pinned memory if the policy asks for it and the device
             is a GPU. A gather first copies the shard to ``device`` on a separate stream. The host waits for these

@@ -171,6 +171,12 @@ def _factor(factor: Any) -> float | Callable[[str, torch.nn.Module], float | Non
     return factor if callable(factor) and not isinstance(factor, type) else check_factor(factor)
 
 
+def _hook(hook: Any) -> Callable[[str, torch.Tensor], None] | None:
+    if hook is not None and not callable(hook):
+        raise TypeError(f"all_reduce_hook: expected a callable (bucket name, gradients) -> None, or None, got {hook!r}")
+    return hook
+
+
 def check_strategy(strategy: Any, expected: str = "expected") -> bool:
     """Return whether the strategy frees parameters after forward.
 
@@ -316,6 +322,7 @@ class Options:
         metadata=_by(_precision)
     )
     gradient_divide_factor: float | Callable[[str, torch.nn.Module], float | None] | None = field(metadata=_by(_factor))
+    all_reduce_hook: Callable[[str, torch.Tensor], None] | None = field(metadata=_by(_hook))
     offload_policy: OffloadPolicy = field(metadata=_by(_offload))
     process_group: ProcessGroupRef | None = field(metadata=_by(_process_group, is_compared=False))
     mesh: DeviceMesh | None = field(metadata=_by(_mesh))

@@ -9,6 +9,7 @@ and traces live until then, so they refer to process groups weakly. See also [No
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -184,6 +185,11 @@ class Ranks:
     def groups(self) -> tuple[ProcessGroupRef, ...]:
         """The groups whose members have shards or replicas of the same parameters."""
         return (self.group,) if self.replicas is None else (self.group, self.replicas)
+
+    @property
+    def all_ranks(self) -> tuple[int, ...]:
+        """The global ranks that have shards or replicas of the same parameters, directly or indirectly."""
+        return tuple(self.group.global_ranks if self.grid is None else itertools.chain.from_iterable(self.grid))
 
     @property
     def averaged(self) -> int:

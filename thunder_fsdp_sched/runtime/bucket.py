@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,6 +101,8 @@ class Bucket:
             self.params = tuple(by_name[param.name] for param in spec.params)
         self.divide_factor = spec.divide_factor
         """What the sum of gradients over ranks is divided by; ``None`` for the number of ranks. May change at any time."""
+        self.all_reduce_hook: Callable[[str, torch.Tensor], None] | None = None
+        """The user's function that is called with the name and the flat reduced gradients of the bucket."""
         self.control: Coordinator | None = None
         """How the model agrees with the other ranks on what runs next."""
         self.unreduced: torch.Tensor | None = None
@@ -118,6 +120,12 @@ class Bucket:
 
     def __repr__(self) -> str:
         return self.handle
+
+    @property
+    def hook_name(self) -> str | None:
+        """The name of :attr:`all_reduce_hook` in traces."""
+        hook = self.base.all_reduce_hook
+        return None if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
 
     def explain(self, text: str) -> str:
         """Tell the other ranks what failed here and return what they tell; nothing without other ranks."""
@@ -178,8 +186,13 @@ class Bucket:
             reduced: the flat mean of the gradients over ranks, which this may modify and keep.
         """
         spec = self.spec
+        if (hook := self.base.all_reduce_hook) is not None and (answer := hook(spec.name, reduced)) is not None:
+            raise TypeError(
+                f"all_reduce_hook: {self.hook_name} must modify the gradients of bucket {spec.name!r} in place and return "
+                f"None, but returned a {type(answer).__name__}"
+            )
         factor = self.base.divide_factor
-        if factor is not None and factor != (mean_of := spec.layout.world_size * spec.replicas):
+        if factor is not None and factor != (mean_of := self.ranks.averaged):
             # Transports divide by the number of ranks as they send or add up. If that is a power of two, this gives the
             # same bits as dividing the sum.
             reduced.div_(factor / mean_of)

@@ -167,7 +167,7 @@ def _average_replicas(bucket: Bucket, shard: torch.Tensor) -> torch.distributed.
     return work
 
 
-def wait_grads(bucket: Bucket, flight: InFlight) -> tuple[torch.Tensor, ...]:
+def wait_grads(bucket: Bucket, flight: InFlight, *, hook: str | None = None) -> tuple[torch.Tensor, ...]:
     if flight.slot is None:
         flight.wait()
     else:
@@ -187,7 +187,7 @@ def check_no_sync(module: Any, no_sync: bool) -> None:
         raise RuntimeError(f"these traces were compiled for no_sync={no_sync}")
 
 
-def reduce_unreduced(bucket: Bucket) -> None:
+def reduce_unreduced(bucket: Bucket, *, hook: str | None = None) -> None:
     unreduced, unreduced_params = bucket.unreduced_grads()
     if unreduced is None:
         return

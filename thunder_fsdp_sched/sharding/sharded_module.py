@@ -195,6 +195,8 @@ class ShardedModule:
             comm_spec=partial(comm_spec_of, options, assignment),
         )
         buckets = allocate_buckets(plan, assignment)
+        for bucket in buckets:
+            bucket.all_reduce_hook = options.all_reduce_hook
         locations = {name: (b, i) for b in buckets for i, param in enumerate(b.spec.params) for name in param.names}
         began_on_meta = {n for n, p in (*named.items(), *model.named_buffers()) if p.is_meta}
         for spec, param in specs:

@@ -124,6 +124,7 @@ def read_program(trace: TraceCtx) -> list[Action]:
     """Return what a rank that runs ``trace`` issues and waits for, for ``deadlock.find_fault``."""
     actions: list[Action] = []
     issued: dict[str, Action] = {}
+    hooks = 0
 
     def wait_for(future: str) -> None:
         actions.append(issued[future]._replace(waits=True))
@@ -132,6 +133,14 @@ def read_program(trace: TraceCtx) -> list[Action]:
         kind = bsym.sym.name
         if kind in WAITS or bsym.sym is fsdp_all_reduce:
             wait_for(Wait(bsym).future.name)
+        if (hook := bsym.kwargs.get("hook")) is not None:
+            # It may communicate on any group, so it counts as a collective of all ranks that share the bucket.
+            bucket, hooks = bucket_of(bsym), hooks + 1
+            ranks = bucket.ranks.all_ranks
+            called = Action(
+                f"all_reduce_hook {hook} {bucket.spec.name}", f"hook of ranks {ranks}", ranks, False, -hooks
+            )
+            actions += [called, called._replace(waits=True)]
         if kind in ISSUES:
             bucket = bucket_of(bsym)
             nbytes, dtype = payload(kind, bucket.spec)

@@ -18,6 +18,9 @@ y)`` and ``fsdp_sum_into`` compute the gradient of parameter 0 of the bucket the
 With hybrid sharding, ``ft2 = fsdp_all_reduce(bucket_h_0, ft1)`` is between the last two: it waits for the reduction
 within the group and issues the one across the replicas. The wait then takes ``ft2``.
 
+A wait for gradients with ``hook='average'`` then calls the user's ``all_reduce_hook`` of that name, which may communicate.
+So does ``fsdp_reduce_unreduced`` if it has something to reduce.
+
 Shards and gradients are in the order of the bucket's parameters, with ``None`` for those that the trace does not use.
 A backward that reduces or accumulates gradients ends with ``fsdp_backward_done(False, bucket_h_0, bucket_h_1)``. Only
 there are the gradients dropped that earlier ``no_sync`` backwards have accumulated: see [Note:
@@ -138,7 +141,7 @@ def _all_reduce_meta(bucket: Bucket, future: FutureTensorProxy) -> FutureTensorP
     return _future(bucket, bucket.spec.layout.shard_numel, bucket.spec.reduce_dtype)
 
 
-def _wait_grads_meta(bucket: Bucket, future: FutureTensorProxy) -> tuple[TensorProxy, ...]:
+def _wait_grads_meta(bucket: Bucket, future: FutureTensorProxy, *, hook: str | None = None) -> tuple[TensorProxy, ...]:
     device, dtype = devices.to_device(bucket.spec.shard_device), dtypes.to_dtype(bucket.spec.dtype)
     return tuple(
         TensorProxy(shape=p.shard_shape(bucket.rank), device=device, dtype=dtype, requires_grad=False)
@@ -150,7 +153,7 @@ def _check_no_sync_meta(module: Any, no_sync: bool) -> None:
     return None
 
 
-def _none_meta(bucket: Bucket, *tensors: TensorProxy | None) -> None:
+def _none_meta(bucket: Bucket, *tensors: TensorProxy | None, hook: str | None = None) -> None:
     return None
 
 

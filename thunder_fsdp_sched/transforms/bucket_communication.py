@@ -96,7 +96,7 @@ def bucket_communication(trace: TraceCtx, *, buckets: Sequence[Bucket], no_sync:
         if reduces and not no_sync:
             for bucket in buckets:  # including frozen ones, which may have been trained under no_sync
                 if bucket not in reduces:
-                    idle = fsdp_reduce_unreduced.bind(bucket, output=None)
+                    idle = fsdp_reduce_unreduced.bind(bucket, **_hook(bucket), output=None)
                     idle.tags.add(BoundSymbolTag.BACKWARD)
                     new.bound_symbols.append(idle)
         new.bound_symbols.append(last)
@@ -135,7 +135,11 @@ def _reduce(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) ->
     sharded = list(fsdp_wait_grads.meta(bucket, future))
     for index, bsym in reduces.items():
         sharded[index] = bsym.output
-    return [*emitted, _like(at, fsdp_wait_grads.bind(bucket, future, output=tuple(sharded)))]
+    return [*emitted, _like(at, fsdp_wait_grads.bind(bucket, future, **_hook(bucket), output=tuple(sharded)))]
+
+
+def _hook(bucket: Bucket) -> dict[str, str]:
+    return {} if bucket.hook_name is None else {"hook": bucket.hook_name}
 
 
 def _accumulate(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:

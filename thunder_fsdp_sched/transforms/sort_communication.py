@@ -382,7 +382,8 @@ class _Sorter:
                 return
             self.in_flight.remove(reduction)
             self._issue_all_reduce(reduction, reason)
-            self._emit(reduction.wait, reason)
+            hook = reduction.wait.kwargs.get("hook")
+            self._emit(reduction.wait, reason if hook is None else f"{reason}; then all_reduce_hook {hook}")
 
     def _issue_all_reduce(self, reduction: _Reduction, reason: str) -> None:
         if reduction.all_reduce is not None:

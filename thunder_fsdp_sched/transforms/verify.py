@@ -91,7 +91,7 @@ def verify(trace: TraceCtx, *, forward: TraceCtx | None = None, max_gathers_in_f
 
     * Every value is defined before it is read.
     * Every issue has exactly one wait, of its kind and bucket. Gradients of a bucket with replicas are reduced across
-      them.
+      them, and passed to the ``all_reduce_hook`` if there is one.
     * No collective writes a slot while an earlier value in overlapping memory, views included, is yet to be read. The
       first write of a gradient in place counts as the start of its reduction. Gradients of a bucket may replace its
       parameters, if each is written after the last read of its parameter.
@@ -230,6 +230,8 @@ class _Verifier:
             self.index_of.update({param.name: index for index, param in enumerate(bsym.output)})
         elif bsym.sym is fsdp_wait_grads and (issue.sym is fsdp_all_reduce) is (bucket.ranks.replicas is None):
             self.fail(position, f"bucket {bucket.spec.name!r} is not reduced across its replicas, or has none")
+        elif bsym.sym is fsdp_wait_grads and bsym.kwargs.get("hook") != bucket.hook_name:
+            self.fail(position, f"calls all_reduce_hook {bsym.kwargs.get('hook')}, expected {bucket.hook_name}")
 
     def _use_slots(self, position: int, bsym: BoundSymbol) -> None:
         for arg in args_of(bsym):

@@ -1,0 +1,156 @@
+"""The user's function that gets the reduced gradients of each bucket, bit for bit as in FSDP2."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import fsdp, testing
+from thunder_fsdp_sched.trace.deadlock import find_fault
+from thunder_fsdp_sched.trace.schedule import read_program
+from thunder_fsdp_sched.trace.symbols import fsdp_wait_grads
+from thunder_fsdp_sched.transforms import VerificationError, verify
+
+import pytest
+import thunder
+import torch
+import torch.distributed as dist
+from models import Stack
+from ranks import Ranks
+from reference import loss_of
+from thunder.core.prims import PrimIDs
+from thunder.core.trace import from_trace
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+
+def _replicate_by_hook(rank: int, world_size: int) -> None:
+    """Shard over pairs of ranks, and average over the pairs in a hook: the gradients of hybrid sharding."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    replicas = mesh.get_group("replicate")
+    names: list[str] = []
+
+    def average(name: str, gradients: torch.Tensor) -> None:
+        names.append(name)
+        dist.all_reduce(gradients, dist.ReduceOp.AVG, group=replicas)
+
+    model = Stack(2, width=8, activation=torch.relu)
+    theirs, hybrid = copy.deepcopy(model), copy.deepcopy(model)
+    for block in theirs.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(theirs, mesh=mesh["shard"])
+    for module in theirs.modules():
+        if isinstance(module, FSDPModule):
+            module.set_all_reduce_hook(lambda gradients: average("theirs", gradients))
+    transform = fsdp(mesh=mesh["shard"], all_reduce_hook=average)
+    ours = thunder.jit(model, transforms=[transform])
+    hybrid = thunder.jit(hybrid, transforms=[fsdp(mesh=mesh)])
+    for step in range(2):
+        (x,) = Stack(2, width=8).inputs(torch.Generator().manual_seed(10 * step + rank), batch=4)
+        for each in (ours, theirs, hybrid):
+            loss_of(each(x.float())).backward()
+        expected, native = dict(theirs.named_parameters()), dict(hybrid.named_parameters())
+        for name, param in ours.named_parameters():
+            grad = param.grad.full_tensor()
+            assert torch.equal(grad, expected[name].grad.full_tensor()), (step, name)
+            assert torch.equal(grad, native[name].grad.full_tensor()), (step, name)
+        for each in (ours, theirs, hybrid):
+            each.zero_grad()
+    waits = transform.schedules[-1].backward.of("fsdp_wait_grads")
+    assert [name for name in names if name != "theirs"] == 2 * [op.bucket for op in waits]
+    assert all(op.reason.endswith("; then all_reduce_hook _replicate_by_hook.<locals>.average") for op in waits)
+
+
+def test_a_hook_that_averages_over_replicas_gives_the_gradients_of_fsdp2_and_of_hybrid_sharding(
+    four_ranks: Ranks,
+) -> None:
+    four_ranks.run(_replicate_by_hook)
+
+
+class Parts(nn.Module):
+    """Two layers. An argument says whether the second runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        x = self.first.forward(x)
+        return self.second.forward(x) if both else x
+
+
+class Hook:
+    """A hook that doubles gradients, or fails."""
+
+    fails = answers = False
+
+    def __call__(self, name: str, gradients: torch.Tensor) -> Any:
+        if self.fails:
+            raise ArithmeticError("the hook failed")
+        gradients.mul_(2)
+        return gradients if self.answers else None
+
+
+def _accumulate_and_fail(rank: int, world_size: int) -> None:
+    x = torch.ones(3, 4) + rank
+    grads = []
+    for hook in (None, Hook()):
+        torch.manual_seed(0)
+        model = thunder.jit(Parts(), transforms=[fsdp(all_reduce_hook=hook)])
+        with model.no_sync():
+            loss_of(model(x, True)).backward()
+        loss_of(model(x, False)).backward()  # reduces the second layer's gradients, which it does not have itself
+        grads.append({name: param.grad.full_tensor() for name, param in model.named_parameters()})
+    assert isinstance(hook, Hook)
+    for name, grad in grads[0].items():
+        assert torch.equal(2 * grad, grads[1][name]), name
+
+    model.zero_grad()
+    hook.fails = True
+    with pytest.raises(ArithmeticError, match="the hook failed"):
+        loss_of(model(x, False)).backward()
+    hook.fails, hook.answers = False, True
+    model.zero_grad()
+    with pytest.raises(TypeError, match=r"all_reduce_hook: Hook must modify the gradients of bucket 'first' in place"):
+        loss_of(model(x, False)).backward()
+    hook.answers = False
+    model.zero_grad()
+    loss_of(model(x, False)).backward()
+    assert model.first.weight.grad.full_tensor().any()
+
+    hooks = [Hook(), _accumulate_and_fail]
+    with pytest.raises(tfs.ScheduleDisagreement, match=r"(?s)fsdp.all_reduce_hook=.*Hook.*_accumulate_and_fail"):
+        thunder.jit(Parts(), transforms=[fsdp(all_reduce_hook=hooks[rank])])
+
+
+def test_a_hook_gets_accumulated_gradients_and_its_errors_leave_the_model_usable(ranks: Ranks) -> None:
+    ranks.run(_accumulate_and_fail)
+
+
+def test_verification_and_the_deadlock_proof_include_hooks() -> None:
+    [compiled] = testing.compile_on_fake_ranks(lambda: (Stack(1), (torch.ones(2, 4),)), 2, all_reduce_hook=Hook())
+    assert re.search(r"fsdp_wait_grads\(bucket_first, ft\d+, hook='Hook'\)", str(compiled.backward))
+    program = read_program(compiled.backward)
+    assert find_fault({0: program, 1: program}) == ""
+    hooked = [i for i, action in enumerate(program) if action.line.startswith("all_reduce_hook Hook ")]
+    assert len(hooked) == 2 * 3
+    other = list(program)
+    first, second = hooked[0], hooked[2]
+    other[first : first + 2], other[second : second + 2] = program[second : second + 2], program[first : first + 2]
+    assert "all_reduce_hook Hook" in find_fault({0: program, 1: other})
+
+    trace = from_trace(compiled.backward)
+    trace.bound_symbols = [b for b in compiled.backward.bound_symbols if b.sym.id is not PrimIDs.DEL]
+    verify(trace)
+    position = next(i for i, b in enumerate(trace.bound_symbols) if b.sym is fsdp_wait_grads)
+    trace.bound_symbols[position] = trace.bound_symbols[position].from_bsym(kwargs={})
+    with pytest.raises(VerificationError, match="calls all_reduce_hook None, expected Hook"):
+        verify(trace)
+
+
+def test_a_hook_must_be_callable() -> None:
+    with pytest.raises(TypeError, match=r"all_reduce_hook: expected a callable \(bucket name, gradients\)"):
+        fsdp(all_reduce_hook="average")  # type: ignore[arg-type]
