@@ -26,6 +26,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+WAIT = fsdp_wait_grads.name
+
 
 def _replicate_by_hook(rank: int, world_size: int) -> None:
     """Shard over pairs of ranks, and average over the pairs in a hook: the gradients of hybrid sharding."""
@@ -133,6 +135,10 @@ def test_a_hook_gets_accumulated_gradients_and_its_errors_leave_the_model_usable
 def test_verification_and_the_deadlock_proof_include_hooks() -> None:
     [compiled] = testing.compile_on_fake_ranks(lambda: (Stack(1), (torch.ones(2, 4),)), 2, all_reduce_hook=Hook())
     assert re.search(r"fsdp_wait_grads\(bucket_first, ft\d+, hook='Hook'\)", str(compiled.backward))
+    [again] = testing.compile_on_fake_ranks(lambda: (Stack(1), (torch.ones(2, 4),)), 2, schedule=compiled.schedule)
+    reasons = [op.reason.partition("; then all_reduce_hook Hook") for op in compiled.schedule.backward.of(WAIT)]
+    assert [part[2] or part[1] for part in reasons] == 3 * ["; then all_reduce_hook Hook"]
+    assert [op.reason for op in again.schedule.backward.of(WAIT)] == [part[0] for part in reasons], "without a hook"
     program = read_program(compiled.backward)
     assert find_fault({0: program, 1: program}) == ""
     hooked = [i for i, action in enumerate(program) if action.line.startswith("all_reduce_hook Hook ")]

@@ -37,6 +37,9 @@ __all__ = ["CommOp", "Schedule", "StepSchedule", "load_schedules", "read_program
 
 _FORMAT = 2
 
+THEN_HOOK = "; then all_reduce_hook "
+"""What precedes the name of a hook in the reason of a wait that calls one."""
+
 
 @dataclass(frozen=True)
 class CommOp:
@@ -201,7 +204,7 @@ def read_schedule(trace: TraceCtx) -> Schedule:
                 bucket.spec.comm.transport if collective != fsdp_all_reduce.name else "all_reduce",
                 slot,
                 consumer,
-                str(bsym.header),
+                str(bsym.header) + (f"{THEN_HOOK}{hook}" if (hook := bsym.kwargs.get("hook")) is not None else ""),
                 not is_resident(bsym),
             )
         )

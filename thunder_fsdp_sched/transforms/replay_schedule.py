@@ -11,7 +11,7 @@ from thunder.core.trace import TraceCtx
 
 from ..trace.inspection import statements, with_bound_symbols
 from ..trace.operands import Wait, bucket_of
-from ..trace.schedule import Schedule, compute_digest, is_communication
+from ..trace.schedule import THEN_HOOK, Schedule, compute_digest, is_communication
 from ..trace.symbols import ISSUES, fsdp_wait_params, payload
 
 __all__ = ["ScheduleMismatch", "replay_schedule"]
@@ -81,7 +81,7 @@ def _interleave(
             raise ScheduleMismatch(
                 f"schedule: line {number} does not fit, the bucket has {nbytes:,} bytes here:\n    {op}"
             )
-        out.append(bsym.from_bsym(header=op.reason))
+        out.append(bsym.from_bsym(header=op.reason.partition(THEN_HOOK)[0]))
     left = [bsym for known in ours.values() for bsym in known]
     if left:
         raise ScheduleMismatch(f"schedule: it lacks {left[0].sym.name} of bucket {bucket_of(left[0]).spec.name!r}")

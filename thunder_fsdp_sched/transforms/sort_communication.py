@@ -382,8 +382,7 @@ class _Sorter:
                 return
             self.in_flight.remove(reduction)
             self._issue_all_reduce(reduction, reason)
-            hook = reduction.wait.kwargs.get("hook")
-            self._emit(reduction.wait, reason if hook is None else f"{reason}; then all_reduce_hook {hook}")
+            self._emit(reduction.wait, reason)
 
     def _issue_all_reduce(self, reduction: _Reduction, reason: str) -> None:
         if reduction.all_reduce is not None:
