@@ -118,7 +118,8 @@ def test_each_message_under_troubleshooting_is_in_the_source() -> None:
 
 
 def test_options_have_the_same_order_in_the_signature_and_in_the_docstring() -> None:
-    signature = list(inspect.signature(thunder_fsdp_sched.fsdp).parameters)
+    parameters = inspect.signature(thunder_fsdp_sched.fsdp).parameters.values()
+    signature = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     docstring = inspect.getdoc(thunder_fsdp_sched.fsdp)
     assert docstring is not None
     arguments = docstring.partition("\nArgs:\n")[2].partition("\n\n")[0]

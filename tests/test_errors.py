@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict
 
 import pytest
 import thunder
@@ -36,6 +36,9 @@ WRONG_OPTIONS = [
     ({"bucketing_strategy": 1.5}, ValueError, "bucketing_strategy: expected .*got 1.5"),
     ({"bucketing_strategy": None}, ValueError, "bucketing_strategy: expected .*got None"),
     ({"bucketing_strategy": True}, TypeError, "bucketing_strategy: .*got True"),
+    ({"bucketing_strategy": "25 bananas"}, ValueError, "bucketing_strategy: expected bytes .*got '25 bananas'"),
+    ({"bucketing_strategy": "0MB"}, ValueError, "bucketing_strategy: expected more than 0 bytes, got 0"),
+    ({"bucketing_strategy": "-1MB"}, ValueError, "bucketing_strategy: expected bytes .*got '-1MB'"),
     ({"prefetch": -1}, ValueError, "prefetch: expected 0 or more buckets, got -1"),
     ({"prefetch": "1"}, TypeError, "prefetch: expected a number of buckets.*got '1'"),
     ({"prefetch": 1.0}, TypeError, "prefetch: expected a number of buckets.*got 1.0"),
@@ -70,9 +73,22 @@ def test_the_error_names_an_unknown_device() -> None:
 
 def test_options_must_be_known_keywords() -> None:
     with pytest.raises(TypeError, match="positional"):
-        fsdp("zero3")  # type: ignore[misc]
+        fsdp("zero3")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="bucket_strategy"):
         fsdp(bucket_strategy="block")  # type: ignore[call-arg]
+
+
+def test_the_error_of_a_model_given_to_fsdp_says_where_it_belongs() -> None:
+    with pytest.raises(TypeError, match=r"model is not an argument.*thunder\.jit\(model, transforms=\[fsdp"):
+        fsdp(Stack(1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "model", [Stack(1), thunder.jit(Stack(1)), Stack(1).forward], ids=["module", "jitted", "method"]
+)
+def test_functions_of_sharded_models_refuse_others_by_name(model: Any) -> None:
+    with pytest.raises(TypeError, match=r"model: expected the result of thunder\.jit\(.*that no fsdp\(\.\.\.\) shards"):
+        full_state_dict(model)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +101,8 @@ def test_options_must_be_known_keywords() -> None:
         ({"bucketing_strategy": FSDPBucketingStrategy.NONE}, "'none'"),
         ({"bucketing_strategy": FSDPBucketingStrategy.BLOCK}, "'block'"),
         ({"bucketing_strategy": 1024}, "1024"),
+        ({"bucketing_strategy": "25MB"}, "25000000"),
+        ({"bucketing_strategy": "2 KiB"}, "2048"),
         ({"prefetch": 0}, "prefetch=0"),
     ],
     ids=str,
@@ -160,6 +178,9 @@ def _shard_invalid_module(rank: int, world_size: int, case: str) -> None:
     elif case == "three-dimensional mesh":
         options = {"mesh": init_device_mesh("cpu", (1, 1, world_size), mesh_dim_names=("a", "b", "c"))}
         expected = ValueError, r"mesh: expected one dimension .* or two .*, got 3; pass only those"
+    elif case == "GPU without CUDA":
+        options = {"device": "cuda:1"}
+        expected = ValueError, "device: 'cuda:1' is not available: .*Pass device='cpu', or leave device out"
     elif case == "mesh and process group":
         options = {"mesh": init_device_mesh("cpu", (world_size,)), "process_group": dist.group.WORLD}
         expected = ValueError, "mesh and process_group: pass one of them, not both"
@@ -201,6 +222,9 @@ def _shard_invalid_module(rank: int, world_size: int, case: str) -> None:
         "broadcast of meta",
         "three-dimensional mesh",
         "mesh and process group",
+        pytest.param(
+            "GPU without CUDA", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+        ),
         "sharded twice",
         "used for another module",
     ],
@@ -272,3 +296,59 @@ def _shard_different_modules(rank: int, world_size: int) -> None:
 
 def test_the_error_of_different_modules_on_ranks_shows_the_difference(ranks: Ranks) -> None:
     ranks.run(_shard_different_modules)
+
+
+class _Layouts(Model):
+    """Parameters of several dtypes, sizes and strides, one of them not aligned to 8 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat = torch.arange(40.0)
+        self.unaligned = nn.Parameter(flat[1:14])
+        self.transposed = nn.Parameter(torch.arange(15.0).reshape(3, 5).t())
+        self.brief = nn.Parameter(torch.arange(7.0).bfloat16())
+        self.long = nn.Parameter(torch.arange(3.0).double())
+        self.complex = nn.Parameter(torch.arange(6.0).to(torch.complex64))
+        self.flag = nn.Parameter(torch.tensor([True, False, True]), requires_grad=False)
+        self.empty = nn.Parameter(torch.empty(0, 3))
+
+
+def _initialize_differently(rank: int, world_size: int) -> None:
+    def make(model: Model, name: str = "") -> Model:
+        if rank == world_size - 1 and name:
+            with torch.no_grad():
+                param = model.get_parameter(name)
+                param.view(-1)[-1] = 0 if param.dtype is torch.bool else 77
+        return model
+
+    def stack(name: str = "") -> Model:
+        torch.manual_seed(0)
+        return make(Stack(2), name)
+
+    message = (
+        rf"(?s)disagree: the values of the parameters\..*broadcast_from=0.*rank 0: last\.weight: digest \w+\n"
+        rf".*rank {world_size - 1}: last\.weight"
+    )
+    with pytest.raises(ScheduleDisagreement, match=message):
+        thunder.jit(stack("last.weight"), transforms=[fsdp()])
+    for options in ({"allow_different_initialization": True}, {"broadcast_from": 0}):
+        thunder.jit(stack("last.weight"), transforms=[fsdp(**options)])
+    thunder.jit(stack().to("meta"), transforms=[fsdp(device="cpu")])
+    thunder.jit(stack(), transforms=[fsdp()])
+    if world_size == 4:  # the last rank is in the second replica
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        with pytest.raises(ScheduleDisagreement, match=message):
+            thunder.jit(stack("last.weight"), transforms=[fsdp(mesh=mesh)])
+        return
+    thunder.jit(_Layouts(), transforms=[fsdp()])
+    for name in ("unaligned", "brief", "long", "complex", "flag"):
+        with pytest.raises(ScheduleDisagreement, match=rf"rank 0: {name}: digest"):
+            thunder.jit(make(_Layouts(), name), transforms=[fsdp()])
+
+
+def test_the_error_of_different_initial_values_names_the_parameter_on_every_rank(ranks: Ranks) -> None:
+    ranks.run(_initialize_differently)
+
+
+def test_different_initial_values_of_replicas_are_refused_on_every_rank(four_ranks: Ranks) -> None:
+    four_ranks.run(_initialize_differently)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from .options import check_options
+from .options import check_options, refuse_positional
 from .plan.specs import ParamSpec
 from .simulator.clusters import ClusterSpec
 from .trace.schedule import StepSchedule
@@ -22,7 +22,7 @@ __all__ = ["fsdp"]
 
 
 def fsdp(
-    *,
+    *positional: NoReturn,
     sharding_strategy: str | FSDPType | Callable[[str, torch.nn.Module], str | FSDPType | None] = "zero3",
     bucketing_strategy: str | FSDPBucketingStrategy | int | Callable[[str, torch.nn.Parameter], str] = "block",
     prefetch: int | Literal["auto"] = 1,
@@ -44,6 +44,7 @@ def fsdp(
     broadcast_from: int | None = None,
     ignored_params: Iterable[torch.nn.Parameter | str] | None = None,
     allow_different_computation: bool = False,
+    allow_different_initialization: bool = False,
     audit: bool = True,
     move_state_dict_to_cpu: bool = False,
 ) -> FSDPTransform:
@@ -140,6 +141,10 @@ def fsdp(
             :class:`ScheduleDisagreement` is raised if the traces of ranks differ in an operator, an argument or the
             flow of data. Ranks whose inputs have other shapes, or other numbers as arguments, may also differ in
             numbers in their traces that may stem from a size.
+        allow_different_initialization: let ranks begin with different values of a parameter, of which each shard then
+            keeps this rank's rows; for values that are all loaded later. By default :class:`ScheduleDisagreement` names
+            the first parameter that differs. The check reads every parameter once (6 GB/s for each CPU thread) and is
+            skipped on the meta device and with ``broadcast_from``.
         audit: check during the first run of each compiled trace that no operator returns memory of a slot or modifies
             an unsharded parameter, unless the plan expects it. Later runs cost nothing.
         move_state_dict_to_cpu: ``original_state_dict`` moves each parameter to the CPU as soon as it is gathered.
@@ -152,4 +157,6 @@ def fsdp(
         TypeError, ValueError: an option is invalid; the message names it. ``thunder.jit`` later raises RuntimeError if
             there is no process group, and TypeError or ValueError for a parameter that cannot be sharded.
     """
-    return FSDPTransform(check_options(**locals()))
+    arguments: dict[str, Any] = dict(locals())
+    refuse_positional(arguments.pop("positional"))
+    return FSDPTransform(check_options(**arguments))

@@ -23,7 +23,14 @@ from .simulator.clusters import cluster as cluster_by_name
 from .trace.schedule import StepSchedule, load_schedules
 from .transports import TRANSPORTS
 
-__all__ = ["Options", "check_factor", "check_options", "check_precision", "check_strategy", "resolve_device"]
+__all__ = [
+    "Options",
+    "check_factor",
+    "check_options",
+    "check_precision",
+    "check_strategy",
+    "refuse_positional",
+]
 
 _STRATEGIES = {"zero2": False, "zero3": True, FSDPType.ZERO2: False, FSDPType.ZERO3: True}
 _BUCKETINGS = {
@@ -32,17 +39,6 @@ _BUCKETINGS = {
     FSDPBucketingStrategy.LAYER: BucketingStrategy.LAYER,
     FSDPBucketingStrategy.BLOCK: BucketingStrategy.BLOCK,
 }
-
-
-def resolve_device(device: torch.device) -> torch.device:
-    """Return ``device`` as the ``device`` of a tensor there: a GPU always has an index, a CPU never.
-
-    A GPU without an index means the current one of this process. Thunder would read it as ``cuda:0`` on every rank,
-    while inputs and parameters may be on ``cuda:1``.
-    """
-    if device == torch.device("cuda"):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def check_transport(transport: Any) -> Any:
@@ -92,11 +88,13 @@ def _bucketing(strategy: Any) -> BucketingStrategy | int | Callable[[str, torch.
     if isinstance(key, (str, FSDPBucketingStrategy)):
         if key in _BUCKETINGS:
             return _BUCKETINGS[key]
+        if isinstance(key, str) and re.match(r"\s*[-+.\d]", key):
+            return parse_bytes("bucketing_strategy", strategy)
     elif callable(strategy):
         return strategy
     raise ValueError(
         f"bucketing_strategy: expected 'none', 'layer', 'block', a thunder.distributed.FSDPBucketingStrategy, a size in "
-        f"bytes or a callable (name, parameter) -> bucket name, got {strategy!r}"
+        f"bytes (an int, or a string such as '25MB') or a callable (name, parameter) -> bucket name, got {strategy!r}"
     )
 
 
@@ -333,6 +331,7 @@ class Options:
     broadcast_from: int | None = field(metadata=_by(_global_rank))
     ignored_params: tuple[torch.nn.Parameter | str, ...] = field(metadata=_by(_ignored, is_compared=False))
     allow_different_computation: bool = field(metadata=_by(_flag("allow_different_computation")))
+    allow_different_initialization: bool = field(metadata=_by(_flag("allow_different_initialization")))
     audit: bool = field(metadata=_by(_flag("audit")))
     move_state_dict_to_cpu: bool = field(metadata=_by(_flag("move_state_dict_to_cpu")))
 
@@ -364,6 +363,20 @@ class Options:
         return (
             f"sharding_strategy={strategy!r}, bucketing_strategy={bucketing!r}, prefetch={self.prefetch}, "
             f"transport={self.transport!r}"
+        )
+
+
+def refuse_positional(arguments: tuple[Any, ...]) -> None:
+    """Raise TypeError if there are positional arguments; with advice if the first is a module."""
+    if arguments and isinstance(arguments[0], torch.nn.Module):
+        raise TypeError(
+            "fsdp: the model is not an argument of fsdp(...), which only makes a transform. Pass the model to thunder.jit: "
+            "model = thunder.jit(model, transforms=[fsdp(...)])"
+        )
+    if arguments:
+        raise TypeError(
+            f"fsdp: takes no positional arguments, got {arguments[0]!r}; give each option by its name, such as "
+            f"fsdp(sharding_strategy='zero2')"
         )
 
 

@@ -10,12 +10,13 @@ from thunder.core.module import ThunderModule
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..agreement.control import control_of
-from ..options import Options, check_transport, resolve_device
+from ..options import Options, check_transport
 from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, Plan, Strided
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.memory import Arena
 from ..transports import TRANSPORTS, choose_transport
 from ..transports.peer_memory import announce_all
+from .devices import resolve_device
 from .group_assignment import GroupAssignment
 from .meta_init import initialize
 

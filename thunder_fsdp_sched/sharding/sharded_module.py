@@ -24,7 +24,7 @@ from ..agreement.channel import announce
 from ..agreement.consistency import Agreement
 from ..agreement.control import Control
 from ..logs import Progress
-from ..options import Options, resolve_device
+from ..options import Options
 from ..plan.bucketing import make_plan
 from ..plan.specs import Plan
 from ..private_api import parameters_of_running_ddp, refuse_ddp, replace_data, timeout_of, watch_cache_misses
@@ -35,7 +35,9 @@ from ..runtime.shard_source import finish_copies
 from .adoption import module_param_of, refuse_shards_and_grads, refuse_views
 from .conflicts import refuse_conflicts
 from .containers import replace_in_containers
+from .devices import resolve_device
 from .group_assignment import GroupAssignment, find_world_group
+from .initial_values import check_initial_values
 from .meta_init import is_blank, make_blank
 from .module_parameters import ModuleParameters, find_owner
 from .module_policies import ModulePolicies
@@ -136,7 +138,7 @@ class ShardedModule:
                 groups.
             RuntimeError: there is no process group.
             ScheduleDisagreement: ranks differ in the versions of this package, Thunder or torch, in options, or in
-                parameters.
+                parameters or their values.
         """
         if options.device is not None:  # not earlier: fsdp(...) may be called before torch.cuda.set_device
             options = replace(options, device=resolve_device(options.device))
@@ -175,6 +177,7 @@ class ShardedModule:
                 if group_keys[spec.name] == key
             ]
             agreement.about("parameters", assignment.ranks(key).group).check_same("the parameters to shard", lines)
+        check_initial_values(specs, group_keys, options, assignment, agreement)
         if options.broadcast_from is not None:
             if options.param_init_fn is None and any(p.is_meta for _, p in specs):
                 raise ValueError(
