@@ -20,6 +20,7 @@ from .plan.bucketing import BucketingStrategy
 from .plan.specs import ParamSpec
 from .simulator.clusters import ClusterSpec
 from .simulator.clusters import cluster as cluster_by_name
+from .sizes import parse_bytes
 from .trace.schedule import StepSchedule, load_schedules
 from .transports import TRANSPORTS
 
@@ -96,28 +97,6 @@ def _bucketing(strategy: Any) -> BucketingStrategy | int | Callable[[str, torch.
         f"bucketing_strategy: expected 'none', 'layer', 'block', a thunder.distributed.FSDPBucketingStrategy, a size in "
         f"bytes (an int, or a string such as '25MB') or a callable (name, parameter) -> bucket name, got {strategy!r}"
     )
-
-
-_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
-_UNITS = {"": 1} | {p + i: b**e for e, p in enumerate("kmgt", 1) for i, b in (("", 1000), ("i", 1024))}
-
-
-def parse_bytes(name: str, value: Any) -> int:
-    """Return a number of bytes given as an int (``40 * 2**30``) or a string (``"40GiB"``).
-
-    Raises:
-        TypeError, ValueError: names the option ``name``.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise TypeError(f"{name}: expected bytes as an int or a string such as '40GiB', got {value!r}")
-    if isinstance(value, str):
-        match = _BYTES.fullmatch(value)
-        if match is None:
-            raise ValueError(f"{name}: expected bytes such as '40GiB' or '512MB', got {value!r}")
-        value = int(float(match[1]) * _UNITS[(match[2] or "").lower()])
-    if value <= 0:
-        raise ValueError(f"{name}: expected more than 0 bytes, got {value}")
-    return value
 
 
 def _budget(value: Any) -> int | None:

@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import thunder_fsdp_sched
+from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.demo import DemoOptions
 from thunder_fsdp_sched.demo.checks import check_run
 from thunder_fsdp_sched.demo.model import GPT
 from thunder_fsdp_sched.demo.show import comparison
 from thunder_fsdp_sched.demo.text import read_text, sample
 from thunder_fsdp_sched.demo.training import Run
+from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.tools.report import (
     before_and_after,
     communication_lines,
@@ -517,3 +519,33 @@ def test_thunders_own_communication_is_summarized_in_runs(fake_ranks: None) -> N
 
 def test_human_bytes_have_three_digits_and_a_unit() -> None:
     assert [human_bytes(n) for n in (0, 999, 1000, 4_927_488, 10**10)] == ["0 B", "999 B", "1 kB", "4.93 MB", "10 GB"]
+
+
+LONG = "language_model_transformer_encoder_decoder"
+
+
+def _long_names() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    model = torch.nn.Sequential()
+    for name in ("first", "second"):
+        model.add_module(f"{LONG}_{name}", torch.nn.Linear(8, 8))
+    return model, (torch.randn(2, 8),)
+
+
+def test_names_of_buckets_stay_readable_in_80_columns() -> None:
+    transform = compile_as_rank(_long_names, fsdp(bucketing_strategy="layer"), rank=0, world_size=64)
+    names = [bucket.name for bucket in transform.plan]
+    assert names == [f"{LONG}_first", f"{LONG}_second"]
+    compiled = transform.compiled[-1]
+    assert compiled.forward is not None and compiled.forward_schedule is not None
+    text = rendered(plan_table(transform.plan), 80)
+    assert "…" not in text + rendered(schedule_table(compiled.forward_schedule, title="forward"), 80)
+    first_words = "".join(line.split()[0] for line in text.splitlines() if line.strip())
+    assert all(name in first_words for name in names)
+    lines = communication_lines(compiled.forward, width=80)
+    assert all(len(line) <= 80 for line in lines)
+    for line in lines:
+        assert re.search(r"bucket_\w+…\w*_(first|second)\b|bucket_\w+_(first|second)\b", line), line
+    table = str(transform.plan)
+    for bucket in transform.plan:
+        assert re.search(rf"^{bucket.name} .* {bucket.unsharded_bytes:,} ", table, re.MULTILINE), table
+    assert "dtype: float32" in table and "64 ranks" in table

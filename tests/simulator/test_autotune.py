@@ -6,12 +6,12 @@ import dataclasses
 
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import testing
-from thunder_fsdp_sched.options import parse_bytes
 from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.simulator.autotune import choose
 from thunder_fsdp_sched.simulator.clusters import cluster
 from thunder_fsdp_sched.simulator.cost import AnalyticCost
 from thunder_fsdp_sched.simulator.simulate import simulate
+from thunder_fsdp_sched.sizes import parse_bytes
 from thunder_fsdp_sched.trace.inspection import split_joint
 from thunder_fsdp_sched.transforms import (
     assign_slots,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from .layout import Layout
+from .table import as_text
 
 __all__ = ["BucketOptions", "BucketSpec", "CommSpec", "GroupKey", "ParamSpec", "Plan", "Strided"]
 
@@ -185,7 +186,7 @@ class BucketSpec:
 
 @dataclass(frozen=True)
 class Plan:
-    """All buckets of a model, in the order of the module tree.
+    """All buckets of a model, in the order of the module tree. ``print`` shows them as a table.
 
     Attributes:
         world_size: size of the process group over which buckets are sharded by default.
@@ -201,6 +202,9 @@ class Plan:
 
     def __len__(self) -> int:
         return len(self.buckets)
+
+    def __str__(self) -> str:
+        return as_text(self)
 
     def __getitem__(self, name: str) -> BucketSpec:
         for bucket in self.buckets:

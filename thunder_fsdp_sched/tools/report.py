@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 from thunder.core.trace import TraceCtx
 
-from ..plan.specs import BucketSpec, Plan
+from ..plan.specs import Plan
+from ..plan.table import table_of
 from ..trace.inspection import statement, statements
 from ..trace.schedule import Schedule, read_schedule
 from ..trace.slots import shared_slots
@@ -92,11 +93,11 @@ def schedule_table(schedule: Schedule, *, title: str) -> Table:
     """Return a table of the communication ops of a schedule, with slots and first consumers."""
     table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("at", justify="right")
-    table.add_column("symbol")
-    table.add_column("bucket")
-    table.add_column("bytes", justify="right")
-    table.add_column("slot")
-    table.add_column("read at", justify="right")
+    table.add_column("symbol", no_wrap=True)
+    table.add_column("bucket", overflow="fold")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("slot", no_wrap=True)
+    table.add_column("read\nat", justify="right", no_wrap=True)
     table.add_column("why there", overflow="fold")
     for op in schedule:
         table.add_row(
@@ -117,54 +118,23 @@ def _in_flight(schedule: Schedule) -> str:
 
 
 def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
-    """Return a table of the buckets of a plan: number of parameters, bytes, transport, and number of ranks."""
-    table = Table(
-        title=f"{title}, {plan.world_size} ranks of process group {plan.group!r}",
-        title_style="bold",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    table.add_column("bucket")
-    columns = ["parameters", "dtype", "unsharded bytes", "bytes a rank", "padding"]
-    # Values that are the same for all buckets are in the title or the caption.
-    several = len({(b.group, b.layout.world_size, b.replicas) for b in plan}) > 1 or any(b.replicas > 1 for b in plan)
-    for column in (*columns, "ranks") if several else columns:
-        table.add_column(column, justify="left" if column == "dtype" else "right", no_wrap=True)
-    for bucket in plan:
-        table.add_row(
-            bucket.name if bucket.requires_grad else f"{bucket.name} (frozen)",
-            str(len(bucket.params)),
-            _dtypes(bucket),
-            f"{bucket.unsharded_bytes:,}",
-            f"{bucket.shard_bytes:,}",
-            f"{bucket.padding_bytes:,}",
-            *([f"{bucket.layout.world_size}" + (f" x {bucket.replicas}" if bucket.replicas > 1 else "")] * several),
-        )
+    """Return a table of the buckets of a plan: number of parameters, bytes, and what else differs between buckets.
+
+    Names are never cut: in a narrow terminal they continue on the next line.
+    """
+    cells = table_of(plan)
+    table = Table(title=f"{title}, {cells.title}", title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column(cells.columns[0], overflow="fold")
+    headers = {"parameters": "param-\neters", "unsharded bytes": "unsharded\nbytes", "bytes a rank": "bytes\na rank"}
+    for column in cells.columns[1:]:
+        table.add_column(headers.get(column, column), justify="left" if column == "dtype" else "right", no_wrap=True)
+    for row in cells.rows:
+        table.add_row(*row)
     table.add_section()
-    table.add_row(
-        f"{len(plan)} buckets",
-        str(sum(len(b.params) for b in plan)),
-        "",
-        f"{sum(b.unsharded_bytes for b in plan):,}",
-        f"{sum(b.shard_bytes for b in plan):,}",
-        f"{sum(b.padding_bytes for b in plan):,}",
-    )
-    reasons: dict[str, list[str]] = {}
-    for bucket in plan:
-        reasons.setdefault(f"{bucket.comm.transport}: {bucket.comm.reason}", []).append(bucket.name)
-    table.caption = "\n".join(
-        reason + (f" ({', '.join(names)})" if len(reasons) > 1 else "") for reason, names in reasons.items()
-    )
+    table.add_row(*cells.total)
+    table.caption = "\n".join(cells.notes)
     table.caption_justify = "left"
     return table
-
-
-def _dtypes(bucket: BucketSpec) -> str:
-    """Return the dtype of shards, and those of gathers and reductions if they differ."""
-    shards, gathered, reduced = (
-        str(dtype).removeprefix("torch.") for dtype in (bucket.dtype, bucket.param_dtype, bucket.reduce_dtype)
-    )
-    return shards if shards == gathered == reduced else f"{shards}, gathered {gathered}, reduced {reduced}"
 
 
 def summarize_thunder(trace: TraceCtx) -> list[str]:
@@ -262,6 +232,9 @@ def _numbered(line: _Line, width: int | None) -> str:
         text = f"{line.position:5d} {shortened}"
         if len(text) <= width:
             return text
+    if (name := re.search(r"\bbucket_\w+", text)) and (kept := width - len(text) + len(name[0]) - 1) >= 16:
+        half = kept // 2  # both ends of a path tell buckets apart, the middle does not
+        return f"{text[: name.start()]}{name[0][: kept - half]}…{name[0][len(name[0]) - half :]}{text[name.end() :]}"
     return text[: max(width - 1, 0)] + "…"
 
 
