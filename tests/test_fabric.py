@@ -275,11 +275,42 @@ def _save_and_load(rank: int, world_size: int, folder: Path) -> None:
             with pytest.raises(KeyError, match="has no 'epoch'"):
                 fabric.load(path, {"model": new, "epoch": 0})
             assert fabric.load(path, {"model": new, "epoch": 0}, strict=False)["iteration"] == 3
+        _several_optimizers_are_saved_together(fabric, folder, model)
         _files_are_those_of_unsharded_runs(fabric, folder, reference, theirs)
         with pytest.raises(ValueError, match="expected one module in state"):
             fabric.save(folder / "nothing", {"optimizer": optimizer})
         with pytest.raises(tfs.CheckpointError, match="nothing cannot be read"):
             fabric.load(folder / "nothing", {"model": model})
+
+
+def _several_optimizers_are_saved_together(fabric: Any, folder: Path, model: Any) -> None:
+    def optimizers(model: Any) -> dict[str, Any]:
+        blocks = [param for name, param in model.named_parameters() if ".h." in name]
+        others = [param for name, param in model.named_parameters() if ".h." not in name]
+        whole = tfs.WholeParameters(torch.optim.SGD, model, blocks, lr=0.1, momentum=0.9)
+        return {"blocks": fabric.setup_optimizers(whole), "others": fabric.setup_optimizers(torch.optim.AdamW(others))}
+
+    fabric.strategy.state_dict_type = "sharded"
+    first = optimizers(model)
+    for optimizer in first.values():
+        step_without_loss(model, optimizer)
+    fabric.save(folder / "several", {"model": model, **first})
+    new, _ = _fresh(fabric)
+    second = optimizers(new)
+    fabric.load(folder / "several", {"model": new, **second})
+    for optimizer in (*first.values(), *second.values()):
+        step_without_loss(new if optimizer in second.values() else model, optimizer)
+    assert_same(new, unsharded(model))
+    fabric.strategy.state_dict_type = "full"
+    with pytest.raises(NotImplementedError, match="WholeParameters"):
+        fabric.save(folder / "several", {"model": model, **first})
+
+
+def unsharded(model: Any) -> nn.Module:
+    """Return an unsharded copy of a model."""
+    copied = GPT().double()
+    copied.load_state_dict(tfs.full_state_dict(model))
+    return copied
 
 
 def _files_are_those_of_unsharded_runs(

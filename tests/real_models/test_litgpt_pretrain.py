@@ -56,12 +56,12 @@ def _pretrain(rank: int, world_size: int, out_dir: Path) -> None:
 
 
 def _run(rank: int, world_size: int, out_dir: Path) -> None:
+    from thunder_fsdp_sched.fabric import FSDPSchedStrategy
+
     import lightning as L
     from litgpt import GPT
     from litgpt.pretrain import initialize_weights
     from litgpt.utils import instantiate_torch_optimizer, num_parameters
-
-    from thunder_fsdp_sched.fabric import FSDPSchedStrategy
 
     strategy = FSDPSchedStrategy(sharding_strategy="ZERO3", bucketing_strategy="BLOCK", state_dict_type="full")
     fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=strategy, precision="32-true")

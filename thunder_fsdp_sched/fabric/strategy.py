@@ -43,8 +43,13 @@ class FSDPSchedStrategy(DerivedFromFabric):
             one file with whole parameters and optimizer state. ``fabric.load`` reads both.
         jit_options: other arguments of ``thunder.jit``, such as ``executors``. ``transforms`` run after sharding.
         mesh: as for ``fsdp``, or the sizes ``(replicas, shards)``, because no mesh exists before Fabric launches.
-        process_group_backend, timeout, start_method: as for ``DDPStrategy``.
-        accelerator, parallel_devices, cluster_environment, precision: what Fabric otherwise chooses.
+        process_group_backend: as for ``DDPStrategy``: the default is NCCL on GPUs, else gloo.
+        timeout: of collectives.
+        start_method: how Fabric starts processes, unless torchrun does.
+        accelerator: Fabric chooses it otherwise, as it does the following three.
+        parallel_devices: the devices of this node.
+        cluster_environment: tells ranks and addresses.
+        precision: one of Fabric's precision plugins.
         **options: all other options of :func:`thunder_fsdp_sched.fsdp`, except ``device``, which is Fabric's. With
             ``precision="bf16-mixed"`` or ``"16-mixed"``, the strategy passes ``mp_policy``. For a module with parameters
             on the meta device, the default of ``param_init_fn`` calls ``reset_parameters`` of each submodule.

@@ -195,8 +195,9 @@ class _Guard:
     def __call__(self, module: nn.Module, args: Any) -> NoReturn:
         raise RuntimeError(
             f"{self._path} ({type(module).__name__}) of a sharded model was called by itself, but its parameters are this "
-            f"rank's rows. Call the jitted model, whose forward may take an argument that says which part to run; or, "
-            f"without gradients, use `with thunder_fsdp_sched.eager(model) as module:`"
+            f"rank's rows. Call the jitted model, but not in a function that thunder.jit compiles again; its forward may "
+            f"take an argument that says which part to run. Or, without gradients, use `with "
+            f"thunder_fsdp_sched.eager(model) as module:`"
         )
 
     @property
