@@ -157,8 +157,8 @@ class FSDPTransform(Transform):
         if self._sharded is None:  # Thunder calls transform_module only if a module is jitted
             raise TypeError(
                 "fsdp: thunder.jit was given a function; give it the torch.nn.Module whose parameters are to be sharded, "
-                "thunder.jit(module, transforms=[fsdp(...)]), and call the result in your function, or wrap the function in a "
-                "module whose forward calls it"
+                "thunder.jit(module, transforms=[fsdp(...)]), and call the result in your function, or wrap the function in "
+                "a module whose forward calls it"
             )
         assert self._sharded.module_params.has_placeholders, "Thunder has traced the module without asking its cache"
         self._sharded.module_params.install_shards()
