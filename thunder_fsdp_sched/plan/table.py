@@ -18,7 +18,7 @@ class PlanTable(NamedTuple):
         columns: headers; the first column has names, the others numbers or short words.
         rows: one for each bucket, in the order of the plan.
         total: the last row.
-        notes: what all buckets have in common, one line each.
+        notes: what all buckets have in common, or only some, one line each.
     """
 
     title: str
@@ -60,6 +60,12 @@ def table_of(plan: Plan) -> PlanTable:
         reasons.setdefault(f"{bucket.comm.transport}: {bucket.comm.reason}", []).append(bucket.name)
     notes = [] if shows_dtypes else [f"dtype: {dtype}" for dtype in dict.fromkeys(dtypes.values())]
     notes += [reason + (f" ({', '.join(names)})" if len(reasons) > 1 else "") for reason, names in reasons.items()]
+    kept = [bucket.name for bucket in plan if not bucket.reshard_after_forward]
+    if 0 < len(kept) < len(plan):
+        notes.append(f"unsharded until backward: {', '.join(kept)}")
+    for factor in sorted({bucket.divide_factor for bucket in plan if bucket.divide_factor is not None}):
+        of = ", ".join(bucket.name for bucket in plan if bucket.divide_factor == factor)
+        notes.append(f"sum of gradients divided by {factor:g}: {of}")
     total += [""] * (shows_dtypes + shows_ranks)
     title = f"{plan.world_size} ranks of process group {plan.group!r}"
     return PlanTable(title, tuple(columns), tuple(rows), tuple(total), tuple(notes))
