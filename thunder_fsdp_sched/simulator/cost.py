@@ -20,7 +20,6 @@ of the group in a node x inter-node bandwidth``.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -31,7 +30,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
-from ..trace.inspection import AGREEMENT, outs_of
+from ..trace.inspection import AGREEMENT, nbytes_of, outs_of
 from ..trace.operands import bucket_of
 from ..trace.symbols import (
     GRAD_WRITERS,
@@ -138,7 +137,7 @@ class AnalyticCost:
             # sum.
             grads = [g for g in bsym.args[1:] if type(g) is TensorProxy] if name != fsdp_all_gather.name else []
             grads = [] if name in WAITS else [g for g in grads if g.name not in values.in_place]
-            touched = (3 if bsym.sym is fsdp_accumulate_grads else 2) * sum(map(_nbytes, grads))
+            touched = (3 if bsym.sym is fsdp_accumulate_grads else 2) * sum(map(nbytes_of, grads))
             extra = _extra_bytes_moved(bsym, on_stream=not self.synchronous)
             kernels = len(grads) + (extra > 0)
             device = (touched + extra) / spec.bytes_per_second + kernels * spec.kernel_overhead
@@ -235,15 +234,11 @@ def bytes_of(bsym: BoundSymbol, values: _Values | None = None) -> int:
     An operator that selects rows (an embedding) reads only as much as it writes.
     """
     sizes = values.sizes if values is not None else {}
-    inputs = {p.name: sizes.get(p.name) or _nbytes(p) for p in tensors(bsym.flat_proxy_args)}
-    written = sum(_nbytes(p) for p in tensors(bsym.flat_proxy_outs) if p.name not in inputs)
+    inputs = {p.name: sizes.get(p.name) or nbytes_of(p) for p in tensors(bsym.flat_proxy_args)}
+    written = sum(nbytes_of(p) for p in tensors(bsym.flat_proxy_outs) if p.name not in inputs)
     if _picks_rows(bsym):
         return sum(min(size, written) for size in inputs.values()) + written
     return sum(inputs.values()) + written
-
-
-def _nbytes(proxy: TensorProxy) -> int:
-    return math.prod(map(int, proxy.shape)) * proxy.dtype.bytes
 
 
 def _picks_rows(bsym: BoundSymbol) -> bool:
@@ -291,9 +286,9 @@ class _Values:
             if out.name == source.name:
                 continue
             if kinds & _EXPANDS or source.name in self.sizes:
-                self.sizes[out.name] = min(_nbytes(out), self.sizes.get(source.name) or _nbytes(source))
+                self.sizes[out.name] = min(nbytes_of(out), self.sizes.get(source.name) or nbytes_of(source))
             cut = kinds & _SLICES and tuple(out.shape[1:]) != tuple(source.shape[1:])
-            if strided or kinds & _TRANSPOSES or cut or (kinds & _EXPANDS and _nbytes(out) != _nbytes(source)):
+            if strided or kinds & _TRANSPOSES or cut or (kinds & _EXPANDS and nbytes_of(out) != nbytes_of(source)):
                 self.strided.add(out.name)
         return True
 

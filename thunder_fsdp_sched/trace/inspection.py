@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import Proxy, variableify
+from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace
@@ -16,6 +17,7 @@ from .operator_facts import facts_of
 
 __all__ = [
     "AGREEMENT",
+    "UNPACKING",
     "Aliases",
     "aliased_inputs",
     "args_of",
@@ -27,6 +29,7 @@ __all__ = [
     "is_backward_trace",
     "is_pure",
     "names",
+    "nbytes_of",
     "outs_of",
     "return_of",
     "split_joint",
@@ -38,6 +41,9 @@ __all__ = [
 
 AGREEMENT = frozenset({"fsdp_agree", "fsdp_agreed"})
 """Symbols with which ranks agree on what they run; see ``transforms.insert_agreement``."""
+
+UNPACKING = frozenset(i for i in PrimIDs if i.name.startswith("UNPACK_"))
+"""Prims that name values which exist already: arguments, and what forward has saved."""
 
 _NOT_COUNTED = AGREEMENT | {"clear_mutable_collection"}
 
@@ -61,6 +67,11 @@ def defined_by(bsym: BoundSymbol) -> tuple[Proxy, ...]:
 def outs_of(bsym: BoundSymbol) -> tuple[str, ...]:
     """Return the names of all proxies that ``bsym`` defines."""
     return tuple(p.name for p in defined_by(bsym))
+
+
+def nbytes_of(tensor: TensorProxy) -> int:
+    """Return the bytes of a tensor's elements."""
+    return math.prod(map(int, tensor.shape)) * tensor.dtype.bytes
 
 
 def is_backward_trace(trace: TraceCtx) -> bool:

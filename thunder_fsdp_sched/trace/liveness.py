@@ -27,7 +27,7 @@ from thunder.core.symbol import BoundSymbol
 
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot, slot_bytes
-from .inspection import aliased_inputs, defined_by
+from .inspection import UNPACKING, aliased_inputs, defined_by
 from .operands import Issue, Reduction, bucket_of
 from .symbols import (
     GRAD_WRITERS,
@@ -137,7 +137,7 @@ class Liveness:
     def _define(self, bsym: BoundSymbol, position: int) -> Iterator[Value]:
         aliases = aliased_inputs(bsym)
         for proxy in defined_by(bsym):
-            if bsym.sym.id in _UNPACKING and proxy.name in self._latest:
+            if bsym.sym.id in UNPACKING and proxy.name in self._latest:
                 continue  # saved by an earlier trace
             shared = {root: None for name in aliases.get(proxy.name, ()) for root in self._latest[name].roots}
             yield self._add(proxy, position, tuple(shared))
@@ -189,7 +189,7 @@ class Liveness:
             if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter):
                 live = self._slot_range(bsym, position)
                 issue = position
-                if live.start == BEFORE_TRACE and is_resident(bsym):
+                if is_resident(bsym):
                     issue = gathers.get((live.bucket, live.slot), position)
                 if issue == position:
                     ranges[position] = live
@@ -244,6 +244,3 @@ def peak_bytes(spans: Iterable[tuple[int, int, int]]) -> int:
         changes[start] = changes.get(start, 0) + nbytes
         changes[end + 1] = changes.get(end + 1, 0) - nbytes
     return max(itertools.accumulate((changes[position] for position in sorted(changes)), initial=0))
-
-
-_UNPACKING = frozenset(i for i in PrimIDs if i.name.startswith("UNPACK_"))

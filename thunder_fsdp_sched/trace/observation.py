@@ -8,9 +8,9 @@ tags whether it draws random numbers. Afterwards the storages of outputs and inp
 operators are not used, because some are wrong: ``dropout`` and ``einsum`` may return their input although their schemas
 do not show it.
 
-Fake inputs are contiguous. If the call specifies another memory format, it runs again with inputs of that format,
-because ``contiguous`` and ``to`` return such an input unchanged. The audit of the first run covers all other dependence
-on strides.
+Fake inputs are contiguous, unless the caller asks about certain strides. If the call specifies another memory format, it
+runs again with inputs of that format, because ``contiguous`` and ``to`` return such an input unchanged. The audit of the
+first run covers all other dependence on strides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import contextlib
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,19 +58,25 @@ class Observed(NamedTuple):
         pure: whether equal arguments yield equal results, and nothing else changes.
         writes: indices of the tensor arguments that it modifies in place.
         by_position: indices of the tensor arguments whose storages it addresses by position, as ``as_strided`` does.
+        strides: the strides of each returned tensor.
     """
 
     aliases: tuple[frozenset[int], ...]
     pure: bool
     writes: frozenset[int]
     by_position: frozenset[int]
+    strides: tuple[tuple[int, ...], ...] = ()
 
 
 _cache: dict[Any, Observed | None] = {}
 
 
 def observe_call(
-    function: Callable[..., Any], leaves: Sequence[Any], unflatten: Callable[[list[Any]], Any], structure: Any
+    function: Callable[..., Any],
+    leaves: Sequence[Any],
+    unflatten: Callable[[list[Any]], Any],
+    structure: Any,
+    strides: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Observed | None:
     """Return the facts about a call of ``function`` in a trace, or ``None`` if it cannot be run on fake tensors.
 
@@ -78,15 +84,17 @@ def observe_call(
         leaves: the arguments of the bound symbol, flattened. Tensor proxies of one name are one tensor.
         unflatten: converts a list as long as ``leaves`` to ``(args, kwargs)``.
         structure: a hashable value that differs between calls of different structure.
+        strides: strides of tensor proxies by name, to learn what this call does with just these. The others, and without
+            it all, are contiguous.
     """
-    described = _describe(leaves)
+    described = _describe(leaves, strides)
     if described is None:
         return None
     key = (function, structure, described)
     if key not in _cache:
         if len(_cache) >= _MAX_CACHED:
             _cache.clear()
-        _cache[key] = _try(function, leaves, unflatten)
+        _cache[key] = _try(function, leaves, unflatten, strides)
     return _cache[key]
 
 
@@ -106,7 +114,8 @@ def observe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Observed
     )
     blank = any(_storage(out) in recorder.uninitialized for out in outs)
     pure = recorder.deterministic and not recorder.writes and not blank
-    return Observed(aliases, pure, frozenset(recorder.writes), frozenset(recorder.by_position))
+    strides = tuple(tuple(t.stride()) if t.layout is torch.strided else () for t in outs)
+    return Observed(aliases, pure, frozenset(recorder.writes), frozenset(recorder.by_position), strides)
 
 
 class _Recorder(TorchDispatchMode):
@@ -149,10 +158,16 @@ class _Recorder(TorchDispatchMode):
         return out
 
 
-def _try(function: Callable[..., Any], leaves: Sequence[Any], unflatten: Callable[[list[Any]], Any]) -> Observed | None:
+def _try(
+    function: Callable[..., Any],
+    leaves: Sequence[Any],
+    unflatten: Callable[[list[Any]], Any],
+    strides: Mapping[str, tuple[int, ...]] | None,
+) -> Observed | None:
     """Observe a call with torch's dtypes and devices, or else with Thunder's; return ``None`` if both fail."""
     formats = [x for x in leaves if isinstance(x, torch.memory_format) and x in _OTHER_FORMATS]
-    observed = [_try_with(function, leaves, unflatten, layout) for layout in (torch.contiguous_format, *formats)]
+    layouts = [torch.contiguous_format, *(formats if strides is None else ())]
+    observed = [_try_with(function, leaves, unflatten, layout, strides or {}) for layout in layouts]
     found = [o for o in observed if o is not None]
     if not found:
         return None
@@ -169,6 +184,7 @@ def _try_with(
     leaves: Sequence[Any],
     unflatten: Callable[[list[Any]], Any],
     layout: torch.memory_format,
+    strides: Mapping[str, tuple[int, ...]],
 ) -> Observed | None:
     for convert in (True, False):
         try:
@@ -181,7 +197,7 @@ def _try_with(
                 stack.enter_context(torch.no_grad())
                 stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 tensors: dict[str, torch.Tensor] = {}
-                args, kwargs = unflatten([_fake(leaf, tensors, convert, layout) for leaf in leaves])
+                args, kwargs = unflatten([_fake(leaf, tensors, convert, layout, strides) for leaf in leaves])
                 return observe(function, *args, **kwargs)
         except Exception:  # after any error nothing is known about the function
             continue
@@ -198,10 +214,20 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
         logger.disabled = before
 
 
-def _fake(leaf: Any, tensors: dict[str, torch.Tensor], convert: bool, layout: torch.memory_format) -> Any:
+def _fake(
+    leaf: Any,
+    tensors: dict[str, torch.Tensor],
+    convert: bool,
+    layout: torch.memory_format,
+    strides: Mapping[str, tuple[int, ...]],
+) -> Any:
     if isinstance(leaf, TensorProxy):
-        if leaf.name not in tensors:
-            shape = tuple(int(_value(size)) for size in shape_of(leaf))
+        shape = tuple(int(_value(size)) for size in shape_of(leaf))
+        if leaf.name not in tensors and leaf.name in strides:
+            tensors[leaf.name] = torch.empty_strided(
+                shape, strides[leaf.name], dtype=to_torch_dtype(leaf.dtype), device="cpu"
+            )
+        elif leaf.name not in tensors:
             fits = {torch.channels_last: 4, torch.channels_last_3d: 5}.get(layout, len(shape)) == len(shape)
             tensors[leaf.name] = torch.empty(
                 shape,
@@ -239,9 +265,11 @@ _PLAIN = (
 )
 
 
-def _describe(leaves: Sequence[Any]) -> tuple[Any, ...] | None:
+def _describe(leaves: Sequence[Any], strides: Mapping[str, tuple[int, ...]] | None) -> tuple[Any, ...] | None:
     """Return a key that is equal for calls with equal facts, or ``None`` if arguments cannot be converted to fake ones."""
-    described: list[Any] = []
+    described: list[Any] = (
+        [] if strides is None else [tuple(strides.get(p.name) for p in leaves if isinstance(p, TensorProxy))]
+    )
     first: dict[str, int] = {}
     for leaf in leaves:
         if isinstance(leaf, TensorProxy):

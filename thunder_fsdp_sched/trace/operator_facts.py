@@ -16,7 +16,7 @@ Everything else is unknown: all outputs may alias all tensor inputs, and it is n
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from thunder.core.prims import OpTags, PrimIDs
@@ -27,7 +27,7 @@ from thunder.core.symbol import BoundSymbol
 from ..private_api import function_called_by, torch_function_of
 from .observation import Observed, observe_call
 
-__all__ = ["Facts", "facts_of"]
+__all__ = ["Facts", "Output", "facts_of", "outputs_of"]
 
 
 class Facts(NamedTuple):
@@ -199,6 +199,41 @@ def _look_through(bsym: BoundSymbol) -> Facts:
             roots[out] = frozenset().union(*(roots.get(name, frozenset({name})) for name in read))
     aliases = {out: tuple(sorted(of)) for out in _outs(bsym) if (of := roots.get(out, frozenset()) & inputs)}
     return Facts(aliases, pure, writes, known, by_position)
+
+
+class Output(NamedTuple):
+    """An output of a call with inputs of known strides.
+
+    Attributes:
+        views: names of the inputs with which it shares memory.
+        strides: its strides.
+    """
+
+    views: tuple[str, ...]
+    strides: tuple[int, ...]
+
+
+def outputs_of(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> dict[str, Output] | None:
+    """Return what the call returns for inputs with these strides, by the names of the outputs; ``None`` if unknown.
+
+    :func:`facts_of` knows no strides, so its aliases are those of contiguous inputs, and of any input where that is safer.
+
+    Args:
+        strides: strides by name; inputs that are not in it are contiguous.
+    """
+    function = function_called_by(bsym) or torch_function_of(bsym.sym.id)
+    if function is None or bsym.sym.is_fusion:
+        return None
+    leaves, spec = bsym.flat_args_and_spec
+    observed = observe_call(function, leaves, lambda flat: tree_unflatten(flat, spec), spec, strides)
+    outs = [p.name for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)]
+    if observed is None or len(outs) != len(observed.aliases):
+        return None
+    inputs = tuple(dict.fromkeys(p.name for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)))
+    return {
+        out: Output(tuple(inputs[i] for i in sorted(aliases)), of_out)
+        for out, aliases, of_out in zip(outs, observed.aliases, observed.strides, strict=True)
+    }
 
 
 def _observe(bsym: BoundSymbol) -> Facts | None:

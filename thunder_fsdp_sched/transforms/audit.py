@@ -35,7 +35,7 @@ from thunder.core.trace import TraceCtx, from_trace
 from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
 from ..runtime.memory import Arena, Slot
-from ..trace.inspection import Aliases, args_of, outs_of, statement
+from ..trace.inspection import UNPACKING, Aliases, args_of, outs_of, statement
 from ..trace.operands import Issue, Wait, bucket_of
 from ..trace.operator_facts import facts_of
 from ..trace.symbols import GRAD_WRITERS, ISSUES, WAITS, executor, fsdp_all_gather, fsdp_wait_params
@@ -270,7 +270,7 @@ def _exchange(stats: Any, trace: TraceCtx, backward: bool) -> None:
         return
 
 
-_NO_OPERATORS = frozenset(i for i in PrimIDs if i.name.startswith("UNPACK_")) | {
+_NO_OPERATORS = UNPACKING | {
     PrimIDs.COMMENT,
     PrimIDs.DEL,
     PrimIDs.RETURN,
