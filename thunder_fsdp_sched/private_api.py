@@ -335,7 +335,8 @@ def _is_library_function(function: Any) -> bool:
         module: Any = function.__module__ or ""
     elif isinstance(function, (BuiltinFunctionType, MethodDescriptorType)):
         owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
-        module = str(getattr(owner, "__module__", None) or getattr(owner, "__name__", ""))
+        # `torch.reshape` has no owner, but a module.
+        module = str(getattr(owner or function, "__module__", None) or getattr(owner, "__name__", ""))
     else:
         return False
     return str(module).partition(".")[0] in ("torch", "thunder")

@@ -9,6 +9,7 @@ import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.pipeline import CompiledTraces
 from thunder_fsdp_sched.runtime.memory import InFlight
+from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 from thunder_fsdp_sched.trace.inspection import AGREEMENT
 from thunder_fsdp_sched.trace.live_memory import LiveMemory
 from thunder_fsdp_sched.trace.symbols import GRAD_WRITERS, fsdp_wait_params
@@ -38,7 +39,9 @@ class Tracker:
     name = "tracker"
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
-        self.known = {t.untyped_storage()._cdata for t in known}
+        # Weak references keep addresses from being used again.
+        self.known: dict[int, StorageWeakRef] = {}
+        self.skip(*known)
         self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
         self.bytes_at: dict[int, int] = {}
 
@@ -46,13 +49,14 @@ class Tracker:
         return self.name
 
     def skip(self, *values: torch.Tensor) -> None:
-        self.known.update(value.untyped_storage()._cdata for value in values)
+        for storage in (local_rows(value).untyped_storage() for value in values):
+            self.known[storage._cdata] = StorageWeakRef(storage)
 
     def look(self, position: int, *values: Any) -> None:
         for value in values:
             tensor = value.output if isinstance(value, InFlight) else value
+            tensor = None if tensor is None else local_rows(tensor)  # a gradient is a DTensor
             if tensor is not None and (storage := tensor.untyped_storage())._cdata not in self.known:
-                # The weak reference keeps the address from being used again.
                 self.seen.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         self.seen = {key: found for key, found in self.seen.items() if not found[0].expired()}
         self.bytes_at[position] = sum(nbytes for _, nbytes in self.seen.values())
@@ -115,7 +119,7 @@ def run(make: Callable[[], torch.nn.Module], **options: Any) -> tuple[CompiledTr
             backward = tracked(compiled.backward, tracker, len(compiled.forward.bound_symbols))
             outputs, (saved, others) = forward(*flat)
             grads = [torch.ones_like(out) for out in outputs["flat_output"] if isinstance(out, torch.Tensor)]
-            tracker.known.update(grad.untyped_storage()._cdata for grad in grads)
+            tracker.skip(*grads)
             collections = [list(saved), list(others)]
             del saved, others
             returned = backward(collections, grads)
