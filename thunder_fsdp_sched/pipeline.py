@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from thunder.core.symbol import BoundSymbol
@@ -14,9 +14,11 @@ from thunder.core.trace import TraceCtx
 from thunder.extend import Executor, FusionExecutor
 
 from .logs import log_pass
+from .runtime.bucket import Bucket
 from .simulator.autotune import Choice
 from .trace.descriptions import NO_CALL, Call
 from .trace.schedule import Schedule, StepSchedule
+from .trace.step_memory import StepMemory
 
 __all__ = ["CompiledTraces", "JointPasses", "Pass", "can_fuse_any", "without"]
 
@@ -39,6 +41,7 @@ class CompiledTraces:
         forward, backward: the traces that run. Backward is ``None`` without gradients.
         forward_schedule, backward_schedule: the communication of these traces, as values.
         pass_seconds: processor time (seconds) of each pass, keyed by its name.
+        buckets: the buckets of the module.
     """
 
     no_sync: bool
@@ -54,6 +57,13 @@ class CompiledTraces:
     backward: TraceCtx | None = None
     backward_schedule: Schedule | None = None
     pass_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    buckets: Sequence[Bucket] = ()
+
+    @cached_property
+    def memory(self) -> StepMemory:
+        """The memory of a step on this rank, predicted from the traces; computed when it is first asked for."""
+        assert self.forward is not None
+        return StepMemory.of([t for t in (self.forward, self.backward) if t is not None], self.buckets)
 
     @property
     def schedule(self) -> StepSchedule:

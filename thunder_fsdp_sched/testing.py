@@ -19,6 +19,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from .api import fsdp
+from .options import parse_bytes
 from .pipeline import CompiledTraces
 from .tools.fake_ranks import Made, compile_as_rank
 from .trace.inspection import Aliases, args_of, outs_of, statement, statements
@@ -37,6 +38,7 @@ __all__ = [
     "assert_gathered_buckets_at_most",
     "assert_gathers_in_consumer_order",
     "assert_no_parameter_copies",
+    "assert_peak_memory_at_most",
     "assert_prefetch_distance",
     "assert_reductions_right_after_last_gradient",
     "assert_unsharded_bytes_at_most",
@@ -52,16 +54,22 @@ __all__ = [
 _COMMUNICATION = (fsdp_all_gather, fsdp_wait_params, fsdp_reduce_scatter, fsdp_all_reduce, fsdp_wait_grads)
 
 
+def compiled_traces(subject: Subject) -> CompiledTraces:
+    """Return what was compiled last for a subject, which must not be a single trace."""
+    if isinstance(subject, CompiledTraces):
+        return subject
+    if isinstance(subject, TraceCtx):
+        raise TypeError("expected a jitted module, a transform or compiled traces, got a single trace")
+    transform = subject if isinstance(subject, FSDPTransform) else find_transform(subject)
+    if not transform.compiled:
+        raise ValueError("nothing is compiled yet: call the jitted module first")
+    return transform.compiled[-1]
+
+
 def _traces(subject: Subject) -> list[TraceCtx]:
     if isinstance(subject, TraceCtx):
         return [subject]
-    if isinstance(subject, CompiledTraces):
-        compiled = subject
-    else:
-        transform = subject if isinstance(subject, FSDPTransform) else find_transform(subject)
-        if not transform.compiled:
-            raise ValueError("nothing is compiled yet: call the jitted module first")
-        compiled = transform.compiled[-1]
+    compiled = compiled_traces(subject)
     return [trace for trace in (compiled.forward, compiled.backward) if trace is not None]
 
 
@@ -245,6 +253,19 @@ def assert_buckets_in_flight_at_most(trace: TraceCtx, buckets: int) -> None:
             _fail(
                 trace, f"{len(flying)} gathers are in flight: {[g.bucket for g in flying]}, allowed {buckets}", position
             )
+
+
+def assert_peak_memory_at_most(subject: Subject, limit: int | str, *, optimizer_state: int = 0) -> None:
+    """Assert that a step never needs more memory on this rank: shards, unsharded buckets, activations, and the rest.
+
+    Args:
+        limit: bytes, or a string such as ``"70GiB"``.
+        optimizer_state: bytes of optimizer state on this rank.
+    """
+    __tracebackhide__ = True
+    most = parse_bytes("limit", limit)
+    memory = compiled_traces(subject).memory.with_optimizer_state(optimizer_state)
+    assert memory.peak.nbytes <= most, f"{memory.peak.nbytes - most:,} bytes more than the limit of {most:,}: {memory}"
 
 
 @_on_every_trace

@@ -167,7 +167,7 @@ class FSDPTransform(Transform):
         self._forget_oldest()
         call = read_call(prologue_trace, no_sync=no_sync)
         self._sharded.progress.log_phase("traced for %s, %d bound symbols", call, len(computation_trace.bound_symbols))
-        traces = CompiledTraces(no_sync, next(self._compilations), call)
+        traces = CompiledTraces(no_sync, next(self._compilations), call, buckets=self._sharded.buckets)
         self._compilation = Compilation(
             traces, self._sharded, self.options, self._fusions, self._stats, agrees=self._agrees
         )

@@ -10,8 +10,8 @@ from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.pipeline import CompiledTraces
 from thunder_fsdp_sched.runtime.memory import InFlight
 from thunder_fsdp_sched.runtime.row_dtensor import local_rows
-from thunder_fsdp_sched.trace.inspection import AGREEMENT
-from thunder_fsdp_sched.trace.live_memory import LiveMemory
+from thunder_fsdp_sched.testing import assert_peak_memory_at_most
+from thunder_fsdp_sched.trace.inspection import AGREEMENT, statements
 from thunder_fsdp_sched.trace.symbols import GRAD_WRITERS, fsdp_wait_params
 
 import pytest
@@ -142,13 +142,26 @@ CASES_TO_RUN = {
 def test_bytes_are_those_of_the_storages_that_a_run_keeps_alive(case: str) -> None:
     make, options = CASES_TO_RUN[case]
     compiled, tracker = run(make, **options)
-    memory = LiveMemory.of(compiled.forward, compiled.backward)
-    assert tracker.bytes_at
-    predicted = {position: memory.bytes_at(position, "value") for position in tracker.bytes_at}
+    assert compiled.forward is not None and compiled.backward is not None and tracker.bytes_at
+    memory = compiled.memory
     bsyms = [*compiled.forward.bound_symbols, *compiled.backward.bound_symbols]
-    wrong = [
-        f"{position}: predicted {predicted[position]}, found {found}: {bsyms[position]}"
-        for position, found in tracker.bytes_at.items()
-        if predicted[position] != found
-    ]
+    counted = [*statements(compiled.forward), *statements(compiled.backward)]
+    numbers = {id(bsym): number for number, bsym in enumerate(counted)}
+    wrong = []
+    for position, found in tracker.bytes_at.items():
+        if id(bsyms[position]) not in numbers:  # a `del`
+            continue
+        at = memory.bytes_at(numbers[id(bsyms[position])])
+        predicted = sum(at.values()) - at["inputs"] - sum(memory.fixed.values())
+        if predicted != found:
+            wrong.append(f"{position}: predicted {predicted}, found {found}: {bsyms[position]}")
     assert not wrong, "\n".join(wrong[:10])
+
+    peak = memory.peak
+    assert peak.nbytes == max(memory.totals) == sum(peak.by_kind.values())
+    assert_peak_memory_at_most(compiled, peak.nbytes)
+    with pytest.raises(AssertionError, match=rf"8 bytes more than the limit of {peak.nbytes - 1:,}: peak"):
+        assert_peak_memory_at_most(compiled, peak.nbytes - 1, optimizer_state=7)
+    assert f"position {peak.position}" in str(memory) and all(t.name in str(memory) for t in peak.largest)
+    if case == "gpt":
+        assert any("models.py:" in tensor.source for tensor in peak.largest)

@@ -1,0 +1,181 @@
+"""The memory of a whole step as a value: at each position, by kind; printed, compared, asserted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from ..runtime.bucket import Bucket
+from .inspection import statement, statements
+from .live_memory import LiveMemory, MemoryInterval
+from .operands import Issue
+from .symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads
+
+__all__ = ["KINDS", "MemoryPeak", "StepMemory", "TensorMemory"]
+
+KINDS = (
+    "shards",
+    "optimizer state",
+    "unsharded buckets",
+    "inputs",
+    "gradients",
+    "saved for backward",
+    "outputs",
+    "temporaries",
+)
+"""The kinds of memory, those first that are allocated during the whole step."""
+
+_REDUCTIONS = (fsdp_reduce_scatter, fsdp_all_reduce, fsdp_wait_grads)
+
+
+class TensorMemory(NamedTuple):
+    """The memory of one tensor of a step.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        name: the name of the tensor in the traces.
+        nbytes: bytes of its elements; views of it have none of their own.
+        start: position of the bound symbol that defines it, -1 for what exists before the step.
+        end: position of the last bound symbol that uses it or a view of it.
+        source: the line of the model that made it, ``"model.py:70"``; empty if none is known.
+    """
+
+    kind: str
+    name: str
+    nbytes: int
+    start: int
+    end: int
+    source: str
+
+
+class MemoryPeak(NamedTuple):
+    """The position at which a step uses most memory.
+
+    Attributes:
+        position: a schedule position (see :func:`~.inspection.statements`); those of backward follow those of forward.
+        nbytes: bytes of all kinds.
+        by_kind: bytes of each kind.
+        statement: the bound symbol as it is printed in the trace.
+        largest: the largest tensors there, of the kinds that traces make.
+    """
+
+    position: int
+    nbytes: int
+    by_kind: Mapping[str, int]
+    statement: str
+    largest: tuple[TensorMemory, ...]
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of one step on this rank, forward and backward, predicted from the traces that run.
+
+    It counts what the step allocates or keeps: shards, slots of unsharded buckets as they are allocated, inputs,
+    gradients, what forward saves for backward, outputs and temporaries. Not counted: temporary memory inside a bound
+    symbol (kernels' workspaces, fusions), transports' temporary memory, and an allocator's padding. See [Note: Bytes
+    of values] for the rules.
+
+    Attributes:
+        fixed: bytes that are allocated during the whole step, by kind.
+        tensors: the memory of all other tensors.
+        backward: position of the first bound symbol of backward; the number of positions if there is no backward.
+        statements: each bound symbol as it is printed in its trace.
+    """
+
+    fixed: Mapping[str, int]
+    tensors: tuple[TensorMemory, ...]
+    backward: int
+    statements: tuple[str, ...] = field(repr=False)
+
+    @classmethod
+    def of(cls, traces: Sequence[TraceCtx], buckets: Iterable[Bucket]) -> StepMemory:
+        """Return the memory of a forward trace, or of a forward and a backward trace, over all buckets of a module."""
+        live = LiveMemory.of(*traces)
+        bsyms = list(itertools.chain.from_iterable(trace.bound_symbols for trace in traces))
+        counted = list(itertools.chain.from_iterable(map(statements, traces)))
+        numbers = {id(bsym): number for number, bsym in enumerate(counted)}
+        backward = live.starts[1] if len(live.starts) > 1 else live.length
+        issues = [bsym for bsym in bsyms if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter)]
+        arenas = {slot.arena for slot in (Issue(bsym).planned_slot for bsym in issues) if slot is not None}
+        fixed = {
+            "shards": sum(bucket.shard.nbytes for bucket in buckets),
+            "unsharded buckets": sum(arena.nbytes for arena in arenas),
+        }
+        shards = {p.name for bsym in issues if bsym.sym is fsdp_all_gather for p in bsym.flat_proxy_args}
+        tensors = tuple(
+            TensorMemory(
+                _kind(interval, bsyms, backward),
+                interval.name,
+                interval.nbytes,
+                numbers[id(bsyms[interval.start])] if interval.start >= 0 else -1,
+                numbers[id(bsyms[interval.end])],
+                _source(interval, bsyms),
+            )
+            for interval in live.intervals
+            if interval.name not in shards and interval.kind != "slot"
+        )
+        return cls(fixed, tensors, len(statements(traces[0])), tuple(map(statement, counted)))
+
+    def with_optimizer_state(self, nbytes: int) -> StepMemory:
+        """Return the memory of a step with ``nbytes`` bytes of optimizer state on this rank."""
+        return replace(self, fixed={**self.fixed, "optimizer state": nbytes})
+
+    def bytes_at(self, position: int) -> dict[str, int]:
+        """Return the bytes of each kind while the bound symbol at ``position`` runs, its inputs and outputs included."""
+        return {kind: self.fixed.get(kind, 0) + self._timelines[kind][position] for kind in KINDS}
+
+    @cached_property
+    def totals(self) -> tuple[int, ...]:
+        """The bytes of all kinds at each position."""
+        return tuple(sum(self.bytes_at(position).values()) for position in range(len(self.statements)))
+
+    @cached_property
+    def peak(self) -> MemoryPeak:
+        """The first position at which the step uses most memory, and its five largest tensors."""
+        position = max(range(len(self.totals)), key=self.totals.__getitem__)
+        there = [tensor for tensor in self.tensors if tensor.start <= position <= tensor.end]
+        largest = tuple(sorted(there, key=lambda tensor: -tensor.nbytes)[:5])
+        return MemoryPeak(position, self.totals[position], self.bytes_at(position), self.statements[position], largest)
+
+    @cached_property
+    def _timelines(self) -> dict[str, list[int]]:
+        changes = {kind: [0] * (len(self.statements) + 1) for kind in KINDS}
+        for tensor in self.tensors:
+            changes[tensor.kind][max(tensor.start, 0)] += tensor.nbytes
+            changes[tensor.kind][tensor.end + 1] -= tensor.nbytes
+        return {kind: list(itertools.accumulate(of_kind)) for kind, of_kind in changes.items()}
+
+    def __str__(self) -> str:
+        peak = self.peak
+        phase = "backward" if peak.position >= self.backward else "forward"
+        lines = [f"peak {peak.nbytes:,} bytes in {phase}, position {peak.position}: {peak.statement}"]
+        lines += [f"  {kind:20s} {nbytes:>17,}" for kind, nbytes in peak.by_kind.items() if nbytes]
+        lines += ["largest tensors there:"]
+        lines += [f"  {t.name:20s} {t.nbytes:>17,}  {t.kind:20s} {t.source}".rstrip() for t in peak.largest]
+        return "\n".join(lines)
+
+
+def _kind(interval: MemoryInterval, bsyms: Sequence[BoundSymbol], backward: int) -> str:
+    if interval.kind == "input":
+        return "inputs"
+    if interval.start >= 0 and bsyms[interval.start].sym in _REDUCTIONS:
+        return "gradients"
+    is_returned = interval.end == len(bsyms) - 1
+    if interval.start < backward:
+        if is_returned:
+            return "outputs"
+        return "saved for backward" if interval.end >= backward else "temporaries"
+    return "gradients" if is_returned else "temporaries"
+
+
+def _source(interval: MemoryInterval, bsyms: Sequence[BoundSymbol]) -> str:
+    bsym = bsyms[interval.start] if interval.start >= 0 else None
+    if bsym is None or bsym.source_filename is None or bsym.source_positions is None:
+        return ""
+    return f"{bsym.source_filename}:{bsym.source_positions.lineno}"
