@@ -14,6 +14,7 @@ from .pipeline import CompiledTraces
 from .plan.specs import BucketSpec, ParamSpec, Plan
 from .plugin import FSDPSched
 from .trace.schedule import CommOp, Schedule, StepSchedule
+from .trace.step_memory import StepMemory
 from .training.checkpoint import (
     CheckpointError,
     full_state_dict,
@@ -44,6 +45,7 @@ __all__ = [
     "Schedule",
     "ScheduleDisagreement",
     "ScheduleMismatch",
+    "StepMemory",
     "StepSchedule",
     "VerificationError",
     "WholeParameters",

@@ -19,8 +19,8 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from .api import fsdp
-from .options import parse_bytes
 from .pipeline import CompiledTraces
+from .sizes import parse_bytes
 from .tools.fake_ranks import Made, compile_as_rank
 from .trace.inspection import Aliases, args_of, outs_of, statement, statements
 from .trace.operands import Wait, bucket_of
