@@ -28,6 +28,7 @@ from .training.checkpoint import (
 )
 from .training.eager import eager
 from .training.gradients import clip_grad_norm_, discard_unreduced, set_gradient_divide_factor
+from .training.unsharded import unsharded
 from .training.weight_stream import stream_full_parameters
 from .training.whole_parameters import WholeParameters
 from .transform import FSDPTransform
@@ -63,4 +64,5 @@ __all__ = [
     "save_safetensors",
     "set_gradient_divide_factor",
     "stream_full_parameters",
+    "unsharded",
 ]

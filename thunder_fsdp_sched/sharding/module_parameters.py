@@ -10,7 +10,7 @@ objects.
 Thunder traces with the shapes in the module, which must then be whole. So during tracing, placeholders on the meta
 device replace the shards. They are inserted after a miss in Thunder's cache (``private_api.watch_cache_misses``), and
 removed when the first transform receives the trace, or when tracing has failed. ``eager`` also uses them, for
-parameters that are not gathered.
+parameters that are not gathered. ``unsharded`` replaces shards by whole parameters.
 
 Code that is unaware of this would compute with rows, or save them as if they were the parameter. *Guards* are hooks on
 each module that has sharded parameters. They refuse calls outside of tracing and ``eager``, ``deepcopy``, and pickling.
@@ -22,7 +22,7 @@ would interpret them. The jitted module does the same: see ``jitted_state``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -52,6 +52,10 @@ class _Entry(NamedTuple):
     placeholder: nn.Parameter
     place: tuple[Bucket, int]
 
+    @property
+    def param(self) -> nn.Parameter | None:
+        return self.owner._parameters.get(self.leaf)
+
     def put(self, param: nn.Parameter) -> None:
         self.owner._parameters[self.leaf] = param
 
@@ -62,10 +66,12 @@ class ModuleParameters:
     Attributes:
         has_placeholders: whether placeholders are in the module now.
         placeholders: parameters of whole shape on the meta device, keyed by each name.
+        whole: the whole parameters that are in the module now (``unsharded``), keyed by the ``id`` of the shard.
     """
 
     def __init__(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
         self.has_placeholders = False
+        self.whole: Mapping[int, nn.Parameter] = {}
         self._module = module
         self._buckets = buckets
         self._entries = list(_entries(module, buckets))
@@ -102,8 +108,13 @@ class ModuleParameters:
         It is cheap enough for every call.
 
         Raises:
-            RuntimeError: names the replaced object.
+            RuntimeError: names the replaced object, or the module has whole parameters.
         """
+        if self.whole:
+            raise RuntimeError(
+                "inside unsharded(...) of this model parameters are whole, and their shards out of date: leave it before "
+                "calling the model, entering it again, or using the model's state or gradients"
+            )
         if self.has_placeholders or all(map(operator.is_, map(dict.get, self._dicts, self._keys), self._values)):
             return
         for entries, key, value, name in zip(self._dicts, self._keys, self._values, self._names, strict=True):
@@ -167,13 +178,48 @@ class ModuleParameters:
             self.has_placeholders = False
             self._guard_calls()
 
+    def install_whole(self, whole: Mapping[int, nn.Parameter]) -> None:
+        """Put whole parameters into the module, in place of some shards.
+
+        Args:
+            whole: the parameters, keyed by the ``id`` of the shard.
+        """
+        for entry in self._entries:
+            if id(entry.shard) in whole:
+                entry.put(whole[id(entry.shard)])
+        replace_in_containers(self._module, lambda _, tensor: whole.get(id(tensor)))
+        self.whole = whole
+
+    def find_replaced_whole(self) -> str | None:
+        """Return the name of a whole parameter that is no longer in the module, if there is one."""
+        return next(
+            (
+                entry.name
+                for entry in self._entries
+                if id(entry.shard) in self.whole and entry.param is not self.whole[id(entry.shard)]
+            ),
+            None,
+        )
+
+    def remove_whole(self) -> None:
+        """Put the shards back in place of whole parameters."""
+        shards = {id(self.whole[id(e.shard)]): e.shard for e in self._entries if id(e.shard) in self.whole}
+        for entry in self._entries:
+            if id(entry.shard) in self.whole:
+                entry.put(entry.shard)
+        replace_in_containers(self._module, lambda _, tensor: shards.get(id(tensor)))
+        self.whole = {}
+
     def is_root(self, module: nn.Module) -> bool:
         """Return whether ``module`` is the sharded module itself, not a submodule."""
         return module is self._module
 
     def locate(self, owner: nn.Module, leaf: str) -> tuple[Bucket, int] | None:
-        """The bucket and index of a sharded parameter that ``owner`` has directly."""
-        return self._places.get((id(owner), leaf))
+        """The bucket and index of a sharded parameter that ``owner`` has directly; ``None`` while it is whole."""
+        place = self._places.get((id(owner), leaf))
+        if self.whole and place is not None and owner._parameters.get(leaf) is not place[0].params[place[1]]:
+            return None
+        return place
 
     def in_containers(self) -> dict[str, str]:
         """Return the names of sharded parameters that modules keep in lists, tuples or dicts, keyed by path."""
@@ -193,6 +239,8 @@ class _Guard:
         self._params = params
 
     def __call__(self, module: nn.Module, args: Any) -> NoReturn:
+        if self._params.whole:
+            self._params.check()
         raise RuntimeError(
             f"{self._path} ({type(module).__name__}) of a sharded model was called by itself, but its parameters are this "
             f"rank's rows. Call the jitted model, but not in a function that thunder.jit compiles again; its forward may "
@@ -209,7 +257,7 @@ class _Guard:
 
     def check_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         refuse_keep_vars(keep_vars)
-        if self._params.is_root(module):  # once for all submodules
+        if self._params.is_root(module) and not self._params.whole:  # once for all submodules
             self._params.check()
 
     def hold_entries(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

@@ -12,7 +12,13 @@ import torch
 from ..runtime.bucket import Bucket
 from ..runtime.rows import Rows
 
-__all__ = ["replace_in_optimizer", "replace_in_optimizers_of", "replace_param", "replaced_by"]
+__all__ = [
+    "mark_replaced",
+    "replace_in_optimizer",
+    "replace_in_optimizers_of",
+    "replace_param",
+    "replaced_by",
+]
 
 _REPLACED = "_fsdp_replaced_by"
 """The attribute of an unsharded parameter with the :class:`Rows` of the sharded one."""
@@ -25,8 +31,8 @@ class ReplacedParameter(torch.nn.Parameter):
     def grad(self) -> NoReturn:  # type: ignore[override]
         rows: Rows = getattr(self, _REPLACED)
         raise RuntimeError(
-            f"parameter {rows.label!r} was taken from the module before thunder.jit, which has replaced it by a sharded "
-            f"one: take parameters from model.parameters() after thunder.jit"
+            f"parameter {rows.label!r} was taken from the module before thunder.jit or inside unsharded(...), and a sharded "
+            f"one has its place now: take parameters from model.parameters() afterwards"
         )
 
 
@@ -47,10 +53,15 @@ def replace_param(old: torch.nn.Parameter, bucket: Bucket, index: int) -> weakre
         new._post_accumulate_grad_hooks = accumulated_hooks
     if not old.is_meta:
         old.data = old.new_empty(0)
+    mark_replaced(old, bucket, index)
+    return weakref.ref(old)
+
+
+def mark_replaced(old: torch.nn.Parameter, bucket: Bucket, index: int) -> None:
+    """Let optimizers replace ``old`` by ``bucket.params[index]``, and make reading the gradient of ``old`` an error."""
     setattr(old, _REPLACED, bucket.rows[index])
     if type(old) is torch.nn.Parameter:
         old.__class__ = ReplacedParameter
-    return weakref.ref(old)
 
 
 def replaced_by(param: torch.Tensor) -> torch.nn.Parameter | None:

@@ -35,7 +35,7 @@ from ..sharding.input_casts import attach_casts
 from ..sharding.sharded_module import ShardedModule
 from ..transform import find_jitted
 
-__all__ = ["eager"]
+__all__ = ["eager", "in_former_place"]
 
 
 @contextlib.contextmanager
@@ -140,7 +140,7 @@ class _Unsharded:
     def fill(self, flight: InFlight) -> None:
         assert flight.slot is not None
         params = [
-            nn.Parameter(_in_former_place(whole, param.strided), param.requires_grad)
+            nn.Parameter(in_former_place(whole, param.strided), param.requires_grad)
             for whole, param in zip(wait_params(self.bucket, flight), self.bucket.spec.params, strict=True)
         ]
         self.bucket.source.finish_copy()
@@ -153,7 +153,7 @@ class _Unsharded:
             own[leaf] = placeholder
 
 
-def _in_former_place(whole: torch.Tensor, strided: Strided | None) -> torch.Tensor:
+def in_former_place(whole: torch.Tensor, strided: Strided | None) -> torch.Tensor:
     """Return an unsharded parameter with the strides and the storage offset that it had before sharding."""
     if strided is None or not whole.numel() or 0 in strided.strides:  # an expanded one has less memory than elements
         return whole

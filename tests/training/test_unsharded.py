@@ -1,0 +1,307 @@
+"""``unsharded``: changing whole parameters of a sharded model in place."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor
+
+import pytest
+import thunder
+import torch
+import torch.distributed as dist
+from models import Layer, LoRALinear, Stack
+from ranks import Ranks
+from reference import Twins
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+
+class Words(nn.Module):
+    """A tiny language model with a tied embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(7, 4)
+        self.block = Layer(4)
+        self.ln_f = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 7)
+        self.head.weight = self.wte.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head.forward(self.ln_f.forward(self.block(self.wte.forward(tokens))))
+
+    def inputs(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        return (torch.randint(7, (3, 5), generator=generator),)
+
+
+class TiedTwins(Twins):
+    """Twins of which the jitted reference has tied parameters: Thunder's own state dict leaves out their other names."""
+
+    def check_parameters(self) -> None:
+        ours, theirs = tfs.full_state_dict(self.sharded), self.reference._model.state_dict()
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            self.close(value, theirs[name], name)
+
+
+def _operate(module: Any) -> None:
+    """Change parameters as users do who know nothing of shards."""
+    torch.manual_seed(5)  # the same on all ranks
+    vocabulary = module.wte.weight  # tied
+    vocabulary[3].zero_()
+    vocabulary.copy_(vocabulary[torch.randperm(len(vocabulary))])
+    nn.init.orthogonal_(module.block.up.weight)
+    module.block.down.weight.data = module.block.down.weight.data.flip(1).t().contiguous().t()
+    module.block.up.bias[1:4] += module.block.up.bias[5:8]
+    module.ln_f.weight.mul_(0.5)
+    module.ln_f.bias.fill_(0.1)  # ignored
+
+
+def _train_around_surgery(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    model = Words().double()
+    model.ln_f.bias.requires_grad_(False)
+    twins = TiedTwins(rank, world_size, model, tolerance=0, jit_reference=True, ignored_params=["ln_f.bias"], **options)
+    twins.train(steps=1)
+    shards = dict(model.named_parameters())
+    with tfs.unsharded(twins.sharded) as module:
+        assert module is model and module.head.weight is module.wte.weight
+        for params in (dict(module.named_parameters()), dict(twins.sharded.named_parameters())):
+            assert params.keys() == shards.keys()
+            assert all(type(p) is nn.Parameter and p.is_leaf for p in params.values())
+            assert {n: p.shape for n, p in params.items()} == {n: p.shape for n, p in shards.items()}
+        for name, value in module.state_dict().items():
+            assert torch.equal(value, twins.reference._model.state_dict()[name])
+        _operate(module)
+    assert all(param is shards[name] for name, param in model.named_parameters())
+    assert all(param is shards[name] for name, param in twins.sharded.named_parameters())
+    with torch.no_grad():
+        _operate(twins.reference._model)
+    twins.check_parameters()
+    twins.train(steps=2)
+    with twins.sharded.no_sync():
+        twins.backward(5)
+    losses = twins.forward(6)
+    with tfs.unsharded(twins.sharded):  # nothing is changed, so the forward is still valid
+        pass
+    for loss in losses:
+        loss.backward()
+    twins.check_grads()
+    before = twins.sharded.get_parameter("wte.weight").grad
+    with tfs.unsharded(twins.sharded, "head", "block.up.bias", model.ln_f) as module:
+        whole = {name for name, param in module.named_parameters() if type(param) is nn.Parameter}
+        assert whole == {"wte.weight", "head.bias", "block.up.bias", "ln_f.weight", "ln_f.bias"}
+        assert isinstance(module.block.up.weight, RowDTensor)
+        module.wte.load_state_dict({"weight": module.wte.weight.flip(0)})
+        module.block.up.bias.requires_grad_(False)
+    assert twins.sharded.get_parameter("wte.weight").grad is before
+    assert not model.block.up.bias.requires_grad and model.block.up.bias is shards["block.up.bias"]
+    with torch.no_grad():
+        twins.reference._model.wte.weight.copy_(twins.reference._model.wte.weight.flip(0))
+    twins.check_parameters()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sharding_strategy": "zero2", "transport": "coalesced", "bucketing_strategy": "none"}],
+    ids=["zero3", "zero2-coalesced"],
+)
+def test_training_after_surgery_is_bit_equal_to_the_unsharded_model(ranks: Ranks, options: dict[str, Any]) -> None:
+    ranks.run(_train_around_surgery, options)
+
+
+def _merge_adapters(rank: int, world_size: int) -> None:
+    for options in (
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+        {"offload_policy": CPUOffloadPolicy(pin_memory=False), "transport": "staged"},
+    ):
+        torch.manual_seed(1)
+        plain = nn.Sequential(LoRALinear(5), LoRALinear(5))
+        plain[1].weight = nn.Parameter(plain[1].weight.detach().t(), requires_grad=False)
+        model = thunder.jit(copy.deepcopy(plain), transforms=[fsdp(**options)])
+        for which in (plain, model):
+            with tfs.unsharded(which) if which is model else torch.no_grad():
+                module = plain if which is plain else model._model
+                assert module[1].weight.stride() == (1, 5)
+                for layer in module:
+                    layer.weight += layer.b @ layer.a
+                    layer.b.zero_()
+        merged = tfs.full_state_dict(model)
+        assert all(torch.equal(merged[name], value) for name, value in plain.state_dict().items())
+
+
+def test_adapters_are_merged_in_the_dtype_of_the_shards(ranks: Ranks) -> None:
+    ranks.run(_merge_adapters)
+
+
+def _make_different_changes(rank: int, world_size: int) -> None:
+    transform = fsdp()
+    model = thunder.jit(Stack(2), transforms=[transform])
+    before = tfs.full_state_dict(model)
+
+    def check(**changed: torch.Tensor) -> None:
+        assert not transform.sharded.module_params.whole and torch.is_grad_enabled()
+        for name, value in tfs.full_state_dict(model).items():
+            assert torch.equal(value, changed.get(name, before[name])), name
+
+    different = r"made different changes to 2 parameters, first 'blocks\.0\.up\.weight' on ranks \[0, 1\]"
+    with pytest.raises(tfs.ScheduleDisagreement, match=different), tfs.unsharded(model) as module:
+        module.first.weight.zero_()
+        torch.manual_seed(rank)
+        nn.init.orthogonal_(module.blocks[0].up.weight)
+        module.last.bias[rank] += 1
+    check()
+    with tfs.unsharded(model, writeback=False) as module:
+        module.first.weight.fill_(rank)
+    check()
+    with tfs.unsharded(model, from_rank=1) as module:
+        module.first.weight.fill_(rank + 2)
+        module.last.bias.data = torch.full((6,), float(rank))[::2]
+    check(**{"first.weight": torch.full((4, 4), 3.0), "last.bias": torch.ones(3)})
+    before = tfs.full_state_dict(model)
+
+    # A failure on one rank is one on all ranks.
+    failed = ArithmeticError if rank == 0 else tfs.ScheduleDisagreement
+    with pytest.raises(failed, match=r"^a failure$|because rank 0 failed: ArithmeticError: a failure"):
+        with tfs.unsharded(model) as module:
+            module.first.weight.zero_()
+            if rank == 0:
+                raise ArithmeticError("a failure")
+    check()
+    replaced = r"parameter 'first\.weight' was replaced or removed"
+    with pytest.raises(tfs.ScheduleDisagreement if rank else RuntimeError, match=replaced):
+        with tfs.unsharded(model) as module:
+            if rank == 0:
+                module.first.weight = nn.Parameter(torch.zeros(4, 4))
+    check()
+    with pytest.raises(tfs.ScheduleDisagreement, match=r"rank 0: unsharded.*first\.weight.*\n.*rank 1: .*last\.weight"):
+        with tfs.unsharded(model, "last" if rank else "first"):
+            pass
+    check()
+
+
+def test_ranks_that_make_different_changes_get_an_error_or_those_of_one_rank(ranks: Ranks) -> None:
+    ranks.run(_make_different_changes)
+
+
+def _misuse(rank: int, world_size: int) -> None:
+    module = Stack(2)
+    model = thunder.jit(module, transforms=[transform := fsdp()])
+    x = torch.randn(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x).sum().backward()
+    before = tfs.full_state_dict(model)
+    inside = re.escape("inside unsharded(...) of this model")
+
+    def exchange_state() -> None:
+        tfs.get_model_state_dict(model)
+
+    with tfs.unsharded(model):
+        for use in (
+            lambda: model(x),
+            lambda: module(x),
+            lambda: module.blocks[0](x),
+            lambda: tfs.unsharded(model).__enter__(),
+            lambda: tfs.eager(model).__enter__(),
+            lambda: tfs.full_state_dict(model),
+            lambda: tfs.stream_full_parameters(model),
+            model.state_dict,
+            exchange_state,
+        ):
+            with pytest.raises(RuntimeError, match=inside):
+                use()
+    with tfs.eager(model), pytest.raises(RuntimeError, match=r"unsharded: inside eager\(\.\.\.\)"):
+        tfs.unsharded(model).__enter__()
+
+    def reshape() -> None:
+        module.first.bias.data = torch.zeros(5)
+
+    def convert() -> None:
+        module.first.bias.data = torch.zeros(4, dtype=torch.float64)
+
+    for change, message in (
+        (reshape, r"'first\.bias' was given another shape, dtype or device: torch\.float32\[5\]"),
+        (convert, r"'first\.bias' was given another shape, dtype or device: torch\.float64\[4\]"),
+        (optimizer.step, r"the shard of 'first\.weight' was changed in the meantime"),
+    ):
+        with pytest.raises(RuntimeError, match=message), tfs.unsharded(model):
+            change()
+    stepped = tfs.full_state_dict(model)
+    assert all(not torch.equal(stepped[name], before[name]) for name in before)
+    for arguments, options, message in (
+        (["blocks.2"], {}, r"only: 'blocks\.2' is neither a submodule nor a parameter"),
+        ([nn.Linear(2, 2)], {}, "only: a Linear is neither"),
+        ([], {"from_rank": 2}, r"from_rank: the model is sharded over the global ranks \[0, 1\], got 2"),
+    ):
+        with pytest.raises(ValueError, match=message), tfs.unsharded(model, *arguments, **options):
+            pass
+    with pytest.raises(TypeError, match="that no fsdp"), tfs.unsharded(module):
+        pass
+    # An optimizer that was created inside trains the shards.
+    with tfs.unsharded(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        weight = module.first.weight
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+    with pytest.raises(RuntimeError, match=r"'first\.weight' was taken from the module .* inside unsharded"):
+        torch.nn.utils.clip_grad_norm_([weight], 1.0)
+    optimizer.step()
+    for name, value in tfs.full_state_dict(model).items():
+        torch.testing.assert_close(value, stepped[name] + stepped[name] - before[name])
+    assert len(transform.compiled) == 1
+
+
+def test_misuse_is_refused_and_restores_the_module(ranks: Ranks) -> None:
+    ranks.run(_misuse)
+
+
+class Experts(nn.Module):
+    """A layer that all ranks have, and an expert that differs between groups of ranks."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.expert = nn.Linear(4, 6)
+        nn.init.constant_(self.expert.weight, number)
+
+    def forward(self) -> None:
+        raise AssertionError("it is not called")
+
+
+def _change_experts(rank: int, world_size: int) -> None:
+    group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    torch.manual_seed(1)
+    plain = Experts(rank % 2)
+    model = thunder.jit(
+        copy.deepcopy(plain),
+        transforms=[fsdp(process_group_for=lambda name, param: group if "expert" in name else None)],
+    )
+    with tfs.unsharded(model) as module:  # changes of one group are none of the other
+        module.expert.weight[1:] += rank % 2 + 1
+        module.first.bias.zero_()
+    with tfs.unsharded(model, writeback=False) as module:
+        assert torch.equal(module.expert.weight[1:], plain.expert.weight[1:] + rank % 2 + 1)
+        assert torch.equal(module.expert.weight[:1], plain.expert.weight[:1]) and not module.first.bias.any()
+    different = r"ranks made different changes to 1 parameters, first 'expert\.bias' on ranks \[0, 2\]"
+    with pytest.raises(tfs.ScheduleDisagreement, match=different), tfs.unsharded(model) as module:
+        module.expert.bias.fill_(rank if rank % 2 == 0 else 0)
+    with pytest.raises(ValueError, match=r"from_rank: 'expert\.weight' is not the same parameter on all ranks"):
+        with tfs.unsharded(model, from_rank=0):
+            pass
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    replicated = thunder.jit(copy.deepcopy(plain).requires_grad_(False), transforms=[fsdp(mesh=mesh, broadcast_from=0)])
+    with tfs.unsharded(replicated, from_rank=3) as module:
+        module.first.weight.fill_(rank)
+    with pytest.raises(tfs.ScheduleDisagreement, match=r"first 'first\.bias' on ranks \[0, 2\]"):
+        with tfs.unsharded(replicated) as module:
+            module.first.bias.fill_(rank // 2)  # replicas differ
+    whole = tfs.full_state_dict(replicated)
+    assert whole["first.weight"].eq(3).all() and torch.equal(whole["first.bias"], plain.first.bias)
+
+
+def test_parameters_of_several_groups_are_changed_by_their_ranks(four_ranks: Ranks) -> None:
+    four_ranks.run(_change_experts)

@@ -1,0 +1,307 @@
+"""Change whole parameters of a sharded model in place: initialize again, permute, prune, merge adapters.
+
+[Note: Which rank's changes count]
+Each rank has its own copy of the whole parameters and writes back its own rows of it. If ranks made different changes,
+say by random numbers, the result would be rows of different matrices, which nobody would notice. So ranks compare
+digests of all whole parameters first. They either raise an error, or take those that differ from one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from thunder.core.module import ThunderModule
+from torch import nn
+
+from ..agreement.consistency import ScheduleDisagreement
+from ..runtime.bucket import Bucket
+from ..runtime.shard_source import version_of
+from ..sharding.replacement import mark_replaced, replace_in_optimizers_of
+from ..sharding.sharded_module import ShardedModule
+from ..transform import find_jitted
+from .eager import in_former_place
+from .gather_ahead import gather_ahead
+
+__all__ = ["unsharded"]
+
+_CHUNK = 1 << 24
+"""Bytes that are copied to the host at once for a digest."""
+
+_Key: TypeAlias = "tuple[str, tuple[int, ...]]"
+"""A parameter's name and ranks: other ranks may have another one of this name (``process_group_for``)."""
+
+_Result: TypeAlias = "tuple[str, Mapping[_Key, str]]"
+"""A rank's failure, or empty, and its digests."""
+
+
+@contextlib.contextmanager
+def unsharded(
+    model: ThunderModule, *only: str | nn.Module, writeback: bool = True, from_rank: int | None = None
+) -> Iterator[nn.Module]:
+    """Make parameters whole, plain tensors inside a ``with`` block, and write changes to them back; a collective.
+
+    It returns the original module of ``model``. Both have the whole parameters, in the dtype of the shards and on the
+    device on which the model computes. It replaces FSDP1's ``summon_full_params`` and FSDP2's ``unshard`` and
+    ``reshard``::
+
+        with tfs.unsharded(model, "head") as module:
+            torch.nn.init.orthogonal_(module.head.weight)
+
+    Memory is needed for all of these parameters, and for two buckets at the beginning. Gradients are disabled inside, and
+    the model and its submodules cannot be called. ``module.state_dict()`` and ``module.load_state_dict(...)`` work on the
+    whole parameters. Optimizer state and ``.grad`` belong to the shards and do not change. Optimizers that are created
+    inside train the shards.
+
+    All ranks must make the same changes, which is checked; or those of ``from_rank`` count. If the block raises an
+    exception on any rank, nothing is written on any rank. Buffers and parameters that are not sharded are always the
+    model's own: changes to them take effect at once, on this rank alone.
+
+    Args:
+        only: submodules, or names of submodules or parameters, to make whole; by default all. A tied parameter belongs to
+            all modules that have it. The other parameters remain shards.
+        writeback: whether to write changes back. If not, they are lost.
+        from_rank: the global rank whose changes are sent to all ranks, for example because it alone has read a file.
+
+    Raises:
+        TypeError: ``model`` is not sharded by ``fsdp(...)``.
+        ValueError: ``only`` contains something that is not in the model, or ``from_rank`` does not share all parameters.
+        RuntimeError: inside another ``unsharded`` or an ``eager`` of the same model; at the end, a parameter was replaced
+            or has another shape or dtype, or the shards were changed in the meantime (``optimizer.step()``).
+        ScheduleDisagreement: ranks made different changes; the block failed on another rank; or ranks do something else.
+    """
+    jitted, sharded = find_jitted(model)
+    if sharded.running_eagerly:
+        raise RuntimeError("unsharded: inside eager(...) of this model; leave it first")
+    sharded.module_params.install_shards()  # a failed compilation may have left placeholders
+    sharded.module_params.check()
+    sharded.module_params.check_shards()
+    sharded.check_initialized()
+    chosen = _choose(sharded, only)
+    _check_source(sharded, chosen, from_rank)
+    names = [b.spec.params[i].name for b, i in chosen if sharded.control.is_on_all_ranks(b)]
+    sharded.control.rendezvous("unsharded(...)", f"writeback={writeback}, from_rank={from_rank}", *names)
+    changes = _Changes(sharded, _gather(sharded, chosen))
+    changes.install(jitted)
+    try:
+        try:
+            with torch.no_grad():
+                yield sharded.module
+            failure = changes.find_fault() if writeback else ""
+        except Exception as error:
+            if writeback:
+                with contextlib.suppress(ScheduleDisagreement):  # the cause is more specific
+                    changes.exchange(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            changes.remove(jitted)
+        if writeback:
+            changes.write_back(failure, from_rank)
+    finally:
+        references = changes.mark_replaced()
+        del changes
+        replace_in_optimizers_of(references)  # that were created inside
+
+
+@dataclass(frozen=True, eq=False)
+class _Whole:
+    """A parameter that is whole in the block.
+
+    Attributes:
+        version: of the bucket's shard, when it was gathered.
+    """
+
+    bucket: Bucket
+    index: int
+    param: nn.Parameter
+    version: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.bucket.spec.params[self.index].name
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self.bucket.spec.params[self.index].names
+
+    @property
+    def shard(self) -> nn.Parameter:
+        return self.bucket.params[self.index]
+
+    @property
+    def key(self) -> _Key:
+        ranks = self.bucket.ranks
+        every = ranks.group.global_ranks if ranks.grid is None else [rank for row in ranks.grid for rank in row]
+        return self.name, tuple(sorted(every))
+
+
+class _Changes:
+    """Whole parameters, and writing them back."""
+
+    def __init__(self, sharded: ShardedModule, whole: Sequence[_Whole]) -> None:
+        self._sharded = sharded
+        self._whole = whole
+
+    def install(self, jitted: ThunderModule) -> None:
+        for one in self._whole:
+            jitted._overrides_parameters.update(dict.fromkeys(one.names, one.param))
+        self._sharded.module_params.install_whole({id(one.shard): one.param for one in self._whole})
+
+    def remove(self, jitted: ThunderModule) -> None:
+        self._sharded.module_params.remove_whole()
+        for one in self._whole:
+            jitted._overrides_parameters.update(dict.fromkeys(one.names, one.shard))
+
+    def mark_replaced(self) -> list[weakref.ref[nn.Parameter]]:
+        """Let optimizers that have whole parameters train the shards, and return references to these parameters."""
+        for one in self._whole:
+            mark_replaced(one.param, one.bucket, one.index)
+        return [weakref.ref(one.param) for one in self._whole]
+
+    def find_fault(self) -> str:
+        """Return why these parameters cannot be written back; empty if they can."""
+        if replaced := self._sharded.module_params.find_replaced_whole():
+            return (
+                f"parameter {replaced!r} was replaced or removed; copy into it instead: "
+                f"`with torch.no_grad(): p.copy_(new)`"
+            )
+        for one in self._whole:
+            spec, param = one.bucket.spec.params[one.index], one.param
+            if (tuple(param.shape), param.dtype, param.device) != (spec.shape, spec.dtype, one.bucket.spec.device):
+                return (
+                    f"parameter {one.name!r} was given another shape, dtype or device: {param.dtype}"
+                    f"{list(param.shape)} on {param.device}, expected {spec}"
+                )
+            if version_of(one.bucket) != one.version:
+                return (
+                    f"the shard of {one.name!r} was changed in the meantime, by an optimizer step for example, and writing "
+                    f"back would undo that; do it outside"
+                )
+        return ""
+
+    def exchange(self, failure: str) -> list[_Result]:
+        """Tell the other ranks whether this one has failed, and return what each of them tells."""
+        control = self._sharded.control
+        is_alone = failure or control.is_single_rank
+        digests = {} if is_alone else {one.key: _digest(one.param.detach()) for one in self._whole}
+        return control.exchange("the end of unsharded(...)", (failure, digests))
+
+    def write_back(self, failure: str, source: int | None) -> None:
+        results = self.exchange(failure)
+        if failure:
+            raise RuntimeError(f"unsharded: {failure}. Nothing was written back")
+        global_ranks = self._sharded.world_group.global_ranks
+        for rank, (other, _) in zip(global_ranks, results, strict=True):
+            if other:
+                raise ScheduleDisagreement(f"unsharded: nothing was written back, because rank {rank} failed: {other}")
+        differ = {
+            key: tuple(ranks)
+            for key in dict.fromkeys(key for _, digests in results for key in digests)
+            if len(ranks := _first_with_each(key, global_ranks, results)) > 1
+        }
+        if differ and source is None:
+            (name, _), between = next(iter(differ.items()))
+            raise ScheduleDisagreement(
+                f"unsharded: nothing was written back, because ranks made different changes to {len(differ)} parameters, "
+                f"first {name!r} on ranks {list(between)}. Make the same changes on all ranks, with the same seed for "
+                f"example, or pass unsharded(from_rank=...)"
+            )
+        with torch.no_grad():
+            for one in self._whole:
+                value = one.param.detach()
+                if source is not None and one.key in differ:
+                    value = value.contiguous()
+                    with self._sharded.control.doing(f"the broadcast of {one.name}"):
+                        dist.broadcast(value, src=source, group=self._sharded.world_group.process_group)
+                self._write(one, value)
+
+    @staticmethod
+    def _write(one: _Whole, value: torch.Tensor) -> None:
+        bucket, index = one.bucket, one.index
+        rows = bucket.local_rows(index, value).to(bucket.spec.shard_device)
+        # Not if nothing has changed: it would count as a change between forward and backward.
+        if not torch.equal(_bytes(rows), _bytes(bucket.shard_views[index])):
+            bucket.write_rows(index, rows)
+        if one.param.requires_grad is not one.shard.requires_grad:
+            one.shard.requires_grad_(one.param.requires_grad)
+
+
+def _choose(sharded: ShardedModule, only: Sequence[str | nn.Module]) -> list[tuple[Bucket, int]]:
+    """Return the sharded parameters among those that the user wants, in the order of the plan."""
+    if not only:
+        return [(bucket, index) for bucket in sharded.buckets for index in range(len(bucket.params))]
+    modules = dict(sharded.module.named_modules(remove_duplicate=False))
+    params = dict(sharded.module.named_parameters(remove_duplicate=False))
+    names: set[str] = set()
+    for wanted in only:
+        path = wanted if isinstance(wanted, str) else next((n for n, m in modules.items() if m is wanted), None)
+        if path in params:
+            names.add(path)
+        elif path in modules:
+            names.update(n for n in params if not path or n.startswith(f"{path}."))
+        else:
+            what = repr(wanted) if isinstance(wanted, str) else f"a {type(wanted).__name__}"
+            raise ValueError(f"only: {what} is neither a submodule nor a parameter of the model, nor the name of one")
+    places = {sharded.locations[name] for name in names if name in sharded.locations}
+    return [(b, i) for b in sharded.buckets for i in range(len(b.params)) if (b, i) in places]
+
+
+def _check_source(sharded: ShardedModule, chosen: Sequence[tuple[Bucket, int]], source: int | None) -> None:
+    if source is None:
+        return
+    if source not in sharded.world_group.global_ranks:
+        raise ValueError(
+            f"from_rank: the model is sharded over the global ranks {list(sharded.world_group.global_ranks)}, got {source!r}"
+        )
+    for bucket, index in chosen:
+        if not sharded.control.is_on_all_ranks(bucket):
+            raise ValueError(
+                f"from_rank: {bucket.spec.params[index].name!r} is not the same parameter on all ranks (process_group_for); "
+                f"leave it out (only), or make the same changes on all of its ranks"
+            )
+
+
+def _gather(sharded: ShardedModule, chosen: Sequence[tuple[Bucket, int]]) -> list[_Whole]:
+    indices: dict[Bucket, list[int]] = {}
+    for bucket, index in chosen:
+        indices.setdefault(bucket, []).append(index)
+    found = []
+    for bucket, tensors in gather_ahead(sharded, "unsharded(...)", [(b, b.spec.dtype) for b in indices]):
+        version = version_of(bucket)
+        for index in indices[bucket]:
+            value = in_former_place(tensors[index], bucket.spec.params[index].strided)
+            if value is tensors[index]:  # in a slot
+                value = value.clone()
+            shard = bucket.params[index]
+            param = nn.Parameter(value, shard.requires_grad)
+            param.__dict__.update(shard.__dict__)
+            found.append(_Whole(bucket, index, param, version))
+    return found
+
+
+def _first_with_each(key: _Key, ranks: Sequence[int], results: Sequence[_Result]) -> list[int]:
+    """Return, for each digest of a parameter, the first rank that has it."""
+    first: dict[str, int] = {}
+    for rank, (_, digests) in zip(ranks, results, strict=True):
+        if key in digests:
+            first.setdefault(digests[key], rank)
+    return list(first.values())
+
+
+def _digest(value: torch.Tensor) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(_CHUNK)
+    on_host, view = torch.frombuffer(buffer, dtype=torch.uint8), memoryview(buffer)
+    for chunk in _bytes(value).split(_CHUNK):
+        on_host[: len(chunk)].copy_(chunk)
+        digest.update(view[: len(chunk)])
+    return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
