@@ -146,7 +146,7 @@ def test_every_example_is_included_in_a_page() -> None:
 
 def test_every_public_name_is_in_the_reference() -> None:
     documented = set(re.findall(r"^::: thunder_fsdp_sched\.(\w+)", "\n".join(map(text_of, pages())), re.MULTILINE))
-    assert documented == {*thunder_fsdp_sched.__all__, "fabric", "testing"}
+    assert documented == {*thunder_fsdp_sched.__all__, "fabric", "huggingface", "testing"}
 
 
 def test_the_migration_table_has_every_public_name_of_fsdp2() -> None:

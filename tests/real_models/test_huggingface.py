@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from thunder_fsdp_sched import eager, fsdp
+from thunder_fsdp_sched import CheckpointError, eager, fsdp, full_state_dict
+from thunder_fsdp_sched.huggingface import save_pretrained
+from thunder_fsdp_sched.runtime.rows import Rows
 
 import pytest
 import thunder
 import torch
+import torch.distributed as dist
 from ranks import Ranks
 from torch import nn
 
@@ -74,3 +80,78 @@ def _refuse_and_generate(rank: int, world_size: int) -> None:
 
 def test_what_cannot_be_compiled_is_refused_and_works_in_eager(ranks: Ranks) -> None:
     ranks.run(_refuse_and_generate)
+
+
+def _save(rank: int, world_size: int, folder: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    model = _llama(tie_word_embeddings=True, use_cache=False)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    sharded = _shard(model)
+    for save in (model.save_pretrained, sharded.save_pretrained):
+        with pytest.raises(RuntimeError, match=r"huggingface\.save_pretrained\(model, folder\)"):
+            save(folder / "refused")
+    with pytest.raises(RuntimeError, match=r"huggingface\.save_pretrained\(model, folder\)"):
+        model.save_pretrained(folder / "refused", state_dict=sharded.state_dict())
+    with pytest.raises(TypeError, match="state_dict: save_pretrained sets it"):
+        save_pretrained(sharded, folder, state_dict={})
+    blocked = folder / "a file"
+    blocked.touch()
+    with pytest.raises(CheckpointError, match="a file"):
+        save_pretrained(sharded, blocked / "folder")
+    save_pretrained(sharded, folder / "model", max_shard_size="20KB")
+    assert not (folder / "refused").exists()
+    assert len(list((folder / "model").glob("*.safetensors"))) > 1
+    loaded = LlamaForCausalLM.from_pretrained(folder / "model")
+    assert loaded.config.dtype == torch.float32
+    for name, value in loaded.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+
+
+def test_save_pretrained_writes_whole_values_that_from_pretrained_loads(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_save, tmp_path)
+
+
+def _adapt(rank: int, world_size: int, folder: Path) -> None:
+    import peft
+
+    config = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(_llama(use_cache=False), config)
+    reference = copy.deepcopy(model)
+    sharded = _shard(model)
+    models = sharded, reference
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in models]
+    for step in range(3):
+        batch = {"input_ids": (tokens := _tokens(10 * step + rank)), "labels": tokens}
+        losses = [m(**batch).loss for m in models]
+        torch.testing.assert_close(*losses)
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        for name, param in reference.named_parameters():
+            grad = sharded.get_parameter(name).grad
+            assert (grad is None) == (param.grad is None) == (not param.requires_grad), name
+            if grad is not None:
+                dist.all_reduce(param.grad)
+                param.grad /= world_size
+                torch.testing.assert_close(grad.full_tensor(), param.grad)
+                param.grad.copy_(grad.full_tensor())  # Adam amplifies differences of tiny gradients
+        for optimizer in optimizers:
+            optimizer.step()
+    with pytest.raises(RuntimeError, match=r"huggingface\.save_pretrained\(model, folder\)"):
+        model.save_pretrained(folder)
+    gathered = Counter()
+    gather = Rows.gather
+    with mock.patch.object(Rows, "gather", lambda rows, local: (gathered.update([rows.label]), gather(rows, local))[1]):
+        save_pretrained(sharded, folder)
+    assert sorted(gathered) == sorted(name for name, param in reference.named_parameters() if param.requires_grad)
+    loaded = peft.PeftModel.from_pretrained(_llama(use_cache=False), folder)
+    whole = full_state_dict(sharded)
+    for name, value in loaded.state_dict().items():
+        torch.testing.assert_close(value, whole[name], rtol=0, atol=0)
+        torch.testing.assert_close(value, reference.state_dict()[name])
+
+
+def test_adapters_are_trained_saved_and_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed (make models)")
+    ranks.run(_adapt, tmp_path)

@@ -1,5 +1,6 @@
-"""Lookasides with which Thunder traces models of Hugging Face's transformers as they are.
+"""Models of Hugging Face: lookasides with which Thunder traces them, and errors instead of saving rows.
 
+[Note: Tracing models of transformers]
 transformers 5 decorates ``forward`` of its models to collect intermediate outputs on request. The decorator stores what
 it collects in a variable of its own class (``CompileableContextVar``), which is a ``ContextVar``, or a plain attribute if
 something is compiled. Thunder says that it compiles, and then refuses to trace the assignment. The lookasides, which
@@ -13,10 +14,15 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
-__all__ = ["transformers_lookasides"]
+import torch
+from torch.distributed.tensor import DTensor
+
+__all__ = ["refuse_save_pretrained", "transformers_lookasides"]
 
 
 def transformers_lookasides() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -52,3 +58,24 @@ def _refuse_cache(*_: Any, **__: Any) -> NoReturn:
         "set model.config.use_cache = False. To generate, call generate(...) of the module that "
         "thunder_fsdp_sched.eager(model) returns"
     )
+
+
+def refuse_save_pretrained(module: torch.nn.Module) -> None:
+    """Make ``save_pretrained`` of ``module`` and its submodules an error, unless it is given whole values.
+
+    Their own method would save what ``state_dict`` returns, of which each rank has some rows. The attributes of these
+    objects hide the method; the classes stay as they are.
+    """
+    for submodule in module.modules():
+        if callable(getattr(type(submodule), "save_pretrained", None)):
+            submodule.__dict__["save_pretrained"] = partial(_save_whole_values, weakref.ref(submodule))
+
+
+def _save_whole_values(reference: weakref.ref[Any], *args: Any, state_dict: Any = None, **options: Any) -> Any:
+    module: Any = reference()
+    if not state_dict or any(isinstance(value, DTensor) for value in state_dict.values()):
+        raise RuntimeError(
+            f"save_pretrained: the parameters of this {type(module).__name__} are sharded. Call "
+            f"thunder_fsdp_sched.huggingface.save_pretrained(model, folder) with the jitted module, on all ranks"
+        )
+    return type(module).save_pretrained(module, *args, state_dict=state_dict, **options)
