@@ -11,7 +11,8 @@ compat.import_thunder()
 from .agreement.consistency import ScheduleDisagreement
 from .api import fsdp
 from .pipeline import CompiledTraces
-from .plan.specs import BucketSpec, ParamSpec, Plan
+from .plan.plan import Plan
+from .plan.specs import BucketSpec, ParamSpec
 from .plugin import FSDPSched
 from .trace.schedule import CommOp, Schedule, StepSchedule
 from .trace.step_memory import StepMemory

@@ -41,7 +41,7 @@ from thunder.extend import FusionExecutor
 from .compilation import Compilation
 from .options import Options
 from .pipeline import CompiledTraces, JointPasses, without
-from .plan.specs import Plan
+from .plan.plan import Plan
 from .private_api import quiet_no_sync, refuse_foreign_functions, unwrap_fabric
 from .runtime.row_dtensor import local_rows
 from .sharding.huggingface_models import refuse_save_pretrained, transformers_lookasides

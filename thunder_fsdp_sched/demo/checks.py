@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from thunder.core.trace import TraceCtx
 
-from ..plan.specs import Plan
+from ..plan.plan import Plan
 from ..testing import (
     assert_gathers_in_consumer_order,
     assert_prefetch_distance,

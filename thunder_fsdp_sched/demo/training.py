@@ -17,7 +17,7 @@ from thunder.distributed import FSDPBucketingStrategy, FSDPType
 
 from ..api import fsdp
 from ..pipeline import CompiledTraces
-from ..plan.specs import Plan
+from ..plan.plan import Plan
 from ..tools.step_counter import StepCounter, StepCounts
 from ..training.checkpoint import full_state_dict
 from .model import GPT

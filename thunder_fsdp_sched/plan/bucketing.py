@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from .layout import make_layout
-from .specs import BucketOptions, BucketSpec, CommSpec, GroupKey, ParamSpec, Plan
+from .plan import Plan
+from .specs import BucketOptions, BucketSpec, CommSpec, GroupKey, ParamSpec
 
 __all__ = ["BucketingStrategy", "make_plan", "named_blocks"]
 

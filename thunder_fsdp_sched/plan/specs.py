@@ -1,18 +1,16 @@
-"""Specifications of parameters, buckets and plans: pure data."""
+"""Specifications of parameters and buckets: pure data."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from .layout import Layout
-from .table import as_text
 
-__all__ = ["BucketOptions", "BucketSpec", "CommSpec", "GroupKey", "ParamSpec", "Plan", "Strided"]
+__all__ = ["BucketOptions", "BucketSpec", "CommSpec", "GroupKey", "ParamSpec", "Strided"]
 
 
 class Strided(NamedTuple):
@@ -182,37 +180,3 @@ class BucketSpec:
     def param_bytes(self) -> int:
         """Bytes of the unsharded parameters without padding, in their own dtype."""
         return sum(p.numel for p in self.params) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All buckets of a model, in the order of the module tree. ``print`` shows them as a table.
-
-    Attributes:
-        world_size: size of the process group over which buckets are sharded by default.
-        group: description of that process group.
-    """
-
-    buckets: tuple[BucketSpec, ...]
-    world_size: int
-    group: str
-
-    def __iter__(self) -> Iterator[BucketSpec]:
-        return iter(self.buckets)
-
-    def __len__(self) -> int:
-        return len(self.buckets)
-
-    def __str__(self) -> str:
-        return as_text(self)
-
-    def __getitem__(self, name: str) -> BucketSpec:
-        for bucket in self.buckets:
-            if bucket.name == name:
-                return bucket
-        raise KeyError(f"no bucket {name!r}; buckets are {[b.name for b in self.buckets]}")
-
-    @property
-    def param_bytes(self) -> int:
-        """Bytes of all unsharded parameters without padding."""
-        return sum(b.param_bytes for b in self.buckets)

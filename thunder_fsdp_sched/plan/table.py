@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from .specs import BucketSpec, Plan
+from .specs import BucketSpec
 
 __all__ = ["PlanTable", "as_text", "table_of"]
 
@@ -28,7 +27,7 @@ class PlanTable(NamedTuple):
     notes: tuple[str, ...]
 
 
-def table_of(plan: Plan) -> PlanTable:
+def table_of(plan: Sequence[BucketSpec], title: str) -> PlanTable:
     """Return the cells of the table. A value that is the same for all buckets is a note instead of a column."""
     dtypes = {bucket.name: _dtypes(bucket) for bucket in plan}
     shows_dtypes = len(set(dtypes.values())) > 1
@@ -67,13 +66,11 @@ def table_of(plan: Plan) -> PlanTable:
         of = ", ".join(bucket.name for bucket in plan if bucket.divide_factor == factor)
         notes.append(f"sum of gradients divided by {factor:g}: {of}")
     total += [""] * (shows_dtypes + shows_ranks)
-    title = f"{plan.world_size} ranks of process group {plan.group!r}"
     return PlanTable(title, tuple(columns), tuple(rows), tuple(total), tuple(notes))
 
 
-def as_text(plan: Plan) -> str:
+def as_text(table: PlanTable) -> str:
     """Return the table as lines of text, as wide as its longest names."""
-    table = table_of(plan)
     lines = [table.columns, *table.rows, table.total]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [f"buckets, {table.title}", _line(table.columns, widths), "-" * (sum(widths) + 2 * len(widths) - 2)]

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..agreement.control import control_of
 from ..options import Options, check_transport
-from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, Plan, Strided
+from ..plan.plan import Plan
+from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, Strided
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.memory import Arena
 from ..transports import TRANSPORTS, choose_transport

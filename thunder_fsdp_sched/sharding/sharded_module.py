@@ -26,7 +26,7 @@ from ..agreement.control import Control
 from ..logs import Progress
 from ..options import Options
 from ..plan.bucketing import make_plan
-from ..plan.specs import Plan
+from ..plan.plan import Plan
 from ..private_api import parameters_of_running_ddp, refuse_ddp, replace_data, timeout_of, watch_cache_misses
 from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory

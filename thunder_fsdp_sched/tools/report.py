@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from thunder.core.trace import TraceCtx
 
-from ..plan.specs import Plan
-from ..plan.table import table_of
+from ..plan.plan import Plan
 from ..trace.inspection import statement, statements
 from ..trace.schedule import Schedule, read_schedule
 from ..trace.slots import shared_slots
@@ -122,7 +121,7 @@ def plan_table(plan: Plan, *, title: str = "buckets") -> Table:
 
     Names are never cut: in a narrow terminal they continue on the next line.
     """
-    cells = table_of(plan)
+    cells = plan.table
     table = Table(title=f"{title}, {cells.title}", title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column(cells.columns[0], overflow="fold")
     headers = {"parameters": "param-\neters", "unsharded bytes": "unsharded\nbytes", "bytes a rank": "bytes\na rank"}
