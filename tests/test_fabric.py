@@ -398,6 +398,12 @@ def _init_and_convert(rank: int, world_size: int) -> None:
         blank = fabric.setup(blank)
         with pytest.raises(RuntimeError, match=r"no values yet: 1\.weight"):
             blank(torch.zeros(2, 4))
+    for mesh, size in (((2, 1), 1), ((1, 2), 2)):
+        with launched(rank, world_size, mesh=mesh) as fabric:
+            bucket = fabric.setup(nn.Linear(2, 2))._forward_module._lc_transforms[0].plan.buckets[0]
+            assert (bucket.replicas, bucket.layout.world_size) == (world_size // size, size)
+    with launched(rank, world_size, mesh=(2, 2)) as fabric, pytest.raises(ValueError, match=r"\(2, 2\) has 4 ranks"):
+        fabric.setup(nn.Linear(2, 2))
     for precision, stored, computed in (
         ("bf16-mixed", torch.float32, torch.bfloat16),
         ("16-mixed", torch.float32, torch.float16),

@@ -41,6 +41,7 @@ __all__ = [
     "refuse_foreign_functions",
     "replace_data",
     "running_node_number",
+    "runs_under_torch_compile",
     "schema_of",
     "shape_of",
     "splits_default_group",
@@ -287,6 +288,14 @@ def unwrap_fabric(wrapped: Any) -> Any:
 def control_fabric_sync(strategy: Any, control: Any) -> None:
     """Make ``fabric.no_backward_sync`` call ``control.no_backward_sync(module, enabled)``, for a strategy of Fabric."""
     strategy._backward_sync_control = control
+
+
+def runs_under_torch_compile() -> bool:
+    """Return whether ``torch.compile`` compiles the functions that this thread calls."""
+    import torch
+
+    current = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+    return current is not None and current() not in (None, False)
 
 
 def schema_of(op: Any) -> Any:

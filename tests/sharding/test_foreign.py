@@ -108,6 +108,18 @@ def test_cuda_graphs_are_refused(ranks: Ranks) -> None:
     ranks.run(_cuda_graphs)
 
 
+def _under_torch_compile(rank: int, world_size: int) -> None:
+    model = thunder.jit(nn.Linear(4, 6), transforms=[fsdp()])
+    with pytest.raises(RuntimeError, match=r"leave torch\.compile out, because Thunder compiles the module"):
+        torch.compile(model, backend="eager")(torch.randn(2, 4))
+    outside = torch.compiler.disable(lambda x: model(x))
+    assert torch.compile(lambda x: outside(x) + 1, backend="eager")(torch.randn(2, 4)).shape == (2, 6)
+
+
+def test_a_call_under_torch_compile_is_refused(ranks: Ranks) -> None:
+    ranks.run(_under_torch_compile)
+
+
 def _replicate(rank: int, world_size: int) -> None:
     for wrap in (lambda m: m, nn.Sequential, lambda m: nn.Sequential(nn.Linear(4, 4), nn.Sequential(m))):
         model = thunder.jit(nn.Linear(4, 4, bias=False), transforms=[fsdp()])
