@@ -13,6 +13,8 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs  # before thunder
+from thunder_fsdp_sched.testing import step_schedule
+from thunder_fsdp_sched.tools.profiler import measure
 
 import pytest
 import thunder
@@ -196,6 +198,8 @@ def _functions_take_the_wrapper(model: Any, optimizer: Any, reference: nn.Module
     assert tfs.get_model_state_dict(model).keys() == reference.state_dict().keys()
     names = {name for name, _ in reference.named_parameters()}
     assert tfs.get_optimizer_state_dict(model, optimizer)["state"].keys() == names
+    assert step_schedule(model).backward is not None
+    assert measure(model, tokens, repeats=1).forward
     tfs.discard_unreduced(model)
     loss_of(model, 0, 0).backward()
     assert tfs.clip_grad_norm_(model, 1.0) > 0
@@ -275,6 +279,14 @@ def _save_and_load(rank: int, world_size: int, folder: Path) -> None:
             with pytest.raises(KeyError, match="has no 'epoch'"):
                 fabric.load(path, {"model": new, "epoch": 0})
             assert fabric.load(path, {"model": new, "epoch": 0}, strict=False)["iteration"] == 3
+        tfs.save_checkpoint(folder / "direct", model, optimizer)
+        new, new_optimizer = _fresh(fabric)
+        tfs.load_checkpoint(folder / "direct", new, new_optimizer)
+        assert_same_state(new, new_optimizer, reference, theirs)
+        tfs.save_safetensors(model, folder / "safetensors")
+        new, _ = _fresh(fabric)
+        tfs.load_safetensors(new, folder / "safetensors")
+        assert_same(new, reference)
         _several_optimizers_are_saved_together(fabric, folder, model)
         _files_are_those_of_unsharded_runs(fabric, folder, reference, theirs)
         with pytest.raises(ValueError, match="expected one module in state"):
