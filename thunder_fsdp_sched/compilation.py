@@ -107,7 +107,11 @@ class Compilation:
     def before_fusion(self, joint: TraceCtx) -> TraceCtx:
         """Bucket the communication of the joint trace and choose what stays unsharded, before operators are fused."""
         traces, log = self.traces, self._sharded.progress.log_phase
-        log("differentiated, %d bound symbols in the joint trace", len(joint.bound_symbols))
+        log(
+            "differentiated, %d bound symbols in the joint trace",
+            len(joint.bound_symbols),
+            stage="bucketing and fusing",
+        )
         bucket = partial(bucket_communication, buckets=self._sharded.buckets, no_sync=traces.no_sync)
         bucketed = traces.run([bucket, fuse_downcast], joint)
         self._choose(bucketed)
@@ -130,7 +134,7 @@ class Compilation:
         backward = is_backward_trace(unscheduled)
         traces, kept = self.traces, self._sharded.kept
         name, size = "backward" if backward else "forward", len(unscheduled.bound_symbols)
-        self._sharded.progress.log_phase("scheduling %s, %d bound symbols", name, size)
+        self._sharded.progress.log_phase("scheduling %s, %d bound symbols", name, size, stage=f"scheduling {name}")
         checks: list[Pass] = [refuse_redrawn_gradients] if backward else []
         unsorted = traces.run([*checks, write_grads_in_place, guard_first], unscheduled)
         forward = traces.forward if backward else None

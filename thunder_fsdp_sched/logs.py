@@ -4,14 +4,20 @@ Both go to the logger ``thunder_fsdp_sched``. Python shows neither by default::
 
     logging.basicConfig()
     logging.getLogger("thunder_fsdp_sched").setLevel(logging.DEBUG)
+
+Where stderr is a terminal and the logger does not show INFO, the first rank shows the stage of the compilation and its
+seconds in one line instead, which later stages overwrite. ``THUNDER_FSDP_SCHED_PROGRESS=0`` switches that line off.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -20,9 +26,26 @@ from .runtime.memory import Slot
 from .trace.inspection import statements
 from .trace.schedule import is_communication
 
-__all__ = ["LOGGER", "Progress", "describe_change", "log_pass"]
+__all__ = ["LOGGER", "Progress", "describe_change", "following_stages", "log_pass"]
 
 LOGGER = logging.getLogger("thunder_fsdp_sched")
+
+_followers: list[Callable[[str], None]] = []
+
+
+@contextlib.contextmanager
+def following_stages(follower: Callable[[str], None]) -> Iterator[None]:
+    """Call ``follower`` with the name of each stage of each compilation, in place of the progress line."""
+    _followers.append(follower)
+    try:
+        yield
+    finally:
+        _followers.remove(follower)
+
+
+def _shows_line() -> bool:
+    shown = os.environ.get("THUNDER_FSDP_SCHED_PROGRESS", "") != "0" and not LOGGER.isEnabledFor(logging.INFO)
+    return shown and sys.stderr is not None and sys.stderr.isatty()
 
 
 class Progress:
@@ -37,21 +60,49 @@ class Progress:
         self._title = title
         self._quiet = rank != 0
         self._started = time.perf_counter()
+        self._stages: list[tuple[str, float]] = []  # names, with their starts
 
     def say(self, text: str, *args: object) -> None:
         """Log a message outside of a compilation."""
         if not self._quiet:
             LOGGER.info(f"%s: {text}", self._title, *args)
 
-    def begin(self, text: str, *args: object) -> None:
-        """Log the first message of a compilation and start its clock."""
+    def begin(self, text: str, *args: object, stage: str) -> None:
+        """Log the first message of a compilation, start its clock, and show its first stage."""
         self._started = time.perf_counter()
+        self._stages = []
         self.say(text, *args)
+        self._show(stage)
 
-    def log_phase(self, text: str, *args: object) -> None:
-        """Log a later message of a compilation, with the seconds since its start."""
+    def log_phase(self, text: str, *args: object, stage: str) -> None:
+        """Log a later message of a compilation, with the seconds since its start, and show the stage that begins."""
         if not self._quiet:
             LOGGER.info(f"%s, %.1f s: {text}", self._title, time.perf_counter() - self._started, *args)
+        self._show(stage)
+
+    def end(self, text: str, *args: object) -> None:
+        """Log the last message of a compilation, and replace the progress line by the seconds of all stages."""
+        now = time.perf_counter()
+        if not self._quiet:
+            LOGGER.info(f"%s, %.1f s: {text}", self._title, now - self._started, *args)
+            if _shows_line() and not _followers:
+                ends = [start for _, start in self._stages[1:]] + [now]
+                parts = [f"{name} {end - start:.1f}" for (name, start), end in zip(self._stages, ends, strict=True)]
+                self._write(f"compiled in {now - self._started:.1f} s ({', '.join(parts)})\n")
+
+    def _show(self, stage: str) -> None:
+        now = time.perf_counter()
+        self._stages.append((stage, now))
+        if self._quiet:
+            return
+        for follower in _followers:
+            follower(stage)
+        if _shows_line() and not _followers:
+            self._write(f"{stage}, {now - self._started:.1f} s ... ")
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(f"\r\x1b[Kthunder_fsdp_sched, {self._title}: {text}")
+        sys.stderr.flush()
 
 
 def log_pass(name: str, seconds: float, before: TraceCtx, after: TraceCtx) -> None:

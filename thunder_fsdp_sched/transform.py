@@ -167,7 +167,9 @@ class FSDPTransform(Transform):
         no_sync = get_skip_data_parallel_grad_sync()
         self._forget_oldest()
         call = read_call(prologue_trace, no_sync=no_sync)
-        self._sharded.progress.log_phase("traced for %s, %d bound symbols", call, len(computation_trace.bound_symbols))
+        self._sharded.progress.log_phase(
+            "traced for %s, %d bound symbols", call, len(computation_trace.bound_symbols), stage="differentiating"
+        )
         traces = CompiledTraces(no_sync, next(self._compilations), call, buckets=self._sharded.buckets)
         self._compilation = Compilation(
             traces, self._sharded, self.options, self._fusions, self._stats, agrees=self._agrees
@@ -197,7 +199,7 @@ class FSDPTransform(Transform):
     def _finish(self, compiled: CompiledTraces) -> None:
         self.compiled.append(compiled)
         seconds = sum(compiled.pass_seconds.values())
-        self.sharded.progress.log_phase("compiled number %d; the passes took %.1f s", compiled.number, seconds)
+        self.sharded.progress.end("compiled number %d; the passes took %.1f s", compiled.number, seconds)
         if len(self.compiled) == WARN_COMPILED + 1:
             texts = list(dict.fromkeys(str(c.call) for c in self.compiled))
             warnings.warn(

@@ -302,7 +302,7 @@ class ShardedModule:
         self.module_params.check()
         self.module_params.check_shards()
         self.check_initialized()
-        self.progress.begin("tracing the module for new inputs")
+        self.progress.begin("tracing the module for new inputs", stage="tracing")
         self.module_params.install_placeholders()
 
     def known(self) -> Collection[str]:
