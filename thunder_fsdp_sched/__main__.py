@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from .api import fsdp
 from .demo import DemoOptions, run_demo
 from .demo.show import make_console
-from .tools.dry_run import check_made, dry_run_step, find_model
-from .tools.fake_ranks import compile_as_rank
+from .logs import following_stages
+from .simulator.cluster_files import read_cluster
+from .simulator.clusters import CLUSTERS
+from .tools.dry_run import DryRun, dry_run_step, find_model
 from .tools.plot import plot_timelines, save_perfetto
 from .tools.report import before_and_after, dry_run_table, plan_table
 from .trace.schedule import load_schedules
+from .transports import TRANSPORTS
 
 __all__ = ["app"]
 
@@ -50,19 +53,58 @@ class DType(str, Enum):
     float64 = "float64"
 
 
-Prefetch = Annotated[int, typer.Option(min=0, help="How many buckets ahead of its wait an all-gather is issued.")]
+PRESETS = f"Clusters: {', '.join(CLUSTERS)}."
+UNITS = "Units: sizes are bytes, as 8GiB, 25MB or 8589934592; bandwidths are bytes/s; times are seconds."
+
+# The options that several commands share have the same names everywhere.
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="MODULE:FACTORY that returns (module, args) or (module, args, kwargs), best on the meta device; a LitGPT "
+        "configuration (Llama-3-8B); or a Hugging Face model type (llama). Random weights, nothing is downloaded.",
+        show_default=False,
+    ),
+]
+ModelOption = Annotated[str | None, typer.Option("--model", help="The same as MODEL.", show_default=False)]
+WorldSize = Annotated[int, typer.Option(min=1, help="Ranks to compile for; none is started.")]
+Cluster = Annotated[
+    str, typer.Option(help="The machine: a preset, or a .json file with the attributes of ClusterSpec.")
+]
+ClusterSet = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ATTRIBUTE=VALUE",
+        help="Change an attribute of the machine, such as inter_node_bandwidth=25GB; may be repeated.",
+        show_default=False,
+    ),
+]
+Bucketing = Annotated[str, typer.Option(help="block, layer, none, or the size of a bucket, such as 25MB.")]
+Prefetch = Annotated[str, typer.Option(help="How many buckets ahead of its wait an all-gather is issued, or auto.")]
+MaxUnsharded = Annotated[
+    str | None, typer.Option(help="Budget for unsharded memory, such as 8GiB.", show_default=False)
+]
+Replicas = Annotated[int, typer.Option(min=1, help="Hybrid sharding: number of copies of the shards.")]
+Transport = Annotated[str, typer.Option(help=f"How buckets travel: auto, {', '.join(sorted(TRANSPORTS))}.")]
+Batch = Annotated[int, typer.Option(min=1, help="Sequences per rank (LitGPT and Hugging Face models).")]
+Length = Annotated[int, typer.Option(min=1, help="Tokens of a sequence (LitGPT and Hugging Face models).")]
+DTypeName = Annotated[str, typer.Option(help="dtype of the parameters (LitGPT and Hugging Face models).")]
 
 
-@app.command()
+@app.command(
+    epilog="Example: python -m thunder_fsdp_sched demo --world-size 4 --sharding zero3 --prefetch 2. Times are seconds."
+)
 def demo(
     steps: Annotated[int, typer.Option(min=3, help="AdamW steps of each run.")] = DemoOptions.steps,
     blocks: Annotated[int, typer.Option(min=1, help="Transformer blocks.")] = DemoOptions.blocks,
     width: Annotated[int, typer.Option(min=8, help="Width of the model.")] = DemoOptions.width,
     length: Annotated[int, typer.Option(min=2, help="Bytes of a sequence.")] = DemoOptions.length,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and step.")] = DemoOptions.batch,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank.")] = DemoOptions.batch,
     world_size: Annotated[int, typer.Option(min=1, help="Ranks: processes on this machine.")] = DemoOptions.world_size,
     sharding: Annotated[Sharding, typer.Option(help="What to run.")] = Sharding.both,
-    prefetch: Prefetch = DemoOptions.prefetch,
+    prefetch: Annotated[
+        int, typer.Option(min=0, help="How many buckets ahead of its wait an all-gather is issued.")
+    ] = DemoOptions.prefetch,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and the batches.")] = DemoOptions.seed,
     dtype: Annotated[DType, typer.Option(help="Of the parameters.")] = DType.float32,
     tolerance: Annotated[
@@ -89,38 +131,47 @@ def demo(
     raise typer.Exit(1 if run_demo(options) else 0)
 
 
-@app.command()
+@app.command(
+    epilog=f"{PRESETS}\n\n{UNITS}\n\n"
+    "Example: python -m thunder_fsdp_sched trace my_models:make --world-size 64 --sharding both --prefetch 2"
+)
 def trace(
-    factory: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODULE:FACTORY", help="A function that returns (module, args) or (module, args, kwargs)."
-        ),
-    ],
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks to trace for; none is started.")] = 8,
+    model: Model = None,
+    model_option: ModelOption = None,
+    world_size: WorldSize = 8,
+    cluster: Cluster = "h100-sxm",
+    cluster_set: ClusterSet = None,
     sharding: Annotated[Sharding, typer.Option(help="What to show.")] = Sharding.zero3,
-    bucketing: Annotated[str, typer.Option(help="block, layer, none, or bytes of a bucket.")] = "block",
-    prefetch: Prefetch = 1,
+    bucketing: Bucketing = "block",
+    prefetch: Prefetch = "1",
+    max_unsharded: MaxUnsharded = None,
+    replicas: Replicas = 1,
+    transport: Transport = "auto",
+    batch: Batch = 1,
+    length: Length = 2048,
+    dtype: DTypeName = "bfloat16",
 ) -> None:
     """Show the communication of a model's forward and backward traces, before and after sorting.
 
     This runs in one process, with a fake process group that sends no data.
     """
-    make = _load(factory)
     console = make_console()
     for strategy in sharding.strategies:
-        try:
-            transform = fsdp(
-                sharding_strategy=strategy,
-                bucketing_strategy=int(bucketing) if bucketing.isdigit() else bucketing,
-                prefetch=prefetch,
-            )
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
-        with console.status(f"tracing {factory} for {world_size} ranks"):
-            compile_as_rank(lambda: _made(make, factory), transform, rank=0, world_size=world_size)
-        console.print(plan_table(transform.plan), highlight=False)
-        traces = transform.compiled[-1]
+        step = _compiled(
+            console,
+            _name_of_model(model, model_option),
+            (batch, length, dtype),
+            (cluster, cluster_set),
+            world_size=world_size,
+            sharding_strategy=strategy,
+            bucketing_strategy=bucketing,
+            prefetch=int(prefetch) if prefetch.isdigit() else prefetch,
+            max_unsharded_bytes=max_unsharded,
+            replicas=replicas,
+            transport=transport,
+        )
+        console.print(plan_table(step.transform.plan), highlight=False)
+        traces = step.transform.compiled[-1]
         for name, before, after in (
             ("forward", traces.forward_before, traces.forward),
             ("backward", traces.backward_before, traces.backward),
@@ -131,26 +182,26 @@ def trace(
                 console.print()
 
 
-@app.command()
+@app.command(
+    epilog=f"{PRESETS}\n\n{UNITS}\n\n"
+    "Example: python -m thunder_fsdp_sched plan Llama-3-8B --world-size 64 --cluster h100-sxm "
+    "--cluster-set inter_node_bandwidth=25GB --prefetch auto --max-unsharded 8GiB --picture step.png"
+)
 def plan(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="MODULE:FACTORY that returns (module, inputs) on the meta device, a LitGPT configuration (Llama-3-8B) or "
-            "a Hugging Face model type (llama). Random weights, nothing is downloaded."
-        ),
-    ],
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks to plan for; none is started.")] = 64,
-    cluster: Annotated[str, typer.Option(help="Preset of the machine, such as h100-sxm.")] = "h100-sxm",
-    sharding: Annotated[Sharding, typer.Option(help="zero2 or zero3.")] = Sharding.zero3,
-    bucketing: Annotated[str, typer.Option(help="block, layer, none, or bytes of a bucket.")] = "block",
-    prefetch: Annotated[str, typer.Option(help="Buckets ahead, or auto.")] = "1",
-    replicas: Annotated[int, typer.Option(min=1, help="Hybrid sharding: number of copies of the shards.")] = 1,
-    transport: Annotated[str, typer.Option(help="How buckets travel.")] = "auto",
-    max_unsharded: Annotated[str | None, typer.Option(help="Budget for unsharded memory, such as 8GiB.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences a rank.")] = 1,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 2048,
-    dtype: Annotated[str, typer.Option(help="Of the parameters.")] = "bfloat16",
+    model: Model = None,
+    model_option: ModelOption = None,
+    world_size: WorldSize = 64,
+    cluster: Cluster = "h100-sxm",
+    cluster_set: ClusterSet = None,
+    sharding: Annotated[Sharding, typer.Option(help="What to plan.")] = Sharding.zero3,
+    bucketing: Bucketing = "block",
+    prefetch: Prefetch = "1",
+    max_unsharded: MaxUnsharded = None,
+    replicas: Replicas = 1,
+    transport: Transport = "auto",
+    batch: Batch = 1,
+    length: Length = 2048,
+    dtype: DTypeName = "bfloat16",
     picture: Annotated[Path | None, typer.Option(help="Where to draw the timeline (.png, .svg).")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Where to write the timeline for Perfetto (.json).")] = None,
     schedule: Annotated[Path | None, typer.Option(help="Where to save the schedule (.json).")] = None,
@@ -161,37 +212,37 @@ def plan(
     nearly all of it in Thunder's own tracing.
     """
     console = make_console()
-    if sharding is Sharding.both:
-        raise typer.BadParameter("plan accepts zero2 or zero3, not both")
-    try:
-        make = find_model(model, batch=batch, length=length, dtype=_dtype(dtype))
-        with console.status(f"tracing {model} as rank 0 of {world_size}"):
-            step = dry_run_step(
-                make,
-                world_size=world_size,
-                on=cluster,
-                sharding_strategy=sharding.value,
-                bucketing_strategy=int(bucketing) if bucketing.isdigit() else bucketing,
-                prefetch=int(prefetch) if prefetch.isdigit() else prefetch,
-                max_unsharded_bytes=max_unsharded,
-                replicas=replicas,
-                transport=transport,
-            )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    console.print(plan_table(step.transform.plan), highlight=False)
-    console.print(dry_run_table(step), highlight=False)
-    if step.transform.compiled[-1].choice is not None:
-        console.print(str(step.transform.compiled[-1].choice), highlight=False)
-    if picture is not None:
-        plot_timelines([("unsorted", step.before), ("scheduled", step.after)], picture)
-        console.print(f"picture: {picture}")
-    if perfetto is not None:
-        save_perfetto(step.after, perfetto)
-        console.print(f"Perfetto: {perfetto}")
-    if schedule is not None:
-        step.transform.save_schedules(schedule)
-        console.print(f"schedule: {schedule}")
+    if sharding is Sharding.both and any((picture, perfetto, schedule)):
+        raise typer.BadParameter("files hold one step: give --sharding zero2 or zero3, not both")
+    for strategy in sharding.strategies:
+        step = _compiled(
+            console,
+            _name_of_model(model, model_option),
+            (batch, length, dtype),
+            (cluster, cluster_set),
+            world_size=world_size,
+            sharding_strategy=strategy,
+            bucketing_strategy=bucketing,
+            prefetch=int(prefetch) if prefetch.isdigit() else prefetch,
+            max_unsharded_bytes=max_unsharded,
+            replicas=replicas,
+            transport=transport,
+        )
+        if sharding is Sharding.both:
+            console.print(strategy.replace("zero", "ZeRO-"), style="bold")
+        console.print(plan_table(step.transform.plan), highlight=False)
+        console.print(dry_run_table(step), highlight=False)
+        if step.transform.compiled[-1].choice is not None:
+            console.print(str(step.transform.compiled[-1].choice), highlight=False)
+        if picture is not None:
+            plot_timelines([("unsorted", step.before), ("scheduled", step.after)], picture)
+            console.print(f"picture: {picture}")
+        if perfetto is not None:
+            save_perfetto(step.after, perfetto)
+            console.print(f"Perfetto: {perfetto}")
+        if schedule is not None:
+            step.transform.save_schedules(schedule)
+            console.print(f"schedule: {schedule}")
 
 
 @app.command()
@@ -217,22 +268,31 @@ def diff(
     raise typer.Exit(1 if differs else 0)
 
 
-def _load(factory: str) -> Any:
-    module, _, name = factory.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        made = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise typer.BadParameter(f"{factory!r} cannot be imported: {error}") from error
-    if not callable(made):
-        raise typer.BadParameter(f"{factory!r} is of type {type(made).__name__}, not a function that makes a model")
-    return made
+def _name_of_model(argument: str | None, option: str | None) -> str:
+    if (argument is None) == (option is None):
+        raise typer.BadParameter("give one model: as MODEL or with --model")
+    return argument or option or ""
 
 
-def _made(make: Callable[[], object], factory: str) -> tuple[Any, ...]:
-    made = make()
+def _compiled(
+    console: Console,
+    model: str,
+    inputs: tuple[int, int, str],
+    machine: tuple[str, Sequence[str] | None],
+    **options: Any,
+) -> DryRun:
+    """Compile a model as one of many ranks and simulate it, with a spinner that shows stage and elapsed time."""
+    batch, length, dtype = inputs
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, folder)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     try:
-        return check_made(made, factory)
+        spec = read_cluster(machine[0], machine[1] or ())
+        make = find_model(model, batch=batch, length=length, dtype=_dtype(dtype))
+        with Progress(*columns, console=console, transient=True) as spinner:
+            task = spinner.add_task(f"{model}: making the model", total=None)
+            with following_stages(lambda stage: spinner.update(task, description=f"{model}: {stage}")):
+                return dry_run_step(make, on=spec, **options)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 

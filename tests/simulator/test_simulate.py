@@ -427,6 +427,10 @@ def test_a_step_is_the_sum_of_compute_contention_exposed_and_idle_time(traces, c
     timeline = simulate(*traces, cost)
     parts = timeline.compute_seconds + timeline.contention_seconds + timeline.exposed_seconds + timeline.idle_seconds
     assert timeline.step_seconds == pytest.approx(parts)
+    assert sum(end - start for start, end in timeline.launch_gaps) == pytest.approx(timeline.idle_seconds)
+    total, terms = timeline.breakdown.replace(",", "").split(" ms = ")
+    shown = sum(float(term.split()[0]) for term in terms.split(" + "))
+    assert float(total) == pytest.approx(shown, abs=0.03)
     assert timeline.step_seconds >= timeline.lower_bound - 1e-9
     assert 0.0 <= timeline.overlap <= 1.0
 

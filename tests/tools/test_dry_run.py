@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.__main__ import app
 from thunder_fsdp_sched.tools.dry_run import dry_run_step, find_model
@@ -63,6 +65,38 @@ def test_an_unknown_model_or_cluster_is_refused_by_name():
     assert "no_such_module" in invoke("plan", "--model", "no_such_module:make").output
 
 
+def test_trace_and_plan_take_the_same_options_and_a_cluster_described_by_a_file(tmp_path):
+    path = tmp_path / "ours.json"
+    path.write_text('{"like": "h100-sxm", "inter_node_bandwidth": "1GB"}')
+    common = [
+        "test_dry_run:make_on_meta",
+        "--world-size",
+        "16",
+        "--cluster",
+        str(path),
+        "--cluster-set",
+        "contention=0",
+    ]
+    common += ["--sharding", "both", "--bucketing", "100kB", "--prefetch", "auto", "--transport", "coalesced"]
+    for command in ("trace", "plan"):
+        result = invoke(command, *common)
+        assert result.exit_code == 0, result.output
+        assert len(re.findall(r"^coalesced: ", result.output, re.MULTILINE)) == 2, "one plan for each strategy"
+        expected = {
+            "trace": ["ZeRO-2, forward, 16 ranks", "ZeRO-3, backward, 16 ranks"],
+            "plan": ["one step on ours", " ms = ", "launch gaps"],
+        }
+        assert all(text in " ".join(result.output.split()) for text in expected[command]), result.output
+
+
+@pytest.mark.parametrize("command", ["plan", "trace"])
+def test_help_lists_presets_units_and_an_example(command):
+    text = " ".join(invoke(command, "--help").output.split())
+    assert "Clusters: h100-sxm, h200-sxm, a100-sxm, b200, cpu-2core." in text
+    assert "Units: sizes are bytes, as 8GiB" in text
+    assert f"Example: python -m thunder_fsdp_sched {command} " in text
+
+
 def make_nothing():
     return 1
 
@@ -87,6 +121,10 @@ NOT_A_FUNCTION = 3
         (("trace", "test_dry_run:make_nothing"), "must return (module, args)"),
         (("trace", "test_dry_run:NOT_A_FUNCTION"), "is of type int, not a function that makes a model"),
         (("trace", "test_dry_run:make_on_meta", "--bucketing", "foo"), "foo"),
+        (("plan",), "give one model: as MODEL or with --model"),
+        (("plan", "test_dry_run:make_on_meta", "--model", "test_dry_run:make_on_meta"), "give one model"),
+        (("plan", "test_dry_run:make_on_meta", "--cluster-set", "links=3"), "a cluster has no links"),
+        (("plan", "test_dry_run:make_on_meta", "--sharding", "both", "--schedule", "x.json"), "files hold one step"),
         (("diff", "nowhere.json", "nowhere.json"), "nowhere.json"),
     ],
 )

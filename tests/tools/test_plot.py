@@ -30,6 +30,9 @@ def test_plot_timelines_draws_each_timeline_with_its_lanes(timeline, tmp_path, e
     assert (tmp_path / f"steps.{ending}").stat().st_size > 1000
     titles = [axes.get_title(loc="left") for axes in figure.axes]
     assert [t.split(":")[0] for t in titles] == ["before", "after"]
+    assert all("launch gaps" in title and "exposed communication" in title for title in titles)
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "launch gap: the device waits for the host" in legend
     lanes = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert lanes[0] == "compute"
     assert {use.slot for use in timeline.slots} <= set(lanes)

@@ -48,7 +48,7 @@ def table_of(plan: Sequence[BucketSpec], title: str) -> PlanTable:
         ]
         rows.append((*cells, *[dtypes[bucket.name]] * shows_dtypes, *[ranks] * shows_ranks))
     total = [
-        f"{len(plan)} buckets",
+        f"{len(plan)} bucket{'s' * (len(plan) != 1)}",
         str(sum(len(b.params) for b in plan)),
         f"{sum(b.unsharded_bytes for b in plan):,}",
         f"{sum(b.shard_bytes for b in plan):,}",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_timelines", "save_perfetto"]
 
-_COLORS = {"compute": "#b8c4d0", "gather": "#4c9f70", "reduction": "#e0a030", "exposed": "#d0312d"}
+_COLORS = {"compute": "#b8c4d0", "gather": "#4c9f70", "reduction": "#e0a030", "exposed": "#d0312d", "gap": "#8a63c0"}
 _LANE = 0.8  # height of a bar; lanes are 1 apart
 _LABEL_SHARE = 0.011  # share of the picture's width for one character
 
@@ -24,8 +24,9 @@ _LABEL_SHARE = 0.011  # share of the picture's width for one character
 def plot_timelines(timelines: Sequence[tuple[str, Timeline]], path: str | Path | None = None) -> Figure:
     """Draw simulated steps below each other, on one time axis.
 
-    For each: a compute lane, a lane for each process group, exposed communication as red bars on the compute lane, and
-    the slots below, one bar for each unsharded bucket that a slot holds.
+    For each: a compute lane, a lane for each process group, and the slots below, one bar for each unsharded bucket that
+    a slot holds. On the compute lane, exposed communication is red, and gaps in which the device waits for the host to
+    launch are violet; shorter ones than half a thousandth of the picture are not drawn.
 
     Args:
         timelines: title and timeline of each step, ``[("before", ...), ("after", ...)]`` for a comparison.
@@ -54,19 +55,18 @@ def plot_timelines(timelines: Sequence[tuple[str, Timeline]], path: str | Path |
         "gather": "all-gather; slot holding parameters",
         "reduction": "reduction; slot holding gradients",
         "exposed": "exposed: compute waits for communication",
+        "gap": "launch gap: the device waits for the host",
     }
     patches = [Patch(facecolor=_COLORS[k], label=name) for k, name in names.items()]
-    figure.legend(handles=patches, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     if path is not None:
         figure.savefig(path, dpi=130)
     return figure
 
 
 def _summary(timeline: Timeline) -> str:
-    share = timeline.exposed_seconds / timeline.step_seconds if timeline.step_seconds else 0
     return (
-        f"step {timeline.step_seconds * 1e3:,.1f} ms, compute {timeline.compute_seconds * 1e3:,.1f} ms, communication "
-        f"{sum(timeline.communication_seconds.values()) * 1e3:,.1f} ms, exposed {share:.0%} of the step, peak "
+        f"{timeline.breakdown}; communication {sum(timeline.communication_seconds.values()) * 1e3:,.1f} ms, peak "
         f"{timeline.peak_unsharded_bytes / 1e6:,.1f} MB unsharded"
     )
 
@@ -85,6 +85,8 @@ def _draw(axes: Axes, timeline: Timeline, end: float, scale: float) -> None:
     y = {name: -float(number) for number, name in enumerate(lanes)}
     compute = _merged((i for i in timeline.intervals if i.kind == COMPUTE), gap=end / scale / 2000)
     _bars(axes, y["compute"], compute, _COLORS["compute"], scale)
+    gaps = [(start, stop) for start, stop in timeline.launch_gaps if (stop - start) * scale >= end / 2000]
+    _bars(axes, y["compute"], gaps, _COLORS["gap"], scale)
     waits = [(i.start, i.end) for i in timeline.intervals if i.kind == "wait"]
     _bars(axes, y["compute"], waits, _COLORS["exposed"], scale)
     for interval in timeline.collectives:

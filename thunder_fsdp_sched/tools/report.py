@@ -184,7 +184,8 @@ def dry_run_table(step: DryRun) -> Table:
             parts.append(f"{name} {human_bytes(used)} ({human_bytes(least)} live at once)")
             in_flight.append(f"{name} {read_schedule(trace).gathers_in_flight}")
     table.caption_justify = "left"
-    table.caption = f"memory of shared slots: {', '.join(parts)}\ngathers in flight, at most: {', '.join(in_flight)}"
+    table.caption = f"scheduled: {step.after.breakdown}\nmemory of shared slots: {', '.join(parts)}\n"
+    table.caption += f"gathers in flight, at most: {', '.join(in_flight)}"
     if compiled.backward is not None:
         in_place, total = share_written_in_place(compiled.backward)
         table.caption += f"\ngradients written in place: {human_bytes(in_place)} of {human_bytes(total)}"
