@@ -12,6 +12,7 @@ from thunder_fsdp_sched import fsdp, testing
 import pytest
 import thunder
 import torch
+import torch.distributed as dist
 from models import Stack
 from ranks import Ranks
 from reference import loss_of
@@ -111,8 +112,31 @@ def _compare_with_replicas(rank: int, world_size: int) -> None:
     both.compare(1)
 
 
-def test_gradients_of_replicas_are_divided_by_any_factor_as_in_fsdp2(four_ranks: Ranks) -> None:
-    four_ranks.run(_compare_with_replicas)
+def _divide_experts(rank: int, world_size: int) -> None:
+    """Parameters that are sharded over fewer ranks get the mean over all ranks' batches by a factor of their own."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    of_experts = groups[rank // 2]
+    grads = []
+    for factor in (None, 4.0):
+        torch.manual_seed(0)
+        model = Stack(2)
+        options = {"process_group_for": lambda name, param: of_experts if name.startswith("blocks.1.") else None}
+        transform = fsdp(gradient_divide_factor=_below("blocks.1", factor) if factor else None, **options)
+        sharded = thunder.jit(model, transforms=[transform])
+        (x,) = model.inputs(torch.Generator().manual_seed(rank))
+        loss_of(sharded(x.float())).backward()
+        grads.append({name: param.grad.to_local().clone() for name, param in sharded.named_parameters()})
+    for name, mean in grads[0].items():
+        assert torch.equal(grads[1][name], mean / 2 if name.startswith("blocks.1.") else mean), name
+
+
+def _check_on_four_ranks(rank: int, world_size: int) -> None:
+    _compare_with_replicas(rank, world_size)
+    _divide_experts(rank, world_size)
+
+
+def test_gradients_of_replicas_and_of_experts_are_divided_by_any_factor_as_in_fsdp2(four_ranks: Ranks) -> None:
+    four_ranks.run(_check_on_four_ranks)
 
 
 def test_parameters_with_other_factors_are_in_other_buckets() -> None:
