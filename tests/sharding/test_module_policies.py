@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import ScheduleDisagreement, eager, fsdp, full_state_dict, testing
@@ -114,18 +115,25 @@ def _train_with_two_precisions(rank: int, world_size: int) -> None:
     assert out.dtype is torch.float32 and torch.equal(out, ours(x).detach())
 
 
-def _disagree(rank: int, world_size: int, option: str) -> None:
-    answers = {"sharding_strategy": ["zero2", "zero3"], "mp_policy": [LOW, HIGH]}[option]
-    transform = fsdp(**{option: lambda name, module: answers[rank] if name == "blocks.0.up" else None})
-    with pytest.raises(ScheduleDisagreement, match=rf"the parameters to shard, line 3:(?s:.*)blocks.0.up.*, {option} "):
-        thunder.jit(Stack(1), transforms=[transform])
+def _disagree(rank: int, world_size: int) -> None:
+    of_up: dict[str, Callable[[str, Any], Any]] = {
+        "sharding_strategy": lambda name, module: ["zero2", "zero3"][rank] if name == "blocks.0.up" else None,
+        "mp_policy": lambda name, module: [LOW, HIGH][rank] if name == "blocks.0.up" else None,
+        "bucketing_strategy": lambda name, param: "both" if rank and name.startswith("blocks.0.up") else name,
+        "transport": lambda bucket, params: "coalesced" if rank and bucket == "blocks.0" else "flat",
+    }
+    for option, function in of_up.items():
+        shown = "bucket" if option == "bucketing_strategy" else option
+        with pytest.raises(
+            ScheduleDisagreement, match=rf"the parameters to shard, line 3:(?s:.*)blocks.0.up.* {shown} "
+        ):
+            thunder.jit(Stack(1), transforms=[fsdp(**{option: function})])
 
 
 def _check_all(rank: int, world_size: int) -> None:
     _train_with_two_strategies(rank, world_size)
     _train_with_two_precisions(rank, world_size)
-    for option in ("sharding_strategy", "mp_policy"):
-        _disagree(rank, world_size, option)
+    _disagree(rank, world_size)
 
 
 def test_functions_of_the_module_decide_as_nested_calls_of_fsdp2_and_ranks_compare_them(ranks: Ranks) -> None:

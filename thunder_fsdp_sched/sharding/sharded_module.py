@@ -27,6 +27,7 @@ from ..logs import Progress
 from ..options import Options
 from ..plan.bucketing import make_plan
 from ..plan.plan import Plan
+from ..plan.specs import BucketSpec
 from ..private_api import parameters_of_running_ddp, refuse_ddp, replace_data, timeout_of, watch_cache_misses
 from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
@@ -170,9 +171,20 @@ class ShardedModule:
             bucket_options = {spec.name: policies.of(spec) for spec, _ in specs}
             for spec, _ in specs:
                 assignment.check_sends(spec, group_keys[spec.name])
+            plan = make_plan(
+                module,
+                specs,
+                strategy=options.bucketing,
+                world_size=default_key.size,
+                group=default_key.group,
+                options=bucket_options,
+                group_keys=group_keys,
+                comm_spec=partial(comm_spec_of, options, assignment),
+            )
+            bucket_of = {param.name: bucket for bucket in plan for param in bucket.params}
         for key in dict.fromkeys(group_keys.values()):  # ranks of different groups may have different experts
             lines = [
-                f"{spec}{' on meta' * p.is_meta}{policies.line(spec)}"
+                f"{spec}{' on meta' * p.is_meta}{policies.line(spec)}, in {_described(bucket_of[spec.name])}"
                 for spec, p in specs
                 if group_keys[spec.name] == key
             ]
@@ -187,16 +199,6 @@ class ShardedModule:
             broadcast(((p, group_keys[s.name], s.device) for s, p in specs), options.broadcast_from, assignment)
             via = specs[0][0].device if specs else options.device
             broadcast(((t, default_key, via) for t in moved.values()), options.broadcast_from, assignment)
-        plan = make_plan(
-            module,
-            specs,
-            strategy=options.bucketing,
-            world_size=default_key.size,
-            group=default_key.group,
-            options=bucket_options,
-            group_keys=group_keys,
-            comm_spec=partial(comm_spec_of, options, assignment),
-        )
         buckets = allocate_buckets(plan, assignment)
         for bucket in buckets:
             bucket.all_reduce_hook = options.all_reduce_hook
@@ -362,3 +364,7 @@ class ShardedModule:
             raise ValueError(f"state dict entry {name!r}: expected shape {expected}, got {tuple(value.shape)}")
         rows = bucket.local_rows(index, value).to(device=bucket.spec.shard_device, dtype=bucket.spec.dtype)
         return RowDTensor.wrap(rows, bucket.rows[index])
+
+
+def _described(bucket: BucketSpec) -> str:
+    return f"bucket {bucket.name!r} with transport {bucket.comm.transport!r}"
