@@ -304,6 +304,12 @@ def _several_optimizers_are_saved_together(fabric: Any, folder: Path, model: Any
 
     fabric.strategy.state_dict_type = "sharded"
     first = optimizers(model)
+    for param in model.parameters():
+        param.grad = param.detach().clone()
+    [group] = first["others"].param_groups
+    expected = sum(param.full_tensor().square().sum() for param in group["params"]).sqrt()
+    torch.testing.assert_close(fabric.clip_gradients(model, first["others"], max_norm=0.1), expected.detach())
+    assert torch.equal(model.h[0].proj.bias.grad.full_tensor(), model.h[0].proj.bias.full_tensor()), "of the other"
     for optimizer in first.values():
         step_without_loss(model, optimizer)
     fabric.save(folder / "several", {"model": model, **first})
@@ -436,17 +442,19 @@ class Blank(nn.Module):
 
 
 def _train_in(rank: int, world_size: int, precision: str, stored: torch.dtype, computed: torch.dtype) -> None:
-    from thunder_fsdp_sched.fabric import ShardedMixedPrecision
-
     given: dict[str, Any] = {"precision": precision}
     if precision == "16-mixed":  # on a CPU Fabric itself would take bf16-mixed
-        given = {"plugins": ShardedMixedPrecision(precision, "cpu", ShardedGradScaler("cpu", init_scale=1024.0))}
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        given = {"plugins": importlib.import_module(f"{PACKAGE}.plugins").MixedPrecision(precision, "cpu", scaler)}
     torch.manual_seed(2)
     with launched(rank, world_size, fabric_options=given) as fabric:
         with fabric.init_module():
             model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
         reference = copy.deepcopy(model).float()
         model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if precision == "16-mixed":
+            assert isinstance(fabric.strategy.precision.scaler, ShardedGradScaler)
+            assert fabric.strategy.precision.scaler.get_scale() == 1024
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
         output = model(x)
         assert output.dtype is torch.float32

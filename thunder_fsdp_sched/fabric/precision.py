@@ -24,7 +24,7 @@ class ShardedMixedPrecision(DerivedFromFabric):
     Args:
         precision: ``"bf16-mixed"`` or ``"16-mixed"``. The latter scales the loss.
         device: the type of the device, such as ``"cuda"``.
-        scaler: for ``"16-mixed"``. The default is a ``ShardedGradScaler``.
+        scaler: for ``"16-mixed"``. A ``ShardedGradScaler`` with its settings takes the place of another scaler.
     """
 
     fabric_base = "plugins:MixedPrecision"
@@ -32,7 +32,7 @@ class ShardedMixedPrecision(DerivedFromFabric):
 
     def __init__(self, precision: str, device: str, scaler: torch.amp.GradScaler | None = None) -> None:
         if precision == "16-mixed" and not isinstance(scaler, ShardedGradScaler):
-            scaler = ShardedGradScaler(device=device)
+            scaler = _sharded(scaler, device)
         super().__init__(precision, device, scaler)
 
     @property
@@ -51,6 +51,19 @@ class ShardedMixedPrecision(DerivedFromFabric):
         return data
 
 
+def _sharded(scaler: torch.amp.GradScaler | None, device: str) -> ShardedGradScaler:
+    if scaler is None:
+        return ShardedGradScaler(device=device)
+    return ShardedGradScaler(
+        device=device,
+        init_scale=scaler.get_scale(),
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+        enabled=scaler.is_enabled(),
+    )
+
+
 def for_shards(precision: Any) -> Any:
     """Return a precision plugin for sharded modules that does what ``precision``, one of Fabric's, is for.
 
@@ -61,9 +74,10 @@ def for_shards(precision: Any) -> Any:
         return precision
     plugins = fabric_module("plugins")
     if isinstance(precision, plugins.MixedPrecision):
-        return ShardedMixedPrecision(precision.precision, precision.device)
+        return ShardedMixedPrecision(precision.precision, precision.device, precision.scaler)
     if isinstance(precision, plugins.FSDPPrecision) and precision.precision in ("bf16-mixed", "16-mixed"):
-        return ShardedMixedPrecision(precision.precision, "cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return ShardedMixedPrecision(precision.precision, device, precision.scaler)
     known = (plugins.Precision, plugins.HalfPrecision, plugins.DoublePrecision, plugins.FSDPPrecision)
     if type(precision) in known:
         return precision

@@ -172,11 +172,12 @@ class FSDPSchedStrategy(DerivedFromFabric):
         Returns:
             The norm before clipping, a plain 0-dim tensor.
         """
-        mine = {param for group in optimizer.param_groups for param in group["params"]}
-        if any(param.requires_grad and param not in mine for param in module.parameters()):
+        mine = {param for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
+        if mine != {param for param in module.parameters() if param.requires_grad}:
             norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
             return norm.full_tensor() if isinstance(norm, DTensor) else norm
         self.precision.unscale_gradients(optimizer)
+        # With one collective, while torch's function, as called above, has one for each parameter.
         return clip_grad_norm_(module, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def save_checkpoint(
@@ -265,4 +266,4 @@ def _refuse_other_forwards(jitted: ThunderModule, module: torch.nn.Module) -> No
             "training_step), but only its forward is compiled; call the module itself, or make forward call the method"
         )
 
-    jitted.register_forward_pre_hook(check)
+    jitted.register_forward_pre_hook(check, prepend=True)
