@@ -25,6 +25,7 @@ parameter to a multiple of the number of ranks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -56,6 +57,9 @@ class RowDTensor(DTensor):
     run_operator: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
     """Runs an operator; ``row_operators`` sets it."""
 
+    of_spec: ClassVar[Callable[[torch.Tensor, Any], RowDTensor]]
+    """Does the same as :meth:`wrap`, with the result of ``rows.spec(...)``; without a Python frame for each gradient."""
+
     @property
     def rows(self) -> Rows:
         rows: Rows = self._spec.rows  # type: ignore[attr-defined]
@@ -66,12 +70,6 @@ class RowDTensor(DTensor):
         """Return a tensor that shares the memory of ``local``, this rank's rows, of shape ``rows.local_shape``."""
         assert not isinstance(local, DTensor)
         return RowDTensor.of_spec(local, rows.spec(local.dtype, local.device.type))
-
-    @staticmethod
-    def of_spec(local: torch.Tensor, spec: Any) -> RowDTensor:
-        """Do the same as :meth:`wrap`, with the result of ``rows.spec(...)``."""
-        wrapped: RowDTensor = _construct(RowDTensor, local, spec, requires_grad=False)
-        return wrapped
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -174,6 +172,7 @@ def replicated(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 _DETACH = aten.detach.default
+RowDTensor.of_spec = functools.partial(_construct, RowDTensor, requires_grad=False)
 
 
 class _ToLocal(torch.autograd.Function):

@@ -51,6 +51,8 @@ _ON_ROWS = (
 )
 """The optimizers of torch that treat each element by itself, or each parameter. Classes derived from them may not."""
 
+_GRAD = operator.attrgetter("grad")
+
 _sharded_models = 0  # in this process; when it grows, optimizers are checked again
 
 
@@ -90,6 +92,8 @@ class _Twin:
         ]
         every = zip(itertools.chain(*self._of), itertools.chain(*self._groups), strict=True)
         self._pairs = [(param, rows) for param, rows in every if param is not rows]
+        self._params = [param for param, _ in self._pairs]
+        self._rows = [rows for _, rows in self._pairs]
         self._without_state: list[tuple[Any, Any]] = []  # those of ``_pairs`` that had none before the step
         self._plain = [rows for rows in itertools.chain(*self._groups) if isinstance(rows, torch.nn.Parameter)]
 
@@ -125,28 +129,28 @@ class _Twin:
 
     def _take(self, states: dict[Any, Any]) -> None:
         """Give the twin the gradients, and the state of parameters that have some."""
-        # One pass: with thousands of parameters, most of the time is that of memory that the caches do not hold.
-        twin_states, changed = self.optimizer.state, []
-        self._without_state = []
-        for param, rows in self._pairs:
-            state = states.get(param)
-            if state is None:
-                self._without_state.append((param, rows))
-            else:
-                twin_states[rows] = state
-            grad = param.grad
+        # Loops in C where there are some: with thousands of parameters this takes a tenth of a fused step.
+        twin_states = self.optimizer.state
+        found = list(map(states.get, self._params))
+        self._without_state = [pair for pair, state in zip(self._pairs, found, strict=True) if state is None]
+        twin_states.update(zip(self._rows, found, strict=True))
+        for _, rows in self._without_state:
+            del twin_states[rows]
+        changed = self._params
+        for rows, grad in zip(self._rows, map(_GRAD, self._params), strict=True):
             if grad is None:
-                rows.grad = None
+                rows.grad, changed = None, []
             else:
                 rows.grad = grad._local_tensor
-                changed.append(param)
+        if not changed:
+            changed = [param for param, rows in self._pairs if rows.grad is not None]
         # As in an unsharded run, a backward whose forward was before this step finds changed parameters.
         torch.autograd.graph.increment_version(changed)
 
     def finish(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer what the step has changed."""
         twin, states = self.optimizer, optimizer.state
-        for _, rows in self._pairs:
+        for rows in self._rows:
             rows.grad = None
         for param, rows in self._without_state:
             if rows in twin.state:
