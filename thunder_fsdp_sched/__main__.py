@@ -84,6 +84,9 @@ Prefetch = Annotated[str, typer.Option(help="How many buckets ahead of its wait 
 MaxUnsharded = Annotated[
     str | None, typer.Option(help="Budget for unsharded memory, such as 8GiB.", show_default=False)
 ]
+MaxGathers = Annotated[
+    int | None, typer.Option(min=1, help="Limit on the all-gathers in flight, whatever their size.", show_default=False)
+]
 Replicas = Annotated[int, typer.Option(min=1, help="Hybrid sharding: number of copies of the shards.")]
 Transport = Annotated[str, typer.Option(help=f"How buckets travel: auto, {', '.join(sorted(TRANSPORTS))}.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences per rank (LitGPT and Hugging Face models).")]
@@ -145,6 +148,7 @@ def trace(
     bucketing: Bucketing = "block",
     prefetch: Prefetch = "1",
     max_unsharded: MaxUnsharded = None,
+    max_gathers_in_flight: MaxGathers = None,
     replicas: Replicas = 1,
     transport: Transport = "auto",
     batch: Batch = 1,
@@ -167,6 +171,7 @@ def trace(
             bucketing_strategy=bucketing,
             prefetch=int(prefetch) if prefetch.isdigit() else prefetch,
             max_unsharded_bytes=max_unsharded,
+            max_gathers_in_flight=max_gathers_in_flight,
             replicas=replicas,
             transport=transport,
         )
@@ -197,6 +202,7 @@ def plan(
     bucketing: Bucketing = "block",
     prefetch: Prefetch = "1",
     max_unsharded: MaxUnsharded = None,
+    max_gathers_in_flight: MaxGathers = None,
     replicas: Replicas = 1,
     transport: Transport = "auto",
     batch: Batch = 1,
@@ -225,6 +231,7 @@ def plan(
             bucketing_strategy=bucketing,
             prefetch=int(prefetch) if prefetch.isdigit() else prefetch,
             max_unsharded_bytes=max_unsharded,
+            max_gathers_in_flight=max_gathers_in_flight,
             replicas=replicas,
             transport=transport,
         )

@@ -38,7 +38,9 @@ def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
     assert invoke("diff", str(files[2]), str(files[2])).exit_code == 0
     other = tmp_path / "other.json"
     plan_command = ["plan", "--model", "test_dry_run:make_on_meta", "--world-size", "16", "--schedule", str(other)]
-    assert invoke(*plan_command, "--prefetch", "0").exit_code == 0
+    assert "gathers in flight, at most: forward 2, backward 2" in result.output
+    limited = invoke(*plan_command, "--max-gathers-in-flight", "1")
+    assert "gathers in flight, at most: forward 1, backward 1" in limited.output
     difference = invoke("diff", str(files[2]), str(other))
     assert difference.exit_code == 1
     assert "fsdp_all_gather" in difference.output
