@@ -278,11 +278,15 @@ class HistoryRunner:
         self.gradients_diverged |= None in actions
 
     def _add(self, actions: Sequence[Action | None]) -> None:
-        names = list(self.params)
-        name = names[_same(actions).value % len(names)]
+        names, action = list(self.params), _same(actions)
+        name = names[action.value % len(names)]
         with torch.no_grad():
-            for param in (self.params[name], self.unsharded.params[name]):
-                param.add_(0.01)
+            self.unsharded.params[name].add_(0.01)
+            if None in actions or action.seed % 2:
+                self.params[name].add_(0.01)
+            else:
+                with tfs.unsharded(self.sharded, name) as module:
+                    module.get_parameter(name).add_(0.01)
         self.unsharded.version += 1
 
     def _scale(self, actions: Sequence[Action | None]) -> None:
@@ -293,11 +297,16 @@ class HistoryRunner:
         self.unsharded.scale *= factor
 
     def _full_state(self, actions: Sequence[Action | None]) -> None:
-        if actions[self.rank] is not None:
+        if (mine := actions[self.rank]) is not None:
             unsharded_value = full_state_dict(self.sharded)
+            streamed = {}
+            if mine.seed % 2 == 0:
+                streamed = {name: value.clone() for name, value in tfs.stream_full_parameters(self.sharded)}
             if not self.gradients_diverged:
                 for name, param in self.unsharded.params.items():
                     self.compare(f"{name} of full_state_dict", unsharded_value[name], param)
+                    if streamed:
+                        self.compare(f"{name} of stream_full_parameters", streamed[name], param)
 
     def _eager(self, actions: Sequence[Action | None]) -> None:
         for rank, action in enumerate(actions):

@@ -112,13 +112,13 @@ PHRASES: dict[tuple[str, ...], int] = {
     (
         "fail_backward",
     ): 2,  # a hook raises before (value -1) or after (-2) the compiled backward, or an operator inside it fails
-    ("add",): 1,  # add to one parameter in place
+    ("add",): 1,  # add to one parameter in place, in half of the cases inside `unsharded`
     ("scale",): 1,  # scale all parameters through .data, as an EMA swap does: by 2, or back
     ("scale", "forward", "scale"): 2,
     ("forward", "scale", "forward", "scale", "backward"): 2,
     ("scale", "eager", "scale"): 1,
     ("clip",): 1,
-    ("full_state",): 1,
+    ("full_state",): 1,  # in half of the cases followed by `stream_full_parameters`
     ("save",): 1,  # save a checkpoint
     ("load",): 1,
     ("freeze",): 2,  # freeze or unfreeze one parameter
