@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import thunder_fsdp_sched
 from thunder_fsdp_sched import fsdp
@@ -175,6 +176,33 @@ def save_and_load(rank: Rank, **options: Any) -> None:
         model.load_original_state_dict(unsharded)
 
 
+def stream_weights(rank: Rank, **options: Any) -> None:
+    """Keep copies of streamed parameters, stop early, and stream between forward and backward, and around another one."""
+    model = make_model(rank, **options)
+    for dtype in (torch.float32, torch.bfloat16):
+        loss = model(batch(rank)).sum()
+        kept = [tensor.clone() for _, tensor in thunder_fsdp_sched.stream_full_parameters(model, dtype)]
+        loss.backward()
+        update(model)
+        for number, (_, tensor) in enumerate(thunder_fsdp_sched.stream_full_parameters(model, dtype)):
+            kept[number].copy_(tensor)
+            if number == 4:
+                model(batch(rank)).sum().backward()
+        next(thunder_fsdp_sched.stream_full_parameters(model, dtype))
+        update(model)
+
+
+def change_weights(rank: Rank, **options: Any) -> None:
+    model = make_model(rank, **options)
+    for _ in range(2):
+        model(batch(rank)).sum().backward()
+        with mock.patch.object(torch, "equal", return_value=False):  # no values are computed here
+            with thunder_fsdp_sched.unsharded(model) as module:
+                for param in module.parameters():
+                    param.mul_(0.5)
+        update(model)
+
+
 def use_autocast(rank: Rank, **options: Any) -> None:
     model = make_model(rank, **options)
     for _ in range(2):
@@ -221,6 +249,8 @@ ACTIVITIES: dict[str, Callable[..., None]] = {
         run_eagerly,
         initialize_from_meta,
         save_and_load,
+        stream_weights,
+        change_weights,
         use_autocast,
         use_another_stream,
     )
@@ -329,6 +359,10 @@ def overwrite_during_a_copy(rank: Rank, **options: Any) -> None:
 
 def test_writing_offloaded_shards_after_a_forward_without_backward_has_no_fault() -> None:
     run_on_virtual_gpus(overwrite_during_a_copy, "flat", {"offload_policy": CPUOffloadPolicy()}).assert_clean()
+
+
+def test_streaming_offloaded_weights_has_no_fault() -> None:
+    run_on_virtual_gpus(stream_weights, "staged", {"offload_policy": CPUOffloadPolicy()}).assert_clean()
 
 
 @pytest.mark.parametrize(

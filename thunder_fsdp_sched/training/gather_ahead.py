@@ -72,6 +72,7 @@ def gather_ahead(
     flights: list[InFlight] = []
     with contextlib.ExitStack() as undo:
         slots = _alternating_slots(wanted, undo)
+        undo.callback(_release_shards, flights)
 
         def issue(number: int) -> InFlight:
             bucket, dtype = wanted[number]
@@ -92,12 +93,20 @@ def gather_ahead(
                 flights.append(issue(number + len(flights)))
             source = flights[0].bucket
             assert isinstance(source, Bucket)
-            params = wait_params(source, flights.pop(0))
-            source.source.finish_copy()
-            if source is not bucket:
-                source.source.free()
+            params = wait_params(source, flights[0])
+            _release_shards(flights[:1])
+            del flights[0]
             yield bucket, params
             slots[number].params.pop(source)
+
+
+def _release_shards(flights: Sequence[InFlight]) -> None:
+    """Let the host write the shards again that these gathers send, and free casts of them."""
+    for bucket in (flight.bucket for flight in flights):
+        assert isinstance(bucket, Bucket)
+        bucket.source.finish_copy()
+        if bucket is not bucket.base:
+            bucket.source.free()
 
 
 def _alternating_slots(wanted: Sequence[tuple[Bucket, torch.dtype]], undo: contextlib.ExitStack) -> list[Slot]:
