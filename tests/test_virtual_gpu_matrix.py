@@ -33,6 +33,11 @@ LONG_ONLY = pytest.mark.skipif(settings().max_examples <= 100, reason="the whole
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
 
+
+def _double(bucket: str, gradients: torch.Tensor) -> None:
+    gradients.mul_(2)
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "zero3": {},
     "zero2": {"sharding_strategy": "zero2"},
@@ -48,6 +53,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offload bf16": {
         "offload_policy": CPUOffloadPolicy(),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    },
+    "by module": {
+        "sharding_strategy": lambda name, module: "zero2" if name == "blocks.0" else None,
+        "prefetch": 3,
+        "max_gathers_in_flight": 1,
+        "gradient_divide_factor": lambda name, module: 3 if name == "blocks" else None,
+        "all_reduce_hook": _double,
     },
 }
 
@@ -280,6 +292,7 @@ def _cases(usual: set[tuple[str, str]], rows: Any) -> list[Any]:
             ("staged", "prefetch 3"),
             ("all_to_all", "two groups"),
             ("staged", "offload bf16"),
+            ("coalesced", "by module"),
         },
         [c for c in itertools.product(TRANSPORTS, OPTIONS) if _is_supported(*c)],
     ),
