@@ -75,6 +75,7 @@ def _compare(rank: int, world_size: int) -> None:
     both.set_theirs(0.7, below="blocks")
     both.compare(2)
     assert len(both.transform.compiled) == 1, "the factor must not be part of a trace"
+    assert [bucket.divide_factor for bucket in both.transform.plan] == [1.0, 0.7, 0.7, 1.0]
 
     for module in both._wrapped():
         module.set_requires_gradient_sync(False)

@@ -110,7 +110,7 @@ class BucketSpec:
         reshard_after_forward: true for ZeRO-3 (gathered again for backward), false for ZeRO-2 (stays unsharded).
         group: description of the process group over which it is sharded.
         replicas: number of ranks that hold a copy of each shard, including this one.
-        divide_factor: what the sum of gradients over ranks is divided by at first; ``None`` for the number of ranks.
+        divide_factor: what the sum of gradients over ranks is divided by; ``None`` for the number of ranks.
     """
 
     name: str

@@ -99,8 +99,6 @@ class Bucket:
         else:
             by_name = {param.name: base.params[i] for i, param in enumerate(base.spec.params)}
             self.params = tuple(by_name[param.name] for param in spec.params)
-        self.divide_factor = spec.divide_factor
-        """What the sum of gradients over ranks is divided by; ``None`` for the number of ranks. May change at any time."""
         self.all_reduce_hook: Callable[[str, torch.Tensor], None] | None = None
         """The user's function that is called with the name and the flat reduced gradients of the bucket."""
         self.control: Coordinator | None = None
@@ -191,7 +189,7 @@ class Bucket:
                 f"all_reduce_hook: {self.hook_name} must modify the gradients of bucket {spec.name!r} in place and return "
                 f"None, but returned a {type(answer).__name__}"
             )
-        factor = self.base.divide_factor
+        factor = self.base.spec.divide_factor  # may change after compiling
         if factor is not None and factor != (mean_of := self.ranks.averaged):
             # Transports divide by the number of ranks as they send or add up. If that is a power of two, this gives the
             # same bits as dividing the sum.

@@ -10,7 +10,7 @@ import itertools
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -260,12 +260,17 @@ class ShardedModule:
 
     def set_kept_buckets(self, names: Collection[str]) -> None:
         """Keep exactly the named buckets unsharded between forward and backward from now on."""
-        self.plan = replace(
-            self.plan, buckets=tuple(replace(b, reshard_after_forward=b.name not in names) for b in self.plan)
-        )
+        self._set_specs(replace(b, reshard_after_forward=b.name not in names) for b in self.plan)
+        self.kept = {bucket for bucket in self.buckets if bucket.spec.name in names}
+
+    def set_divide_factor(self, names: Collection[str], factor: float | None) -> None:
+        """Divide the sum of gradients in the named buckets by ``factor`` from now on."""
+        self._set_specs(replace(b, divide_factor=factor) if b.name in names else b for b in self.plan)
+
+    def _set_specs(self, specs: Iterable[BucketSpec]) -> None:
+        self.plan = replace(self.plan, buckets=tuple(specs))
         for bucket, spec in zip(self.buckets, self.plan, strict=True):
             bucket.spec = spec
-        self.kept = {bucket for bucket in self.buckets if bucket.spec.name in names}
 
     def attach(self, model: ThunderModule) -> None:
         """Make ``model`` use the shards, in its prologue and in ``parameters()``."""

@@ -157,8 +157,7 @@ def set_gradient_divide_factor(model: ThunderModule, factor: float | None, *, mo
     if not chosen:
         raise ValueError(f"module_name: no parameter below {module_name!r} is sharded")
     sharded.control.rendezvous("set_gradient_divide_factor", f"to {factor}", f"below {module_name!r}")
-    for bucket in chosen:
-        bucket.divide_factor = factor
+    sharded.set_divide_factor({bucket.spec.name for bucket in chosen}, factor)
 
 
 def _stacked(norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
