@@ -19,6 +19,7 @@ from .logs import following_stages
 from .simulator.cluster_files import read_cluster
 from .simulator.clusters import CLUSTERS
 from .tools.dry_run import DryRun, dry_run_step, find_model
+from .tools.fit import describe_fit, optimizer_state_bytes
 from .tools.plot import plot_timelines, save_perfetto
 from .tools.report import before_and_after, dry_run_table, plan_table
 from .trace.schedule import load_schedules
@@ -208,6 +209,10 @@ def plan(
     batch: Batch = 1,
     length: Length = 2048,
     dtype: DTypeName = "bfloat16",
+    optimizer_bytes: Annotated[
+        float | None,
+        typer.Option(min=0, help="Bytes of optimizer state for each element that trains; by default those of AdamW."),
+    ] = None,
     picture: Annotated[Path | None, typer.Option(help="Where to draw the timeline (.png, .svg).")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Where to write the timeline for Perfetto (.json).")] = None,
     schedule: Annotated[Path | None, typer.Option(help="Where to save the schedule (.json).")] = None,
@@ -239,8 +244,11 @@ def plan(
             console.print(strategy.replace("zero", "ZeRO-"), style="bold")
         console.print(plan_table(step.transform.plan), highlight=False)
         console.print(dry_run_table(step), highlight=False)
-        if step.transform.compiled[-1].choice is not None:
-            console.print(str(step.transform.compiled[-1].choice), highlight=False)
+        compiled = step.transform.compiled[-1]
+        memory = compiled.memory.with_optimizer_state(optimizer_state_bytes(compiled.buckets, optimizer_bytes))
+        console.print(describe_fit(memory, step.cluster.memory, step.cluster.name), highlight=False)
+        if compiled.choice is not None:
+            console.print(str(compiled.choice), highlight=False)
         if picture is not None:
             plot_timelines([("unsorted", step.before), ("scheduled", step.after)], picture)
             console.print(f"picture: {picture}")

@@ -34,12 +34,19 @@ def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
     assert all(file.stat().st_size for file in files)
     [step] = load_schedules(files[2])
     assert {op.bucket for op in step.forward} == {"blocks.0", "blocks.1", "head"}
+    assert re.search(
+        r"^fits on h100-sxm: 80\.00 GB free of 80\.00 GB$\npeak [\d.]+ MB in (for|back)ward", result.output, re.M
+    )
+    assert "optimizer state" in result.output and re.search(r"\.py:\d+$", result.output, re.MULTILINE)
 
     assert invoke("diff", str(files[2]), str(files[2])).exit_code == 0
     other = tmp_path / "other.json"
     plan_command = ["plan", "--model", "test_dry_run:make_on_meta", "--world-size", "16", "--schedule", str(other)]
     assert "gathers in flight, at most: forward 2, backward 2" in result.output
-    limited = invoke(*plan_command, "--max-gathers-in-flight", "1")
+    limited = invoke(*plan_command, "--max-gathers-in-flight", "1", "--optimizer-bytes", "1e9")
+    assert re.search(r"^does not fit on h100-sxm: [\d,.]+ GB too much of 80\.00 GB$", limited.output, re.MULTILINE), (
+        limited.output
+    )
     assert "gathers in flight, at most: forward 1, backward 1" in limited.output
     difference = invoke("diff", str(files[2]), str(other))
     assert difference.exit_code == 1

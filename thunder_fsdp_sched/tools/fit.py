@@ -1,0 +1,52 @@
+"""Whether a step fits into the memory of a device, and what its peak consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..runtime.bucket import Bucket
+from ..trace.step_memory import StepMemory
+
+__all__ = ["describe_fit", "optimizer_state_bytes"]
+
+
+def optimizer_state_bytes(buckets: Iterable[Bucket], per_element: float | None = None) -> int:
+    """Return the bytes of optimizer state on this rank.
+
+    Args:
+        per_element: bytes for each element that trains. By default those of Adam and AdamW: two values in the dtype of
+            the shards.
+    """
+    shards = [bucket.shard for bucket in buckets if bucket.spec.requires_grad]
+    return sum(2 * s.nbytes if per_element is None else int(per_element * s.numel()) for s in shards)
+
+
+def describe_fit(memory: StepMemory, device_bytes: int, device: str) -> str:
+    """Return lines that say whether a step fits, by how much, what its peak consists of, and its largest tensors.
+
+    Args:
+        memory: the memory of the step, optimizer state included.
+        device_bytes: bytes of the device's memory.
+        device: the name of the device.
+    """
+    peak = memory.peak
+    free = device_bytes - peak.nbytes
+    verdict = (
+        f"fits on {device}: {_size(free)} free" if free >= 0 else f"does not fit on {device}: {_size(-free)} too much"
+    )
+    phase = "backward" if peak.position >= memory.backward else "forward"
+    kinds = [f"  {_size(nbytes):>10}  {kind}" for kind, nbytes in peak.by_kind.items() if nbytes]
+    tensors = [f"  {_size(tensor.nbytes):>10}  {tensor.name}, {tensor.kind}" for tensor in peak.largest]
+    sources = [f", {tensor.source.rpartition('/')[2]}" if tensor.source else "" for tensor in peak.largest]
+    lines = [
+        f"{verdict} of {_size(device_bytes)}",
+        f"peak {_size(peak.nbytes)} in {phase}, at position {peak.position}:",
+        *kinds,
+        "largest tensors there, with the lines that made them:",
+        *(tensor + source for tensor, source in zip(tensors, sources, strict=True)),
+    ]
+    return "\n".join(lines)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.2f} MB"
