@@ -11,6 +11,9 @@ from typing import Any
 
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import private_api, transforms
+from thunder_fsdp_sched.trace import symbols
+from thunder_fsdp_sched.trace.schedule import CommOp, Schedule, StepSchedule
+from thunder_fsdp_sched.transforms import insert_agreement
 
 import pytest
 import torch
@@ -133,6 +136,28 @@ def test_every_pass_is_explained_under_how_it_works() -> None:
     assert set(re.findall(r"`(\w+)`", "".join(table))) == names - helpers
 
 
+def test_every_symbol_of_traces_is_explained() -> None:
+    names = {name for name in (*vars(symbols), *insert_agreement.__globals__) if re.fullmatch(r"fsdp_\w+", name)}
+    assert len(names) > 15
+    explained = section("traces.md", "Statements")
+    assert names == set(re.findall(r"\b(fsdp_\w+)[(`]", explained))
+
+
+def test_every_field_of_a_schedule_file_is_explained() -> None:
+    text = section("traces.md", "The schedule")
+    assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == [f.name for f in dataclasses.fields(CommOp)]
+    for schedule in (Schedule, StepSchedule):
+        assert all(f'"{f.name}"' in text for f in dataclasses.fields(schedule))
+
+
+def test_the_table_of_rooms_has_every_module() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "CONTRIBUTING.md").read_text().partition("| room |")[2], re.MULTILINE)
+    rooms = set(re.findall(r"`(\w+)`", "".join(rows[: rows.index("`make lint`, `make format`")])))
+    package = Path(thunder_fsdp_sched.__file__).parent
+    found = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert found - {"__init__"} == rooms
+
+
 def test_every_use_of_a_private_name_is_listed() -> None:
     listed = set(re.findall(r"`(\w+)`", section_of_table("private_api.md")))
     assert set(private_api.__all__) <= listed
@@ -146,7 +171,8 @@ def test_every_example_is_included_in_a_page() -> None:
 
 def test_every_public_name_is_in_the_reference() -> None:
     documented = set(re.findall(r"^::: thunder_fsdp_sched\.(\w+)", "\n".join(map(text_of, pages())), re.MULTILINE))
-    assert documented == {*thunder_fsdp_sched.__all__, "fabric", "huggingface", "testing"}
+    modules = {"fabric", "huggingface", "simulator", "testing", "tools", "transports"}
+    assert documented == {*thunder_fsdp_sched.__all__, *modules}
 
 
 def test_the_migration_table_has_every_public_name_of_fsdp2() -> None:
