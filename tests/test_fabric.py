@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 STEPS, ACCUMULATED = 3, 2
 
@@ -266,6 +267,7 @@ def _save_and_load(rank: int, world_size: int, folder: Path) -> None:
             fabric.strategy.state_dict_type = kind
             path = folder / kind
             saved = {"model": model, "optimizer": optimizer, "iteration": 3, "loader": Counter(5), "name": "first"}
+            saved["stateless"] = fabric.setup_dataloaders(DataLoader([1, 2]))
             fabric.save(path, saved | {"iteration": 2})
             fabric.save(path, saved)  # takes the place of the first
             assert path.is_dir() == (kind == "sharded")
@@ -273,6 +275,7 @@ def _save_and_load(rank: int, world_size: int, folder: Path) -> None:
             assert not others, "files of the replaced checkpoint must not stay"
             new, new_optimizer = _fresh(fabric)
             state = {"model": new, "optimizer": new_optimizer, "iteration": 0, "loader": Counter(0)}
+            state["stateless"] = saved["stateless"]
             assert fabric.load(path, state) == {"name": "first"}
             assert state["iteration"] == 3 and state["loader"].value == 5
             assert_same_state(new, new_optimizer, reference, theirs)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from ..sharding.sharded_module import ShardedModule
 from ..training.checkpoint import load_checkpoint, save_checkpoint
@@ -48,7 +49,8 @@ class _State:
     Attributes:
         module_key: the key of the sharded module.
         optimizers: by key.
-        others: everything else, by key.
+        others: everything else, by key, except data loaders without a state: pickled ones would resume nothing, and
+            could not be read with ``weights_only``.
     """
 
     model: ThunderModule
@@ -68,7 +70,11 @@ class _State:
         [(key, module)] = modules.items()
         model, sharded = find_jitted(module)
         optimizers = {k: value for k, value in state.items() if isinstance(value, torch.optim.Optimizer)}
-        others = {k: value for k, value in state.items() if k != key and k not in optimizers}
+        others = {
+            k: value
+            for k, value in state.items()
+            if k != key and k not in optimizers and (_has_state(value) or not isinstance(value, DataLoader))
+        }
         return cls(model, sharded, key, optimizers, others)
 
     @property
@@ -89,7 +95,7 @@ def save(path: Path, state: Mapping[str, Any], *, whole: bool, keep: Filter | No
         CheckpointError: on all ranks, if it could not be saved.
     """
     parts = _State.of(state, "fabric.save")
-    others = {key: _state_of(value) for key, value in parts.others.items()}
+    others = {key: value.state_dict() if _has_state(value) else value for key, value in parts.others.items()}
     if whole:
         _save_file(path, parts, others, keep or {})
     elif keep:
@@ -227,7 +233,7 @@ def load(path: Path, state: dict[str, Any], *, strict: bool, weights_only: bool 
         if key not in others:
             if strict:
                 raise KeyError(f"the checkpoint {path} has no {key!r}, but {sorted(others)}; strict=False ignores that")
-        elif callable(getattr(value, "load_state_dict", None)):
+        elif _has_state(value):
             value.load_state_dict(others.pop(key))
         else:
             state[key] = others.pop(key)
@@ -301,5 +307,5 @@ def _read(path: Path, weights_only: bool | None) -> dict[str, Any]:
     return content
 
 
-def _state_of(value: Any) -> Any:
-    return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
+def _has_state(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
