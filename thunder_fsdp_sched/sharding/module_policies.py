@@ -47,7 +47,11 @@ class _Decision(NamedTuple):
         return BucketOptions(reshard, param_dtype, reduce_dtype, factor)
 
 
-_CHECKS: _Decision = _Decision(check_strategy, check_precision, check_factor)  # type: ignore[arg-type]
+_CHECKS: dict[str, Callable[[Any, str], Any]] = {
+    "sharding_strategy": check_strategy,
+    "mp_policy": check_precision,
+    "gradient_divide_factor": check_factor,
+}
 
 
 class ModulePolicies:
@@ -65,11 +69,13 @@ class ModulePolicies:
     """
 
     def __init__(self, module: torch.nn.Module, options: Options) -> None:
-        given = _Decision(options.reshard_after_forward, options.mp_policy, options.gradient_divide_factor)  # type: ignore[arg-type]
-        functions: dict[str, Callable[[str, torch.nn.Module], Any]] = {
-            option: value for option, value in given._asdict().items() if callable(value)
+        given: dict[str, Any] = {
+            "sharding_strategy": options.reshard_after_forward,
+            "mp_policy": options.mp_policy,
+            "gradient_divide_factor": options.gradient_divide_factor,
         }
-        fixed = _Decision()._replace(**{k: v for k, v in given._asdict().items() if k not in functions})
+        functions = {option: value for option, value in given.items() if callable(value)}
+        fixed = _Decision(**{option: value for option, value in given.items() if option not in functions})
         self._functions = tuple(functions)
         self._of: dict[str, _Decision] = {}
         self._casts: list[tuple[torch.nn.Module, MixedPrecisionPolicy]] = []
@@ -80,7 +86,7 @@ class ModulePolicies:
                 for option, function in functions.items():
                     if (answer := function(path, child)) is not None:
                         expected = f"for {_shown(path)}, the callable must return None or"
-                        decision = decision._replace(**{option: getattr(_CHECKS, option)(answer, expected)})
+                        decision = decision._replace(**{option: _CHECKS[option](answer, expected)})
                         if option == "mp_policy" and path:
                             self._casts.append((child, decision.mp_policy))
                 decided[child] = decision
