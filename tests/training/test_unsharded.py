@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import weakref
 from typing import Any
 
 import thunder_fsdp_sched as tfs
@@ -158,6 +159,8 @@ def _make_different_changes(rank: int, world_size: int) -> None:
     check()
     with tfs.unsharded(model, writeback=False) as module:
         module.first.weight.fill_(rank)
+        whole = weakref.ref(module.first.weight)
+    assert whole() is None, "whole parameters must be freed without garbage collection"
     check()
     with tfs.unsharded(model, from_rank=1) as module:
         module.first.weight.fill_(rank + 2)

@@ -184,11 +184,12 @@ class ModuleParameters:
         Args:
             whole: the parameters, keyed by the ``id`` of the shard.
         """
+        self.whole = whole
         for entry in self._entries:
             if id(entry.shard) in whole:
                 entry.put(whole[id(entry.shard)])
-        replace_in_containers(self._module, lambda _, tensor: whole.get(id(tensor)))
-        self.whole = whole
+        # Not a closure over `whole`: a recursive function below would keep it alive until the next garbage collection.
+        replace_in_containers(self._module, lambda _, tensor: self.whole.get(id(tensor)))
 
     def find_replaced_whole(self) -> str | None:
         """Return the name of a whole parameter that is no longer in the module, if there is one."""

@@ -295,9 +295,9 @@ def _first_with_each(key: _Key, ranks: Sequence[int], results: Sequence[_Result]
 
 
 def _digest(value: torch.Tensor) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(_CHUNK)
+    digest, buffer = hashlib.sha256(), bytearray(min(_CHUNK, max(value.nbytes, 1)))
     on_host, view = torch.frombuffer(buffer, dtype=torch.uint8), memoryview(buffer)
-    for chunk in _bytes(value).split(_CHUNK):
+    for chunk in _bytes(value).split(len(buffer)):
         on_host[: len(chunk)].copy_(chunk)
         digest.update(view[: len(chunk)])
     return digest.hexdigest()
