@@ -5,7 +5,10 @@ A shard takes its rows from this rank's own parameter. If ranks initialize diffe
 checkpoint), the sharded parameter is a mixture that no rank has had, and nothing fails. So ranks compare a digest of
 each parameter once: the sum of its bytes, read as 64-bit integers, with overflow. Unlike a sum of floats, it does not
 depend on the order of additions, hence not on the number of threads. It reads each parameter once, which takes less
-time than drawing its values, and one round through the store.
+time than drawing its values, and one round through the store. One core of an AMD EPYC reads 6.7 to 8.7 GB/s::
+
+    python -m timeit -s "import torch; torch.set_num_threads(1); x = torch.randn(4096, 4096)" \\
+        "x.view(-1).view(torch.int64).sum()"
 """
 
 from __future__ import annotations
