@@ -85,7 +85,9 @@ def run_thunder(options: DemoOptions, text: torch.Tensor, tick: Tick) -> Run:
         sharding_strategy=FSDPType.ZERO3,
         bucketing_strategy=FSDPBucketingStrategy.BLOCK,
     )
-    run = _train("Thunder's fsdp", jitted, lambda: full_state_dict(jitted), options, text, tick, rank=dist.get_rank())
+    # Names at the root begin with a dot.
+    whole = lambda: {name.removeprefix("."): value for name, value in jitted.original_state_dict().items()}  # noqa: E731
+    run = _train("Thunder's fsdp", jitted, whole, options, text, tick, rank=dist.get_rank())
     run.thunder_traces = (thunder.last_traces(jitted)[-1], thunder.last_backward_traces(jitted)[-1])
     return run
 
