@@ -123,6 +123,7 @@ def test_each_message_under_troubleshooting_is_in_the_source() -> None:
 def test_options_have_the_same_order_in_the_signature_and_in_the_docstring() -> None:
     parameters = inspect.signature(thunder_fsdp_sched.fsdp).parameters.values()
     signature = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    assert f"There are {len(signature) - 3} more" in (ROOT / "README.md").read_text()
     docstring = inspect.getdoc(thunder_fsdp_sched.fsdp)
     assert docstring is not None
     arguments = docstring.partition("\nArgs:\n")[2].partition("\n\n")[0]
