@@ -1,4 +1,6 @@
-"""The scripts in ``examples/``. ``test_demo`` runs ``train.py`` and ``resume.py``, ``test_fabric`` runs ``fabric.py``."""
+"""The scripts in ``examples/``. ``test_demo`` runs ``train.py`` and ``resume.py``, ``test_fabric`` runs ``fabric.py``, and
+``real_models/test_huggingface.py`` runs ``huggingface.py`` and ``trainer.py``.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,17 @@ def load(name: str) -> ModuleType:
 
 def test_every_example_is_short_and_says_how_to_start_it() -> None:
     found = sorted(FOLDER.glob("*.py"))
-    names = ["evaluate", "fabric", "plan", "resume", "stream_weights", "test_schedule", "train"]
+    names = [
+        "evaluate",
+        "fabric",
+        "huggingface",
+        "plan",
+        "resume",
+        "stream_weights",
+        "test_schedule",
+        "train",
+        "trainer",
+    ]
     assert [path.stem for path in found] == names
     for path in found:
         lines = path.read_text().splitlines()

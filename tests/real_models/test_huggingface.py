@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib.util
+import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import CheckpointError, eager, fsdp, full_state_dict
+from thunder_fsdp_sched import CheckpointError, eager, fsdp, full_state_dict, load_checkpoint, save_checkpoint
 from thunder_fsdp_sched.huggingface import save_pretrained
 from thunder_fsdp_sched.runtime.rows import Rows
 
@@ -16,6 +20,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from forked import run_python
 from ranks import Ranks
 from torch import nn
 
@@ -155,3 +160,122 @@ def _adapt(rank: int, world_size: int, folder: Path) -> None:
 def test_adapters_are_trained_saved_and_loaded(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed (make models)")
     ranks.run(_adapt, tmp_path)
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@contextlib.contextmanager
+def _launched(rank: int, world_size: int) -> Iterator[None]:
+    """Let accelerate find the process group that exists, as after torchrun, and forget it afterwards."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    def forget() -> None:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in launched.items()}):
+        forget()
+        yield
+        forget()
+
+
+def _accelerate(rank: int, world_size: int, folder: Path) -> None:
+    from accelerate import Accelerator
+
+    with _launched(rank, world_size):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        assert accelerator.num_processes == world_size and accelerator.distributed_type.value == "MULTI_CPU"
+        model = _llama(use_cache=False)
+        reference = copy.deepcopy(model)
+        sharded = _shard(model)
+        with pytest.raises(RuntimeError, match="DistributedDataParallel"):
+            accelerator.prepare(model)
+        batches = [{"input_ids": _tokens(i)[0], "labels": _tokens(i)[0]} for i in range(8)]
+        loader = torch.utils.data.DataLoader(batches, batch_size=1)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (sharded, reference)]
+        prepared, optimizer, loader = accelerator.prepare(sharded, optimizers[0], loader)
+        assert prepared is sharded and optimizer is not optimizers[0]
+        ours = []
+        for batch in loader:
+            with accelerator.accumulate(prepared):
+                loss = prepared(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(prepared.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            ours.append(accelerator.gather(loss.detach()))
+        for step in range(2):  # what all ranks see in one step
+            losses = [
+                reference(**{k: v[None] for k, v in batches[i].items()}).loss for i in range(4 * step, 4 * step + 4)
+            ]
+            (sum(losses) / 4).backward()
+            torch.testing.assert_close(torch.cat(ours[2 * step : 2 * step + 2]), torch.stack(losses).detach())
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+        trained = full_state_dict(sharded)
+        for name, value in trained.items():
+            torch.testing.assert_close(value, reference.state_dict()[name])
+        save_checkpoint(folder / "checkpoint", sharded, optimizer)
+        state = copy.deepcopy(optimizers[0].state_dict()["state"][0]["momentum_buffer"].full_tensor())
+        with torch.no_grad():
+            for param in sharded.parameters():
+                param.zero_()
+                optimizers[0].state[param]["momentum_buffer"].zero_()
+        load_checkpoint(folder / "checkpoint", sharded, optimizer)
+        for name, value in full_state_dict(sharded).items():
+            torch.testing.assert_close(value, trained[name], rtol=0, atol=0)
+        loaded = optimizers[0].state_dict()["state"][0]["momentum_buffer"].full_tensor()
+        torch.testing.assert_close(loaded, state, rtol=0, atol=0)
+    with _launched(rank, world_size):
+        with pytest.raises(ValueError, match=r"fsdp\(mp_policy="):
+            Accelerator(cpu=True, mixed_precision="bf16").prepare(_shard(_llama()))
+
+
+def test_accelerate_trains_like_the_unsharded_model(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed (make models)")
+    ranks.run(_accelerate, tmp_path)
+
+
+def _train_with_trainer(rank: int, world_size: int, folder: Path) -> None:
+    spec = importlib.util.spec_from_file_location("example_trainer", EXAMPLES / "trainer.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    options = {"disable_tqdm": True, "max_steps": 4, "save_steps": 2, "gradient_accumulation_steps": 2}
+    with _launched(rank, world_size):
+        trainer = example.main(folder / "trained", **options)
+        trained = full_state_dict(trainer.model)
+        resumed = example.main(folder / "resumed", resume=folder / "trained" / "checkpoint-2", **options)
+        assert resumed.state.global_step == 4
+        for name, value in full_state_dict(resumed.model).items():
+            torch.testing.assert_close(value, trained[name], rtol=0, atol=0)
+        loaded = example.transformers.LlamaForCausalLM.from_pretrained(folder / "trained" / "checkpoint-4")
+        for name, value in loaded.state_dict().items():
+            torch.testing.assert_close(value, trained[name], rtol=0, atol=0)
+        # The same run with Trainer itself, which uses DistributedDataParallel.
+        with mock.patch.object(example.thunder, "jit", lambda model, transforms: model):
+            with mock.patch.object(example, "ShardedTrainer", example.transformers.Trainer):
+                reference = example.main(folder / "reference", save_strategy="no", **options)
+        assert isinstance(reference.model_wrapped, nn.parallel.DistributedDataParallel)
+        ours, theirs = ([log["loss"] for log in t.state.log_history if "loss" in log] for t in (trainer, reference))
+        assert len(ours) == 4
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_trainer_trains_saves_and_resumes(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed (make models)")
+    ranks.run(_train_with_trainer, tmp_path)
+
+
+def test_the_example_trains_saves_and_generates(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed (make models)")
+    arguments = ("--standalone", "--nproc-per-node", "2", EXAMPLES / "huggingface.py")
+    done = run_python("-m", "torch.distributed.run", *arguments, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert losses[-1] < losses[0] - 1
+    assert "generated" in done.stdout
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()

@@ -1,4 +1,4 @@
-"""Models of Hugging Face: lookasides with which Thunder traces them, and errors instead of saving rows.
+"""Models of Hugging Face: lookasides with which Thunder traces them, errors instead of saving rows, and accelerate.
 
 [Note: Tracing models of transformers]
 transformers 5 decorates ``forward`` of its models to collect intermediate outputs on request. The decorator stores what
@@ -20,9 +20,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from thunder.core.module import ThunderModule
 from torch.distributed.tensor import DTensor
 
-__all__ = ["refuse_save_pretrained", "transformers_lookasides"]
+__all__ = ["let_accelerate_prepare", "refuse_save_pretrained", "transformers_lookasides"]
 
 
 def transformers_lookasides() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -79,3 +80,37 @@ def _save_whole_values(reference: weakref.ref[Any], *args: Any, state_dict: Any 
             f"thunder_fsdp_sched.huggingface.save_pretrained(model, folder) with the jitted module, on all ranks"
         )
     return type(module).save_pretrained(module, *args, state_dict=state_dict, **options)
+
+
+def let_accelerate_prepare(model: ThunderModule) -> None:
+    """Make ``Accelerator.prepare`` return the jitted ``model`` as it is, or raise an error if it would have to change it.
+
+    accelerate would move the model, and wrap it in ``DistributedDataParallel``. It does nothing to models whose attribute
+    ``_is_accelerate_prepared`` is true.
+    """
+    model.__dict__["_is_accelerate_prepared"] = _Prepared()
+
+
+class _Prepared:
+    """The value of ``_is_accelerate_prepared``: true, and an error for an accelerator with options that would be lost."""
+
+    def __bool__(self) -> bool:
+        accelerator = sys._getframe(1).f_locals.get("self")
+        kind = getattr(getattr(accelerator, "distributed_type", None), "value", "NO")
+        if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
+            raise ValueError(
+                f"accelerate: the model is sharded by fsdp(...) already, and the accelerator is configured for {kind}. Use "
+                f"a configuration without it (MULTI_GPU, or MULTI_CPU)"
+            )
+        if getattr(accelerator, "native_amp", False):
+            raise ValueError(
+                "accelerate: mixed_precision would wrap the compiled model's forward in autocast. Use "
+                "Accelerator(mixed_precision='no') and fsdp(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) (in "
+                "TrainingArguments leave out bf16 and fp16)"
+            )
+        plugin = getattr(getattr(accelerator, "state", None), "dynamo_plugin", None)
+        if getattr(getattr(plugin, "backend", None), "value", "NO") != "NO":
+            raise ValueError(
+                "accelerate: the model is compiled by Thunder already; use an Accelerator without dynamo_backend"
+            )
+        return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
@@ -86,9 +87,11 @@ def get_optimizer_state_dict(
 
 
 def listed(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Return one or several optimizers as a list, without the wrappers of Lightning Fabric."""
+    """Return one or several optimizers as a list, without the wrappers of Lightning Fabric and of accelerate."""
     every = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
-    return [unwrap_fabric(optimizer) for optimizer in every]
+    accelerate = sys.modules.get("accelerate.optimizer")
+    wrapper: Any = () if accelerate is None else accelerate.AcceleratedOptimizer
+    return [o.optimizer if isinstance(o, wrapper) else unwrap_fabric(o) for o in every]
 
 
 def group_label(optimizer: torch.optim.Optimizer, number: int) -> str:

@@ -1,0 +1,58 @@
+"""Train with Hugging Face's Trainer (needs accelerate): torchrun --nproc-per-node 2 examples/trainer.py"""
+
+import thunder_fsdp_sched as tfs  # before thunder
+from thunder_fsdp_sched.huggingface import save_pretrained
+
+import thunder
+import torch
+import transformers
+
+
+class ShardedTrainer(transformers.Trainer):
+    def _move_model_to_device(self, model, device):
+        pass  # it is there
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        save_pretrained(self.model, output_dir or self.args.output_dir)  # all ranks call save_model
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        scheduler = self.lr_scheduler.state_dict()
+        tfs.save_checkpoint(f"{output_dir}/sharded", self.model, self.optimizer, extra={"scheduler": scheduler})
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        pass  # the model is loaded together with the optimizer
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        if checkpoint is not None:
+            extra = {"scheduler": self.lr_scheduler.state_dict()}
+            extra = tfs.load_checkpoint(f"{checkpoint}/sharded", self.model, self.optimizer, extra=extra)
+            self.lr_scheduler.load_state_dict(extra["scheduler"])
+
+
+def loss_of(outputs, labels, num_items_in_batch):  # not compiled: Thunder's gradient of a summed cross entropy fails
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+def main(folder="trained", resume=None, **options):
+    arguments = transformers.TrainingArguments(
+        output_dir=folder,
+        use_cpu=not torch.cuda.is_available(),
+        remove_unused_columns=False,  # the jitted module's forward has no names of arguments
+        label_names=["labels"],
+        report_to=[],
+        **{"max_steps": 6, "save_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 2, **options},
+    )
+    torch.manual_seed(0)  # every rank makes the same model
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=2, use_cache=False, **sizes))
+    model = thunder.jit(model.to(arguments.device), transforms=[tfs.fsdp()])  # .device starts the process group
+    tokens = (torch.arange(64)[:, None] + torch.arange(9)) % 64
+    data = [{"input_ids": t, "labels": t} for t in tokens]
+    trainer = ShardedTrainer(model, arguments, train_dataset=data, compute_loss_func=loss_of)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+if __name__ == "__main__":
+    main()
