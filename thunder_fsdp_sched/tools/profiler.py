@@ -52,7 +52,8 @@ def measure(jitted: Any, *inputs: Any, repeats: int = 5, **kwargs: Any) -> Profi
 
     Args:
         jitted: the result of ``thunder.jit(model, transforms=[fsdp(...)])``.
-        *inputs, **kwargs: the arguments of the call.
+        *inputs: the positional arguments of the call.
+        **kwargs: its keyword arguments.
         repeats: number of measured runs of each kind; one more of each warms up.
 
     Returns:
