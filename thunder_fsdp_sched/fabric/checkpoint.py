@@ -44,7 +44,7 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 
 @dataclass
 class _State:
-    """What a user saves or loads together.
+    """The objects of one ``fabric.save`` or ``fabric.load`` call.
 
     Attributes:
         module_key: the key of the sharded module.

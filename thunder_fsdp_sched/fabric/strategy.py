@@ -228,7 +228,7 @@ class FSDPSchedStrategy(DerivedFromFabric):
 
 
 class _NoSync:
-    """What Fabric asks to skip the reduction of gradients."""
+    """Skips the reduction of gradients in Fabric's ``no_backward_sync``."""
 
     def no_backward_sync(self, module: ThunderModule, enabled: bool) -> contextlib.AbstractContextManager[None]:
         find_transform(module)

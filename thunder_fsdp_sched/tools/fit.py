@@ -34,13 +34,12 @@ def describe_fit(memory: StepMemory, device_bytes: int, device: str) -> str:
     verdict = (
         f"fits on {device}: {_size(free)} free" if free >= 0 else f"does not fit on {device}: {_size(-free)} too much"
     )
-    phase = "backward" if peak.position >= memory.backward else "forward"
     kinds = [f"  {_size(nbytes):>10}  {kind}" for kind, nbytes in peak.by_kind.items() if nbytes]
     tensors = [f"  {_size(tensor.nbytes):>10}  {tensor.name}, {tensor.kind}" for tensor in peak.largest]
     sources = [f", {tensor.source.rpartition('/')[2]}" if tensor.source else "" for tensor in peak.largest]
     lines = [
         f"{verdict} of {_size(device_bytes)}",
-        f"peak {_size(peak.nbytes)} in {phase}, at position {peak.position}:",
+        f"peak {_size(peak.nbytes)} in {peak.phase}, at position {peak.position}:",
         *kinds,
         "largest tensors there, with the lines that made them:",
         *(tensor + source for tensor, source in zip(tensors, sources, strict=True)),

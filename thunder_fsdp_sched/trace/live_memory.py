@@ -1,4 +1,4 @@
-"""Live memory: how many bytes inputs, slots and other values occupy at each position of traces, views counted once.
+"""When inputs and other values of traces occupy how many bytes, views counted once; slots are in ``liveness``.
 
 [Note: Bytes of values]
 A value occupies memory from the bound symbol that defines it to the last one that reads it or a view of it: there
@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 from thunder.core.prims import PrimIDs
@@ -40,10 +38,7 @@ from .symbols import (
     payload,
 )
 
-__all__ = ["LiveMemory", "MemoryInterval"]
-
-Kind = Literal["input", "slot", "value"]
-_KINDS: tuple[Kind, ...] = ("input", "slot", "value")
+__all__ = ["MemoryInterval", "memory_intervals"]
 
 
 class MemoryInterval(NamedTuple):
@@ -51,67 +46,31 @@ class MemoryInterval(NamedTuple):
 
     Attributes:
         kind: ``"input"`` for an argument of the first trace, or for what a trace unpacks and no earlier one defines;
-            ``"slot"`` for the slot of a gather or a reduction; ``"value"`` for everything else.
-        name: name of the value that owns the memory; for a slot, that of its bucket.
-        nbytes: bytes of the tensor, or of the slot.
+            ``"value"`` for everything else.
+        name: name of the value that owns the memory.
+        nbytes: bytes of the tensor.
         start: position of the bound symbol that defines it, ``BEFORE_TRACE`` for what exists earlier.
         end: position of the last bound symbol that uses it.
     """
 
-    kind: Kind
+    kind: Literal["input", "value"]
     name: str
     nbytes: int
     start: int
     end: int
 
 
-@dataclass(frozen=True)
-class LiveMemory:
-    """The memory in use at each position of traces that run one after the other; see [Note: Bytes of values].
+def memory_intervals(traces: Sequence[TraceCtx]) -> list[MemoryInterval]:
+    """Return the memory of values, without slots, in traces that run one after the other; see [Note: Bytes of values].
 
-    Attributes:
-        intervals: when which memory is in use.
-        starts: position of the first bound symbol of each trace.
-        length: number of positions.
+    Positions count the bound symbols of all traces.
     """
-
-    intervals: tuple[MemoryInterval, ...]
-    starts: tuple[int, ...]
-    length: int
-
-    @classmethod
-    def of(cls, *traces: TraceCtx) -> LiveMemory:
-        """Return the live memory of a forward trace, of a backward trace, or of both together."""
-        parts = [trace.bound_symbols for trace in traces]
-        starts = tuple(itertools.accumulate(map(len, parts[:-1]), initial=0))
-        bsyms = list(itertools.chain(*parts))
-        live = Liveness(*parts)
-        slots = (MemoryInterval("slot", r.bucket.spec.name, r.nbytes, r.start, r.end) for r in live.slots.values())
-        return cls((*slots, *_intervals(live, bsyms, starts)), starts, len(bsyms))
-
-    def bytes_at(self, position: int, *kinds: Kind) -> int:
-        """Return the bytes in use while the bound symbol at ``position`` runs, its inputs and outputs included.
-
-        Args:
-            kinds: which kinds of memory to count, all by default.
-        """
-        return sum(self._by_kind[kind][position] for kind in kinds or _KINDS)
-
-    def peak(self, *kinds: Kind) -> int:
-        """Return the most bytes in use at one position."""
-        return max((self.bytes_at(position, *kinds) for position in range(self.length)), default=0)
-
-    @cached_property
-    def _by_kind(self) -> dict[Kind, Sequence[int]]:
-        changes = {kind: [0] * (self.length + 1) for kind in _KINDS}
-        for interval in self.intervals:
-            changes[interval.kind][max(interval.start, 0)] += interval.nbytes
-            changes[interval.kind][interval.end + 1] -= interval.nbytes
-        return {kind: list(itertools.accumulate(of_kind)) for kind, of_kind in changes.items()}
+    parts = [trace.bound_symbols for trace in traces]
+    starts = tuple(itertools.accumulate(map(len, parts[:-1]), initial=0))
+    return list(_intervals(Liveness(*parts), list(itertools.chain(*parts)), starts))
 
 
 def _intervals(live: Liveness, bsyms: Sequence[BoundSymbol], starts: Sequence[int]) -> Iterator[MemoryInterval]:
-    """Yield the intervals of all memory but slots."""
     owners = _owners(live, bsyms)
     begins: dict[Value, int] = {}
     ends: dict[Value, int] = {}

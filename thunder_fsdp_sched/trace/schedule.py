@@ -38,7 +38,7 @@ __all__ = ["CommOp", "Schedule", "StepSchedule", "load_schedules", "read_program
 _FORMAT = 2
 
 THEN_HOOK = "; then all_reduce_hook "
-"""What precedes the name of a hook in the reason of a wait that calls one."""
+"""The prefix of a hook's name in the reason of a wait that calls the hook."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
 from .inspection import statement, statements
-from .live_memory import LiveMemory, MemoryInterval
+from .live_memory import MemoryInterval, memory_intervals
 from .operands import Issue
 from .symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads
 
@@ -61,6 +61,7 @@ class MemoryPeak(NamedTuple):
         position: a schedule position (see :func:`~.inspection.statements`); those of backward follow those of forward.
         nbytes: bytes of all kinds.
         by_kind: bytes of each kind.
+        phase: the trace: ``"forward"`` or ``"backward"``.
         statement: the bound symbol as it is printed in the trace.
         largest: the largest tensors there, of the kinds that traces make.
     """
@@ -68,6 +69,7 @@ class MemoryPeak(NamedTuple):
     position: int
     nbytes: int
     by_kind: Mapping[str, int]
+    phase: str
     statement: str
     largest: tuple[TensorMemory, ...]
 
@@ -96,11 +98,11 @@ class StepMemory:
     @classmethod
     def of(cls, traces: Sequence[TraceCtx], buckets: Iterable[Bucket]) -> StepMemory:
         """Return the memory of a forward trace, or of a forward and a backward trace, over all buckets of a module."""
-        live = LiveMemory.of(*traces)
         bsyms = list(itertools.chain.from_iterable(trace.bound_symbols for trace in traces))
-        counted = list(itertools.chain.from_iterable(map(statements, traces)))
+        per_trace = [statements(trace) for trace in traces]
+        counted = list(itertools.chain.from_iterable(per_trace))
         numbers = {id(bsym): number for number, bsym in enumerate(counted)}
-        backward = live.starts[1] if len(live.starts) > 1 else live.length
+        backward = len(traces[0].bound_symbols)
         issues = [bsym for bsym in bsyms if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter)]
         arenas = {slot.arena for slot in (Issue(bsym).planned_slot for bsym in issues) if slot is not None}
         fixed = {
@@ -117,10 +119,10 @@ class StepMemory:
                 numbers[id(bsyms[interval.end])],
                 _source(interval, bsyms),
             )
-            for interval in live.intervals
-            if interval.name not in shards and interval.kind != "slot"
+            for interval in memory_intervals(traces)
+            if interval.name not in shards
         )
-        return cls(fixed, tensors, len(statements(traces[0])), tuple(map(statement, counted)))
+        return cls(fixed, tensors, len(per_trace[0]), tuple(map(statement, counted)))
 
     def with_optimizer_state(self, nbytes: int) -> StepMemory:
         """Return the memory of a step with ``nbytes`` bytes of optimizer state on this rank."""
@@ -141,7 +143,9 @@ class StepMemory:
         position = max(range(len(self.totals)), key=self.totals.__getitem__)
         there = [tensor for tensor in self.tensors if tensor.start <= position <= tensor.end]
         largest = tuple(sorted(there, key=lambda tensor: -tensor.nbytes)[:5])
-        return MemoryPeak(position, self.totals[position], self.bytes_at(position), self.statements[position], largest)
+        phase = "backward" if position >= self.backward else "forward"
+        by_kind = self.bytes_at(position)
+        return MemoryPeak(position, self.totals[position], by_kind, phase, self.statements[position], largest)
 
     @cached_property
     def _timelines(self) -> dict[str, list[int]]:
@@ -153,8 +157,7 @@ class StepMemory:
 
     def __str__(self) -> str:
         peak = self.peak
-        phase = "backward" if peak.position >= self.backward else "forward"
-        lines = [f"peak {peak.nbytes:,} bytes in {phase}, position {peak.position}: {peak.statement}"]
+        lines = [f"peak {peak.nbytes:,} bytes in {peak.phase}, position {peak.position}: {peak.statement}"]
         lines += [f"  {kind:20s} {nbytes:>17,}" for kind, nbytes in peak.by_kind.items() if nbytes]
         lines += ["largest tensors there:"]
         lines += [f"  {t.name:20s} {t.nbytes:>17,}  {t.kind:20s} {t.source}".rstrip() for t in peak.largest]
