@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from .sharding.jitted_state import rows_by_name
-from .sharding.sharded_module import ShardedModule
 from .sharding.state_entries import refuse_unshared
 from .training.checkpoint.exchange import exchange
 from .training.checkpoint.files import run_on_all_ranks
+from .training.checkpoint.full import gather_entries
 from .transform import find_jitted
 
 __all__ = ["save_pretrained"]
@@ -55,13 +54,14 @@ def save_pretrained(model: torch.nn.Module, folder: str | os.PathLike[str], **op
     sharded.check_initialized()
     group = sharded.world_group
 
-    def find_names() -> list[str]:
+    def find_entries() -> tuple[Mapping[str, torch.Tensor], list[str]]:
         entries: Mapping[str, torch.Tensor] = jitted.state_dict()
-        return list(_names_to_save(module, entries, options))
+        return entries, list(_names_to_save(module, entries, options))
 
+    entries, own_names = run_on_all_ranks(group, "save_pretrained", find_entries)
     # Those of the first rank: PEFT looks for some of them on the network.
-    names = exchange(group, "save_pretrained", run_on_all_ranks(group, "save_pretrained", find_names))[0]
-    values = _gather(sharded, rows_by_name(jitted), names)
+    names = exchange(group, "save_pretrained", own_names)[0]
+    values = gather_entries({name: entries[name] for name in names}, sharded, keeps=group.rank == 0)
 
     def save() -> None:
         if group.rank == 0:
@@ -89,25 +89,3 @@ def _names_to_save(module: Any, entries: Mapping[str, torch.Tensor], options: Ma
             return entries  # the adapter computes values from others
         found |= dict.fromkeys(names[id(value)] for value in saved.values())
     return found
-
-
-def _gather(
-    sharded: ShardedModule, unsharded: Mapping[str, torch.Tensor], names: Iterable[str]
-) -> dict[str, torch.Tensor]:
-    """Return whole values in host memory on the first rank, nothing on others; a collective. Tied names share memory."""
-    keeps = sharded.world_group.rank == 0
-    values: dict[str, torch.Tensor] = {}
-    gathered: dict[str, torch.Tensor | None] = {}  # keyed by the first name of each parameter
-    for name in names:
-        if name in sharded.locations:
-            bucket, index = sharded.locations[name]
-            first = bucket.spec.params[index].name
-            if first not in gathered:
-                whole = bucket.rows[index].gather(bucket.shard_views[index])
-                gathered[first] = whole.cpu() if keeps else None
-            value = gathered[first]
-        else:
-            value = unsharded[name].detach().cpu() if keeps else None
-        if value is not None:
-            values[name] = value
-    return values

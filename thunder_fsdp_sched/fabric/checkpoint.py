@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from thunder.core.module import ThunderModule
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from ..sharding.sharded_module import ShardedModule
@@ -31,6 +30,7 @@ from ..training.checkpoint import load_checkpoint, save_checkpoint
 from ..training.checkpoint.claim import METADATA
 from ..training.checkpoint.files import run_on_all_ranks
 from ..training.checkpoint.fitting import optimizer_state_dicts
+from ..training.checkpoint.full import gather_entries
 from ..training.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, names_of_params
 from ..transform import find_jitted
 
@@ -147,7 +147,9 @@ def _save_file(path: Path, parts: _State, others: dict[str, Any], keep: Filter) 
         raise IsADirectoryError(f"fabric.save: {path} is a folder; give the name of a file")
     parts.sharded.check_initialized()
     writes = group.rank == 0
-    content: dict[str, Any] = {parts.module_key: _gathered(get_model_state_dict(parts.model), parts.sharded, writes)}
+    content: dict[str, Any] = {
+        parts.module_key: gather_entries(get_model_state_dict(parts.model), parts.sharded, keeps=writes)
+    }
     for key, optimizer in parts.optimizers.items():
         if hasattr(optimizer, "owns"):
             raise NotImplementedError(
@@ -155,7 +157,7 @@ def _save_file(path: Path, parts: _State, others: dict[str, Any], keep: Filter) 
                 f"state_dict_type='sharded' saves"
             )
         state = get_optimizer_state_dict(parts.model, optimizer)
-        entries = {name: _gathered(values, None, writes) for name, values in state["state"].items()}
+        entries = {name: gather_entries(values, None, keeps=writes) for name, values in state["state"].items()}
         content[key] = {"state": entries, "param_groups": state["param_groups"]}
     content |= others
     for key, is_kept in keep.items():
@@ -175,26 +177,6 @@ def _save_file(path: Path, parts: _State, others: dict[str, Any], keep: Filter) 
                 partial.unlink(missing_ok=True)
 
     run_on_all_ranks(group, "fabric.save", write)
-
-
-def _gathered(entries: Mapping[str, Any], sharded: ShardedModule | None, keeps: bool) -> dict[str, Any]:
-    """Gather DTensors one by one, and return them in CPU memory where ``keeps`` is set; a collective.
-
-    Args:
-        sharded: tells which names are those of one parameter.
-    """
-    gathered: dict[str, Any] = {}
-    for name, value in entries.items():
-        first = name if sharded is None else sharded.names_of(name)[0]
-        if first != name and first in gathered:
-            gathered[name] = gathered[first]
-            continue
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
-        if isinstance(value, torch.Tensor):
-            value = value.detach().cpu() if keeps else None
-        gathered[name] = value
-    return gathered
 
 
 def load_module(path: Path, module: torch.nn.Module, *, strict: bool, weights_only: bool | None) -> None:
