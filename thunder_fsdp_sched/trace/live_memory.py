@@ -38,7 +38,7 @@ from .symbols import (
     payload,
 )
 
-__all__ = ["MemoryInterval", "memory_intervals"]
+__all__ = ["MemoryInterval", "memory_intervals", "owners_of"]
 
 
 class MemoryInterval(NamedTuple):
@@ -71,7 +71,7 @@ def memory_intervals(traces: Sequence[TraceCtx]) -> list[MemoryInterval]:
 
 
 def _intervals(live: Liveness, bsyms: Sequence[BoundSymbol], starts: Sequence[int]) -> Iterator[MemoryInterval]:
-    owners = _owners(live, bsyms)
+    owners = owners_of(live, bsyms)
     begins: dict[Value, int] = {}
     ends: dict[Value, int] = {}
     last = len(bsyms) - 1
@@ -100,8 +100,12 @@ def _intervals(live: Liveness, bsyms: Sequence[BoundSymbol], starts: Sequence[in
             yield MemoryInterval("value", owner.proxy.name, nbytes, owner.defined, end)
 
 
-def _owners(live: Liveness, bsyms: Sequence[BoundSymbol]) -> dict[Value, _Owners]:
-    """Return for each value the owners of its memory."""
+def owners_of(live: Liveness, bsyms: Sequence[BoundSymbol]) -> dict[Value, _Owners]:
+    """Return for each value the values that own its memory, each with its bytes (0 in a slot).
+
+    Args:
+        live: the liveness of ``bsyms``.
+    """
     owners: dict[Value, _Owners] = {}
     strides: dict[str, tuple[int, ...]] = {}
     for position, bsym in enumerate(bsyms):
