@@ -30,6 +30,7 @@ from .operands import bucket_of
 from .operator_facts import facts_of, outputs_of
 from .symbols import (
     GRAD_WRITERS,
+    executor,
     fsdp_all_gather,
     fsdp_all_reduce,
     fsdp_reduce_scatter,
@@ -139,6 +140,8 @@ def _of_own_symbol(
     bsym: BoundSymbol, outs: Sequence[Value], args: Sequence[Value], owners: dict[Value, _Owners]
 ) -> dict[Value, _Owners]:
     """Return the owners of the outputs of a symbol of this package; empty for other symbols."""
+    if bsym.sym.executor is not executor:
+        return {}
     if bsym.sym in (fsdp_all_gather, fsdp_wait_params) or bsym.sym.name in GRAD_WRITERS:
         return {value: {value: 0} for value in outs}
     if bsym.sym is fsdp_reduce_scatter:  # its result is new memory, see runtime.ops

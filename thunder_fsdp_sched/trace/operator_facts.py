@@ -106,7 +106,7 @@ _IMPURE_PRIMS = frozenset(
 )
 """Prims that return new memory, but different values each time."""
 
-_KEPT = "_fsdp_facts"
+_KEPT, _KEPT_OUTPUTS = "_fsdp_facts", "_fsdp_outputs"
 
 _IMPURE_TAGS: set[Any] = {OpTags.RANDOM_OP, OpTags.IN_PLACE, OpTags.DONT_DCE}
 
@@ -216,11 +216,20 @@ class Output(NamedTuple):
 def outputs_of(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> dict[str, Output] | None:
     """Return what the call returns for inputs with these strides, by the names of the outputs; ``None`` if unknown.
 
-    :func:`facts_of` knows no strides, so its aliases are those of contiguous inputs, and of any input where that is safer.
+    The bound symbol keeps the answer, as it keeps its facts. :func:`facts_of` knows no strides, so its aliases are those
+    of contiguous inputs, and of any input where that is safer.
 
     Args:
         strides: strides by name; inputs that are not in it are contiguous.
     """
+    kept: dict[Any, dict[str, Output] | None] = vars(bsym).setdefault(_KEPT_OUTPUTS, {})
+    key = tuple([strides.get(p.name) for p in bsym.flat_proxy_args])
+    if key not in kept:
+        kept[key] = _outputs_of(bsym, strides)
+    return kept[key]
+
+
+def _outputs_of(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> dict[str, Output] | None:
     function = function_called_by(bsym) or torch_function_of(bsym.sym.id)
     if function is None or bsym.sym.is_fusion:
         return None

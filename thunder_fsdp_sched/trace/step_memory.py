@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -87,13 +87,13 @@ class StepMemory:
         fixed: bytes that are allocated during the whole step, by kind.
         tensors: the memory of all other tensors.
         backward: position of the first bound symbol of backward; the number of positions if there is no backward.
-        statements: each bound symbol as it is printed in its trace.
+        statements: each bound symbol as it is printed in its trace, printed when it is read.
     """
 
     fixed: Mapping[str, int]
     tensors: tuple[TensorMemory, ...]
     backward: int
-    statements: tuple[str, ...] = field(repr=False)
+    statements: Sequence[str] = field(repr=False)
 
     @classmethod
     def of(cls, traces: Sequence[TraceCtx], buckets: Iterable[Bucket]) -> StepMemory:
@@ -122,7 +122,7 @@ class StepMemory:
             for interval in memory_intervals(traces)
             if interval.name not in shards
         )
-        return cls(fixed, tensors, len(per_trace[0]), tuple(map(statement, counted)))
+        return cls(fixed, tensors, len(per_trace[0]), _Statements(counted))
 
     def with_optimizer_state(self, nbytes: int) -> StepMemory:
         """Return the memory of a step with ``nbytes`` bytes of optimizer state on this rank."""
@@ -135,25 +135,36 @@ class StepMemory:
     @cached_property
     def totals(self) -> tuple[int, ...]:
         """The bytes of all kinds at each position."""
-        return tuple(sum(self.bytes_at(position).values()) for position in range(len(self.statements)))
+        fixed = sum(self.fixed.values())
+        return tuple(fixed + nbytes for nbytes in self._timeline(self.tensors))
+
+    def alive_at(self, position: int) -> tuple[TensorMemory, ...]:
+        """Return the tensors that are in use at ``position``, without what is allocated during the whole step."""
+        return tuple(tensor for tensor in self.tensors if tensor.start <= position <= tensor.end)
 
     @cached_property
     def peak(self) -> MemoryPeak:
         """The first position at which the step uses most memory, and its five largest tensors."""
         position = max(range(len(self.totals)), key=self.totals.__getitem__)
-        there = [tensor for tensor in self.tensors if tensor.start <= position <= tensor.end]
-        largest = tuple(sorted(there, key=lambda tensor: -tensor.nbytes)[:5])
+        largest = tuple(sorted(self.alive_at(position), key=lambda tensor: -tensor.nbytes)[:5])
         phase = "backward" if position >= self.backward else "forward"
         by_kind = self.bytes_at(position)
         return MemoryPeak(position, self.totals[position], by_kind, phase, self.statements[position], largest)
 
     @cached_property
     def _timelines(self) -> dict[str, list[int]]:
-        changes = {kind: [0] * (len(self.statements) + 1) for kind in KINDS}
+        of_kind: dict[str, list[TensorMemory]] = {kind: [] for kind in KINDS}
         for tensor in self.tensors:
-            changes[tensor.kind][max(tensor.start, 0)] += tensor.nbytes
-            changes[tensor.kind][tensor.end + 1] -= tensor.nbytes
-        return {kind: list(itertools.accumulate(of_kind)) for kind, of_kind in changes.items()}
+            of_kind[tensor.kind].append(tensor)
+        return {kind: self._timeline(tensors) for kind, tensors in of_kind.items()}
+
+    def _timeline(self, tensors: Iterable[TensorMemory]) -> list[int]:
+        """Return the bytes of these tensors at each position."""
+        changes = [0] * (len(self.statements) + 1)
+        for tensor in tensors:
+            changes[max(tensor.start, 0)] += tensor.nbytes
+            changes[tensor.end + 1] -= tensor.nbytes
+        return list(itertools.accumulate(changes[:-1]))
 
     def __str__(self) -> str:
         peak = self.peak
@@ -162,6 +173,22 @@ class StepMemory:
         lines += ["largest tensors there:"]
         lines += [f"  {t.name:20s} {t.nbytes:>17,}  {t.kind:20s} {t.source}".rstrip() for t in peak.largest]
         return "\n".join(lines)
+
+
+class _Statements(Sequence[str]):
+    """The statements of bound symbols, each printed when it is read: printing all takes longer than the analysis."""
+
+    def __init__(self, bsyms: Sequence[BoundSymbol]) -> None:
+        self._bsyms = bsyms
+
+    def __len__(self) -> int:
+        return len(self._bsyms)
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(map(statement, self._bsyms[index])) if isinstance(index, slice) else statement(self._bsyms[index])
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, (tuple, _Statements)) else NotImplemented
 
 
 def _kind(interval: MemoryInterval, bsyms: Sequence[BoundSymbol], backward: int) -> str:
