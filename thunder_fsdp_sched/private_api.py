@@ -28,6 +28,7 @@ __all__ = [
     "copy_of_options",
     "dtensor_constructor",
     "function_called_by",
+    "has_saved_tensor_hooks",
     "is_group_name_taken",
     "mesh_over",
     "new_spec",
@@ -183,6 +184,14 @@ def running_node_number() -> int | None:
 
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Return whether hooks, such as ``torch.autograd.graph.save_on_cpu``, read what this thread saves for backward."""
+    import torch
+
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None
 
 
 def is_group_name_taken(ranks: Collection[int], number: int, store: Store) -> bool:

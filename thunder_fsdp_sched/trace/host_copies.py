@@ -1,0 +1,85 @@
+"""The symbols that copy saved activations to host memory and back; they run in ``runtime.activation_offload``.
+
+Forward has for each offloaded value the first two lines, backward the others::
+
+    ft0 = fsdp_copy_to_host(t5)                     # issue
+    host_t5 = fsdp_wait_host_copy(ft0, t5)          # t5 may be freed; host_t5 is saved for backward
+    ft1 = fsdp_copy_to_device(host_t5, 'cuda:0')    # issue, to new memory
+    bw_t5 = fsdp_wait_device_copy(ft1)
+
+They do not communicate with other ranks. The first wait reads ``t5`` only so that it lives until then.
+
+[Note: Tokens of host copies]
+Thunder's split moves everything to backward that no output of forward needs, and none needs the copy in host memory. So
+until the split the first wait also takes and returns an argument of the trace, the token, and Thunder counts a bound
+symbol that returns one as forward: ``(host_t5, x) = fsdp_wait_host_copy(ft0, t5, x)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from thunder.core import codeutils, devices
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+
+from ..runtime.activation_offload import copy_to_device, copy_to_host, wait_device_copy, wait_host_copy
+from .symbols import executor
+
+__all__ = [
+    "HOST_COPIES",
+    "HOST_COPY_ISSUES",
+    "fsdp_copy_to_device",
+    "fsdp_copy_to_host",
+    "fsdp_wait_device_copy",
+    "fsdp_wait_host_copy",
+    "without_token",
+]
+
+
+def _copy_to_host_meta(source: TensorProxy) -> FutureTensorProxy:
+    return FutureTensorProxy(like=source, device=devices.cpu)
+
+
+def _wait_host_copy_meta(
+    future: FutureTensorProxy, source: TensorProxy, token: TensorProxy | None = None
+) -> TensorProxy | tuple[TensorProxy, TensorProxy]:
+    host = TensorProxy(like=source, device=devices.cpu, requires_grad=False)
+    return host if token is None else (host, token)
+
+
+def _copy_to_device_meta(host: TensorProxy, device: str) -> FutureTensorProxy:
+    return FutureTensorProxy(like=host, device=devices.to_device(device))
+
+
+def _wait_device_copy_meta(future: FutureTensorProxy) -> TensorProxy:
+    return TensorProxy(like=future, requires_grad=False)
+
+
+def _print(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    outs = [p.name for p in bsym.flat_proxy_outs]
+    result = outs[0] if len(outs) == 1 else f"({', '.join(outs)})"
+    return f"{result} = {bsym.sym.name}({', '.join(map(codeutils.prettyprint, bsym.args))})"
+
+
+def _register(name: str, meta: Callable[..., Any], fn: Callable[..., Any]) -> Symbol:
+    symbol = executor.register_operator(name, meta=meta, fn=fn, python_printer=_print)
+    executor.register_implementation(symbol, symbol)
+    return symbol
+
+
+fsdp_copy_to_host = _register("fsdp_copy_to_host", _copy_to_host_meta, copy_to_host)
+fsdp_wait_host_copy = _register("fsdp_wait_host_copy", _wait_host_copy_meta, wait_host_copy)
+fsdp_copy_to_device = _register("fsdp_copy_to_device", _copy_to_device_meta, copy_to_device)
+fsdp_wait_device_copy = _register("fsdp_wait_device_copy", _wait_device_copy_meta, wait_device_copy)
+
+HOST_COPY_ISSUES = frozenset({fsdp_copy_to_host.name, fsdp_copy_to_device.name})
+HOST_COPIES = HOST_COPY_ISSUES | {fsdp_wait_host_copy.name, fsdp_wait_device_copy.name}
+
+
+def without_token(wait: BoundSymbol) -> BoundSymbol:
+    """Return a ``fsdp_wait_host_copy`` without its token; see [Note: Tokens of host copies]."""
+    if len(wait.args) < 3:
+        return wait
+    return wait.from_bsym(args=wait.args[:2], output=wait.output[0])

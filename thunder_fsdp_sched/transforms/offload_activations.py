@@ -1,0 +1,280 @@
+"""Move chosen values that forward saves for backward to host memory, and copy them back in backward.
+
+[Note: Owners and views]
+Memory is freed only if nothing else refers to it. So what is offloaded is the value that owns memory, and all saved views
+of it come from the copy: backward computes them again from it. An attention layer saves three views of one projection;
+the projection is copied once. The copy has the strides of the original, so views of it are views again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import Proxy, TensorProxy, variableify
+from thunder.core.pytree import tree_iter
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.trace import TraceCtx, tracectx
+
+from ..trace.host_copies import fsdp_copy_to_device, fsdp_copy_to_host, fsdp_wait_device_copy, fsdp_wait_host_copy
+from ..trace.inspection import UNPACKING, args_of, forward_part, names, outs_of, return_of, swap_args, with_bound_symbols
+from ..trace.live_memory import owners_of
+from ..trace.liveness import Liveness, Value
+from ..trace.operator_facts import facts_of
+from ..trace.symbols import executor, fsdp_wait_params
+
+__all__ = ["MIN_OFFLOADED_BYTES", "offload_activations", "offloadable"]
+
+MIN_OFFLOADED_BYTES = 64 * 1024
+"""The smallest values (bytes) that are worth a copy: the latency of a transfer is about that of this many bytes."""
+
+
+def offloadable(trace: TraceCtx, *, min_bytes: int = MIN_OFFLOADED_BYTES) -> dict[str, int]:
+    """Return the values of a joint trace that may be offloaded, each with the bytes that this frees, in trace order.
+
+    Such a value owns memory that is saved for backward: itself, or views of it that pure operators compute from it alone.
+    Excluded is all memory that something else keeps alive or may change: inputs, parameters and what derives from them
+    alone, slots, outputs and views of them, memory that is written in place, and what unknown operators read or return.
+
+    Args:
+        min_bytes: smaller values are left out.
+    """
+    if all(forward_part(trace)[:-1]):
+        return {}
+    return {a.owner.name: a.nbytes for a in _find(trace).values() if a.nbytes >= min_bytes}
+
+
+def offload_activations(trace: TraceCtx, *, offloaded: Collection[str]) -> TraceCtx:
+    """Copy the values named in ``offloaded`` to host memory after forward's last use, and back before backward's first.
+
+    Runs on the joint trace after ``regather_for_backward`` has run for the second time, because earlier a fusion executor
+    could move the copies. Does nothing without names. ``sort_host_copies`` moves the copies later so that they overlap.
+    Before::
+
+        t110 = torch.nn.functional.linear(x, t109, None)
+        t112 = torch.where(t111, t110, 0.0)
+        t121 = torch.where(t119, t70, 0)  # backward
+        t123 = torch.matmul(t122, t112)
+
+    After::
+
+        t110 = torch.nn.functional.linear(x, t109, None)
+        t112 = torch.where(t111, t110, 0.0)
+        ft150 = fsdp_copy_to_host(t112)
+        (host_t112, x) = fsdp_wait_host_copy(ft150, t112, x)
+        t121 = torch.where(t119, t70, 0)
+        ft151 = fsdp_copy_to_device(host_t112, 'cpu')
+        bw_t112 = fsdp_wait_device_copy(ft151)
+        t123 = torch.matmul(t122, bw_t112)
+
+    See [Note: Owners and views], [Note: Tokens of host copies] and [Note: Host copies].
+
+    Args:
+        offloaded: names of values, from :func:`offloadable`.
+
+    Raises:
+        ValueError: a name is not offloadable.
+    """
+    if not offloaded:
+        return trace
+    started = time.perf_counter()
+    found = _find(trace)
+    if unknown := sorted(set(offloaded) - found.keys()):
+        raise ValueError(f"offloaded: {', '.join(unknown)} cannot be offloaded; offloadable(trace) names what can")
+    new = with_bound_symbols(trace, (), "fsdp: offload activations", started)
+    with tracectx(new):
+        _Offload(new, trace, {name: found[name] for name in found if name in offloaded}).run()
+    return new
+
+
+@dataclass(eq=False)
+class _Activation:
+    """Memory that forward saves for backward.
+
+    Attributes:
+        owner: the value that owns it.
+        last_use: position of the last bound symbol of forward that uses it.
+        saved: names of the saved values in it.
+        derivations: for each saved view, the bound symbols that compute it from the owner, in order.
+    """
+
+    owner: TensorProxy
+    nbytes: int
+    last_use: int
+    saved: set[str] = field(default_factory=set)
+    derivations: dict[str, list[BoundSymbol]] = field(default_factory=dict)
+
+
+def _find(trace: TraceCtx) -> dict[str, _Activation]:
+    """Return the offloadable memory of a joint trace, by the owner's name."""
+    bsyms = trace.bound_symbols
+    forward = forward_part(trace)
+    live = Liveness(bsyms)
+    owners = owners_of(live, bsyms)
+    producers = {out: bsym for bsym in bsyms for out in outs_of(bsym)}
+    refused = _refused(trace, live, owners)
+    last_use: dict[Value, int] = {}
+    saved: dict[Value, list[Value]] = defaultdict(list)
+    for value in live.values:
+        if not 0 <= value.defined < len(bsyms) or not forward[value.defined]:
+            continue
+        uses = [value.defined, *(p for p in value.reads if forward[p])]
+        in_backward = any(_reads(bsyms[p]) and not forward[p] for p in value.reads)
+        for owner in owners.get(value, {}):
+            last_use[owner] = max(last_use.get(owner, -1), *uses)
+            if in_backward:
+                saved[owner].append(value)
+    found = {}
+    for owner in live.values:
+        proxy = owner.proxy
+        if owner in refused or owner not in saved or not isinstance(proxy, TensorProxy):
+            continue
+        activation = _Activation(proxy, owners[owner][owner], last_use[owner])
+        activation.saved = {value.proxy.name for value in saved[owner]}
+        chains = {value: _derivation(value.proxy.name, proxy.name, owner, live, owners, producers) for value in saved[owner]}
+        if any(chain is None for chain in chains.values()):
+            continue
+        activation.derivations = {value.proxy.name: chain for value, chain in chains.items() if chain}
+        found[proxy.name] = activation
+    return found
+
+
+def _refused(trace: TraceCtx, live: Liveness, owners: dict[Value, dict[Value, int]]) -> set[Value]:
+    """Return the owners of memory that must stay where it is."""
+    returned = set(names(tree_iter(return_of(trace).args)))
+    params: set[str] = set()
+    where = set()
+    refused: set[Value] = set()
+    for position, bsym in enumerate(trace.bound_symbols):
+        facts, args, outs = facts_of(bsym), live.args[position], live.outs[position]
+        if bsym.sym is fsdp_wait_params:
+            params.update(outs_of(bsym))
+            where.update(p.device for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy))
+        elif facts.pure and (inputs := args_of(bsym)) and all(name in params for name in inputs):
+            params.update(outs_of(bsym))
+        kept: list[Value] = []
+        if bsym.sym.id in UNPACKING or bsym.sym.executor is executor or not facts.known:
+            kept += outs
+        if bsym.sym.id is not PrimIDs.RETURN:
+            written = facts.writes | facts.by_position
+            kept += [value for value in args if not facts.known or value.proxy.name in written]
+        for value in kept:
+            refused.update(owners.get(value, {}))
+    for value in live.values:
+        proxy, of = value.proxy, owners.get(value, {})
+        is_plain = isinstance(proxy, TensorProxy) and proxy.device in where and not proxy.dtype.is_complex
+        if proxy.name in returned or proxy.name in params or value.defined < 0 or not is_plain or len(of) != 1:
+            refused.update(of)
+    return refused
+
+
+def _derivation(
+    name: str,
+    of: str,
+    owner: Value,
+    live: Liveness,
+    owners: dict[Value, dict[Value, int]],
+    producers: dict[str, BoundSymbol],
+) -> list[BoundSymbol] | None:
+    """Return the bound symbols that compute ``name`` from ``of`` alone, in order; ``None`` if there are none such."""
+    chain: dict[int, BoundSymbol] = {}
+    pending = [name]
+    while pending:
+        current = pending.pop()
+        if current == of:
+            continue
+        value = live.value(current)
+        producer = producers[current]
+        if value is None or owner not in owners.get(value, {}) or producer.sym.is_fusion or not facts_of(producer).pure:
+            return None
+        if value.defined not in chain:
+            chain[value.defined] = producer
+            pending += args_of(producer)
+    return [chain[position] for position in sorted(chain)]
+
+
+def _reads(bsym: BoundSymbol) -> bool:
+    """Return whether ``bsym`` needs the memory of what it names."""
+    return bsym.sym.id not in (PrimIDs.GET_GRAD, PrimIDs.RETURN, PrimIDs.DEL)
+
+
+class _Offload:
+    def __init__(self, new: TraceCtx, trace: TraceCtx, activations: dict[str, _Activation]) -> None:
+        self.new = new
+        self.trace = trace
+        self.owner_of = {saved: activation for activation in activations.values() for saved in activation.saved}
+        self.due: dict[int, list[_Activation]] = defaultdict(list)
+        for activation in activations.values():
+            self.due[activation.last_use].append(activation)
+        flat_args = return_of(trace).args[0]["flat_args"]
+        self.token = next(arg for arg in flat_args if isinstance(arg, TensorProxy))
+        self.hosts: dict[str, TensorProxy] = {}
+        self.replacements: dict[str, Proxy] = {}
+
+    def run(self) -> None:
+        out = self.new.bound_symbols
+        forward = forward_part(self.trace)
+        bsyms = self.trace.bound_symbols
+        for position, bsym in enumerate(bsyms[:-1]):
+            if forward[position]:
+                out.append(bsym)
+                for activation in self.due.get(position, ()):
+                    self._copy_to_host(activation.owner)
+        for position, bsym in enumerate(bsyms):
+            if forward[position]:
+                continue
+            if _reads(bsym):
+                for name in args_of(bsym):
+                    self._bring_back(name)
+                bsym = swap_args(bsym, self.replacements)
+            out.append(bsym)
+
+    def _copy_to_host(self, source: TensorProxy) -> None:
+        future = fsdp_copy_to_host.meta(source)
+        host = fsdp_wait_host_copy.meta(future, source).replace_name(self._unused(f"host_{source.name}"))
+        self.hosts[source.name] = host
+        self.new.bound_symbols += [
+            fsdp_copy_to_host.bind(source, output=future),
+            fsdp_wait_host_copy.bind(future, source, self.token, output=(host, self.token)),
+        ]
+
+    def _bring_back(self, name: str) -> None:
+        """Copy the memory of a saved value back, once, and compute the value again if it is a view."""
+        activation = self.owner_of.get(name)
+        if activation is None or name in self.replacements:
+            return
+        owner = activation.owner
+        if owner.name not in self.replacements:
+            host, device = self.hosts[owner.name], str(owner.device)
+            future = fsdp_copy_to_device.meta(host, device)
+            self.replacements[owner.name] = owner.replace_name(self._unused(f"bw_{owner.name}"))
+            self._append(fsdp_copy_to_device.bind(host, device, output=future))
+            self._append(fsdp_wait_device_copy.bind(future, output=self.replacements[owner.name]))
+        for bsym in activation.derivations.get(name, ()):
+            if all(out in self.replacements for out in outs_of(bsym)):
+                continue  # computed for another view
+            proxies = _proxies_in(bsym)
+            for proxy in proxies:
+                if proxy.name not in self.replacements:
+                    self.replacements[proxy.name] = proxy.replace_name(self._unused(f"bw_{proxy.name}"))
+            self._append(bsym.from_bsym_swap_proxies({variableify(p): self.replacements[p.name] for p in proxies}))
+
+    def _append(self, bsym: BoundSymbol) -> None:
+        bsym.tags.add(BoundSymbolTag.BACKWARD)
+        self.new.bound_symbols.append(bsym)
+
+    def _unused(self, name: str) -> str:
+        while self.new.has_name(name):
+            name += "_"
+        return name
+
+
+def _proxies_in(bsym: BoundSymbol) -> list[Proxy]:
+    """Return the inputs and outputs of ``bsym`` and of its subsymbols."""
+    proxies = [*bsym.flat_proxy_args, *bsym.flat_proxy_outs]
+    for sub in bsym.subsymbols:
+        proxies += _proxies_in(sub)
+    return proxies
