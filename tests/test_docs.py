@@ -11,7 +11,7 @@ from typing import Any
 
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import private_api, transforms
-from thunder_fsdp_sched.trace import symbols
+from thunder_fsdp_sched.trace import host_copies, symbols
 from thunder_fsdp_sched.trace.schedule import CommOp, Schedule, StepSchedule
 from thunder_fsdp_sched.transforms import insert_agreement
 
@@ -132,13 +132,14 @@ def test_options_have_the_same_order_in_the_signature_and_in_the_docstring() -> 
 
 def test_every_pass_is_explained_under_how_it_works() -> None:
     names = {name for name in transforms.__all__ if inspect.isfunction(getattr(transforms, name))}
-    helpers = {"share_written_in_place", "unpacked_parameters"}
+    helpers = {"offloadable", "share_written_in_place", "unpacked_parameters"}
     table = [line.split("|")[1] for line in section("how-it-works.md", "The passes").splitlines() if "|" in line]
     assert set(re.findall(r"`(\w+)`", "".join(table))) == names - helpers
 
 
 def test_every_symbol_of_traces_is_explained() -> None:
-    names = {name for name in (*vars(symbols), *insert_agreement.__globals__) if re.fullmatch(r"fsdp_\w+", name)}
+    modules = vars(symbols), vars(host_copies), insert_agreement.__globals__
+    names = {name for module in modules for name in module if re.fullmatch(r"fsdp_\w+", name)}
     assert len(names) > 15
     explained = section("traces.md", "Statements")
     assert names == set(re.findall(r"\b(fsdp_\w+)[(`]", explained))

@@ -35,6 +35,7 @@ from .transforms import (
     insert_unshard,
     keep_fusions_apart,
     mark_retained_by_forward,
+    offload_activations,
     refuse_redrawn_gradients,
     regather_for_backward,
     remove_cuts,
@@ -42,6 +43,7 @@ from .transforms import (
     reuse_from_forward,
     shard_prologue,
     sort_communication,
+    sort_host_copies,
     sort_within_budget,
     unpacked_parameters,
     verify,
@@ -124,10 +126,13 @@ class Compilation:
         return traces.joint
 
     def after_fusion(self, joint: TraceCtx) -> TraceCtx:
-        """Remove from the joint trace what only kept fusions apart."""
-        if not self._fusions:
-            return joint
-        return self.traces.run([remove_cuts, partial(regather_for_backward, kept=self._sharded.kept)], joint)
+        """Remove from the joint trace what only kept fusions apart, and offload the chosen activations."""
+        passes: list[Pass] = []
+        if self._fusions:
+            passes += [remove_cuts, partial(regather_for_backward, kept=self._sharded.kept)]
+        if self.traces.offloaded:
+            passes.append(partial(offload_activations, offloaded=self.traces.offloaded))
+        return self.traces.run(passes, joint)
 
     def schedule(self, unscheduled: TraceCtx) -> TraceCtx:
         """Return the forward or backward trace that runs: sorted, with slots, verified, and agreed on by all ranks."""
@@ -136,7 +141,11 @@ class Compilation:
         name, size = "backward" if backward else "forward", len(unscheduled.bound_symbols)
         self._sharded.progress.log_phase("scheduling %s, %d bound symbols", name, size, stage=f"scheduling {name}")
         checks: list[Pass] = [refuse_redrawn_gradients] if backward else []
-        unsorted = traces.run([*checks, write_grads_in_place, guard_first], unscheduled)
+        copies: list[Pass] = []
+        if traces.offloaded:
+            cost = AnalyticCost(self._options.cluster or cluster_of_this_process())
+            copies.append(partial(sort_host_copies, seconds=cost.compute_seconds, copy_seconds=cost.host_copy_seconds))
+        unsorted = traces.run([*checks, write_grads_in_place, guard_first, *copies], unscheduled)
         forward = traces.forward if backward else None
         room = shared_budget(unsorted, budget=self._options.max_unsharded_bytes, kept=kept)
         passes: list[Pass] = [

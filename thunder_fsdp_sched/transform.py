@@ -11,13 +11,13 @@ for each new set of shapes and flags
     ``JointPasses`` before the fusions        bucket_communication, fuse_downcast, [choose],
                                               regather_for_backward, guard_kept, keep_fusions_apart
     (Thunder: fusion executors)
-    ``JointPasses`` after the fusions         remove_cuts, regather_for_backward
+    ``JointPasses`` after the fusions         remove_cuts, regather_for_backward, [offload_activations]
     (Thunder: the joint trace is split)
     ``transform_trace_post_optimization``     [refuse_redrawn_gradients], write_grads_in_place, guard_first,
-                                              sort_communication (or sort_within_budget, replay_schedule),
-                                              assign_slots, mark_retained_by_forward
-                                              (backward: reuse_from_forward), verify, insert_agreement, [end_backward],
-                                              del_last_used
+                                              [sort_host_copies], sort_communication (or
+                                              sort_within_budget, replay_schedule), assign_slots,
+                                              mark_retained_by_forward (backward: reuse_from_forward), verify,
+                                              insert_agreement, [end_backward], del_last_used
                                               first for the forward trace, then for the backward trace; the first run
                                               of the result is audited: see [Note: The audit] in ``audit``
 """

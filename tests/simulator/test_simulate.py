@@ -41,6 +41,7 @@ class ConstantCost:
     gather: float = 1.0
     reduction: float = 1.0
     slowdown: float = 0.0
+    host_copy: float = 1.0
     synchronous: bool = True
     concurrent: int = 1
     gather_share: float = 1.0
@@ -57,6 +58,9 @@ class ConstantCost:
 
     def contention(self, kind: str) -> float:
         return self.slowdown
+
+    def host_copy_seconds(self, nbytes: int) -> float:
+        return self.host_copy
 
 
 class TraceBuilder:

@@ -15,7 +15,7 @@ from .clusters import ClusterSpec, Efficiency, Protocol, cluster
 
 __all__ = ["read_cluster", "save_cluster"]
 
-_IN_BYTES = {"memory", "memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth"}
+_IN_BYTES = {"memory", "memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth", "host_bandwidth"}
 _FIELDS = {f.name: f for f in dataclasses.fields(ClusterSpec)}
 
 

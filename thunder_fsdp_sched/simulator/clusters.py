@@ -63,12 +63,14 @@ class Efficiency:
         memory: share of the memory bandwidth in an elementwise kernel.
         intra_node: share of the bandwidth of a device's link inside the node, in a ring.
         inter_node: share of the bandwidth of a device's link between nodes, in a ring.
+        host: share of the bandwidth of a device's link to its host, in a copy of pinned memory.
     """
 
     flops: float = 1.0
     memory: float = 1.0
     intra_node: float = 1.0
     inter_node: float = 1.0
+    host: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class ClusterSpec:
         gather_share: share of the link that an all-gather gets while reductions run.
         reduction_share: share of the link that all reductions get while an all-gather runs; together at most 1.
         efficiency: assumed shares of the peaks.
+        host_bandwidth: bytes/s between one device and its host's memory, one direction; 0 if it is not known.
     """
 
     name: str
@@ -114,12 +117,15 @@ class ClusterSpec:
     gather_share: float = 1.0
     reduction_share: float = 0.0
     efficiency: Efficiency = Efficiency()
+    host_bandwidth: float = 0.0
 
     def __post_init__(self) -> None:
         positive = ("devices_per_node", "memory", "memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth")
         for name in positive:
             if getattr(self, name) <= 0:
                 raise ValueError(f"cluster {self.name!r}: {name} must be positive, got {getattr(self, name)}")
+        if self.host_bandwidth < 0:
+            raise ValueError(f"cluster {self.name!r}: host_bandwidth must not be negative, got {self.host_bandwidth}")
         if not self.protocols:
             raise ValueError(f"cluster {self.name!r}: protocols must hold at least one")
         if not self.flops or min(self.flops.values()) <= 0:
@@ -135,6 +141,19 @@ class ClusterSpec:
     def bytes_per_second(self) -> float:
         """The bytes/s that one device reads and writes."""
         return self.memory_bandwidth * self.efficiency.memory
+
+    @property
+    def host_bytes_per_second(self) -> float:
+        """The bytes/s that one device copies to or from its host's memory.
+
+        Raises:
+            ValueError: they are not known.
+        """
+        if not self.host_bandwidth:
+            raise ValueError(
+                f"cluster {self.name!r} lacks host_bandwidth (bytes/s to or from the host's memory); set it"
+            )
+        return self.host_bandwidth * self.efficiency.host
 
 
 _NCCL = (Protocol(8.4e-6, 3.4e-6, 14e-6), Protocol(14e-6, 1.9e-6, 4e-6, bandwidth_share=0.92))
@@ -162,8 +181,8 @@ _GLOO: dict[str, Any] = {
 }
 _ASSUMED = (
     "Protocols and NVLink's share: NCCL's tuning constants. Assumed: 75 % of peak FLOP/s in large matrix "
-    "multiplications, 85 % of memory bandwidth, 90 % of the network, 6 us of host time a bound symbol, and the "
-    "share of SMs that NCCL's 16 channels take while it communicates"
+    "multiplications, 85 % of memory bandwidth, 90 % of the network, 85 % of PCIe, 6 us of host time a bound symbol, and "
+    "the share of SMs that NCCL's 16 channels take while it communicates"
 )
 
 _PRESETS = (
@@ -176,8 +195,9 @@ _PRESETS = (
         memory_bandwidth=3.35e12,
         intra_node_bandwidth=450e9,
         inter_node_bandwidth=50e9,
+        host_bandwidth=64e9,  # PCIe 5.0, 16 lanes
         contention=16 / 132,
-        efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=20.6 / 25, inter_node=0.9),
+        efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=20.6 / 25, inter_node=0.9, host=0.85),
         protocols=_NCCL,
         **_HOST,
     ),
@@ -190,8 +210,9 @@ _PRESETS = (
         memory_bandwidth=4.8e12,
         intra_node_bandwidth=450e9,
         inter_node_bandwidth=50e9,
+        host_bandwidth=64e9,  # PCIe 5.0, 16 lanes
         contention=16 / 132,
-        efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=20.6 / 25, inter_node=0.9),
+        efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=20.6 / 25, inter_node=0.9, host=0.85),
         protocols=_NCCL,
         **_HOST,
     ),
@@ -204,8 +225,9 @@ _PRESETS = (
         memory_bandwidth=2.039e12,
         intra_node_bandwidth=300e9,
         inter_node_bandwidth=25e9,
+        host_bandwidth=32e9,  # PCIe 4.0, 16 lanes
         contention=16 / 108,
-        efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=20.0 / 25, inter_node=0.9),
+        efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=20.0 / 25, inter_node=0.9, host=0.85),
         protocols=_NCCL,
         **_HOST,
     ),
@@ -225,8 +247,9 @@ _PRESETS = (
         memory_bandwidth=8e12,
         intra_node_bandwidth=900e9,
         inter_node_bandwidth=50e9,
+        host_bandwidth=64e9,  # PCIe 5.0, 16 lanes
         contention=16 / 148,
-        efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=40.1 / 50, inter_node=0.9),
+        efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=40.1 / 50, inter_node=0.9, host=0.85),
         protocols=_NCCL,
         **_HOST,
     ),

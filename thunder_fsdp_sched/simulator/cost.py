@@ -30,6 +30,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
+from ..trace.host_copies import HOST_COPIES, HOST_COPY_ISSUES
 from ..trace.inspection import AGREEMENT, nbytes_of, outs_of
 from ..trace.operands import bucket_of
 from ..trace.symbols import (
@@ -88,6 +89,9 @@ class CostModel(Protocol):
     def contention(self, kind: str) -> float:
         """Return the share of compute speed that is lost while a collective of that kind runs."""
 
+    def host_copy_seconds(self, nbytes: int) -> float:
+        """Return the time of a copy of so many bytes between a device and its host's memory."""
+
 
 class AnalyticCost:
     """The cost model that computes costs from the description of a cluster.
@@ -127,11 +131,23 @@ class AnalyticCost:
     def contention(self, kind: str) -> float:
         return self.spec.contention
 
+    def host_copy_seconds(self, nbytes: int) -> float:
+        if self.synchronous:  # reads and writes the same memory
+            return 2 * nbytes / self.spec.bytes_per_second
+        return nbytes / self.spec.host_bytes_per_second
+
+    def compute_seconds(self, trace: TraceCtx) -> list[float]:
+        """Return the time of each bound symbol on the compute stream."""
+        return [s.host + s.device if self.synchronous else s.device for s in self.seconds(trace)]
+
     def _bound_symbol(self, bsym: BoundSymbol, values: _Values) -> Seconds:
         spec = self.spec
         if runs_nothing(bsym):
             return Seconds(0.0, 0.0)
         name = bsym.sym.name
+        if name in HOST_COPIES:
+            copies = self.synchronous and name in HOST_COPY_ISSUES
+            return Seconds(spec.launch_overhead, self.host_copy_seconds(nbytes_of(bsym.args[0])) if copies else 0.0)
         if name in ISSUES or name in WAITS or bsym.sym is fsdp_accumulate_grads:
             # Gradients that were not written in place are copied into the slot; accumulating also reads the previous
             # sum.

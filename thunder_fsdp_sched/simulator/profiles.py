@@ -175,6 +175,9 @@ class MeasuredCost:
     def contention(self, kind: str) -> float:
         return self.profile.contention.get(kind, 0.0)
 
+    def host_copy_seconds(self, nbytes: int) -> float:
+        raise ValueError("profile: it holds no copies to host memory; simulate them on a cluster (AnalyticCost)")
+
     def _communication(self, bsym: BoundSymbol) -> Seconds:
         if bsym.sym.name in ISSUES:
             collective = self._collective(bsym.sym.name, bucket_of(bsym))

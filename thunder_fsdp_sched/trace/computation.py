@@ -11,6 +11,9 @@ other constant of the model. So there are two comparisons:
   dimensions, and floats that are an integer, its square root, or the reciprocal of either. Dimensions, other constants,
   flags, dtypes and data flow must still be equal.
 
+Ranks must offload the same values, but may copy them at different positions, because these depend on sizes. So the
+copies have no lines, and in the lines of others a copy is named after the value.
+
 Lines contain neither shapes nor anything that always differs between ranks: device indices, buffers and slots.
 """
 
@@ -34,7 +37,8 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
-from .inspection import statements
+from .host_copies import HOST_COPIES, fsdp_copy_to_host
+from .inspection import outs_of, statements
 from .operands import bucket_of
 from .schedule import is_communication
 from .symbols import WAITS
@@ -96,8 +100,11 @@ def computation_of(trace: TraceCtx, inputs: Sequence[str]) -> Computation:
     lines: list[str] = []
     comparable: list[str] = []
     trace_lines: list[str] = []
-    names = {p.name: f"input_{i}" for i, p in enumerate(trace.args or ()) if isinstance(p, Proxy)}
+    names = _Names({p.name: f"input_{i}" for i, p in enumerate(trace.args or ()) if isinstance(p, Proxy)})
     for bsym in statements(trace):
+        if bsym.sym.name in HOST_COPIES:
+            _name_copy(bsym, names)
+            continue
         if bsym.sym.name in WAITS:
             _name_parameters(bsym, names)
         exact, masked = _line(bsym, names)
@@ -110,7 +117,22 @@ def computation_of(trace: TraceCtx, inputs: Sequence[str]) -> Computation:
     return Computation(inputs, lines, comparable, trace_lines)
 
 
-def _name_parameters(wait: BoundSymbol, names: dict[str, str]) -> None:
+class _Names(dict[str, str]):
+    """The names of proxies in lines, the same on all ranks."""
+
+    def __init__(self, inputs: dict[str, str]) -> None:
+        super().__init__(inputs)
+        self._numbered = 0
+
+    def of_output(self, proxy: Proxy) -> str:
+        """Return the name of an output, the next number unless it has a name already."""
+        if proxy.name not in self:
+            self[proxy.name] = f"%{self._numbered}"
+            self._numbered += 1
+        return self[proxy.name]
+
+
+def _name_parameters(wait: BoundSymbol, names: _Names) -> None:
     """Name the outputs of a wait after the parameters, whose order in a bucket is the same on all ranks."""
     bucket = bucket_of(wait)
     kind = "" if wait.sym.name == "fsdp_wait_params" else "gradient of "
@@ -119,7 +141,14 @@ def _name_parameters(wait: BoundSymbol, names: dict[str, str]) -> None:
             names[out.name] = f"{kind}{param.name}"
 
 
-def _line(bsym: BoundSymbol, names: dict[str, str]) -> tuple[str, str]:
+def _name_copy(bsym: BoundSymbol, names: _Names) -> None:
+    """Name the result of a copy to host memory or back after the value that is copied."""
+    source = names[bsym.args[0].name]
+    of_host = bsym.sym is fsdp_copy_to_host
+    names.update({out: f"host copy of {source}" if of_host else source for out in outs_of(bsym)})
+
+
+def _line(bsym: BoundSymbol, names: _Names) -> tuple[str, str]:
     """Return the line of ``bsym`` with all numbers, and the line without numbers that may stem from a size."""
     if bsym.sym.is_fusion:  # its name does not depend on its content
         parts = [_line(sub, names) for sub in bsym.subsymbols]
@@ -130,7 +159,7 @@ def _line(bsym: BoundSymbol, names: dict[str, str]) -> tuple[str, str]:
     masked_texts = [_text(value, names, str if name in _DIMENSIONS else _without_size) for name, value in bound]
     outputs = []
     for out in bsym.flat_proxy_outs:
-        name = names.setdefault(out.name, f"%{len(names)}")
+        name = names.of_output(out)
         outputs.append(f"{name}: {_text(dtype, names, str)}" if (dtype := getattr(out, "dtype", None)) else name)
     returned = f" -> {', '.join(outputs)}" if outputs else ""
     exact, masked = (f"{bsym.sym.name}({', '.join(texts)}){returned}" for texts in (exact_texts, masked_texts))

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from thunder.core import codeutils, devices
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
@@ -50,7 +51,7 @@ def _wait_host_copy_meta(
 
 
 def _copy_to_device_meta(host: TensorProxy, device: str) -> FutureTensorProxy:
-    return FutureTensorProxy(like=host, device=devices.to_device(device))
+    return FutureTensorProxy(like=host, device=devices.to_device(torch.device(device)))
 
 
 def _wait_device_copy_meta(future: FutureTensorProxy) -> TensorProxy:

@@ -32,6 +32,7 @@ __all__ = [
     "nbytes_of",
     "outs_of",
     "return_of",
+    "short_form",
     "split_joint",
     "statement",
     "statements",
@@ -97,6 +98,13 @@ def statement(bsym: BoundSymbol) -> str:
         return "return"
     lines = [line.strip() for line in str(bsym).splitlines()]
     return next((line for line in lines if not line.startswith("#")), lines[-1] if lines else "")
+
+
+def short_form(bsym: BoundSymbol) -> str:
+    """Return the first output and the name of ``bsym``, as in ``"t110 = linear"``."""
+    if bsym.sym.id is PrimIDs.RETURN:
+        return "return"
+    return " = ".join([", ".join(outs_of(bsym)[:1]), bsym.sym.name]).removeprefix(" = ")
 
 
 def statements(trace: TraceCtx) -> list[BoundSymbol]:

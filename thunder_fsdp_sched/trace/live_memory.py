@@ -24,6 +24,7 @@ from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from .host_copies import HOST_COPIES, fsdp_copy_to_device, fsdp_wait_device_copy
 from .inspection import UNPACKING, names, nbytes_of
 from .liveness import BEFORE_TRACE, Liveness, Value
 from .operands import bucket_of
@@ -109,12 +110,16 @@ def owners_of(live: Liveness, bsyms: Sequence[BoundSymbol]) -> dict[Value, _Owne
     """
     owners: dict[Value, _Owners] = {}
     strides: dict[str, tuple[int, ...]] = {}
+    on_host = {bsym.args[0].name for bsym in bsyms if bsym.sym is fsdp_copy_to_device}  # perhaps by an earlier trace
+    owners.update({value: {value: 0} for value in live.values if value.proxy.name in on_host})
     for position, bsym in enumerate(bsyms):
         args = {value.proxy.name: value for value in live.args[position]}
         for value in args.values():
             owners.setdefault(value, {value: _bytes(value)})
         outs = live.outs[position]
         owners.update(_of_own_symbol(bsym, outs, live.args[position], owners))
+        if bsym.sym.name in HOST_COPIES and (source := bsym.args[0].name) in strides:
+            strides.update((value.proxy.name, strides[source]) for value in outs)
         new = [value for value in outs if value not in owners]
         observed = outputs_of(bsym, strides) if new else None
         facts = facts_of(bsym)
@@ -144,6 +149,10 @@ def _of_own_symbol(
         return {}
     if bsym.sym in (fsdp_all_gather, fsdp_wait_params) or bsym.sym.name in GRAD_WRITERS:
         return {value: {value: 0} for value in outs}
+    if bsym.sym is fsdp_copy_to_device:
+        return {value: {value: nbytes_of(value.proxy)} for value in outs}
+    if bsym.sym.name in HOST_COPIES:  # in host memory, or what a copy to the device has allocated
+        return {value: owners[args[0]] if bsym.sym is fsdp_wait_device_copy else {value: 0} for value in outs}
     if bsym.sym is fsdp_reduce_scatter:  # its result is new memory, see runtime.ops
         return {value: {value: payload(fsdp_all_reduce.name, bucket_of(bsym).spec)[0]} for value in outs}
     if bsym.sym in (fsdp_all_reduce, fsdp_wait_grads):

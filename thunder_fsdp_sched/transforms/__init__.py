@@ -15,11 +15,13 @@ from .guard_kept import guard_first, guard_kept
 from .insert_agreement import insert_agreement
 from .insert_unshard import insert_unshard
 from .keep_fusions_apart import keep_fusions_apart, remove_cuts
+from .offload_activations import offload_activations, offloadable
 from .regather_for_backward import refuse_redrawn_gradients, regather_for_backward
 from .replay_schedule import ScheduleMismatch, replay_schedule
 from .reuse_from_forward import mark_retained_by_forward, reuse_from_forward
 from .shard_prologue import refuse_foreign_parameters, shard_prologue, unpacked_parameters
 from .sort_communication import sort_communication
+from .sort_host_copies import sort_host_copies
 from .sort_within_budget import sort_within_budget
 from .verify import VerificationError, verify
 from .write_grads_in_place import share_written_in_place, write_grads_in_place
@@ -37,6 +39,8 @@ __all__ = [
     "keep_fusions_apart",
     "mark_retained_by_forward",
     "assign_slots",
+    "offload_activations",
+    "offloadable",
     "refuse_foreign_parameters",
     "refuse_redrawn_gradients",
     "regather_for_backward",
@@ -46,6 +50,7 @@ __all__ = [
     "shard_prologue",
     "share_written_in_place",
     "sort_communication",
+    "sort_host_copies",
     "sort_within_budget",
     "unpacked_parameters",
     "verify",

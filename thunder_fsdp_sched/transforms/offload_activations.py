@@ -13,6 +13,8 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from thunder.core.devices import Device, to_torch_device
+from thunder.core.dtypes import is_complex_dtype
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.pytree import tree_iter
@@ -20,7 +22,16 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..trace.host_copies import fsdp_copy_to_device, fsdp_copy_to_host, fsdp_wait_device_copy, fsdp_wait_host_copy
-from ..trace.inspection import UNPACKING, args_of, forward_part, names, outs_of, return_of, swap_args, with_bound_symbols
+from ..trace.inspection import (
+    UNPACKING,
+    args_of,
+    forward_part,
+    names,
+    outs_of,
+    return_of,
+    swap_args,
+    with_bound_symbols,
+)
 from ..trace.live_memory import owners_of
 from ..trace.liveness import Liveness, Value
 from ..trace.operator_facts import facts_of
@@ -51,8 +62,8 @@ def offload_activations(trace: TraceCtx, *, offloaded: Collection[str]) -> Trace
     """Copy the values named in ``offloaded`` to host memory after forward's last use, and back before backward's first.
 
     Runs on the joint trace after ``regather_for_backward`` has run for the second time, because earlier a fusion executor
-    could move the copies. Does nothing without names. ``sort_host_copies`` moves the copies later so that they overlap.
-    Before::
+    could move the copies. Does nothing without names or without a backward part. ``sort_host_copies`` moves the copies
+    later so that they overlap. Before::
 
         t110 = torch.nn.functional.linear(x, t109, None)
         t112 = torch.where(t111, t110, 0.0)
@@ -78,7 +89,7 @@ def offload_activations(trace: TraceCtx, *, offloaded: Collection[str]) -> Trace
     Raises:
         ValueError: a name is not offloadable.
     """
-    if not offloaded:
+    if not offloaded or all(forward_part(trace)[:-1]):
         return trace
     started = time.perf_counter()
     found = _find(trace)
@@ -134,7 +145,9 @@ def _find(trace: TraceCtx) -> dict[str, _Activation]:
             continue
         activation = _Activation(proxy, owners[owner][owner], last_use[owner])
         activation.saved = {value.proxy.name for value in saved[owner]}
-        chains = {value: _derivation(value.proxy.name, proxy.name, owner, live, owners, producers) for value in saved[owner]}
+        chains = {
+            value: _derivation(value.proxy.name, proxy.name, owner, live, owners, producers) for value in saved[owner]
+        }
         if any(chain is None for chain in chains.values()):
             continue
         activation.derivations = {value.proxy.name: chain for value, chain in chains.items() if chain}
@@ -146,7 +159,7 @@ def _refused(trace: TraceCtx, live: Liveness, owners: dict[Value, dict[Value, in
     """Return the owners of memory that must stay where it is."""
     returned = set(names(tree_iter(return_of(trace).args)))
     params: set[str] = set()
-    where = set()
+    where: set[Device] = set()
     refused: set[Value] = set()
     for position, bsym in enumerate(trace.bound_symbols):
         facts, args, outs = facts_of(bsym), live.args[position], live.outs[position]
@@ -165,7 +178,7 @@ def _refused(trace: TraceCtx, live: Liveness, owners: dict[Value, dict[Value, in
             refused.update(owners.get(value, {}))
     for value in live.values:
         proxy, of = value.proxy, owners.get(value, {})
-        is_plain = isinstance(proxy, TensorProxy) and proxy.device in where and not proxy.dtype.is_complex
+        is_plain = isinstance(proxy, TensorProxy) and proxy.device in where and not is_complex_dtype(proxy.dtype)
         if proxy.name in returned or proxy.name in params or value.defined < 0 or not is_plain or len(of) != 1:
             refused.update(of)
     return refused
@@ -187,8 +200,10 @@ def _derivation(
         if current == of:
             continue
         value = live.value(current)
-        producer = producers[current]
-        if value is None or owner not in owners.get(value, {}) or producer.sym.is_fusion or not facts_of(producer).pure:
+        producer = producers.get(current)
+        if value is None or producer is None or owner not in owners.get(value, {}):
+            return None
+        if producer.sym.is_fusion or not facts_of(producer).pure:
             return None
         if value.defined not in chain:
             chain[value.defined] = producer
@@ -248,7 +263,7 @@ class _Offload:
             return
         owner = activation.owner
         if owner.name not in self.replacements:
-            host, device = self.hosts[owner.name], str(owner.device)
+            host, device = self.hosts[owner.name], str(to_torch_device(owner.device))
             future = fsdp_copy_to_device.meta(host, device)
             self.replacements[owner.name] = owner.replace_name(self._unused(f"bw_{owner.name}"))
             self._append(fsdp_copy_to_device.bind(host, device, output=future))

@@ -7,12 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..distributed.process_groups import ProcessGroupRef
-from ..trace.inspection import args_of, communicates, outs_of, statements, with_bound_symbols
+from ..trace.inspection import args_of, communicates, outs_of, short_form, statements, with_bound_symbols
 from ..trace.liveness import Liveness, slot_bytes_of
 from ..trace.operands import Wait, bucket_of
 from ..trace.symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
@@ -275,7 +274,7 @@ class _Sorter:
             if self.next_stage < len(self.stages) and self.stages[self.next_stage][0].first_consumer == i:
                 self._wait_for_params(bsym, i)
             for reduction in waits_at.get(i, ()):
-                self._wait_for_grads(reduction, f"consumer: {_show(bsym)}")
+                self._wait_for_grads(reduction, f"consumer: {short_form(bsym)}")
             self.out.append(bsym)
             for reduction in ready.get(i, ()):
                 self._reduce(reduction, i)
@@ -291,7 +290,7 @@ class _Sorter:
         for gather in stage:
             while self.next_issue < end and not self._is_full():
                 self._issue("first consumer: the next wait needs it")
-            self._emit(gather.wait, f"first consumer: {_show(consumer)}")
+            self._emit(gather.wait, f"first consumer: {short_form(consumer)}")
             self.next_wait += 1
         if self.max_in_flight is not None:
             self._issue_gathers(position - 1, prefetched)
@@ -318,12 +317,11 @@ class _Sorter:
     def _delay_reason(self, gather: _Gather, position: int, early: bool) -> str:
         """Return why ``gather`` cannot be issued after compute ``position``; empty if it can."""
         if gather.section != self.section_of[min(position + 1, len(self.section_of) - 1)]:
-            return (
-                f"producer: not across {_show(self.compute[self.foreign[gather.section - 1]])}, which communicates too"
-            )
+            foreign = self.compute[self.foreign[gather.section - 1]]
+            return f"producer: not across {short_form(foreign)}, which communicates too"
         shards_from = self.liveness.defined(args_of(gather.issue))
         if shards_from > position:
-            return f"producer: its shards come from {_show(self.compute[shards_from])}"
+            return f"producer: its shards come from {short_form(self.compute[shards_from])}"
         if self._is_full():
             first = self.gathers[self.next_wait].name
             return f"in-flight limit: at most {self.max_in_flight}, so only after the wait for {first}"
@@ -361,7 +359,7 @@ class _Sorter:
                     position, f"prefetch: due, and would queue behind the reduction of {reduction.name}"
                 )
         last = self.compute[reduction.ready_after] if reduction.ready_after >= 0 else None
-        self._emit(reduction.issue, f"producer: last gradient by {_show(last)}" if last else "producer: none")
+        self._emit(reduction.issue, f"producer: last gradient by {short_form(last)}" if last else "producer: none")
         for earlier in self.in_flight:
             if reduction.nbytes * _SMALL >= earlier.nbytes:
                 self._issue_all_reduce(
@@ -391,9 +389,3 @@ class _Sorter:
 
     def _emit(self, bsym: BoundSymbol, reason: str) -> None:
         self.out.append(bsym.from_bsym(header=reason))
-
-
-def _show(bsym: BoundSymbol) -> str:
-    if bsym.sym.id is PrimIDs.RETURN:
-        return "return"
-    return " = ".join([", ".join(outs_of(bsym)[:1]), bsym.sym.name]).removeprefix(" = ")

@@ -1,0 +1,29 @@
+"""Offload chosen activations of models that a test compiles, until ``fsdp`` itself chooses them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from unittest import mock
+
+from thunder_fsdp_sched.compilation import Compilation
+from thunder_fsdp_sched.transforms import offload_activations, offloadable
+
+from thunder.core.trace import TraceCtx
+
+__all__ = ["offloading"]
+
+
+@contextlib.contextmanager
+def offloading(choose: Callable[[dict[str, int]], Iterable[str]] = lambda found: found) -> Iterator[None]:
+    """Let each compilation offload what ``choose`` selects from the offloadable values, by default all of them."""
+    original = Compilation.after_fusion
+
+    def after_fusion(self: Compilation, joint: TraceCtx) -> TraceCtx:
+        joint = original(self, joint)
+        self.traces.offloaded = frozenset(choose(offloadable(joint, min_bytes=0)))
+        return self.traces.run([partial(offload_activations, offloaded=self.traces.offloaded)], joint)
+
+    with mock.patch.object(Compilation, "after_fusion", after_fusion):
+        yield
