@@ -38,6 +38,7 @@ from ..trace.symbols import (
     is_resident,
     residency_marks,
 )
+from .verify_host_copies import host_copy_faults
 
 __all__ = ["VerificationError", "verify"]
 
@@ -103,6 +104,9 @@ def verify(trace: TraceCtx, *, forward: TraceCtx | None = None, max_gathers_in_f
     * The outputs of forward alias no slot, and the tensors that it saves for backward alias no shared slot.
     * A gather of backward that expects its bucket to be resident is right: nothing writes its memory later in forward
       (if ``forward`` is given) or earlier in backward, and both gathers state the correct number of issues.
+    * Every copy of an offloaded activation has exactly one wait, and until then nothing writes its source or reads its
+      result. After the wait of a copy to host memory nothing reads the source. Only copies to the device read what is in
+      host memory, and they return the shape, dtype and device of the value that forward copied.
 
     These lines break the third promise, because block 2 overwrites block 0 in ``slot_0`` before its last read::
 
@@ -165,6 +169,8 @@ class _Verifier:
         self._check_barriers()
         self._check_return()
         self._check_retained()
+        for position, what in host_copy_faults(self.trace, self.forward):
+            self.fail(position, what)
 
     def _issue(self, position: int, bsym: BoundSymbol) -> None:
         bucket, slot = bucket_of(bsym), bsym.args[1]
