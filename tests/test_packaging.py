@@ -167,7 +167,7 @@ def test_the_metadata_lists_requirements_and_extras(wheel):
 
     requirements = [Requirement(line) for line in about.get_all("Requires-Dist")]
     always = {requirement.name for requirement in requirements if requirement.marker is None}
-    assert always == {"lightning-thunder", "torch", "rich", "typer"}
+    assert always == {"lightning-thunder", "networkx", "numpy", "rich", "torch", "typer"}
 
 
 def test_the_required_versions_are_those_that_compat_accepts(wheel):

@@ -82,6 +82,13 @@ ClusterSet = Annotated[
 ]
 Bucketing = Annotated[str, typer.Option(help="block, layer, none, or the size of a bucket, such as 25MB.")]
 Prefetch = Annotated[str, typer.Option(help="How many buckets ahead of its wait an all-gather is issued, or auto.")]
+MaxMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="Limit on all memory of a step without optimizer state, such as 70GiB; backward recomputes what does not fit.",
+        show_default=False,
+    ),
+]
 MaxUnsharded = Annotated[
     str | None, typer.Option(help="Budget for unsharded memory, such as 8GiB.", show_default=False)
 ]
@@ -148,6 +155,7 @@ def trace(
     sharding: Annotated[Sharding, typer.Option(help="What to show.")] = Sharding.zero3,
     bucketing: Bucketing = "block",
     prefetch: Prefetch = "1",
+    max_memory: MaxMemory = None,
     max_unsharded: MaxUnsharded = None,
     max_gathers_in_flight: MaxGathers = None,
     replicas: Replicas = 1,
@@ -171,6 +179,7 @@ def trace(
             sharding_strategy=strategy,
             bucketing_strategy=bucketing,
             prefetch=int(prefetch) if prefetch.isdigit() else prefetch,
+            max_memory=max_memory,
             max_unsharded_bytes=max_unsharded,
             max_gathers_in_flight=max_gathers_in_flight,
             replicas=replicas,
@@ -202,6 +211,7 @@ def plan(
     sharding: Annotated[Sharding, typer.Option(help="What to plan.")] = Sharding.zero3,
     bucketing: Bucketing = "block",
     prefetch: Prefetch = "1",
+    max_memory: MaxMemory = None,
     max_unsharded: MaxUnsharded = None,
     max_gathers_in_flight: MaxGathers = None,
     replicas: Replicas = 1,
@@ -235,6 +245,7 @@ def plan(
             sharding_strategy=strategy,
             bucketing_strategy=bucketing,
             prefetch=int(prefetch) if prefetch.isdigit() else prefetch,
+            max_memory=max_memory,
             max_unsharded_bytes=max_unsharded,
             max_gathers_in_flight=max_gathers_in_flight,
             replicas=replicas,

@@ -26,6 +26,7 @@ def fsdp(
     sharding_strategy: str | FSDPType | Callable[[str, torch.nn.Module], str | FSDPType | None] = "zero3",
     bucketing_strategy: str | FSDPBucketingStrategy | int | Callable[[str, torch.nn.Parameter], str] = "block",
     prefetch: int | Literal["auto"] = 1,
+    max_memory: int | str | None = None,
     max_unsharded_bytes: int | str | None = None,
     max_gathers_in_flight: int | None = None,
     cluster: ClusterSpec | str | None = None,
@@ -73,6 +74,14 @@ def fsdp(
             gathered one (a norm, an edge piece of a block) counts by its share of the bytes. ZeRO-3 needs memory for
             about ``prefetch + 1`` unsharded buckets. 0 overlaps nothing. ``"auto"`` chooses the distance with the
             shortest simulated step.
+        max_memory: limit on all memory of a step on this rank (shards, unsharded buckets, activations, gradients,
+            temporaries, inputs and outputs; not the optimizer's state), in bytes, as an int or a string such as
+            ``"70GiB"``. If forward and backward would exceed it, backward computes values again instead of reading what
+            forward saved: those whose recomputation takes the least time for what it frees at the peak. It works on
+            values, not on modules, and changes no bit of the results. If memory is left, buckets stay unsharded until
+            backward. The step is then the fastest one simulated; ``.compiled[-1].choice`` shows the candidates, and
+            ``.compiled[-1].memory`` the memory. Each trace is proved to keep the limit. A limit that no candidate keeps
+            is an error with the bytes of the smallest. The default is no limit.
         max_unsharded_bytes: limit on all unsharded memory (gathered buckets and unsharded gradients) in bytes, as an
             int or a string such as ``"40GiB"``. Buckets stay unsharded until backward if they fit and do not slow the
             simulated step down. With ``prefetch="auto"`` both are chosen together for the shortest simulated step; if

@@ -16,7 +16,7 @@ from .logs import LOGGER
 from .options import Options
 from .pipeline import CompiledTraces, Pass, can_fuse_any
 from .sharding.sharded_module import ShardedModule
-from .simulator.autotune import choose
+from .simulator.autotune import Limits, choose
 from .simulator.clusters import cluster_of_this_process
 from .simulator.cost import AnalyticCost
 from .trace.computation import computation_of
@@ -47,6 +47,7 @@ from .transforms import (
     sort_within_budget,
     unpacked_parameters,
     verify,
+    verify_memory,
     write_grads_in_place,
 )
 from .transforms.audit import audited
@@ -118,7 +119,8 @@ class Compilation:
         bucketed = traces.run([bucket, fuse_downcast], joint)
         self._choose(bucketed)
         kept = self._sharded.kept
-        passes: list[Pass] = [partial(regather_for_backward, kept=kept), partial(guard_kept, kept=kept)]
+        again = partial(regather_for_backward, kept=kept, recomputed=traces.recomputed)
+        passes: list[Pass] = [again, partial(guard_kept, kept=kept)]
         if self._fusions:
             can_fuse = partial(can_fuse_any, self._fusions)
             passes.append(partial(keep_fusions_apart, can_fuse=can_fuse))
@@ -160,6 +162,9 @@ class Compilation:
         if backward:
             finish.append(partial(end_backward, no_sync=traces.no_sync))
         finish.append(partial(del_last_used, clear_mutable_collections=backward))
+        if (limit := self._options.max_memory) is not None:
+            buckets = self._sharded.buckets
+            finish.append(partial(verify_memory, forward=forward, max_memory=limit, buckets=buckets))
         trace = traces.run(finish, sorted_trace)
         if backward:
             traces.backward_before, traces.backward, traces.backward_schedule = unscheduled, trace, schedule
@@ -172,14 +177,18 @@ class Compilation:
         return audited(trace, forward=forward, former_memory=self._sharded.former_memory, stats=self._stats)
 
     def _choose(self, joint: TraceCtx) -> None:
-        """Choose how far ahead to gather and, once per module, which buckets stay unsharded until backward."""
+        """Choose how far ahead to gather, what backward recomputes, and, once per module, what stays unsharded."""
         options, sharded, traces = self._options, self._sharded, self.traces
-        budget = options.max_unsharded_bytes
+        limits = Limits(options.max_unsharded_bytes, options.max_gathers_in_flight, options.max_memory)
         if isinstance(options.prefetch, int):
             traces.prefetch = options.prefetch
-            if budget is None:
+            if limits.unsharded_bytes is None and limits.memory is None:
                 return
-        may_keep = budget is not None and len(split_joint(joint)) == 2 and not sharded.kept_is_final
+        may_keep = (
+            (limits.unsharded_bytes is not None or limits.memory is not None)
+            and len(split_joint(joint)) == 2
+            and not sharded.kept_is_final
+        )
         started = time.process_time()
         traces.choice = choose(
             joint,
@@ -187,11 +196,11 @@ class Compilation:
             prefetch=None if options.prefetch == "auto" else options.prefetch,
             kept=sharded.kept,
             may_keep=may_keep,
-            max_unsharded_bytes=budget,
-            max_gathers_in_flight=options.max_gathers_in_flight,
+            limits=limits,
+            buckets=sharded.buckets,
         )
         traces.pass_seconds["choose"] = seconds = time.process_time() - started
-        traces.prefetch = traces.choice.chosen.prefetch
+        traces.prefetch, traces.recomputed = traces.choice.chosen.prefetch, traces.choice.chosen.recomputed
         LOGGER.debug("choose: %d candidates, %.1f ms\n%s", len(traces.choice.considered), 1e3 * seconds, traces.choice)
         if may_keep:
             sharded.set_kept_buckets(traces.choice.chosen.kept)

@@ -99,8 +99,8 @@ def _bucketing(strategy: Any) -> BucketingStrategy | int | Callable[[str, torch.
     )
 
 
-def _budget(value: Any) -> int | None:
-    return None if value is None else parse_bytes("max_unsharded_bytes", value)
+def _bytes(name: str) -> Callable[[Any], int | None]:
+    return lambda value: None if value is None else parse_bytes(name, value)
 
 
 def _schedule(schedule: Any) -> tuple[StepSchedule, ...] | None:
@@ -290,7 +290,8 @@ class Options:
         metadata=_by(_bucketing, "bucketing_strategy")
     )
     prefetch: int | Literal["auto"] = field(metadata=_by(_prefetch))
-    max_unsharded_bytes: int | None = field(metadata=_by(_budget))
+    max_memory: int | None = field(metadata=_by(_bytes("max_memory")))
+    max_unsharded_bytes: int | None = field(metadata=_by(_bytes("max_unsharded_bytes")))
     max_gathers_in_flight: int | None = field(metadata=_by(_in_flight))
     cluster: ClusterSpec | None = field(metadata=_by(_cluster))
     schedule: tuple[StepSchedule, ...] | None = field(metadata=_by(_schedule))

@@ -37,6 +37,7 @@ class CompiledTraces:
         prefetch: how many prefetch steps ahead gathers are issued.
         choice: the outcome of ``prefetch="auto"`` or ``max_unsharded_bytes``; ``None`` without them.
         offloaded: names of the values that wait in host memory between forward and backward.
+        recomputed: names of the values of forward that ``max_memory`` makes backward compute again.
         joint: the joint trace with bucketed communication, before fusion (forward alone without gradients).
         forward_before, backward_before: the execution traces that Thunder passes to us, with communication unsorted.
         forward, backward: the traces that run. Backward is ``None`` without gradients.
@@ -51,6 +52,7 @@ class CompiledTraces:
     prefetch: int = 0
     choice: Choice | None = None
     offloaded: frozenset[str] = frozenset()
+    recomputed: frozenset[str] = frozenset()
     joint: TraceCtx | None = None
     forward_before: TraceCtx | None = None
     forward: TraceCtx | None = None

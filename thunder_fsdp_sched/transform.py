@@ -17,7 +17,8 @@ for each new set of shapes and flags
                                               [sort_host_copies], sort_communication (or
                                               sort_within_budget, replay_schedule), assign_slots,
                                               mark_retained_by_forward (backward: reuse_from_forward), verify,
-                                              insert_agreement, [end_backward], del_last_used
+                                              insert_agreement, [end_backward], del_last_used,
+                                              [verify_memory]
                                               first for the forward trace, then for the backward trace; the first run
                                               of the result is audited: see [Note: The audit] in ``audit``
 """

@@ -7,7 +7,7 @@ import dataclasses
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import testing
 from thunder_fsdp_sched.runtime.memory import Arena
-from thunder_fsdp_sched.simulator.autotune import choose
+from thunder_fsdp_sched.simulator.autotune import Limits, choose
 from thunder_fsdp_sched.simulator.clusters import cluster
 from thunder_fsdp_sched.simulator.cost import AnalyticCost
 from thunder_fsdp_sched.simulator.simulate import simulate
@@ -133,14 +133,14 @@ def step_of_default(joint, cost):
 def test_a_search_that_may_use_the_memory_of_the_default_is_never_slower(search):
     joint, cost, share = search
     nbytes, seconds = step_of_default(joint, cost)
-    unlimited = choose(joint, cost=cost, prefetch=None, kept=(), may_keep=False, max_unsharded_bytes=None).chosen
+    unlimited = choose(joint, cost=cost, prefetch=None, kept=(), may_keep=False, limits=Limits()).chosen
     assert unlimited.step_seconds <= seconds
     everything = sum(b.nbytes for b in testing.gathers(joint))
     budget = nbytes + int(share * everything)
-    choice = choose(joint, cost=cost, prefetch=None, kept=(), may_keep=True, max_unsharded_bytes=budget)
+    choice = choose(joint, cost=cost, prefetch=None, kept=(), may_keep=True, limits=Limits(budget))
     assert choice.chosen.step_seconds <= seconds
     assert choice.chosen.unsharded_bytes <= budget
-    fixed = choose(joint, cost=cost, prefetch=1, kept=(), may_keep=True, max_unsharded_bytes=budget).chosen
+    fixed = choose(joint, cost=cost, prefetch=1, kept=(), may_keep=True, limits=Limits(budget)).chosen
     assert fixed.step_seconds <= seconds
     assert fixed.unsharded_bytes <= budget
 

@@ -1,4 +1,4 @@
-"""Choose memory and prefetch together: which buckets stay unsharded, and how far ahead the others are gathered.
+"""Choose together what stays unsharded, how far ahead the rest is gathered, and what backward computes again.
 
 [Note: The search]
 A kept bucket is not gathered again in backward, but it occupies memory that gathers further ahead could use, and it
@@ -6,6 +6,10 @@ changes which of them overlap. So more kept buckets, or a larger prefetch distan
 tries distances with nothing kept first. At the fastest it tries as many kept buckets as fit, half as many, and ever
 closer numbers around the fastest so far; then the neighbouring distances with that number. Kept are the buckets that
 backward reads first, because forward gathers them last and so they occupy memory for the shortest time.
+
+With ``max_memory``, a candidate whose step exceeds it computes values again in backward: those that cost the least time
+(``recomputation``). Their effect on memory is estimated first. The passes then give the real peak, and the estimate is
+corrected by the difference.
 
 The candidate with the shortest simulated step wins; among equals, the one that keeps more buckets, because it sends
 less, and then the one with fewer bytes. The default, ``prefetch=1`` with nothing kept, is always tried. If it fits the
@@ -20,13 +24,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import NamedTuple
 
-from thunder.core.trace import TraceCtx
+from thunder.core.trace import TraceCtx, from_trace
 
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena
 from ..trace.inspection import split_joint
 from ..trace.operands import bucket_of
+from ..trace.step_memory import StepMemory
 from ..trace.symbols import fsdp_all_gather
 from ..transforms import (
     assign_slots,
@@ -39,9 +45,10 @@ from ..transforms import (
 )
 from ..transforms.sort_within_budget import private_bytes, shared_budget
 from .cost import CostModel
+from .recomputation import Recomputations
 from .simulate import simulate
 
-__all__ = ["Candidate", "Choice", "choose"]
+__all__ = ["Candidate", "Choice", "Limits", "choose"]
 
 _MAX_PREFETCH = 8
 """The largest prefetch distance that is tried; communication still exposed then cannot be hidden in the step."""
@@ -52,25 +59,52 @@ _PATIENCE = 2
 _WORTHWHILE = 5e-3
 """Relative improvement of the step time below which larger distances are not tried, because each takes compile time."""
 
+_CORRECTIONS = 4
+"""How often the estimate of memory is corrected by the real peak."""
+
 _SAME = 1e-3
 """Relative difference below which step times count as equal, because the cost model is not more accurate."""
 
 
+class Limits(NamedTuple):
+    """Limits of a search; ``None`` where there is none.
+
+    Attributes:
+        unsharded_bytes: bytes of all slots together.
+        gathers_in_flight: how many gathers may be in flight.
+        memory: bytes of all memory of the step, without optimizer state.
+    """
+
+    unsharded_bytes: int | None = None
+    gathers_in_flight: int | None = None
+    memory: int | None = None
+
+
 @dataclass(frozen=True)
 class Candidate:
-    """A setting of prefetch and kept buckets, with its simulated cost.
+    """A setting of prefetch, kept buckets and recomputed values, with its simulated cost.
 
     Attributes:
         prefetch: how many prefetch steps gathers are issued ahead of their waits.
         kept: names of the buckets that stay unsharded from forward to backward.
         unsharded_bytes: bytes of all slots: kept buckets, gathered ones, and unsharded gradients.
         step_seconds: simulated time of forward and backward.
+        recomputed: names of the values that backward computes again.
+        peak_bytes: peak of all memory of the step; ``None`` without ``max_memory``.
     """
 
     prefetch: int
     kept: tuple[str, ...]
     unsharded_bytes: int
     step_seconds: float
+    recomputed: frozenset[str] = frozenset()
+    peak_bytes: int | None = None
+
+    def __str__(self) -> str:
+        text = f"prefetch {self.prefetch}  {len(self.kept):3d} buckets kept  {self.unsharded_bytes:>15,} bytes"
+        if self.peak_bytes is not None:
+            text += f"  {len(self.recomputed):5d} values recomputed  {self.peak_bytes:>17,} bytes in all"
+        return f"{text}  {self.step_seconds * 1e3:10.3f} ms"
 
 
 @dataclass(frozen=True)
@@ -81,14 +115,7 @@ class Choice:
     considered: tuple[Candidate, ...]
 
     def __str__(self) -> str:
-        lines = []
-        for c in self.considered:
-            mark = ">" if c == self.chosen else " "
-            lines.append(
-                f"{mark} prefetch {c.prefetch}  {len(c.kept):3d} buckets kept  {c.unsharded_bytes:>15,} bytes  "
-                f"{c.step_seconds * 1e3:10.3f} ms"
-            )
-        return "\n".join(lines)
+        return "\n".join(f"{'>' if c == self.chosen else ' '} {c}" for c in self.considered)
 
 
 def choose(
@@ -98,10 +125,10 @@ def choose(
     prefetch: int | None,
     kept: Collection[Bucket],
     may_keep: bool,
-    max_unsharded_bytes: int | None,
-    max_gathers_in_flight: int | None = None,
+    limits: Limits,
+    buckets: Sequence[Bucket] = (),
 ) -> Choice:
-    """Search for the shortest simulated step within the budget.
+    """Search for the shortest simulated step within the limits.
 
     Args:
         joint: the joint trace with bucketed communication, before ``regather_for_backward``.
@@ -109,13 +136,13 @@ def choose(
         prefetch: a fixed prefetch distance; ``None`` tries several.
         kept: buckets that stay unsharded in any case.
         may_keep: whether more buckets may be kept.
-        max_unsharded_bytes: the budget for all slots together; ``None`` for no limit.
-        max_gathers_in_flight: how many gathers may be in flight; ``None`` for no limit.
+        limits: those on memory and on gathers in flight.
+        buckets: all buckets of the module, whose shards count as memory of the step.
 
     Raises:
         ValueError: nothing fits; the message has the bytes of the smallest candidate.
     """
-    search = _Search(joint, cost, frozenset(kept), max_unsharded_bytes, max_gathers_in_flight)
+    search = _Search(joint, cost, frozenset(kept), limits, buckets)
     distances = [prefetch] if prefetch is not None else range(min(_MAX_PREFETCH, search.gathers) + 1)
     times: list[float] = []
     for distance in distances:
@@ -126,12 +153,8 @@ def choose(
         if len(times) > _PATIENCE and min(times[-_PATIENCE:]) > min(times[:-_PATIENCE]) * (1 - _WORTHWHILE):
             break
     if not search.candidates:
-        raise ValueError(
-            f"max_unsharded_bytes: {max_unsharded_bytes:,} bytes are too few: with prefetch={distances[0]} and nothing kept "
-            f"for backward the slots need {search.least_bytes(distances[0]):,} bytes. Allow more, or make smaller buckets "
-            f"(bucketing_strategy)"
-        )
-    if may_keep and max_unsharded_bytes is not None:
+        raise ValueError(_explain(search.smallest(distances[0]), distances[0], limits))
+    if may_keep and (limits.unsharded_bytes is not None or limits.memory is not None):
         _keep_more(search, distances)
     default = search.candidates.get((1 if prefetch is None else prefetch, 0))
     longest = min(c.step_seconds for c in search.candidates.values()) * (1 + _SAME)
@@ -140,6 +163,22 @@ def choose(
     good = [c for c in search.candidates.values() if c.step_seconds <= longest]
     considered = tuple(c for _, c in sorted(search.candidates.items()))
     return Choice(min(good, key=lambda c: (-len(c.kept), c.unsharded_bytes, c.prefetch)), considered)
+
+
+def _explain(least: _Plan, prefetch: int, limits: Limits) -> str:
+    """Return the message for limits that not even the smallest plan keeps."""
+    if limits.unsharded_bytes is not None and least.unsharded_bytes > limits.unsharded_bytes:
+        return (
+            f"max_unsharded_bytes: {limits.unsharded_bytes:,} bytes are too few: with prefetch={prefetch} and nothing kept "
+            f"for backward the slots need {least.unsharded_bytes:,} bytes. Allow more, or make smaller buckets "
+            f"(bucketing_strategy)"
+        )
+    less = "prefetch='auto', " if prefetch else ""
+    return (
+        f"max_memory: {limits.memory:,} bytes are too few: with prefetch={prefetch} and as much recomputed in backward as "
+        f"helps the step needs {least.peak_bytes:,} bytes. Allow more, or use {less}smaller batches, more ranks, lower "
+        f"precision (mp_policy) or smaller buckets (bucketing_strategy)"
+    )
 
 
 def _keep_more(search: _Search, distances: Collection[int]) -> None:
@@ -160,26 +199,34 @@ def _keep_more(search: _Search, distances: Collection[int]) -> None:
             search.consider(other, number)
 
 
+class _Plan(NamedTuple):
+    """The traces of one candidate.
+
+    ``unsharded_bytes`` are those of all slots, ``recomputed`` the names of values that backward computes again,
+    ``peak_bytes`` the peak of all memory, if it is limited.
+    """
+
+    halves: Sequence[TraceCtx]
+    unsharded_bytes: int
+    recomputed: frozenset[str] = frozenset()
+    peak_bytes: int | None = None
+
+
 class _Search:
     """Candidates by prefetch distance and number of buckets kept besides those that are kept in any case, each run once."""
 
     def __init__(
-        self,
-        joint: TraceCtx,
-        cost: CostModel,
-        kept: frozenset[Bucket],
-        budget: int | None,
-        max_gathers_in_flight: int | None,
+        self, joint: TraceCtx, cost: CostModel, kept: frozenset[Bucket], limits: Limits, buckets: Sequence[Bucket]
     ) -> None:
         self.joint = joint
         self.cost = cost
         self.kept = kept
-        self.budget = budget
-        self.max_gathers_in_flight = max_gathers_in_flight
+        self.limits = limits
+        self.buckets = buckets
         self.gathers = sum(b.sym is fsdp_all_gather for b in joint.bound_symbols)
         self.candidates: dict[tuple[int, int], Candidate] = {}
         self._halves: dict[int, list[TraceCtx]] = {}
-        self._planned: dict[tuple[int, int], tuple[Sequence[TraceCtx], int]] = {}
+        self._planned: dict[tuple[int, int], _Plan] = {}
 
     def most(self, prefetch: int) -> int:
         """Return the largest number of further buckets that fits at this distance; 0 if none does."""
@@ -195,63 +242,107 @@ class _Search:
         """Return the candidate that keeps ``number`` further buckets; ``None`` if it does not fit the budget."""
         key = prefetch, number
         if key not in self.candidates and self._fits(*key):
-            halves, nbytes = self._plan(*key)
-            del self._planned[key]
+            plan = self._planned.pop(key)
             names = tuple(sorted(b.spec.name for b in self._kept(number)))
-            seconds = simulate(halves, None, self.cost).step_seconds
-            self.candidates[key] = Candidate(prefetch, names, nbytes, seconds)
+            seconds = simulate(plan.halves, None, self.cost).step_seconds
+            self.candidates[key] = Candidate(prefetch, names, plan.unsharded_bytes, seconds, *plan[2:])
         return self.candidates.get(key)
 
     def fastest(self) -> tuple[int, int]:
         """Return the distance and the number of further buckets of the fastest candidate."""
         return min(self.candidates, key=lambda key: self.candidates[key].step_seconds)
 
-    def least_bytes(self, prefetch: int) -> int:
-        """Return the bytes of all slots if no further bucket is kept."""
-        return self._plan(prefetch, 0)[1]
+    def smallest(self, prefetch: int) -> _Plan:
+        """Return the plan that keeps no further bucket, and recomputes as much as helps if it does not fit."""
+        return self._plan(prefetch, 0)
 
     def _fits(self, prefetch: int, number: int) -> bool:
-        key = prefetch, number
-        return key in self.candidates or self.budget is None or self._plan(*key)[1] <= self.budget
+        if (prefetch, number) in self.candidates:
+            return True
+        plan, limits = self._plan(prefetch, number), self.limits
+        return (limits.unsharded_bytes is None or plan.unsharded_bytes <= limits.unsharded_bytes) and (
+            limits.memory is None or plan.peak_bytes is None or plan.peak_bytes <= limits.memory
+        )
 
     def _kept(self, number: int) -> frozenset[Bucket]:
         return self.kept | frozenset(self.first_in_backward[:number])
 
-    def _plan(self, prefetch: int, number: int) -> tuple[Sequence[TraceCtx], int]:
-        """Run the passes for one candidate in an unused arena, and return the sorted halves and the bytes of all slots."""
+    def _plan(self, prefetch: int, number: int) -> _Plan:
+        """Run the passes for one candidate in an unused arena. If its memory is too much, recompute what helps."""
         key = prefetch, number
         if key not in self._planned:
-            self._planned[key] = self._run_passes(prefetch, self._kept(number), self._unsorted(number))
+            plan = self._run_passes(prefetch, number)
+            if not self._is_within_memory(plan):
+                plan = self._with_less_memory(prefetch, number, plan)
+            self._planned[key] = plan
         return self._planned[key]
 
-    def _unsorted(self, number: int) -> list[TraceCtx]:
+    def _is_within_memory(self, plan: _Plan) -> bool:
+        return self.limits.memory is None or plan.peak_bytes is None or plan.peak_bytes <= self.limits.memory
+
+    def _with_less_memory(self, prefetch: int, number: int, plan: _Plan) -> _Plan:
+        """Return a plan that recomputes values to keep the limit on memory; the smallest found if none does."""
+        if len(plan.halves) == 1:
+            return plan
+        assert plan.peak_bytes is not None and self.limits.memory is not None
+        limit = self.limits.memory - (plan.peak_bytes - self._recomputations.unchanged.peak)
+        least, peak = plan, plan.peak_bytes
+        for _ in range(_CORRECTIONS):
+            choice = self._recomputations.within(limit)
+            plan = self._run_passes(prefetch, number, choice.names)
+            assert plan.peak_bytes is not None
+            if plan.peak_bytes < peak:
+                least, peak = plan, plan.peak_bytes
+            if self._is_within_memory(plan):
+                break
+            limit = min(limit, choice.peak) - (plan.peak_bytes - self.limits.memory)
+        return least
+
+    @cached_property
+    def _recomputations(self) -> Recomputations:
+        """What backward may compute again; further kept buckets hardly change it."""
+        return Recomputations(split_joint(self._regathered(0, frozenset())), self.cost)
+
+    def _regathered(self, number: int, recomputed: frozenset[str]) -> TraceCtx:
+        joint = from_trace(self.joint)
+        joint.bound_symbols = self.joint.bound_symbols
+        joint.names = set(self.joint.names)  # those of a candidate that is not chosen stay free
+        return regather_for_backward(joint, kept=self._kept(number), recomputed=recomputed)
+
+    def _unsorted(self, number: int, recomputed: frozenset[str]) -> list[TraceCtx]:
+        if recomputed:
+            return [write_grads_in_place(half) for half in split_joint(self._regathered(number, recomputed))]
         if number not in self._halves:
-            joint = regather_for_backward(self.joint, kept=self._kept(number))
-            self._halves[number] = [write_grads_in_place(half) for half in split_joint(joint)]
+            halves = split_joint(self._regathered(number, frozenset()))
+            self._halves[number] = [write_grads_in_place(half) for half in halves]
         return self._halves[number]
 
-    def _run_passes(
-        self, prefetch: int, kept: frozenset[Bucket], unsorted: Sequence[TraceCtx]
-    ) -> tuple[Sequence[TraceCtx], int]:
+    def _run_passes(self, prefetch: int, number: int, recomputed: frozenset[str] = frozenset()) -> _Plan:
         scratch: dict[Arena, Arena] = {}
 
         def arena_of(bucket: Bucket) -> Arena:
             return scratch.setdefault(bucket.arena, Arena(bucket.arena.device))
 
+        kept, budget = self._kept(number), self.limits.unsharded_bytes
         halves: list[TraceCtx] = []
-        for half in unsorted:
+        for half in self._unsorted(number, recomputed):
             forward = halves[0] if halves else None
-            left = shared_budget(half, budget=self.budget, kept=kept)
-            sort = partial(sort_communication, prefetch=prefetch, max_gathers_in_flight=self.max_gathers_in_flight)
-            if self.budget is None:
+            left = shared_budget(half, budget=budget, kept=kept)
+            sort = partial(sort_communication, prefetch=prefetch, max_gathers_in_flight=self.limits.gathers_in_flight)
+            if budget is None:
                 half = sort(half)
             else:
-                half = sort_within_budget(half, sort=sort, max_unsharded_bytes=self.budget, kept=kept, forward=forward)
+                half = sort_within_budget(half, sort=sort, max_unsharded_bytes=budget, kept=kept, forward=forward)
             half = assign_slots(half, kept=kept, arena_of=arena_of, forward=forward, max_bytes=left)
             halves.append(
                 mark_retained_by_forward(half) if forward is None else reuse_from_forward(half, forward=forward)
             )
-        return halves, private_bytes(halves[0], kept) + sum(arena.nbytes for arena in scratch.values())
+        nbytes = private_bytes(halves[0], kept) + sum(arena.nbytes for arena in scratch.values())
+        if self.limits.memory is None:
+            return _Plan(halves, nbytes, recomputed)
+        # Other sets of shapes and flags may have needed a larger arena, which is one for all.
+        larger = sum(max(arena.nbytes - new.nbytes, 0) for arena, new in scratch.items())
+        return _Plan(halves, nbytes, recomputed, StepMemory.of(halves, self.buckets).peak.nbytes + larger)
 
     @cached_property
     def first_in_backward(self) -> list[Bucket]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from thunder.core import prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.pytree import tree_iter
@@ -173,19 +174,18 @@ def forward_part(trace: TraceCtx) -> list[bool]:
 def split_joint(trace: TraceCtx) -> list[TraceCtx]:
     """Return the forward and backward halves of a joint trace, for analysis only; just forward if there is no backward.
 
-    Forward returns its outputs and the values that backward reads, and backward returns the gradients, so liveness is
-    that of Thunder's split.
+    Forward returns its outputs and the values that backward reads, and backward unpacks the gradients of the outputs and
+    returns those of the inputs, so liveness is that of Thunder's split.
     """
     forward = forward_part(trace)
     last = return_of(trace)
     first = [b for b, is_forward in zip(trace.bound_symbols[:-1], forward[:-1], strict=True) if is_forward]
-    second = [
-        b
-        for b, is_forward in zip(trace.bound_symbols[:-1], forward[:-1], strict=True)
-        if not is_forward and b.sym.id is not PrimIDs.GET_GRAD
-    ]
+    rest = [b for b, is_forward in zip(trace.bound_symbols[:-1], forward[:-1], strict=True) if not is_forward]
+    second = [b for b in rest if b.sym.id is not PrimIDs.GET_GRAD]
     if not second:
         return [trace]
+    given = [b.output for b in rest if b.sym.id is PrimIDs.GET_GRAD]
+    second = [*(prims.unpack_trivial.bind(p, name=p.name, output=p) for p in given), *second]
     defined = {o: p for b in first for o, p in zip(outs_of(b), defined_by(b), strict=True)}
     saved = {a: defined[a] for b in second for a in args_of(b) if a in defined}
     returned = {**last.args[0], "output": last.args[0]["fw_flat_out"]}

@@ -24,6 +24,7 @@ from .sort_communication import sort_communication
 from .sort_host_copies import sort_host_copies
 from .sort_within_budget import sort_within_budget
 from .verify import VerificationError, verify
+from .verify_memory import verify_memory
 from .write_grads_in_place import share_written_in_place, write_grads_in_place
 
 __all__ = [
@@ -54,5 +55,6 @@ __all__ = [
     "sort_within_budget",
     "unpacked_parameters",
     "verify",
+    "verify_memory",
     "write_grads_in_place",
 ]

@@ -1,4 +1,12 @@
-"""ZeRO-3: save nothing for backward that derives from gathered parameters alone; backward gathers them again.
+"""Save less for backward: it gathers parameters again (ZeRO-3), and computes again what derives from them or is chosen.
+
+[Note: Recomputation of values]
+``max_memory`` chooses values of forward that backward computes again instead of reading what forward has saved
+(``simulator.saved_values``). This pass repeats the operators that compute them, right before their first reader in
+backward. So recomputation is by value, not by module: an operator runs again only if something in backward needs it.
+Operators and inputs are those of forward, so the values have the same bits. Only operators qualify that are known to be
+pure, so none that draws random numbers, writes to an input or communicates; what they return is saved. Regions of
+``torch.utils.checkpoint`` are recomputed by Thunder, before this pass, and stay as they are.
 
 [Note: Twice, before and after fusion]
 The pass runs on the joint trace before the fusion executors, so that regions of backward already read parameters that
@@ -56,12 +64,12 @@ def refuse_redrawn_gradients(trace: TraceCtx) -> TraceCtx:
     return trace
 
 
-def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket]) -> TraceCtx:
+def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket], recomputed: Collection[str] = ()) -> TraceCtx:
     """Insert a second gather of every bucket that backward reads, except those that are ``kept``.
 
     Runs on the joint trace after ``fuse_downcast`` and before ``guard_kept``, and again after the fusion executors and
     ``remove_cuts``; see [Note: Twice, before and after fusion]. Does nothing if the trace has no backward part, or if
-    all its buckets are kept. Before, in the backward part::
+    all its buckets are kept and nothing is recomputed. Before, in the backward part::
 
         t123 = torch.matmul(t122, t117)  # t117 was gathered in forward
 
@@ -72,30 +80,40 @@ def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket]) -> Trace
         t123 = torch.matmul(t122, bw_t117)
 
     A value that derives from parameters and constants alone, such as a transposed weight, is recomputed in backward
-    from the parameters gathered there. Its name gets the prefix ``bw_``.
+    from the parameters gathered there. Its name gets the prefix ``bw_``. So are the values in ``recomputed``: see
+    [Note: Recomputation of values].
 
     Args:
         kept: buckets that stay unsharded from forward to backward.
+        recomputed: names of values of forward that backward computes again. Their operators must be pure.
     """
     started = time.perf_counter()
     forward = forward_part(trace)
-    if all(forward[:-1]) or not any(
-        b.sym is fsdp_all_gather and bucket_of(b).base not in kept for b in trace.bound_symbols
-    ):
+    regathers = any(b.sym is fsdp_all_gather and bucket_of(b).base not in kept for b in trace.bound_symbols)
+    if all(forward[:-1]) or not (regathers or recomputed):
         return trace
     new = with_bound_symbols(trace, (), "fsdp: regather for backward", started)
     with tracectx(new):
-        _Regather(new, trace, forward, kept).run()
+        _Regather(new, trace, forward, kept, frozenset(recomputed)).run()
     return new
 
 
 class _Regather:
-    def __init__(self, new: TraceCtx, trace: TraceCtx, forward: list[bool], kept: Collection[Bucket]) -> None:
+    def __init__(
+        self,
+        new: TraceCtx,
+        trace: TraceCtx,
+        forward: list[bool],
+        kept: Collection[Bucket],
+        recomputed: frozenset[str],
+    ) -> None:
         self.kept = kept
+        self.recomputed = recomputed
         self.new = new
         self.trace = trace
         self.forward = forward
         self.producers: dict[str, BoundSymbol] = {}
+        self.order: dict[str, int] = {}  # in which forward defines values
         self.gathers: dict[Bucket, BoundSymbol] = {}
         self.waits: dict[Bucket, BoundSymbol] = {}
         self.from_params: set[str] = set()
@@ -132,6 +150,9 @@ class _Regather:
     def _classify(self, bsym: BoundSymbol) -> None:
         for out in outs_of(bsym):
             self.producers[out] = bsym
+        for part in bsym.subsymbols if bsym.sym.is_fusion else (bsym,):
+            for out in outs_of(part):
+                self.order[out] = len(self.order)
         if bsym.sym is fsdp_all_gather:
             self.gathers[bucket_of(bsym)] = bsym
         elif bsym.sym is fsdp_wait_params:
@@ -150,26 +171,40 @@ class _Regather:
                         self.from_params.update(outs_of(part))
 
     def _regenerate(self, name: str) -> None:
-        """Recompute ``name`` in backward if it is a value of forward that derives from parameters alone."""
-        if name in self.replacements or name not in self.from_params:
-            return
-        producer = self.producers[name]
-        if producer.sym is fsdp_wait_params:
-            self._gather(bucket_of(producer))
-            return
-        for bsym in derivation(producer, name):
-            for arg in args_of(bsym):
-                self._regenerate(arg)
-            if all(out in self.replacements for out in outs_of(bsym)):
-                continue  # already recomputed for another output of the same fusion
-            for proxy in _defined_in(bsym):
-                self._rename(proxy)
-            renamed = {
-                variableify(p): self.replacements[p.name] for p in _proxies_in(bsym) if p.name in self.replacements
-            }
-            again = bsym.from_bsym_swap_proxies(renamed)
-            again.tags.add(BoundSymbolTag.BACKWARD)
-            self.new.bound_symbols.append(again)
+        """Recompute ``name`` in backward if it is a value of forward that derives from parameters alone or is chosen.
+
+        So are the values that it derives from, in the order of forward.
+        """
+        parts: dict[str, BoundSymbol] = {}  # by the name of an output
+        pending = [name]
+        while pending:
+            current = pending.pop()
+            if current in self.replacements or not (current in self.from_params or current in self.recomputed):
+                continue
+            producer = self.producers[current]
+            if producer.sym is fsdp_wait_params:
+                parts[current] = producer
+                continue
+            for part in derivation(producer, current):
+                out = outs_of(part)[0]
+                if out not in parts:
+                    parts[out] = part
+                    pending += args_of(part)
+        for out in sorted(parts, key=self.order.__getitem__):
+            bsym = parts[out]
+            if bsym.sym is fsdp_wait_params:
+                self._gather(bucket_of(bsym))
+            elif not all(name in self.replacements for name in outs_of(bsym)):  # or for another output of this fusion
+                self._repeat(bsym)
+
+    def _repeat(self, bsym: BoundSymbol) -> None:
+        """Emit a bound symbol of forward again, with outputs of other names."""
+        for proxy in _defined_in(bsym):
+            self._rename(proxy)
+        renamed = {variableify(p): self.replacements[p.name] for p in _proxies_in(bsym) if p.name in self.replacements}
+        again = bsym.from_bsym_swap_proxies(renamed)
+        again.tags.add(BoundSymbolTag.BACKWARD)
+        self.new.bound_symbols.append(again)
 
     def _gather(self, bucket: Bucket) -> None:
         """Emit backward's gather and wait of ``bucket`` before the first bound symbol that needs it, once."""

@@ -1,0 +1,192 @@
+"""The values that forward saves for backward, what it takes to compute them again, and where forward can be divided.
+
+[Note: Segments]
+If backward recomputes a value from another one that it recomputes, all of them are in memory at once. Were nothing
+saved at all, backward would begin with a whole forward. So forward is divided into *segments*, at gaps that few bytes
+cross, such as the residual stream between two blocks. Values that cross a gap are saved if backward needs them, and
+recomputation never reaches back across a gap. Within a segment any pure operator may run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from ..trace.inspection import communicates, is_pure, return_of
+from ..trace.live_memory import memory_intervals, owners_of
+from ..trace.liveness import BEFORE_TRACE, Liveness, Value
+from ..trace.operator_facts import facts_of
+
+__all__ = ["Operator", "SavedValues", "Segment", "Span"]
+
+
+class Span(NamedTuple):
+    """Bytes that are in use between two positions, first and last included."""
+
+    start: int
+    end: int
+    nbytes: int
+
+
+@dataclass(eq=False, slots=True)
+class Operator:
+    """A bound symbol of forward.
+
+    Attributes:
+        position: its position in forward.
+        seconds: the time that it takes to run again.
+        repeatable: whether backward may run it again.
+        inputs: the values of forward that it reads, without arguments of forward and parameters.
+        outputs: the values that it defines.
+    """
+
+    position: int
+    seconds: float
+    repeatable: bool
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+@dataclass(eq=False)
+class Segment:
+    """Operators of forward between two gaps; see [Note: Segments].
+
+    Attributes:
+        operators: in the order of forward.
+        crossing: values that later segments read.
+    """
+
+    operators: list[Operator] = field(default_factory=list)
+    crossing: set[Value] = field(default_factory=set)
+
+
+class SavedValues:
+    """The values of a joint trace that backward reads from forward.
+
+    Args:
+        halves: forward and backward, as :func:`~.inspection.split_joint` returns them, with backward's gathers.
+        seconds: the time of bound symbols of forward, by ``id``.
+
+    Attributes:
+        operators: those of forward that define a tensor.
+        reads: positions at which backward reads a value of forward, ascending; positions of backward follow those of
+            forward.
+        owner: the value whose memory a value is in.
+        nbytes: the bytes of each owner.
+        free: values that backward can read at no cost: arguments and outputs of forward, and what is in slots.
+        length: the number of positions.
+    """
+
+    def __init__(self, halves: Sequence[TraceCtx], seconds: Mapping[int, float]) -> None:
+        forward = halves[0].bound_symbols
+        bsyms = [bsym for half in halves for bsym in half.bound_symbols]
+        self.begin, self.length = len(forward), len(bsyms)
+        self.live = live = Liveness(*(half.bound_symbols for half in halves))
+        owners = owners_of(live, bsyms)
+        self.owner: dict[Value, Value] = {}
+        self.nbytes: dict[Value, int] = {}
+        for value, shared in owners.items():
+            owner = max(shared, key=lambda o: shared[o])
+            self.owner[value] = owner
+            self.nbytes[owner] = shared[owner]
+        returns = len(forward) - 1
+        self.reads = {
+            value: [p for p in value.reads if p >= self.begin]
+            for value in live.values
+            if value.defined < self.begin and value.reads and value.reads[-1] >= self.begin
+        }
+        self.last_in_forward: dict[Value, int] = {}  # by owner
+        for value in live.values:
+            if value.defined < self.begin and value in self.owner:
+                last = max([value.defined, *(p for p in value.reads if p < returns)])
+                owner = self.owner[value]
+                self.last_in_forward[owner] = max(self.last_in_forward.get(owner, BEFORE_TRACE), last)
+        self.intervals = memory_intervals(halves)
+        outputs = {interval.name for interval in self.intervals if interval.end == self.length - 1}
+        self.free = {
+            value
+            for value in self.owner
+            if self.owner[value].defined == BEFORE_TRACE
+            or not self.nbytes[self.owner[value]]
+            or self.owner[value].proxy.name in outputs
+        }
+        written = {
+            self.owner.get(value, value)
+            for position, bsym in enumerate(bsyms)
+            for value in live.args[position]
+            if value.proxy.name in _writes(bsym)
+        }
+        self.operators = [
+            self._operator(position, bsym, seconds.get(id(bsym), 0.0), written)
+            for position, bsym in enumerate(forward[:-1])
+            if live.outs[position] and all(isinstance(out.proxy, TensorProxy) for out in live.outs[position])
+        ]
+        assert return_of(halves[0]) is forward[-1]
+
+    def _operator(self, position: int, bsym: BoundSymbol, seconds: float, written: set[Value]) -> Operator:
+        args = self.live.args[position]
+        repeatable = is_pure(bsym) and not communicates(bsym) and not bsym.sym.name.startswith("fsdp_")
+        repeatable = repeatable and written.isdisjoint(self.owner[value] for value in args)
+        inputs = tuple(dict.fromkeys(value for value in args if value not in self.free))
+        return Operator(position, seconds, repeatable, inputs, self.live.outs[position])
+
+    def segments(self, gaps: Iterable[int]) -> list[Segment]:
+        """Return the segments between gaps, each given by the position of the bound symbol after it."""
+        bounds = sorted(set(gaps))
+        segments = [Segment() for _ in range(len(bounds) + 1)]
+        of_value: dict[Value, Segment] = {}
+        current = 0
+        for operator in self.operators:
+            while current < len(bounds) and operator.position >= bounds[current]:
+                current += 1
+            segments[current].operators.append(operator)
+            for value in operator.inputs:
+                if value in of_value and of_value[value] is not segments[current]:
+                    of_value[value].crossing.add(value)
+            of_value.update(dict.fromkeys(operator.outputs, segments[current]))
+        return [segment for segment in segments if segment.operators]
+
+    def gaps(self, number: int) -> list[int]:
+        """Return at most ``number`` gaps that divide forward into segments that save about the same bytes.
+
+        Each is where the fewest bytes cross, nearby.
+        """
+        changes = [0] * (self.begin + 1)
+        saved = [0] * (self.begin + 1)
+        for owner, last in self.last_in_forward.items():
+            if owner.defined >= 0 and owner not in self.free:
+                changes[owner.defined + 1] += self.nbytes[owner]
+                changes[last + 1] -= self.nbytes[owner]
+        for owner in {self.owner[value] for value in self.reads if value not in self.free}:
+            saved[owner.defined] += self.nbytes[owner]
+        crossing, before = _sums(changes), _sums(saved)
+        total = before[-1]
+        found = []
+        for index in range(1, number + 1):
+            low, high = ((index - 0.5) / (number + 1) * total, (index + 0.5) / (number + 1) * total)
+            near = [p for p in range(1, self.begin - 1) if low <= before[p - 1] <= high]
+            if near:
+                found.append(min(near, key=lambda p: crossing[p]))
+        return sorted(set(found))
+
+
+def _sums(changes: Sequence[int]) -> list[int]:
+    total, sums = 0, []
+    for change in changes:
+        total += change
+        sums.append(total)
+    return sums
+
+
+def _writes(bsym: BoundSymbol) -> frozenset[str]:
+    """Return the names of the inputs that ``bsym`` may write."""
+    facts = facts_of(bsym)
+    copied = frozenset({bsym.args[1].name}) if bsym.sym.name == "copy_" else frozenset()
+    if facts.known or bsym.sym.name.startswith("fsdp_"):
+        return facts.writes | copied
+    return frozenset(p.name for p in bsym.flat_proxy_args)
