@@ -255,7 +255,7 @@ def plan(
             console.print(strategy.replace("zero", "ZeRO-"), style="bold")
         console.print(plan_table(step.transform.plan), highlight=False)
         console.print(dry_run_table(step), highlight=False)
-        compiled = step.transform.compiled[-1]
+        compiled = step.compiled
         memory = compiled.memory.with_optimizer_state(optimizer_state_bytes(compiled.buckets, optimizer_bytes))
         console.print(describe_fit(memory, step.cluster.memory, step.cluster.name), highlight=False)
         if compiled.choice is not None:

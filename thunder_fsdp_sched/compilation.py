@@ -21,7 +21,7 @@ from .simulator.clusters import cluster_of_this_process
 from .simulator.cost import AnalyticCost
 from .trace.computation import computation_of
 from .trace.descriptions import count_issues
-from .trace.inspection import is_backward_trace, split_joint, statements
+from .trace.inspection import is_backward_trace, snapshot, split_joint, statements
 from .trace.schedule import StepSchedule, compute_digest, read_program, read_schedule
 from .transforms import (
     ScheduleMismatch,
@@ -102,6 +102,7 @@ class Compilation:
             for value, argument in zip(prologue.output[0], computation.args, strict=True)
             if getattr(value, "name", None) in unpacked
         }
+        self.traces.parameters = inputs
         run = self.traces.run
         prologue = run([partial(shard_prologue, shards=shards, no_sync=self.traces.no_sync)], prologue)
         computation = run([partial(insert_unshard, inputs=inputs, buckets=locations, shards=shards)], computation)
@@ -110,6 +111,7 @@ class Compilation:
     def before_fusion(self, joint: TraceCtx) -> TraceCtx:
         """Bucket the communication of the joint trace and choose what stays unsharded, before operators are fused."""
         traces, log = self.traces, self._sharded.progress.log_phase
+        traces.differentiated = snapshot(joint)
         log(
             "differentiated, %d bound symbols in the joint trace",
             len(joint.bound_symbols),

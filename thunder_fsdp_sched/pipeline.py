@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -38,6 +38,8 @@ class CompiledTraces:
         choice: the outcome of ``prefetch="auto"`` or ``max_unsharded_bytes``; ``None`` without them.
         offloaded: names of the values that wait in host memory between forward and backward.
         recomputed: names of the values of forward that ``max_memory`` makes backward compute again.
+        parameters: the parameter name of each argument that is a parameter, keyed by the argument's name.
+        differentiated: the joint trace as Thunder has made it, with one ``fsdp_unshard`` for each parameter.
         joint: the joint trace with bucketed communication, before fusion (forward alone without gradients).
         forward_before, backward_before: the execution traces that Thunder passes to us, with communication unsorted.
         forward, backward: the traces that run. Backward is ``None`` without gradients.
@@ -53,6 +55,8 @@ class CompiledTraces:
     choice: Choice | None = None
     offloaded: frozenset[str] = frozenset()
     recomputed: frozenset[str] = frozenset()
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    differentiated: TraceCtx | None = None
     joint: TraceCtx | None = None
     forward_before: TraceCtx | None = None
     forward: TraceCtx | None = None

@@ -51,7 +51,7 @@ from .sharding.jitted_state import hold_entries
 from .sharding.replacement import replace_in_optimizers_of
 from .sharding.sharded_module import ShardedModule
 from .trace import symbols
-from .trace.descriptions import read_call
+from .trace.descriptions import Call, read_call
 from .trace.schedule import StepSchedule, save_schedules
 from .transforms import refuse_foreign_parameters
 
@@ -172,11 +172,16 @@ class FSDPTransform(Transform):
         self._sharded.progress.log_phase(
             "traced for %s, %d bound symbols", call, len(computation_trace.bound_symbols), stage="differentiating"
         )
-        traces = CompiledTraces(no_sync, next(self._compilations), call, buckets=self._sharded.buckets)
+        compilation = self.begin_compilation(call, no_sync=no_sync)
+        return *compilation.shard(prologue_trace, computation_trace), epilogue_trace
+
+    def begin_compilation(self, call: Call, *, no_sync: bool) -> Compilation:
+        """Return a new compilation, which the hooks that Thunder calls next go on with."""
+        traces = CompiledTraces(no_sync, next(self._compilations), call, buckets=self.sharded.buckets)
         self._compilation = Compilation(
-            traces, self._sharded, self.options, self._fusions, self._stats, agrees=self._agrees
+            traces, self.sharded, self.options, self._fusions, self._stats, agrees=self._agrees
         )
-        return *self._compilation.shard(prologue_trace, computation_trace), epilogue_trace
+        return self._compilation
 
     @property
     def _current(self) -> Compilation:

@@ -176,7 +176,7 @@ def dry_run_table(step: DryRun) -> Table:
             f"{timeline.over_sum:.2f}",
             human_bytes(timeline.peak_unsharded_bytes),
         )
-    compiled = step.transform.compiled[-1]
+    compiled = step.compiled
     parts, in_flight = [], []
     for name, trace in (("forward", compiled.forward), ("backward", compiled.backward)):
         if trace is not None:

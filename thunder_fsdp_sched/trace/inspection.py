@@ -34,6 +34,7 @@ __all__ = [
     "outs_of",
     "return_of",
     "short_form",
+    "snapshot",
     "split_joint",
     "statement",
     "statements",
@@ -127,6 +128,14 @@ def with_bound_symbols(trace: TraceCtx, bsyms: Sequence[BoundSymbol], pass_name:
     new.bound_symbols = list(bsyms)
     new._any_future_tensors = trace._any_future_tensors
     new.set_provenance(TraceProvenance(f"{pass_name} (took {(time.perf_counter() - started) * 1e3:.1f} milliseconds)"))
+    return new
+
+
+def snapshot(trace: TraceCtx) -> TraceCtx:
+    """Return a copy with names of its own: those that later passes choose are not taken in it."""
+    new = from_trace(trace)
+    new.bound_symbols = list(trace.bound_symbols)
+    new.names = trace.names.copy()
     return new
 
 
