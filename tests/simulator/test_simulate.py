@@ -4,6 +4,7 @@ Traces are built directly from symbols, and a cost model of constants says how l
 and nothing communicates.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,12 @@ from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.simulator.cost import Seconds, runs_nothing
 from thunder_fsdp_sched.simulator.simulate import COMPUTE, Timeline, simulate
+from thunder_fsdp_sched.trace.host_copies import (
+    fsdp_copy_to_device,
+    fsdp_copy_to_host,
+    fsdp_wait_device_copy,
+    fsdp_wait_host_copy,
+)
 from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from thunder_fsdp_sched.transforms import assign_slots, sort_communication
 from thunder_fsdp_sched.transports.flat import Flat
@@ -159,6 +166,52 @@ def test_compute_waits_for_a_gather_that_takes_longer():
     assert timeline.step_seconds == 5.0
     assert timeline.exposed_seconds == 3.0
     assert timeline.exposed_by_bucket == {"b0": 2.0, "b1": 1.0}
+
+
+def offloaded() -> tuple[TraceCtx, TraceCtx]:
+    """Return a forward that offloads two values and a backward that copies the second back, then the first."""
+    forward = TraceBuilder()
+    copies = []
+    for _ in range(2):
+        forward.compute()
+        copies.append((forward.value, forward.write(fsdp_copy_to_host, forward.value)))
+    forward.compute(symbol=prims.sin)
+    hosts = [forward.write(fsdp_wait_host_copy, future, value) for value, future in copies]
+    backward = TraceBuilder(after=forward)
+    futures = [backward.write(fsdp_copy_to_device, host, "cpu") for host in reversed(hosts)]
+    backward.compute()
+    for future in futures:
+        backward.value = backward.write(fsdp_wait_device_copy, future)
+        backward.compute()
+    return forward.finish_trace(), backward.finish_trace()
+
+
+def test_copies_of_one_direction_run_one_after_the_other_and_delay_compute_only_at_their_waits():
+    cost = ConstantCost({"neg": 1.0, "sin": 2.0}, host_copy=2.5, synchronous=False)
+    timeline = simulate(*offloaded(), cost)
+    assert spans(timeline, "to host memory") == [(1.0, 3.5), (3.5, 6.0)]
+    assert spans(timeline, "to the device") == [(6.0, 8.5), (8.5, 11.0)]
+    assert spans(timeline, COMPUTE, "wait") == [(4.0, 6.0), (7.0, 8.5), (9.5, 11.0)]
+    assert timeline.step_seconds == 12.0 and timeline.compute_seconds == 7.0
+    assert timeline.exposed_seconds == 5.0 and timeline.contention_seconds == 0.0
+    assert timeline.communication_seconds == {"to host memory": 5.0, "to the device": 5.0}
+    assert timeline.lower_bound == 7.0
+    hidden = simulate(*offloaded(), dataclasses.replace(cost, host_copy=0.5))
+    assert hidden.step_seconds == 7.0 and hidden.overlap == 1.0
+
+
+def test_a_copy_does_not_delay_collectives_and_has_its_own_time_in_each_direction():
+    builder = TraceBuilder()
+    builder.gather(0)
+    future = builder.write(fsdp_copy_to_host, builder.value)
+    other = builder.write(fsdp_copy_to_device, builder.value, "cpu")
+    builder.wait(0)
+    builder.write(fsdp_wait_host_copy, future, builder.value)
+    builder.write(fsdp_wait_device_copy, other)
+    cost = ConstantCost(gather=2.0, host_copy=3.0, synchronous=False)
+    timeline = simulate(builder.finish_trace(), None, cost)
+    assert [spans(timeline, s) for s in ("data", "to host memory", "to the device")] == [[(0, 2)], [(0, 3)], [(0, 3)]]
+    assert timeline.step_seconds == 3.0
 
 
 def test_a_collective_starts_after_all_compute_issued_before_it():

@@ -13,6 +13,7 @@ from unittest import mock
 from thunder_fsdp_sched import private_api
 from thunder_fsdp_sched.agreement import consistency
 from thunder_fsdp_sched.distributed import group_creation
+from thunder_fsdp_sched.runtime import activation_offload
 from thunder_fsdp_sched.sharding import meta_init, setup, sharded_module
 from thunder_fsdp_sched.transports import base
 
@@ -191,6 +192,7 @@ def _replacements(recording: Recording, *, assume_agreement: bool) -> Iterator[t
     yield torch.accelerator, "is_available", lambda: True
     yield torch.accelerator, "current_accelerator", lambda *args, **kwargs: torch.device("cuda")
     yield base, "_side_streams", {}
+    yield activation_offload, "_streams", {}
     yield setup, "type", _type_of
     for module in (meta_init, sharded_module):
         yield module, "replace_data", _replace_data

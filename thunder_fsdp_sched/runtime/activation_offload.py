@@ -8,8 +8,8 @@ and communication:
 - A copy starts after all work that was issued to the current stream earlier, because that computes the value, or may
   still use the memory that is written. The wait lets the current stream wait for the copy's event; the host never waits.
 - The memory that is copied from is referenced until the wait. So it is freed, and allocated again by the current stream,
-  only after the copy. If an exception prevents the wait, the host waits for the copy before it drops the reference.
-- The copy back waits for all copies to host memory as well, because backward may run on another stream than forward.
+  only after the copy. If an exception prevents the wait, the host waits for the copy before it drops the references.
+- The copy back reads what the copy to host memory has written: backward runs after forward, which has waited for it.
 
 Pinned memory comes from PyTorch's caching host allocator, which is the pool: it hands out a freed block again only after
 the copies that use it, and a block is freed with the last reference to the saved tensor. So a dropped backward, a
@@ -94,7 +94,6 @@ def copy_to_device(host: torch.Tensor, device: str) -> HostCopy:
             return HostCopy(host, _like(result.copy_(span), host))
         stream = _stream(result.device, "to device")
         stream.wait_stream(torch.cuda.current_stream(result.device))
-        stream.wait_stream(_stream(result.device, "to host"))
         with torch.cuda.stream(stream):
             result.copy_(span, non_blocking=True)
             done = stream.record_event()

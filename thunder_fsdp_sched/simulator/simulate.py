@@ -15,6 +15,11 @@ than if it had been issued last. An all-gather sends its data in one piece, wher
 segment, each only when the previous one has arrived. So of these two, the all-gather gets the larger share of the link
 (``gather_share``), and the reduction less than the rest (``reduction_share``). Of two all-gathers, the first gets the
 whole link.
+
+[Note: Simulated host copies]
+A copy of an offloaded activation runs on the host link, one direction independent of the other, after the previous copy
+in its direction and after the compute that was issued earlier. It neither uses a network link nor slows compute down,
+because copy engines do it. On a CPU it is compute.
 """
 
 from __future__ import annotations
@@ -29,7 +34,8 @@ from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
-from ..trace.inspection import AGREEMENT
+from ..trace.host_copies import HOST_COPIES, HOST_COPY_ISSUES, fsdp_copy_to_host, fsdp_wait_host_copy
+from ..trace.inspection import AGREEMENT, nbytes_of
 from ..trace.liveness import BEFORE_TRACE, Liveness, SlotRange
 from ..trace.operands import Wait, bucket_of
 from ..trace.symbols import (
@@ -42,7 +48,7 @@ from ..trace.symbols import (
     payload,
 )
 from .cost import CostModel, Seconds
-from .timeline import COMPUTE, Interval, SlotUse, Timeline
+from .timeline import COMPUTE, TO_DEVICE, TO_HOST, Interval, SlotUse, Timeline
 
 __all__ = ["COMPUTE", "Interval", "SlotUse", "Timeline", "simulate"]
 
@@ -169,6 +175,21 @@ class _Link:
         ]
 
 
+@dataclass(eq=False)
+class _HostLink:
+    """One direction of the link to host memory, which runs copies in issue order."""
+
+    free: float = 0.0
+    dedicated_seconds: float = 0.0
+
+    def issue(self, arrival: float, seconds: float) -> tuple[float, float]:
+        """Return when a copy starts and ends."""
+        start = max(arrival, self.free)
+        self.free = start + seconds
+        self.dedicated_seconds += seconds
+        return start, self.free
+
+
 class _Simulator:
     """The state of all streams while traces run."""
 
@@ -179,6 +200,8 @@ class _Simulator:
         self.compute = 0.0
         self.links: dict[str, _Link] = {}
         self.flights: dict[str, tuple[_Link, _Flight]] = {}
+        self.host_links: dict[str, _HostLink] = {}
+        self.copied: dict[str, float] = {}  # ends of copies by their futures
         self.times: list[tuple[float, float]] = []
         """For each bound symbol, when it begins to use slots and when it has used them."""
         self.resident: set[str] = set()  # gathers whose buckets are resident, so there is nothing to wait for
@@ -187,6 +210,7 @@ class _Simulator:
 
     def run(self, number: int, trace: TraceCtx) -> None:
         self.flights.clear()
+        self.copied.clear()
         self.resident.clear()
         position = 0
         for bsym, seconds in zip(trace.bound_symbols, self.cost.seconds(trace), strict=True):
@@ -212,6 +236,9 @@ class _Simulator:
                 if Wait(bsym).future.name not in self.resident:
                     self._wait(bsym, seconds, number, position)
                 used = self.compute
+            elif name in HOST_COPIES and not self.cost.synchronous:
+                self._copy(bsym, seconds, number, position)
+                used = self.compute
             else:
                 self._work(bsym, seconds, number, position)
                 used = self.compute
@@ -224,7 +251,8 @@ class _Simulator:
                 link.advance(link.next_change)
         self.intervals.sort(key=lambda i: (i.trace, i.position, i.kind != "wait"))
         end = max([self.host, *(i.end for i in self.intervals)])
-        communication = {group: link.dedicated_seconds for group, link in self.links.items()}
+        links: dict[str, _Link | _HostLink] = {**self.links, **self.host_links}
+        communication = {name: link.dedicated_seconds for name, link in links.items()}
         uses = _slot_uses(slots, self.times)
         return Timeline(tuple(self.intervals), uses, end, self.compute_seconds, self.contention_seconds, communication)
 
@@ -264,6 +292,23 @@ class _Simulator:
             self.intervals.append(Interval(COMPUTE, "wait", bsym.sym.name, name, start, end, trace, position))
         self.compute = max(self.compute, end)
         self._work(bsym, seconds, trace, position, flight.bucket.spec.name)
+
+    def _copy(self, bsym: BoundSymbol, seconds: Seconds, trace: int, position: int) -> None:
+        """Issue or wait for a copy of an offloaded activation; see [Note: Simulated host copies]."""
+        if bsym.sym.name in HOST_COPY_ISSUES:
+            self._work(bsym, seconds, trace, position)
+            name = TO_HOST if bsym.sym is fsdp_copy_to_host else TO_DEVICE
+            link = self.host_links.setdefault(name, _HostLink())
+            start, end = link.issue(max(self.host, self.compute), self.cost.host_copy_seconds(nbytes_of(bsym.args[0])))
+            self.copied[bsym.output.name] = end
+            self.intervals.append(Interval(name, bsym.sym.name, bsym.sym.name, name, start, end, trace, position))
+            return
+        start, end = max(self.compute, self.host), self.copied[bsym.args[0].name]
+        if end > start:
+            name = TO_HOST if bsym.sym is fsdp_wait_host_copy else TO_DEVICE
+            self.intervals.append(Interval(COMPUTE, "wait", bsym.sym.name, name, start, end, trace, position))
+        self.compute = max(self.compute, end)
+        self._work(bsym, seconds, trace, position)
 
     def _end_of(self, start: float, work: float) -> float:
         """Return when compute of ``work`` seconds at full speed ends if it starts at ``start``, given contention."""

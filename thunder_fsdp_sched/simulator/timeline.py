@@ -2,8 +2,9 @@
 
 [Note: Exposed communication]
 Communication is exposed while a collective runs and compute does not, by union of intervals: two collectives at once
-count once. So a step is compute + contention + exposed communication + idle. Idle is time in which the device has
-nothing to do because the host has not issued it yet.
+count once. Copies of offloaded activations to host memory and back count as communication. So a step is compute +
+contention + exposed communication + idle. Idle is time in which the device has nothing to do because the host has not
+issued it yet.
 """
 
 from __future__ import annotations
@@ -15,20 +16,23 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["COMPUTE", "Interval", "SlotUse", "Timeline"]
+__all__ = ["COMPUTE", "TO_DEVICE", "TO_HOST", "Interval", "SlotUse", "Timeline"]
 
 COMPUTE = "compute"
-"""Name of the compute stream; the other streams have the names of process groups."""
+"""Name of the compute stream; the other streams have the names of process groups or the two below."""
+
+TO_HOST, TO_DEVICE = "to host memory", "to the device"
+"""Names of the streams that copy offloaded activations."""
 
 
 class Interval(NamedTuple):
     """An activity of a stream from ``start`` to ``end`` (seconds since the start of the step).
 
     Attributes:
-        stream: :data:`COMPUTE`, or the process group's name.
+        stream: :data:`COMPUTE`, the process group's name, :data:`TO_HOST` or :data:`TO_DEVICE`.
         kind: ``"compute"``, ``"wait"`` (the compute stream waits for a collective), or the collective's symbol.
         label: name of the symbol.
-        bucket: the bucket of a collective or a wait, else ``""``.
+        bucket: the bucket of a collective or its wait, the stream of a copy or its wait, else ``""``.
         trace: the index of its trace among the simulated ones.
         position: index of the bound symbol in its trace, ``del`` statements not counted.
     """
@@ -73,7 +77,7 @@ class Timeline:
         compute_seconds: work of the compute stream at full speed.
         contention_seconds: the time by which collectives slow compute down.
         communication_seconds: work of all collectives of each process group if each ran alone, keyed by the group's
-            name.
+            name, and of all copies in each direction.
     """
 
     intervals: tuple[Interval, ...]

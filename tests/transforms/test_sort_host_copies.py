@@ -1,0 +1,132 @@
+"""Where copies of offloaded activations are issued and waited for, and the memory that this frees."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from thunder_fsdp_sched import testing
+from thunder_fsdp_sched.trace.host_copies import (
+    HOST_COPIES,
+    fsdp_copy_to_device,
+    fsdp_copy_to_host,
+    fsdp_wait_device_copy,
+    fsdp_wait_host_copy,
+)
+from thunder_fsdp_sched.trace.inspection import args_of, nbytes_of, outs_of, statements
+from thunder_fsdp_sched.trace.live_memory import memory_intervals
+from thunder_fsdp_sched.trace.schedule import save_schedules
+from thunder_fsdp_sched.transforms import sort_host_copies
+from thunder_fsdp_sched.transforms.sort_host_copies import MAX_HOST_COPIES_IN_FLIGHT
+
+import pytest
+import torch
+from models import Stack
+from offloading import offloading
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+
+@cache
+def _compiled(offloads: bool = True) -> testing.CompiledTraces:
+    with offloading(lambda found: found if offloads else ()):
+        [compiled] = testing.compile_on_fake_ranks(lambda: (Stack(4), (torch.ones(2, 4),)), 2)
+    return compiled
+
+
+def _sort(trace: TraceCtx, copy: float) -> list[BoundSymbol]:
+    """Return a trace in which each copy takes as long as ``copy`` other bound symbols."""
+    sorted_trace = sort_host_copies(
+        trace, seconds=lambda t: [1.0] * len(t.bound_symbols), copy_seconds=lambda nbytes: copy
+    )
+    assert [b for b in sorted_trace.bound_symbols if b.sym.name not in HOST_COPIES] == [
+        b for b in statements(trace) if b.sym.name not in HOST_COPIES
+    ]
+    return sorted_trace.bound_symbols
+
+
+def _spans(bsyms: list[BoundSymbol]) -> list[tuple[int, int, int]]:
+    """Return the positions of issue and wait of each copy, and its bytes."""
+    issued = {b.output.name: i for i, b in enumerate(bsyms) if b.sym in (fsdp_copy_to_host, fsdp_copy_to_device)}
+    waits = (fsdp_wait_host_copy, fsdp_wait_device_copy)
+    found = [(issued[b.args[0].name], i, nbytes_of(b.output)) for i, b in enumerate(bsyms) if b.sym in waits]
+    assert len(found) == len(issued) > 5
+    return found
+
+
+def _assert_within_limit(bsyms: list[BoundSymbol]) -> int:
+    """Check the bytes in flight, and return the most copies that are in flight at once."""
+    spans = _spans(bsyms)
+    limit = sum(sorted(nbytes for _, _, nbytes in spans)[-MAX_HOST_COPIES_IN_FLIGHT:])
+    in_flight = [[nbytes for issue, wait, nbytes in spans if issue <= at < wait] for at in range(len(bsyms))]
+    assert all(sum(nbytes) <= limit for nbytes in in_flight)
+    return max(map(len, in_flight))
+
+
+@pytest.mark.parametrize("copy", [0.0, 3.0, 1000.0])
+def test_a_copy_to_the_host_starts_after_the_last_use_and_ends_when_it_has_probably_finished(copy: float) -> None:
+    bsyms = _sort(_compiled().forward_before, copy)
+    most = _assert_within_limit(bsyms)
+    for issue, wait, _ in _spans(bsyms):
+        source = bsyms[issue].args[0].name
+        before = next(i for i in range(issue - 1, -1, -1) if bsyms[i].sym.name not in HOST_COPIES)
+        assert source in args_of(bsyms[before]) or source in outs_of(bsyms[before])
+        assert not any(source in args_of(b) for b in bsyms[wait + 1 :])
+        between = sum(b.sym.name not in HOST_COPIES for b in bsyms[issue:wait])
+        reason = str(bsyms[wait].header)
+        assert (reason == "finished by now") is (between >= 1.25 * copy and copy < 1000) or "end of forward" in reason
+    assert most == 1 if copy == 0 else most > 1
+    reasons = {str(bsyms[wait].header).partition(":")[0] for _, wait, _ in _spans(bsyms)}
+    assert ("in-flight limit" in reasons) is (copy == 1000)
+
+
+@pytest.mark.parametrize("copy", [0.0, 3.0, 1000.0])
+def test_a_copy_to_the_device_starts_as_late_as_it_is_hidden_and_ends_before_its_first_consumer(copy: float) -> None:
+    bsyms = _sort(_compiled().backward_before, copy)
+    most = _assert_within_limit(bsyms)
+    spans = _spans(bsyms)
+    assert spans == sorted(spans), "issues and waits have the order of first consumers"
+    for issue, wait, _ in spans:
+        consumer = next(b for b in bsyms[wait:] if b.sym.name not in HOST_COPIES)
+        assert bsyms[wait].output.name in args_of(consumer)
+        between = sum(b.sym.name not in HOST_COPIES for b in bsyms[issue:wait])
+        assert between == 0 if copy == 0 else between >= 3 or "from the start" in str(bsyms[issue].header)
+    assert (most > 1) is (copy == 1000)
+
+
+def test_offloading_frees_device_memory_from_the_wait_to_the_issue_of_the_copy_back() -> None:
+    compiled, plain = _compiled(), _compiled(False)
+    traces = compiled.forward, compiled.backward
+    bsyms = [b for trace in traces for b in trace.bound_symbols]
+    intervals = {i.name: i for i in memory_intervals(traces)}
+    for position, bsym in enumerate(bsyms):
+        if bsym.sym is fsdp_wait_host_copy:
+            assert intervals[bsym.args[1].name].end == position
+            assert bsym.output.name not in intervals and bsym.args[0].name not in intervals
+        elif bsym.sym is fsdp_copy_to_device:
+            back = intervals[bsym.output.name]
+            wait = next(b for b in bsyms[position:] if bsym.output.name in args_of(b))
+            reads = [i for i, b in enumerate(bsyms) if wait.output.name in args_of(b) and b.sym.name != "python_del"]
+            assert (back.start, back.nbytes) == (position, nbytes_of(wait.output)) and back.end >= reads[-1]
+    # Backward's trace on its own also counts nothing for what it finds in host memory.
+    alone = {i.name for i in memory_intervals([compiled.backward])}
+    assert not any(name.startswith("host_") for name in alone)
+    saved = [c.memory.bytes_at(c.memory.backward)["saved for backward"] for c in (plain, compiled)]
+    freed = sum(nbytes_of(b.output) for b in bsyms if b.sym is fsdp_wait_host_copy)
+    assert freed and saved[0] - saved[1] == freed
+
+
+def test_a_saved_schedule_leaves_the_copies_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    with offloading():
+
+        def compile(**options: object) -> testing.CompiledTraces:
+            [compiled] = testing.compile_on_fake_ranks(lambda: (Stack(2), (torch.ones(2, 4),)), 2, **options)
+            return compiled
+
+        first = compile(prefetch=2)
+        save_schedules([first.schedule], path)
+        again = compile(schedule=path)
+    assert again.schedule == first.schedule
+    for a, b in ((first.forward, again.forward), (first.backward, again.backward)):
+        assert [s.sym.name for s in statements(a)] == [s.sym.name for s in statements(b)]
