@@ -18,7 +18,7 @@ from .pipeline import CompiledTraces, Pass, can_fuse_any
 from .sharding.sharded_module import ShardedModule
 from .simulator.autotune import Limits, choose
 from .simulator.clusters import cluster_of_this_process
-from .simulator.cost import AnalyticCost
+from .simulator.cost import AnalyticCost, compute_seconds
 from .trace.computation import computation_of
 from .trace.descriptions import count_issues
 from .trace.inspection import is_backward_trace, snapshot, split_joint, statements
@@ -36,6 +36,7 @@ from .transforms import (
     keep_fusions_apart,
     mark_retained_by_forward,
     offload_activations,
+    offloadable,
     refuse_redrawn_gradients,
     regather_for_backward,
     remove_cuts,
@@ -134,9 +135,12 @@ class Compilation:
         passes: list[Pass] = []
         if self._fusions:
             passes += [remove_cuts, partial(regather_for_backward, kept=self._sharded.kept)]
-        if self.traces.offloaded:
-            passes.append(partial(offload_activations, offloaded=self.traces.offloaded))
-        return self.traces.run(passes, joint)
+        joint = self.traces.run(passes, joint)
+        if not self.traces.offloaded:
+            return joint
+        if self._fusions:  # a fusion may have taken a value in
+            self.traces.offloaded &= offloadable(joint).keys()
+        return self.traces.run([partial(offload_activations, offloaded=self.traces.offloaded)], joint)
 
     def schedule(self, unscheduled: TraceCtx) -> TraceCtx:
         """Return the forward or backward trace that runs: sorted, with slots, verified, and agreed on by all ranks."""
@@ -148,7 +152,9 @@ class Compilation:
         copies: list[Pass] = []
         if traces.offloaded:
             cost = AnalyticCost(self._options.cluster or cluster_of_this_process())
-            copies.append(partial(sort_host_copies, seconds=cost.compute_seconds, copy_seconds=cost.host_copy_seconds))
+            copies.append(
+                partial(sort_host_copies, seconds=partial(compute_seconds, cost), copy_seconds=cost.host_copy_seconds)
+            )
         unsorted = traces.run([*checks, write_grads_in_place, guard_first, *copies], unscheduled)
         forward = traces.forward if backward else None
         room = shared_budget(unsorted, budget=self._options.max_unsharded_bytes, kept=kept)
@@ -202,7 +208,8 @@ class Compilation:
             buckets=sharded.buckets,
         )
         traces.pass_seconds["choose"] = seconds = time.process_time() - started
-        traces.prefetch, traces.recomputed = traces.choice.chosen.prefetch, traces.choice.chosen.recomputed
+        chosen = traces.choice.chosen
+        traces.prefetch, traces.recomputed, traces.offloaded = chosen.prefetch, chosen.recomputed, chosen.offloaded
         LOGGER.debug("choose: %d candidates, %.1f ms\n%s", len(traces.choice.considered), 1e3 * seconds, traces.choice)
         if may_keep:
             sharded.set_kept_buckets(traces.choice.chosen.kept)

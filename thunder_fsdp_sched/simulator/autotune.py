@@ -7,9 +7,9 @@ tries distances with nothing kept first. At the fastest it tries as many kept bu
 closer numbers around the fastest so far; then the neighbouring distances with that number. Kept are the buckets that
 backward reads first, because forward gathers them last and so they occupy memory for the shortest time.
 
-With ``max_memory``, a candidate whose step exceeds it computes values again in backward: those that cost the least time
-(``recomputation``). Their effect on memory is estimated first. The passes then give the real peak, and the estimate is
-corrected by the difference.
+With ``max_memory``, a candidate whose step exceeds it computes values again in backward, or moves them to host memory:
+those that cost the least time (``activation_plan``). Their effect on memory is estimated first. The passes then give the
+real peak, and the estimate is corrected by the difference.
 
 The candidate with the shortest simulated step wins; among equals, the one that keeps more buckets, because it sends
 less, and then the one with fewer bytes. The default, ``prefetch=1`` with nothing kept, is always tried. If it fits the
@@ -37,15 +37,18 @@ from ..trace.symbols import fsdp_all_gather
 from ..transforms import (
     assign_slots,
     mark_retained_by_forward,
+    offload_activations,
+    offloadable,
     regather_for_backward,
     reuse_from_forward,
     sort_communication,
+    sort_host_copies,
     sort_within_budget,
     write_grads_in_place,
 )
 from ..transforms.sort_within_budget import private_bytes, shared_budget
-from .cost import CostModel
-from .recomputation import Recomputations
+from .activation_plan import ActivationPlan, ActivationPlans
+from .cost import CostModel, compute_seconds
 from .simulate import simulate
 
 __all__ = ["Candidate", "Choice", "Limits", "choose"]
@@ -90,6 +93,7 @@ class Candidate:
         unsharded_bytes: bytes of all slots: kept buckets, gathered ones, and unsharded gradients.
         step_seconds: simulated time of forward and backward.
         recomputed: names of the values that backward computes again.
+        offloaded: names of the values that wait in host memory between forward and backward.
         peak_bytes: peak of all memory of the step; ``None`` without ``max_memory``.
     """
 
@@ -98,12 +102,14 @@ class Candidate:
     unsharded_bytes: int
     step_seconds: float
     recomputed: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
     peak_bytes: int | None = None
 
     def __str__(self) -> str:
         text = f"prefetch {self.prefetch}  {len(self.kept):3d} buckets kept  {self.unsharded_bytes:>15,} bytes"
         if self.peak_bytes is not None:
-            text += f"  {len(self.recomputed):5d} values recomputed  {self.peak_bytes:>17,} bytes in all"
+            text += f"  {len(self.recomputed):5d} values recomputed  {len(self.offloaded):4d} offloaded"
+            text += f"  {self.peak_bytes:>17,} bytes in all"
         return f"{text}  {self.step_seconds * 1e3:10.3f} ms"
 
 
@@ -175,8 +181,8 @@ def _explain(least: _Plan, prefetch: int, limits: Limits) -> str:
         )
     less = "prefetch='auto', " if prefetch else ""
     return (
-        f"max_memory: {limits.memory:,} bytes are too few: with prefetch={prefetch} and as much recomputed in backward as "
-        f"helps the step needs {least.peak_bytes:,} bytes. Allow more, or use {less}smaller batches, more ranks, lower "
+        f"max_memory: {limits.memory:,} bytes are too few: with prefetch={prefetch} and as much recomputed or offloaded "
+        f"as helps the step needs {least.peak_bytes:,} bytes. Allow more, or use {less}smaller batches, more ranks, lower "
         f"precision (mp_policy) or smaller buckets (bucketing_strategy)"
     )
 
@@ -202,13 +208,14 @@ def _keep_more(search: _Search, distances: Collection[int]) -> None:
 class _Plan(NamedTuple):
     """The traces of one candidate.
 
-    ``unsharded_bytes`` are those of all slots, ``recomputed`` the names of values that backward computes again,
-    ``peak_bytes`` the peak of all memory, if it is limited.
+    ``unsharded_bytes`` are those of all slots, ``recomputed`` and ``offloaded`` the names of values that backward computes
+    again or that wait in host memory, ``peak_bytes`` the peak of all memory, if it is limited.
     """
 
     halves: Sequence[TraceCtx]
     unsharded_bytes: int
     recomputed: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
     peak_bytes: int | None = None
 
 
@@ -281,15 +288,25 @@ class _Search:
         return self.limits.memory is None or plan.peak_bytes is None or plan.peak_bytes <= self.limits.memory
 
     def _with_less_memory(self, prefetch: int, number: int, plan: _Plan) -> _Plan:
-        """Return a plan that recomputes values to keep the limit on memory; the smallest found if none does."""
+        """Return the fastest plan found that recomputes and offloads to keep the limit; else the smallest found."""
         if len(plan.halves) == 1:
             return plan
+        plans = [self._corrected(prefetch, number, plan, offload=False)]
+        if self._offloadable:
+            plans.append(self._corrected(prefetch, number, plan, offload=True))
+        fitting = [p for p in plans if self._is_within_memory(p)]
+        if len(fitting) > 1:
+            return min(fitting, key=lambda p: simulate(p.halves, None, self.cost).step_seconds)
+        return min(fitting or plans, key=lambda p: p.peak_bytes or 0)
+
+    def _corrected(self, prefetch: int, number: int, plan: _Plan, *, offload: bool) -> _Plan:
+        """Estimate what to recompute and to offload until the real peak is within the limit."""
         assert plan.peak_bytes is not None and self.limits.memory is not None
-        limit = self.limits.memory - (plan.peak_bytes - self._recomputations.unchanged.peak)
+        limit = self.limits.memory - (plan.peak_bytes - self._activations.unchanged.peak)
         least, peak = plan, plan.peak_bytes
         for _ in range(_CORRECTIONS):
-            choice = self._recomputations.within(limit)
-            plan = self._run_passes(prefetch, number, choice.names)
+            choice = self._activations.within(limit, offload=offload)
+            plan = self._run_passes(prefetch, number, choice)
             assert plan.peak_bytes is not None
             if plan.peak_bytes < peak:
                 least, peak = plan, plan.peak_bytes
@@ -299,9 +316,16 @@ class _Search:
         return least
 
     @cached_property
-    def _recomputations(self) -> Recomputations:
-        """What backward may compute again; further kept buckets hardly change it."""
-        return Recomputations(split_joint(self._regathered(0, frozenset())), self.cost)
+    def _offloadable(self) -> frozenset[str]:
+        """The values that may move to host memory. On a CPU that would free nothing."""
+        if self.cost.synchronous:
+            return frozenset()
+        return frozenset(offloadable(self._regathered(0, frozenset())))
+
+    @cached_property
+    def _activations(self) -> ActivationPlans:
+        """What may happen to activations; further kept buckets hardly change it."""
+        return ActivationPlans(split_joint(self._regathered(0, frozenset())), self.cost, self._offloadable)
 
     def _regathered(self, number: int, recomputed: frozenset[str]) -> TraceCtx:
         joint = from_trace(self.joint)
@@ -309,15 +333,20 @@ class _Search:
         joint.names = set(self.joint.names)  # those of a candidate that is not chosen stay free
         return regather_for_backward(joint, kept=self._kept(number), recomputed=recomputed)
 
-    def _unsorted(self, number: int, recomputed: frozenset[str]) -> list[TraceCtx]:
-        if recomputed:
-            return [write_grads_in_place(half) for half in split_joint(self._regathered(number, recomputed))]
-        if number not in self._halves:
-            halves = split_joint(self._regathered(number, frozenset()))
-            self._halves[number] = [write_grads_in_place(half) for half in halves]
-        return self._halves[number]
+    def _unsorted(self, number: int, activations: ActivationPlan | None) -> list[TraceCtx]:
+        if activations is None:
+            if number not in self._halves:
+                halves = split_joint(self._regathered(number, frozenset()))
+                self._halves[number] = [write_grads_in_place(half) for half in halves]
+            return self._halves[number]
+        joint = self._regathered(number, activations.recomputed)
+        joint = offload_activations(joint, offloaded=activations.offloaded)
+        sort = partial(
+            sort_host_copies, seconds=partial(compute_seconds, self.cost), copy_seconds=self.cost.host_copy_seconds
+        )
+        return [sort(write_grads_in_place(half)) for half in split_joint(joint)]
 
-    def _run_passes(self, prefetch: int, number: int, recomputed: frozenset[str] = frozenset()) -> _Plan:
+    def _run_passes(self, prefetch: int, number: int, activations: ActivationPlan | None = None) -> _Plan:
         scratch: dict[Arena, Arena] = {}
 
         def arena_of(bucket: Bucket) -> Arena:
@@ -325,7 +354,7 @@ class _Search:
 
         kept, budget = self._kept(number), self.limits.unsharded_bytes
         halves: list[TraceCtx] = []
-        for half in self._unsorted(number, recomputed):
+        for half in self._unsorted(number, activations):
             forward = halves[0] if halves else None
             left = shared_budget(half, budget=budget, kept=kept)
             sort = partial(sort_communication, prefetch=prefetch, max_gathers_in_flight=self.limits.gathers_in_flight)
@@ -339,10 +368,11 @@ class _Search:
             )
         nbytes = private_bytes(halves[0], kept) + sum(arena.nbytes for arena in scratch.values())
         if self.limits.memory is None:
-            return _Plan(halves, nbytes, recomputed)
+            return _Plan(halves, nbytes)
+        changes = (activations.recomputed, activations.offloaded) if activations else (frozenset(), frozenset())
         # Other sets of shapes and flags may have needed a larger arena, which is one for all.
         larger = sum(max(arena.nbytes - new.nbytes, 0) for arena, new in scratch.items())
-        return _Plan(halves, nbytes, recomputed, StepMemory.of(halves, self.buckets).peak.nbytes + larger)
+        return _Plan(halves, nbytes, *changes, StepMemory.of(halves, self.buckets).peak.nbytes + larger)
 
     @cached_property
     def first_in_backward(self) -> list[Bucket]:

@@ -51,7 +51,7 @@ from ..transports import Traffic
 from .clusters import ClusterSpec, cluster
 from .flops import _key, flops_of, tensors
 
-__all__ = ["AnalyticCost", "CostModel", "Seconds", "bytes_of", "ring_seconds", "runs_nothing"]
+__all__ = ["AnalyticCost", "CostModel", "Seconds", "bytes_of", "compute_seconds", "ring_seconds", "runs_nothing"]
 
 
 class Seconds(NamedTuple):
@@ -136,10 +136,6 @@ class AnalyticCost:
             return 2 * nbytes / self.spec.bytes_per_second
         return nbytes / self.spec.host_bytes_per_second
 
-    def compute_seconds(self, trace: TraceCtx) -> list[float]:
-        """Return the time of each bound symbol on the compute stream."""
-        return [s.host + s.device if self.synchronous else s.device for s in self.seconds(trace)]
-
     def _bound_symbol(self, bsym: BoundSymbol, values: _Values) -> Seconds:
         spec = self.spec
         if runs_nothing(bsym):
@@ -166,6 +162,11 @@ class AnalyticCost:
         computing = sum(flops / spec.flops_per_second(dtype) for dtype, flops in flops_of(bsym).items())
         moving = bytes_of(bsym, values) / spec.bytes_per_second
         return Seconds(spec.launch_overhead, spec.kernel_overhead + max(computing, moving))
+
+
+def compute_seconds(cost: CostModel, trace: TraceCtx) -> list[float]:
+    """Return the time of each bound symbol on the compute stream."""
+    return [s.host + s.device if cost.synchronous else s.device for s in cost.seconds(trace)]
 
 
 def runs_nothing(bsym: BoundSymbol) -> bool:

@@ -97,7 +97,8 @@ def _intervals(live: Liveness, bsyms: Sequence[BoundSymbol], starts: Sequence[in
         if owner.defined == BEFORE_TRACE:  # an argument, which the caller keeps
             yield MemoryInterval("input", owner.proxy.name, nbytes, BEFORE_TRACE, last)
         elif owner in begins:
-            yield MemoryInterval("input", owner.proxy.name, nbytes, begins[owner], end)
+            begin = begins[owner]
+            yield MemoryInterval("input", owner.proxy.name, nbytes, begin, last if begin == BEFORE_TRACE else end)
         else:
             yield MemoryInterval("value", owner.proxy.name, nbytes, owner.defined, end)
 

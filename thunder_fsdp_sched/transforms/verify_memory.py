@@ -13,6 +13,7 @@ from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena
+from ..trace.host_copies import fsdp_copy_to_device, fsdp_copy_to_host, fsdp_wait_device_copy, fsdp_wait_host_copy
 from ..trace.inspection import (
     UNPACKING,
     args_of,
@@ -41,6 +42,9 @@ from .verify import VerificationError
 __all__ = ["verify_memory"]
 
 _READ_SHARDS = (fsdp_all_gather, fsdp_params_unchanged)
+
+_NOT_IN_DEVICE_MEMORY = (fsdp_all_gather, fsdp_wait_params, fsdp_copy_to_host, fsdp_wait_host_copy)
+"""Symbols whose results are in slots, which count as allocated all the time, or in host memory."""
 
 _CALLER = "the caller"
 """Stands for the names by which the caller keeps the arguments and outputs of forward."""
@@ -125,9 +129,15 @@ class _Walk:
     def define(self, bsym: BoundSymbol) -> None:
         """Record the memory of what ``bsym`` returns."""
         outs = defined_by(bsym)
-        if bsym.sym in (fsdp_all_gather, fsdp_wait_params) or bsym.sym.name in GRAD_WRITERS:
-            for out in outs:  # in slots
+        if bsym.sym in _NOT_IN_DEVICE_MEMORY or bsym.sym.name in GRAD_WRITERS:
+            for out in outs:
                 self.share(out.name, [])
+            return
+        if bsym.sym is fsdp_copy_to_device:
+            self.allocate(outs[0].name, nbytes_of(outs[0]))
+            return
+        if bsym.sym is fsdp_wait_device_copy:
+            self.share(outs[0].name, args_of(bsym))
             return
         if bsym.sym is fsdp_reduce_scatter:
             self.allocate(outs[0].name, payload(fsdp_all_reduce.name, bucket_of(bsym).spec)[0])

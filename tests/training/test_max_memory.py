@@ -1,0 +1,202 @@
+"""``max_memory``: what backward recomputes changes no bit, and the step keeps the limit."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched import fsdp, testing
+from thunder_fsdp_sched.simulator.clusters import ClusterSpec, cluster
+from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.trace.inspection import is_pure
+from thunder_fsdp_sched.transforms import VerificationError, verify_memory
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from models import GPT
+from ranks import Ranks
+from reference import loss_of
+from thunder.core.prims import PrimIDs
+from thunder.core.trace import from_trace
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Dropping(nn.Module):
+    """Blocks with dropout, one of them a region of ``torch.utils.checkpoint``, between a mask and a running mean."""
+
+    def __init__(self, width: int = 24, blocks: int = 4) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(blocks))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(blocks))
+        self.width = width
+        self.register_buffer("mean", torch.zeros(width))
+
+    def inputs(self, generator: torch.Generator, batch: int = 48) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(batch, self.width, generator=generator, dtype=torch.float64),)
+
+    def block(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        y = F.gelu(self.up[index](x))
+        return x + self.down[index](torch.tanh(y) * y)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x - self.mean
+        for index in range(len(self.up)):
+            if index == 1:
+                x = checkpoint(self.block, x, index, use_reentrant=False)
+            else:
+                x = F.dropout(self.block(x, index), 0.25)
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return x
+
+
+def _gpt() -> GPT:
+    return GPT(width=16, blocks=3, length=16).double()
+
+
+def _dropping() -> Dropping:
+    return Dropping().double()
+
+
+def _large() -> GPT:
+    """A model large enough for a copy to pay off."""
+    return GPT(width=512, blocks=2, length=512, vocab=100).to("meta")
+
+
+MODELS = {"gpt": _gpt, "dropping": _dropping, "large": _large}
+
+
+def _steps(model: nn.Module, rank: int, no_sync: bool, **options: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Train two steps and return the transform, and losses, gradients, buffers and parameters of all steps."""
+    transform = fsdp(**options)
+    inputs = model.inputs
+    jitted = thunder.jit(model, transforms=[transform])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen: list[torch.Tensor] = []
+    torch.manual_seed(rank)
+    for step in range(2):
+        if no_sync:
+            with jitted.no_sync():
+                loss_of(jitted(*inputs(torch.Generator().manual_seed(100 + 10 * step + rank)))).backward()
+        loss = loss_of(jitted(*inputs(torch.Generator().manual_seed(10 * step + rank))))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        seen += [loss.detach(), *(p.grad.to_local().clone() for p in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    seen += [p.detach().to_local().clone() for p in model.parameters()] + list(model.buffers())
+    return transform, seen
+
+
+def _train(rank: int, world_size: int, name: str, no_sync: bool, options: dict[str, Any], share: float) -> int:
+    torch.manual_seed(0)
+    state = MODELS[name]().state_dict()
+
+    def make() -> nn.Module:
+        model = MODELS[name]()
+        model.load_state_dict(state)
+        return model
+
+    free, expected = _steps(make(), rank, no_sync, **options)
+    peak = max(compiled.memory.peak.nbytes for compiled in free.compiled)
+    limited, found = _steps(make(), rank, no_sync, **options, max_memory=int(share * peak))
+    assert len(found) == len(expected)
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(ours, theirs), f"value {number} of {name}"
+    assert all(compiled.memory.peak.nbytes <= share * peak for compiled in limited.compiled)
+    return sum(len(compiled.recomputed) for compiled in limited.compiled)
+
+
+@pytest.mark.parametrize(
+    ("name", "no_sync", "options", "share"),
+    [
+        ("gpt", False, {}, 0.6),
+        ("gpt", True, {"sharding_strategy": "zero2"}, 0.75),
+        ("dropping", False, {"prefetch": "auto"}, 0.75),
+    ],
+)
+def test_recomputation_changes_no_bit_of_a_step(
+    ranks: Ranks, name: str, no_sync: bool, options: dict[str, Any], share: float
+) -> None:
+    for recomputed in ranks.run(_train, name, no_sync, options, share):
+        assert recomputed > 0
+
+
+# A GPU that computes so slowly that copies to host memory are hidden.
+SLOW = dataclasses.replace(
+    cluster("h100-sxm"), name="slow", flops=dict.fromkeys(cluster("h100-sxm").flops, 1e12), memory_bandwidth=1e11
+)
+
+
+def _compile(model: str = "gpt", machine: ClusterSpec | str = "h100-sxm", **options: Any) -> Any:
+    def make() -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        module = MODELS[model]()
+        inputs = module.inputs(torch.Generator().manual_seed(0))
+        return module, tuple(x.to(next(module.parameters()).device) for x in inputs)
+
+    return compile_as_rank(make, fsdp(cluster=machine, **options), rank=0, world_size=2)
+
+
+def test_random_operators_and_what_they_read_in_place_never_run_again() -> None:
+    free = _compile("dropping").compiled[-1]
+    limited = _compile("dropping", max_memory=int(0.6 * free.memory.peak.nbytes)).compiled[-1]
+    assert limited.recomputed
+    for compiled in (free, limited):
+        random = [b for b in compiled.backward.bound_symbols if "uniform" in b.sym.name or "rand" in b.sym.name]
+        assert not random
+    made = {p.name: b for b in limited.joint.bound_symbols for p in b.flat_proxy_outs}
+    assert all(is_pure(made[name]) for name in limited.recomputed)
+    # The buffer is written in forward, so nothing may read it again.
+    assert not any("mean" in str(b) for b in limited.backward.bound_symbols)
+
+
+def test_a_limit_that_nothing_keeps_is_an_error_with_the_least_that_would() -> None:
+    with pytest.raises(
+        ValueError, match=r"max_memory: 1,000 bytes are too few: .* the step needs ([\d,]+) bytes"
+    ) as error:
+        _compile(max_memory=1000)
+    needed = int(re.search(r"needs ([\d,]+) bytes", str(error.value))[1].replace(",", ""))
+    transform = _compile(max_memory=needed)
+    assert transform.compiled[-1].memory.peak.nbytes <= needed
+    testing.assert_peak_memory_at_most(transform.compiled[-1], needed)
+
+
+def test_the_default_is_chosen_if_it_fits_and_no_faster_step_does() -> None:
+    free = _compile()
+    peak = free.compiled[-1].memory.peak.nbytes
+    exact = _compile(max_memory=peak)
+    times = {c.prefetch: c.step_seconds for c in exact.compiled[-1].choice.considered if not c.recomputed}
+    assert exact.compiled[-1].choice.chosen.step_seconds <= times[1]
+    plenty = _compile(max_memory=10 * peak).compiled[-1].choice.chosen
+    assert not plenty.recomputed and plenty.kept and plenty.step_seconds <= times[1]
+
+
+def test_the_verifier_finds_values_that_are_not_freed() -> None:
+    transform = _compile(max_memory="1GB")
+    compiled, buckets = transform.compiled[-1], transform.sharded.buckets
+    limit = compiled.memory.peak.nbytes
+    verify_memory(compiled.backward, forward=compiled.forward, max_memory=limit, buckets=buckets)
+    for which in ("forward", "backward"):
+        traces = {"forward": compiled.forward, "backward": compiled.backward}
+        leaking = from_trace(traces[which])
+        leaking.bound_symbols = [b for b in traces[which].bound_symbols if b.sym.id is not PrimIDs.DEL]
+        traces[which] = leaking
+        with pytest.raises(
+            VerificationError, match=rf"the step needs [\d,]+ bytes there, .* max_memory={limit:,}\n +t"
+        ):
+            verify_memory(traces["backward"], forward=traces["forward"], max_memory=limit, buckets=buckets)
+
+
+def test_activations_move_to_host_memory_if_that_costs_less() -> None:
+    free = _compile("large", SLOW)
+    peak = free.compiled[-1].memory.peak.nbytes
+    [compiled] = _compile("large", SLOW, max_memory=int(0.6 * peak)).compiled
+    assert compiled.offloaded and compiled.offloaded == compiled.choice.chosen.offloaded
+    copies = [b for b in compiled.forward.bound_symbols if b.sym.name == "fsdp_copy_to_host"]
+    assert {b.args[0].name for b in copies} == compiled.offloaded
+    assert compiled.memory.peak.nbytes <= 0.6 * peak
