@@ -1,9 +1,10 @@
 """Measure the bytes that a training step holds, operator by operator: unsharded parameters, gradients, and everything.
 
 [Note: Live memory]
-A storage is live as long as it exists and has bytes; FSDP2 frees and fills its storages by resizing them. Memory that
-no operator allocated, such as gloo's buffers, is live from its first use by an operator. The bytes of a storage count
-as unsharded parameters if an all-gather writes it, or a copy from such a storage does. They count as unsharded
+A storage is live as long as it exists and has bytes; FSDP2 frees and fills its storages by resizing them. Slices of an
+arena that are storages of their own count as part of it. Wrappers, such as DTensors, hold nothing themselves. Memory
+that no operator allocated, such as gloo's buffers, is live from its first use by an operator. The bytes of a storage
+count as unsharded parameters if an all-gather writes it, or a copy from such a storage does. They count as unsharded
 gradients if a reduction reads the storage, or a copy, a concatenation or a scaling of it. All bytes count, including
 padding.
 
@@ -109,10 +110,14 @@ class LiveMemory(TorchDispatchMode):
         self._alive: set[int] = set()
         self._results: dict[int, list[_Event]] = defaultdict(list)  # reductions by the storages they write
         self._there: set[int] = set()
+        self._arenas: list[tuple[int, int, int]] = []  # first address, end, number
+        self._slices: list[StorageWeakRef] = []  # storages of unsharded parameters, which are slices of an arena's
         self._shards = {self._number(parameter) for parameter in parameters}
         self._whole = set(self._shards) if whole else set()
         for arena in arenas:
-            self._storages[self._number(arena)].arena = True
+            number, storage = self._number(arena), arena.untyped_storage()
+            self._storages[number].arena = True
+            self._arenas.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes(), number))
 
     def __enter__(self) -> LiveMemory:
         for found in gc.get_objects():  # storages that are freed now may be filled again before an operator sees them
@@ -181,12 +186,23 @@ class LiveMemory(TorchDispatchMode):
         storage = tensor.untyped_storage()
         number = self._numbers.get(storage._cdata)
         if number is None:  # the weak reference prevents the address from being used again
+            address, nbytes = _memory_of(storage)
+            number = self._arena_of(address, nbytes) if nbytes else None
+            if number is not None:
+                self._slices.append(StorageWeakRef(storage))
+                self._numbers[storage._cdata] = number
+                return number
             number = self._numbers[storage._cdata] = len(self._storages)
             there = storage._cdata in self._there  # if not, no operator allocated it, as with gloo's buffers
             since = 0 if there and not new else len(self._events)
-            self._storages.append(_Storage(StorageWeakRef(storage), new, [(since, storage.nbytes())]))
-            self._alive.add(number)
+            self._storages.append(_Storage(StorageWeakRef(storage), new, [(since, nbytes)]))
+            if address or not storage.nbytes():
+                self._alive.add(number)
         return number
+
+    def _arena_of(self, begin: int, nbytes: int) -> int | None:
+        """Return the number of the arena of which a storage is a slice, if any."""
+        return next((n for start, end, n in self._arenas if start <= begin and begin + nbytes <= end), None)
 
     def _look(self) -> None:
         """Record which storages were freed or have changed their size."""
@@ -237,6 +253,15 @@ class LiveMemory(TorchDispatchMode):
             {key: (count, nbytes) for key, (count, nbytes) in new.items()},
             {key: (count, nbytes) for key, (count, nbytes) in operators.items()},
         )
+
+    def bytes_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
+        """Return the bytes of the storages of ``tensors`` after each operator, each storage once."""
+        moments = len(self._events) + 1
+        series = _Series(moments)
+        for number in {self._numbers.get(tensor.untyped_storage()._cdata) for tensor in tensors} - {None}:
+            for (since, nbytes), (until, _) in pairwise([*self._storages[number].sizes, (moments, 0)]):
+                series.add(since, until, nbytes)
+        return series.values()
 
     def _follow_parameters(self) -> set[int]:
         """Return the storages outside of arenas that hold unsharded parameters; mark events that write them into arenas."""
@@ -341,6 +366,14 @@ class _Series:
 
     def values(self) -> list[int]:
         return list(accumulate(self.changes.get(moment, 0) for moment in range(self.moments)))
+
+
+def _memory_of(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """Return the address and bytes of a storage; 0 for that of a wrapper, such as a DTensor, which holds nothing."""
+    try:
+        return storage.data_ptr(), storage.nbytes()
+    except RuntimeError:
+        return 0, 0
 
 
 def _overlap(begin: int, end: int, extent: Sequence[int]) -> bool:
