@@ -234,11 +234,15 @@ def fsdp2(name: str, shape: Shape, emulation: Emulation, *, reshard: bool) -> Sy
     return System(name, model, _optimizer(model))
 
 
-def overlapped_fsdp2(name: str, shape: Shape, emulation: Emulation, *, reshard: bool, ahead: int = 2) -> System:
+def overlapped_fsdp2(
+    name: str, shape: Shape, emulation: Emulation, *, reshard: bool, ahead: int = 2, max_reductions: int | None = None
+) -> System:
     """Return FSDP2 with its means to overlap on a CPU: asynchronous custom collectives and explicit prefetching.
 
     Args:
         ahead: the number of blocks that are gathered ahead.
+        max_reductions: how many reductions may be in flight, each of which keeps its unsharded gradients; ``None`` for
+            no limit.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
@@ -255,6 +259,8 @@ def overlapped_fsdp2(name: str, shape: Shape, emulation: Emulation, *, reshard: 
             self.works: list[Any] = []
 
         def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
+            while max_reductions is not None and len(self.works) >= max_reductions:
+                self.works.pop(0).wait()
             # FSDP2 makes the gradients views of the output, and does not read them before the optimizer does.
             work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=True)
             self.works.append(work)

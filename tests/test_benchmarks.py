@@ -14,9 +14,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched.runtime.views import with_own_storage
 from thunder_fsdp_sched.transports.base import labelled
 
 import gpu
+import memory
+import memory_tables
 import pytest
 import systems
 import torch
@@ -36,6 +39,8 @@ from gpu_trace import (
     split,
 )
 from live_memory import LiveMemory
+from paced_kernels import PacedKernels
+from recomputing import RecomputingShape
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -356,3 +361,98 @@ def test_memory_outside_of_arenas_counts_until_it_is_freed(fake_rank: None) -> N
     assert held.new["parameters"] == (2, 128)
     assert held.new["gradients"] == (2, 128)
     assert held.gradients[-1] == 0
+
+
+#
+# benchmarks/memory.py
+#
+
+
+def test_a_recomputed_multiplication_takes_emulated_time_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Selective checkpoints save the results of multiplications, so those are paid for once."""
+    shapes = {how: RecomputingShape(1, 64, 8, 2, recompute=how) for how in ("none", "every block", "selective")}
+    kernels, slept = PacedKernels(shapes["none"]), []
+    monkeypatch.setattr("paced_kernels.time.perf_counter", lambda: 0.0)  # the kernels themselves take no time
+    monkeypatch.setattr("paced_kernels.time.sleep", slept.append)
+    try:
+        seconds, losses = {}, {}
+        kernels.seconds = 1.0
+        for how, shape in shapes.items():
+            kernels.flops = 0
+            loss = shape.model()(shape.tokens(), shape.tokens())
+            forward = sum(slept)
+            loss.backward()
+            seconds[how] = sum(slept)
+            losses[how] = loss.item()
+            assert kernels.flops / shape.flops == pytest.approx(seconds[how])
+            slept.clear()
+    finally:
+        kernels.close()
+    assert forward == pytest.approx(seconds["none"] / 3, rel=0.05)
+    assert seconds["none"] == pytest.approx(1.0, rel=0.05)  # attention, which the seconds do not include
+    assert seconds["selective"] == seconds["none"]
+    # Of 16 w^2 weights, those of the head included, 8 are multiplied again: the last layer of a block is not.
+    assert seconds["every block"] / seconds["none"] == pytest.approx(1 + 8 / 48, rel=0.01)
+    assert len(set(losses.values())) == 1
+    shapes["none"].model()(shape.tokens(), shape.tokens())
+    assert not slept  # the kernels are torch's again
+
+
+def test_slices_of_an_arena_count_as_part_of_it(fake_rank: None) -> None:
+    arena, shard = torch.zeros(32), torch.zeros(4)
+    own = with_own_storage(arena[:16])
+    with LiveMemory([shard], [arena]) as memory:
+        y = own + 1
+    assert max(memory.held().total) == 16 + 128 + 64
+    assert memory.bytes_of([y, y.view(4, 4)])[-1] == 64
+
+
+def test_memory_is_compared_at_equal_peaks(fake_rank: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of ``memory.py`` with few systems and collectives that do nothing."""
+    pytest.importorskip("matplotlib")
+    only = "overlapped zero3(, every block|, selective)?$"
+    sizes = ["--blocks", "1", "--width", "64", "--length", "16", "--batch", "16", "--compute", "0.01", "--rounds", "1"]
+    options = ["--no-limit", "--repeats", "0", "--budgets", "0.8", "--not-equal", "--save", str(tmp_path)]
+    memory.run(memory.parse([*sizes, *options, "--only", only]))
+    printed = " ".join(capsys.readouterr().out.split())
+    saved = json.loads((tmp_path / "memory.json").read_text())
+    figures = saved["figures"]
+    fsdp2 = "FSDP2 overlapped zero3"
+    assert list(figures) == ["ours zero3", fsdp2, f"{fsdp2}, every block", f"{fsdp2}, selective", "ours, 80%"]
+    assert figures[f"{fsdp2}, every block"]["peak"] < figures[f"{fsdp2}, selective"]["peak"] < figures[fsdp2]["peak"]
+    for of_one in figures.values():
+        assert sum(of_one["at_peak"].values()) == of_one["peak"]
+    assert figures["ours zero3"]["flops"] == figures[fsdp2]["flops"] == figures[f"{fsdp2}, selective"]["flops"]
+    assert 0.99 < figures["ours zero3"]["predicted"] / figures["ours zero3"]["peak"] < 1.01
+    assert figures["ours, 80%"]["peak"] <= 1.01 * figures["ours, 80%"]["budget"]
+    assert "ours, 80%: counted" in printed
+    assert (tmp_path / "memory.png").stat().st_size > 0
+
+
+def test_the_best_at_equal_peak_is_the_fastest_that_fits() -> None:
+    results = memory_tables.Results(
+        figures={
+            "ours, 50%": {"peak": 50, "budget": 50},
+            "ours, 20%": {"peak": 20, "budget": 20},
+            "A": {"peak": 60},
+            "A, every second block": {"peak": 50},
+            "A, every block": {"peak": 40},
+            "A, compiled 0": {"peak": 10},
+        },
+        seconds={
+            "ours, 50%": [1.0, 1.0],
+            "ours, 20%": [2.0, 2.0],
+            "A": [0.5, 0.5],
+            "A, every second block": [1.25, 1.25],
+            "A, every block": [2.0, 2.0],
+            "A, compiled 0": [4.0, 4.0],
+        },
+        refused={"ours, 5%": "max_memory: too few"},
+    )
+    half, fifth = memory_tables.equal_peaks(results)
+    assert (half.best, half.ratio) == ("A, every second block", 0.8)
+    assert half.block_wise == ("A, every second block", "A, every block")
+    assert (fifth.best, fifth.ratio, fifth.block_wise) == ("A, compiled 0", 0.5, ())
+    kept = dict((text, kept) for kept, text in memory_tables.promises(results, [half, fifth]))
+    assert [text for text, is_kept in kept.items() if not is_kept] == ["ours, 5%: max_memory: too few"]
+    assert "budgets that no checkpoints of blocks meet: ours, 20%" in kept

@@ -13,14 +13,13 @@ from thunder_fsdp_sched import fsdp, testing
 from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
 
 import pytest
-import thunder
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, note, reject, settings
 from hypothesis import strategies as st
 from random_models import Case, RandomModel, cases, options_of
 from ranks import Ranks
-from reference import Twins, loss_of
+from reference import Twins
 
 QUIET = settings(
     # Failures are not shrunk: each attempt compiles, and a search for a smaller example would take minutes.
@@ -87,44 +86,6 @@ def _train(rank: int, world_size: int, case: Case) -> None:
 @given(case=cases(numeric=True))
 def test_training_gives_the_values_of_the_unsharded_model(ranks: Ranks, part: int, case: Case) -> None:
     ranks.run(_train, case)
-
-
-def _values(model: RandomModel, batch: int, rank: int, **options: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Return the traces of a step, and its output and gradients."""
-    transform = fsdp(**options)
-    jitted = thunder.jit(model, transforms=[transform])
-    output = jitted(*model.inputs(torch.Generator().manual_seed(rank), batch=batch))
-    loss_of(output).backward()
-    return transform.compiled[-1], [
-        output.detach(),
-        *(p.grad.to_local() for p in model.parameters() if p.grad is not None),
-    ]
-
-
-def _limit(rank: int, world_size: int, case: Case, share: float) -> int:
-    options = options_of(case, lambda: dist.new_group(list(range(world_size))))
-    options.pop("max_unsharded_bytes", None)
-    batch = 3 if any(block.kind == "embedding" for block in case.model.blocks) else 24
-    if not any(p.requires_grad for p in RandomModel(case.model).parameters()):
-        return 0
-    free, expected = _values(RandomModel(case.model), batch, rank, **options)
-    limit = int(share * free.memory.peak.nbytes)
-    try:
-        limited, found = _values(RandomModel(case.model), batch, rank, **options, max_memory=limit)
-    except ValueError as error:  # on all ranks alike
-        assert "bytes are too few: with prefetch=" in str(error)
-        return 0
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
-    assert limited.memory.peak.nbytes <= limit
-    return len(limited.recomputed)
-
-
-@settings(QUIET, max_examples=_examples(6))
-@given(case=cases(), share=st.floats(0.6, 1))
-def test_a_limit_on_memory_changes_no_bit(ranks: Ranks, case: Case, share: float) -> None:
-    recomputed, *others = ranks.run(_limit, case, share)
-    assert others == [recomputed] * len(others)
 
 
 def test_cases_are_of_every_kind() -> None:

@@ -77,12 +77,11 @@ def fsdp(
         max_memory: limit on all memory of a step on this rank (shards, unsharded buckets, activations, gradients,
             temporaries, inputs and outputs; not the optimizer's state), in bytes, as an int or a string such as
             ``"70GiB"``. If forward and backward would exceed it, backward computes values again instead of reading what
-            forward saved, or, on a GPU, they wait in the host's memory: those for which that takes the least time for
-            what it frees at the peak. It works on values, not on modules, and changes no bit of the results. If memory
-            is left, buckets stay unsharded until backward. The step is then the fastest one simulated;
-            ``.compiled[-1].choice`` shows the candidates, and ``.compiled[-1].memory`` the memory. Each trace is proved
-            to keep the limit. A limit that no candidate keeps is an error with the bytes of the smallest. The default is
-            no limit.
+            forward saved: those whose recomputation takes the least time for what it frees at the peak. It works on
+            values, not on modules, and changes no bit of the results. If memory is left, buckets stay unsharded until
+            backward. The step is then the fastest one simulated; ``.compiled[-1].choice`` shows the candidates, and
+            ``.compiled[-1].memory`` the memory. Each trace is proved to keep the limit. A limit that no candidate keeps
+            is an error with the bytes of the smallest. The default is no limit.
         max_unsharded_bytes: limit on all unsharded memory (gathered buckets and unsharded gradients) in bytes, as an
             int or a string such as ``"40GiB"``. Buckets stay unsharded until backward if they fit and do not slow the
             simulated step down. With ``prefetch="auto"`` both are chosen together for the shortest simulated step; if

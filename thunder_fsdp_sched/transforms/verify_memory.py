@@ -116,15 +116,9 @@ class _Walk:
             self.define(bsym)
             needed = self.allocated + sum(self.nbytes.values())
             if needed > self.limit:
-                excess = needed - self.limit
-                fused = any(b.sym.is_fusion for b in trace.bound_symbols)
-                hint = (
-                    "\nWhat to recompute is chosen before operators are fused, and fusions keep other values: choose "
-                )
                 raise VerificationError(
-                    f"bound symbol {position} of {which}: the step needs {needed:,} bytes there, {excess:,} more than "
-                    f"max_memory={self.limit:,}\n    {statement(bsym)}"
-                    + (f"{hint}with a lower limit, max_memory={self.limit - excess:,}" if fused else "")
+                    f"bound symbol {position} of {which}: the step needs {needed:,} bytes there, {needed - self.limit:,} "
+                    f"more than max_memory={self.limit:,}\n    {statement(bsym)}"
                 )
         returned = {_CALLER, *names(tree_iter(return_of(trace).args))}
         if has_backward(trace):
