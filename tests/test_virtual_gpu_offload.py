@@ -55,6 +55,16 @@ def _interleave(rank: Rank) -> None:
             first.backward()
 
 
+def _read_by_hooks(rank: Rank) -> None:
+    """Let hooks read on the host what forward saves."""
+    with offloading():
+        model = make_model(rank, cluster="h100-sxm")
+        for _ in range(2):
+            with torch.autograd.graph.save_on_cpu():
+                loss = model(torch.randn(4, 8, device=rank.device)).sum()
+            loss.backward()
+
+
 class _Interrupted(Exception):
     pass
 
@@ -98,7 +108,7 @@ def test_copies_run_on_a_stream_of_each_direction_and_never_synchronize() -> Non
     assert len(set(per_stream.values())) == 1, "everything that is copied to the host is copied back"
 
 
-@pytest.mark.parametrize("history", [_interleave, _interrupt])
+@pytest.mark.parametrize("history", [_interleave, _interrupt, _read_by_hooks])
 def test_unusual_uses_have_no_race(history: Callable[[Rank], None]) -> None:
     run(history, ranks=[0]).assert_clean()
 

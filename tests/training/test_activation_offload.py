@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched import ScheduleDisagreement, fsdp
 from thunder_fsdp_sched.compilation import Compilation
 from thunder_fsdp_sched.runtime.activation_offload import (
     copy_to_device,
@@ -18,6 +18,7 @@ from thunder_fsdp_sched.runtime.activation_offload import (
     wait_device_copy,
     wait_host_copy,
 )
+from thunder_fsdp_sched.simulator.cost import AnalyticCost
 from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.trace.host_copies import HOST_COPIES, fsdp_copy_to_device, fsdp_wait_host_copy
 from thunder_fsdp_sched.trace.inspection import args_of, nbytes_of, outs_of, return_of, split_joint
@@ -153,6 +154,23 @@ def _train(rank: int, world_size: int) -> None:
 
 def test_training_with_offloaded_activations_gives_the_same_bits(ranks: Ranks) -> None:
     ranks.run(_train)
+
+
+def _different(rank: int, world_size: int) -> None:
+    def run(rows: int) -> None:
+        model = _model("stack").to(torch.float64)
+        jitted = thunder.jit(model, transforms=[fsdp(device="cpu")])
+        jitted(torch.ones(rows, 4, dtype=torch.float64)).sum().backward()
+
+    # Times of copies, and so their positions, depend on the inputs' sizes.
+    with offloading(), mock.patch.object(AnalyticCost, "host_copy_seconds", lambda cost, nbytes: float(rank)):
+        run(rows=3 + rank)
+    with offloading(lambda found: list(found)[rank:]), pytest.raises(ScheduleDisagreement, match="host copy of"):
+        run(rows=3)
+
+
+def test_ranks_must_offload_the_same_values_but_may_copy_them_at_other_positions(ranks: Ranks) -> None:
+    ranks.run(_different)
 
 
 def _random(rank: int, world_size: int, case: Case, seed: int) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, full_state_dict, testing, transforms
+from thunder_fsdp_sched.trace.host_copies import fsdp_copy_to_host
 from thunder_fsdp_sched.trace.inspection import args_of, forward_part, outs_of
 from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_cut, fsdp_wait_params
 
@@ -21,6 +22,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 from models import CASES, GPT, Model, Stack
+from offloading import offloading
 from ranks import Ranks
 from reference import Twins, saved_for_backward
 from thunder.core.prims import PrimIDs
@@ -456,3 +458,24 @@ def test_only_the_residual_stream_crosses_a_cut(joint: TraceCtx) -> None:
     for i in gathers[1:]:
         boundary, wait = cut.bound_symbols[i - 1], cut.bound_symbols[i + 1]
         assert boundary.sym is fsdp_cut and wait.args[2] is boundary.output[-1]
+
+
+def _offload(rank: int, world_size: int) -> None:
+    results = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        model = GPT(width=8, blocks=1, vocab=7, length=4)
+        transform = fsdp()
+        jitted = thunder.jit(model, transforms=[transform], **jit_options("nvfuser"))
+        with offloading(lambda found: found if offloads else ()):  # noqa: B023
+            jitted(*model.inputs(torch.Generator().manual_seed(rank))).backward()
+        [traces] = transform.compiled
+        assert any(b.sym.is_fusion for b in traces.forward.bound_symbols)
+        assert sum(b.sym is fsdp_copy_to_host for b in traces.forward.bound_symbols) == len(traces.offloaded)
+        assert offloads == (len(traces.offloaded) > 3)
+        results.append([p.grad for p in jitted.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_activations_that_regions_save_are_offloaded_with_the_same_bits(ranks: Ranks) -> None:
+    ranks.run(_offload)
