@@ -56,11 +56,15 @@ def _interleave(rank: Rank) -> None:
 
 
 def _read_by_hooks(rank: Rank) -> None:
-    """Let hooks read on the host what forward saves."""
+    """Let hooks read on the host what forward has copied there."""
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        return saved.clone() if saved.device.type == "cpu" else saved
+
     with offloading():
         model = make_model(rank, cluster="h100-sxm")
         for _ in range(2):
-            with torch.autograd.graph.save_on_cpu():
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
                 loss = model(torch.randn(4, 8, device=rank.device)).sum()
             loss.backward()
 

@@ -139,7 +139,7 @@ class Compilation:
         if not self.traces.offloaded:
             return joint
         if self._fusions:  # a fusion may have taken a value in
-            self.traces.offloaded &= offloadable(joint, min_bytes=0).keys()
+            self.traces.offloaded = frozenset(self.traces.offloaded & offloadable(joint, min_bytes=0).keys())
         return self.traces.run([partial(offload_activations, offloaded=self.traces.offloaded)], joint)
 
     def schedule(self, unscheduled: TraceCtx) -> TraceCtx:

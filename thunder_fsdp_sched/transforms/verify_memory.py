@@ -13,7 +13,13 @@ from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena
-from ..trace.host_copies import fsdp_copy_to_device, fsdp_copy_to_host, fsdp_wait_device_copy, fsdp_wait_host_copy
+from ..trace.host_copies import (
+    HOST_COPIES,
+    fsdp_copy_to_device,
+    fsdp_copy_to_host,
+    fsdp_wait_device_copy,
+    fsdp_wait_host_copy,
+)
 from ..trace.inspection import (
     UNPACKING,
     args_of,
@@ -129,6 +135,8 @@ class _Walk:
     def define(self, bsym: BoundSymbol) -> None:
         """Record the memory of what ``bsym`` returns."""
         outs = defined_by(bsym)
+        if bsym.sym.name in HOST_COPIES and (source := args_of(bsym)[0]) in self.strides:
+            self.strides[outs[0].name] = self.strides[source]
         if bsym.sym in _NOT_IN_DEVICE_MEMORY or bsym.sym.name in GRAD_WRITERS:
             for out in outs:
                 self.share(out.name, [])
