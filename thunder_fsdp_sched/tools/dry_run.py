@@ -101,7 +101,9 @@ def replan(
 
     Args:
         step: a dry run, or a step that was planned again.
-        world_size, replicas, on: as for :func:`dry_run_step`; by default those of ``step``.
+        world_size: number of ranks, by default that of ``step``.
+        replicas: number of replicas, by default that of ``step``.
+        on: the cluster, by default that of ``step``.
         **options: options of :func:`thunder_fsdp_sched.fsdp` that change, besides those of ``step``.
 
     Raises:
