@@ -448,7 +448,7 @@ def _retain_graph(rank: int, world_size: int, strategy: str) -> None:
     twins.train(steps=1)
 
 
-@only_zero3
+@each_strategy
 def test_a_second_backward_needs_retain_graph(ranks: Ranks, strategy: str) -> None:
     ranks.run(_retain_graph, strategy)
 

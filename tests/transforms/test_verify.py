@@ -17,6 +17,7 @@ from thunder_fsdp_sched.trace.inspection import args_of, outs_of, return_of
 from thunder_fsdp_sched.trace.symbols import (
     GRAD_WRITERS,
     fsdp_all_gather,
+    fsdp_params_unchanged,
     fsdp_reduce_scatter,
     fsdp_wait_grads,
     fsdp_wait_params,
@@ -61,7 +62,10 @@ TRACES: dict[str, Callable[[], TraceCtx]] = {
 
 def correct_trace(name: str) -> TraceCtx:
     """Return a correct trace without ``del`` statements, which the caller may change."""
-    trace = TRACES[name]()
+    return own_copy(TRACES[name]())
+
+
+def own_copy(trace: TraceCtx) -> TraceCtx:
     own = from_trace(trace)
     own.bound_symbols = [b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL]
     return own
@@ -432,3 +436,130 @@ def test_a_pinned_schedule_must_keep_the_limit_of_gathers_in_flight() -> None:
         testing.compile_on_fake_ranks(
             lambda: (Blocks(), (torch.ones(2, 4),)), 2, schedule=pinned, max_gathers_in_flight=2
         )
+
+
+#
+# Kept buckets (ZeRO-2): gradients in the place of parameters that forward has saved
+#
+
+
+@cache
+def _compiled_kept() -> testing.CompiledTraces:
+    [compiled] = testing.compile_on_fake_ranks(lambda: (Blocks(), (torch.ones(2, 4),)), 2, sharding_strategy="zero2")
+    return compiled
+
+
+def saved_weight(trace: TraceCtx, which: int) -> tuple[int, int, TensorProxy]:
+    """Return the positions of the write of a weight's gradient and of the weight's last read, and the weight."""
+    write = [i for i, b in enumerate(trace.bound_symbols) if b.sym.name in GRAD_WRITERS and b.args[2] == 0][which]
+    wait = next(
+        b
+        for b in _compiled_kept().forward.bound_symbols
+        if b.sym is fsdp_wait_params and b.args[0] is trace.bound_symbols[write].args[0]
+    )
+    weight = wait.output[0]
+    read = max(i for i, b in enumerate(trace.bound_symbols) if weight.name in args_of(b))
+    assert 0 < read < write
+    return write, read, weight
+
+
+def drop_a_guard(trace: TraceCtx) -> None:
+    del trace.bound_symbols[positions(trace, fsdp_params_unchanged)[1]]
+
+
+def guard_after_the_first_read(trace: TraceCtx) -> None:
+    write, read, _ = saved_weight(trace, 0)
+    bucket = trace.bound_symbols[write].args[0]
+    guard = next(i for i in positions(trace, fsdp_params_unchanged) if trace.bound_symbols[i].args[0] is bucket)
+    trace.bound_symbols.insert(read, trace.bound_symbols.pop(guard))
+
+
+def guard_again_after_the_gradients(trace: TraceCtx) -> None:
+    write, _, _ = saved_weight(trace, 0)
+    bucket = trace.bound_symbols[write].args[0]
+    guards = [trace.bound_symbols[i] for i in positions(trace, fsdp_params_unchanged)]
+    trace.bound_symbols.insert(write + 1, next(g for g in guards if g.args[0] is bucket))
+
+
+def read_a_saved_parameter_after_its_gradient_is_written(trace: TraceCtx) -> None:
+    write, _, weight = saved_weight(trace, 1)
+    late = new_like(trace, weight)
+    with tracectx(trace):
+        trace.bound_symbols.insert(write + 1, prims.neg.bind(weight, output=late))
+
+
+def read_a_view_of_a_saved_parameter_at_the_end(trace: TraceCtx) -> None:
+    _, read, weight = saved_weight(trace, 1)
+    view = view_of(trace, weight)
+    trace.bound_symbols.insert(read, view)
+    read_at_the_end(trace, view.output)
+
+
+def gradients_into_the_private_slot_of_another_bucket(trace: TraceCtx) -> None:
+    first, second = positions(trace, fsdp_reduce_scatter)[:2]
+    slot = trace.bound_symbols[second].args[1]
+    for position in [*in_place_grads(trace, first), first]:
+        change_args(trace, position, {1: slot})
+
+
+def return_a_saved_parameter(trace: TraceCtx) -> None:
+    _, _, weight = saved_weight(trace, 1)
+    returned = return_of(trace)
+    trace.bound_symbols[-1] = returned.from_bsym(args=((*returned.args[0], weight),))
+
+
+_OVERWRITTEN = r"writes own_\S+ for bucket '\S+' while bucket '\S+' in own_\S+ is read until"
+
+
+def test_correct_gradients_over_kept_parameters_pass() -> None:
+    backward = own_copy(_compiled_kept().backward)
+    reductions = [backward.bound_symbols[i] for i in positions(backward, fsdp_reduce_scatter)]
+    assert reductions
+    assert all(r.args[1] is r.args[0].private_slot for r in reductions)
+    verify(backward, forward=_compiled_kept().forward)
+    with pytest.raises(VerificationError, match=r"writes gradients into own_\S+ without a guard"):
+        verify(backward)  # nothing is known about what forward has saved
+
+
+@pytest.mark.parametrize(
+    ("mutate", "message"),
+    [
+        (drop_a_guard, r"reads '\w+' in own_\S+ before the guard of bucket"),
+        (guard_after_the_first_read, r"reads '\w+' in own_\S+ before the guard of bucket"),
+        (guard_again_after_the_gradients, r"may gather bucket '\S+' again where its gradients are"),
+        (read_a_saved_parameter_after_its_gradient_is_written, _OVERWRITTEN),
+        (read_a_view_of_a_saved_parameter_at_the_end, _OVERWRITTEN),
+        (gradients_into_the_private_slot_of_another_bucket, _OVERWRITTEN),
+        (return_a_saved_parameter, _OVERWRITTEN),
+    ],
+)
+def test_verify_refuses_wrong_gradients_over_kept_parameters(mutate: Callable[[TraceCtx], None], message: str) -> None:
+    backward = own_copy(_compiled_kept().backward)
+    mutate(backward)
+    with pytest.raises(VerificationError, match=message):
+        verify(backward, forward=_compiled_kept().forward)
+
+
+def test_verify_follows_a_view_that_forward_has_saved() -> None:
+    compiled = _compiled_kept()
+    forward, backward = own_copy(compiled.forward), own_copy(compiled.backward)
+    _, read, weight = saved_weight(backward, 1)
+    view = view_of(forward, weight)
+    forward.bound_symbols.insert(
+        first_reader(
+            forward,
+            next(
+                i
+                for i, b in enumerate(forward.bound_symbols)
+                if b.sym is fsdp_wait_params and weight.name in outs_of(b)
+            ),
+        ),
+        view,
+    )
+    bsyms = backward.bound_symbols
+    unpack = next(i for i, b in enumerate(bsyms) if weight.name in outs_of(b))
+    bsyms[unpack] = bsyms[unpack].from_bsym(output=[*bsyms[unpack].output, view.output])
+    verify(backward, forward=forward)
+    read_at_the_end(backward, view.output)
+    with pytest.raises(VerificationError, match=_OVERWRITTEN):
+        verify(backward, forward=forward)

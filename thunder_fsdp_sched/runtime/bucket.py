@@ -79,7 +79,8 @@ class Bucket:
         self.issue_counts = IssueCounts() if base is None else base.issue_counts
         self.peer_memory = peer_memory
         self.gathered_in_forward: int | None = None
-        """The ``forward_number`` of the last gather into the private slot; ``None`` until it is waited for."""
+        """The ``forward_number`` of the last gather into the private slot; ``None`` until it is waited for, and as soon
+        as backward writes a gradient there."""
         self._strided = shard_strides(spec, self.rank)
         self.all_gather_label = f"fsdp_all_gather({spec.name})"
         self.reduce_scatter_label = f"fsdp_reduce_scatter({spec.name})"

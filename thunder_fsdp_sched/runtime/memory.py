@@ -7,7 +7,9 @@ Three kinds of memory hold parameters and gradients, each with one rule.
 
 *Private slots* (ZeRO-2) belong to one bucket. As long as the parameters do not change, a gather overwrites a slot with
 the same bytes; a change between forward and backward is an error (``fsdp_params_unchanged``). Backward first checks
-each slot: if a forward without gradients, or one that failed, has written it since, the bucket is gathered again.
+each slot: if a forward without gradients, or one that failed, has written it since, the bucket is gathered again. So it
+is if another backward has written its gradients there: see [Note: Gradients in the place of their parameters] in
+``trace.slots``.
 
 *Shared slots* are ranges of the arena. Within a trace, ``assign_slots`` assigns a range to another collective only after
 the last reader of the previous one. The range of a single parameter may be assigned to its own gradient after the last

@@ -97,6 +97,8 @@ def wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = N
 def _grad_view(bucket: Bucket, slot: Slot, index: int) -> torch.Tensor:
     # The slot of a reduction is in use from its first gradient on.
     slot.arena.prepare_for_gradient(slot)
+    if slot is bucket.private_slot:
+        bucket.gathered_in_forward = None  # what forward has saved of the bucket is overwritten
     return slot.grads[bucket].tensors[index]
 
 
@@ -115,6 +117,8 @@ def sum_into(
 def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> InFlight:
     arena = slot.arena
     arena.acquire(slot)
+    if slot is bucket.private_slot:
+        bucket.gathered_in_forward = None
     unsharded = slot.grads[bucket]
     unreduced, unreduced_params = bucket.unreduced_grads()
     # All but those that their producer wrote in place: these are the view itself.

@@ -6,11 +6,16 @@ of the reduction. Both have the same offset in the bucket, so the reduction can 
 gradients then need no memory of their own while other parameters of the bucket are still read. That saves a slot, and
 no collective has to be waited for earlier. It is done where the trace shows that it is safe, only for parameters and
 gradients of one dtype, and only if it makes the arena smaller.
+
+A kept bucket (ZeRO-2) is gathered in forward into its private slot, and backward reads what forward has saved of it.
+There the same rule applies to both traces together: the gradients of kept buckets need no memory at all. From the first
+gradient on, the slot no longer holds the parameters (``Bucket.gathered_in_forward``), so another backward of the same
+forward, or one after an exception, gathers them again into the slot, which the saved tensors are views of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from thunder.core.trace import TraceCtx
 
@@ -19,9 +24,16 @@ from ..runtime.memory import Arena, Slot
 from .inspection import args_of
 from .liveness import Liveness, SlotRange, peak_bytes
 from .operands import Issue, bucket_of
-from .symbols import fsdp_all_gather, fsdp_reduce_scatter, residency_marks
+from .symbols import fsdp_all_gather, fsdp_params_unchanged, fsdp_reduce_scatter, residency_marks
 
-__all__ = ["filling_bytes", "grads_over_params", "peak_live_bytes", "retained_by_forward", "shared_slots"]
+__all__ = [
+    "filling_bytes",
+    "grads_over_kept_params",
+    "grads_over_params",
+    "peak_live_bytes",
+    "retained_by_forward",
+    "shared_slots",
+]
 
 
 def retained_by_forward(forward: TraceCtx) -> dict[Bucket, Slot]:
@@ -41,17 +53,48 @@ def grads_over_params(ranges: Iterable[SlotRange]) -> dict[SlotRange, SlotRange]
     gathers: dict[Bucket, SlotRange] = {}
     found = {}
     for live in ranges:
-        spec = live.bucket.spec
         if live.is_gather:
             gathers[live.bucket] = live
             continue
         gather = gathers.get(live.bucket)
-        if gather is None or not gather.start < live.start <= gather.end or spec.param_dtype != spec.reduce_dtype:
-            continue
-        writes = [live.last_access.get(index, live.issue) for index in gather.last_access]
-        if gather.end < live.issue and all(r < w for r, w in zip(gather.last_access.values(), writes, strict=True)):
+        if gather is not None and gather.start < live.start <= gather.end and _may_replace(live, gather):
             found[live] = gathers.pop(live.bucket)
     return found
+
+
+def grads_over_kept_params(forward: TraceCtx, backward: TraceCtx) -> set[int]:
+    """Return the positions of the reductions of a backward trace that can use the private slot of their bucket.
+
+    See [Note: Gradients in the place of their parameters].
+
+    Args:
+        forward: its forward trace with slots.
+        backward: the sorted backward trace, with or without slots.
+    """
+    begin = len(forward.bound_symbols)
+    guards = {bucket_of(b): i for i, b in enumerate(backward.bound_symbols, begin) if b.sym is fsdp_params_unchanged}
+    gathers: dict[Bucket, SlotRange] = {}
+    found = set()
+    for live in Liveness(forward.bound_symbols, backward.bound_symbols).slots.values():
+        if live.issue < begin and live.is_gather and live.slot is live.bucket.private_slot:
+            gathers[live.bucket] = live
+        elif live.issue >= begin and live.bucket in gathers:
+            gather = gathers.pop(live.bucket)  # one reduction at most, and none after another gather
+            # A gradient that backward receives may be reduced before the guard, which may gather the bucket again.
+            if not live.is_gather and guards.get(live.bucket, -1) < live.start and _may_replace(live, gather):
+                found.add(live.issue - begin)
+    return found
+
+
+def _may_replace(reduction: SlotRange, gather: SlotRange) -> bool:
+    """Return whether each gradient is written after the last read of its parameter, and can take its place."""
+    spec = reduction.bucket.spec
+    writes = [reduction.last_access.get(index, reduction.issue) for index in gather.last_access]
+    return (
+        spec.param_dtype == spec.reduce_dtype
+        and gather.end < reduction.issue
+        and all(read < write for read, write in zip(gather.last_access.values(), writes, strict=True))
+    )
 
 
 def peak_live_bytes(trace: TraceCtx) -> int:
@@ -80,11 +123,15 @@ def shared_slots(trace: TraceCtx) -> tuple[int, int]:
     return sum(ends.values()), peak_live_bytes(trace)
 
 
-def filling_bytes(trace: TraceCtx) -> int:
+def filling_bytes(trace: TraceCtx, *, without: Collection[int] = ()) -> int:
     """Return the peak bytes of slots that hold gradients whose reductions have not been issued yet.
 
     A reduction counts as issued right after its last gradient, as in a sorted trace.
+
+    Args:
+        without: positions of reductions that do not count.
     """
     live = Liveness(trace.bound_symbols)
-    filling = ((r, live.defined(args_of(trace.bound_symbols[r.issue]))) for r in live.slots.values() if r.grads)
+    counted = [r for r in live.slots.values() if r.grads and r.issue not in without]
+    filling = ((r, live.defined(args_of(trace.bound_symbols[r.issue]))) for r in counted)
     return peak_bytes((r.start, last_grad, r.nbytes) for r, last_grad in filling)

@@ -26,7 +26,7 @@ from ..runtime.memory import Arena
 from ..trace.inspection import has_backward, with_bound_symbols
 from ..trace.liveness import BEFORE_TRACE, Liveness, SlotRange, peak_bytes
 from ..trace.operands import Issue
-from ..trace.slots import grads_over_params, peak_live_bytes, retained_by_forward
+from ..trace.slots import grads_over_kept_params, grads_over_params, peak_live_bytes, retained_by_forward
 
 __all__ = ["assign_slots"]
 
@@ -64,8 +64,8 @@ def assign_slots(
     See [Note: Interval allocation].
 
     Args:
-        kept: buckets that stay unsharded (ZeRO-2). They are gathered into private slots. The others, and all gradients,
-            share an arena.
+        kept: buckets that stay unsharded (ZeRO-2). They are gathered into private slots, where their gradients replace
+            them if that is safe. The others, and all other gradients, share an arena.
         arena_of: returns a bucket's arena. Pass another arena to try out a plan without changing the real one.
         forward: for a backward trace, its forward trace after ``mark_retained_by_forward``. See
             [Note: Buckets left by forward] in ``reuse_from_forward``.
@@ -74,6 +74,8 @@ def assign_slots(
     started = time.perf_counter()
     ranges = Liveness(trace.bound_symbols).slots
     private = {issue for issue, live in ranges.items() if live.is_gather and live.bucket.base in kept}
+    if kept and forward is not None:
+        private |= grads_over_kept_params(forward, trace)
     shared = [live for issue, live in ranges.items() if issue not in private]
     gathers = [live for live in shared if live.is_gather]
     plan = _Plan(shared, {r.issue: g.issue for r, g in grads_over_params(shared).items()})

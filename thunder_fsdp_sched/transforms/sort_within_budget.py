@@ -10,7 +10,7 @@ from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, slot_bytes
 from ..trace.liveness import slot_bytes_of
 from ..trace.operands import bucket_of
-from ..trace.slots import filling_bytes
+from ..trace.slots import filling_bytes, grads_over_kept_params
 from ..trace.symbols import fsdp_all_gather, fsdp_reduce_scatter
 from .assign_slots import assign_slots
 from .sort_communication import bytes_in_flight
@@ -41,7 +41,7 @@ def sort_within_budget(
     unlimited = sort(trace)
     if _bytes_of_slots(unlimited, max_unsharded_bytes, kept, forward) <= max_unsharded_bytes:
         return unlimited
-    limit = _gather_budget(trace, budget=max_unsharded_bytes, kept=kept)
+    limit = _gather_budget(unlimited, budget=max_unsharded_bytes, kept=kept, forward=forward)
     return sort(trace, max_unsharded_bytes=limit)
 
 
@@ -69,10 +69,13 @@ def _bytes_of_slots(trace: TraceCtx, budget: int, kept: Collection[Bucket], forw
     return private_bytes(trace, kept) + sum(arena.nbytes for arena in scratch.values())
 
 
-def _gather_budget(trace: TraceCtx, *, budget: int, kept: Collection[Bucket]) -> int:
+def _gather_budget(trace: TraceCtx, *, budget: int, kept: Collection[Bucket], forward: TraceCtx | None) -> int:
     """Return the bytes left for gathered buckets in one trace: the budget minus kept buckets and unsharded gradients.
 
-    Unsharded gradients are the reductions that may be in flight, and the slots that gradients are written to meanwhile.
+    Unsharded gradients are the reductions that may be in flight, and the slots that gradients are written to meanwhile,
+    without the gradients that replace their parameters in a private slot.
     """
-    in_flight = sum(bytes_in_flight(b for b in trace.bound_symbols if b.sym is fsdp_reduce_scatter).values())
-    return max(budget - private_bytes(trace, kept) - in_flight - filling_bytes(trace), 0)
+    private = grads_over_kept_params(forward, trace) if kept and forward is not None else set()
+    reductions = [b for i, b in enumerate(trace.bound_symbols) if b.sym is fsdp_reduce_scatter and i not in private]
+    in_flight = sum(bytes_in_flight(reductions).values())
+    return max(budget - private_bytes(trace, kept) - in_flight - filling_bytes(trace, without=private), 0)

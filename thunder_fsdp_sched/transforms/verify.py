@@ -32,6 +32,7 @@ from ..trace.symbols import (
     ISSUES,
     fsdp_all_gather,
     fsdp_all_reduce,
+    fsdp_params_unchanged,
     fsdp_reduce_scatter,
     fsdp_wait_grads,
     fsdp_wait_params,
@@ -95,7 +96,8 @@ def verify(trace: TraceCtx, *, forward: TraceCtx | None = None, max_gathers_in_f
       them, and passed to the ``all_reduce_hook`` if there is one.
     * No collective writes a slot while an earlier value in overlapping memory, views included, is yet to be read. The
       first write of a gradient in place counts as the start of its reduction. Gradients of a bucket may replace its
-      parameters, if each is written after the last read of its parameter.
+      parameters, if each is written after the last read of its parameter. That includes kept buckets, of which backward
+      reads what ``forward`` has saved; a guard comes before backward reads or writes their private slots.
     * A gradient that is written in place is written where the reduction of its bucket expects it, and nothing else
       reads it.
     * Gathers are issued in the order of their first consumers, and no more of them are in flight than may be.
@@ -140,11 +142,14 @@ class _Verifier:
         self.in_place: set[str] = set()
         self.filling: dict[str, _Occupancy] = {}  # slots of reductions yet to be issued, by their futures
         self.aliases = Aliases()
+        self.guarded: set[Bucket] = set()
 
     def fail(self, position: int, what: str) -> NoReturn:
         raise VerificationError(f"bound symbol {position}: {what}\n    {statement(self.trace.bound_symbols[position])}")
 
     def run(self) -> None:
+        if self.forward is not None:
+            self._adopt_kept(self.forward)
         for position, bsym in enumerate(self.trace.bound_symbols):
             if bsym.sym.id in (PrimIDs.UNPACK_TRIVIAL, PrimIDs.DEL):
                 self.defined.update(outs_of(bsym))
@@ -155,6 +160,8 @@ class _Verifier:
             self._use_slots(position, bsym)
             if bsym.sym in _WAITED_BY:
                 self._wait(position, bsym)
+            if bsym.sym is fsdp_params_unchanged:
+                self._guard(position, bucket_of(bsym))
             if bsym.sym.name in GRAD_WRITERS:
                 self._write_grad(position, bsym)
             if bsym.sym.name in ISSUES:
@@ -171,6 +178,25 @@ class _Verifier:
         self._check_retained()
         for position, what in host_copy_faults(self.trace, self.forward):
             self.fail(position, what)
+
+    def _adopt_kept(self, forward: TraceCtx) -> None:
+        """Count the buckets in private slots as gathered before the trace, and follow what forward has saved of them."""
+        futures = {}
+        for bsym in forward.bound_symbols:
+            if bsym.sym is fsdp_all_gather and Issue(bsym).slot is bucket_of(bsym).private_slot:
+                futures[bsym.output.name] = Issue(bsym).slot
+            elif bsym.sym is fsdp_wait_params and Wait(bsym).future.name in futures:
+                kept = self._occupy(bucket_of(bsym), futures[Wait(bsym).future.name], BEFORE_TRACE)
+                kept.reads = dict.fromkeys(range(len(bsym.output)), BEFORE_TRACE)
+                for index, param in enumerate(bsym.output):
+                    self.of_param[param.name], self.index_of[param.name] = kept, index
+            elif bsym.sym.name not in ISSUES and bsym.sym not in _WAITED_BY:
+                self.aliases.add(bsym)
+
+    def _guard(self, position: int, bucket: Bucket) -> None:
+        if any(o.bucket is bucket and o.begin > BEFORE_TRACE and o.slot is bucket.private_slot for o in self.occupied):
+            self.fail(position, f"may gather bucket {bucket.spec.name!r} again where its gradients are")
+        self.guarded.add(bucket)
 
     def _issue(self, position: int, bsym: BoundSymbol) -> None:
         bucket, slot = bucket_of(bsym), bsym.args[1]
@@ -194,6 +220,11 @@ class _Verifier:
         self.of_param[future] = occupied
 
     def _occupy(self, bucket: Bucket, slot: Slot, position: int) -> _Occupancy:
+        is_reduction = position >= 0 and self.trace.bound_symbols[position].sym is not fsdp_all_gather
+        if is_reduction and slot is bucket.private_slot and not (self.forward and bucket in self.guarded):
+            self.fail(
+                position, f"writes gradients into {slot} without a guard of bucket {bucket.spec.name!r} before it"
+            )
         self.occupied.append(_Occupancy(bucket, slot, position, position))
         return self.occupied[-1]
 
@@ -243,7 +274,13 @@ class _Verifier:
         for arg in args_of(bsym):
             for root in self.aliases.roots(arg):
                 if root in self.of_param:
-                    self.of_param[root].last_use = position
+                    used = self.of_param[root]
+                    if used.begin == used.issue == BEFORE_TRACE and used.bucket not in self.guarded:
+                        self.fail(
+                            position,
+                            f"reads {arg!r} in {used.slot} before the guard of bucket {used.bucket.spec.name!r}",
+                        )
+                    used.last_use = position
                     if root in self.index_of:
                         self.of_param[root].reads[self.index_of[root]] = position
                 if root in self.in_place and bsym is not self.reduction_of[root]:
