@@ -13,6 +13,7 @@ from thunder_fsdp_sched.simulator.cost import AnalyticCost
 from thunder_fsdp_sched.simulator.simulate import simulate
 from thunder_fsdp_sched.sizes import parse_bytes
 from thunder_fsdp_sched.trace.inspection import split_joint
+from thunder_fsdp_sched.trace.liveness import slot_bytes_of
 from thunder_fsdp_sched.transforms import (
     assign_slots,
     mark_retained_by_forward,
