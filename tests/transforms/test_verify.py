@@ -543,7 +543,7 @@ def test_verify_refuses_wrong_gradients_over_kept_parameters(mutate: Callable[[T
 def test_verify_follows_a_view_that_forward_has_saved() -> None:
     compiled = _compiled_kept()
     forward, backward = own_copy(compiled.forward), own_copy(compiled.backward)
-    _, read, weight = saved_weight(backward, 1)
+    weight = saved_weight(backward, 1)[2]
     view = view_of(forward, weight)
     forward.bound_symbols.insert(
         first_reader(
