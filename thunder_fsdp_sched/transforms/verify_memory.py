@@ -124,13 +124,23 @@ class _Walk:
             if needed > self.limit:
                 raise VerificationError(
                     f"bound symbol {position} of {which}: the step needs {needed:,} bytes there, {needed - self.limit:,} "
-                    f"more than max_memory={self.limit:,}\n    {statement(bsym)}"
+                    f"more than max_memory={self.limit:,}\n    {statement(bsym)}{self._hint(trace, needed)}"
                 )
         returned = {_CALLER, *names(tree_iter(return_of(trace).args))}
         if has_backward(trace):
             self.share(_CALLER, names(tree_iter(return_of(trace).args[0]["output"])))
         for name in [name for name in self.memory_of if name not in returned]:
             self.drop(name)
+
+    def _hint(self, trace: TraceCtx, needed: int) -> str:
+        """Return what to do if fusions are the reason."""
+        if not any(bsym.sym.is_fusion for bsym in trace.bound_symbols):
+            return ""
+        lower = 2 * self.limit - needed
+        return (
+            f"\nWhat to recompute is chosen before operators are fused, and a fusion may keep other values: set a lower "
+            f"limit, such as max_memory={lower:,}"
+        )
 
     def define(self, bsym: BoundSymbol) -> None:
         """Record the memory of what ``bsym`` returns."""
