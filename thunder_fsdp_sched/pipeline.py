@@ -70,8 +70,17 @@ class CompiledTraces:
     @cached_property
     def memory(self) -> StepMemory:
         """The memory of a step on this rank, predicted from the traces; computed when it is first asked for."""
+        return self.predict_memory()
+
+    def predict_memory(self, *, device: str | None = None, accumulated: bool = False) -> StepMemory:
+        """Return the memory of a step on this rank; see :meth:`StepMemory.of`.
+
+        The arena counts as large as all traces of the module need it.
+        """
         assert self.forward is not None
-        return StepMemory.of([t for t in (self.forward, self.backward) if t is not None], self.buckets)
+        traces = [t for t in (self.forward, self.backward) if t is not None]
+        arenas = {bucket.arena for bucket in self.buckets}
+        return StepMemory.of(traces, self.buckets, device=device, accumulated=accumulated, arenas=arenas)
 
     @property
     def schedule(self) -> StepSchedule:

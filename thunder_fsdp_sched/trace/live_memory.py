@@ -8,8 +8,9 @@ until backward has read it.
 A value that shares memory with others counts as their view. Whether it does can depend on strides: a reshape copies a
 transposed tensor. So each operator is observed on inputs of the strides that earlier operators have returned; inputs of
 the traces count as contiguous. If nothing is known about an operator, its outputs count as views of all inputs and as
-new memory, so the bytes are an upper bound. Temporary memory within a bound symbol, such as a fusion's, and padding of
-an allocator are not counted.
+new memory, so the bytes are an upper bound. What a function of torch allocates and frees again is observed, too: the most
+bytes of what its base operators return. What a base operator or a fusion allocates inside itself is in
+``unknown_memory``, and what this package's symbols allocate besides their outputs is in ``communication_memory``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -28,7 +29,7 @@ from .host_copies import HOST_COPIES, fsdp_copy_to_device, fsdp_wait_device_copy
 from .inspection import UNPACKING, names, nbytes_of
 from .liveness import BEFORE_TRACE, Liveness, Value
 from .operands import bucket_of
-from .operator_facts import facts_of, outputs_of
+from .operator_facts import ObservedCall, facts_of, observed_call
 from .symbols import (
     GRAD_WRITERS,
     executor,
@@ -40,7 +41,7 @@ from .symbols import (
     payload,
 )
 
-__all__ = ["MemoryInterval", "memory_intervals", "owners_of"]
+__all__ = ["MemoryAnalysis", "MemoryInterval", "analyze_memory", "memory_intervals", "owners_of"]
 
 
 class MemoryInterval(NamedTuple):
@@ -48,18 +49,36 @@ class MemoryInterval(NamedTuple):
 
     Attributes:
         kind: ``"input"`` for an argument of the first trace, or for what a trace unpacks and no earlier one defines;
-            ``"value"`` for everything else.
-        name: name of the value that owns the memory.
-        nbytes: bytes of the tensor.
+            ``"temporary"`` for what exists only inside one bound symbol; ``"value"`` for everything else.
+        name: name of the value that owns the memory; of temporary memory, the name of the symbol.
+        nbytes: bytes of the storage.
         start: position of the bound symbol that defines it, ``BEFORE_TRACE`` for what exists earlier.
         end: position of the last bound symbol that uses it.
+        device: the type of its device.
     """
 
-    kind: Literal["input", "value"]
+    kind: Literal["input", "value", "temporary"]
     name: str
     nbytes: int
     start: int
     end: int
+    device: str
+
+
+class MemoryAnalysis(NamedTuple):
+    """What is known about the memory of traces that run one after the other.
+
+    Attributes:
+        bsyms: the bound symbols of all traces, which positions count.
+        live: their liveness.
+        intervals: the memory of values, without slots, and temporary memory.
+        calls: the calls that could be observed, by position.
+    """
+
+    bsyms: list[BoundSymbol]
+    live: Liveness
+    intervals: list[MemoryInterval]
+    calls: dict[int, ObservedCall]
 
 
 def memory_intervals(traces: Sequence[TraceCtx]) -> list[MemoryInterval]:
@@ -67,13 +86,22 @@ def memory_intervals(traces: Sequence[TraceCtx]) -> list[MemoryInterval]:
 
     Positions count the bound symbols of all traces.
     """
+    return analyze_memory(traces).intervals
+
+
+def analyze_memory(traces: Sequence[TraceCtx]) -> MemoryAnalysis:
+    """Return the memory of traces that run one after the other; see [Note: Bytes of values]."""
     parts = [trace.bound_symbols for trace in traces]
     starts = tuple(itertools.accumulate(map(len, parts[:-1]), initial=0))
-    return list(_intervals(Liveness(*parts), list(itertools.chain(*parts)), starts))
+    bsyms, live = list(itertools.chain(*parts)), Liveness(*parts)
+    owners, calls = _observed_owners(live, bsyms)
+    intervals = [*_intervals(live, bsyms, starts, owners), *_temporary(bsyms, calls)]
+    return MemoryAnalysis(bsyms, live, intervals, calls)
 
 
-def _intervals(live: Liveness, bsyms: Sequence[BoundSymbol], starts: Sequence[int]) -> Iterator[MemoryInterval]:
-    owners = owners_of(live, bsyms)
+def _intervals(
+    live: Liveness, bsyms: Sequence[BoundSymbol], starts: Sequence[int], owners: dict[Value, _Owners]
+) -> Iterator[MemoryInterval]:
     begins: dict[Value, int] = {}
     ends: dict[Value, int] = {}
     last = len(bsyms) - 1
@@ -91,16 +119,26 @@ def _intervals(live: Liveness, bsyms: Sequence[BoundSymbol], starts: Sequence[in
             begin = max(start for start in starts if start <= position)
             begins.update(dict.fromkeys(live.outs[position], begin or BEFORE_TRACE))
     for owner, end in ends.items():
-        nbytes = owners[owner][owner]
+        nbytes, device = owners[owner][owner], _device_type(owner.proxy)
         if not nbytes:
             continue
         if owner.defined == BEFORE_TRACE:  # an argument, which the caller keeps
-            yield MemoryInterval("input", owner.proxy.name, nbytes, BEFORE_TRACE, last)
+            yield MemoryInterval("input", owner.proxy.name, nbytes, BEFORE_TRACE, last, device)
         elif owner in begins:
             begin = begins[owner]
-            yield MemoryInterval("input", owner.proxy.name, nbytes, begin, last if begin == BEFORE_TRACE else end)
+            end = last if begin == BEFORE_TRACE else end
+            yield MemoryInterval("input", owner.proxy.name, nbytes, begin, end, device)
         else:
-            yield MemoryInterval("value", owner.proxy.name, nbytes, owner.defined, end)
+            yield MemoryInterval("value", owner.proxy.name, nbytes, owner.defined, end, device)
+
+
+def _temporary(bsyms: Sequence[BoundSymbol], calls: dict[int, ObservedCall]) -> Iterator[MemoryInterval]:
+    for position, call in calls.items():
+        if call.temporary_bytes:
+            bsym = bsyms[position]
+            tensors = (p for p in (*bsym.flat_proxy_outs, *bsym.flat_proxy_args) if isinstance(p, TensorProxy))
+            device = next(map(_device_type, tensors), "cpu")
+            yield MemoryInterval("temporary", bsym.sym.name, call.temporary_bytes, position, position, device)
 
 
 def owners_of(live: Liveness, bsyms: Sequence[BoundSymbol]) -> dict[Value, _Owners]:
@@ -109,7 +147,15 @@ def owners_of(live: Liveness, bsyms: Sequence[BoundSymbol]) -> dict[Value, _Owne
     Args:
         live: the liveness of ``bsyms``.
     """
+    return _observed_owners(live, bsyms)[0]
+
+
+def _observed_owners(
+    live: Liveness, bsyms: Sequence[BoundSymbol]
+) -> tuple[dict[Value, _Owners], dict[int, ObservedCall]]:
+    """Return the owners of values, and the calls that could be observed, by position."""
     owners: dict[Value, _Owners] = {}
+    calls: dict[int, ObservedCall] = {}
     strides: dict[str, tuple[int, ...]] = {}
     on_host = {bsym.args[0].name for bsym in bsyms if bsym.sym is fsdp_copy_to_device}  # perhaps by an earlier trace
     owners.update({value: {value: 0} for value in live.values if value.proxy.name in on_host})
@@ -122,20 +168,26 @@ def owners_of(live: Liveness, bsyms: Sequence[BoundSymbol]) -> dict[Value, _Owne
         if bsym.sym.name in HOST_COPIES and (source := bsym.args[0].name) in strides:
             strides.update((value.proxy.name, strides[source]) for value in outs)
         new = [value for value in outs if value not in owners]
-        observed = outputs_of(bsym, strides) if new else None
-        facts = facts_of(bsym)
+        if not new and bsym.sym.executor is executor:
+            continue
+        if (observed := observed_call(bsym, strides)) is not None:
+            calls[position] = observed
+        facts, returned = facts_of(bsym), {value.proxy.name: value for value in outs}
         for value in new:
             name = value.proxy.name
-            if observed is not None and name in observed:
-                strides[name] = observed[name].strides
-                sources = [args[source] for source in observed[name].views]
+            own = {value: _bytes(value)}
+            if observed is not None and name in observed.outputs:
+                out = observed.outputs[name]
+                strides[name] = out.strides
+                sources = [args.get(source) or returned[source] for source in out.views]
+                own = {value: out.nbytes}
             else:
                 strides.pop(name, None)
                 sources = [args[source] for source in facts.aliases.get(name, ())]
                 sources = [source for source in sources if _may_be_view(value, source)]
             shared = {owner: nbytes for source in sources for owner, nbytes in owners[source].items()}
-            owners[value] = shared if shared and facts.known else {value: _bytes(value), **shared}
-    return owners
+            owners[value] = shared if shared and facts.known else {**own, **shared}
+    return owners, calls
 
 
 _Owners = dict[Value, int]
@@ -167,6 +219,10 @@ def _of_own_symbol(
 
 def _bytes(value: Value) -> int:
     return nbytes_of(value.proxy) if isinstance(value.proxy, TensorProxy) else 0
+
+
+def _device_type(proxy: Proxy) -> str:
+    return proxy.device.type if isinstance(proxy, (TensorProxy, FutureTensorProxy)) else "cpu"
 
 
 def _may_be_view(value: Value, of: Value) -> bool:

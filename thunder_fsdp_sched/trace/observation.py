@@ -59,6 +59,9 @@ class Observed(NamedTuple):
         writes: indices of the tensor arguments that it modifies in place.
         by_position: indices of the tensor arguments whose storages it addresses by position, as ``as_strided`` does.
         strides: the strides of each returned tensor.
+        storages: for each returned tensor, the index of the first one in the same storage, and the storage's bytes.
+        temporary_bytes: the most bytes that exist at once during the call, besides the inputs and what is returned.
+        operators: names of the base operators that it calls, without namespace.
     """
 
     aliases: tuple[frozenset[int], ...]
@@ -66,6 +69,9 @@ class Observed(NamedTuple):
     writes: frozenset[int]
     by_position: frozenset[int]
     strides: tuple[tuple[int, ...], ...] = ()
+    storages: tuple[tuple[int, int], ...] = ()
+    temporary_bytes: int = 0
+    operators: frozenset[str] = frozenset()
 
 
 _cache: dict[Any, Observed | None] = {}
@@ -112,10 +118,22 @@ def observe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Observed
     aliases = tuple(
         everything if recorder.custom_alias else recorder.inputs.get(_storage(out), frozenset()) for out in outs
     )
-    blank = any(_storage(out) in recorder.uninitialized for out in outs)
+    refs = [_storage(out) for out in outs]
+    blank = any(ref in recorder.uninitialized for ref in refs)
     pure = recorder.deterministic and not recorder.writes and not blank
     strides = tuple(tuple(t.stride()) if t.layout is torch.strided else () for t in outs)
-    return Observed(aliases, pure, frozenset(recorder.writes), frozenset(recorder.by_position), strides)
+    storages = tuple((refs.index(ref), out.untyped_storage().nbytes()) for ref, out in zip(refs, outs, strict=True))
+    returned = sum(recorder.new.get(ref, 0) for ref in set(refs))
+    return Observed(
+        aliases,
+        pure,
+        frozenset(recorder.writes),
+        frozenset(recorder.by_position),
+        strides,
+        storages,
+        recorder.peak_bytes - returned,
+        frozenset(recorder.operators),
+    )
 
 
 class _Recorder(TorchDispatchMode):
@@ -131,13 +149,18 @@ class _Recorder(TorchDispatchMode):
         self.writes: set[int] = set()
         self.by_position: set[int] = set()
         self.uninitialized: set[StorageWeakRef] = set()
-        self._alive: list[Any] = []  # keeps storages alive, because they are identified by address
+        self.operators: set[str] = set()
+        # Weak references keep addresses, by which storages are identified, from being used again.
+        self.new: dict[StorageWeakRef, int] = {}
+        self._alive: list[StorageWeakRef] = []
+        self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         schema = schema_of(func)
         out = func(*args, **kwargs)
-        self._alive.append(out)
+        self.operators.add(schema.name.rpartition("::")[2])
+        self._count(out)
         named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
         for argument in schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -156,6 +179,17 @@ class _Recorder(TorchDispatchMode):
         if schema.name.removeprefix("aten::") in _UNINITIALIZED:
             self.uninitialized.update(_storage(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor))
         return out
+
+    def _count(self, out: Any) -> None:
+        """Count the bytes that exist after an operator, without those of the inputs."""
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                storage = _storage(tensor)
+                if storage not in self.inputs and storage not in self.new:
+                    self.new[storage] = tensor.untyped_storage().nbytes()
+                    self._alive.append(storage)
+        self._alive = [storage for storage in self._alive if not storage.expired()]
+        self.peak_bytes = max(self.peak_bytes, sum(self.new[storage] for storage in self._alive))
 
 
 def _try(

@@ -27,7 +27,7 @@ from thunder.core.symbol import BoundSymbol
 from ..private_api import function_called_by, torch_function_of
 from .observation import Observed, observe_call
 
-__all__ = ["Facts", "Output", "facts_of", "outputs_of"]
+__all__ = ["Facts", "ObservedCall", "Output", "facts_of", "observed_call"]
 
 
 class Facts(NamedTuple):
@@ -106,7 +106,7 @@ _IMPURE_PRIMS = frozenset(
 )
 """Prims that return new memory, but different values each time."""
 
-_KEPT, _KEPT_OUTPUTS = "_fsdp_facts", "_fsdp_outputs"
+_KEPT, _KEPT_CALLS = "_fsdp_facts", "_fsdp_calls"
 
 _IMPURE_TAGS: set[Any] = {OpTags.RANDOM_OP, OpTags.IN_PLACE, OpTags.DONT_DCE}
 
@@ -205,16 +205,32 @@ class Output(NamedTuple):
     """An output of a call with inputs of known strides.
 
     Attributes:
-        views: names of the inputs with which it shares memory.
+        views: names of the inputs and of earlier outputs with which it shares memory.
         strides: its strides.
+        nbytes: bytes of its storage.
     """
 
     views: tuple[str, ...]
     strides: tuple[int, ...]
+    nbytes: int
 
 
-def outputs_of(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> dict[str, Output] | None:
-    """Return what the call returns for inputs with these strides, by the names of the outputs; ``None`` if unknown.
+class ObservedCall(NamedTuple):
+    """What a call with inputs of known strides does.
+
+    Attributes:
+        outputs: its outputs, by name.
+        temporary_bytes: the most bytes that exist at once during the call, besides inputs and outputs.
+        operators: names of the base operators of torch that it calls.
+    """
+
+    outputs: Mapping[str, Output]
+    temporary_bytes: int
+    operators: frozenset[str]
+
+
+def observed_call(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> ObservedCall | None:
+    """Return what the call does for inputs with these strides; ``None`` if it cannot be observed.
 
     The bound symbol keeps the answer, as it keeps its facts. :func:`facts_of` knows no strides, so its aliases are those
     of contiguous inputs, and of any input where that is safer.
@@ -222,14 +238,14 @@ def outputs_of(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> dic
     Args:
         strides: strides by name; inputs that are not in it are contiguous.
     """
-    kept: dict[Any, dict[str, Output] | None] = vars(bsym).setdefault(_KEPT_OUTPUTS, {})
+    kept: dict[Any, ObservedCall | None] = vars(bsym).setdefault(_KEPT_CALLS, {})
     key = tuple([strides.get(p.name) for p in bsym.flat_proxy_args])
     if key not in kept:
-        kept[key] = _outputs_of(bsym, strides)
+        kept[key] = _observed_call(bsym, strides)
     return kept[key]
 
 
-def _outputs_of(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> dict[str, Output] | None:
+def _observed_call(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> ObservedCall | None:
     function = function_called_by(bsym) or torch_function_of(bsym.sym.id)
     if function is None or bsym.sym.is_fusion:
         return None
@@ -239,10 +255,12 @@ def _outputs_of(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> di
     if observed is None or len(outs) != len(observed.aliases):
         return None
     inputs = tuple(dict.fromkeys(p.name for p in bsym.flat_proxy_args if isinstance(p, TensorProxy)))
-    return {
-        out: Output(tuple(inputs[i] for i in sorted(aliases)), of_out)
-        for out, aliases, of_out in zip(outs, observed.aliases, observed.strides, strict=True)
-    }
+    outputs = {}
+    for index, out in enumerate(outs):
+        first, nbytes = observed.storages[index]
+        views = tuple(inputs[i] for i in sorted(observed.aliases[index])) or (outs[first],) * (first != index)
+        outputs[out] = Output(views, observed.strides[index], nbytes)
+    return ObservedCall(outputs, observed.temporary_bytes, observed.operators)
 
 
 def _observe(bsym: BoundSymbol) -> Facts | None:

@@ -15,6 +15,7 @@ forward, or one after an exception, gathers them again into the slot, which the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 from thunder.core.trace import TraceCtx
@@ -33,6 +34,7 @@ __all__ = [
     "peak_live_bytes",
     "retained_by_forward",
     "shared_slots",
+    "slots_in_use",
 ]
 
 
@@ -110,6 +112,41 @@ def peak_live_bytes(trace: TraceCtx) -> int:
         if gather.slot is not None and reduction.slot is not None and gather.slot.overlaps(reduction.slot)
     }
     return peak_bytes((live.start, ends.get(live, live.end), live.nbytes) for live in shared)
+
+
+def slots_in_use(live: Liveness, length: int) -> list[int]:
+    """Return the bytes of arenas that hold unsharded parameters or gradients at each position, each byte counted once.
+
+    Args:
+        live: the liveness of traces with slots.
+        length: the number of positions.
+    """
+    changes: dict[int, tuple[list[Slot], list[Slot]]] = {}
+    for used in live.slots.values():
+        if used.slot is not None:
+            changes.setdefault(max(used.start, 0), ([], []))[0].append(used.slot)
+            changes.setdefault(used.end + 1, ([], []))[1].append(used.slot)
+    found: list[int] = []
+    in_use: Counter[Slot] = Counter()
+    nbytes = 0
+    for position in range(length):
+        if position in changes:
+            begin, end = changes[position]
+            in_use.update(begin)
+            in_use.subtract(end)
+            nbytes = _union_bytes(slot for slot, count in in_use.items() if count)
+        found.append(nbytes)
+    return found
+
+
+def _union_bytes(slots: Iterable[Slot]) -> int:
+    ends: dict[Arena, int] = {}
+    total = 0
+    for slot in sorted(slots, key=lambda slot: slot.offset):
+        end = ends.get(slot.arena, 0)
+        total += max(0, slot.end - max(slot.offset, end))
+        ends[slot.arena] = max(end, slot.end)
+    return total
 
 
 def shared_slots(trace: TraceCtx) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,10 +12,14 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
+from ..runtime.memory import Arena
+from .communication_memory import RuntimeMemory, allocated_for_all_steps, allocated_in_step
 from .inspection import statement, statements
-from .live_memory import MemoryInterval, memory_intervals
+from .live_memory import MemoryAnalysis, MemoryInterval, analyze_memory
 from .operands import Issue
+from .slots import slots_in_use
 from .symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads
+from .unknown_memory import UnknownMemory, unknown_memory
 
 __all__ = ["KINDS", "MemoryPeak", "StepMemory", "TensorMemory"]
 
@@ -23,6 +27,7 @@ KINDS = (
     "shards",
     "optimizer state",
     "unsharded buckets",
+    "communication",
     "inputs",
     "gradients",
     "saved for backward",
@@ -30,6 +35,9 @@ KINDS = (
     "temporaries",
 )
 """The kinds of memory, those first that are allocated during the whole step."""
+
+_CUDA_BLOCK = 512
+"""Bytes to a multiple of which CUDA's caching allocator rounds each allocation."""
 
 _REDUCTIONS = (fsdp_reduce_scatter, fsdp_all_reduce, fsdp_wait_grads)
 
@@ -79,9 +87,12 @@ class StepMemory:
     """The memory of one step on this rank, forward and backward, predicted from the traces that run.
 
     It counts what the step allocates or keeps: shards, slots of unsharded buckets as they are allocated, inputs,
-    gradients, what forward saves for backward, outputs and temporaries. Not counted: temporary memory inside a bound
-    symbol (kernels' workspaces, fusions), transports' temporary memory, and an allocator's padding. See [Note: Bytes
-    of values] for the rules.
+    gradients, what forward saves for backward, outputs, temporaries, and what communication allocates. On CUDA each
+    allocation counts as the caching allocator rounds it, to 512 bytes. See [Note: Bytes of values] and
+    [Note: Memory of communication] for the rules. What cannot be known from traces is in :attr:`unknowns`.
+
+    Only the devices of the buckets count, so host memory does not if they are on GPUs. The first step allocates part of
+    this only as it runs, and its peak is not higher.
 
     Attributes:
         fixed: bytes that are allocated during the whole step, by kind.
@@ -94,35 +105,66 @@ class StepMemory:
     tensors: tuple[TensorMemory, ...]
     backward: int
     statements: Sequence[str] = field(repr=False)
+    _details: _Details = field(repr=False, compare=False)
 
     @classmethod
-    def of(cls, traces: Sequence[TraceCtx], buckets: Iterable[Bucket]) -> StepMemory:
-        """Return the memory of a forward trace, or of a forward and a backward trace, over all buckets of a module."""
-        bsyms = list(itertools.chain.from_iterable(trace.bound_symbols for trace in traces))
+    def of(
+        cls,
+        traces: Sequence[TraceCtx],
+        buckets: Iterable[Bucket],
+        *,
+        device: str | None = None,
+        accumulated: bool = False,
+        arenas: Iterable[Arena] = (),
+    ) -> StepMemory:
+        """Return the memory of a forward trace, or of a forward and a backward trace, over all buckets of a module.
+
+        Args:
+            device: the type of device (``"cuda"``, ``"cpu"``) whose allocator and kernels the step uses; by default that
+                of the buckets. A plan on the meta device or on a CPU gives that of the cluster.
+            accumulated: whether backwards under ``no_sync`` have left gradients that are not reduced yet.
+            arenas: arenas that are allocated for other traces; those of these traces count in any case.
+        """
+        buckets = tuple(buckets)
+        analysis = analyze_memory(traces)
+        bsyms, live = analysis.bsyms, analysis.live
         per_trace = [statements(trace) for trace in traces]
         counted = list(itertools.chain.from_iterable(per_trace))
         numbers = {id(bsym): number for number, bsym in enumerate(counted)}
-        backward = len(traces[0].bound_symbols)
+        types = {bucket.spec.device.type for bucket in buckets}
+        device = device or ("cuda" if "cuda" in types else min(types, default="cpu"))
+        rounded = _rounding(device)
         issues = [bsym for bsym in bsyms if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter)]
-        arenas = {slot.arena for slot in (Issue(bsym).planned_slot for bsym in issues) if slot is not None}
+        slots = [Issue(bsym).planned_slot for bsym in issues]
+        arenas = {*arenas, *(slot.arena for slot in slots if slot is not None)}
+        lasting = [memory for memory in allocated_for_all_steps(bsyms) if memory.device in types]
         fixed = {
-            "shards": sum(bucket.shard.nbytes for bucket in buckets),
-            "unsharded buckets": sum(arena.nbytes for arena in arenas),
+            "shards": sum(rounded(b.shard.nbytes) for b in buckets if b.spec.shard_device.type in types),
+            "unsharded buckets": sum(rounded(arena.nbytes) for arena in arenas),
+            "communication": sum(rounded(memory.nbytes) for memory in lasting),
         }
         shards = {p.name for bsym in issues if bsym.sym is fsdp_all_gather for p in bsym.flat_proxy_args}
+        backward = len(traces[0].bound_symbols)
+        found: list[tuple[str, MemoryInterval | RuntimeMemory, str]] = [
+            (_kind(interval, bsyms, backward), interval, _source(interval, bsyms))
+            for interval in analysis.intervals
+            if interval.name not in shards
+        ]
+        found += [(memory.kind, memory, "") for memory in allocated_in_step(live, bsyms, accumulated=accumulated)]
         tensors = tuple(
             TensorMemory(
-                _kind(interval, bsyms, backward),
-                interval.name,
-                interval.nbytes,
-                numbers[id(bsyms[interval.start])] if interval.start >= 0 else -1,
-                numbers[id(bsyms[interval.end])],
-                _source(interval, bsyms),
+                kind,
+                memory.name,
+                rounded(memory.nbytes),
+                numbers[id(bsyms[memory.start])] if memory.start >= 0 else -1,
+                numbers[id(bsyms[memory.end])],
+                source,
             )
-            for interval in memory_intervals(traces)
-            if interval.name not in shards
+            for kind, memory, source in found
+            if not types or memory.device in types
         )
-        return cls(fixed, tensors, len(per_trace[0]), _Statements(counted))
+        details = _Details(analysis, numbers, device, sum(arena.nbytes for arena in arenas))
+        return cls(fixed, tensors, len(per_trace[0]), _Statements(counted), details)
 
     def with_optimizer_state(self, nbytes: int) -> StepMemory:
         """Return the memory of a step with ``nbytes`` bytes of optimizer state on this rank."""
@@ -131,6 +173,16 @@ class StepMemory:
     def bytes_at(self, position: int) -> dict[str, int]:
         """Return the bytes of each kind while the bound symbol at ``position`` runs, its inputs and outputs included."""
         return {kind: self.fixed.get(kind, 0) + self._timelines[kind][position] for kind in KINDS}
+
+    @property
+    def unknowns(self) -> tuple[UnknownMemory, ...]:
+        """The memory that is not counted because it cannot be known from the traces, by name; see :mod:`.unknown_memory`."""
+        return self._details.unknowns
+
+    @property
+    def wasted(self) -> tuple[int, ...]:
+        """The bytes of unsharded buckets at each position that are allocated and hold nothing that is used again."""
+        return self._details.wasted
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
@@ -172,7 +224,34 @@ class StepMemory:
         lines += [f"  {kind:20s} {nbytes:>17,}" for kind, nbytes in peak.by_kind.items() if nbytes]
         lines += ["largest tensors there:"]
         lines += [f"  {t.name:20s} {t.nbytes:>17,}  {t.kind:20s} {t.source}".rstrip() for t in peak.largest]
+        if allocated := peak.by_kind["unsharded buckets"]:
+            wasted = self.wasted[peak.position]
+            lines.append(f"unsharded buckets: {allocated:,} allocated, {allocated - wasted:,} live, {wasted:,} wasted")
+        if self.unknowns:
+            lines += ["not counted, as it cannot be known from the traces:", *(f"  {u}" for u in self.unknowns)]
         return "\n".join(lines)
+
+
+class _Details:
+    """What is computed only when it is asked for: a search needs the bytes of many traces, and nothing else."""
+
+    def __init__(self, analysis: MemoryAnalysis, numbers: Mapping[int, int], device: str, slots: int) -> None:
+        self._analysis, self._numbers, self._device, self._slots = analysis, numbers, device, slots
+
+    @cached_property
+    def unknowns(self) -> tuple[UnknownMemory, ...]:
+        return unknown_memory(self._analysis.bsyms, self._analysis.calls, self._number, self._device)
+
+    @cached_property
+    def wasted(self) -> tuple[int, ...]:
+        bsyms = self._analysis.bsyms
+        in_use = slots_in_use(self._analysis.live, len(bsyms))
+        return tuple(
+            self._slots - nbytes for bsym, nbytes in zip(bsyms, in_use, strict=True) if self._number(bsym) is not None
+        )
+
+    def _number(self, bsym: BoundSymbol) -> int | None:
+        return self._numbers.get(id(bsym))
 
 
 class _Statements(Sequence[str]):
@@ -191,9 +270,15 @@ class _Statements(Sequence[str]):
         return tuple(self) == tuple(other) if isinstance(other, (tuple, _Statements)) else NotImplemented
 
 
+def _rounding(device: str) -> Callable[[int], int]:
+    """Return the function from the bytes of a tensor to those that the allocator of ``device`` gives it."""
+    unit = _CUDA_BLOCK if device == "cuda" else 1
+    return lambda nbytes: -(-nbytes // unit) * unit
+
+
 def _kind(interval: MemoryInterval, bsyms: Sequence[BoundSymbol], backward: int) -> str:
-    if interval.kind == "input":
-        return "inputs"
+    if interval.kind != "value":
+        return "inputs" if interval.kind == "input" else "temporaries"
     if interval.start >= 0 and bsyms[interval.start].sym in _REDUCTIONS:
         return "gradients"
     is_returned = interval.end == len(bsyms) - 1

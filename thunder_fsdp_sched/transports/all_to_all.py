@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from .base import Traffic, TransportedBucket, Views, Work, issue_each, issue_then
+from .base import Traffic, TransportedBucket, Views, Work, issue_each, issue_then, segment_bytes
 from .flat import Flat, pairs
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ class AllToAll(Flat):
     def reduce_traffic(self, spec: BucketSpec) -> Traffic:
         added = spec.grad_bytes + spec.layout.shard_numel * spec.reduce_dtype.itemsize
         return super().reduce_traffic(spec)._replace(is_reduce_scatter=False, copied_after=added)
+
+    def reduce_buffers(self, spec: BucketSpec) -> tuple[int, ...]:
+        return segment_bytes(spec, spec.reduce_dtype)
 
     def _reduce(self, bucket: TransportedBucket, whole: torch.Tensor, own: torch.Tensor) -> Work:
         world_size = bucket.spec.layout.world_size

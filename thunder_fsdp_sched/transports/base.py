@@ -177,6 +177,18 @@ class Transport(ABC):
         messages = segment_bytes(spec, spec.reduce_dtype)
         return Traffic(messages, len(messages), is_reduce_scatter=True)
 
+    def reduce_buffers(self, spec: BucketSpec) -> tuple[int, ...]:
+        """Return the bytes of each buffer that one reduction uses from its issue to its wait, and later ones use again."""
+        return ()
+
+    def reduce_workspace(self, spec: BucketSpec) -> int:
+        """Return the bytes that reductions between the same ranks share, which stay allocated; the largest one counts."""
+        return 0
+
+    def reduce_temporary(self, spec: BucketSpec) -> int:
+        """Return the bytes that one reduction allocates and frees again after its collectives."""
+        return 0
+
 
 def segment_bytes(spec: BucketSpec, dtype: torch.dtype) -> tuple[int, ...]:
     """Return the unsharded bytes of each non-empty segment of the bucket."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .base import Traffic, TransportedBucket, Views, Work, issue_then
+from .base import Traffic, TransportedBucket, Views, Work, issue_then, segment_bytes
 from .flat import Flat
 
 if TYPE_CHECKING:
@@ -136,6 +136,13 @@ class SymmetricMemory(Flat):
         return traffic._replace(
             launches=traffic.launches * spec.layout.world_size, is_reduce_scatter=False, copied_after=own
         )
+
+    def reduce_workspace(self, spec: BucketSpec) -> int:
+        """See torch's ``_low_contention_reduce_scatter``: gradients are not in symmetric memory, so it copies them there."""
+        return max(segment_bytes(spec, spec.reduce_dtype), default=0)
+
+    def reduce_temporary(self, spec: BucketSpec) -> int:
+        return max((s.shard_numel for s in spec.layout.segments), default=0) * spec.reduce_dtype.itemsize
 
 
 class _Allocation:

@@ -1,0 +1,255 @@
+"""Count the bytes that a step allocates, operator by operator, and compare them with the predicted memory.
+
+[Note: Counted bytes]
+The program of the traces runs with real tensors. A dispatch mode sees every base operator, those of this package's
+runtime included, and records the storages that it returns. An input that no operator has returned existed before. After
+each operator the bytes of all storages that still exist are added up; the count of a bound symbol is the most between it
+and the one before it. What the program cannot see are buffers inside a kernel and those of gloo's threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thunder_fsdp_sched import FSDPTransform, StepMemory
+from thunder_fsdp_sched.pipeline import CompiledTraces
+from thunder_fsdp_sched.runtime.bucket import Bucket
+from thunder_fsdp_sched.runtime.forward_numbers import as_backward_of_latest_forward
+from thunder_fsdp_sched.runtime.memory import Arena
+from thunder_fsdp_sched.runtime.row_dtensor import local_rows
+from thunder_fsdp_sched.trace.inspection import AGREEMENT, statements
+
+import thunder
+import torch
+import torch.distributed as dist
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace
+from thunder.extend import OperatorExecutor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Count", "compare", "count_on_fake_ranks", "count_step"]
+
+
+class Tracker(TorchDispatchMode):
+    """The bytes of storages that exist, with the peak between two bound symbols.
+
+    Args:
+        counted: tensors that exist before the step and count.
+        others: tensors that do not count, such as the inputs.
+    """
+
+    def __init__(self, counted: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        # Weak references keep addresses from being used again.
+        self.known: dict[int, StorageWeakRef] = {}
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        for tensor in others:
+            self.skip(tensor)
+        for tensor in counted:
+            self.add(tensor)
+        self.peak = self.bytes_now()
+        self.bytes_at: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        return "tracker"
+
+    def skip(self, tensor: torch.Tensor) -> None:
+        storage = local_rows(tensor).untyped_storage()
+        if storage._cdata not in self.known:
+            self.known[storage._cdata] = StorageWeakRef(storage)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = local_rows(tensor).untyped_storage()
+        if storage._cdata not in self.known:
+            self.skip(tensor)
+            self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    def bytes_now(self) -> int:
+        self.alive = {key: found for key, found in self.alive.items() if not found[0].expired()}
+        return sum(nbytes for _, nbytes in self.alive.values())
+
+    def look(self, position: int) -> None:
+        now = self.bytes_now()
+        self.bytes_at[position] = max(self.peak, now)
+        self.peak = 0  # what is deleted before the next operator does not count there
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        for tensor in _tensors((args, kwargs)):
+            self.skip(tensor)
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self.add(tensor)
+        self.peak = max(self.peak, self.bytes_now())
+        return result
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)
+
+
+def _print(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: Any) -> str:
+    return f"look({bsym.args[0]!r}, {bsym.args[1]})"
+
+
+def _bind(bsym: BoundSymbol) -> None:
+    bsym._call_ctx = {**(bsym._call_ctx or {}), "tracker": bsym.args[0], "look": Tracker.look}
+
+
+_executor = OperatorExecutor("memory_count_test")
+_look = _executor.register_operator(
+    "look",
+    meta=lambda *args: None,
+    fn=Tracker.look,
+    tags=[OpTags.DONT_DCE],
+    bind_postprocess=_bind,
+    python_printer=_print,
+)
+
+
+def _tracked(trace: TraceCtx, tracker: Tracker, begin: int, agrees: bool) -> Callable[..., Any]:
+    """The program of a trace that tells the tracker after each bound symbol, before anything is deleted."""
+    new = from_trace(trace)
+    for position, bsym in enumerate(trace.bound_symbols, start=begin):
+        if bsym.sym.name in AGREEMENT and not agrees:  # there are no other ranks
+            continue
+        new.bound_symbols.append(bsym)
+        if bsym.sym.id in (PrimIDs.RETURN, PrimIDs.DEL) or bsym.sym.name == "clear_mutable_collection":
+            continue
+        new.bound_symbols.append(_look.bind(tracker, position, output=None))
+    return new.python_callable()
+
+
+def _lasting(buckets: Iterable[Bucket], reduces: bool) -> Iterator[torch.Tensor | None]:
+    """Return what buckets keep between steps; receive buffers only if these traces reduce gradients and so know of them."""
+    for bucket in buckets:
+        arenas: list[Arena] = [bucket.arena, *([bucket.private_slot.arena] if bucket.private_slot else [])]
+        yield bucket.shard
+        yield bucket.unreduced
+        for arena in arenas:
+            yield arena._memory
+            for buffers in arena.scratch.values() if reduces else ():
+                yield from buffers
+        for one in (bucket, *bucket.aliases.values()):
+            yield getattr(one.source, "_cast", None)
+
+
+def count_step(
+    transform: FSDPTransform, compiled: CompiledTraces, flat: Sequence[Any], *, agrees: bool = False
+) -> Tracker:
+    """Run forward and backward of ``compiled`` once, and return the bytes at each of their bound symbols.
+
+    Args:
+        flat: the inputs of the computation.
+        agrees: whether there are other ranks, with which the ranks agree on what they run.
+    """
+    inputs = [value for value in flat if isinstance(value, torch.Tensor)]
+    lasting = [t for t in _lasting(transform.sharded.buckets, not compiled.no_sync) if t is not None]
+    own = {t.untyped_storage()._cdata for t in lasting}
+    tracker = Tracker(lasting, [t for t in inputs if local_rows(t).untyped_storage()._cdata not in own])
+    assert compiled.forward is not None
+    with torch.no_grad():
+        forward = _tracked(compiled.forward, tracker, 0, agrees)
+        backward = None
+        if compiled.backward is not None:
+            backward = _tracked(compiled.backward, tracker, len(compiled.forward.bound_symbols), agrees)
+        with tracker:
+            result = forward(*flat)
+        if backward is None:
+            return tracker
+        outputs, (saved, others) = result
+        del result
+        grads = [torch.ones_like(out) for out in outputs["flat_output"] if isinstance(out, torch.Tensor)]
+        for grad in grads:
+            tracker.skip(grad)
+        collections = [list(saved), list(others)]
+        del saved, others
+        with as_backward_of_latest_forward(), tracker:
+            returned = backward(collections, grads)
+        del returned
+    return tracker
+
+
+def count_on_fake_ranks(
+    model: torch.nn.Module,
+    ask: Callable[[], FSDPTransform],
+    *,
+    rank: int = 1,
+    world_size: int = 2,
+    window: bool = False,
+) -> dict[str, tuple[CompiledTraces, StepMemory, Tracker]]:
+    """Run a step over a fake process group, after one that allocates what lasts; return traces, prediction and count.
+
+    Args:
+        ask: returns ``fsdp(...)``.
+        window: also count two micro-batches under ``no_sync`` and the step that reduces their gradients.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        transform = ask()
+        inputs = model.inputs(torch.Generator().manual_seed(0))
+        jitted = thunder.jit(model, transforms=[transform])
+        inputs, _ = transform.cast_inputs(inputs, {})
+
+        def flat() -> Sequence[Any]:
+            return thunder.compile_data(jitted).get_computation_and_inputs(*inputs)[1]
+
+        def count(compiled: CompiledTraces, accumulated: bool = False) -> tuple[CompiledTraces, StepMemory, Tracker]:
+            tracker = count_step(transform, compiled, args)
+            return compiled, compiled.predict_memory(accumulated=accumulated), tracker
+
+        args = flat()
+        reducing = transform.compiled[-1]
+        count(reducing)
+        found = {"step": count(reducing)}
+        if window:
+            with jitted.no_sync():
+                args = flat()
+                found["first of a window"] = count(transform.compiled[-1])
+                found["second of a window"] = count(transform.compiled[-1], accumulated=True)
+            args = flat()
+            found["last of a window"] = count(reducing, accumulated=True)
+    finally:
+        dist.destroy_process_group()
+    return found
+
+
+@dataclass(frozen=True)
+class Count:
+    """A counted step beside its prediction.
+
+    Attributes:
+        wrong: for each position where they differ: predicted bytes, counted bytes, and the bound symbol.
+        predicted, counted: the peaks in bytes, without inputs.
+    """
+
+    wrong: list[tuple[int, int, str]]
+    predicted: int
+    counted: int
+
+    def is_close(self) -> bool:
+        """Return whether each position is within 1 % or 64 KiB."""
+        return all(abs(a - b) <= max(0.01 * b, 65536) for a, b, _ in self.wrong)
+
+    def __str__(self) -> str:
+        return "\n".join(f"predicted {a}, counted {b}, {a - b:+}: {text}" for a, b, text in self.wrong[:10])
+
+
+def compare(memory: StepMemory, compiled: CompiledTraces, tracker: Tracker) -> Count:
+    """Return where the predicted and the counted bytes of a step differ, inputs aside."""
+    traces = [t for t in (compiled.forward, compiled.backward) if t is not None]
+    bsyms = [bsym for trace in traces for bsym in trace.bound_symbols]
+    numbers = {id(b): n for n, b in enumerate(b for trace in traces for b in statements(trace))}
+    wrong, predicted = [], []
+    for position, found in tracker.bytes_at.items():
+        if id(bsyms[position]) in numbers:
+            at = memory.bytes_at(numbers[id(bsyms[position])])
+            predicted.append(sum(at.values()) - at["inputs"])
+            if predicted[-1] != found:
+                wrong.append((predicted[-1], found, str(bsyms[position]).partition("\n")[0]))
+    return Count(wrong, max(predicted), max(tracker.bytes_at.values()))

@@ -1,0 +1,178 @@
+"""The memory that this package's symbols allocate besides their outputs: what is sent, transports, ``no_sync`` gradients.
+
+[Note: Memory of communication]
+Three things exist in every step once the first one has run, and count during the whole step: the cast of each shard that
+is sent in lower precision (see [Note: Reuse of casts] in ``runtime.shard_source``), the buffers into which reductions
+receive, and a transport's workspace. The copy of an offloaded shard exists from the issue of its gather to the wait.
+Within a single symbol exist sums of broadcast gradients, copies to the host in another dtype, and what a transport needs
+as it reduces.
+
+Gradients that ``no_sync`` accumulates are unsharded and outlive their backward. The first backward of a window allocates
+them where it accumulates them; later ones, and the one that reduces them, find them allocated. Which buckets have such
+gradients is not known when traces are compiled, so all count for which these traces can reduce them: an upper bound.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+
+from ..runtime.bucket import Bucket
+from .inspection import nbytes_of
+from .liveness import BEFORE_TRACE, Liveness
+from .operands import Reduction, bucket_of
+from .symbols import (
+    fsdp_accumulate_grads,
+    fsdp_all_gather,
+    fsdp_all_reduce,
+    fsdp_backward_done,
+    fsdp_reduce_scatter,
+    fsdp_reduce_unreduced,
+    fsdp_wait_grads,
+    is_resident,
+    payload,
+)
+
+__all__ = ["RuntimeMemory", "allocated_for_all_steps", "allocated_in_step"]
+
+
+class RuntimeMemory(NamedTuple):
+    """Memory that a symbol of this package allocates.
+
+    Attributes:
+        kind: ``"communication"`` or ``"gradients"``.
+        name: what it is.
+        nbytes: its bytes.
+        start: position of the bound symbol that allocates it, ``BEFORE_TRACE`` for what exists earlier.
+        end: position of the last bound symbol during which it exists.
+        device: the type of its device.
+    """
+
+    kind: str
+    name: str
+    nbytes: int
+    start: int
+    end: int
+    device: str
+
+
+def allocated_for_all_steps(bsyms: Sequence[BoundSymbol]) -> Iterator[RuntimeMemory]:
+    """Return the casts, receive buffers and workspaces that stay allocated; see [Note: Memory of communication]."""
+    last = len(bsyms) - 1
+    casts = {bucket_of(b): None for b in bsyms if b.sym is fsdp_all_gather and not bucket_of(b).spec.comm.offload}
+    for bucket in casts:
+        spec = bucket.spec
+        if spec.param_dtype != spec.dtype:
+            nbytes = spec.layout.shard_numel * spec.param_dtype.itemsize
+            yield _memory("communication", f"cast of {spec.name}", nbytes, BEFORE_TRACE, last, bucket)
+    workspaces: dict[tuple[str, str], tuple[int, Bucket]] = {}
+    in_use: Counter[tuple[int, int]] = Counter()
+    most: Counter[tuple[int, int]] = Counter()
+    taken: dict[str, list[tuple[int, int]]] = {}  # by the name of the future
+    for bsym in bsyms:
+        if bsym.sym in (fsdp_reduce_scatter, fsdp_reduce_unreduced):
+            bucket = bucket_of(bsym)
+            key = bucket.spec.comm.transport, bucket.ranks.reductions.description
+            needed = bucket.transport.reduce_workspace(bucket.spec)
+            workspaces[key] = max((needed, bucket), workspaces.get(key, (0, bucket)), key=lambda found: found[0])
+        if bsym.sym is fsdp_reduce_scatter:
+            buffers = [(id(bucket.arena), nbytes) for nbytes in bucket.transport.reduce_buffers(bucket.spec)]
+            taken[bsym.output.name] = buffers
+            in_use.update(buffers)
+            for buffer in buffers:
+                most[buffer] = max(most[buffer], in_use[buffer])
+            device = bucket.spec.device.type
+        elif bsym.sym in (fsdp_wait_grads, fsdp_all_reduce):
+            in_use.subtract(taken.pop(bsym.args[1].name, ()))
+    for (_, nbytes), count in most.items():
+        for _ in range(count):
+            yield RuntimeMemory("communication", "receive buffer", nbytes, BEFORE_TRACE, last, device)
+    for (transport, _), (nbytes, bucket) in workspaces.items():
+        if nbytes:
+            yield _memory("communication", f"workspace of {transport}", nbytes, BEFORE_TRACE, last, bucket)
+
+
+def allocated_in_step(live: Liveness, bsyms: Sequence[BoundSymbol], *, accumulated: bool) -> Iterator[RuntimeMemory]:
+    """Return what exists during a part of a step only.
+
+    Args:
+        live: the liveness of ``bsyms``.
+        accumulated: whether earlier backwards under ``no_sync`` have left gradients.
+    """
+    for position, bsym in enumerate(bsyms):
+        if bsym.sym is fsdp_all_gather and bucket_of(bsym).spec.comm.offload and not is_resident(bsym):
+            spec = bucket_of(bsym).spec
+            end = max((value.last_use for value in live.outs[position]), default=position)
+            nbytes = spec.layout.shard_numel * spec.param_dtype.itemsize
+            yield _memory("communication", f"copy of {spec.name}", nbytes, position, end, bucket_of(bsym))
+        elif bsym.sym is fsdp_reduce_scatter:
+            bucket, reduction = bucket_of(bsym), Reduction(bsym)
+            yield from _at(position, bucket, "sum of broadcast gradients", _broadcast(bucket, reduction.grads))
+            on_stream = bucket.spec.device.type == "cuda"  # elsewhere what follows the collectives runs in the wait
+            end = position if on_stream else max((v.last_use for v in live.outs[position]), default=position)
+            name = f"temporary memory of {bucket.spec.comm.transport}"
+            yield from _at(end, bucket, name, bucket.transport.reduce_temporary(bucket.spec))
+        elif bsym.sym is fsdp_wait_grads:
+            spec = bucket_of(bsym).spec
+            if spec.comm.offload and spec.reduce_dtype != spec.dtype:
+                nbytes = spec.layout.shard_numel * spec.dtype.itemsize
+                yield from _at(position, bucket_of(bsym), "cast of sharded gradients", nbytes)
+        elif bsym.sym is fsdp_accumulate_grads:
+            bucket = bucket_of(bsym)
+            yield from _at(position, bucket, "sum of broadcast gradients", _broadcast(bucket, bsym.args[1:]))
+        elif bsym.sym is fsdp_reduce_unreduced and accumulated:
+            yield from _reduced(bucket_of(bsym), position, len(bsyms) - 1)
+    yield from _unreduced(bsyms, accumulated)
+
+
+def _unreduced(bsyms: Sequence[BoundSymbol], accumulated: bool) -> Iterator[RuntimeMemory]:
+    """Return the unsharded gradients of ``no_sync``."""
+    last = len(bsyms) - 1
+    done = next((position for position, bsym in enumerate(bsyms) if bsym.sym is fsdp_backward_done), last)
+    starts: dict[Bucket, tuple[int, int]] = {}
+    for position, bsym in enumerate(bsyms):
+        if bsym.sym is fsdp_accumulate_grads:
+            starts.setdefault(bucket_of(bsym), (BEFORE_TRACE if accumulated else position, last))
+        elif accumulated and bsym.sym in (fsdp_reduce_scatter, fsdp_reduce_unreduced):
+            starts.setdefault(bucket_of(bsym), (BEFORE_TRACE, done))
+    for bucket, (start, end) in starts.items():
+        yield _memory(
+            "gradients", f"unreduced gradients of {bucket.spec.name}", bucket.spec.grad_bytes, start, end, bucket
+        )
+
+
+def _reduced(bucket: Bucket, position: int, last: int) -> Iterator[RuntimeMemory]:
+    """Return what the reduction of gradients allocates that only earlier backwards have computed."""
+    spec, transport = bucket.spec, bucket.transport
+    staging = spec.sent_numel * spec.reduce_dtype.itemsize if spec.comm.staging else 0
+    temporary = spec.grad_bytes + staging + transport.reduce_temporary(spec)
+    flat = spec.layout.shard_numel * spec.dtype.itemsize
+    if spec.reduce_dtype != spec.dtype or spec.comm.offload:
+        temporary += payload(fsdp_all_reduce.name, spec)[0]
+    yield from _at(position, bucket, "copy of unreduced gradients", temporary)
+    name = f"sharded gradients of {spec.name}"
+    yield RuntimeMemory("gradients", name, flat, position, last, spec.shard_device.type)
+
+
+def _broadcast(bucket: Bucket, grads: Sequence[TensorProxy | None]) -> int:
+    """Return the bytes of the sums of gradients that do not have the shape of their parameter."""
+    pairs = itertools.zip_longest(bucket.spec.params, grads)
+    return sum(
+        param.numel * grad.dtype.bytes
+        for param, grad in pairs
+        if grad is not None and tuple(map(int, grad.shape)) != param.shape and nbytes_of(grad)
+    )
+
+
+def _at(position: int, bucket: Bucket, name: str, nbytes: int) -> Iterator[RuntimeMemory]:
+    if nbytes:
+        yield _memory("communication", f"{name} ({bucket.spec.name})", nbytes, position, position, bucket)
+
+
+def _memory(kind: str, name: str, nbytes: int, start: int, end: int, bucket: Bucket) -> RuntimeMemory:
+    return RuntimeMemory(kind, name, nbytes, start, end, bucket.spec.device.type)

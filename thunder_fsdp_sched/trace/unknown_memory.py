@@ -1,0 +1,156 @@
+"""Memory of a step that its traces do not tell, by name, with an upper bound where there is one.
+
+[Note: Unknown memory]
+*Fusions* allocate what their compiler decides: at most what their subsymbols define and the fusion does not return.
+*Operators without known facts* may allocate anything. *Kernels with workspaces* are base operators whose kernels allocate
+memory that no operator returns; which and how much depends on the device, the library and the shapes. *Process groups*
+may copy: gloo sends from copies. On CUDA also the libraries allocate, and the caching allocator cannot always use what
+is free.
+
+Bytes are those of one bound symbol; on one stream two do not run at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+
+from .inspection import AGREEMENT, UNPACKING, nbytes_of, outs_of
+from .operands import bucket_of
+from .operator_facts import ObservedCall, facts_of
+from .symbols import executor, fsdp_all_gather, fsdp_matmul_into, fsdp_reduce_scatter, issues_collective, payload
+
+__all__ = ["UnknownMemory", "unknown_memory"]
+
+_CUBLAS_BYTES = 4096 * 8 * 1024
+"""Bytes of torch's largest default workspace of cuBLAS, that for Hopper; see ``CUBLAS_WORKSPACE_CONFIG``."""
+
+_MATMULS = frozenset(
+    {"addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv", "linear", "_scaled_mm", "_grouped_mm"}
+)
+_ATTENTION = ("_scaled_dot_product_", "_flash_attention", "_efficient_attention")
+_CONVOLUTIONS = ("convolution", "_convolution", "cudnn_", "mkldnn_", "miopen_", "slow_conv")
+_SORTS = frozenset(
+    {"argsort", "bincount", "cumsum", "embedding_dense_backward", "index_put", "index_put_", "multinomial", "nonzero"}
+    | {"sort", "topk", "unique", "_unique2", "_index_put_impl_", "kthvalue", "mode", "searchsorted"}
+)
+_NORMS = frozenset({"native_layer_norm_backward", "native_group_norm_backward", "native_batch_norm_backward"})
+
+_RUNS_NOTHING = frozenset({PrimIDs.DEL, PrimIDs.RETURN, PrimIDs.COMMENT})
+
+
+class UnknownMemory(NamedTuple):
+    """Memory that is not counted, as it cannot be known from a trace.
+
+    Attributes:
+        name: the symbol, or the library.
+        reason: why it is unknown.
+        nbytes: upper bound in bytes at any one position; ``None`` if there is none.
+        positions: schedule positions of the bound symbols; empty if it concerns the whole step.
+    """
+
+    name: str
+    reason: str
+    nbytes: int | None
+    positions: tuple[int, ...]
+
+    def __str__(self) -> str:
+        bound = "no bound" if self.nbytes is None else f"at most {self.nbytes:,} bytes"
+        at = f" at {len(self.positions)} position{'s' * (len(self.positions) > 1)}" if self.positions else ""
+        return f"{self.name}: {bound}{at}, {self.reason}"
+
+
+def unknown_memory(
+    bsyms: Sequence[BoundSymbol],
+    calls: Mapping[int, ObservedCall],
+    position_of: Callable[[BoundSymbol], int | None],
+    device_type: str,
+) -> tuple[UnknownMemory, ...]:
+    """Return the memory that is unknown, grouped by name and reason; see [Note: Unknown memory].
+
+    Args:
+        calls: the calls that could be observed, by index in ``bsyms``.
+        position_of: returns the schedule position of a bound symbol, ``None`` if it has none.
+        device_type: the type of the device on which the step runs.
+    """
+    found: dict[tuple[str, str], tuple[int | None, list[int]]] = {}
+    for index, bsym in enumerate(bsyms):
+        position = position_of(bsym)
+        for name, reason, nbytes in _of(bsym, calls.get(index), device_type) if position is not None else ():
+            assert position is not None
+            most, positions = found.get((name, reason), (0, []))
+            bound = None if most is None or nbytes is None else max(most, nbytes)
+            found[name, reason] = bound, [*positions, position]
+    if device_type == "cuda":
+        found["CUDA context and kernels", "allocated by the driver"] = None, []
+        found["NCCL", "the channel buffers of its communicators"] = None, []
+        found["fragmentation", "free memory that the caching allocator cannot use for a larger tensor"] = None, []
+    return tuple(UnknownMemory(*key, bound, tuple(positions)) for key, (bound, positions) in found.items())
+
+
+def _of(bsym: BoundSymbol, call: ObservedCall | None, device_type: str) -> Iterator[tuple[str, str, int | None]]:
+    """Return the names, reasons and bounds of what one bound symbol may allocate."""
+    name = bsym.sym.name
+    if (
+        bsym.sym.id in _RUNS_NOTHING
+        or bsym.sym.id in UNPACKING
+        or name in AGREEMENT
+        or name == "clear_mutable_collection"
+    ):
+        return
+    if bsym.sym.executor is executor:
+        yield from _of_communication(bsym, device_type)
+        return
+    if bsym.sym.is_fusion:
+        yield name, "a fusion allocates at most what it computes inside", _inside(bsym)
+        return
+    if call is None:
+        if not facts_of(bsym).known and bsym.flat_proxy_outs:
+            yield name, "an operator without known facts; its outputs count as views and as new memory", None
+        elif any(isinstance(p, TensorProxy) for p in bsym.flat_proxy_outs):
+            yield name, "the call cannot be observed", None
+        return
+    for operator in call.operators:
+        if operator in _MATMULS and device_type == "cuda":
+            yield "cuBLAS", "a workspace for each handle and stream, which stays allocated", _CUBLAS_BYTES
+        elif operator.startswith(_ATTENTION):
+            yield name, f"the workspace of the kernel of {operator}", None
+        elif operator.startswith(_CONVOLUTIONS):
+            yield name, f"the workspace of the algorithm of {operator}", None
+        elif operator in _SORTS or operator in _NORMS:
+            yield name, f"the kernel of {operator} may allocate a buffer", None
+
+
+def _of_communication(bsym: BoundSymbol, device_type: str) -> Iterator[tuple[str, str, int | None]]:
+    if bsym.sym is fsdp_matmul_into and device_type == "cuda":
+        yield "cuBLAS", "a workspace for each handle and stream, which stays allocated", _CUBLAS_BYTES
+    if bsym.kwargs.get("hook"):
+        yield "all_reduce_hook", "what the user's function allocates", None
+    if not issues_collective(bsym):
+        return
+    bucket = bucket_of(bsym)
+    transport = bucket.transport
+    is_gather, is_reduction = bsym.sym is fsdp_all_gather, bsym.sym is fsdp_reduce_scatter
+    if not type(transport).__module__.startswith(__package__.partition(".")[0] + ".") and (is_gather or is_reduction):
+        yield f"transport {transport.name}", "a transport that is not of this package may allocate", None
+    group = bucket.ranks.group if is_gather else bucket.ranks.reductions
+    if group.backend_for(bucket.spec.device) == "gloo" and (is_gather or is_reduction):
+        copied = {"all_to_all": is_gather, "all_reduce": is_reduction, "symmetric_memory": False}
+        if copied.get(transport.name, True):
+            whole = payload(bsym.sym.name, bucket.spec)[0]
+            yield "gloo", f"{bsym.sym.name} sends from copies and receives into copies", 2 * whole
+
+
+def _inside(fusion: BoundSymbol) -> int:
+    """Return the bytes of the tensors that the subsymbols of a fusion define and that it does not return."""
+    returned, inside = set(outs_of(fusion)), {}
+    pending = list(fusion.subsymbols)
+    while pending:
+        bsym = pending.pop()
+        pending += bsym.subsymbols
+        inside.update({p.name: nbytes_of(p) for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy)})
+    return sum(nbytes for name, nbytes in inside.items() if name not in returned)
