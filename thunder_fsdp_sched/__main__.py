@@ -21,7 +21,9 @@ from .simulator.clusters import CLUSTERS
 from .tools.dry_run import DryRun, dry_run_step, find_model
 from .tools.fit import describe_fit, optimizer_state_bytes
 from .tools.plot import plot_timelines, save_perfetto
+from .tools.plot_memory import plot_memory
 from .tools.report import before_and_after, dry_run_table, plan_table
+from .trace.memory_files import save_memory
 from .trace.schedule import load_schedules
 from .transports import TRANSPORTS
 
@@ -226,6 +228,10 @@ def plan(
     picture: Annotated[Path | None, typer.Option(help="Where to draw the timeline (.png, .svg).")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Where to write the timeline for Perfetto (.json).")] = None,
     schedule: Annotated[Path | None, typer.Option(help="Where to save the schedule (.json).")] = None,
+    memory_file: Annotated[
+        Path | None,
+        typer.Option("--memory", help="Where to draw the memory of the step (.png, .svg), or to save it (.json)."),
+    ] = None,
 ) -> None:
     """Plan a training step on a cluster that you do not have: memory, time, and exposed communication.
 
@@ -233,7 +239,7 @@ def plan(
     nearly all of it in Thunder's own tracing.
     """
     console = make_console()
-    if sharding is Sharding.both and any((picture, perfetto, schedule)):
+    if sharding is Sharding.both and any((picture, perfetto, schedule, memory_file)):
         raise typer.BadParameter("files hold one step: give --sharding zero2 or zero3, not both")
     for strategy in sharding.strategies:
         step = _compiled(
@@ -256,7 +262,8 @@ def plan(
         console.print(plan_table(step.transform.plan), highlight=False)
         console.print(dry_run_table(step), highlight=False)
         compiled = step.compiled
-        memory = compiled.memory.with_optimizer_state(optimizer_state_bytes(compiled.buckets, optimizer_bytes))
+        memory = compiled.predict_memory(device="cpu" if step.cluster.synchronous else "cuda")
+        memory = memory.with_optimizer_state(optimizer_state_bytes(compiled.buckets, optimizer_bytes))
         console.print(describe_fit(memory, step.cluster.memory, step.cluster.name), highlight=False)
         if compiled.choice is not None:
             console.print(str(compiled.choice), highlight=False)
@@ -269,6 +276,12 @@ def plan(
         if schedule is not None:
             step.transform.save_schedules(schedule)
             console.print(f"schedule: {schedule}")
+        if memory_file is not None:
+            if memory_file.suffix == ".json":
+                save_memory(memory, memory_file)
+            else:
+                plot_memory(memory, memory_file, timeline=step.after)
+            console.print(f"memory: {memory_file}")
 
 
 @app.command()

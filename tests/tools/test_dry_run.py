@@ -7,6 +7,7 @@ import re
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.__main__ import app
 from thunder_fsdp_sched.tools.dry_run import dry_run_step, find_model
+from thunder_fsdp_sched.trace.memory_files import load_memory
 from thunder_fsdp_sched.trace.schedule import load_schedules
 
 import pytest
@@ -26,8 +27,9 @@ def invoke(*arguments: str):
 
 def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
     pytest.importorskip("matplotlib")
-    files = [tmp_path / name for name in ("step.png", "step.json", "one.json")]
+    files = [tmp_path / name for name in ("step.png", "step.json", "one.json", "memory.png")]
     outputs = ["--picture", str(files[0]), "--perfetto", str(files[1]), "--schedule", str(files[2])]
+    outputs += ["--memory", str(files[3])]
     result = invoke("plan", "--model", "test_dry_run:make_on_meta", "--world-size", "16", *outputs)
     assert result.exit_code == 0, result.output
     assert "scheduled" in result.output and "unsorted" in result.output and "blocks.1" in result.output
@@ -43,7 +45,10 @@ def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
     other = tmp_path / "other.json"
     plan_command = ["plan", "--model", "test_dry_run:make_on_meta", "--world-size", "16", "--schedule", str(other)]
     assert "gathers in flight, at most: forward 2, backward 2" in result.output
-    limited = invoke(*plan_command, "--max-gathers-in-flight", "1", "--optimizer-bytes", "1e9")
+    saved = ["--memory", str(tmp_path / "memory.json")]
+    limited = invoke(*plan_command, "--max-gathers-in-flight", "1", "--optimizer-bytes", "1e9", *saved)
+    memory = load_memory(tmp_path / "memory.json")
+    assert memory.fixed["optimizer state"] > 80e9 and memory.peak.by_kind["unsharded buckets"] % 512 == 0
     assert re.search(r"^does not fit on h100-sxm: [\d,.]+ GB too much of 80\.00 GB$", limited.output, re.MULTILINE), (
         limited.output
     )

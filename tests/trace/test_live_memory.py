@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.pipeline import CompiledTraces
+from thunder_fsdp_sched.simulator.clusters import cluster
+from thunder_fsdp_sched.simulator.cost import AnalyticCost
+from thunder_fsdp_sched.simulator.simulate import simulate
 from thunder_fsdp_sched.testing import assert_peak_memory_at_most, compile_on_fake_ranks, gathers
+from thunder_fsdp_sched.tools.plot_memory import plot_memory
+from thunder_fsdp_sched.trace.memory_files import load_memory, save_memory
 from thunder_fsdp_sched.trace.operands import Issue
+from thunder_fsdp_sched.trace.step_memory import KINDS, TensorMemory
 from thunder_fsdp_sched.trace.symbols import fsdp_all_gather
 from thunder_fsdp_sched.trace.unknown_memory import unknown_memory
 from thunder_fsdp_sched.transports import TRANSPORTS
@@ -91,6 +101,66 @@ def test_a_peak_is_printed_with_lines_of_the_model_and_asserted(compiled: Compil
     assert f"position {peak.position}" in str(memory) and all(t.name in str(memory) for t in peak.largest)
     assert {t for t in memory.alive_at(peak.position) if t.kind != "communication"} >= set(peak.largest)
     assert any("models.py:" in tensor.source for tensor in peak.largest)
+
+
+def test_memory_is_saved_loaded_and_compared(compiled: CompiledTraces, tmp_path: Path) -> None:
+    memory = compiled.memory
+    save_memory(memory, tmp_path / "memory.json")
+    loaded = load_memory(tmp_path / "memory.json")
+    assert loaded == memory and memory == loaded and str(loaded) == str(memory)
+    assert loaded.unknowns == memory.unknowns and loaded.wasted == memory.wasted
+    assert memory.difference(loaded) == ""
+
+    largest = memory.peak.largest[0]
+    grown = replace(memory, tensors=tuple(t._replace(nbytes=t.nbytes + 7 * (t == largest)) for t in memory.tensors))
+    grown = grown.with_optimizer_state(100)
+    assert grown != memory
+    difference = grown.difference(memory)
+    assert "(+107)" in difference and re.search(r"optimizer state +\+100$", difference, re.MULTILINE)
+    assert re.search(rf"\+7  {largest.kind} +{re.escape(largest.source)}$", difference, re.MULTILINE)
+    assert "-107" in memory.difference(grown)
+    unlike = replace(memory, tensors=(*memory.tensors, TensorMemory("inputs", "x", 1, 0, 0, "")))
+    assert "other positions differ" in unlike.difference(memory)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content.update(format=0), "format 0, this version reads 1"),
+        (lambda content: content.pop("wasted"), "the file has no 'wasted'"),
+        (lambda content: content["tensors"][1].update(nbytes="8"), r"tensors\[1\].nbytes: expected int, got str"),
+        (lambda content: content["tensors"][0].update(end=10**6), r"tensors\[0\]: it exists from"),
+        (lambda content: content["tensors"][0].update(kind="cake"), r"tensors\[0\].kind: 'cake' is none of shards"),
+    ],
+)
+def test_a_file_that_holds_no_memory_is_refused(
+    compiled: CompiledTraces, tmp_path: Path, change: Callable[[Any], Any], message: str
+) -> None:
+    path = tmp_path / "memory.json"
+    save_memory(compiled.memory, path)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"memory.json holds no memory of a step: {message}"):
+        load_memory(path)
+
+
+def test_a_picture_stacks_the_kinds_and_names_the_peak(compiled: CompiledTraces) -> None:
+    pytest.importorskip("matplotlib")
+    memory = compiled.memory
+    timeline = simulate(compiled.forward, compiled.backward, AnalyticCost(cluster("h100-sxm")))
+    for figure, end in (
+        (plot_memory(memory), len(memory.totals)),
+        (plot_memory(memory, timeline=timeline), timeline.step_seconds * 1e3),
+    ):
+        [axes] = figure.axes
+        assert axes.get_xlim() == pytest.approx((0, end))
+        assert f"position {memory.peak.position}: " in axes.get_title(loc="left")
+        labels = [text.get_text() for text in figure.legends[0].get_texts()]
+        kinds = [kind for kind in KINDS if any(memory.bytes_of(kind))]
+        assert [label.partition(",")[0] for label in labels] == kinds[::-1]
+        top = axes.collections[len(kinds) - 1].get_paths()[0].vertices[:, 1].max()
+        assert top == pytest.approx(memory.peak.nbytes / 1e6)
 
 
 def test_cuda_rounds_each_allocation_to_512_bytes(compiled: CompiledTraces) -> None:

@@ -17,6 +17,7 @@ from thunder.core.trace import TraceCtx
 
 from .deadlock import Action
 from .inspection import outs_of, statements
+from .json_fields import field_of, typed
 from .liveness import Liveness
 from .operands import Issue, Wait, bucket_of
 from .symbols import (
@@ -235,10 +236,10 @@ def load_schedules(path: str | Path) -> list[StepSchedule]:
         ValueError: the file is not one; the message names the file and the first fault.
     """
     try:
-        content = _typed(json.loads(Path(path).read_text()), dict, "the file")
+        content = typed(json.loads(Path(path).read_text()), dict, "the file")
         if content.get("format") != _FORMAT:
             raise ValueError(f"format {content.get('format')!r}, this version reads {_FORMAT}")
-        steps = _field(content, "steps", list, "the file")
+        steps = field_of(content, "steps", list, "the file")
         return [_step(step, f"steps[{number}]") for number, step in enumerate(steps)]
     except RecursionError:
         raise ValueError(f"schedule: {path} holds no schedule: it is nested too deeply") from None
@@ -247,25 +248,25 @@ def load_schedules(path: str | Path) -> list[StepSchedule]:
 
 
 def _step(content: object, json_path: str) -> StepSchedule:
-    step = _typed(content, dict, json_path)
-    backward = _field(step, "backward", (dict, type(None)), json_path)
+    step = typed(content, dict, json_path)
+    backward = field_of(step, "backward", (dict, type(None)), json_path)
     return StepSchedule(
-        _schedule(_field(step, "forward", dict, json_path), f"{json_path}.forward"),
+        _schedule(field_of(step, "forward", dict, json_path), f"{json_path}.forward"),
         None if backward is None else _schedule(backward, f"{json_path}.backward"),
-        _field(step, "no_sync", bool, json_path),
+        field_of(step, "no_sync", bool, json_path),
     )
 
 
 def _schedule(content: dict[str, Any], json_path: str) -> Schedule:
     ops = []
-    for number, op in enumerate(_field(content, "ops", list, json_path)):
+    for number, op in enumerate(field_of(content, "ops", list, json_path)):
         at = f"{json_path}.ops[{number}]"
-        fields = _typed(op, dict, at)
+        fields = typed(op, dict, at)
         if unknown := fields.keys() - _OP_TYPES.keys():
             raise ValueError(f"{at}.{sorted(unknown)[0]} is unknown")
-        ops.append(CommOp(**{name: _field(fields, name, types, at) for name, types in _OP_TYPES.items()}))
+        ops.append(CommOp(**{name: field_of(fields, name, types, at) for name, types in _OP_TYPES.items()}))
     return Schedule(
-        tuple(ops), _field(content, "statements", int, json_path), _field(content, "compute", str, json_path)
+        tuple(ops), field_of(content, "statements", int, json_path), field_of(content, "compute", str, json_path)
     )
 
 
@@ -283,17 +284,3 @@ _OP_TYPES: dict[str, type | tuple[type, ...]] = {
     "travels": bool,
 }
 """The type of each field of a :class:`CommOp` in a file."""
-
-
-def _field(content: dict[str, Any], name: str, types: type | tuple[type, ...], json_path: str) -> Any:
-    if name not in content:
-        raise ValueError(f"{json_path} has no {name!r}")
-    return _typed(content[name], types, f"{json_path}.{name}")
-
-
-def _typed(value: Any, types: type | tuple[type, ...], json_path: str) -> Any:
-    types = types if isinstance(types, tuple) else (types,)
-    if type(value) not in types:  # not isinstance, which accepts a bool as an int
-        names = " or ".join("null" if cls is type(None) else cls.__name__ for cls in types)
-        raise ValueError(f"{json_path}: expected {names}, got {type(value).__name__}")
-    return value

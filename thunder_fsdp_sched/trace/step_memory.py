@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,7 +22,7 @@ from .slots import slots_in_use
 from .symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads
 from .unknown_memory import UnknownMemory, unknown_memory
 
-__all__ = ["KINDS", "MemoryPeak", "StepMemory", "TensorMemory"]
+__all__ = ["KINDS", "KnownDetails", "MemoryPeak", "StepMemory", "TensorMemory"]
 
 KINDS = (
     "shards",
@@ -35,6 +36,9 @@ KINDS = (
     "temporaries",
 )
 """The kinds of memory, those first that are allocated during the whole step."""
+
+_MOST_SHOWN = 10
+"""How many differences between tensors are printed."""
 
 _CUDA_BLOCK = 512
 """Bytes to a multiple of which CUDA's caching allocator rounds each allocation."""
@@ -105,7 +109,7 @@ class StepMemory:
     tensors: tuple[TensorMemory, ...]
     backward: int
     statements: Sequence[str] = field(repr=False)
-    _details: _Details = field(repr=False, compare=False)
+    _details: _Details | KnownDetails = field(repr=False, compare=False)
 
     @classmethod
     def of(
@@ -174,6 +178,10 @@ class StepMemory:
         """Return the bytes of each kind while the bound symbol at ``position`` runs, its inputs and outputs included."""
         return {kind: self.fixed.get(kind, 0) + self._timelines[kind][position] for kind in KINDS}
 
+    def bytes_of(self, kind: str) -> tuple[int, ...]:
+        """Return the bytes of one of :data:`KINDS` at each position."""
+        return tuple(self.fixed.get(kind, 0) + nbytes for nbytes in self._timelines[kind])
+
     @property
     def unknowns(self) -> tuple[UnknownMemory, ...]:
         """The memory that is not counted because it cannot be known from the traces, by name; see :mod:`.unknown_memory`."""
@@ -203,6 +211,38 @@ class StepMemory:
         by_kind = self.bytes_at(position)
         return MemoryPeak(position, self.totals[position], by_kind, phase, self.statements[position], largest)
 
+    def difference(self, other: StepMemory) -> str:
+        """Return what this step needs more or less than ``other``, at the two peaks; empty if they are equal.
+
+        Tensors count by kind and the line that made them, because names differ between compilations.
+        """
+        if self == other:
+            return ""
+        ours, theirs = self.peak, other.peak
+        lines = [
+            f"peak {theirs.nbytes:,} -> {ours.nbytes:,} bytes ({ours.nbytes - theirs.nbytes:+,}), in {theirs.phase} at "
+            f"position {theirs.position} -> in {ours.phase} at position {ours.position}"
+        ]
+        kinds = {kind: ours.by_kind[kind] - theirs.by_kind[kind] for kind in KINDS}
+        lines += [f"  {kind:20s} {nbytes:>+17,}" for kind, nbytes in kinds.items() if nbytes]
+        tensors = self._by_source(ours.position)
+        tensors.subtract(other._by_source(theirs.position))
+        changed = sorted(((n, key) for key, n in tensors.items() if n), key=lambda found: (-abs(found[0]), found[1]))
+        if changed:
+            lines.append("tensors, by the lines that made them:")
+            lines += [f"  {nbytes:>+17,}  {kind:20s} {source}" for nbytes, (kind, source) in changed[:_MOST_SHOWN]]
+        if len(changed) > _MOST_SHOWN:
+            lines.append(f"  and {len(changed) - _MOST_SHOWN} more")
+        if not any(kinds.values()) and not changed:
+            lines.append("the peaks consist of the same; other positions differ")
+        return "\n".join(lines)
+
+    def _by_source(self, position: int) -> Counter[tuple[str, str]]:
+        found: Counter[tuple[str, str]] = Counter()
+        for tensor in self.alive_at(position):
+            found[tensor.kind, tensor.source or tensor.name] += tensor.nbytes
+        return found
+
     @cached_property
     def _timelines(self) -> dict[str, list[int]]:
         of_kind: dict[str, list[TensorMemory]] = {kind: [] for kind in KINDS}
@@ -230,6 +270,13 @@ class StepMemory:
         if self.unknowns:
             lines += ["not counted, as it cannot be known from the traces:", *(f"  {u}" for u in self.unknowns)]
         return "\n".join(lines)
+
+
+class KnownDetails(NamedTuple):
+    """The unknown and the wasted memory of a step that was read from a file."""
+
+    unknowns: tuple[UnknownMemory, ...]
+    wasted: tuple[int, ...]
 
 
 class _Details:

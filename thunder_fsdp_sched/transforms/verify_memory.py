@@ -32,7 +32,7 @@ from ..trace.inspection import (
     with_bound_symbols,
 )
 from ..trace.operands import bucket_of
-from ..trace.operator_facts import facts_of, outputs_of
+from ..trace.operator_facts import facts_of, observed_call
 from ..trace.symbols import (
     GRAD_WRITERS,
     fsdp_all_gather,
@@ -169,7 +169,8 @@ class _Walk:
             for out in outs:
                 self.share(out.name, [outs[0].name if is_new else future])
             return
-        observed = outputs_of(bsym, self.strides)
+        call = observed_call(bsym, self.strides)
+        observed = None if call is None else call.outputs
         facts = facts_of(bsym)
         for out in outs:
             if not isinstance(out, TensorProxy):
