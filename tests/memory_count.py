@@ -9,7 +9,7 @@ and the one before it. What the program cannot see are buffers inside a kernel a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,27 +181,29 @@ def count_on_fake_ranks(
     *,
     rank: int = 1,
     world_size: int = 2,
+    batch: Mapping[str, torch.Tensor] | None = None,
     window: bool = False,
 ) -> dict[str, tuple[CompiledTraces, StepMemory, Tracker]]:
     """Run a step over a fake process group, after one that allocates what lasts; return traces, prediction and count.
 
     Args:
         ask: returns ``fsdp(...)``.
+        batch: keyword arguments for ``model``; by default it is called with ``model.inputs(...)``.
         window: also count two micro-batches under ``no_sync`` and the step that reduces their gradients.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         transform = ask()
-        inputs = model.inputs(torch.Generator().manual_seed(0))
+        inputs = () if batch is not None else model.inputs(torch.Generator().manual_seed(0))
         jitted = thunder.jit(model, transforms=[transform])
-        inputs, _ = transform.cast_inputs(inputs, {})
+        inputs, named = transform.cast_inputs(inputs, dict(batch or {}))
 
         def flat() -> Sequence[Any]:
-            return thunder.compile_data(jitted).get_computation_and_inputs(*inputs)[1]
+            return thunder.compile_data(jitted).get_computation_and_inputs(*inputs, **named)[1]
 
         def count(compiled: CompiledTraces, accumulated: bool = False) -> tuple[CompiledTraces, StepMemory, Tracker]:
             tracker = count_step(transform, compiled, args)
-            return compiled, compiled.predict_memory(accumulated=accumulated), tracker
+            return compiled, compiled.predict_memory(accumulated=accumulated, all_arenas=True), tracker
 
         args = flat()
         reducing = transform.compiled[-1]

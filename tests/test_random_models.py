@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, note, reject, settings
 from hypothesis import strategies as st
+from memory_count import compare, count_on_fake_ranks
 from random_models import Case, RandomModel, cases, options_of
 from ranks import Ranks
 from reference import Twins
@@ -71,6 +72,23 @@ def test_every_promise_holds_on_fake_ranks(part: int, case: Case, world_size: in
         testing.assert_buckets_in_flight_at_most(transform, case.options["max_gathers_in_flight"])
     elif isinstance(prefetch, int) and "max_unsharded_bytes" not in case.options:
         testing.assert_prefetch_distance(transform, prefetch)
+
+
+@settings(QUIET, max_examples=_examples(5))
+@given(case=cases(), world_size=st.sampled_from([1, 2, 3, 4, 8]), window=st.booleans())
+def test_predicted_memory_is_counted_at_every_position_of_a_run(case: Case, world_size: int, window: bool) -> None:
+    def ask() -> Any:
+        return fsdp(**options_of(case, lambda: dist.new_group(list(range(world_size)), group_desc="others")))
+
+    model = RandomModel(case.model)
+    try:
+        found = count_on_fake_ranks(model, ask, rank=world_size - 1, world_size=world_size, window=window)
+    except ValueError as error:
+        assert "bytes are too few: with prefetch=" in str(error)
+        reject()
+    for step, (compiled, memory, tracker) in found.items():
+        count = compare(memory, compiled, tracker)
+        assert count.is_close(), f"{step}: {count}"
 
 
 def _train(rank: int, world_size: int, case: Case) -> None:

@@ -72,14 +72,18 @@ class CompiledTraces:
         """The memory of a step on this rank, predicted from the traces; computed when it is first asked for."""
         return self.predict_memory()
 
-    def predict_memory(self, *, device: str | None = None, accumulated: bool = False) -> StepMemory:
+    def predict_memory(
+        self, *, device: str | None = None, accumulated: bool = False, all_arenas: bool = False
+    ) -> StepMemory:
         """Return the memory of a step on this rank; see :meth:`StepMemory.of`.
 
-        The arena counts as large as all traces of the module need it.
+        Args:
+            all_arenas: also count the arena if these traces do not use it, as under ``no_sync`` with ZeRO-2: it stays
+                allocated between steps.
         """
         assert self.forward is not None
         traces = [t for t in (self.forward, self.backward) if t is not None]
-        arenas = {bucket.arena for bucket in self.buckets}
+        arenas = {bucket.arena for bucket in self.buckets} if all_arenas else ()
         return StepMemory.of(traces, self.buckets, device=device, accumulated=accumulated, arenas=arenas)
 
     @property

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from thunder_fsdp_sched import full_state_dict
+from thunder_fsdp_sched import fsdp, full_state_dict
 
 import pytest
 import thunder
 import torch
+from memory_count import compare, count_on_fake_ranks
 from ranks import Ranks
 from reference import Twins
 from torch import nn
@@ -116,6 +117,17 @@ def test_real_models_train_like_unsharded_and_like_fsdp2(ranks: Ranks, name: str
     _skip_without_library(MODELS[name])
     results = ranks.run(_train, name, strategy, timeout=500)
     print(name, strategy, *(f"{what} {max(r[what] for r in results):.2g}" for what in results[0]), sep=", ")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_predicted_memory_of_real_models_is_counted_at_every_position(name: str) -> None:
+    case = MODELS[name]
+    _skip_without_library(case)
+    batch = case.batch(torch.Generator().manual_seed(0))
+    compiled, memory, tracker = count_on_fake_ranks(case.make().double(), fsdp, batch=batch)["step"]
+    count = compare(memory, compiled, tracker)
+    print(f"{name}: {len(count.wrong)} of {len(tracker.bytes_at)} positions differ, peak {count.counted:,} bytes")
+    assert count.is_close(), str(count)
 
 
 @pytest.mark.parametrize("name", UNTRACEABLE)
