@@ -9,7 +9,8 @@ as it reduces.
 
 Gradients that ``no_sync`` accumulates are unsharded and outlive their backward. The first backward of a window allocates
 them where it accumulates them; later ones, and the one that reduces them, find them allocated. Which buckets have such
-gradients is not known when traces are compiled, so all count for which these traces can reduce them: an upper bound.
+gradients is not known when traces are compiled, so all count whose parameters train: an upper bound, unless parameters
+were frozen within the window.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def allocated_for_all_steps(bsyms: Sequence[BoundSymbol]) -> Iterator[RuntimeMem
     most: Counter[tuple[int, int]] = Counter()
     taken: dict[str, list[tuple[int, int]]] = {}  # by the name of the future
     for bsym in bsyms:
-        if bsym.sym in (fsdp_reduce_scatter, fsdp_reduce_unreduced):
+        if bsym.sym is fsdp_reduce_scatter or _reduces_unreduced(bsym):
             bucket = bucket_of(bsym)
             key = bucket.spec.comm.transport, bucket.ranks.reductions.description
             needed = bucket.transport.reduce_workspace(bucket.spec)
@@ -125,9 +126,13 @@ def allocated_in_step(live: Liveness, bsyms: Sequence[BoundSymbol], *, accumulat
         elif bsym.sym is fsdp_accumulate_grads:
             bucket = bucket_of(bsym)
             yield from _at(position, bucket, "sum of broadcast gradients", _broadcast(bucket, bsym.args[1:]))
-        elif bsym.sym is fsdp_reduce_unreduced and accumulated:
+        elif accumulated and _reduces_unreduced(bsym):
             yield from _reduced(bucket_of(bsym), position, len(bsyms) - 1)
     yield from _unreduced(bsyms, accumulated)
+
+
+def _reduces_unreduced(bsym: BoundSymbol) -> bool:
+    return bsym.sym is fsdp_reduce_unreduced and bucket_of(bsym).spec.requires_grad
 
 
 def _unreduced(bsyms: Sequence[BoundSymbol], accumulated: bool) -> Iterator[RuntimeMemory]:
@@ -138,7 +143,7 @@ def _unreduced(bsyms: Sequence[BoundSymbol], accumulated: bool) -> Iterator[Runt
     for position, bsym in enumerate(bsyms):
         if bsym.sym is fsdp_accumulate_grads:
             starts.setdefault(bucket_of(bsym), (BEFORE_TRACE if accumulated else position, last))
-        elif accumulated and bsym.sym in (fsdp_reduce_scatter, fsdp_reduce_unreduced):
+        elif accumulated and (bsym.sym is fsdp_reduce_scatter or _reduces_unreduced(bsym)):
             starts.setdefault(bucket_of(bsym), (BEFORE_TRACE, done))
     for bucket, (start, end) in starts.items():
         yield _memory(
