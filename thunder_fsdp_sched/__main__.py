@@ -20,10 +20,10 @@ from .simulator.cluster_files import read_cluster
 from .simulator.clusters import CLUSTERS
 from .tools.dry_run import DryRun, dry_run_step, find_model
 from .tools.fit import describe_fit, optimizer_state_bytes
+from .tools.memory_files import save_memory
 from .tools.plot import plot_timelines, save_perfetto
 from .tools.plot_memory import plot_memory
 from .tools.report import before_and_after, dry_run_table, plan_table
-from .trace.memory_files import save_memory
 from .trace.schedule import load_schedules
 from .transports import TRANSPORTS
 

@@ -16,8 +16,8 @@ from thunder_fsdp_sched.simulator.clusters import cluster
 from thunder_fsdp_sched.simulator.cost import AnalyticCost
 from thunder_fsdp_sched.simulator.simulate import simulate
 from thunder_fsdp_sched.testing import assert_peak_memory_at_most, compile_on_fake_ranks, gathers
+from thunder_fsdp_sched.tools.memory_files import load_memory, save_memory
 from thunder_fsdp_sched.tools.plot_memory import plot_memory
-from thunder_fsdp_sched.trace.memory_files import load_memory, save_memory
 from thunder_fsdp_sched.trace.operands import Issue
 from thunder_fsdp_sched.trace.step_memory import KINDS, TensorMemory
 from thunder_fsdp_sched.trace.symbols import fsdp_all_gather

@@ -1,4 +1,4 @@
-"""The memory of a step as a file: JSON that says everything that a :class:`~.step_memory.StepMemory` does."""
+"""The memory of a step as a file: JSON that says everything that a :class:`~thunder_fsdp_sched.StepMemory` does."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .json_fields import field_of, typed
-from .step_memory import KINDS, KnownDetails, StepMemory, TensorMemory
-from .unknown_memory import UnknownMemory
+from ..trace.json_fields import field_of, typed
+from ..trace.step_memory import KINDS, KnownDetails, StepMemory, TensorMemory
+from ..trace.unknown_memory import UnknownMemory
 
 __all__ = ["load_memory", "save_memory"]
 
