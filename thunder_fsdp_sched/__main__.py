@@ -18,12 +18,14 @@ from .demo.show import make_console
 from .logs import following_stages
 from .simulator.cluster_files import read_cluster
 from .simulator.clusters import CLUSTERS
+from .sizes import parse_bytes
 from .tools.dry_run import DryRun, dry_run_step, find_model
 from .tools.fit import describe_fit, optimizer_state_bytes
 from .tools.memory_files import save_memory
 from .tools.plot import plot_timelines, save_perfetto
 from .tools.plot_memory import plot_memory
 from .tools.report import before_and_after, dry_run_table, plan_table
+from .tools.suggestions import HEADROOM, suggest
 from .trace.schedule import load_schedules
 from .transports import TRANSPORTS
 
@@ -225,6 +227,21 @@ def plan(
         float | None,
         typer.Option(min=0, help="Bytes of optimizer state for each element that trains; by default those of AdamW."),
     ] = None,
+    suggestions: Annotated[
+        bool | None,
+        typer.Option(
+            "--suggest/--no-suggest",
+            help="Say what to change, each with its simulated time; by default if the step does not fit with the headroom.",
+            show_default=False,
+        ),
+    ] = None,
+    headroom: Annotated[
+        str | None,
+        typer.Option(help="Memory of the device that shall stay free, such as 2GB; by default 5 % of it."),
+    ] = None,
+    dry_runs: Annotated[
+        int, typer.Option(min=0, help="Dry runs for suggestions, such as half the batch, that need another trace.")
+    ] = 2,
     picture: Annotated[Path | None, typer.Option(help="Where to draw the timeline (.png, .svg).")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Where to write the timeline for Perfetto (.json).")] = None,
     schedule: Annotated[Path | None, typer.Option(help="Where to save the schedule (.json).")] = None,
@@ -265,6 +282,9 @@ def plan(
         memory = compiled.predict_memory(device="cpu" if step.cluster.synchronous else "cuda")
         memory = memory.with_optimizer_state(optimizer_state_bytes(compiled.buckets, optimizer_bytes))
         console.print(describe_fit(memory, step.cluster.memory, step.cluster.name), highlight=False)
+        free = int(HEADROOM * step.cluster.memory) if headroom is None else _bytes("headroom", headroom)
+        if suggestions or (suggestions is None and memory.peak.nbytes + free > step.cluster.memory):
+            _print_suggestions(console, step, optimizer_bytes=optimizer_bytes, headroom=free, dry_runs=dry_runs)
         if compiled.choice is not None:
             console.print(str(compiled.choice), highlight=False)
         if picture is not None:
@@ -305,6 +325,21 @@ def diff(
             console.print(f"schedule {number}", highlight=False)
             console.print(difference, highlight=False, markup=False)
     raise typer.Exit(1 if differs else 0)
+
+
+def _print_suggestions(console: Console, step: DryRun, **options: Any) -> None:
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as spinner, following_stages(lambda stage: None):
+        task = spinner.add_task("looking for suggestions", total=None)
+        found = suggest(step, progress=lambda text: spinner.update(task, description=text), **options)
+    console.print(str(found), highlight=False, markup=False)
+
+
+def _bytes(name: str, value: str) -> int:
+    try:
+        return 0 if value == "0" else parse_bytes(name, value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _name_of_model(argument: str | None, option: str | None) -> str:

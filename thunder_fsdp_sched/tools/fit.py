@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ..runtime.bucket import Bucket
 from ..trace.step_memory import StepMemory
 
-__all__ = ["describe_fit", "optimizer_state_bytes"]
+__all__ = ["describe_fit", "optimizer_state_bytes", "readable_bytes"]
 
 
 def optimizer_state_bytes(buckets: Iterable[Bucket], per_element: float | None = None) -> int:
@@ -32,14 +32,16 @@ def describe_fit(memory: StepMemory, device_bytes: int, device: str) -> str:
     peak = memory.peak
     free = device_bytes - peak.nbytes
     verdict = (
-        f"fits on {device}: {_size(free)} free" if free >= 0 else f"does not fit on {device}: {_size(-free)} too much"
+        f"fits on {device}: {readable_bytes(free)} free"
+        if free >= 0
+        else f"does not fit on {device}: {readable_bytes(-free)} too much"
     )
-    kinds = [f"  {_size(nbytes):>10}  {kind}" for kind, nbytes in peak.by_kind.items() if nbytes]
-    tensors = [f"  {_size(tensor.nbytes):>10}  {tensor.name}, {tensor.kind}" for tensor in peak.largest]
+    kinds = [f"  {readable_bytes(nbytes):>10}  {kind}" for kind, nbytes in peak.by_kind.items() if nbytes]
+    tensors = [f"  {readable_bytes(tensor.nbytes):>10}  {tensor.name}, {tensor.kind}" for tensor in peak.largest]
     sources = [f", {tensor.source.rpartition('/')[2]}" if tensor.source else "" for tensor in peak.largest]
     lines = [
-        f"{verdict} of {_size(device_bytes)}",
-        f"peak {_size(peak.nbytes)} in {peak.phase}, at position {peak.position}:",
+        f"{verdict} of {readable_bytes(device_bytes)}",
+        f"peak {readable_bytes(peak.nbytes)} in {peak.phase}, at position {peak.position}:",
         *kinds,
         "largest tensors there, with the lines that made them:",
         *(tensor + source for tensor, source in zip(tensors, sources, strict=True)),
@@ -47,5 +49,6 @@ def describe_fit(memory: StepMemory, device_bytes: int, device: str) -> str:
     return "\n".join(lines)
 
 
-def _size(nbytes: int) -> str:
+def readable_bytes(nbytes: int) -> str:
+    """Return a number of bytes in GB, or in MB if it is smaller."""
     return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.2f} MB"

@@ -1,0 +1,302 @@
+"""What to change so that a planned step fits into the memory of a device, ranked by simulated time.
+
+[Note: The search for suggestions]
+Each change is tried alone. If none fits, the one that needs least memory is kept, and the others are tried on top of it,
+up to ``_ROUNDS`` changes together. Nothing is scaled or estimated: each suggestion has traces of its own, so its peak and
+its time are those of a compiled step. All but two kinds of changes are planned again from the trace of the plan itself
+(see [Note: Planning again] in ``replanning``). Other inputs and dtypes need a dry run of their own; how many of these are
+made is limited, because tracing takes most of the time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from .blocks import describe_origins, origins_of
+from .changes import Change, faster_changes, samples_of, smaller_changes
+from .dry_run import DryRun, dry_run_step, replan
+from .fit import optimizer_state_bytes, readable_bytes
+
+__all__ = ["HEADROOM", "Suggestion", "Suggestions", "suggest"]
+
+HEADROOM = 0.05
+"""The share of a device's memory that shall stay free, for what no trace shows: workspaces of kernels, the allocator."""
+
+_ROUNDS = 3
+"""How many changes are tried together."""
+
+_WIDTH = 80
+"""Columns of the printed suggestions."""
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A change of a planned step, or several together, with the resulting memory and simulated time.
+
+    Attributes:
+        changes: the changes as a user writes them, such as ``'prefetch=0'``; empty for the plan itself.
+        peak_bytes: peak memory on this rank with optimizer state.
+        fits: whether that leaves the headroom free.
+        step_seconds: simulated time of a step.
+        extra_seconds: the difference from the plan.
+        samples: samples of a step on one rank, 1 if unknown.
+        detail: what the changes do; may be empty.
+        step: the planned step with these changes.
+    """
+
+    changes: tuple[str, ...]
+    peak_bytes: int
+    fits: bool
+    step_seconds: float
+    extra_seconds: float
+    samples: int
+    detail: str
+    step: DryRun = field(repr=False, compare=False)
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """Simulated time of a step divided by the samples of one rank."""
+        return self.step_seconds / self.samples
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, each on a device of its own."""
+        return self.step.world_size
+
+    @property
+    def traced(self) -> bool:
+        """Whether the model was traced for it; otherwise it is planned again from the trace of the plan."""
+        return self.step.traced
+
+    def __str__(self) -> str:
+        figures = (
+            f"{'fits' if self.fits else 'does not fit'}, {readable_bytes(self.peak_bytes)}; "
+            f"{1e3 * self.extra_seconds:+,.2f} ms a step, {1e3 * self.seconds_per_sample:,.2f} ms a sample, "
+            f"{self.world_size} ranks"
+        )
+        return "\n".join([" and ".join(self.changes), figures, *([self.detail] if self.detail else [])])
+
+
+@dataclass(frozen=True)
+class Suggestions:
+    """Changes of a planned step, those first that fit, by their simulated time for a sample.
+
+    Attributes:
+        plan: the plan without a change.
+        ranked: the suggestions. Those that do not fit come last, by their memory.
+        device_bytes: memory of a device.
+        headroom: bytes of it that shall stay free.
+        device: its name.
+        dry_runs: how many dry runs were made.
+        untried: changes that were not tried or are impossible, each with the reason.
+        least: the least bytes that a step needs with any of the changes, and these changes.
+    """
+
+    plan: Suggestion
+    ranked: tuple[Suggestion, ...]
+    device_bytes: int
+    headroom: int
+    device: str
+    dry_runs: int
+    untried: tuple[str, ...]
+    least: tuple[int, str]
+
+    def __str__(self) -> str:
+        lines = [
+            f"what to change, fastest first; {readable_bytes(self.headroom)} shall stay free, the plan takes "
+            f"{1e3 * self.plan.step_seconds:,.2f} ms:"
+        ]
+        for number, suggestion in enumerate(self.ranked, start=1):
+            first, *others = str(suggestion).split("\n")
+            lines += [f"{number}. {first}", *(f"   {line}" for line in others)]
+        if not any(suggestion.fits for suggestion in (self.plan, *self.ranked)):
+            lines.append(self._explain_least())
+        traced = [" and ".join(s.changes) for s in self.ranked if s.traced]
+        lines.append(
+            f"traced: the plan{''.join(f', {text}' for text in traced)}; the others are planned again from its trace"
+        )
+        lines += [f"not tried: {reason}" for reason in self.untried]
+        wrapped = (textwrap.wrap(line, _WIDTH, subsequent_indent="   ", break_long_words=False) for line in lines)
+        return "\n".join(line for part in wrapped for line in part)
+
+    def _explain_least(self) -> str:
+        nbytes, changes = self.least
+        too_much = nbytes + self.headroom - self.device_bytes
+        return (
+            f"nothing fits: the least is {readable_bytes(nbytes)}{f', with {changes}' if changes else ''}, so "
+            f"{self.device} lacks {readable_bytes(too_much)}"
+        )
+
+
+def suggest(
+    step: DryRun,
+    *,
+    optimizer_bytes: float | None = None,
+    headroom: int | None = None,
+    dry_runs: int = 2,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Suggestions:
+    """Return what to change in a planned step so that it fits its cluster's devices; if it fits, what makes it faster.
+
+    See [Note: The search for suggestions].
+
+    Args:
+        step: a dry run, or a step that was planned again.
+        optimizer_bytes: bytes of optimizer state for each element that trains; by default those of AdamW.
+        headroom: bytes of the device's memory that shall stay free; by default :data:`HEADROOM` of them.
+        dry_runs: how many further dry runs may be made, for changes that need a trace of their own.
+        progress: called with a line of text before each plan.
+
+    Raises:
+        RuntimeError: this process has a default process group.
+        ValueError: ``headroom`` or ``dry_runs`` is negative.
+    """
+    if dry_runs < 0 or (headroom is not None and headroom < 0):
+        raise ValueError(f"dry_runs and headroom must not be negative, got {dry_runs} and {headroom}")
+    headroom = int(HEADROOM * step.cluster.memory) if headroom is None else headroom
+    search = _Search(step, optimizer_bytes, step.cluster.memory - headroom, dry_runs, progress)
+    search.run()
+    ranked = sorted(search.found, key=lambda s: (not s.fits, s.seconds_per_sample if s.fits else s.peak_bytes))
+    return Suggestions(
+        search.plan,
+        tuple(ranked),
+        step.cluster.memory,
+        headroom,
+        step.cluster.name,
+        search.dry_runs_made,
+        tuple(search.untried),
+        min(search.least),
+    )
+
+
+class _Search:
+    """The suggestions found so far."""
+
+    def __init__(
+        self,
+        step: DryRun,
+        optimizer_bytes: float | None,
+        limit: int,
+        dry_runs: int,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.optimizer_bytes = optimizer_bytes
+        self.limit = limit
+        self.dry_runs = dry_runs
+        self.progress = progress
+        self.dry_runs_made = 0
+        self.found: list[Suggestion] = []
+        self.least: list[tuple[int, str]] = []  # bytes that a step needs, with its changes
+        self.untried: list[str] = []
+        self.first = step
+
+    @cached_property
+    def plan(self) -> Suggestion:
+        """The plan without a change."""
+        return self._suggestion((), self.first)
+
+    def run(self) -> None:
+        """Try each change alone, then several together while nothing fits."""
+        if self.plan.fits:
+            self.found = self._try(faster_changes(self.first), self.plan)
+            return
+        base, used = self.plan, set[str]()
+        for _ in range(_ROUNDS):
+            possible = smaller_changes(base.step, self.limit - self._optimizer_state(base.step))
+            changes = [change for change in possible if change.kind not in used]
+            tried = self._try(changes, base)
+            self.found += tried
+            best = min(tried, key=lambda suggestion: suggestion.peak_bytes, default=base)
+            if best.peak_bytes >= base.peak_bytes or any(suggestion.fits for suggestion in tried):
+                return
+            used.add(next(change.kind for change in changes if change.text == best.changes[-1]))
+            base = best
+
+    def _try(self, changes: Iterable[Change], base: Suggestion) -> list[Suggestion]:
+        """Return the possible changes on top of ``base``; of several that differ in degree, up to the first that fits."""
+        tried: list[Suggestion] = []
+        for kind, of_kind in itertools.groupby(changes, key=lambda change: change.kind):
+            degrees = list(of_kind)
+            last = self._on(base, degrees.pop()) if kind == "world_size" else []
+            if kind == "world_size" and not any(suggestion.fits for suggestion in last):
+                tried += last  # fewer ranks cannot fit either
+                continue
+            for change in degrees:
+                tried += (suggestions := self._on(base, change))
+                if any(suggestion.fits for suggestion in suggestions):
+                    break
+            else:
+                tried += last
+        return tried
+
+    def _on(self, base: Suggestion, change: Change) -> list[Suggestion]:
+        """Return ``base`` with a further change; nothing, with a reason in ``untried``, if that is impossible."""
+        changes = (*base.changes, change.text)
+        text = " and ".join(changes)
+        if change.needs_trace and self.dry_runs_made == self.dry_runs:
+            self.untried.append(f"{text} needs a dry run, and {self.dry_runs} were allowed")
+            return []
+        try:
+            step = self._planned(change, base.step, text)
+        except ValueError as error:
+            self._refused(base, text, str(error))
+            return []
+        return [self._suggestion(changes, step)]
+
+    def _planned(self, change: Change, step: DryRun, text: str) -> DryRun:
+        if not change.needs_trace:
+            self.progress(f"planning again: {text}")
+            return replan(step, **change.options)
+        self.dry_runs_made += 1
+        self.progress(f"dry run {self.dry_runs_made} of {self.dry_runs}: {text}")
+        make, options = change.make or step.make, {**step.options, **change.options}
+        return dry_run_step(make, world_size=step.world_size, on=step.cluster, replicas=step.replicas, **options)
+
+    def _refused(self, base: Suggestion, text: str, error: str) -> None:
+        """Keep the reason why a change is impossible, and the least memory that the error names."""
+        if needed := re.match(r"max_memory: .*the step needs ([\d,]+) bytes", error):
+            least = int(needed[1].replace(",", "")) + self._optimizer_state(base.step)
+            self.least.append((least, text))
+            error = f"with as much recomputed as helps, a step needs {readable_bytes(least)}"
+        self.untried.append(f"{text}: {error}")
+
+    def _suggestion(self, changes: tuple[str, ...], step: DryRun) -> Suggestion:
+        peak = step.compiled.memory.with_optimizer_state(self._optimizer_state(step)).peak.nbytes
+        seconds = step.after.step_seconds
+        self.least.append((peak, " and ".join(changes)))
+        return Suggestion(
+            changes=changes,
+            peak_bytes=peak,
+            fits=peak <= self.limit,
+            step_seconds=seconds,
+            extra_seconds=seconds - self.first.after.step_seconds,
+            samples=samples_of(step.make) or 1,
+            detail=_detail(step) if changes else "",
+            step=step,
+        )
+
+    def _optimizer_state(self, step: DryRun) -> int:
+        return optimizer_state_bytes(step.compiled.buckets, self.optimizer_bytes)
+
+
+def _detail(step: DryRun) -> str:
+    """Return what ``max_memory`` and ``prefetch="auto"`` have chosen."""
+    compiled, parts = step.compiled, []
+    assert compiled.forward is not None
+    if step.options.get("prefetch") == "auto":
+        parts.append(f"chooses prefetch={compiled.prefetch}")
+    if compiled.recomputed:
+        parts.append(f"recompute {describe_origins(compiled.recomputed, compiled.forward)}")
+    if compiled.offloaded:
+        origins = origins_of(compiled.forward)
+        moved = sum(origins[name].nbytes for name in compiled.offloaded if name in origins)
+        named = describe_origins(compiled.offloaded, compiled.forward)
+        parts.append(f"move {readable_bytes(moved)} to host memory and back: {named}")
+    if compiled.choice is not None and compiled.choice.chosen.kept:
+        parts.append(f"keep {len(compiled.choice.chosen.kept)} buckets unsharded until backward")
+    return "; ".join(parts)
