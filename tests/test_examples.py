@@ -38,6 +38,7 @@ def test_every_example_is_short_and_says_how_to_start_it() -> None:
         "fabric",
         "huggingface",
         "plan",
+        "plan_llama",
         "resume",
         "stream_weights",
         "test_schedule",
@@ -104,6 +105,13 @@ def test_plan_compares_strategies_on_a_cluster(capsys: pytest.CaptureFixture[str
     assert steps["zero3"].after.peak_unsharded_bytes < steps["zero2"].after.peak_unsharded_bytes
     for step in steps.values():
         assert step.after.step_seconds <= step.before.step_seconds
+
+
+def test_plan_llama_says_for_each_number_of_ranks_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    load("plan_llama").main(length=64, blocks=1)
+    output = capsys.readouterr().out
+    assert [line.split()[0] for line in output.splitlines() if " ms a step: fits on H100" in line] == ["8", "64", "512"]
+    assert "what to change, fastest first" in output
 
 
 def test_a_pinned_schedule_passes_until_the_options_change(tmp_path: Path) -> None:

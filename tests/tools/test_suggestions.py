@@ -1,0 +1,139 @@
+"""Suggestions for a step that does not fit: each promises the memory and the time of a step compiled with the change."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched.simulator.clusters import ClusterSpec, cluster
+from thunder_fsdp_sched.tools.blocks import describe_origins, origins_of
+from thunder_fsdp_sched.tools.dry_run import dry_run_step
+from thunder_fsdp_sched.tools.fit import optimizer_state_bytes
+from thunder_fsdp_sched.tools.suggestions import Suggestion, suggest
+
+import pytest
+import torch
+from test_dry_run import invoke
+from test_testing import Model
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+def make(samples: int = 64) -> Any:
+    with torch.device("meta"):
+        return Model(3, 32), (torch.randn(samples, 32),)
+
+
+def device(nbytes: int) -> ClusterSpec:
+    return dataclasses.replace(cluster("h100-sxm"), name="tiny", memory=nbytes)
+
+
+def plan(nbytes: int, **options: Any) -> Any:
+    return dry_run_step(make, world_size=8, on=device(nbytes), **options)
+
+
+def compile_with(changes: tuple[str, ...], nbytes: int, **options: Any) -> Any:
+    """Compile a step anew with the changes as a user would write them."""
+    arguments: dict[str, Any] = {"world_size": 8, **options}
+    inputs = make
+    for change in changes:
+        if change == "half the batch (32 of 64 samples a rank)":
+            inputs = lambda: make(32)  # noqa: E731
+        else:
+            arguments |= eval(f"dict({change})", {"MixedPrecisionPolicy": MixedPrecisionPolicy, "torch": torch})
+    return dry_run_step(inputs, on=device(nbytes), **arguments)
+
+
+def check_promise(suggestion: Suggestion, nbytes: int, **options: Any) -> None:
+    step = compile_with(suggestion.changes, nbytes, **options)
+    memory = step.compiled.memory.with_optimizer_state(optimizer_state_bytes(step.compiled.buckets))
+    assert suggestion.peak_bytes == memory.peak.nbytes, suggestion
+    assert suggestion.step_seconds == step.after.step_seconds, suggestion
+    assert suggestion.fits is (memory.peak.nbytes <= nbytes)
+
+
+def test_every_suggestion_has_the_memory_and_the_time_of_a_step_compiled_with_it():
+    nbytes = 200_000
+    step = plan(nbytes, sharding_strategy="zero2")
+    said: list[str] = []
+    found = suggest(step, headroom=0, progress=said.append)
+    assert not found.plan.fits and found.plan.step_seconds == step.after.step_seconds
+    alone = [s for s in found.ranked if len(s.changes) == 1]
+    kinds = {s.changes[0].partition("=")[0] for s in alone}
+    assert kinds >= {"sharding_strategy", "prefetch", "world_size", "max_memory"}, kinds
+    assert [s for s in found.ranked if s.fits], str(found)
+    for suggestion in found.ranked:
+        check_promise(suggestion, nbytes, sharding_strategy="zero2")
+        assert suggestion.extra_seconds == suggestion.step_seconds - step.after.step_seconds
+    keys = [(not s.fits, s.seconds_per_sample if s.fits else s.peak_bytes) for s in found.ranked]
+    assert keys == sorted(keys)
+    assert {s.changes[-1].partition("=")[0] for s in found.ranked if s.traced} == {
+        "half the batch (32 of 64 samples a rank)",
+        "mp_policy",
+    }
+    assert found.dry_runs == 2 == sum(line.startswith("dry run") for line in said)
+    text = str(found)
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("ms a sample") == len(found.ranked)
+
+
+def test_several_changes_are_combined_if_none_alone_is_enough_and_dry_runs_are_limited():
+    nbytes = 150_000
+    found = suggest(plan(nbytes), headroom=0, dry_runs=1)
+    assert not any(s.fits for s in found.ranked if len(s.changes) == 1), str(found)
+    fitting = [s for s in found.ranked if s.fits]
+    assert fitting and all(len(s.changes) == 2 for s in fitting), str(found)
+    for suggestion in fitting:
+        check_promise(suggestion, nbytes)
+    assert "recompute blocks.0" in str(found)
+    assert found.dry_runs == 1 and sum(len(s.changes) == 1 and s.traced for s in found.ranked) == 1
+    assert any("half the batch" in reason and "1 were allowed" in reason for reason in found.untried)
+
+
+def test_if_nothing_fits_the_least_memory_and_what_is_missing_are_named():
+    found = suggest(plan(1000), headroom=100, dry_runs=0)
+    assert found.ranked and not any(s.fits for s in found.ranked)
+    nbytes, changes = found.least
+    assert nbytes <= min(s.peak_bytes for s in found.ranked)
+    assert "nothing fits: the least is" in str(found) and changes.split(" and ")[0] in str(found)
+
+
+def test_a_step_that_fits_gets_changes_that_make_it_faster():
+    found = suggest(plan(10**9))
+    assert found.plan.fits
+    assert {s.changes for s in found.ranked} == {('sharding_strategy="zero2"',), ('prefetch="auto"',)}
+    for suggestion in found.ranked:
+        check_promise(suggestion, 10**9)
+
+
+def test_values_are_attributed_to_the_blocks_and_lines_that_make_them():
+    forward = plan(10**9).compiled.forward
+    origins = origins_of(forward)
+    blocks = {origin.block for origin in origins.values()}
+    assert blocks == {"blocks.0", "blocks.1", "blocks.2", "head"}
+    tanhs = [bsym.output.name for bsym in forward.bound_symbols if bsym.sym.name == "tanh"]
+    assert [origins[name].block for name in tanhs] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert describe_origins(tanhs, forward).startswith("blocks.0-blocks.2 (test_testing.py:")
+    assert describe_origins([tanhs[0], tanhs[2]], forward).startswith("blocks.0, blocks.2 (")
+    assert describe_origins([], forward) == ""
+
+
+def test_plan_prints_suggestions_if_the_step_does_not_fit(monkeypatch: pytest.MonkeyPatch):
+    arguments = [
+        "plan",
+        "test_suggestions:make",
+        "--world-size",
+        "8",
+        "--cluster-set",
+        "memory=30kB",
+        "--headroom",
+        "0",
+    ]
+    result = invoke(*arguments, "--dry-runs", "0", "--prefetch", "2")
+    assert result.exit_code == 0, result.output
+    assert "does not fit on h100-sxm" in result.output and "what to change, fastest first" in result.output
+    assert "prefetch=0" in result.output and "needs a dry run, and 0 were allowed" in " ".join(result.output.split())
+    silent = invoke(*arguments, "--no-suggest")
+    assert silent.exit_code == 0 and "what to change" not in silent.output
+    refused = invoke(*arguments[:-1], "much")
+    assert refused.exit_code == 2 and "headroom: expected bytes" in " ".join(refused.output.split())
