@@ -125,7 +125,7 @@ def test_plan_prints_suggestions_if_the_step_does_not_fit(monkeypatch: pytest.Mo
         "--world-size",
         "8",
         "--cluster-set",
-        "memory=30kB",
+        "memory=200kB",
         "--headroom",
         "0",
     ]
