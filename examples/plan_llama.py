@@ -50,7 +50,7 @@ def main(length=8192, blocks=32):
     first = dry_run_step(make, world_size=8, on="h100-sxm", mp_policy=Precision(torch.bfloat16, torch.float32))
     for step in (first, replan(first, world_size=64), replan(first, world_size=512)):
         state = optimizer_state_bytes(step.compiled.buckets)
-        fit = describe_fit(step.compiled.memory.with_optimizer_state(state), step.cluster.memory, "H100")
+        fit = describe_fit(step.memory.with_optimizer_state(state), step.cluster.memory, "H100")
         print(f"{step.world_size} ranks, {1e3 * step.after.step_seconds:,.2f} ms a step: {fit}", flush=True)
     print(suggest(first))
 

@@ -279,8 +279,7 @@ def plan(
         console.print(plan_table(step.transform.plan), highlight=False)
         console.print(dry_run_table(step), highlight=False)
         compiled = step.compiled
-        memory = compiled.predict_memory(device="cpu" if step.cluster.synchronous else "cuda")
-        memory = memory.with_optimizer_state(optimizer_state_bytes(compiled.buckets, optimizer_bytes))
+        memory = step.memory.with_optimizer_state(optimizer_state_bytes(compiled.buckets, optimizer_bytes))
         console.print(describe_fit(memory, step.cluster.memory, step.cluster.name), highlight=False)
         free = int(HEADROOM * step.cluster.memory) if headroom is None else _bytes("headroom", headroom)
         if suggestions or (suggestions is None and memory.peak.nbytes + free > step.cluster.memory):

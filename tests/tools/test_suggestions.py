@@ -46,7 +46,7 @@ def compile_with(changes: tuple[str, ...], nbytes: int, **options: Any) -> Any:
 
 def check_promise(suggestion: Suggestion, nbytes: int, **options: Any) -> None:
     step = compile_with(suggestion.changes, nbytes, **options)
-    memory = step.compiled.memory.with_optimizer_state(optimizer_state_bytes(step.compiled.buckets))
+    memory = step.memory.with_optimizer_state(optimizer_state_bytes(step.compiled.buckets))
     assert suggestion.peak_bytes == memory.peak.nbytes, suggestion
     assert suggestion.step_seconds == step.after.step_seconds, suggestion
     assert suggestion.fits is (memory.peak.nbytes <= nbytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..pipeline import CompiledTraces
 from ..simulator.clusters import ClusterSpec, cluster
 from ..simulator.cost import AnalyticCost
 from ..simulator.simulate import Timeline, simulate
+from ..trace.step_memory import StepMemory
 from ..transform import FSDPTransform
 from . import gpu_attention
 from .fake_ranks import Made, compile_as_rank, fake_rank, jit
@@ -55,6 +56,11 @@ class DryRun:
     def compiled(self) -> CompiledTraces:
         """The traces of the step."""
         return self.transform.compiled[-1]
+
+    @cached_property
+    def memory(self) -> StepMemory:
+        """The memory of the step on rank 0, without optimizer state, as the allocator of the cluster's devices rounds it."""
+        return self.compiled.predict_memory(device="cpu" if self.cluster.synchronous else "cuda")
 
 
 def dry_run_step(

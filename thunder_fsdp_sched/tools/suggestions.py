@@ -207,7 +207,7 @@ class _Search:
             return
         base, used = self.plan, set[str]()
         for _ in range(_ROUNDS):
-            possible = smaller_changes(base.step, self.limit - self._optimizer_state(base.step))
+            possible = smaller_changes(base.step, self._max_memory(base.step))
             changes = [change for change in possible if change.kind not in used]
             tried = self._try(changes, base)
             self.found += tried
@@ -266,7 +266,7 @@ class _Search:
         self.untried.append(f"{text}: {error}")
 
     def _suggestion(self, changes: tuple[str, ...], step: DryRun) -> Suggestion:
-        peak = step.compiled.memory.with_optimizer_state(self._optimizer_state(step)).peak.nbytes
+        peak = step.memory.with_optimizer_state(self._optimizer_state(step)).peak.nbytes
         seconds = step.after.step_seconds
         self.least.append((peak, " and ".join(changes)))
         return Suggestion(
@@ -279,6 +279,11 @@ class _Search:
             detail=_detail(step) if changes else "",
             step=step,
         )
+
+    def _max_memory(self, step: DryRun) -> int:
+        """Return the bytes that a step may need: what optimizer state and the rounding of the device's allocator leave."""
+        rounding = max(step.memory.peak.nbytes - step.compiled.memory.peak.nbytes, 0)
+        return self.limit - self._optimizer_state(step) - rounding
 
     def _optimizer_state(self, step: DryRun) -> int:
         return optimizer_state_bytes(step.compiled.buckets, self.optimizer_bytes)
