@@ -64,6 +64,11 @@ def systems() -> dict[str, Callable[..., Any]]:
         )
         for strategy, prefetch in (("zero2", 1), ("zero3", 1), ("zero3", 0), ("zero3", 2))
     }
+    for strategy in ("zero2", "zero3"):
+        for release in ("step", "bucket"):
+            made[f"ours {strategy} release {release}"] = partial(
+                ours, sharding_strategy=strategy, transport="flat", release=release
+            )
     made["Thunder fsdp zero2"] = partial(thunders_fsdp, strategy="zero2", bucketing="block")
     for strategy, reshard in (("zero2", False), ("zero3", True)):
         made[f"FSDP2 {strategy}"] = partial(fsdp2, reshard=reshard)

@@ -28,6 +28,7 @@ def fsdp(
     prefetch: int | Literal["auto"] = 1,
     max_memory: int | str | None = None,
     max_unsharded_bytes: int | str | None = None,
+    release: Literal["never", "step", "bucket"] = "never",
     max_gathers_in_flight: int | None = None,
     cluster: ClusterSpec | str | None = None,
     schedule: str | Path | StepSchedule | None = None,
@@ -87,6 +88,13 @@ def fsdp(
             simulated step down. With ``prefetch="auto"`` both are chosen together for the shortest simulated step; if
             ``prefetch=1`` with nothing kept fits, nothing slower is chosen. ``.compiled[-1].choice`` shows the
             candidates. Requires ``sharding_strategy="zero3"``. The default is no limit.
+        release: when the memory of unsharded buckets is given back to the allocator. ``"never"``: slots are allocated
+            while traces are compiled, and a step allocates none. ``"step"``: at the end of backward, so that the
+            optimizer or another model can use the memory. ``"bucket"``: each bucket has memory of its own, from its
+            gather to its last reader or the wait for its reduction. That lowers the peak of a step, but every gather
+            allocates memory, and backward gathers also the buckets that ZeRO-3 would find resident from forward. The
+            trace shows each release. A forward without gradients frees everything at its end, too. Not for several
+            forwards before their backwards or ``retain_graph=True`` with ``"zero2"``: backward then raises an error.
         max_gathers_in_flight: limit on the all-gathers that are issued and not waited for, whatever their size. A gather
             that ``prefetch`` would issue earlier is issued right after the wait that makes room for it, so with 1 a
             gather still overlaps the compute of the step before. Each trace is proved to keep the limit, also one with

@@ -39,6 +39,7 @@ from .transforms import (
     offloadable,
     refuse_redrawn_gradients,
     regather_for_backward,
+    release_slots,
     remove_cuts,
     replay_schedule,
     reuse_from_forward,
@@ -157,11 +158,21 @@ class Compilation:
             )
         unsorted = traces.run([*checks, write_grads_in_place, guard_first, *copies], unscheduled)
         forward = traces.forward if backward else None
+        release = self._options.release
+        assert traces.joint is not None
+        is_last = backward or len(split_joint(traces.joint)) == 1
+        if release != "never" and is_last and not backward:
+            kept = set()  # a forward that waits for its backward may have kept buckets in their private slots
         room = shared_budget(unsorted, budget=self._options.max_unsharded_bytes, kept=kept)
         passes: list[Pass] = [
             self._order(unsorted, forward, backward),
-            partial(assign_slots, kept=kept, forward=forward, max_bytes=room),
-            mark_retained_by_forward if forward is None else partial(reuse_from_forward, forward=forward),
+            partial(assign_slots, kept=kept, forward=forward, max_bytes=room, separate=release == "bucket"),
+        ]
+        if release == "never" or (release == "step" and (backward or not is_last)):
+            passes.append(mark_retained_by_forward if forward is None else partial(reuse_from_forward, forward=forward))
+        if release != "never":
+            passes.append(partial(release_slots, when=release, forward=forward, waits_for_backward=not is_last))
+        passes += [
             partial(verify, forward=forward, max_gathers_in_flight=self._options.max_gathers_in_flight),
         ]
         sorted_trace = traces.run(passes, unsorted)
@@ -178,8 +189,7 @@ class Compilation:
             traces.backward_before, traces.backward, traces.backward_schedule = unscheduled, trace, schedule
         else:
             traces.forward_before, traces.forward, traces.forward_schedule = unscheduled, trace, schedule
-        assert traces.joint is not None
-        self.is_finished = backward or len(split_joint(traces.joint)) == 1
+        self.is_finished = is_last
         if not self._options.audit:
             return trace
         return audited(trace, forward=forward, former_memory=self._sharded.former_memory, stats=self._stats)

@@ -264,6 +264,12 @@ def _comparable(value: Any) -> str:
     return str(value)
 
 
+def _release(when: Any) -> Literal["never", "step", "bucket"]:
+    if when not in ("never", "step", "bucket"):
+        raise ValueError(f"release: expected 'never', 'step' or 'bucket', got {when!r}")
+    return when
+
+
 def _by(
     check: Callable[[Any], Any], argument: str = "", *, label: str = "", is_compared: bool = True
 ) -> dict[str, Any]:
@@ -292,6 +298,7 @@ class Options:
     prefetch: int | Literal["auto"] = field(metadata=_by(_prefetch))
     max_memory: int | None = field(metadata=_by(_bytes("max_memory")))
     max_unsharded_bytes: int | None = field(metadata=_by(_bytes("max_unsharded_bytes")))
+    release: Literal["never", "step", "bucket"] = field(metadata=_by(_release))
     max_gathers_in_flight: int | None = field(metadata=_by(_in_flight))
     cluster: ClusterSpec | None = field(metadata=_by(_cluster))
     schedule: tuple[StepSchedule, ...] | None = field(metadata=_by(_schedule))
@@ -327,6 +334,14 @@ class Options:
                 "max_unsharded_bytes: sharding_strategy='zero2' keeps every bucket unsharded, so there is nothing to "
                 "choose; use 'zero3', which keeps buckets that fit"
             )
+
+        limits = (("max_memory", self.max_memory), ("max_unsharded_bytes", self.max_unsharded_bytes))
+        for name, limit in limits if self.release == "bucket" else ():
+            if limit is not None:
+                raise ValueError(
+                    f"{name}: cannot be combined with release='bucket', because it plans slots that share memory; use "
+                    f"release='step' or 'never'"
+                )
 
     def lines(self) -> list[str]:
         """Return one line for each option that must be the same on all ranks."""

@@ -76,6 +76,7 @@ class Bucket:
         self.arena = arena
         self.handle = handle
         self.private_slot: Slot | None = None
+        self._separate_slots: dict[tuple[torch.dtype, bool], Slot] = {}
         self.issue_counts = IssueCounts() if base is None else base.issue_counts
         self.peer_memory = peer_memory
         self.gathered_in_forward: int | None = None
@@ -153,11 +154,20 @@ class Bucket:
 
     def ensure_private_slot(self) -> Slot:
         """Return the bucket's private slot, where it stays from forward to backward (ZeRO-2); created on first use."""
-        if self.private_slot is None:  # with an arena of its own, no other slot can overlap it
-            arena = Arena(self.spec.device)
-            name = self.handle.replace("bucket_", "own_", 1)
-            self.private_slot = arena.slot(0, slot_bytes(self.spec, self.spec.param_dtype), name)
+        if self.private_slot is None:
+            self.private_slot = self._slot_of_own("own_", self.spec.param_dtype)
         return self.private_slot
+
+    def separate_slot(self, dtype: torch.dtype, *, is_reduction: bool) -> Slot:
+        """Return a slot that shares no memory with other buckets, in which the bucket is gathered or reduced."""
+        key = dtype, is_reduction
+        if key not in self._separate_slots:
+            self._separate_slots[key] = self._slot_of_own("grads_of_" if is_reduction else "slot_of_", dtype)
+        return self._separate_slots[key]
+
+    def _slot_of_own(self, prefix: str, dtype: torch.dtype) -> Slot:
+        name = self.handle.replace("bucket_", prefix, 1)
+        return Arena(self.spec.device).slot(0, slot_bytes(self.spec, dtype), name)  # no other slot can overlap it
 
     def shard_to_send(self, *, again: bool) -> torch.Tensor:
         """Return the flat shard as it is sent; ``again`` if backward gathers the same values as its forward."""

@@ -11,6 +11,9 @@ each slot: if a forward without gradients, or one that failed, has written it si
 is if another backward has written its gradients there: see [Note: Gradients in the place of their parameters] in
 ``trace.slots``.
 
+With ``release`` their memory is freed after backward. Tensors that an earlier forward has saved keep what they are views
+of alive, but no gather reaches it any more, so the backward of that forward is an error.
+
 *Shared slots* are ranges of the arena. Within a trace, ``assign_slots`` assigns a range to another collective only after
 the last reader of the previous one. The range of a single parameter may be assigned to its own gradient after the last
 read of that parameter. ``verify`` proves both. Between two traces shared slots hold nothing that is used again, with
@@ -189,6 +192,8 @@ class Arena:
         self._issued = 0
         self._retained: dict[SlottedBucket, _Retained] = {}
         self.scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
+        self._was_freed = False
+        self._allocated_in = 0  # a `forward_number`, kept only once the memory was freed
         self._memory: torch.Tensor | None = None
         self._slots: dict[tuple[int, int], Slot] = {}
 
@@ -211,6 +216,8 @@ class Arena:
     def allocate(self) -> None:
         """Allocate the memory now instead of at the first gather."""
         if self._memory is None:
+            if self._was_freed:
+                self._allocated_in = forward_number()
             with torch.inference_mode(False):  # training may follow a first call in inference mode
                 self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
 
@@ -221,6 +228,22 @@ class Arena:
         for slot in self._slots.values():
             slot.params.clear()
             slot.grads.clear()
+
+    def free(self) -> None:
+        """Release the memory and the transports' temporary memory, after waiting for what an exception left in flight.
+
+        Everything else was waited for by the current stream, so the allocator may hand the memory out on that stream.
+        The next issue allocates it again.
+        """
+        for flight in self.in_flight:
+            self.finish(flight)
+        self.release()
+        self.scratch.clear()
+        self._was_freed = True
+
+    def is_memory_of_running_backward(self) -> bool:
+        """Return whether the memory has not been freed since the forward of the running backward."""
+        return not self._was_freed or (self._memory is not None and is_backward_of(self._allocated_in))
 
     @contextlib.contextmanager
     def lend(self, nbytes: int) -> Iterator[Arena]:

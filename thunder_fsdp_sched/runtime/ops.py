@@ -25,6 +25,7 @@ __all__ = [
     "params_unchanged",
     "reduce_scatter",
     "reduce_unreduced",
+    "release",
     "sum_into",
     "wait_grads",
     "wait_params",
@@ -228,7 +229,18 @@ def params_unchanged(bucket: Bucket, *shards: RowDTensor | None) -> None:
     slot = bucket.private_slot
     assert slot is not None
     slot.arena.finish_stale(slot)
+    if not slot.arena.is_memory_of_running_backward():
+        raise RuntimeError(
+            f"release: the memory of bucket {bucket.spec.name!r}, which this backward reads, was freed after another "
+            f"backward that ran since the forward. Use fsdp(release='never') if several forwards run before their "
+            f"backwards, or if backward runs twice (retain_graph=True)"
+        )
     if bucket.is_kept_for_this_backward():
         return
     bucket.issue_counts.settle()  # the trace settles the round only before its own collectives
     wait_params(bucket, all_gather(bucket, slot, *shards, again=True))
+
+
+def release(*slots: Slot) -> None:
+    for arena in dict.fromkeys(slot.arena for slot in slots):
+        arena.free()

@@ -26,6 +26,7 @@ from ..trace.symbols import (
     fsdp_backward_done,
     fsdp_params_unchanged,
     fsdp_reduce_unreduced,
+    fsdp_release,
 )
 from .cost import Seconds, runs_nothing
 
@@ -217,7 +218,11 @@ def _mean_collective(times: Sequence[CollectiveTime]) -> CollectiveTime:
     return dataclasses.replace(times[0], **means)
 
 
-_DO_NOT_COMPUTE = ISSUES | WAITS | {fsdp_backward_done.name, fsdp_params_unchanged.name, fsdp_reduce_unreduced.name}
+_DO_NOT_COMPUTE = (
+    ISSUES
+    | WAITS
+    | {fsdp_backward_done.name, fsdp_params_unchanged.name, fsdp_reduce_unreduced.name, fsdp_release.name}
+)
 
 
 def computes(bsym: BoundSymbol) -> bool:

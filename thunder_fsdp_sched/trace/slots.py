@@ -15,9 +15,10 @@ forward, or one after an exception, gathers them again into the slot, which the 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
 
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
@@ -25,9 +26,17 @@ from ..runtime.memory import Arena, Slot
 from .inspection import args_of
 from .liveness import Liveness, SlotRange, peak_bytes
 from .operands import Issue, bucket_of
-from .symbols import fsdp_all_gather, fsdp_params_unchanged, fsdp_reduce_scatter, residency_marks
+from .symbols import (
+    GRAD_WRITERS,
+    fsdp_all_gather,
+    fsdp_params_unchanged,
+    fsdp_reduce_scatter,
+    fsdp_release,
+    residency_marks,
+)
 
 __all__ = [
+    "arena_allocations",
     "filling_bytes",
     "grads_over_kept_params",
     "grads_over_params",
@@ -158,6 +167,28 @@ def shared_slots(trace: TraceCtx) -> tuple[int, int]:
             if slot is not bucket_of(bsym).private_slot:
                 ends[slot.arena] = max(ends.get(slot.arena, 0), slot.end)
     return sum(ends.values()), peak_live_bytes(trace)
+
+
+def arena_allocations(bsyms: Sequence[BoundSymbol]) -> dict[Arena, list[tuple[int, int]]]:
+    """Return for each arena the positions, first and last included, between which its memory is allocated.
+
+    An arena that ``fsdp_release`` frees is allocated from its next use on; one that nothing frees, all the time.
+
+    Args:
+        bsyms: those of the traces of a step, with slots.
+    """
+    begins: dict[Arena, int] = {}
+    found: dict[Arena, list[tuple[int, int]]] = defaultdict(list)
+    for position, bsym in enumerate(bsyms):
+        if bsym.sym is fsdp_release:
+            for arena in {slot.arena for slot in bsym.args} & begins.keys():
+                found[arena].append((begins.pop(arena), position))
+        elif bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter) or bsym.sym.name in GRAD_WRITERS:
+            if (slot := Issue(bsym).planned_slot) is not None:
+                begins.setdefault(slot.arena, position)
+    for arena, begin in begins.items():
+        found[arena].append((begin if arena in found else 0, len(bsyms) - 1))
+    return dict(found)
 
 
 def filling_bytes(trace: TraceCtx, *, without: Collection[int] = ()) -> int:

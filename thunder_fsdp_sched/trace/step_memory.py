@@ -18,7 +18,7 @@ from .communication_memory import RuntimeMemory, allocated_for_all_steps, alloca
 from .inspection import statement, statements
 from .live_memory import MemoryAnalysis, MemoryInterval, analyze_memory
 from .operands import Issue
-from .slots import slots_in_use
+from .slots import arena_allocations, slots_in_use
 from .symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads
 from .unknown_memory import UnknownMemory, unknown_memory
 
@@ -139,14 +139,30 @@ class StepMemory:
         device = device or ("cuda" if "cuda" in types else min(types, default="cpu"))
         rounded = _rounding(device)
         issues = [bsym for bsym in bsyms if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter)]
-        slots = [Issue(bsym).planned_slot for bsym in issues]
-        arenas = {*arenas, *(slot.arena for slot in slots if slot is not None)}
+        slots = [slot for slot in (Issue(bsym).planned_slot for bsym in issues) if slot is not None]
+        always = [(0, len(bsyms) - 1)]
+        allocations = {arena: always for arena in arenas} | arena_allocations(bsyms)
+        names = {slot.arena: str(slot) for slot in reversed(slots)}
         lasting = [memory for memory in allocated_for_all_steps(bsyms) if memory.device in types]
+        allocated = sum(rounded(arena.nbytes) for arena, spans in allocations.items() if spans == always)
         fixed = {
             "shards": sum(rounded(b.shard.nbytes) for b in buckets if b.spec.shard_device.type in types),
-            "unsharded buckets": sum(rounded(arena.nbytes) for arena in arenas),
+            "unsharded buckets": allocated,
             "communication": sum(rounded(memory.nbytes) for memory in lasting),
         }
+        released = [
+            TensorMemory(
+                "unsharded buckets",
+                names[arena],
+                rounded(arena.nbytes),
+                numbers[id(bsyms[begin])],
+                numbers[id(bsyms[end])],
+                "",
+            )
+            for arena, spans in allocations.items()
+            if spans != always
+            for begin, end in spans
+        ]
         shards = {p.name for bsym in issues if bsym.sym is fsdp_all_gather for p in bsym.flat_proxy_args}
         backward = len(traces[0].bound_symbols)
         found: list[tuple[str, MemoryInterval | RuntimeMemory, str]] = [
@@ -167,8 +183,8 @@ class StepMemory:
             for kind, memory, source in found
             if not types or memory.device in types
         )
-        details = _Details(analysis, numbers, device, sum(arena.nbytes for arena in arenas))
-        return cls(fixed, tensors, len(per_trace[0]), _Statements(counted), details)
+        details = _Details(analysis, numbers, device, allocations)
+        return cls(fixed, (*released, *tensors), len(per_trace[0]), _Statements(counted), details)
 
     def with_optimizer_state(self, nbytes: int) -> StepMemory:
         """Return the memory of a step with ``nbytes`` bytes of optimizer state on this rank."""
@@ -282,8 +298,14 @@ class KnownDetails(NamedTuple):
 class _Details:
     """What is computed only when it is asked for: a search needs the bytes of many traces, and nothing else."""
 
-    def __init__(self, analysis: MemoryAnalysis, numbers: Mapping[int, int], device: str, slots: int) -> None:
-        self._analysis, self._numbers, self._device, self._slots = analysis, numbers, device, slots
+    def __init__(
+        self,
+        analysis: MemoryAnalysis,
+        numbers: Mapping[int, int],
+        device: str,
+        allocations: Mapping[Arena, Sequence[tuple[int, int]]],
+    ) -> None:
+        self._analysis, self._numbers, self._device, self._allocations = analysis, numbers, device, allocations
 
     @cached_property
     def unknowns(self) -> tuple[UnknownMemory, ...]:
@@ -292,10 +314,12 @@ class _Details:
     @cached_property
     def wasted(self) -> tuple[int, ...]:
         bsyms = self._analysis.bsyms
-        in_use = slots_in_use(self._analysis.live, len(bsyms))
-        return tuple(
-            self._slots - nbytes for bsym, nbytes in zip(bsyms, in_use, strict=True) if self._number(bsym) is not None
-        )
+        wasted = [-nbytes for nbytes in slots_in_use(self._analysis.live, len(bsyms))]
+        for arena, spans in self._allocations.items():
+            for begin, end in spans:
+                for position in range(begin, end + 1):
+                    wasted[position] += arena.nbytes
+        return tuple(nbytes for bsym, nbytes in zip(bsyms, wasted, strict=True) if self._number(bsym) is not None)
 
     def _number(self, bsym: BoundSymbol) -> int | None:
         return self._numbers.get(id(bsym))

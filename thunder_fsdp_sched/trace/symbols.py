@@ -26,6 +26,8 @@ A backward that reduces or accumulates gradients ends with ``fsdp_backward_done(
 there are the gradients dropped that earlier ``no_sync`` backwards have accumulated: see [Note:
 State after an exception].
 
+With ``release``, ``fsdp_release(slot_0, own_h_0)`` frees the memory of the arenas of these slots.
+
 ``fsdp_unshard`` and ``fsdp_reduce`` exist only until the ``bucket_communication`` pass. They handle one parameter each,
 so that autograd decides for each parameter whether it has a gradient. ``fsdp_cut`` and a wait's third argument, a
 token, exist only around the fusion executors: see [Note: Cuts] in ``transforms.keep_fusions_apart``.
@@ -57,6 +59,7 @@ from ..runtime.ops import (
     params_unchanged,
     reduce_scatter,
     reduce_unreduced,
+    release,
     sum_into,
     wait_grads,
     wait_params,
@@ -79,6 +82,7 @@ __all__ = [
     "fsdp_reduce",
     "fsdp_reduce_scatter",
     "fsdp_reduce_unreduced",
+    "fsdp_release",
     "fsdp_sum_into",
     "fsdp_unshard",
     "fsdp_wait_grads",
@@ -161,6 +165,10 @@ def _backward_done_meta(no_sync: bool, *buckets: Bucket) -> None:
     return None
 
 
+def _release_meta(*slots: Slot) -> None:
+    return None
+
+
 def _cut_meta(*tensors: TensorProxy) -> tuple[TensorProxy, ...]:
     return tuple(TensorProxy(like=t) for t in tensors)
 
@@ -237,6 +245,7 @@ fsdp_accumulate_grads = _register("fsdp_accumulate_grads", _none_meta, accumulat
 fsdp_check_no_sync = _register("fsdp_check_no_sync", _check_no_sync_meta, check_no_sync, keep=True)
 fsdp_params_unchanged = _register("fsdp_params_unchanged", _none_meta, params_unchanged, keep=True)
 fsdp_reduce_unreduced = _register("fsdp_reduce_unreduced", _none_meta, reduce_unreduced, keep=True)
+fsdp_release = _register("fsdp_release", _release_meta, release, keep=True)
 fsdp_backward_done = _register("fsdp_backward_done", _backward_done_meta, backward_done, keep=True)
 fsdp_cut = _register("fsdp_cut", _cut_meta, _only_in_between)
 fsdp_unshard = _register("fsdp_unshard", _unshard_meta, _only_in_between)

@@ -17,6 +17,7 @@ from .insert_unshard import insert_unshard
 from .keep_fusions_apart import keep_fusions_apart, remove_cuts
 from .offload_activations import offload_activations, offloadable
 from .regather_for_backward import refuse_redrawn_gradients, regather_for_backward
+from .release_slots import release_slots
 from .replay_schedule import ScheduleMismatch, replay_schedule
 from .reuse_from_forward import mark_retained_by_forward, reuse_from_forward
 from .shard_prologue import refuse_foreign_parameters, shard_prologue, unpacked_parameters
@@ -45,6 +46,7 @@ __all__ = [
     "refuse_foreign_parameters",
     "refuse_redrawn_gradients",
     "regather_for_backward",
+    "release_slots",
     "remove_cuts",
     "replay_schedule",
     "reuse_from_forward",

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
-from ..runtime.memory import Arena
+from ..runtime.memory import Arena, Slot
 from ..trace.inspection import has_backward, with_bound_symbols
 from ..trace.liveness import BEFORE_TRACE, Liveness, SlotRange, peak_bytes
 from ..trace.operands import Issue
@@ -43,6 +43,7 @@ def assign_slots(
     arena_of: Callable[[Bucket], Arena] = lambda bucket: bucket.arena,
     forward: TraceCtx | None = None,
     max_bytes: int | None = None,
+    separate: bool = False,
 ) -> TraceCtx:
     """Assign a slot to each ``fsdp_all_gather`` and ``fsdp_reduce_scatter``, and to the writes of their gradients.
 
@@ -70,6 +71,7 @@ def assign_slots(
         forward: for a backward trace, its forward trace after ``mark_retained_by_forward``. See
             [Note: Buckets left by forward] in ``reuse_from_forward``.
         max_bytes: limit (bytes) up to which the arena may grow to keep forward's buckets resident.
+        separate: whether each bucket gets memory of its own instead of a range of an arena, for ``release="bucket"``.
     """
     started = time.perf_counter()
     ranges = Liveness(trace.bound_symbols).slots
@@ -78,6 +80,11 @@ def assign_slots(
         private |= grads_over_kept_params(forward, trace)
     shared = [live for issue, live in ranges.items() if issue not in private]
     gathers = [live for live in shared if live.is_gather]
+    if separate:
+        over = {r.issue for r in grads_over_params(shared)}
+        slots = {r.issue: _separate_slot(r, over_params=r.issue in over) for r in shared}
+        slots |= {issue: ranges[issue].bucket.ensure_private_slot() for issue in private}
+        return _with_slots(trace, ranges, slots, started)
     plan = _Plan(shared, {r.issue: g.issue for r, g in grads_over_params(shared).items()})
     offsets = plan.offsets()
     arena_bytes, gathered_bytes = _end(shared, offsets), plan.gathered_bytes
@@ -97,14 +104,28 @@ def assign_slots(
             if live.bucket in retained
         ]
     offsets = _keep_resident(plan, candidates, _Limits(arena_bytes, gathered_bytes)) or offsets
+    slots = {
+        issue: live.bucket.ensure_private_slot()
+        if issue in private
+        else arena_of(live.bucket).slot(offsets[issue], live.nbytes)
+        for issue, live in ranges.items()
+    }
+    return _with_slots(trace, ranges, slots, started)
+
+
+def _separate_slot(live: SlotRange, *, over_params: bool) -> Slot:
+    spec = live.bucket.spec
+    dtype = spec.param_dtype if live.is_gather else spec.reduce_dtype
+    return live.bucket.separate_slot(dtype, is_reduction=not (live.is_gather or over_params))
+
+
+def _with_slots(
+    trace: TraceCtx, ranges: Mapping[int, SlotRange], slots: Mapping[int, Slot], started: float
+) -> TraceCtx:
     bsyms = list(trace.bound_symbols)
     for issue, live in ranges.items():
-        if issue in private:
-            slot = live.bucket.ensure_private_slot()
-        else:
-            slot = arena_of(live.bucket).slot(offsets[issue], live.nbytes)
         for user in (*live.grads, issue):
-            bsyms[user] = Issue(bsyms[user]).with_slot(slot, live.bucket)
+            bsyms[user] = Issue(bsyms[user]).with_slot(slots[issue], live.bucket)
     return with_bound_symbols(trace, bsyms, "fsdp: assign slots", started)
 
 

@@ -34,6 +34,7 @@ from ..trace.symbols import (
     fsdp_all_reduce,
     fsdp_params_unchanged,
     fsdp_reduce_scatter,
+    fsdp_release,
     fsdp_wait_grads,
     fsdp_wait_params,
     is_resident,
@@ -62,6 +63,7 @@ class _Occupancy:
         reads: for a gather, the position of the last use of each parameter, by index. The wait counts as a use.
         writes: for a reduction, the position where each gradient is written in place, by index. The others are written
             at ``issue``.
+        freed: the position where its memory is freed, if it is.
     """
 
     bucket: Bucket
@@ -71,6 +73,7 @@ class _Occupancy:
     issue: int = -1
     reads: dict[int, int] = field(default_factory=dict)
     writes: dict[int, int] = field(default_factory=dict)
+    freed: int | None = None
 
     def replaces(self, old: _Occupancy) -> bool:
         """Return whether each gradient here replaces its own parameter in ``old``, after the parameter's last read."""
@@ -104,6 +107,8 @@ def verify(trace: TraceCtx, *, forward: TraceCtx | None = None, max_gathers_in_f
     * Between a gather's issue and its first consumer, and between a reduction's last gradient and its issue, nothing
       communicates that is not ours.
     * The outputs of forward alias no slot, and the tensors that it saves for backward alias no shared slot.
+    * A slot whose memory is freed (``release``) holds nothing that is yet to be read, waited for or reduced. The forward
+      of a backward frees no kept bucket, and no bucket that it leaves for backward.
     * A gather of backward that expects its bucket to be resident is right: nothing writes its memory later in forward
       (if ``forward`` is given) or earlier in backward, and both gathers state the correct number of issues.
     * Every copy of an offloaded activation has exactly one wait, and until then nothing writes its source or reads its
@@ -160,6 +165,9 @@ class _Verifier:
             self._use_slots(position, bsym)
             if bsym.sym in _WAITED_BY:
                 self._wait(position, bsym)
+            if bsym.sym is fsdp_release:
+                for slot in bsym.args:
+                    self._free(position, slot)
             if bsym.sym is fsdp_params_unchanged:
                 self._guard(position, bucket_of(bsym))
             if bsym.sym.name in GRAD_WRITERS:
@@ -197,6 +205,20 @@ class _Verifier:
         if any(o.bucket is bucket and o.begin > BEFORE_TRACE and o.slot is bucket.private_slot for o in self.occupied):
             self.fail(position, f"may gather bucket {bucket.spec.name!r} again where its gradients are")
         self.guarded.add(bucket)
+
+    def _free(self, position: int, slot: Slot) -> None:
+        for occupied in self.occupied:
+            if occupied.slot.arena is slot.arena and occupied.freed is None:
+                occupied.freed = position
+                if occupied in self.filling.values():
+                    self.fail(position, f"frees {occupied.slot}, whose gradients are yet to be reduced")
+                if occupied.slot is occupied.bucket.private_slot and has_backward(self.trace):
+                    self.fail(position, f"frees {occupied.slot}, which backward reads")
+        for issue in self.open.values():
+            if issue.sym is not fsdp_all_reduce and Issue(issue).slot.arena is slot.arena:
+                self.fail(
+                    position, f"frees {Issue(issue).slot} before the wait for bucket {bucket_of(issue).spec.name!r}"
+                )
 
     def _issue(self, position: int, bsym: BoundSymbol) -> None:
         bucket, slot = bucket_of(bsym), bsym.args[1]
@@ -292,6 +314,13 @@ class _Verifier:
 
     def _check_memory(self) -> None:
         live: list[_Occupancy] = []
+        for occupied in self.occupied:
+            if occupied.freed is not None and occupied.last_use > occupied.freed:
+                self.fail(
+                    occupied.freed,
+                    f"frees {occupied.slot} of bucket {occupied.bucket.spec.name!r}, which is read until bound symbol "
+                    f"{occupied.last_use}",
+                )
         for new in sorted(self.occupied, key=lambda o: o.begin):
             live = [old for old in live if old.last_use >= new.begin]
             for old in live:
@@ -379,6 +408,8 @@ class _Verifier:
                         position,
                         f"states {mark}={said} for bucket {bucket.spec.name!r}, but the trace has {len(slots)}",
                     )
+                if mark == "followed_by" and self.of_param[bsym.output.name].freed is not None:
+                    self.fail(position, f"leaves bucket {bucket.spec.name!r} in {slot}, which is freed")
                 if mark == "followed_by" and any(map(slot.overlaps, slots)):
                     self.fail(
                         position, f"leaves bucket {bucket.spec.name!r} in {slot}, which a later collective writes"

@@ -1,0 +1,82 @@
+"""Free the memory of slots in the trace (``release``), instead of keeping it from step to step.
+
+[Note: Release of slots]
+``fsdp_release`` frees the memory of the arenas of some slots. Collectives that used it were waited for by the current
+stream, so the allocator may hand it out on that stream at once. The next issue allocates it again and makes the views of
+the slot anew, which is the cost.
+
+``"step"``: at the end of backward, so the optimizer or another model can use the memory. ``"bucket"``: each bucket has
+memory of its own, from its gather to its last reader or the wait for its reduction; nothing stays resident from forward
+to backward except kept buckets. A forward without backward frees everything, and gathers kept buckets like the others: a
+forward that waits for its backward may have kept buckets in their private slots.
+
+A forward that is never followed by its backward frees nothing; the next backward does. After an exception, the next step
+uses the memory again and frees it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import Literal
+
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, tracectx
+
+from ..runtime.memory import Arena, Slot
+from ..trace.inspection import with_bound_symbols
+from ..trace.liveness import Liveness
+from ..trace.operands import bucket_of
+from ..trace.symbols import fsdp_params_unchanged, fsdp_release
+
+__all__ = ["release_slots"]
+
+
+def release_slots(
+    trace: TraceCtx,
+    *,
+    when: Literal["step", "bucket"],
+    forward: TraceCtx | None = None,
+    waits_for_backward: bool = False,
+) -> TraceCtx:
+    """Insert ``fsdp_release`` for each slot of forward and backward.
+
+    Runs after ``reuse_from_forward`` and before ``verify``. Does nothing with ``"step"`` in a forward trace that has a
+    backward. After, at the end of backward (``"step"``)::
+
+        (t144,) = fsdp_wait_grads(bucket_blocks_0, ft155)
+        fsdp_release(slot_0, own_blocks_2)
+        return ...
+
+    See [Note: Release of slots].
+
+    Args:
+        forward: for a backward trace, its forward trace with slots.
+        waits_for_backward: whether this is a forward trace that a backward trace follows.
+    """
+    started = time.perf_counter()
+    before = list(forward.bound_symbols) if forward is not None else []
+    bsyms = list(trace.bound_symbols)
+    if when == "step" and waits_for_backward:
+        return trace
+    ends: dict[Arena, tuple[int, Slot]] = {}
+    for live in Liveness(before, bsyms).slots.values():
+        assert live.slot is not None
+        if waits_for_backward and live.slot is live.bucket.private_slot:
+            continue
+        if live.end < len(before) and when == "bucket" and live.slot is not live.bucket.private_slot:
+            continue  # forward frees it
+        end = max(live.end, ends.get(live.slot.arena, (-1, None))[0])
+        ends[live.slot.arena] = end, live.slot
+    guards = {bucket_of(b).private_slot: i for i, b in enumerate(bsyms, len(before)) if b.sym is fsdp_params_unchanged}
+    released: dict[int, list[Slot]] = defaultdict(list)
+    for end, slot in ends.values():
+        last = len(bsyms) - 2 if when == "step" else max(end, guards.get(slot, -1)) - len(before)
+        released[min(last, len(bsyms) - 2)].append(slot)
+    out: list[BoundSymbol] = []
+    with tracectx(trace):
+        for position, bsym in enumerate(bsyms):
+            out.append(bsym)
+            if position in released:
+                out.append(fsdp_release.bind(*released[position], output=None))
+    return with_bound_symbols(trace, out, "fsdp: release slots", started)
