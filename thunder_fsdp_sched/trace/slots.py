@@ -187,7 +187,8 @@ def arena_allocations(bsyms: Sequence[BoundSymbol]) -> dict[Arena, list[tuple[in
             if (slot := Issue(bsym).planned_slot) is not None:
                 begins.setdefault(slot.arena, position)
     for arena, begin in begins.items():
-        found[arena].append((begin if arena in found else 0, len(bsyms) - 1))
+        since = begin if arena in found else 0
+        found[arena].append((since, len(bsyms) - 1))
     return dict(found)
 
 
