@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..trace.json_fields import field_of, typed
+from ..trace.json_fields import field_of, read_json, typed
 from ..trace.step_memory import KINDS, KnownDetails, StepMemory, TensorMemory
 from ..trace.unknown_memory import UnknownMemory
 
@@ -38,15 +38,7 @@ def load_memory(path: str | Path) -> StepMemory:
     Raises:
         ValueError: the file is not one; the message names the file and the first fault.
     """
-    try:
-        content = typed(json.loads(Path(path).read_text()), dict, "the file")
-        if content.get("format") != _FORMAT:
-            raise ValueError(f"format {content.get('format')!r}, this version reads {_FORMAT}")
-        return _memory(content)
-    except RecursionError:
-        raise ValueError(f"memory: {path} holds no memory of a step: it is nested too deeply") from None
-    except ValueError as error:  # JSONDecodeError is one
-        raise ValueError(f"memory: {path} holds no memory of a step: {error}") from error
+    return read_json(path, "memory", "memory of a step", _FORMAT, _memory)
 
 
 def _memory(content: dict[str, Any]) -> StepMemory:

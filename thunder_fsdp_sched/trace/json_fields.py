@@ -1,10 +1,40 @@
-"""Read fields of JSON files and name the first one that is missing or of another type."""
+"""Read JSON files and name the first field that is missing or of another type."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
-__all__ = ["field_of", "typed"]
+__all__ = ["field_of", "read_json", "typed"]
+
+_Read = TypeVar("_Read")
+
+
+def read_json(
+    path: str | Path, option: str, holds: str, version: int, read: Callable[[dict[str, Any]], _Read]
+) -> _Read:
+    """Return what ``read`` makes of the JSON object in a file.
+
+    Args:
+        option: the option that names the file, for messages.
+        holds: what the file should hold, for messages.
+        version: the value that the object's field ``format`` must have.
+        read: raises ValueError for content that it cannot read.
+
+    Raises:
+        ValueError: the file holds something else; the message names the file and the first fault.
+    """
+    try:
+        content = typed(json.loads(Path(path).read_text()), dict, "the file")
+        if content.get("format") != version:
+            raise ValueError(f"format {content.get('format')!r}, this version reads {version}")
+        return read(content)
+    except RecursionError:
+        raise ValueError(f"{option}: {path} holds no {holds}: it is nested too deeply") from None
+    except ValueError as error:  # JSONDecodeError is one
+        raise ValueError(f"{option}: {path} holds no {holds}: {error}") from error
 
 
 def field_of(content: dict[str, Any], name: str, types: type | tuple[type, ...], json_path: str) -> Any:

@@ -17,7 +17,7 @@ from thunder.core.trace import TraceCtx
 
 from .deadlock import Action
 from .inspection import outs_of, statements
-from .json_fields import field_of, typed
+from .json_fields import field_of, read_json, typed
 from .liveness import Liveness
 from .operands import Issue, Wait, bucket_of
 from .symbols import (
@@ -235,16 +235,12 @@ def load_schedules(path: str | Path) -> list[StepSchedule]:
     Raises:
         ValueError: the file is not one; the message names the file and the first fault.
     """
-    try:
-        content = typed(json.loads(Path(path).read_text()), dict, "the file")
-        if content.get("format") != _FORMAT:
-            raise ValueError(f"format {content.get('format')!r}, this version reads {_FORMAT}")
-        steps = field_of(content, "steps", list, "the file")
-        return [_step(step, f"steps[{number}]") for number, step in enumerate(steps)]
-    except RecursionError:
-        raise ValueError(f"schedule: {path} holds no schedule: it is nested too deeply") from None
-    except ValueError as error:  # JSONDecodeError is one
-        raise ValueError(f"schedule: {path} holds no schedule: {error}") from error
+    return read_json(path, "schedule", "schedule", _FORMAT, _steps)
+
+
+def _steps(content: dict[str, Any]) -> list[StepSchedule]:
+    steps = field_of(content, "steps", list, "the file")
+    return [_step(step, f"steps[{number}]") for number, step in enumerate(steps)]
 
 
 def _step(content: object, json_path: str) -> StepSchedule:
