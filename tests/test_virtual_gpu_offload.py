@@ -131,7 +131,7 @@ def test_every_wait_and_reference_of_a_copy_is_needed_or_redundant() -> None:
     assert needed == {
         ("reference", ""),  # the value that is copied
         *(
-            (kind, f"activation_offload.py:copy_to_{where}")
+            (kind, f"activation_offload.py:_issue < activation_offload.py:copy_to_{where}")
             for kind in ("event", "wait")
             for where in ("host", "device")
         ),

@@ -64,17 +64,7 @@ class HostCopy:
 def copy_to_host(source: torch.Tensor) -> HostCopy:
     """Issue the copy of a value to host memory, pinned if the value is on a GPU."""
     with torch.no_grad(), labelled("fsdp_copy_to_host"):
-        span = _span(source)
-        if not source.is_cuda:
-            result = torch.empty(span.shape, dtype=span.dtype, device="cpu").copy_(span)
-            return HostCopy(source, _like(result, source))
-        result = torch.empty(span.shape, dtype=span.dtype, device="cpu", pin_memory=True)
-        stream = _stream(source.device, "to host")
-        stream.wait_stream(torch.cuda.current_stream(source.device))
-        with torch.cuda.stream(stream):
-            result.copy_(span, non_blocking=True)
-            done = stream.record_event()
-        return HostCopy(source, _like(result, source), done)
+        return _issue(source, "cpu", "to host")
 
 
 def wait_host_copy(copy: HostCopy, source: torch.Tensor, token: object = None) -> torch.Tensor:
@@ -88,21 +78,27 @@ def wait_host_copy(copy: HostCopy, source: torch.Tensor, token: object = None) -
 def copy_to_device(host: torch.Tensor, device: str) -> HostCopy:
     """Issue the copy of a value from host memory to new memory of a device."""
     with torch.no_grad(), labelled("fsdp_copy_to_device"):
-        span = _span(host)
-        result = torch.empty(span.shape, dtype=span.dtype, device=device)
-        if not result.is_cuda:
-            return HostCopy(host, _like(result.copy_(span), host))
-        stream = _stream(result.device, "to device")
-        stream.wait_stream(torch.cuda.current_stream(result.device))
-        with torch.cuda.stream(stream):
-            result.copy_(span, non_blocking=True)
-            done = stream.record_event()
-        return HostCopy(host, _like(result, host), done)
+        return _issue(host, device, "to device")
 
 
 def wait_device_copy(copy: HostCopy) -> torch.Tensor:
     """Let the current stream wait for the copy, and return it."""
     return copy.wait()
+
+
+def _issue(source: torch.Tensor, device: str, direction: str) -> HostCopy:
+    """Issue the copy of ``source`` to new memory of ``device``, on a stream of its own if one of both is a GPU."""
+    span = _span(source)
+    result = torch.empty(span.shape, dtype=span.dtype, device=device, pin_memory=source.is_cuda)
+    if not (source.is_cuda or result.is_cuda):
+        return HostCopy(source, _like(result.copy_(span), source))
+    gpu = source.device if source.is_cuda else result.device
+    stream = _stream(gpu, direction)
+    stream.wait_stream(torch.cuda.current_stream(gpu))
+    with torch.cuda.stream(stream):
+        result.copy_(span, non_blocking=True)
+        done = stream.record_event()
+    return HostCopy(source, _like(result, source), done)
 
 
 def _span(tensor: torch.Tensor) -> torch.Tensor:
