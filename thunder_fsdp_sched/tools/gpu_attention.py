@@ -10,6 +10,7 @@ dimensions. Thunder asks the GPU which kernels it has; this executor assumes bot
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import thunder.torch as ltorch
@@ -28,74 +29,67 @@ executor = OperatorExecutor("fsdp_sched_gpu_attention", version="0.1")
 """The executor that claims ``scaled_dot_product_attention``; see [Note: Planned attention]."""
 
 
-def _flash(query: TensorProxy, mask: TensorProxy | None) -> bool:
-    is_short = query.dtype in (dtypes.bfloat16, dtypes.float16)
-    return is_short and mask is None and query.shape[-1] <= _MAX_HEAD_SIZE
+@dataclass(frozen=True)
+class _Attention:
+    """The arguments of ``scaled_dot_product_attention``."""
+
+    query: TensorProxy
+    key: TensorProxy
+    value: TensorProxy
+    attn_mask: TensorProxy | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = field(default=None, kw_only=True)
+
+    @property
+    def inputs(self) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
+        return self.query, self.key, self.value
+
+    @property
+    def is_flash(self) -> bool:
+        """Whether flash attention supports it."""
+        is_short = self.query.dtype in (dtypes.bfloat16, dtypes.float16)
+        return is_short and self.attn_mask is None and self.query.shape[-1] <= _MAX_HEAD_SIZE
+
+    def run(self) -> Any:
+        """Call the kernel, and return its outputs: the result, and what its backward needs."""
+        if self.is_flash:
+            return sdpaex.sdpfa_gradfwd(*self.inputs, self.dropout_p, self.is_causal, scale=self.scale)
+        mask = self.attn_mask
+        return sdpaex.sdpea_gradfwd(*self.inputs, mask, self.dropout_p, self.is_causal, scale=self.scale)
 
 
-def _check(
-    query: TensorProxy,
-    key: TensorProxy,
-    value: TensorProxy,
-    attn_mask: TensorProxy | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> bool:
-    tensors = (query, key, value)
-    if any(t.ndim != 4 or t.dtype is not query.dtype or t.shape[:2] != query.shape[:2] for t in tensors):
+def _check(*args: Any, **kwargs: Any) -> bool:
+    call = _Attention(*args, **kwargs)
+    query, mask = call.query, call.attn_mask
+    if any(t.ndim != 4 or t.dtype is not query.dtype or t.shape[:2] != query.shape[:2] for t in call.inputs):
         return False
     batch, heads = query.shape[:2]
-    if attn_mask is not None and (attn_mask.ndim != 4 or attn_mask.shape[:2] not in ((batch, 1), (batch, heads))):
+    if mask is not None and (mask.ndim != 4 or mask.shape[:2] not in ((batch, 1), (batch, heads))):
         return False
-    return _flash(query, attn_mask) or query.dtype in (dtypes.bfloat16, dtypes.float16, dtypes.float32)
+    return call.is_flash or query.dtype in (dtypes.bfloat16, dtypes.float16, dtypes.float32)
 
 
 def _forward(*args: Any, **kwargs: Any) -> TensorProxy:
-    return _run(*args, **kwargs)[0]
+    return _Attention(*args, **kwargs).run()[0]
 
 
-def _run(
-    query: TensorProxy,
-    key: TensorProxy,
-    value: TensorProxy,
-    attn_mask: TensorProxy | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> Any:
-    if _flash(query, attn_mask):
-        return sdpaex.sdpfa_gradfwd(query, key, value, dropout_p, is_causal, scale=scale)
-    return sdpaex.sdpea_gradfwd(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
-
-
-def _grad(
-    query: TensorProxy,
-    key: TensorProxy,
-    value: TensorProxy,
-    attn_mask: TensorProxy | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> TensorProxy:
-    inputs = (query, key, value)
-    out, *saved = _run(*inputs, attn_mask, dropout_p, is_causal, scale=scale)
+def _grad(*args: Any, **kwargs: Any) -> TensorProxy:
+    call = _Attention(*args, **kwargs)
+    inputs, mask, options = call.inputs, call.attn_mask, (call.dropout_p, call.is_causal)
+    out, *saved = call.run()
     grad = get_grad(out)
-    if _flash(query, attn_mask):
+    if call.is_flash:
         sums, queries, keys, longest_query, longest_key, seed, offset, _ = saved
         lengths = (queries, keys, longest_query, longest_key)
         put_grads(
-            inputs,
-            sdpaex.sdpfa_bwd(grad, *inputs, out, sums, *lengths, dropout_p, is_causal, seed, offset, scale=scale),
+            inputs, sdpaex.sdpfa_bwd(grad, *inputs, out, sums, *lengths, *options, seed, offset, scale=call.scale)
         )
         return out
-    *grads, of_mask = sdpaex.sdpea_bwd(grad, *inputs, attn_mask, out, *saved, dropout_p, is_causal, scale=scale)
+    *grads, of_mask = sdpaex.sdpea_bwd(grad, *inputs, mask, out, *saved, *options, scale=call.scale)
     put_grads(inputs, grads)
-    if attn_mask is not None and of_mask is not None:
-        put_grad(attn_mask, of_mask)
+    if mask is not None and of_mask is not None:
+        put_grad(mask, of_mask)
     return out
 
 
