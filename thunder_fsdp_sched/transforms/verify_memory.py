@@ -90,6 +90,8 @@ class _Walk:
     """The memory of values by their names while traces run.
 
     Attributes:
+        allocated: bytes that are allocated all the time: shards and slots.
+        in_use: bytes of all pieces in use.
         nbytes: bytes of each piece of memory that is in use, by the name of its first owner.
         users: the names in use that keep it.
         in_shards: names of shards, which count as allocated all the time.
@@ -100,6 +102,7 @@ class _Walk:
         self.allocated = sum(bucket.shard.nbytes for bucket in buckets) + sum(arena.nbytes for arena in arenas)
         self.limit = limit
         self.in_shards: set[str] = set()
+        self.in_use = 0
         self.nbytes: dict[str, int] = {}
         self.users: dict[str, set[str]] = {}
         self.memory_of: dict[str, set[str]] = {}
@@ -114,13 +117,14 @@ class _Walk:
                 continue
             if bsym.sym.id in UNPACKING:
                 for proxy in defined_by(bsym):
-                    if isinstance(proxy, TensorProxy) and proxy.name not in self.in_shards | self.memory_of.keys():
+                    known = proxy.name in self.in_shards or proxy.name in self.memory_of
+                    if isinstance(proxy, TensorProxy) and not known:
                         self.allocate(proxy.name, nbytes_of(proxy))
                         if which == "forward":
                             self.share(_CALLER, [proxy.name])
                 continue
             self.define(bsym)
-            needed = self.allocated + sum(self.nbytes.values())
+            needed = self.allocated + self.in_use
             if needed > self.limit:
                 raise VerificationError(
                     f"bound symbol {position} of {which}: the step needs {needed:,} bytes there, {needed - self.limit:,} "
@@ -190,6 +194,7 @@ class _Walk:
     def allocate(self, name: str, nbytes: int) -> None:
         """Let ``name`` keep new memory."""
         self.nbytes[name] = nbytes
+        self.in_use += nbytes
         self.users[name] = {name}
         self.memory_of.setdefault(name, set()).add(name)
 
@@ -205,4 +210,5 @@ class _Walk:
         for piece in self.memory_of.pop(name, ()):
             self.users[piece].discard(name)
             if not self.users[piece]:
-                del self.users[piece], self.nbytes[piece]
+                self.in_use -= self.nbytes.pop(piece)
+                del self.users[piece]
