@@ -9,6 +9,7 @@ recomputation never reaches back across a gap. Within a segment any pure operato
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,8 +19,8 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..trace.inspection import communicates, is_pure, return_of
-from ..trace.live_memory import memory_intervals, owners_of
-from ..trace.liveness import BEFORE_TRACE, Liveness, Value
+from ..trace.live_memory import analyze_memory
+from ..trace.liveness import BEFORE_TRACE, Value
 from ..trace.operator_facts import facts_of
 
 __all__ = ["Operator", "SavedValues", "Segment", "Span"]
@@ -84,13 +85,14 @@ class SavedValues:
 
     def __init__(self, halves: Sequence[TraceCtx], seconds: Mapping[int, float]) -> None:
         forward = halves[0].bound_symbols
-        bsyms = [bsym for half in halves for bsym in half.bound_symbols]
+        memory = analyze_memory(halves)
+        bsyms, live = memory.bsyms, memory.live
         self.begin, self.length = len(forward), len(bsyms)
-        self.live = live = Liveness(*(half.bound_symbols for half in halves))
-        owners = owners_of(live, bsyms)
+        self.live = live
+        self.intervals = memory.intervals
         self.owner: dict[Value, Value] = {}
         self.nbytes: dict[Value, int] = {}
-        for value, shared in owners.items():
+        for value, shared in memory.owners.items():
             owner = max(shared, key=lambda o: shared[o])
             self.owner[value] = owner
             self.nbytes[owner] = shared[owner]
@@ -106,7 +108,6 @@ class SavedValues:
                 last = max([value.defined, *(p for p in value.reads if p < returns)])
                 owner = self.owner[value]
                 self.last_in_forward[owner] = max(self.last_in_forward.get(owner, BEFORE_TRACE), last)
-        self.intervals = memory_intervals(halves)
         outputs = {interval.name for interval in self.intervals if interval.end == self.length - 1}
         self.free = {
             value
@@ -164,7 +165,7 @@ class SavedValues:
                 changes[last + 1] -= self.nbytes[owner]
         for owner in {self.owner[value] for value in self.reads if value not in self.free}:
             saved[owner.defined] += self.nbytes[owner]
-        crossing, before = _sums(changes), _sums(saved)
+        crossing, before = list(itertools.accumulate(changes)), list(itertools.accumulate(saved))
         total = before[-1]
         found = []
         for index in range(1, number + 1):
@@ -173,14 +174,6 @@ class SavedValues:
             if near:
                 found.append(min(near, key=lambda p: crossing[p]))
         return sorted(set(found))
-
-
-def _sums(changes: Sequence[int]) -> list[int]:
-    total, sums = 0, []
-    for change in changes:
-        total += change
-        sums.append(total)
-    return sums
 
 
 def _writes(bsym: BoundSymbol) -> frozenset[str]:

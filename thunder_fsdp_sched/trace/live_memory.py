@@ -66,17 +66,19 @@ class MemoryInterval(NamedTuple):
 
 
 class MemoryAnalysis(NamedTuple):
-    """What is known about the memory of traces that run one after the other.
+    """The results of analyzing the memory of traces that run one after the other.
 
     Attributes:
         bsyms: the bound symbols of all traces, which positions count.
         live: their liveness.
+        owners: for each value the values that own its memory, each with its bytes (0 in a slot).
         intervals: the memory of values, without slots, and temporary memory.
         calls: the calls that could be observed, by position.
     """
 
     bsyms: list[BoundSymbol]
     live: Liveness
+    owners: dict[Value, _Owners]
     intervals: list[MemoryInterval]
     calls: dict[int, ObservedCall]
 
@@ -96,7 +98,7 @@ def analyze_memory(traces: Sequence[TraceCtx]) -> MemoryAnalysis:
     bsyms, live = list(itertools.chain(*parts)), Liveness(*parts)
     owners, calls = _observed_owners(live, bsyms)
     intervals = [*_intervals(live, bsyms, starts, owners), *_temporary(bsyms, calls)]
-    return MemoryAnalysis(bsyms, live, intervals, calls)
+    return MemoryAnalysis(bsyms, live, owners, intervals, calls)
 
 
 def _intervals(
