@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from thunder.core.trace import TraceCtx
@@ -152,7 +152,7 @@ class Compilation:
         checks: list[Pass] = [refuse_redrawn_gradients] if backward else []
         copies: list[Pass] = []
         if traces.offloaded:
-            cost = AnalyticCost(self._options.cluster or cluster_of_this_process())
+            cost = self._cost
             copies.append(
                 partial(sort_host_copies, seconds=partial(compute_seconds, cost), copy_seconds=cost.host_copy_seconds)
             )
@@ -160,21 +160,20 @@ class Compilation:
         forward = traces.forward if backward else None
         release = self._options.release
         assert traces.joint is not None
-        is_last = backward or len(split_joint(traces.joint)) == 1
-        if release != "never" and is_last and not backward:
+        trains = backward or len(split_joint(traces.joint)) == 2
+        if release != "never" and not trains:
             kept = set()  # a forward that waits for its backward may have kept buckets in their private slots
         room = shared_budget(unsorted, budget=self._options.max_unsharded_bytes, kept=kept)
         passes: list[Pass] = [
             self._order(unsorted, forward, backward),
             partial(assign_slots, kept=kept, forward=forward, max_bytes=room, separate=release == "bucket"),
         ]
-        if release == "never" or (release == "step" and (backward or not is_last)):
+        if release == "never" or (release == "step" and trains):
             passes.append(mark_retained_by_forward if forward is None else partial(reuse_from_forward, forward=forward))
         if release != "never":
-            passes.append(partial(release_slots, when=release, forward=forward, waits_for_backward=not is_last))
-        passes += [
-            partial(verify, forward=forward, max_gathers_in_flight=self._options.max_gathers_in_flight),
-        ]
+            waits = trains and not backward
+            passes.append(partial(release_slots, when=release, forward=forward, waits_for_backward=waits))
+        passes.append(partial(verify, forward=forward, max_gathers_in_flight=self._options.max_gathers_in_flight))
         sorted_trace = traces.run(passes, unsorted)
         schedule = read_schedule(sorted_trace)
         finish = self._agree(sorted_trace, name)
@@ -189,10 +188,15 @@ class Compilation:
             traces.backward_before, traces.backward, traces.backward_schedule = unscheduled, trace, schedule
         else:
             traces.forward_before, traces.forward, traces.forward_schedule = unscheduled, trace, schedule
-        self.is_finished = is_last
+        self.is_finished = backward or not trains
         if not self._options.audit:
             return trace
         return audited(trace, forward=forward, former_memory=self._sharded.former_memory, stats=self._stats)
+
+    @cached_property
+    def _cost(self) -> AnalyticCost:
+        """The cost model of the machine that the options name, or of this one."""
+        return AnalyticCost(self._options.cluster or cluster_of_this_process())
 
     def _choose(self, joint: TraceCtx) -> None:
         """Choose how far ahead to gather, what backward recomputes, and, once per module, what stays unsharded."""
@@ -200,17 +204,13 @@ class Compilation:
         limits = Limits(options.max_unsharded_bytes, options.max_gathers_in_flight, options.max_memory)
         if isinstance(options.prefetch, int):
             traces.prefetch = options.prefetch
-            if limits.unsharded_bytes is None and limits.memory is None:
+            if not limits.any_bytes:
                 return
-        may_keep = (
-            (limits.unsharded_bytes is not None or limits.memory is not None)
-            and len(split_joint(joint)) == 2
-            and not sharded.kept_is_final
-        )
+        may_keep = limits.any_bytes and len(split_joint(joint)) == 2 and not sharded.kept_is_final
         started = time.process_time()
         traces.choice = choose(
             joint,
-            cost=AnalyticCost(options.cluster or cluster_of_this_process()),
+            cost=self._cost,
             prefetch=None if options.prefetch == "auto" else options.prefetch,
             kept=sharded.kept,
             may_keep=may_keep,

@@ -82,6 +82,23 @@ class Limits(NamedTuple):
     gathers_in_flight: int | None = None
     memory: int | None = None
 
+    @property
+    def any_bytes(self) -> bool:
+        """Whether bytes are limited."""
+        return self.unsharded_bytes is not None or self.memory is not None
+
+
+class MemoryLimitError(ValueError):
+    """``max_memory`` is too little for a step.
+
+    Attributes:
+        least_bytes: what the step needs with all that lowers its peak.
+    """
+
+    def __init__(self, message: str, least_bytes: int) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -146,7 +163,7 @@ def choose(
         buckets: all buckets of the module, whose shards count as memory of the step.
 
     Raises:
-        ValueError: nothing fits; the message has the bytes of the smallest candidate.
+        MemoryLimitError, ValueError: nothing fits; the message has the bytes of the smallest candidate.
     """
     search = _Search(joint, cost, frozenset(kept), limits, buckets)
     distances = [prefetch] if prefetch is not None else range(min(_MAX_PREFETCH, search.gathers) + 1)
@@ -159,8 +176,8 @@ def choose(
         if len(times) > _PATIENCE and min(times[-_PATIENCE:]) > min(times[:-_PATIENCE]) * (1 - _WORTHWHILE):
             break
     if not search.candidates:
-        raise ValueError(_explain(search.smallest(distances[0]), distances[0], limits))
-    if may_keep and (limits.unsharded_bytes is not None or limits.memory is not None):
+        raise _error(search.smallest(distances[0]), distances[0], limits)
+    if may_keep and limits.any_bytes:
         _keep_more(search, distances)
     default = search.candidates.get((1 if prefetch is None else prefetch, 0))
     longest = min(c.step_seconds for c in search.candidates.values()) * (1 + _SAME)
@@ -171,19 +188,21 @@ def choose(
     return Choice(min(good, key=lambda c: (-len(c.kept), c.unsharded_bytes, c.prefetch)), considered)
 
 
-def _explain(least: _Plan, prefetch: int, limits: Limits) -> str:
-    """Return the message for limits that not even the smallest plan keeps."""
+def _error(least: _Plan, prefetch: int, limits: Limits) -> ValueError:
+    """Return the error for limits that not even the smallest plan keeps."""
     if limits.unsharded_bytes is not None and least.unsharded_bytes > limits.unsharded_bytes:
-        return (
+        return ValueError(
             f"max_unsharded_bytes: {limits.unsharded_bytes:,} bytes are too few: with prefetch={prefetch} and nothing kept "
             f"for backward the slots need {least.unsharded_bytes:,} bytes. Allow more, or make smaller buckets "
             f"(bucketing_strategy)"
         )
     less = "prefetch='auto', " if prefetch else ""
-    return (
+    assert least.peak_bytes is not None
+    return MemoryLimitError(
         f"max_memory: {limits.memory:,} bytes are too few: with prefetch={prefetch} and as much recomputed or offloaded "
         f"as helps the step needs {least.peak_bytes:,} bytes. Allow more, or use {less}smaller batches, more ranks, lower "
-        f"precision (mp_policy) or smaller buckets (bucketing_strategy)"
+        f"precision (mp_policy) or smaller buckets (bucketing_strategy)",
+        least.peak_bytes,
     )
 
 
@@ -266,13 +285,11 @@ class _Search:
     def _fits(self, prefetch: int, number: int) -> bool:
         if (prefetch, number) in self.candidates:
             return True
-        plan, limits = self._plan(prefetch, number), self.limits
-        return (limits.unsharded_bytes is None or plan.unsharded_bytes <= limits.unsharded_bytes) and (
-            limits.memory is None or plan.peak_bytes is None or plan.peak_bytes <= limits.memory
-        )
+        plan, most = self._plan(prefetch, number), self.limits.unsharded_bytes
+        return (most is None or plan.unsharded_bytes <= most) and self._is_within_memory(plan)
 
     def _kept(self, number: int) -> frozenset[Bucket]:
-        return self.kept | frozenset(self.first_in_backward[:number])
+        return self.kept | frozenset(self.first_in_backward[:number]) if number else self.kept
 
     def _plan(self, prefetch: int, number: int) -> _Plan:
         """Run the passes for one candidate in an unused arena. If its memory is too much, recompute what helps."""
@@ -320,14 +337,19 @@ class _Search:
         """The values that may move to host memory. On a CPU that would free nothing."""
         if self.cost.synchronous:
             return frozenset()
-        return frozenset(offloadable(self._regathered(0, frozenset())))
+        return frozenset(offloadable(self._unchanged))
 
     @cached_property
     def _activations(self) -> ActivationPlans:
-        """What may happen to activations; further kept buckets hardly change it."""
-        return ActivationPlans(split_joint(self._regathered(0, frozenset())), self.cost, self._offloadable)
+        """The plans for activations if no further bucket is kept; further ones hardly change them."""
+        return ActivationPlans(split_joint(self._unchanged), self.cost, self._offloadable)
 
-    def _regathered(self, number: int, recomputed: frozenset[str]) -> TraceCtx:
+    @cached_property
+    def _unchanged(self) -> TraceCtx:
+        """The joint trace with backward's gathers if no further bucket is kept and nothing is recomputed."""
+        return self._regathered(0)
+
+    def _regathered(self, number: int, recomputed: frozenset[str] = frozenset()) -> TraceCtx:
         joint = from_trace(self.joint)
         joint.bound_symbols = self.joint.bound_symbols
         joint.names = set(self.joint.names)  # those of a candidate that is not chosen stay free
@@ -336,7 +358,7 @@ class _Search:
     def _unsorted(self, number: int, activations: ActivationPlan | None) -> list[TraceCtx]:
         if activations is None:
             if number not in self._halves:
-                halves = split_joint(self._regathered(number, frozenset()))
+                halves = split_joint(self._regathered(number) if number else self._unchanged)
                 self._halves[number] = [write_grads_in_place(half) for half in halves]
             return self._halves[number]
         joint = self._regathered(number, activations.recomputed)
@@ -377,7 +399,7 @@ class _Search:
     @cached_property
     def first_in_backward(self) -> list[Bucket]:
         """Return the buckets that backward gathers again, in the order of their first consumers."""
-        halves = split_joint(regather_for_backward(self.joint, kept=self.kept))
+        halves = split_joint(self._unchanged)
         if len(halves) == 1:
             return []
         ordered = sort_communication(halves[1], prefetch=0)

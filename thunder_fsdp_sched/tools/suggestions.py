@@ -1,4 +1,4 @@
-"""What to change so that a planned step fits into the memory of a device, ranked by simulated time.
+"""Changes that let a planned step fit into the memory of a device, ranked by simulated time.
 
 [Note: The search for suggestions]
 Each change is tried alone. If none fits, the one that needs least memory is kept, and the others are tried on top of it,
@@ -11,12 +11,12 @@ made is limited, because tracing takes most of the time.
 from __future__ import annotations
 
 import itertools
-import re
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from ..simulator.autotune import MemoryLimitError
 from .blocks import describe_origins, origins_of
 from .changes import Change, faster_changes, samples_of, smaller_changes
 from .dry_run import DryRun, dry_run_step, replan
@@ -243,8 +243,13 @@ class _Search:
             return []
         try:
             step = self._planned(change, base.step, text)
+        except MemoryLimitError as error:
+            least = error.least_bytes + self._optimizer_state(base.step)
+            self.least.append((least, text))
+            self.untried.append(f"{text}: with as much recomputed as helps, a step needs {readable_bytes(least)}")
+            return []
         except ValueError as error:
-            self._refused(base, text, str(error))
+            self.untried.append(f"{text}: {error}")
             return []
         return [self._suggestion(changes, step)]
 
@@ -256,14 +261,6 @@ class _Search:
         self.progress(f"dry run {self.dry_runs_made} of {self.dry_runs}: {text}")
         make, options = change.make or step.make, {**step.options, **change.options}
         return dry_run_step(make, world_size=step.world_size, on=step.cluster, replicas=step.replicas, **options)
-
-    def _refused(self, base: Suggestion, text: str, error: str) -> None:
-        """Keep the reason why a change is impossible, and the least memory that the error names."""
-        if needed := re.match(r"max_memory: .*the step needs ([\d,]+) bytes", error):
-            least = int(needed[1].replace(",", "")) + self._optimizer_state(base.step)
-            self.least.append((least, text))
-            error = f"with as much recomputed as helps, a step needs {readable_bytes(least)}"
-        self.untried.append(f"{text}: {error}")
 
     def _suggestion(self, changes: tuple[str, ...], step: DryRun) -> Suggestion:
         peak = step.memory.with_optimizer_state(self._optimizer_state(step)).peak.nbytes
