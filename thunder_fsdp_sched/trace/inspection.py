@@ -11,7 +11,7 @@ from thunder.core import prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.pytree import tree_iter
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace
 
 from .operator_facts import facts_of
@@ -23,6 +23,7 @@ __all__ = [
     "aliased_inputs",
     "args_of",
     "communicates",
+    "copy_for_backward",
     "defined_by",
     "derivation",
     "forward_part",
@@ -32,6 +33,7 @@ __all__ = [
     "names",
     "nbytes_of",
     "outs_of",
+    "proxies_in",
     "return_of",
     "short_form",
     "snapshot",
@@ -39,6 +41,7 @@ __all__ = [
     "statement",
     "statements",
     "swap_args",
+    "unused_name",
     "with_bound_symbols",
 ]
 
@@ -257,3 +260,25 @@ def swap_args(bsym: BoundSymbol, swaps: dict[str, Proxy]) -> BoundSymbol:
     """Return ``bsym`` with the inputs named in ``swaps`` replaced, also in its subsymbols; its outputs stay."""
     swap_map = {variableify(p): swaps[p.name] for p in bsym.flat_proxy_args if p.name in swaps}
     return bsym.from_bsym_swap_proxies(swap_map, skip_output=True) if swap_map else bsym
+
+
+def copy_for_backward(bsym: BoundSymbol, replacements: dict[str, Proxy]) -> BoundSymbol:
+    """Return a copy of ``bsym`` for backward, with all proxies named in ``replacements`` replaced, also in subsymbols."""
+    swap_map = {variableify(p): replacements[p.name] for p in proxies_in(bsym) if p.name in replacements}
+    copy = bsym.from_bsym_swap_proxies(swap_map)
+    copy.tags.add(BoundSymbolTag.BACKWARD)
+    return copy
+
+
+def proxies_in(bsym: BoundSymbol) -> Iterator[Proxy]:
+    """Yield the inputs and outputs of ``bsym`` and of its subsymbols."""
+    yield from (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
+    for sub in bsym.subsymbols:
+        yield from proxies_in(sub)
+
+
+def unused_name(trace: TraceCtx, name: str) -> str:
+    """Return ``name``, with underscores after it if ``trace`` uses it already."""
+    while trace.has_name(name):
+        name += "_"
+    return name

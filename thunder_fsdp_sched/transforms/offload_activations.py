@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from thunder.core.devices import Device, to_torch_device
 from thunder.core.dtypes import is_complex_dtype
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import Proxy, TensorProxy, variableify
+from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
@@ -25,11 +25,14 @@ from ..trace.host_copies import fsdp_copy_to_device, fsdp_copy_to_host, fsdp_wai
 from ..trace.inspection import (
     UNPACKING,
     args_of,
+    copy_for_backward,
     forward_part,
     names,
     outs_of,
+    proxies_in,
     return_of,
     swap_args,
+    unused_name,
     with_bound_symbols,
 )
 from ..trace.live_memory import owners_of
@@ -249,7 +252,7 @@ class _Offload:
 
     def _copy_to_host(self, source: TensorProxy) -> None:
         future = fsdp_copy_to_host.meta(source)
-        host = fsdp_wait_host_copy.meta(future, source).replace_name(self._unused(f"host_{source.name}"))
+        host = fsdp_wait_host_copy.meta(future, source).replace_name(unused_name(self.new, f"host_{source.name}"))
         self.hosts[source.name] = host
         self.new.bound_symbols += [
             fsdp_copy_to_host.bind(source, output=future),
@@ -265,31 +268,17 @@ class _Offload:
         if owner.name not in self.replacements:
             host, device = self.hosts[owner.name], str(to_torch_device(owner.device))
             future = fsdp_copy_to_device.meta(host, device)
-            self.replacements[owner.name] = owner.replace_name(self._unused(f"bw_{owner.name}"))
+            self.replacements[owner.name] = owner.replace_name(unused_name(self.new, f"bw_{owner.name}"))
             self._append(fsdp_copy_to_device.bind(host, device, output=future))
             self._append(fsdp_wait_device_copy.bind(future, output=self.replacements[owner.name]))
         for bsym in activation.derivations.get(name, ()):
             if all(out in self.replacements for out in outs_of(bsym)):
                 continue  # computed for another view
-            proxies = _proxies_in(bsym)
-            for proxy in proxies:
+            for proxy in proxies_in(bsym):
                 if proxy.name not in self.replacements:
-                    self.replacements[proxy.name] = proxy.replace_name(self._unused(f"bw_{proxy.name}"))
-            self._append(bsym.from_bsym_swap_proxies({variableify(p): self.replacements[p.name] for p in proxies}))
+                    self.replacements[proxy.name] = proxy.replace_name(unused_name(self.new, f"bw_{proxy.name}"))
+            self.new.bound_symbols.append(copy_for_backward(bsym, self.replacements))
 
     def _append(self, bsym: BoundSymbol) -> None:
         bsym.tags.add(BoundSymbolTag.BACKWARD)
         self.new.bound_symbols.append(bsym)
-
-    def _unused(self, name: str) -> str:
-        while self.new.has_name(name):
-            name += "_"
-        return name
-
-
-def _proxies_in(bsym: BoundSymbol) -> list[Proxy]:
-    """Return the inputs and outputs of ``bsym`` and of its subsymbols."""
-    proxies = [*bsym.flat_proxy_args, *bsym.flat_proxy_outs]
-    for sub in bsym.subsymbols:
-        proxies += _proxies_in(sub)
-    return proxies

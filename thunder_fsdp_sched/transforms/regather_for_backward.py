@@ -22,12 +22,22 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import NumberProxy, Proxy, variableify
+from thunder.core.proxies import NumberProxy, Proxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..runtime.bucket import Bucket
-from ..trace.inspection import args_of, derivation, forward_part, is_pure, outs_of, swap_args, with_bound_symbols
+from ..trace.inspection import (
+    args_of,
+    copy_for_backward,
+    derivation,
+    forward_part,
+    is_pure,
+    outs_of,
+    swap_args,
+    unused_name,
+    with_bound_symbols,
+)
 from ..trace.operands import bucket_of
 from ..trace.operator_facts import facts_of
 from ..trace.symbols import fsdp_all_gather, fsdp_wait_params
@@ -201,10 +211,7 @@ class _Regather:
         """Emit a bound symbol of forward again, with outputs of other names."""
         for proxy in _defined_in(bsym):
             self._rename(proxy)
-        renamed = {variableify(p): self.replacements[p.name] for p in _proxies_in(bsym) if p.name in self.replacements}
-        again = bsym.from_bsym_swap_proxies(renamed)
-        again.tags.add(BoundSymbolTag.BACKWARD)
-        self.new.bound_symbols.append(again)
+        self.new.bound_symbols.append(copy_for_backward(bsym, self.replacements))
 
     def _gather(self, bucket: Bucket) -> None:
         """Emit backward's gather and wait of ``bucket`` before the first bound symbol that needs it, once."""
@@ -232,10 +239,7 @@ class _Regather:
 
     def _rename(self, proxy: Proxy) -> Proxy:
         if proxy.name not in self.replacements:
-            name = f"bw_{proxy.name}"
-            while self.new.has_name(name):
-                name += "_"
-            self.replacements[proxy.name] = proxy.replace_name(name)
+            self.replacements[proxy.name] = proxy.replace_name(unused_name(self.new, f"bw_{proxy.name}"))
         return self.replacements[proxy.name]
 
 
@@ -250,9 +254,3 @@ def _defined_in(bsym: BoundSymbol) -> Iterator[Proxy]:
     yield from (p for p in bsym.flat_proxy_outs if p.name in outs)
     for sub in bsym.subsymbols:
         yield from _defined_in(sub)
-
-
-def _proxies_in(bsym: BoundSymbol) -> Iterator[Proxy]:
-    yield from (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
-    for sub in bsym.subsymbols:
-        yield from _proxies_in(sub)
