@@ -151,6 +151,7 @@ def latency(system: Any) -> float:
 def finish(arguments: argparse.Namespace, figures: dict[str, dict[str, Any]], seconds: dict[str, list[float]]) -> None:
     from thunder_fsdp_sched.demo.show import make_console
 
+    from netns import describe_link
     from systems import ratio
 
     for name, of_one in figures.items():
@@ -160,7 +161,7 @@ def finish(arguments: argparse.Namespace, figures: dict[str, dict[str, Any]], se
             of_one["latency"] = statistics.median(seconds[f"latency of {name}"])
             of_one["bits_per_second"] = 8 * of_one["gloo_bytes"] / of_one["communication"]
     console = make_console()
-    link = "plain loopback" if arguments.no_limit else f"{arguments.rate / 1e9:g} Gbit/s"
+    link = describe_link(arguments)
     compute = "real compute" if arguments.real else f"{arguments.compute} s of emulated compute"
     console.print(
         f"{arguments.ranks} gloo ranks, {link}; GPT with {arguments.blocks} blocks, width {arguments.width}, "

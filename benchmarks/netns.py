@@ -22,7 +22,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Links", "Loopback", "add_link_options", "join_ranks", "run_on_ranks", "sent_bytes", "why_not"]
+__all__ = [
+    "Links",
+    "Loopback",
+    "add_link_options",
+    "describe_link",
+    "join_ranks",
+    "run_on_ranks",
+    "sent_bytes",
+    "why_not",
+]
 
 _MTU = 65000  # large packets: few interrupts, so that a transfer takes little CPU
 _BUFFERS = "4096 4194304 33554432"  # minimum, default and maximum bytes of a TCP socket's buffer
@@ -49,6 +58,11 @@ def add_link_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=float, default=1e9, help="bits/s that a rank can send")
     parser.add_argument("--no-limit", action="store_true", help="use plain loopback, which needs no root")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds until a rank counts as hanging")
+
+
+def describe_link(arguments: argparse.Namespace) -> str:
+    """Return the link between ranks that the options of :func:`add_link_options` ask for."""
+    return "plain loopback" if arguments.no_limit else f"{arguments.rate / 1e9:g} Gbit/s"
 
 
 def run_on_ranks(

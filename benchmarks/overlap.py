@@ -121,8 +121,10 @@ def communication_of(name: str) -> str:
 def finish(arguments: argparse.Namespace, results: list[dict[str, Any]], losses: dict[str, list[float]]) -> None:
     from thunder_fsdp_sched.demo.show import make_console
 
+    from netns import describe_link
+
     console = make_console()
-    link = "plain loopback" if arguments.no_limit else f"{arguments.rate / 1e9:g} Gbit/s"
+    link = describe_link(arguments)
     console.print(
         f"{arguments.ranks} gloo ranks, {link}; GPT with {arguments.blocks} blocks, width {arguments.width}, "
         f"{arguments.length} bytes a rank; {arguments.rounds} rounds",

@@ -229,8 +229,10 @@ def cast_counter() -> Any:
 def report(arguments: argparse.Namespace, tables: dict[str, dict[str, dict[str, Any]]]) -> None:
     from thunder_fsdp_sched.demo.show import make_console
 
+    from netns import describe_link
+
     console = make_console()
-    rate = "plain loopback" if arguments.no_limit else f"{arguments.rate / 1e9:g} Gbit/s"
+    rate = describe_link(arguments)
     compute = f"{arguments.emulate} s of emulated compute" if arguments.emulate else f"{arguments.tokens} tokens a rank"
     console.print(
         f"{arguments.ranks} gloo ranks, {rate}; GPT with {arguments.blocks} blocks, width {arguments.width}; {compute}; "
