@@ -20,9 +20,8 @@ one run: one step of each in every round. Seconds are those of forward and backw
 * Peak: the largest number of bytes after any operator of forward and backward (``live_memory.py``): every storage that
   they touch, with shards, gradients, activations, slots in full, and without the optimizer's state. The largest rank counts.
 * Budgets are shares of the peak of ours without a budget. At equal peak: the peak of each "FSDP2 overlapped zero3" is the
-  budget of one more of ours, and the best other system is the fastest of those whose peak is at most that. Buffers of
-  transports are counted, but are not in ``max_memory``; if the count of ours is larger than the budget, the others may
-  have as much.
+  budget of one more of ours, and the best other system is the fastest of those whose peak is at most that. If the count
+  of ours is larger than the budget, the others may have as much.
 * Predicted: the peak of ``CompiledTraces.memory`` divided by the count. Simulated: the step time by the cluster's
   description, and by one measured profile, divided by the median of the measured ones.
 """

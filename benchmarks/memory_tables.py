@@ -8,6 +8,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
+from netns import describe_link
 from systems import ratio
 
 __all__ = ["Point", "Results", "equal_peaks", "finish", "summarized"]
@@ -20,7 +21,7 @@ BLOCK_WISE = ("every block", "every second block")
 
 @dataclass
 class Results:
-    """What was measured.
+    """The figures of a run.
 
     Attributes:
         figures: figures of each system that ran.
@@ -62,7 +63,7 @@ def equal_peaks(results: Results) -> list[Point]:
     for name, figures in results.figures.items():
         if "budget" not in figures:
             continue
-        limit = max(figures["budget"], figures["peak"])  # transports' buffers are not in the budget
+        limit = max(figures["budget"], figures["peak"])  # the others may have as much as was counted for ours
         fitting = [other for other in others if results.figures[other]["peak"] <= limit]
         best = min(fitting, key=lambda other: statistics.median(results.seconds[other]), default=None)
         of_best = None if best is None else ratio(results.seconds[name], results.seconds[best])
@@ -101,7 +102,7 @@ def finish(arguments: argparse.Namespace, results: Results) -> None:
     figures, points = summarized(results), equal_peaks(results)
     console = make_console()
     console.width = 160
-    link = "plain loopback" if arguments.no_limit else f"{arguments.rate / 1e9:g} Gbit/s"
+    link = describe_link(arguments)
     compute = "real compute" if arguments.real else f"{arguments.compute} s of emulated compute"
     console.print(
         f"{arguments.ranks} gloo ranks, {link}; GPT with {arguments.blocks} blocks, width {arguments.width}, "

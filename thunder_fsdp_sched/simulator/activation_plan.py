@@ -41,7 +41,7 @@ _Timeline = numpy.ndarray
 
 
 class ActivationPlan(NamedTuple):
-    """What happens to the values that forward would save.
+    """The recomputed and offloaded values of a step, with their estimated cost.
 
     Attributes:
         recomputed: names of the values that backward computes again.

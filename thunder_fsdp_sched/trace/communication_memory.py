@@ -1,4 +1,4 @@
-"""The memory that this package's symbols allocate besides their outputs: what is sent, transports, ``no_sync`` gradients.
+"""Memory that this package's symbols allocate besides their outputs: casts, transports' buffers, ``no_sync`` gradients.
 
 [Note: Memory of communication]
 Three things exist in every step once the first one has run, and count during the whole step: the cast of each shard that

@@ -216,7 +216,7 @@ class Output(NamedTuple):
 
 
 class ObservedCall(NamedTuple):
-    """What a call with inputs of known strides does.
+    """The outputs and temporary memory of a call with inputs of known strides.
 
     Attributes:
         outputs: its outputs, by name.
@@ -230,7 +230,7 @@ class ObservedCall(NamedTuple):
 
 
 def observed_call(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> ObservedCall | None:
-    """Return what the call does for inputs with these strides; ``None`` if it cannot be observed.
+    """Observe the call for inputs with these strides; ``None`` if it cannot be observed.
 
     The bound symbol keeps the answer, as it keeps its facts. :func:`facts_of` knows no strides, so its aliases are those
     of contiguous inputs, and of any input where that is safer.

@@ -296,7 +296,7 @@ class KnownDetails(NamedTuple):
 
 
 class _Details:
-    """What is computed only when it is asked for: a search needs the bytes of many traces, and nothing else."""
+    """Unknown and wasted memory, computed on first access, because a search reads only the bytes of its many traces."""
 
     def __init__(
         self,
