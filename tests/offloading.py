@@ -1,4 +1,4 @@
-"""Offload chosen activations of models that a test compiles, until ``fsdp`` itself chooses them."""
+"""Offload activations that a test chooses, whatever ``max_memory`` would choose."""
 
 from __future__ import annotations
 

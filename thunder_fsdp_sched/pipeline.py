@@ -35,7 +35,7 @@ class CompiledTraces:
         number: how many sets were compiled earlier.
         call: the inputs and flags.
         prefetch: how many prefetch steps ahead gathers are issued.
-        choice: the outcome of ``prefetch="auto"`` or ``max_unsharded_bytes``; ``None`` without them.
+        choice: the outcome of ``prefetch="auto"``, ``max_memory`` or ``max_unsharded_bytes``; ``None`` without them.
         offloaded: names of the values that wait in host memory between forward and backward.
         recomputed: names of the values of forward that ``max_memory`` makes backward compute again.
         parameters: the parameter name of each argument that is a parameter, keyed by the argument's name.

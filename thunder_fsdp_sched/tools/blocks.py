@@ -12,7 +12,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..trace.inspection import args_of, defined_by, nbytes_of
+from ..trace.inspection import args_of, defined_by, nbytes_of, source_of
 from ..trace.operands import bucket_of
 from ..trace.schedule import is_communication
 from ..trace.symbols import fsdp_wait_params
@@ -83,9 +83,7 @@ def _block(parameter: str) -> str:
 
 
 def _source(bsym: BoundSymbol) -> str:
-    if bsym.source_filename is None or bsym.source_positions is None:
-        return ""
-    return f"{bsym.source_filename.rpartition('/')[2]}:{bsym.source_positions.lineno}"
+    return source_of(bsym).rpartition("/")[2]
 
 
 def describe_origins(names: Collection[str], forward: TraceCtx) -> str:

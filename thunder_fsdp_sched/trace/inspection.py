@@ -37,6 +37,7 @@ __all__ = [
     "return_of",
     "short_form",
     "snapshot",
+    "source_of",
     "split_joint",
     "statement",
     "statements",
@@ -110,6 +111,13 @@ def short_form(bsym: BoundSymbol) -> str:
     if bsym.sym.id is PrimIDs.RETURN:
         return "return"
     return " = ".join([", ".join(outs_of(bsym)[:1]), bsym.sym.name]).removeprefix(" = ")
+
+
+def source_of(bsym: BoundSymbol) -> str:
+    """Return the line of the user's code that made ``bsym``, as ``"folder/model.py:70"``; empty if none is known."""
+    if bsym.source_filename is None or bsym.source_positions is None:
+        return ""
+    return f"{bsym.source_filename}:{bsym.source_positions.lineno}"
 
 
 def statements(trace: TraceCtx) -> list[BoundSymbol]:

@@ -15,7 +15,7 @@ from thunder.core.trace import TraceCtx
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena
 from .communication_memory import RuntimeMemory, allocated_for_all_steps, allocated_in_step
-from .inspection import statement, statements
+from .inspection import source_of, statement, statements
 from .live_memory import MemoryAnalysis, MemoryInterval, analyze_memory
 from .operands import Issue
 from .slots import arena_allocations, slots_in_use
@@ -166,7 +166,11 @@ class StepMemory:
         shards = {p.name for bsym in issues if bsym.sym is fsdp_all_gather for p in bsym.flat_proxy_args}
         backward = len(traces[0].bound_symbols)
         found: list[tuple[str, MemoryInterval | RuntimeMemory, str]] = [
-            (_kind(interval, bsyms, backward), interval, _source(interval, bsyms))
+            (
+                _kind(interval, bsyms, backward),
+                interval,
+                source_of(bsyms[interval.start]) if interval.start >= 0 else "",
+            )
             for interval in analysis.intervals
             if interval.name not in shards
         ]
@@ -358,10 +362,3 @@ def _kind(interval: MemoryInterval, bsyms: Sequence[BoundSymbol], backward: int)
             return "outputs"
         return "saved for backward" if interval.end >= backward else "temporaries"
     return "gradients" if is_returned else "temporaries"
-
-
-def _source(interval: MemoryInterval, bsyms: Sequence[BoundSymbol]) -> str:
-    bsym = bsyms[interval.start] if interval.start >= 0 else None
-    if bsym is None or bsym.source_filename is None or bsym.source_positions is None:
-        return ""
-    return f"{bsym.source_filename}:{bsym.source_positions.lineno}"
