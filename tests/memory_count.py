@@ -49,6 +49,7 @@ class Tracker(TorchDispatchMode):
         # Weak references keep addresses from being used again.
         self.known: dict[int, StorageWeakRef] = {}
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.addresses: dict[int, tuple[int, int]] = {}  # first byte and end
         for tensor in others:
             self.skip(tensor)
         for tensor in counted:
@@ -68,7 +69,12 @@ class Tracker(TorchDispatchMode):
         storage = local_rows(tensor).untyped_storage()
         if storage._cdata not in self.known:
             self.skip(tensor)
+            begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+            self.bytes_now()
+            if any(start <= begin and end <= stop for start, stop in map(self.addresses.get, self.alive)):
+                return  # an unsharded parameter: a slice of an arena that is a storage of its own
             self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            self.addresses[storage._cdata] = begin, end
 
     def bytes_now(self) -> int:
         self.alive = {key: found for key, found in self.alive.items() if not found[0].expired()}

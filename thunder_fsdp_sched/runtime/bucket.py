@@ -167,7 +167,8 @@ class Bucket:
 
     def _slot_of_own(self, prefix: str, dtype: torch.dtype) -> Slot:
         name = self.handle.replace("bucket_", prefix, 1)
-        return Arena(self.spec.device).slot(0, slot_bytes(self.spec, dtype), name)  # no other slot can overlap it
+        arena = Arena(self.spec.device, self.arena.scratch)
+        return arena.slot(0, slot_bytes(self.spec, dtype), name)  # no other slot can overlap it
 
     def shard_to_send(self, *, again: bool) -> torch.Tensor:
         """Return the flat shard as it is sent; ``again`` if backward gathers the same values as its forward."""

@@ -182,16 +182,21 @@ class Arena:
     At compile time it grows to the largest end of any slot of any trace. A step allocates nothing.
 
     Attributes:
-        scratch: idle temporary memory of transports, keyed by dtype and number of elements.
+        scratch: idle temporary memory of transports, keyed by dtype and number of elements. The arenas of slots that
+            belong to one bucket have that of the shared arena, so whichever is freed, no idle memory stays.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]] | None = None
+    ) -> None:
         self.device = device
         self.nbytes = 0
         self._in_flight: dict[Slot, InFlight] = {}
         self._issued = 0
         self._retained: dict[SlottedBucket, _Retained] = {}
-        self.scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]] = defaultdict(list)
+        self.scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]] = (
+            defaultdict(list) if scratch is None else scratch
+        )
         self._was_freed = False
         self._allocated_in = 0  # a `forward_number`, kept only once the memory was freed
         self._memory: torch.Tensor | None = None

@@ -16,10 +16,11 @@ were frozen within the window.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
@@ -34,6 +35,7 @@ from .symbols import (
     fsdp_backward_done,
     fsdp_reduce_scatter,
     fsdp_reduce_unreduced,
+    fsdp_release,
     fsdp_wait_grads,
     is_resident,
     payload,
@@ -72,27 +74,14 @@ def allocated_for_all_steps(bsyms: Sequence[BoundSymbol]) -> Iterator[RuntimeMem
             nbytes = spec.layout.shard_numel * spec.param_dtype.itemsize
             yield _memory("communication", f"cast of {spec.name}", nbytes, BEFORE_TRACE, last, bucket)
     workspaces: dict[tuple[str, str], tuple[int, Bucket]] = {}
-    in_use: Counter[tuple[int, int]] = Counter()
-    most: Counter[tuple[int, int]] = Counter()
-    taken: dict[str, list[tuple[int, int]]] = {}  # by the name of the future
     for bsym in bsyms:
         if bsym.sym is fsdp_reduce_scatter or _reduces_unreduced(bsym):
             bucket = bucket_of(bsym)
             key = bucket.spec.comm.transport, bucket.ranks.reductions.description
             needed = bucket.transport.reduce_workspace(bucket.spec)
             workspaces[key] = max((needed, bucket), workspaces.get(key, (0, bucket)), key=lambda found: found[0])
-        if bsym.sym is fsdp_reduce_scatter:
-            buffers = [(id(bucket.arena), nbytes) for nbytes in bucket.transport.reduce_buffers(bucket.spec)]
-            taken[bsym.output.name] = buffers
-            in_use.update(buffers)
-            for buffer in buffers:
-                most[buffer] = max(most[buffer], in_use[buffer])
-            device = bucket.spec.device.type
-        elif bsym.sym in (fsdp_wait_grads, fsdp_all_reduce):
-            in_use.subtract(taken.pop(bsym.args[1].name, ()))
-    for (_, nbytes), count in most.items():
-        for _ in range(count):
-            yield RuntimeMemory("communication", "receive buffer", nbytes, BEFORE_TRACE, last, device)
+    if not any(bsym.sym is fsdp_release for bsym in bsyms):
+        yield from (b._replace(start=BEFORE_TRACE, end=last) for b in _receive_buffers(bsyms))
     for (transport, _), (nbytes, bucket) in workspaces.items():
         if nbytes:
             yield _memory("communication", f"workspace of {transport}", nbytes, BEFORE_TRACE, last, bucket)
@@ -128,7 +117,39 @@ def allocated_in_step(live: Liveness, bsyms: Sequence[BoundSymbol], *, accumulat
             yield from _at(position, bucket, "sum of broadcast gradients", _broadcast(bucket, bsym.args[1:]))
         elif accumulated and _reduces_unreduced(bsym):
             yield from _reduced(bucket_of(bsym), position, len(bsyms) - 1)
+    if any(bsym.sym is fsdp_release for bsym in bsyms):
+        yield from _receive_buffers(bsyms)
     yield from _unreduced(bsyms, accumulated)
+
+
+def _receive_buffers(bsyms: Sequence[BoundSymbol]) -> Iterator[RuntimeMemory]:
+    """Return the buffers into which reductions receive, each from its first use until it is freed.
+
+    A reduction uses an idle buffer again. A release frees the idle ones, and those in use when they have been waited for.
+    """
+    since: dict[tuple[torch.dtype, int], list[int]] = defaultdict(list)  # when each idle buffer was allocated
+    taken: dict[str, tuple[dict, list[tuple[tuple[torch.dtype, int], int]]]] = {}  # by the name of the future
+    for position, bsym in enumerate(bsyms):
+        if bsym.sym is fsdp_reduce_scatter:
+            bucket = bucket_of(bsym)
+            keys = [(bucket.spec.reduce_dtype, nbytes) for nbytes in bucket.transport.reduce_buffers(bucket.spec)]
+            taken[bsym.output.name] = since, [(key, since[key].pop() if since[key] else position) for key in keys]
+            device = bucket.spec.device.type
+        elif bsym.sym in (fsdp_wait_grads, fsdp_all_reduce):
+            pool, buffers = taken.pop(bsym.args[1].name, (since, []))
+            for key, begin in buffers:
+                if pool is since:
+                    since[key].append(begin)
+                else:
+                    yield RuntimeMemory("communication", "receive buffer", key[1], begin, position, device)
+        elif bsym.sym is fsdp_release:
+            for (_, nbytes), begins in since.items():
+                for begin in begins:
+                    yield RuntimeMemory("communication", "receive buffer", nbytes, begin, position, device)
+            since = defaultdict(list)
+    for (_, nbytes), begins in since.items():
+        for begin in begins:
+            yield RuntimeMemory("communication", "receive buffer", nbytes, begin, len(bsyms) - 1, device)
 
 
 def _reduces_unreduced(bsym: BoundSymbol) -> bool:

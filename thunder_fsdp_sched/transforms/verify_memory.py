@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
@@ -31,29 +33,32 @@ from ..trace.inspection import (
     statement,
     with_bound_symbols,
 )
-from ..trace.operands import bucket_of
+from ..trace.operands import Wait, bucket_of
 from ..trace.operator_facts import facts_of, observed_call
 from ..trace.symbols import (
     GRAD_WRITERS,
+    fsdp_accumulate_grads,
     fsdp_all_gather,
     fsdp_all_reduce,
     fsdp_params_unchanged,
     fsdp_reduce_scatter,
+    fsdp_release,
     fsdp_wait_grads,
     fsdp_wait_params,
+    is_resident,
     payload,
 )
 from .verify import VerificationError
+from .verify_runtime_memory import ReceiveBuffers, kept_arenas, lasting_bytes, passing_bytes, rounded, slot_used_by
 
 __all__ = ["verify_memory"]
 
 _READ_SHARDS = (fsdp_all_gather, fsdp_params_unchanged)
 
-_NOT_IN_DEVICE_MEMORY = (fsdp_all_gather, fsdp_wait_params, fsdp_copy_to_host, fsdp_wait_host_copy)
-"""Symbols whose results are in slots, which count as allocated all the time, or in host memory."""
+_IN_HOST_MEMORY = (fsdp_copy_to_host, fsdp_wait_host_copy)
 
 _CALLER = "the caller"
-"""Stands for the names by which the caller keeps the arguments and outputs of forward."""
+"""Stands for the names by which the caller keeps the arguments and outputs of forward, and buckets their memory."""
 
 
 def verify_memory(
@@ -61,14 +66,24 @@ def verify_memory(
 ) -> TraceCtx:
     """Check the memory of a trace that is about to run, and return it unchanged.
 
-    Runs last, after ``del_last_used``, whose ``del`` statements tell until when values are in memory. It shares no code
-    with the prediction (``trace.step_memory``): it executes the trace on a table of names instead of tensors. Memory
-    counts until the last name of it is deleted. If it is not known whether an operator returns a view, its output counts
-    as a view and as new memory.
+    Runs last, after ``del_last_used``, whose ``del`` statements tell until when values are in memory. A forward trace
+    that has a backward is checked together with it. This shares no code with the prediction (``trace.step_memory``), only
+    facts about operators, buckets and transports: it executes the traces on a table of names instead of tensors.
+
+    * Memory counts until the last name of it is deleted. If it is not known whether an operator returns a view, its
+      output counts as a view and as new memory.
+    * An arena that ``fsdp_release`` frees counts from its next use until the release, or until the last view of it is
+      deleted if that is later. An arena that is never freed counts all the time.
+    * What an operator allocates and frees again counts while it runs, and so does what this package's own symbols
+      allocate. Casts, transports' workspaces and receive buffers count all the time; receive buffers only until their
+      arena is freed.
+    * On CUDA, each allocation counts as the caching allocator rounds it. Memory of other devices than those of the
+      buckets does not count.
+
+    Gradients of earlier micro-batches under ``no_sync`` do not count, and neither does the optimizer's state.
 
     Args:
-        forward: for a backward trace, its forward trace, which is then checked again, because backward may have
-            enlarged an arena.
+        forward: for a backward trace, its forward trace.
         max_memory: bytes of all memory of the step, without optimizer state.
         buckets: all buckets of the module.
 
@@ -76,11 +91,10 @@ def verify_memory(
         VerificationError: names the bound symbol at which more is needed.
     """
     started = time.perf_counter()
+    if forward is None and has_backward(trace):
+        return trace
     traces = {"forward": trace} if forward is None else {"forward": forward, "backward": trace}
-    buckets, bsyms = list(buckets), [bsym for each in traces.values() for bsym in each.bound_symbols]
-    slots = {bsym.args[1] for bsym in bsyms if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter)}
-    walk = _Walk(buckets, {bucket.arena for bucket in buckets} | {slot.arena for slot in slots}, max_memory)
-    walk.in_shards = {arg for bsym in bsyms if bsym.sym in _READ_SHARDS for arg in args_of(bsym)}
+    walk = _Walk(list(itertools.chain(*(each.bound_symbols for each in traces.values()))), list(buckets), max_memory)
     for which, each in traces.items():
         walk.run(each, which)
     return with_bound_symbols(trace, trace.bound_symbols, "fsdp: verified memory", started)
@@ -89,24 +103,42 @@ def verify_memory(
 class _Walk:
     """The memory of values by their names while traces run.
 
+    Args:
+        bsyms: the bound symbols of all traces.
+
     Attributes:
-        allocated: bytes that are allocated all the time: shards and slots.
+        allocated: bytes that are allocated all the time: shards, casts, workspaces.
+        receive_buffers: the memory into which reductions receive.
         in_use: bytes of all pieces in use.
         nbytes: bytes of each piece of memory that is in use, by the name of its first owner.
         users: the names in use that keep it.
         in_shards: names of shards, which count as allocated all the time.
         memory_of: the pieces that a name keeps.
+        arenas: the piece of each arena that is allocated.
+        reductions: the reductions in flight, by the names of their futures.
     """
 
-    def __init__(self, buckets: Iterable[Bucket], arenas: Iterable[Arena], limit: int) -> None:
-        self.allocated = sum(bucket.shard.nbytes for bucket in buckets) + sum(arena.nbytes for arena in arenas)
+    def __init__(self, bsyms: Sequence[BoundSymbol], buckets: Collection[Bucket], limit: int) -> None:
         self.limit = limit
-        self.in_shards: set[str] = set()
+        self.devices = {bucket.spec.device.type for bucket in buckets}
+        self.in_shards = {arg for bsym in bsyms if bsym.sym in _READ_SHARDS for arg in args_of(bsym)}
         self.in_use = 0
         self.nbytes: dict[str, int] = {}
         self.users: dict[str, set[str]] = {}
         self.memory_of: dict[str, set[str]] = {}
         self.strides: dict[str, tuple[int, ...]] = {}
+        self.arenas: dict[Arena, str] = {}
+        self.reductions: dict[str, BoundSymbol] = {}
+        self.receive_buffers = ReceiveBuffers()
+        for bsym in bsyms:  # an earlier step
+            self.receive_buffers.take(bsym)
+            self.receive_buffers.give_back(bsym)
+        shards = sum(self.counted(b.shard.nbytes, b.spec.shard_device.type) for b in buckets)
+        self.allocated = shards + lasting_bytes(bsyms)
+        used = {slot.arena for bsym in bsyms if (slot := slot_used_by(bsym)) is not None}
+        others = {bucket.arena for bucket in buckets} - used  # other traces may have left them allocated
+        for arena in kept_arenas(bsyms) | others:
+            self.use_arena(arena)
 
     def run(self, trace: TraceCtx, which: str) -> None:
         """Run a trace, after which only what it returns stays in use."""
@@ -119,18 +151,21 @@ class _Walk:
                 for proxy in defined_by(bsym):
                     known = proxy.name in self.in_shards or proxy.name in self.memory_of
                     if isinstance(proxy, TensorProxy) and not known:
-                        self.allocate(proxy.name, nbytes_of(proxy))
+                        self.allocate_tensor(proxy)
                         if which == "forward":
                             self.share(_CALLER, [proxy.name])
                 continue
-            self.define(bsym)
-            needed = self.allocated + self.in_use
+            needed = self.define(bsym) + self.allocated + self.receive_buffers.nbytes + self.in_use
             if needed > self.limit:
                 raise VerificationError(
                     f"bound symbol {position} of {which}: the step needs {needed:,} bytes there, {needed - self.limit:,} "
                     f"more than max_memory={self.limit:,}\n    {statement(bsym)}{self._hint(trace, needed)}"
                 )
-        returned = {_CALLER, *names(tree_iter(return_of(trace).args))}
+            self.receive_buffers.give_back(bsym)
+            if bsym.sym is fsdp_release:
+                for arena in {slot.arena for slot in bsym.args} & self.arenas.keys():
+                    self.drop(self.arenas.pop(arena))
+        returned = {_CALLER, *self.arenas.values(), *names(tree_iter(return_of(trace).args))}
         if has_backward(trace):
             self.share(_CALLER, names(tree_iter(return_of(trace).args[0]["output"])))
         for name in [name for name in self.memory_of if name not in returned]:
@@ -146,33 +181,20 @@ class _Walk:
             f"limit, such as max_memory={lower:,}"
         )
 
-    def define(self, bsym: BoundSymbol) -> None:
-        """Record the memory of what ``bsym`` returns."""
+    def define(self, bsym: BoundSymbol) -> int:
+        """Record the memory of what ``bsym`` returns, and return the bytes that it allocates and frees again."""
         outs = defined_by(bsym)
         if bsym.sym.name in HOST_COPIES and (source := args_of(bsym)[0]) in self.strides:
             self.strides[outs[0].name] = self.strides[source]
-        if bsym.sym in _NOT_IN_DEVICE_MEMORY or bsym.sym.name in GRAD_WRITERS:
-            for out in outs:
-                self.share(out.name, [])
-            return
-        if bsym.sym is fsdp_copy_to_device:
-            self.allocate(outs[0].name, nbytes_of(outs[0]))
-            return
-        if bsym.sym is fsdp_wait_device_copy:
-            self.share(outs[0].name, args_of(bsym))
-            return
-        if bsym.sym is fsdp_reduce_scatter:
-            self.allocate(outs[0].name, payload(fsdp_all_reduce.name, bucket_of(bsym).spec)[0])
-            return
-        if bsym.sym in (fsdp_all_reduce, fsdp_wait_grads):
-            spec = bucket_of(bsym).spec
-            is_new = bsym.sym is fsdp_wait_grads and (spec.reduce_dtype != spec.dtype or spec.comm.offload)
-            [future] = args_of(bsym)
-            if is_new:
-                self.allocate(outs[0].name, spec.layout.shard_numel * spec.dtype.itemsize)
-            for out in outs:
-                self.share(out.name, [outs[0].name if is_new else future])
-            return
+        self.receive_buffers.take(bsym)
+        passing = passing_bytes(bsym, self.reductions)
+        if (slot := slot_used_by(bsym)) is not None:
+            piece = self.use_arena(slot.arena)
+            if bsym.sym is not fsdp_reduce_scatter:  # its future becomes the sharded gradients
+                for out in outs:
+                    self.share(out.name, [piece])
+        if bsym.sym.name in GRAD_WRITERS or self._define_own(bsym, outs):
+            return passing
         call = observed_call(bsym, self.strides)
         observed = None if call is None else call.outputs
         facts = facts_of(bsym)
@@ -189,12 +211,69 @@ class _Walk:
                 is_new = not (views and facts.known)
             self.share(out.name, views)
             if is_new:
-                self.allocate(out.name, nbytes_of(out))
+                self.allocate_tensor(out)
+        device = next((p.device.type for p in (*outs, *bsym.flat_proxy_args) if isinstance(p, TensorProxy)), "cpu")
+        return passing if call is None else passing + self.counted(call.temporary_bytes, device)
 
-    def allocate(self, name: str, nbytes: int) -> None:
+    def _define_own(self, bsym: BoundSymbol, outs: Sequence[Any]) -> bool:
+        """Record what a symbol of this package returns; return whether it is one."""
+        if bsym.sym is fsdp_all_gather:
+            spec = bucket_of(bsym).spec
+            if spec.comm.offload and not is_resident(bsym):  # the copy on the device that is sent
+                self.allocate(outs[0].name, spec.layout.shard_numel * spec.param_dtype.itemsize, spec.device.type)
+        elif bsym.sym is fsdp_wait_params:
+            arenas = set(self.arenas.values()) & self.memory_of.get(Wait(bsym).future.name, set())
+            for out in outs:
+                self.share(out.name, arenas)
+        elif bsym.sym is fsdp_reduce_scatter:
+            self.reductions[outs[0].name] = bsym
+            spec = bucket_of(bsym).spec
+            self.allocate(outs[0].name, payload(fsdp_all_reduce.name, spec)[0], spec.device.type)
+        elif bsym.sym in (fsdp_all_reduce, fsdp_wait_grads):
+            spec, future = bucket_of(bsym).spec, Wait(bsym).future.name
+            self.reductions.pop(future, None)
+            is_new = bsym.sym is fsdp_wait_grads and (spec.reduce_dtype != spec.dtype or spec.comm.offload)
+            if is_new:
+                self.allocate(outs[0].name, spec.layout.shard_numel * spec.dtype.itemsize, spec.shard_device.type)
+            for out in outs:
+                self.share(out.name, [outs[0].name if is_new else future])
+        elif bsym.sym is fsdp_accumulate_grads:
+            spec, name = bucket_of(bsym).spec, f"unreduced gradients of {bucket_of(bsym).handle}"
+            if name not in self.nbytes:
+                self.allocate(name, spec.grad_bytes, spec.device.type)
+                self.share(_CALLER, [name])
+        elif bsym.sym is fsdp_copy_to_device:
+            self.allocate_tensor(outs[0])
+        elif bsym.sym is fsdp_wait_device_copy:
+            self.share(outs[0].name, args_of(bsym))
+        elif bsym.sym in _IN_HOST_MEMORY:
+            for out in outs:
+                self.share(out.name, [])
+        else:
+            return False
+        return True
+
+    def use_arena(self, arena: Arena) -> str:
+        """Allocate the memory of an arena if it is free, and return its piece."""
+        if arena not in self.arenas:
+            name = self.arenas[arena] = f"arena {id(arena)}"
+            while name in self.nbytes:  # a view keeps what was released
+                name = self.arenas[arena] = f"{name}, again"
+            self.allocate(name, arena.nbytes, arena.device.type)
+        return self.arenas[arena]
+
+    def counted(self, nbytes: int, device_type: str) -> int:
+        """Return the bytes that count of an allocation on a device."""
+        return rounded(nbytes, device_type) if device_type in self.devices or not self.devices else 0
+
+    def allocate_tensor(self, proxy: Any) -> None:
+        """Let a tensor keep new memory."""
+        self.allocate(proxy.name, nbytes_of(proxy), proxy.device.type)
+
+    def allocate(self, name: str, nbytes: int, device_type: str) -> None:
         """Let ``name`` keep new memory."""
-        self.nbytes[name] = nbytes
-        self.in_use += nbytes
+        self.nbytes[name] = self.counted(nbytes, device_type)
+        self.in_use += self.nbytes[name]
         self.users[name] = {name}
         self.memory_of.setdefault(name, set()).add(name)
 
