@@ -41,9 +41,11 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import thunder_fsdp_sched  # noqa: F401  before thunder
+from thunder_fsdp_sched.tracing import module_calls
 
 import optree
 from thunder.core import codeutils, interpreter, jit_ext, pytree, symbol, transform_common, utils
+from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import _interpret_call, check_and_append, unwrap, wrap_const
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import CollectionProxy, NumberProxy, Proxy, variableify
@@ -66,7 +68,9 @@ _OF_ALL = (
 
 
 def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for ``nn.Module.__call__``."""
+    """Stand in for ``nn.Module.__call__``, except in modules that ``fsdp`` shards."""
+    if get_compile_data() in module_calls._callers:
+        return module_calls._call(module, *args, **kwargs)
     hooked = any(getattr(unwrap(module), name) for name in _OF_MODULE)
     hooked |= any(getattr(torch_module, name) for name in _OF_ALL)
     return _interpret_call(_call_with_hooks if hooked else _call_forward, module, *args, **kwargs)
@@ -322,13 +326,16 @@ _replacements: dict[tuple[Any, str], Any] = {
     **{(user, "tree_flatten"): _flatten for user in (symbol, codeutils, transform_common, utils)},
 }
 REPLACEMENTS = {(owner, name): shortcut for (owner, name), shortcut in _replacements.items() if hasattr(owner, name)}
+_LOOKASIDES_BEFORE = {
+    f: jit_ext._general_jit_lookaside_map[f] for f in LOOKASIDES if f in jit_ext._general_jit_lookaside_map
+}
 _ORIGINALS = {(owner, name): getattr(owner, name) for owner, name in REPLACEMENTS}
 
 
 @contextlib.contextmanager
 def tracing_shortcuts(which: str = _CHOSEN) -> Iterator[None]:
     """Enable ``"all"`` shortcuts or ``"none"`` within the context."""
-    taken = {"all": (REPLACEMENTS, LOOKASIDES), "none": (_ORIGINALS, {})}
+    taken = {"all": (REPLACEMENTS, LOOKASIDES), "none": (_ORIGINALS, _LOOKASIDES_BEFORE)}
     attributes, lookasides = taken[which]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(jit_ext._general_jit_lookaside_map))

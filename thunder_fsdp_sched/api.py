@@ -48,6 +48,7 @@ def fsdp(
     allow_different_computation: bool = False,
     allow_different_initialization: bool = False,
     audit: bool = True,
+    trace_modules_once: bool = True,
     move_state_dict_to_cpu: bool = False,
 ) -> FSDPTransform:
     """Return a transform that shards a module: ``thunder.jit(model, transforms=[fsdp(...)])``.
@@ -164,6 +165,8 @@ def fsdp(
             skipped on the meta device and with ``broadcast_from``.
         audit: check during the first run of each compiled trace that no operator returns memory of a slot or modifies
             an unsharded parameter, unless the plan expects it. Later runs cost nothing.
+        trace_modules_once: trace a module by copying the trace of one that is alike: of the same class, with the same values
+            wherever its forward reads any. The result is the same up to names. ``False`` traces each module by itself.
         move_state_dict_to_cpu: ``original_state_dict`` moves each parameter to the CPU as soon as it is gathered.
 
     Returns:

@@ -15,6 +15,7 @@ from .agreement.control import Run
 from .logs import LOGGER
 from .options import Options
 from .pipeline import CompiledTraces, Pass, can_fuse_any
+from .runtime.module_hooks import count_hooks
 from .sharding.sharded_module import ShardedModule
 from .simulator.autotune import Limits, choose
 from .simulator.clusters import cluster_of_this_process
@@ -106,7 +107,8 @@ class Compilation:
         }
         self.traces.parameters = inputs
         run = self.traces.run
-        prologue = run([partial(shard_prologue, shards=shards, no_sync=self.traces.no_sync)], prologue)
+        hooks = count_hooks(self._sharded.module)
+        prologue = run([partial(shard_prologue, shards=shards, no_sync=self.traces.no_sync, hooks=hooks)], prologue)
         computation = run([partial(insert_unshard, inputs=inputs, buckets=locations, shards=shards)], computation)
         return prologue, computation
 

@@ -320,6 +320,7 @@ class Options:
     allow_different_computation: bool = field(metadata=_by(_flag("allow_different_computation")))
     allow_different_initialization: bool = field(metadata=_by(_flag("allow_different_initialization")))
     audit: bool = field(metadata=_by(_flag("audit")))
+    trace_modules_once: bool = field(metadata=_by(_flag("trace_modules_once")))
     move_state_dict_to_cpu: bool = field(metadata=_by(_flag("move_state_dict_to_cpu")))
 
     def __post_init__(self) -> None:

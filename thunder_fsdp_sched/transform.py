@@ -53,6 +53,7 @@ from .sharding.sharded_module import ShardedModule
 from .trace import symbols
 from .trace.descriptions import Call, read_call
 from .trace.schedule import StepSchedule, save_schedules
+from .tracing import Repetition, call_forward, trace_module_calls
 from .transforms import refuse_foreign_parameters
 
 __all__ = ["FSDPTransform", "find_jitted", "find_transform"]
@@ -86,6 +87,7 @@ class FSDPTransform(Transform):
         )
         self._fusions: list[FusionExecutor] = []
         self._agrees = True  # at run time; False only to measure the cost of agreement
+        self._repetition = Repetition()
         self._stats: weakref.WeakSet[Any] = weakref.WeakSet()  # Thunder's, of the jitted modules that run the traces
 
     def __repr__(self) -> str:
@@ -149,6 +151,7 @@ class FSDPTransform(Transform):
         self._stats.add(thunder.compile_stats(model))
         compile_data = thunder.compile_data(model)
         compile_data.executor_lookasides |= transformers_lookasides()
+        trace_module_calls(compile_data, self._repetition if self.options.trace_modules_once else call_forward)
         first_executor, last_executor = self._executors
         others = without(compile_data.executors_list, (symbols.executor, first_executor, last_executor))
         self._fusions = [e for e in others if isinstance(e, FusionExecutor) and not isinstance(e, JointPasses)]

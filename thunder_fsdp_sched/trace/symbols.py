@@ -49,6 +49,7 @@ from ..distributed.process_groups import ProcessGroupRef
 from ..plan.specs import BucketSpec
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
+from ..runtime.module_hooks import check_hooks
 from ..runtime.ops import (
     accumulate_grads,
     all_gather,
@@ -75,6 +76,7 @@ __all__ = [
     "fsdp_all_gather",
     "fsdp_all_reduce",
     "fsdp_backward_done",
+    "fsdp_check_hooks",
     "fsdp_check_no_sync",
     "fsdp_cut",
     "fsdp_matmul_into",
@@ -154,6 +156,10 @@ def _wait_grads_meta(bucket: Bucket, future: FutureTensorProxy, *, hook: str | N
 
 
 def _check_no_sync_meta(module: Any, no_sync: bool) -> None:
+    return None
+
+
+def _check_hooks_meta(module: Any, hooks: tuple[tuple[str, int], ...]) -> None:
     return None
 
 
@@ -243,6 +249,7 @@ fsdp_all_reduce = _register("fsdp_all_reduce", _all_reduce_meta, all_reduce)
 fsdp_wait_grads = _register("fsdp_wait_grads", _wait_grads_meta, wait_grads)
 fsdp_accumulate_grads = _register("fsdp_accumulate_grads", _none_meta, accumulate_grads, keep=True)
 fsdp_check_no_sync = _register("fsdp_check_no_sync", _check_no_sync_meta, check_no_sync, keep=True)
+fsdp_check_hooks = _register("fsdp_check_hooks", _check_hooks_meta, check_hooks, keep=True)
 fsdp_params_unchanged = _register("fsdp_params_unchanged", _none_meta, params_unchanged, keep=True)
 fsdp_reduce_unreduced = _register("fsdp_reduce_unreduced", _none_meta, reduce_unreduced, keep=True)
 fsdp_release = _register("fsdp_release", _release_meta, release, keep=True)

@@ -14,7 +14,7 @@ from thunder.core.trace import TraceCtx, tracectx
 
 from ..runtime.row_dtensor import local_rows
 from ..trace.inspection import with_bound_symbols
-from ..trace.symbols import fsdp_check_no_sync
+from ..trace.symbols import fsdp_check_hooks, fsdp_check_no_sync
 
 __all__ = ["refuse_foreign_parameters", "shard_prologue", "unpacked_parameters"]
 
@@ -90,7 +90,13 @@ def _read(bsym: BoundSymbol, source: Any, path: str) -> tuple[Any, str]:
         return None, path
 
 
-def shard_prologue(prologue: TraceCtx, *, shards: Mapping[str, torch.nn.Parameter], no_sync: bool) -> TraceCtx:
+def shard_prologue(
+    prologue: TraceCtx,
+    *,
+    shards: Mapping[str, torch.nn.Parameter],
+    no_sync: bool,
+    hooks: tuple[tuple[str, int], ...] = (),
+) -> TraceCtx:
     """Make the prologue expect shards: give each parameter's proxy the shape of this rank's rows, and check the DTensor.
 
     Runs first, on the prologue, right after Thunder has traced the module; ``insert_unshard`` then changes the
@@ -105,6 +111,7 @@ def shard_prologue(prologue: TraceCtx, *, shards: Mapping[str, torch.nn.Paramete
 
         module: "Any" = thunder.core.module.get_thunder_module(module0)
         fsdp_check_no_sync(module, False)
+        fsdp_check_hooks(module, ())
         t_blocks_0_weight: "cpu f32[32, 64]" = module.get_parameter('blocks.0.weight')
         prims.check_tensor_shape_and_metadata(t_blocks_0_weight, (64, 64), 'cpu', torch.float32, True)
 
@@ -113,6 +120,7 @@ def shard_prologue(prologue: TraceCtx, *, shards: Mapping[str, torch.nn.Paramete
     Args:
         shards: this rank's shard of each parameter, keyed by each of its names.
         no_sync: whether the traces are compiled for ``no_sync``. Thunder reuses a cache entry only in the same state.
+        hooks: the numbers of hooks of modules, by name. Thunder reuses a cache entry only with the same.
 
     Raises:
         NotImplementedError: the traces unpack more than one module.
@@ -140,6 +148,7 @@ def shard_prologue(prologue: TraceCtx, *, shards: Mapping[str, torch.nn.Paramete
             # The module is an argument so that transforms that sort checks by their inputs see the dependency.
             with tracectx(prologue):
                 bsyms.append(fsdp_check_no_sync.bind(bsym.output, no_sync, output=None))
+                bsyms.append(fsdp_check_hooks.bind(bsym.output, hooks, output=None))
     return with_bound_symbols(prologue, bsyms, "fsdp: shard the prologue", started)
 
 

@@ -1,0 +1,326 @@
+"""Modules that are alike are traced once; traces are those of full tracing, up to names."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+from thunder_fsdp_sched.tracing import Repetition, call_forward, trace_module_calls
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from models import CASES, GPT, Model, Stack
+from torch import nn
+
+
+def traces_of(model: nn.Module, inputs: tuple[Any, ...], call: Any) -> tuple[list[str], Any]:
+    """Return the text of the first traces that Thunder makes, with names in the order of appearance, and the output."""
+    jitted = thunder.jit(model)
+    trace_module_calls(thunder.compile_data(jitted), call)
+    output = jitted(*inputs)
+    texts = [str(history(jitted)[0]) for history in (thunder.last_prologue_traces, thunder.last_traces)]
+    return [with_numbered_names(text) for text in texts], output
+
+
+def with_numbered_names(text: str) -> str:
+    names: dict[str, str] = {}
+    code = "\n".join(line.partition("#")[0].rstrip() for line in text.splitlines() if not line.startswith("# "))
+    return re.sub(r"\b(?!\d)\w+\b", lambda word: names.setdefault(word[0], f"name{len(names)}"), code)
+
+
+def check_traces(make: Callable[[], nn.Module], *inputs: Any) -> Repetition:
+    """Compare traces with and without repetition; return the repetition."""
+    repetition = Repetition()
+    with_repetition, output = traces_of(make(), inputs, repetition)
+    in_full, expected = traces_of(make(), inputs, call_forward)
+    assert with_repetition == in_full
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+    return repetition
+
+
+def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def seeded_make() -> nn.Module:
+        torch.manual_seed(0)
+        return make().double()
+
+    return seeded_make
+
+
+REPEATED = {"gpt": 3, "stack": 2, "shared_blocks": 2}
+
+
+@pytest.mark.parametrize("name", [*CASES, "gpt", "stack"])
+def test_traces_are_the_same_text_up_to_names(name: str) -> None:
+    make = {**CASES, "gpt": lambda: GPT(blocks=4), "stack": lambda: Stack(3)}[name]
+    inputs = make().inputs(torch.Generator().manual_seed(0))
+    repetition = check_traces(seeded(make), *inputs)
+    assert repetition.repeated >= REPEATED.get(name, 0)
+
+
+class Blocks(Model):
+    """Three blocks of the class that a test defines, one after another."""
+
+    def __init__(self, block: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block(index) for index in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Linear(nn.Module):
+    """A block whose forward adds ``self.extra()`` to a linear layer."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.extra()
+
+    def extra(self) -> Any:
+        return 1
+
+
+X = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
+
+
+def repetition_of(block: Callable[[int], nn.Module]) -> Repetition:
+    return check_traces(seeded(lambda: Blocks(block)), X)
+
+
+def test_a_block_with_an_index_that_it_does_not_read_is_repeated() -> None:
+    assert repetition_of(Linear).repeated == 2
+
+
+def test_a_block_that_depends_on_its_index_is_traced_again() -> None:
+    class Indexed(Linear):
+        def extra(self) -> Any:
+            return self.index
+
+    repetition = repetition_of(Indexed)
+    assert repetition.repeated == 2  # the linear layers of the second and the third block
+    assert repetition.recorded == 5  # the model, the blocks, and one linear layer
+
+
+class Counting(Linear):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.calls = 0
+
+    def extra(self) -> Any:
+        self.calls += 1
+        return self.calls
+
+
+CALLS = [0]
+CACHE: dict[str, int] = {}
+TOTAL = 0
+
+
+class CountingGlobally(Linear):
+    def extra(self) -> Any:
+        CALLS[0] = CALLS[0] + 1
+        return CALLS[0]
+
+
+class StoringGlobally(Linear):
+    def extra(self) -> Any:
+        global TOTAL
+        TOTAL = TOTAL + 1
+        return 0.5
+
+
+class Caching(Linear):
+    def extra(self) -> Any:
+        CACHE.setdefault("first", 3)
+        return len(CACHE)
+
+
+class WithADefault(Linear):
+    def extra(self, seen: list[int] = []) -> Any:  # noqa: B006
+        seen.append(1)
+        return 2.0
+
+
+class Iterating(Linear):
+    def extra(self) -> Any:
+        return float(len(str(next(NUMBERS))))
+
+
+NUMBERS = itertools.count(8)
+
+
+class Drawing(Linear):
+    def extra(self) -> Any:
+        random.random()
+        return 2.0
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+class WithAFunction(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Square.apply(self.linear(x))
+
+
+class Closing(Linear):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        count = 0
+
+        def extra() -> int:
+            nonlocal count
+            count += 1
+            return count
+
+        self.close = extra
+
+    def extra(self) -> Any:
+        return self.close()
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        (Counting, "modif"),
+        (CountingGlobally, "STORE_SUBSCR"),
+        (StoringGlobally, "STORE_GLOBAL"),
+        (Caching, "setdefault"),
+        (WithADefault, "append"),
+        (Iterating, "count.__next__"),
+        (Drawing, "random"),
+        (WithAFunction, "operator"),
+        (Closing, "STORE_DEREF"),
+    ],
+)
+def test_a_block_with_effects_is_not_repeated(block: Callable[[int], nn.Module], reason: str) -> None:
+    repetition = Repetition()
+    torch.manual_seed(0)
+    with contextlib.suppress(RuntimeError):  # of a prologue that finds another count than was traced
+        traces_of(Blocks(block).double(), (X,), repetition)
+    assert any(reason in why for why in repetition.refused.values()), repetition.refused
+    assert not any(key[0] is block for key, records in repetition._records.items() if records)
+
+
+def test_a_flag_that_changes_between_blocks_is_noticed() -> None:
+    class Model(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for index, block in enumerate(self.blocks):
+                x = block(x, is_last=index == 2)
+            return x
+
+    class Flagged(Linear):
+        def forward(self, x: torch.Tensor, *, is_last: bool) -> torch.Tensor:
+            return self.linear(x) if is_last else F.gelu(self.linear(x))
+
+    repetition = check_traces(seeded(lambda: Model(Flagged)), X)
+    assert repetition.repeated == 2  # the second block, and the linear layer of the last one
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda block: setattr(block, "linear", nn.Linear(4, 4, bias=False)),
+        lambda block: setattr(block.linear, "weight", nn.Parameter(block.linear.weight.detach(), requires_grad=False)),
+        lambda block: setattr(block, "linear", nn.Sequential(nn.Linear(4, 4))),
+        lambda block: block.linear.register_forward_hook(lambda module, args, output: output * 2),
+        lambda block: setattr(block, "extra", lambda: 5),
+    ],
+    ids=["no bias", "frozen", "another class", "hook", "another method"],
+)
+def test_a_block_that_differs_is_traced_again(change: Callable[[Any], Any]) -> None:
+    def make(index: int) -> nn.Module:
+        block = Linear(index)
+        if index == 1:
+            change(block)
+        return block
+
+    repetition = repetition_of(make)
+    assert 1 <= repetition.repeated <= 2
+
+
+def test_shared_parameters_and_submodules_stay_shared() -> None:
+    shared = nn.Linear(4, 4).double()
+
+    class Sharing(Linear):
+        def __init__(self, index: int) -> None:
+            super().__init__(index)
+            self.shared = shared
+            self.linear.bias = shared.bias
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.shared(self.linear(x))
+
+    repetition_of(Sharing)
+
+
+def test_containers_of_tensors_pass_through_repeated_blocks() -> None:
+    class Mixing(Linear):
+        def forward(self, x: Any) -> Any:
+            a, options = x
+            return (self.linear(a) * options["scale"], {"scale": options["scale"], "before": a})
+
+    class Model(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            state = (x, {"scale": x.sum(), "before": x})
+            for block in self.blocks:
+                state = block(state)
+            return state[0] + state[1]["before"]
+
+    assert check_traces(seeded(lambda: Model(Mixing)), X).repeated >= 2
+
+
+def test_a_checkpointed_block_does_not_mark_the_others() -> None:
+    class Model(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.utils.checkpoint.checkpoint(self.blocks[0], x, use_reentrant=False)
+            return self.blocks[2](self.blocks[1](x))
+
+    jitted = thunder.jit(seeded(lambda: Model(Linear))())
+    trace_module_calls(thunder.compile_data(jitted), Repetition())
+    jitted(X)
+    tags = [p.tags for b in thunder.last_traces(jitted)[0].bound_symbols for p in b.flat_proxy_outs]
+    in_full = thunder.jit(seeded(lambda: Model(Linear))())
+    trace_module_calls(thunder.compile_data(in_full), call_forward)
+    in_full(X)
+    assert tags == [p.tags for b in thunder.last_traces(in_full)[0].bound_symbols for p in b.flat_proxy_outs]
+
+
+def test_a_later_compilation_repeats_what_an_earlier_one_recorded() -> None:
+    class Model(Blocks):
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return super().forward(x * scale)
+
+    model = seeded(lambda: Model(Linear))()
+    jitted, repetition = thunder.jit(model), Repetition()
+    trace_module_calls(thunder.compile_data(jitted), repetition)
+    jitted(X)
+    assert repetition.recorded == 3
+    with torch.no_grad():
+        jitted(X)
+    assert repetition.recorded == 3 and repetition.repeated == 2  # without gradients, everything is traced anew
+    torch.testing.assert_close(jitted(X, 2.0), model(X, 2.0), rtol=0, atol=1e-14)
+    assert repetition.recorded == 1 and repetition.repeated == 3
+    in_full, _ = traces_of(model, (X, 2.0), call_forward)
+    texts = [str(history(jitted)[0]) for history in (thunder.last_prologue_traces, thunder.last_traces)]
+    assert [with_numbered_names(text) for text in texts] == in_full

@@ -1,0 +1,111 @@
+"""Private names of Thunder's interpreter and of ``nn.Module``'s hooks, each used in one function only.
+
+``docs/private_api.md`` lists them, with what to do when one disappears.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # this module is imported before Thunder can be
+    import torch
+
+__all__ = [
+    "call_interpreted",
+    "call_module_as_torch",
+    "checks_of",
+    "has_been_modified",
+    "hook_dicts",
+    "is_hooked",
+    "look_aside_module_calls",
+    "observed_by",
+    "renamed",
+    "renames_of",
+]
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hook_dicts(module: torch.nn.Module | None) -> Iterator[dict[int, Any]]:
+    """Yield the dictionaries of hooks that calls of ``module`` run; of those that calls of any module run for ``None``."""
+    from torch.nn.modules import module as modules
+
+    owner, prefix = (modules, "_global") if module is None else (module, "")
+    for name in _HOOKS:
+        yield getattr(owner, prefix + name)
+
+
+def is_hooked(module: torch.nn.Module) -> bool:
+    """Return whether a call of ``module`` does more than to call its ``forward``."""
+    return module._compiled_call_impl is not None or any(hook_dicts(None)) or any(hook_dicts(module))
+
+
+def call_interpreted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let Thunder's interpreter call ``function`` with wrapped arguments; return the wrapped result, or its signal."""
+    from thunder.core.interpreter import _interpret_call
+
+    return _interpret_call(function, *args, **kwargs)
+
+
+def call_module_as_torch(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Interpret what ``nn.Module.__call__`` does, with hooks."""
+    return call_interpreted(_wrapped_call_impl, module, *args, **kwargs)
+
+
+def _wrapped_call_impl(module: Any, *args: Any, **kwargs: Any) -> Any:
+    if module._compiled_call_impl is not None:
+        return module._compiled_call_impl(*args, **kwargs)
+    return module._call_impl(*args, **kwargs)
+
+
+def look_aside_module_calls(lookaside: Callable[..., Any]) -> None:
+    """Let Thunder's interpreter call ``lookaside(module, ...)``, with wrapped values, wherever a module is called."""
+    import torch
+    from thunder.core.jit_ext import register_general_jit_lookaside
+
+    register_general_jit_lookaside(torch.nn.Module._wrapped_call_impl)(lookaside)
+
+
+def observed_by(context: Any, observer: Any) -> Any:
+    """Return an interpreter context that passes what happens in ``context`` through ``observer``.
+
+    Args:
+        context: Thunder's ``InterpreterCompileCtx``.
+        observer: has ``interpret(interpret, inst, **state)``, ``look_aside(look_aside, function, *args, **kwargs)`` and
+            ``wrap(wrap, value)``, which call their first argument to do what ``context`` does.
+    """
+    from functools import partial
+
+    from thunder.core.interpreter import INTERPRETER_CALLBACKS, InterpreterCompileCtx
+
+    wrap = context._callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK]
+    return InterpreterCompileCtx(
+        opcode_interpreter=partial(observer.interpret, context._opcode_interpreter),
+        fn_lookaside=partial(observer.look_aside, context._fn_lookaside),
+        callbacks={**context._callbacks, INTERPRETER_CALLBACKS.WRAP_CALLBACK: partial(observer.wrap, wrap)},
+        with_provenance_tracking=True,
+    )
+
+
+def checks_of(context: Any) -> list[Any]:
+    """Return the list of ``(check, proxy, *expected)`` that Thunder's tracing writes to the prologue in the end."""
+    return context._constraints
+
+
+def renames_of(context: Any) -> dict[Any, Any]:
+    """Return the proxies that Thunder's tracing replaces in the end by proxies named like the user's variables."""
+    return context._proxy_swapmap
+
+
+def has_been_modified(context: Any) -> bool:
+    """Return whether the program has assigned an attribute or a buffer of its inputs."""
+    return bool(context._additional_outputs)
+
+
+def renamed(proxy: Any, trace: Any, tags: set[Any]) -> Any:
+    """Return a copy of ``proxy`` with other tags and another name, which ``trace`` makes with the same first letters."""
+    new = copy.copy(proxy)
+    new._name, new._tags = trace.make_name(prefix=proxy.name.rstrip("0123456789") or proxy.prefix), tags
+    return new

@@ -1,0 +1,135 @@
+"""Copies of what a recorded module call added to a trace, with the tensors of another call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch
+from thunder.core.interpreter import ProvenanceRecord, PseudoInst, WrappedValue, wrap, wrap_const
+from thunder.core.jit_ext import EXT_FLAG_IS_MODULE
+from thunder.core.proxies import Proxy, variableify
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from ..private_interpreter import checks_of, renamed, renames_of
+from .arguments import Arguments
+from .paths import ATTRIBUTE, FUNCTION, Path, evaluate
+from .records import Record
+
+__all__ = ["repeat"]
+
+
+def repeat(
+    record: Record,
+    module: WrappedValue,
+    place: Path,
+    arguments: Arguments,
+    *,
+    context: Any,
+    roots: Mapping[Path, Any],
+    root: ProvenanceRecord,
+    written: Set[Any],
+) -> WrappedValue:
+    """Add copies of what the recorded call added to the traces; return the wrapped result of the call.
+
+    Args:
+        place: the path of ``module``, for which the record fits.
+        arguments: those of the call, with the same token as in the recorded one.
+        context: Thunder's context of the compilation.
+        roots: the values of the roots of paths.
+        root: the provenance of what Thunder compiles.
+        written: the paths that the prologue checks already, each with the check.
+    """
+    copies = _Copies(record, context.computation_trace, {place: module.provenance, (FUNCTION,): root}, roots)
+    copies.new.update(
+        (old.name, wrapped.value) for old, wrapped in zip(record.arguments, arguments.tensors, strict=True)
+    )
+    for read, check, proxy, expected in record.checks:
+        path = read.at(place)
+        if (path, check) not in written:
+            copies.check(path, check, proxy, expected, checks_of(context))
+    for name, read in record.inputs.items():
+        if name not in copies.new:
+            copies.new[name] = copies.wrap_tensor(read.at(place)).value
+    scope = context.computation_trace.peek_scope()
+    scope.extend(copies.copy(bsym) for bsym in record.bsyms)
+    for old, name in record.renames.items():
+        if not context.computation_trace.has_name(name):
+            renames_of(context)[variableify(copies.new[old])] = copies.new[old].replace_name(name)
+    provenance = ProvenanceRecord(PseudoInst.LOOKASIDE, inputs=[module.provenance])
+    return wrap(copies.swap(record.result), provenance=provenance)
+
+
+class _Copies:
+    """Copies for one repetition.
+
+    Attributes:
+        new: the new proxy of each old one, by the old one's name.
+    """
+
+    def __init__(
+        self, record: Record, trace: TraceCtx, provenances: dict[Path, ProvenanceRecord], roots: Mapping[Path, Any]
+    ) -> None:
+        self.new: dict[str, Proxy] = {}
+        self._record = record
+        self._trace = trace
+        self._provenances = provenances
+        self._known = dict(roots)
+        self._wrapped: dict[Path, WrappedValue] = {}
+
+    def check(self, path: Path, check: Any, proxy: Proxy, expected: tuple[Any, ...], checks: list[Any]) -> None:
+        """Write a check of the value at ``path`` to the prologue."""
+        value = evaluate(path, self._known)
+        if isinstance(value, torch.Tensor):
+            self.new[proxy.name] = self.wrap_tensor(path).value  # Thunder checks what it wraps
+            return
+        if (value,) != expected or type(value) is not type(expected[0]):  # an attribute that the program does not read
+            wrap(value, provenance=self._provenance(path))
+            return
+        new = self._renamed(proxy, set(proxy.tags))
+        new.history = self._provenance(path)
+        self.new[proxy.name] = new
+        checks.append((check, new, *expected))
+
+    def wrap_tensor(self, path: Path) -> WrappedValue:
+        """Return the tensor at ``path`` as the interpreter wraps it, with a proxy."""
+        if path not in self._wrapped:
+            self._wrapped[path] = wrap(evaluate(path, self._known), provenance=self._provenance(path))
+        return self._wrapped[path]
+
+    def copy(self, bsym: BoundSymbol) -> BoundSymbol:
+        """Return a copy of a bound symbol with new proxies."""
+        subsymbols = [self.copy(sub) for sub in bsym.subsymbols]
+        for proxy in bsym.flat_proxy_outs:
+            if proxy.name not in self.new:
+                self.new[proxy.name] = self._renamed(proxy, set(self._record.tags[proxy.name]))
+        args, kwargs, output = self.swap(bsym.args), self.swap(bsym.kwargs), self.swap(bsym.output)
+        return bsym.from_bsym(args=args, kwargs=kwargs, output=output, subsymbols=subsymbols)
+
+    def swap(self, value: Any) -> Any:
+        """Return ``value`` with new proxies."""
+        if isinstance(value, Proxy):
+            return self.new.get(value.name, value)
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind([self.swap(item) for item in value])
+        if kind is dict:
+            return {key: self.swap(item) for key, item in value.items()}
+        return value
+
+    def _renamed(self, proxy: Proxy, tags: set[Any]) -> Any:
+        return renamed(proxy, self._trace, tags)
+
+    def _provenance(self, path: Path) -> ProvenanceRecord:
+        """Return the provenance of the value at ``path``, as the interpreter makes it."""
+        if path not in self._provenances:
+            if len(path) == 1:
+                return wrap_const(evaluate(path, self._known)).provenance
+            kind, key = path[-1]
+            inst = PseudoInst.LOAD_ATTR if kind == ATTRIBUTE else PseudoInst.BINARY_SUBSCR
+            inputs = [self._provenance(path[:-1]), wrap_const(key).provenance]
+            self._provenances[path] = ProvenanceRecord(inst, inputs=inputs)
+            if isinstance(evaluate(path, self._known), torch.nn.Module):
+                self._provenances[path].ext_flag |= EXT_FLAG_IS_MODULE
+        return self._provenances[path]

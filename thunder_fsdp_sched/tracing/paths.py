@@ -1,0 +1,100 @@
+"""Where an interpreted program reads a value: the attributes and items that lead to it from an input or a constant."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from types import GetSetDescriptorType
+from typing import Any, NamedTuple
+
+from thunder.core.interpreter import ProvenanceRecord, PseudoInst
+
+__all__ = ["ATTRIBUTE", "BUILTINS", "COMPUTED", "FUNCTION", "INPUTS", "ITEM", "Constant", "Path", "Paths", "evaluate"]
+
+ATTRIBUTE, ITEM = "attribute", "item"
+FUNCTION, INPUTS, BUILTINS = "INPUT_FN", ("INPUT_ARGS", "INPUT_KWARGS"), "BUILTINS"
+
+Path = tuple[Any, ...]
+"""A root, and then steps ``(ATTRIBUTE, name)`` or ``(ITEM, key)``. The root is ``FUNCTION``, what Thunder compiles, one of
+its ``INPUTS``, ``BUILTINS``, or a :class:`Constant`."""
+
+COMPUTED: Path = ("computed",)
+"""In place of a path: the value was read from an input, but under a name or key that the program computed."""
+
+
+class Constant(NamedTuple):
+    """An object of the program's code: a function, a class, a module. Its identity counts."""
+
+    number: int
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and self.number == other.number
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+
+class Paths:
+    """The paths of interpreted values, from their provenance."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[ProvenanceRecord, Path | None]] = {}
+
+    def of(self, provenance: ProvenanceRecord) -> Path | None:
+        """Return the path of a value; ``None`` if the program has computed it, ``COMPUTED`` if it has computed the key."""
+        known = self._known.get(id(provenance))
+        if known is None:
+            known = self._known[id(provenance)] = provenance, self._find(provenance)
+        return known[1]
+
+    def _find(self, provenance: ProvenanceRecord) -> Path | None:
+        inst = provenance.inst
+        name = inst.value if isinstance(inst, PseudoInst) else inst.opname
+        if name in (FUNCTION, *INPUTS, BUILTINS):
+            return (name,)
+        if name == "CONSTANT":
+            return (Constant(id(provenance.value), provenance.value),)
+        if name in ("LOAD_ATTR", "BINARY_SUBSCR") and len(provenance.inputs) == 2:
+            source, key = provenance.inputs
+            return self._step(ATTRIBUTE if name == "LOAD_ATTR" else ITEM, source, key)
+        if name == "OPAQUE" and provenance.inputs[0].inst is PseudoInst.CONSTANT:
+            function, arguments = provenance.inputs[0].value, provenance.inputs[1].inputs
+            if getattr(function, "__name__", None) == "__getitem__" and len(arguments) == 2:
+                key, source = arguments
+                return self._step(ITEM, source, key)
+            if function == GetSetDescriptorType.__get__ and len(arguments) == 3:
+                return self._step(ATTRIBUTE, arguments[1], arguments[2])
+        return None
+
+    def _step(self, kind: str, source: ProvenanceRecord, key: ProvenanceRecord) -> Path | None:
+        path = self.of(source)
+        if path is None or path is COMPUTED:
+            return path
+        value = key.value
+        if key.inst is not PseudoInst.CONSTANT or not isinstance(value, Hashable):
+            return COMPUTED
+        return (*path, (kind, value.__name__ if isinstance(value, GetSetDescriptorType) else value))
+
+
+def evaluate(path: Path, known: dict[Path, Any]) -> Any:
+    """Return the value at ``path`` now.
+
+    Args:
+        known: the values of paths; it has those of the roots, and gets all that are read on the way.
+
+    Raises:
+        Exception: there is no such value.
+    """
+    if path in known:
+        return known[path]
+    if len(path) == 1:
+        if not isinstance(path[0], Constant):
+            raise LookupError(path)
+        return path[0].value
+    kind, key = path[-1]
+    source = evaluate(path[:-1], known)
+    known[path] = value = getattr(source, key) if kind == ATTRIBUTE else source[key]
+    return value

@@ -1,0 +1,234 @@
+"""The record of one traced module call: what it read, and what it added to the trace.
+
+[Note: Repeated modules]
+The interpretation of a module's ``forward`` depends on what it reads: its arguments, attributes of the module and of its
+submodules, globals, closures. While a module call is traced, an observer logs the paths of all that is read. Another
+module that has the same values in the same places takes the same way through the same code, so it gets copies of the
+recorded bound symbols, with its own parameters, buffers and inputs. Tensors are the same if their metadata are, since a
+trace has proxies in their place. Tensors that are one object in two places must be so again.
+
+A call that does more than read and compute is not repeated, but interpreted each time: if it writes to an object that it
+did not make (a counter, a cache), calls a function that is not known to be pure (random numbers of Python, the time, an
+iterator that it did not make), reads under a computed name, defines an operator (``torch.autograd.Function``), or
+reads or returns what comes from elsewhere.
+
+The bound symbols and the checks of the prologue are the same as with full tracing, in the same order, up to names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import BuiltinMethodType, MethodType, MethodWrapperType
+from typing import Any, NamedTuple
+
+import torch
+from thunder.core.interpreter import WrappedValue
+from thunder.core.proxies import Proxy
+from thunder.core.symbol import BoundSymbol
+
+from .arguments import Arguments
+from .observer import Unrepeatable
+from .paths import ATTRIBUTE, INPUTS, ITEM, Path, Paths, evaluate
+from .tokens import token_of
+
+__all__ = ["Check", "Read", "Record", "make_record"]
+
+
+class Read(NamedTuple):
+    """A value that the call read.
+
+    Attributes:
+        path: where; without the path of the module if it is inside the module.
+        is_inside: whether it is the module itself or was read from it.
+        token: equal for values that are traced alike.
+        alias: where the same object was read before, whose path the interpreter knows it by.
+    """
+
+    path: Path
+    is_inside: bool
+    token: Any = None
+    alias: Read | None = None
+
+    def at(self, place: Path) -> Path:
+        """Return the path of the value for the module at ``place``."""
+        return (*place, *self.path) if self.is_inside else self.path
+
+
+class Check(NamedTuple):
+    """A check of the prologue.
+
+    Attributes:
+        read: the checked value.
+        check: the function of Thunder that writes the check.
+        proxy: of the recorded value.
+        expected: what the value must be.
+    """
+
+    read: Read
+    check: Any
+    proxy: Proxy
+    expected: tuple[Any, ...]
+
+
+class Record(NamedTuple):
+    """What tracing one module call has read and added.
+
+    Attributes:
+        reads: all values that were read, in order.
+        arguments: the proxies of the tensors among the arguments.
+        inputs: the tensors that the bound symbols read besides, by the names of their proxies.
+        bsyms: the bound symbols.
+        checks: the checks that were added to the prologue.
+        tags: those of each proxy that the bound symbols make, by name.
+        renames: names of the user's variables for proxies, by their names.
+        result: what the call returned: proxies, numbers, strings, ``None``, and containers of such.
+    """
+
+    reads: tuple[Read, ...]
+    arguments: tuple[Proxy, ...]
+    inputs: dict[str, Read]
+    bsyms: tuple[BoundSymbol, ...]
+    checks: tuple[Check, ...]
+    tags: dict[str, frozenset[Any]]
+    renames: dict[str, str]
+    result: Any
+
+    def fits(self, place: Path, roots: Mapping[Path, Any]) -> bool:
+        """Return whether the program would read the same for the module at ``place``."""
+        known, tensors = dict(roots), dict[int, int]()
+        for read in self.reads:
+            alias = read.alias.at(place) if read.alias else None
+            if _token(read.at(place), alias, known, tensors) != read.token:
+                return False
+        return True
+
+
+def make_record(
+    place: Path,
+    arguments: Arguments,
+    result: WrappedValue,
+    *,
+    reads: Iterable[Path],
+    aliases: Mapping[Path, Path],
+    bsyms: Sequence[BoundSymbol],
+    checks: Sequence[tuple[Any, ...]],
+    renames: Mapping[str, str],
+    paths: Paths,
+    roots: Mapping[Path, Any],
+) -> Record:
+    """Return the record of a traced call of the module at ``place``.
+
+    Args:
+        reads: the paths that the program has read.
+        aliases: the paths where values were read before, by paths where they were read again.
+        bsyms: the bound symbols that were added.
+        checks: the checks of the prologue that were added, as ``(check, proxy, *expected)``.
+        renames: names of the user's variables for proxies, by their names.
+        roots: the values of the roots of paths.
+
+    Raises:
+        Unrepeatable: the call depends on something, or returns something, that a repetition could not reproduce.
+    """
+    seen, known, tensors = [], dict(roots), dict[int, int]()
+    parts = _parts_of(evaluate(place, known))
+    for path in dict.fromkeys(part for whole in reads for part in (whole[:-1], whole) if part):
+        if path[0] in INPUTS or any(isinstance(known.get(path[:n]), torch.Tensor) for n in range(1, len(path))):
+            continue  # compared with the arguments, or with the metadata of the tensor
+        alias = aliases.get(path)
+        token = _token(path, alias, known, tensors)
+        read = _read(path, place)._replace(token=token, alias=_read(alias, place) if alias else None)
+        if not read.is_inside and id(known.get(path)) in parts:
+            raise Unrepeatable(f"a part of the module is read from elsewhere: {path[1:]}")
+        seen.append(read)
+    passed = {wrapped.value.name: wrapped.value for wrapped in arguments.tensors}
+    made = [p for bsym in _nested(bsyms) for p in bsym.flat_proxy_outs]
+    tags = {p.name: frozenset(p.tags) for p in made}
+    inputs: dict[str, Read] = {}
+    for bsym in _nested(bsyms):
+        for proxy in bsym.flat_proxy_args:
+            if not any(proxy.name in known for known in (tags, passed, inputs)):
+                inputs[proxy.name] = _read(_path_of(proxy, paths), place)
+    written = []
+    for check, proxy, *expected in checks:
+        written.append(Check(_read(_path_of(proxy, paths), place), check, proxy, tuple(expected)))
+    returnable = {*tags, *inputs, *passed}
+    names = {old: new for old, new in renames.items() if old in tags}
+    described = _describe(result, returnable)
+    return Record(tuple(seen), tuple(passed.values()), inputs, tuple(bsyms), tuple(written), tags, names, described)
+
+
+def _read(path: Path, place: Path) -> Read:
+    is_inside = path[: len(place)] == place
+    return Read(path[len(place) :] if is_inside else path, is_inside)
+
+
+def _parts_of(module: torch.nn.Module) -> set[int]:
+    """Return the identities of the submodules, parameters and buffers of ``module``."""
+    return {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
+
+
+def _path_of(proxy: Any, paths: Paths) -> Path:
+    history = getattr(proxy, "history", None)
+    path = None if history is None else paths.of(history)
+    if path is None or path[0] in INPUTS:
+        raise Unrepeatable(f"{getattr(proxy, 'name', proxy)} comes from outside of the module")
+    return path
+
+
+def _token(path: Path, alias: Path | None, known: dict[Path, Any], tensors: dict[int, int]) -> Any:
+    try:
+        value = evaluate(path, known)
+    except Exception:  # reading may run any code
+        return "absent"
+    if alias is not None and alias[0] not in INPUTS and _is_at(alias, value, known):
+        return "the object of the alias"
+    if path[-1] == (ATTRIBUTE, "__self__") and _is_at(path[:-2], value, known):
+        return "the object of the method"
+    if len(path) == 1 or path[-1] in _NAMESPACES:
+        return token_of(value) if isinstance(value, torch.nn.Module) else "namespace"
+    if path[-1] == (ATTRIBUTE, "__dict__"):
+        return "names", tuple(value)
+    if isinstance(value, torch.Tensor):
+        return token_of(value), tensors.setdefault(id(value), len(tensors))
+    if isinstance(value, _METHODS) and path[-1][0] == ATTRIBUTE and value.__self__ is evaluate(path[:-1], known):
+        return "method of the object before", getattr(value, "__func__", value.__name__)
+    if path[-1] in _MEMBERS and isinstance(value, dict):
+        return tuple((key, token_of(member)) for key, member in value.items())
+    return token_of(value)
+
+
+def _is_at(path: Path, value: Any, known: dict[Path, Any]) -> bool:
+    try:
+        return evaluate(path, known) is value
+    except Exception:  # reading may run any code
+        return False
+
+
+_MEMBERS = tuple((kind, name) for kind in (ATTRIBUTE, ITEM) for name in ("_modules", "_parameters", "_buffers"))
+_NAMESPACES = ((ATTRIBUTE, "__globals__"), (ATTRIBUTE, "__builtins__"))
+"""What a program reads of these is compared by itself."""
+
+_METHODS = (MethodType, BuiltinMethodType, MethodWrapperType)
+
+
+def _nested(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
+    for bsym in bsyms:
+        yield bsym
+        yield from _nested(bsym.subsymbols)
+
+
+def _describe(wrapped: WrappedValue, returnable: set[str]) -> Any:
+    value = wrapped.value
+    if isinstance(value, Proxy):
+        if value.name not in returnable:
+            raise Unrepeatable(f"the result {value.name} comes from outside of the module")
+        return value
+    if type(value) in (tuple, list):
+        wrapped.track_items()
+        return type(value)(_describe(item, returnable) for item in wrapped.item_wrappers)
+    if type(value) is dict:
+        wrapped.track_items()
+        return {key: _describe(wrapped.item_wrappers[key], returnable) for key in value}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise Unrepeatable(f"the result is a {type(value).__name__}")
