@@ -1,0 +1,106 @@
+"""Measure the processor time of compiling: plain ``thunder.jit``, and ``fsdp`` with and without repeated modules.
+
+    python benchmarks/tracing.py --blocks 8 32
+    python benchmarks/tracing.py --blocks 128 --only once      # the others take many minutes
+
+Each measurement runs in a new process, on parameters without memory, as rank 0 of 8 of torch's fake process group:
+
+* plain: ``thunder.jit(model)``, without sharding;
+* forward: ``fsdp(trace_modules_once=False)``, which traces module calls as calls of ``forward``;
+* once: ``fsdp()``, which copies what it traced to modules that are alike.
+
+The model is compiled with gradients. "Second mode" is compiling it again under ``no_sync``. They take turns; the tables
+have medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+KINDS = ("plain", "forward", "once")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--only", choices=KINDS, nargs="+", default=list(KINDS))
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        print(json.dumps(measure(arguments.worker, *arguments.blocks)))
+        return
+    columns = (
+        "blocks",
+        "kind",
+        "first mode, s",
+        "tracing, s",
+        "our passes, s",
+        "of plain",
+        "second mode, s",
+        "of first",
+    )
+    _print(columns)
+    _print(["---"] * len(columns))
+    for blocks in arguments.blocks:
+        found: dict[str, list[dict[str, float]]] = {kind: [] for kind in arguments.only}
+        for _ in range(arguments.rounds):
+            for kind in arguments.only:
+                command = [sys.executable, "-W", "ignore", __file__, "--worker", kind, "--blocks", str(blocks)]
+                run = subprocess.run(command, check=True, capture_output=True, text=True)
+                found[kind].append(json.loads(run.stdout.splitlines()[-1]))
+        medians = {k: {key: statistics.median(r[key] for r in runs) for key in runs[0]} for k, runs in found.items()}
+        for kind, of in medians.items():
+            first, second = of["first"], of["second"]
+            of_plain = f"{first / medians['plain']['first']:.2f}" if "plain" in medians else ""
+            later = (f"{second:.1f}", f"{second / first:.2f}") if second else ("", "")
+            _print((blocks, kind, f"{first:.1f}", f"{of['tracing']:.1f}", f"{of['ours']:.2f}", of_plain, *later))
+
+
+def _print(cells: Iterable[object]) -> None:
+    print(f"| {' | '.join(map(str, cells))} |")
+
+
+def measure(kind: str, blocks: int) -> dict[str, float]:
+    """Return the processor seconds of compiling a GPT for a first and a second mode."""
+    import thunder_fsdp_sched  # first: it prepares torch for Thunder
+    from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
+
+    import thunder
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    sys.setrecursionlimit(100_000)  # Thunder recurses when it splits the trace of a deep model
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    model = GPT(blocks=blocks, width=64, heads=2, length=16)
+    tokens = torch.randint(0, VOCABULARY, (2, 16))
+    transforms: list[Any] = []
+    if kind != "plain":
+        transforms.append(thunder_fsdp_sched.fsdp(trace_modules_once=kind == "once"))
+    jitted = thunder.jit(model, transforms=transforms)
+    started = time.process_time()
+    jitted(tokens, tokens)
+    first = time.process_time() - started
+    stats = thunder.compile_stats(jitted)
+    tracing = (stats.last_trace_tracing_stop - stats.last_trace_tracing_start) / 1e9
+    ours = second = 0.0
+    if transforms:
+        ours = sum(transforms[0].compiled[0].pass_seconds.values())
+        started = time.process_time()
+        with jitted.no_sync():
+            jitted(tokens, tokens)
+        second = time.process_time() - started
+    return {"first": first, "tracing": tracing, "ours": ours, "second": second}
+
+
+if __name__ == "__main__":
+    main()
