@@ -296,8 +296,8 @@ def test_a_checkpointed_block_does_not_mark_the_others() -> None:
             x = torch.utils.checkpoint.checkpoint(self.blocks[0], x, use_reentrant=False)
             return self.blocks[2](self.blocks[1](x))
 
-    jitted = thunder.jit(seeded(lambda: Model(Linear))())
-    trace_module_calls(thunder.compile_data(jitted), Repetition())
+    jitted, repetition = thunder.jit(seeded(lambda: Model(Linear))()), Repetition()
+    trace_module_calls(thunder.compile_data(jitted), repetition)
     jitted(X)
     tags = [p.tags for b in thunder.last_traces(jitted)[0].bound_symbols for p in b.flat_proxy_outs]
     in_full = thunder.jit(seeded(lambda: Model(Linear))())

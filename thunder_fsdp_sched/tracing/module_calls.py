@@ -13,7 +13,7 @@ from ..private_interpreter import call_interpreted, call_module_as_torch, is_hoo
 
 __all__ = ["call_forward", "trace_module_calls"]
 
-_callers: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
+_callers: weakref.WeakKeyDictionary[Any, weakref.ref[Callable[..., Any]]] = weakref.WeakKeyDictionary()
 
 
 def trace_module_calls(compile_data: Any, call: Callable[..., Any]) -> None:
@@ -23,9 +23,9 @@ def trace_module_calls(compile_data: Any, call: Callable[..., Any]) -> None:
 
     Args:
         compile_data: that of one jitted module; other programs that Thunder compiles are not affected.
-        call: :func:`call_forward`, or something that calls it.
+        call: :func:`call_forward`, or something that calls it; the caller keeps it alive.
     """
-    _callers[compile_data] = call
+    _callers[compile_data] = weakref.ref(call)
 
 
 def call_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +38,8 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
-    call = _callers.get(get_compile_data())
+    known = _callers.get(get_compile_data())
+    call = None if known is None else known()
     if call is None or is_hooked(unwrap(module)):
         call = call_module_as_torch
     return call(module, *args, **kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
@@ -19,7 +19,7 @@ from thunder.core.interpreter import (
 from thunder.core.proxies import Proxy
 
 from ..private_interpreter import observed_by
-from .paths import ATTRIBUTE, COMPUTED, ITEM, Path, Paths
+from .paths import ATTRIBUTE, COMPUTED, ITEM, Path, Paths, is_hashable
 
 __all__ = ["Observer", "Unrepeatable"]
 
@@ -112,17 +112,17 @@ class Observer:
     def _read(self, value: Any) -> None:
         if isinstance(value, WrappedValue):
             path = self.paths.of(value.provenance)
-            if path is COMPUTED:
+            if path is COMPUTED and not isinstance(value.value, Proxy):
                 self.effects.append(("a read under a computed name", None))
-            elif path is not None:
+            elif path is not None and path is not COMPUTED:
                 self.reads.append(path)
 
     def _access(self, kind: str, source: Any, key: Any, result: Any) -> None:
         """Log an attribute or an item that was read; it may be known under another path, from where it was read first."""
         path = self.paths.of(source.provenance)
-        if path is None or path is COMPUTED:
+        if path is None or path is COMPUTED or (kind == ITEM and isinstance(source.value, Proxy)):
             return
-        if not isinstance(key.value, Hashable) or isinstance(key.value, Proxy):
+        if not is_hashable(key.value) or isinstance(key.value, Proxy):
             self.effects.append(("a read under a computed name", None))
             return
         if kind == ATTRIBUTE and isinstance(inspect.getattr_static(type(source.value), str(key.value), None), property):

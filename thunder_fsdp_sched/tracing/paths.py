@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from types import GetSetDescriptorType
 from typing import Any, NamedTuple
 
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst
 
-__all__ = ["ATTRIBUTE", "BUILTINS", "COMPUTED", "FUNCTION", "INPUTS", "ITEM", "Constant", "Path", "Paths", "evaluate"]
+__all__ = [
+    "ATTRIBUTE",
+    "BUILTINS",
+    "COMPUTED",
+    "FUNCTION",
+    "INPUTS",
+    "ITEM",
+    "Constant",
+    "Path",
+    "Paths",
+    "evaluate",
+    "is_hashable",
+]
 
 ATTRIBUTE, ITEM = "attribute", "item"
 FUNCTION, INPUTS, BUILTINS = "INPUT_FN", ("INPUT_ARGS", "INPUT_KWARGS"), "BUILTINS"
@@ -74,9 +85,18 @@ class Paths:
         if path is None or path is COMPUTED:
             return path
         value = key.value
-        if key.inst is not PseudoInst.CONSTANT or not isinstance(value, Hashable):
+        if key.inst is not PseudoInst.CONSTANT or not is_hashable(value):
             return COMPUTED
         return (*path, (kind, value.__name__ if isinstance(value, GetSetDescriptorType) else value))
+
+
+def is_hashable(value: object) -> bool:
+    """Return whether ``value`` has a hash, also if it is a tuple."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def evaluate(path: Path, known: dict[Path, Any]) -> Any:

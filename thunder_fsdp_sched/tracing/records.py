@@ -28,7 +28,7 @@ from thunder.core.symbol import BoundSymbol
 
 from .arguments import Arguments
 from .observer import Unrepeatable
-from .paths import ATTRIBUTE, INPUTS, ITEM, Path, Paths, evaluate
+from .paths import ATTRIBUTE, COMPUTED, INPUTS, ITEM, Path, Paths, evaluate
 from .tokens import token_of
 
 __all__ = ["Check", "Read", "Record", "make_record"]
@@ -170,7 +170,7 @@ def _parts_of(module: torch.nn.Module) -> set[int]:
 def _path_of(proxy: Any, paths: Paths) -> Path:
     history = getattr(proxy, "history", None)
     path = None if history is None else paths.of(history)
-    if path is None or path[0] in INPUTS:
+    if path is None or path is COMPUTED or path[0] in INPUTS:
         raise Unrepeatable(f"{getattr(proxy, 'name', proxy)} comes from outside of the module")
     return path
 
