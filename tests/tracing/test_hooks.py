@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from thunder_fsdp_sched import fsdp
+
 import thunder
 import torch
 from models import Stack
 from ranks import Ranks
-from thunder_fsdp_sched import fsdp
 from torch import nn
 
 
