@@ -166,6 +166,22 @@ class Drawing(Linear):
         return 2.0
 
 
+class Named:
+    count = 0
+
+    def __str__(self) -> str:
+        Named.count += 1
+        return "x" * Named.count
+
+
+NAMED = Named()
+
+
+class Naming(Linear):
+    def extra(self) -> Any:
+        return float(len(f"{NAMED}")) + float(len(str(NAMED)))
+
+
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -209,6 +225,7 @@ class Closing(Linear):
         (WithADefault, "append"),
         (Iterating, "count.__next__"),
         (Drawing, "random"),
+        (Naming, "str"),
         (WithAFunction, "operator"),
         (Closing, "STORE_DEREF"),
     ],

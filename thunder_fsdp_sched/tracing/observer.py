@@ -146,7 +146,7 @@ class Observer:
         elif isinstance(function, _SETTERS) and isinstance(owner, type) and issubclass(owner, _CONTAINERS):
             if name not in _READING_METHODS:
                 self._modify(f"{owner.__name__}.{name}", args[0])
-        elif lookaside is None and is_opaque(function) and not _is_pure(function, name, owner):
+        elif lookaside is None and is_opaque(function) and not _is_pure(function, name, owner, args):
             self.effects.append((f"a call of {getattr(function, '__qualname__', function)}", None))
 
 
@@ -189,17 +189,32 @@ _READING_METHODS = frozenset(
 )
 
 
-def _is_pure(function: Any, name: str, owner: Any) -> bool:
+def _is_pure(function: Any, name: str, owner: Any, args: tuple[Any, ...]) -> bool:
     """Return whether a function that is not interpreted gives the same result for equal arguments, and has no effect."""
     if _is_called_by_thunder():
         return True
-    if function in _PURE_BUILTINS or str(getattr(function, "__module__", None)).partition(".")[0] in _PURE_MODULES:
+    if function in _PURE_BUILTINS:
+        return function in (callable, isinstance, issubclass, super, type) or all(map(_runs_no_code, args))
+    if str(getattr(function, "__module__", None)).partition(".")[0] in _PURE_MODULES:
         return True
     if name in ("__new__", "__init__"):
         made = getattr(function, "__self__", owner)
         kinds = (*_VALUES, *_CONTAINERS, BaseException)
         return made is object or made is type or (isinstance(made, type) and issubclass(made, kinds))
     return isinstance(owner, type) and (issubclass(owner, _VALUES) or name in _READING_METHODS)
+
+
+def _runs_no_code(wrapped: Any) -> bool:
+    """Return whether a builtin that is called with the value, such as ``str``, runs no Python code of its class."""
+    value = wrapped.value if isinstance(wrapped, WrappedValue) else wrapped
+    items = (
+        value if isinstance(value, list | tuple | set | frozenset) else value.values() if type(value) is dict else ()
+    )
+    return all(
+        isinstance(each, Proxy | type)
+        or type(each).__module__.partition(".")[0] in ("builtins", "collections", "thunder", "torch")
+        for each in (value, *items)
+    )
 
 
 def _is_called_by_thunder() -> bool:
