@@ -225,7 +225,7 @@ class Closing(Linear):
         (WithADefault, "append"),
         (Iterating, "count.__next__"),
         (Drawing, "random"),
-        (Naming, "str"),
+        (Naming, "format"),
         (WithAFunction, "operator"),
         (Closing, "STORE_DEREF"),
     ],
