@@ -85,7 +85,13 @@ ClusterSet = Annotated[
     ),
 ]
 Bucketing = Annotated[str, typer.Option(help="block, layer, none, or the size of a bucket, such as 25MB.")]
-Prefetch = Annotated[str, typer.Option(help="How many buckets ahead of its wait an all-gather is issued, or auto.")]
+Prefetch = Annotated[
+    str | None,
+    typer.Option(
+        help="How many buckets ahead of its wait an all-gather is issued, or auto; by default 1, with --max-memory auto.",
+        show_default=False,
+    ),
+]
 MaxMemory = Annotated[
     str | None,
     typer.Option(
@@ -158,7 +164,7 @@ def trace(
     cluster_set: ClusterSet = None,
     sharding: Annotated[Sharding, typer.Option(help="What to show.")] = Sharding.zero3,
     bucketing: Bucketing = "block",
-    prefetch: Prefetch = "1",
+    prefetch: Prefetch = None,
     max_memory: MaxMemory = None,
     max_unsharded: MaxUnsharded = None,
     max_gathers_in_flight: MaxGathers = None,
@@ -182,7 +188,7 @@ def trace(
             world_size=world_size,
             sharding_strategy=strategy,
             bucketing_strategy=bucketing,
-            prefetch=int(prefetch) if prefetch.isdigit() else prefetch,
+            prefetch=int(prefetch) if prefetch and prefetch.isdigit() else prefetch,
             max_memory=max_memory,
             max_unsharded_bytes=max_unsharded,
             max_gathers_in_flight=max_gathers_in_flight,
@@ -214,7 +220,7 @@ def plan(
     cluster_set: ClusterSet = None,
     sharding: Annotated[Sharding, typer.Option(help="What to plan.")] = Sharding.zero3,
     bucketing: Bucketing = "block",
-    prefetch: Prefetch = "1",
+    prefetch: Prefetch = None,
     max_memory: MaxMemory = None,
     max_unsharded: MaxUnsharded = None,
     max_gathers_in_flight: MaxGathers = None,
@@ -267,7 +273,7 @@ def plan(
             world_size=world_size,
             sharding_strategy=strategy,
             bucketing_strategy=bucketing,
-            prefetch=int(prefetch) if prefetch.isdigit() else prefetch,
+            prefetch=int(prefetch) if prefetch and prefetch.isdigit() else prefetch,
             max_memory=max_memory,
             max_unsharded_bytes=max_unsharded,
             max_gathers_in_flight=max_gathers_in_flight,

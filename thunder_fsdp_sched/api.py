@@ -25,7 +25,7 @@ def fsdp(
     *positional: NoReturn,
     sharding_strategy: str | FSDPType | Callable[[str, torch.nn.Module], str | FSDPType | None] = "zero3",
     bucketing_strategy: str | FSDPBucketingStrategy | int | Callable[[str, torch.nn.Parameter], str] = "block",
-    prefetch: int | Literal["auto"] = 1,
+    prefetch: int | Literal["auto"] | None = None,
     max_memory: int | str | None = None,
     max_unsharded_bytes: int | str | None = None,
     release: Literal["never", "step", "bucket"] = "never",
@@ -75,15 +75,17 @@ def fsdp(
         prefetch: how many buckets ahead of its own wait an all-gather is issued. A bucket that is smaller than the
             gathered one (a norm, an edge piece of a block) counts by its share of the bytes. ZeRO-3 needs memory for
             about ``prefetch + 1`` unsharded buckets. 0 overlaps nothing. ``"auto"`` chooses the distance with the
-            shortest simulated step.
+            shortest simulated step. The default is ``"auto"`` with ``max_memory``, and 1 without it.
         max_memory: limit on all memory of a step on this rank (shards, unsharded buckets, activations, gradients,
             temporaries, inputs and outputs; not the optimizer's state), in bytes, as an int or a string such as
             ``"70GiB"``. If forward and backward would exceed it, backward computes values again instead of reading what
             forward saved: those whose recomputation takes the least time for what it frees at the peak. It works on
             values, not on modules, and changes no bit of the results. If memory is left, buckets stay unsharded until
-            backward. The step is then the fastest one simulated; ``.compiled[-1].choice`` shows the candidates, and
-            ``.compiled[-1].memory`` the memory. Each trace is proved to keep the limit. A limit that no candidate keeps
-            is an error with the bytes of the smallest. The default is no limit.
+            backward. The prefetch distance is chosen, too, unless ``prefetch`` is an int. The step is then the fastest
+            one simulated, and where the default (``prefetch=1``, nothing kept or recomputed) fits, nothing slower;
+            ``.compiled[-1].choice`` shows the candidates, and ``.compiled[-1].memory`` the memory. Each trace is proved
+            to keep the limit. A limit that no candidate keeps is an error with the bytes of the smallest. The default is
+            no limit.
         max_unsharded_bytes: limit on all unsharded memory (gathered buckets and unsharded gradients) in bytes, as an
             int or a string such as ``"40GiB"``. Buckets stay unsharded until backward if they fit and do not slow the
             simulated step down. With ``prefetch="auto"`` both are chosen together for the shortest simulated step; if
@@ -100,7 +102,7 @@ def fsdp(
             that ``prefetch`` would issue earlier is issued right after the wait that makes room for it, so with 1 a
             gather still overlaps the compute of the step before. Each trace is proved to keep the limit, also one with
             a pinned ``schedule``. The default is no limit.
-        cluster: the machine that the simulator assumes for ``prefetch="auto"`` and ``max_unsharded_bytes``: a
+        cluster: the machine that the simulator assumes for ``prefetch="auto"`` and memory limits: a
             :class:`ClusterSpec` or the name of a preset. The default is the preset nearest to the device at hand.
         schedule: a schedule to replay instead of sorting: a file written by ``transform.save_schedules(path)``, or a
             :class:`StepSchedule`. A schedule that does not fit the trace is refused with an error that names the line.

@@ -17,9 +17,10 @@ from .options import Options
 from .pipeline import CompiledTraces, Pass, can_fuse_any
 from .runtime.module_hooks import count_hooks
 from .sharding.sharded_module import ShardedModule
-from .simulator.autotune import Limits, choose
+from .simulator.autotune import choose
 from .simulator.clusters import cluster_of_this_process
 from .simulator.cost import AnalyticCost, compute_seconds
+from .simulator.limits import Limits
 from .trace.computation import computation_of
 from .trace.descriptions import count_issues
 from .trace.inspection import is_backward_trace, snapshot, split_joint, statements

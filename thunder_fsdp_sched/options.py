@@ -174,7 +174,7 @@ def _reshard(strategy: Any) -> bool | Callable[[str, torch.nn.Module], Any]:
 
 def _prefetch(prefetch: Any) -> int | Literal["auto"]:
     if prefetch != "auto" and (isinstance(prefetch, bool) or not isinstance(prefetch, int)):
-        raise TypeError(f"prefetch: expected a number of buckets (int) or 'auto', got {prefetch!r}")
+        raise TypeError(f"prefetch: expected a number of buckets (int), 'auto' or None, got {prefetch!r}")
     if prefetch != "auto" and prefetch < 0:
         raise ValueError(f"prefetch: expected 0 or more buckets, got {prefetch}")
     return prefetch
@@ -383,6 +383,8 @@ def check_options(**arguments: Any) -> Options:
         TypeError: an argument has the wrong type.
         ValueError: an argument has an unsupported value, or conflicts with another.
     """
+    if arguments["prefetch"] is None:
+        arguments["prefetch"] = 1 if arguments["max_memory"] is None else "auto"
     checked = {f.name: f.metadata["check"](arguments.pop(f.metadata["argument"] or f.name)) for f in fields(Options)}
     assert not arguments, f"no field of Options declares {sorted(arguments)}"
     return Options(**checked)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import testing
 from thunder_fsdp_sched.runtime.memory import Arena
-from thunder_fsdp_sched.simulator.autotune import Limits, choose
+from thunder_fsdp_sched.simulator.autotune import MemoryLimitError, choose
+from thunder_fsdp_sched.simulator.candidate_traces import CandidateTraces
 from thunder_fsdp_sched.simulator.clusters import cluster
 from thunder_fsdp_sched.simulator.cost import AnalyticCost
+from thunder_fsdp_sched.simulator.limits import Limits
 from thunder_fsdp_sched.simulator.simulate import simulate
 from thunder_fsdp_sched.sizes import parse_bytes
 from thunder_fsdp_sched.trace.inspection import split_joint
@@ -28,7 +31,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_traces import joint_step
-from test_testing import make
+from test_testing import Model, make
 
 # A device that computes slowly enough to hide communication, without launch overhead.
 SLOW = dataclasses.replace(
@@ -85,6 +88,43 @@ def test_the_error_of_a_budget_that_is_too_small_says_how_much_is_needed():
     traces = compiled(max_unsharded_bytes=needed, prefetch=1)
     assert slot_bytes(traces) <= needed
     assert traces.choice.chosen.kept == ()
+
+
+def least(**options) -> tuple[int, int]:
+    """Return the bytes and the prefetch distance that the error of a limit too small for anything names."""
+    with pytest.raises(MemoryLimitError, match="max_memory: 1,000 bytes are too few: ") as error:
+        compiled(max_memory=1000, **options)
+    distance, needed = re.search(r"with prefetch=(\d) .* the step needs ([\d,]+) bytes", str(error.value)).groups()
+    assert error.value.least_bytes == int(needed.replace(",", ""))
+    return error.value.least_bytes, int(distance)
+
+
+def test_the_error_of_a_memory_limit_has_the_least_bytes_of_all_distances():
+    needed, distance = least()
+    assert (needed, distance) == least(prefetch=0)
+    assert least(prefetch=1) > (needed, 1), "a distance that the user gives stays fixed"
+    traces = compiled(max_memory=needed)
+    assert traces.prefetch == 0 and traces.recomputed
+    testing.assert_peak_memory_at_most(traces, needed)
+
+
+def test_a_distance_that_is_too_slow_even_without_recomputation_is_not_planned_further(monkeypatch):
+    def with_activations(**options):
+        [traces] = testing.compile_on_fake_ranks(lambda: (Model(3), (torch.randn(32, 16),)), 8, cluster=SLOW, **options)
+        return traces
+
+    slow = with_activations(prefetch=0)
+    recomputing = set()
+    run = CandidateTraces.run
+
+    def recorded(self, prefetch, number, activations=None):
+        recomputing.update({prefetch} if activations else ())
+        return run(self, prefetch, number, activations)
+
+    monkeypatch.setattr(CandidateTraces, "run", recorded)
+    chosen = with_activations(max_memory=slow.memory.peak.nbytes - 1).choice.chosen
+    assert chosen.recomputed and 1 in recomputing and 0 not in recomputing
+    assert chosen.step_seconds < simulate(slow.forward, slow.backward, AnalyticCost(SLOW)).step_seconds
 
 
 def test_automatic_prefetch_minimizes_the_simulated_step_time():

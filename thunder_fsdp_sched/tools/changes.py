@@ -74,7 +74,7 @@ def faster_changes(step: DryRun) -> Iterator[Change]:
         return
     if step.options.get("sharding_strategy", "zero3") == "zero3" and step.options.get("max_unsharded_bytes") is None:
         yield _option("sharding_strategy", "zero2")
-    if step.options.get("prefetch") != "auto":
+    if step.transform.options.prefetch != "auto":
         yield _option("prefetch", "auto")
 
 

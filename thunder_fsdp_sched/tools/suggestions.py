@@ -290,7 +290,7 @@ def _detail(step: DryRun) -> str:
     """Return what ``max_memory`` and ``prefetch="auto"`` have chosen."""
     compiled, parts = step.compiled, []
     assert compiled.forward is not None
-    if step.options.get("prefetch") == "auto":
+    if step.transform.options.prefetch == "auto":
         parts.append(f"chooses prefetch={compiled.prefetch}")
     if compiled.recomputed:
         parts.append(f"recompute {describe_origins(compiled.recomputed, compiled.forward)}")

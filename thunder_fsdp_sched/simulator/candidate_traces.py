@@ -1,0 +1,162 @@
+"""The traces of one candidate of the search in ``autotune``: those that its settings would compile, with their cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+from thunder.core.trace import TraceCtx, from_trace
+
+from ..runtime.bucket import Bucket
+from ..runtime.memory import Arena
+from ..trace.inspection import split_joint
+from ..trace.operands import bucket_of
+from ..trace.step_memory import StepMemory
+from ..trace.symbols import fsdp_all_gather
+from ..transforms import (
+    assign_slots,
+    mark_retained_by_forward,
+    offload_activations,
+    offloadable,
+    regather_for_backward,
+    reuse_from_forward,
+    sort_communication,
+    sort_host_copies,
+    sort_within_budget,
+    write_grads_in_place,
+)
+from ..transforms.sort_within_budget import private_bytes, shared_budget
+from .activation_plan import ActivationPlan, ActivationPlans
+from .cost import CostModel, compute_seconds
+from .limits import Limits
+from .simulate import simulate
+
+__all__ = ["CandidateStep", "CandidateTraces"]
+
+
+@dataclass(frozen=True, eq=False)
+class CandidateStep:
+    """The step that one candidate would run.
+
+    Attributes:
+        halves: its forward and backward traces.
+        unsharded_bytes: bytes of all slots.
+        cost: the cost model of the simulator.
+        recomputed: names of the values that backward computes again.
+        offloaded: names of the values that wait in host memory.
+        peak_bytes: peak of all memory; ``None`` if it is not limited.
+    """
+
+    halves: Sequence[TraceCtx] = field(repr=False)
+    unsharded_bytes: int
+    cost: CostModel
+    recomputed: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
+    peak_bytes: int | None = None
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """Simulated time of forward and backward, simulated when it is first read."""
+        return simulate(self.halves, None, self.cost).step_seconds
+
+
+class CandidateTraces:
+    """Runs the passes for candidates, in unused arenas.
+
+    Args:
+        joint: the joint trace with bucketed communication, before ``regather_for_backward``.
+        cost: the cost model of the simulator.
+        kept: buckets that stay unsharded in any case.
+        limits: the memory of a step is predicted only if it is limited.
+        buckets: all buckets of the module, whose shards count as memory of the step.
+    """
+
+    def __init__(
+        self, joint: TraceCtx, cost: CostModel, kept: frozenset[Bucket], limits: Limits, buckets: Sequence[Bucket]
+    ) -> None:
+        self.joint = joint
+        self.cost = cost
+        self.limits = limits
+        self._always_kept = kept
+        self._buckets = buckets
+        self._halves: dict[int, list[TraceCtx]] = {}
+
+    @cached_property
+    def first_in_backward(self) -> list[Bucket]:
+        """Return the buckets that backward gathers again, in the order of their first consumers."""
+        halves = split_joint(self._unchanged)
+        if len(halves) == 1:
+            return []
+        ordered = sort_communication(halves[1], prefetch=0)
+        return list(dict.fromkeys(bucket_of(b).base for b in ordered.bound_symbols if b.sym is fsdp_all_gather))
+
+    def kept(self, number: int) -> frozenset[Bucket]:
+        """Return the buckets that stay unsharded if that many do besides those that do in any case."""
+        return self._always_kept | frozenset(self.first_in_backward[:number]) if number else self._always_kept
+
+    @cached_property
+    def offloadable(self) -> frozenset[str]:
+        """The values that may move to host memory. On a CPU that would free nothing."""
+        if self.cost.synchronous:
+            return frozenset()
+        return frozenset(offloadable(self._unchanged))
+
+    @cached_property
+    def activations(self) -> ActivationPlans:
+        """The plans for activations if no further bucket is kept; further ones hardly change them."""
+        return ActivationPlans(split_joint(self._unchanged), self.cost, self.offloadable)
+
+    def run(self, prefetch: int, number: int, activations: ActivationPlan | None = None) -> CandidateStep:
+        """Return the step of a prefetch distance, a number of further buckets to keep, and a plan for activations."""
+        scratch: dict[Arena, Arena] = {}
+
+        def arena_of(bucket: Bucket) -> Arena:
+            return scratch.setdefault(bucket.arena, Arena(bucket.arena.device))
+
+        kept, budget = self.kept(number), self.limits.unsharded_bytes
+        halves: list[TraceCtx] = []
+        for half in self._unsorted(number, activations):
+            forward = halves[0] if halves else None
+            left = shared_budget(half, budget=budget, kept=kept)
+            sort = partial(sort_communication, prefetch=prefetch, max_gathers_in_flight=self.limits.gathers_in_flight)
+            if budget is None:
+                half = sort(half)
+            else:
+                half = sort_within_budget(half, sort=sort, max_unsharded_bytes=budget, kept=kept, forward=forward)
+            half = assign_slots(half, kept=kept, arena_of=arena_of, forward=forward, max_bytes=left)
+            halves.append(
+                mark_retained_by_forward(half) if forward is None else reuse_from_forward(half, forward=forward)
+            )
+        nbytes = private_bytes(halves[0], kept) + sum(arena.nbytes for arena in scratch.values())
+        if self.limits.memory is None:
+            return CandidateStep(halves, nbytes, self.cost)
+        changes = (activations.recomputed, activations.offloaded) if activations else (frozenset(), frozenset())
+        # Other sets of shapes and flags may have needed a larger arena, which is one for all.
+        larger = sum(max(arena.nbytes - new.nbytes, 0) for arena, new in scratch.items())
+        peak = StepMemory.of(halves, self._buckets).peak.nbytes + larger
+        return CandidateStep(halves, nbytes, self.cost, *changes, peak)
+
+    @cached_property
+    def _unchanged(self) -> TraceCtx:
+        """The joint trace with backward's gathers if no further bucket is kept and nothing is recomputed."""
+        return self._regathered(0)
+
+    def _regathered(self, number: int, recomputed: frozenset[str] = frozenset()) -> TraceCtx:
+        joint = from_trace(self.joint)
+        joint.bound_symbols = self.joint.bound_symbols
+        joint.names = set(self.joint.names)  # those of a candidate that is not chosen stay free
+        return regather_for_backward(joint, kept=self.kept(number), recomputed=recomputed)
+
+    def _unsorted(self, number: int, activations: ActivationPlan | None) -> list[TraceCtx]:
+        if activations is None:
+            if number not in self._halves:
+                halves = split_joint(self._regathered(number) if number else self._unchanged)
+                self._halves[number] = [write_grads_in_place(half) for half in halves]
+            return self._halves[number]
+        joint = self._regathered(number, activations.recomputed)
+        joint = offload_activations(joint, offloaded=activations.offloaded)
+        sort = partial(
+            sort_host_copies, seconds=partial(compute_seconds, self.cost), copy_seconds=self.cost.host_copy_seconds
+        )
+        return [sort(write_grads_in_place(half)) for half in split_joint(joint)]

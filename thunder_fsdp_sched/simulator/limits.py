@@ -1,0 +1,26 @@
+"""The limits that a search for the fastest step keeps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Limits"]
+
+
+class Limits(NamedTuple):
+    """Limits of a search; ``None`` where there is none.
+
+    Attributes:
+        unsharded_bytes: bytes of all slots together.
+        gathers_in_flight: how many gathers may be in flight.
+        memory: bytes of all memory of the step, without optimizer state.
+    """
+
+    unsharded_bytes: int | None = None
+    gathers_in_flight: int | None = None
+    memory: int | None = None
+
+    @property
+    def any_bytes(self) -> bool:
+        """Whether bytes are limited."""
+        return self.unsharded_bytes is not None or self.memory is not None
