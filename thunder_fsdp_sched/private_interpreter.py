@@ -16,6 +16,7 @@ __all__ = [
     "call_interpreted",
     "call_module_as_torch",
     "checks_of",
+    "global_state",
     "has_been_modified",
     "hook_dicts",
     "is_hooked",
@@ -92,6 +93,14 @@ def observed_by(context: Any, observer: Any) -> Any:
 def checks_of(context: Any) -> list[Any]:
     """Return the list of ``(check, proxy, *expected)`` that Thunder's tracing writes to the prologue in the end."""
     return context._constraints
+
+
+def global_state() -> tuple[Any, ...]:
+    """Return the defaults of torch that Thunder's prologues check and that operators read: dtype and device."""
+    import thunder
+
+    state = thunder._get_cache_info()
+    return tuple(state.get(name) for name in ("default_dtype", "default_device"))
 
 
 def renames_of(context: Any) -> dict[Any, Any]:

@@ -323,6 +323,24 @@ def test_a_checkpointed_block_does_not_mark_the_others() -> None:
     assert tags == [p.tags for b in thunder.last_traces(in_full)[0].bound_symbols for p in b.flat_proxy_outs]
 
 
+def test_a_block_is_traced_again_for_another_default_dtype() -> None:
+    class Scaling(Linear):
+        def extra(self) -> Any:
+            return torch.ones(4)
+
+    model = seeded(lambda: Blocks(Scaling))()
+    jitted, repetition = thunder.jit(model), Repetition()
+    trace_module_calls(thunder.compile_data(jitted), repetition)
+    jitted(X)
+    torch.set_default_dtype(torch.float64)
+    try:
+        jitted(X)
+        made = [b for b in thunder.last_traces(jitted)[0].bound_symbols if b.sym.name == "ones"]
+        assert [str(b.output.dtype) for b in made] == ["thunder.dtypes.float64"] * 3
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_later_compilation_repeats_what_an_earlier_one_recorded() -> None:
     class Model(Blocks):
         def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
