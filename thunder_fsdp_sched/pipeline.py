@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -16,6 +16,7 @@ from thunder.extend import Executor, FusionExecutor
 from .logs import log_pass
 from .runtime.bucket import Bucket
 from .simulator.autotune import Choice
+from .trace.communication_memory import buckets_with_gradients
 from .trace.descriptions import NO_CALL, Call
 from .trace.schedule import Schedule, StepSchedule
 from .trace.step_memory import StepMemory
@@ -73,18 +74,42 @@ class CompiledTraces:
         return self.predict_memory()
 
     def predict_memory(
-        self, *, device: str | None = None, accumulated: bool = False, all_arenas: bool = False
+        self,
+        *,
+        device: str | None = None,
+        accumulated: bool | Iterable[CompiledTraces] = False,
+        others: Iterable[CompiledTraces] = (),
     ) -> StepMemory:
         """Return the memory of a step on this rank; see :meth:`StepMemory.of`.
 
         Args:
-            all_arenas: also count the arena if these traces do not use it, as under ``no_sync`` with ZeRO-2: it stays
-                allocated between steps.
+            device: the type of device, such as ``"cuda"``; by default that of the buckets.
+            accumulated: the traces of the earlier micro-batches of a window under ``no_sync``, whose gradients are not
+                reduced yet. ``True`` if they gave gradients to the same buckets as this step, as they do unless one of
+                them runs blocks that another one skips.
+            others: other traces of the module that have run. What they keep allocated between steps counts: arenas,
+                casts of shards, receive buffers.
         """
-        assert self.forward is not None
-        traces = [t for t in (self.forward, self.backward) if t is not None]
-        arenas = {bucket.arena for bucket in self.buckets} if all_arenas else ()
-        return StepMemory.of(traces, self.buckets, device=device, accumulated=accumulated, arenas=arenas)
+        earlier = ([self] if accumulated else []) if isinstance(accumulated, bool) else accumulated
+        with_gradients = frozenset[Bucket]().union(*(one.buckets_with_gradients for one in earlier))
+        left = [bucket for bucket in self.buckets if bucket in with_gradients]
+        return StepMemory.of(
+            self.traces,
+            self.buckets,
+            device=device,
+            accumulated=left,
+            others=[other.traces for other in others if other is not self],
+        )
+
+    @property
+    def traces(self) -> tuple[TraceCtx, ...]:
+        """The traces that run: forward, and backward if there is one."""
+        return tuple(trace for trace in (self.forward, self.backward) if trace is not None)
+
+    @property
+    def buckets_with_gradients(self) -> frozenset[Bucket]:
+        """The buckets to which backward gives gradients."""
+        return frozenset() if self.backward is None else buckets_with_gradients(self.backward.bound_symbols)
 
     @property
     def schedule(self) -> StepSchedule:

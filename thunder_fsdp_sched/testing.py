@@ -70,7 +70,7 @@ def _traces(subject: Subject) -> list[TraceCtx]:
     if isinstance(subject, TraceCtx):
         return [subject]
     compiled = compiled_traces(subject)
-    return [trace for trace in (compiled.forward, compiled.backward) if trace is not None]
+    return list(compiled.traces)
 
 
 def step_schedule(subject: Subject) -> StepSchedule:

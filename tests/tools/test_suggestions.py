@@ -7,8 +7,9 @@ from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.simulator.clusters import ClusterSpec, cluster
+from thunder_fsdp_sched.simulator.cost import AnalyticCost
 from thunder_fsdp_sched.tools.blocks import describe_origins, origins_of
-from thunder_fsdp_sched.tools.dry_run import dry_run_step
+from thunder_fsdp_sched.tools.dry_run import dry_run_step, replan
 from thunder_fsdp_sched.tools.fit import optimizer_state_bytes
 from thunder_fsdp_sched.tools.suggestions import Suggestion, suggest
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from test_dry_run import invoke
 from test_testing import Model
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 
 def make(samples: int = 64) -> Any:
@@ -40,7 +41,7 @@ def compile_with(changes: tuple[str, ...], nbytes: int, **options: Any) -> Any:
         if change == "half the batch (32 of 64 samples a rank)":
             inputs = lambda: make(32)  # noqa: E731
         else:
-            arguments |= eval(f"dict({change})", {"MixedPrecisionPolicy": MixedPrecisionPolicy, "torch": torch})
+            arguments |= eval(f"dict({change})", {**vars(torch.distributed.fsdp), "torch": torch})
     return dry_run_step(inputs, on=device(nbytes), **arguments)
 
 
@@ -60,7 +61,7 @@ def test_every_suggestion_has_the_memory_and_the_time_of_a_step_compiled_with_it
     assert not found.plan.fits and found.plan.step_seconds == step.after.step_seconds
     alone = [s for s in found.ranked if len(s.changes) == 1]
     kinds = {s.changes[0].partition("=")[0] for s in alone}
-    assert kinds >= {"sharding_strategy", "prefetch", "world_size", "max_memory"}, kinds
+    assert kinds >= {"sharding_strategy", "prefetch", "world_size", "max_memory", "offload_policy"}, kinds
     assert [s for s in found.ranked if s.fits], str(found)
     for suggestion in found.ranked:
         check_promise(suggestion, nbytes, sharding_strategy="zero2")
@@ -75,6 +76,35 @@ def test_every_suggestion_has_the_memory_and_the_time_of_a_step_compiled_with_it
     text = str(found)
     assert max(map(len, text.splitlines())) <= 80
     assert text.count("ms a sample") == len(found.ranked)
+
+
+def test_offloaded_shards_and_their_optimizer_state_are_not_in_the_memory_of_the_device():
+    offloaded = plan(10**9, offload_policy=CPUOffloadPolicy())
+    buckets = offloaded.compiled.buckets
+    assert offloaded.memory.fixed["shards"] == optimizer_state_bytes(buckets) == optimizer_state_bytes(buckets, 7) == 0
+    assert optimizer_state_bytes(plan(10**9).compiled.buckets) == 2 * sum(bucket.shard.nbytes for bucket in buckets)
+
+    # A module on the CPU has the memory of one on the meta device, although its shards are on the device of its inputs.
+    def on_cpu() -> Any:
+        return Model(3, 32), (torch.randn(64, 32),)
+
+    same = dry_run_step(on_cpu, world_size=8, on=device(10**9), offload_policy=CPUOffloadPolicy())
+    assert same.memory.totals == offloaded.memory.totals and same.memory.fixed == offloaded.memory.fixed
+
+
+def test_a_plan_with_offloaded_shards_pays_for_copies_to_and_from_the_host():
+    policy, spec = CPUOffloadPolicy(), device(10**9)
+    step, offloaded = plan(10**9), plan(10**9, offload_policy=policy)
+    cost = AnalyticCost(spec)
+    for here, there in zip(step.compiled.buckets, offloaded.compiled.buckets, strict=True):
+        gathers = [cost.collective_seconds("fsdp_all_gather", bucket) for bucket in (here, there)]
+        assert gathers[1] - gathers[0] == pytest.approx(there.shard.nbytes / spec.host_bytes_per_second)
+    slow = dataclasses.replace(spec, host_bandwidth=1e6)
+    copied = 3 * sum(bucket.shard.nbytes for bucket in offloaded.compiled.buckets)  # gathered twice, and the gradients
+    more = replan(offloaded, on=slow).after.step_seconds - offloaded.after.step_seconds
+    assert 0.5 * copied / slow.host_bytes_per_second < more < copied / slow.host_bytes_per_second
+    with pytest.raises(ValueError, match="lacks host_bandwidth"):
+        replan(step, on=dataclasses.replace(spec, host_bandwidth=0), offload_policy=policy)
 
 
 def test_several_changes_are_combined_if_none_alone_is_enough_and_dry_runs_are_limited():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched import fsdp, set_gradient_divide_factor
 from thunder_fsdp_sched.pipeline import CompiledTraces
 from thunder_fsdp_sched.simulator.clusters import cluster
 from thunder_fsdp_sched.simulator.cost import AnalyticCost
@@ -35,6 +35,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.core.trace import TraceCtx, tracectx
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -109,6 +110,72 @@ def test_views_and_recomputed_values_have_the_bytes_that_a_run_allocates(name: s
     compiled, memory, tracker = counted(CASES[name])["step"]
     count = compare(memory, compiled, tracker)
     assert not count.wrong, str(count)
+
+
+def _drop_every_third(name: str, grads: torch.Tensor) -> None:
+    grads[::3].zero_()
+
+
+MESH_CASES: dict[str, dict[str, Any]] = {
+    "zero3": {"transport": "all_to_all", "all_reduce_hook": _drop_every_third},
+    "zero2, lower precision": {"sharding_strategy": "zero2", "mp_policy": LOW, "transport": "flat"},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False), "mp_policy": REDUCED_HIGH},
+}
+"""Options for a mesh of replicas and shards."""
+
+
+@pytest.mark.parametrize("name", MESH_CASES)
+def test_hybrid_sharding_hooks_and_divide_factors_have_the_bytes_that_a_run_allocates(name: str) -> None:
+    def ask() -> Any:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        return fsdp(mesh=mesh, **MESH_CASES[name])
+
+    model = Stack(1).double()
+    model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    model.blocks[0].register_forward_hook(lambda module, args, out: out.exp() - args[0])
+    found = count_on_fake_ranks(
+        model,
+        ask,
+        rank=3,
+        world_size=4,
+        window=True,
+        prepare=lambda jitted: set_gradient_divide_factor(jitted, 3.0),
+    )
+    assert any("exp(" in line for line in found["step"][1].statements)
+    for step, (compiled, memory, tracker) in found.items():
+        count = compare(memory, compiled, tracker)
+        assert not count.wrong, f"{step}: {count}"
+
+
+class Routed(nn.Module):
+    """Layers of different widths, of which an argument chooses those that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [nn.Linear(4, 4), nn.Linear(4, 4, bias=False), *(nn.Linear(4, 4) for _ in range(2))]
+        )
+
+    def forward(self, x: torch.Tensor, route: tuple[int, ...]) -> torch.Tensor:
+        for number in route:
+            x = torch.tanh(self.layers[number].forward(x))
+        return x
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "staged"])
+def test_a_window_of_different_micro_batches_has_the_gradients_that_these_have_left(transport: str) -> None:
+    x = torch.randn(3, 4, dtype=torch.float64)
+    found = count_on_fake_ranks(
+        Routed().double(),
+        lambda: fsdp(transport=transport, mp_policy=REDUCED_HIGH, bucketing_strategy="layer"),
+        batch={"x": x, "route": (0,)},
+        others=[{"route": (0,)}, {"route": (1, 0)}, {"route": (2,)}],
+    )
+    for step, (compiled, memory, tracker) in found.items():
+        count = compare(memory, compiled, tracker)
+        assert not count.wrong, f"{step}: {count}"
+    left = [t.name for t in found["last of mixed ones"][1].tensors if t.name.startswith("unreduced")]
+    assert left == [f"unreduced gradients of layers.{number}" for number in range(3)]
 
 
 @pytest.fixture(scope="module")

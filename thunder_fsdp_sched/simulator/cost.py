@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -126,6 +127,8 @@ class AnalyticCost:
         seconds = sum(ring_seconds(self.spec, nbytes, ranks, passes=passes) for nbytes in traffic.messages)
         if not self.synchronous:  # the communication stream then copies
             seconds += traffic.copied_after / self.spec.bytes_per_second
+            if kind == fsdp_all_gather.name and bucket.spec.comm.offload:  # the shard first comes from the host
+                seconds += self.host_copy_seconds(_shard_bytes(bucket, bucket.spec.param_dtype))
         return seconds
 
     def contention(self, kind: str) -> float:
@@ -153,6 +156,8 @@ class AnalyticCost:
             extra = _extra_bytes_moved(bsym, on_stream=not self.synchronous)
             kernels = len(grads) + (extra > 0)
             device = (touched + extra) / spec.bytes_per_second + kernels * spec.kernel_overhead
+            if name == fsdp_wait_grads.name and bucket_of(bsym).spec.comm.offload:
+                device += self.host_copy_seconds(_shard_bytes(bucket_of(bsym), bucket_of(bsym).spec.dtype))
             issued = _traffic(name, bucket_of(bsym)).launches if name in _BY_TRANSPORT and not is_resident(bsym) else 1
             return Seconds((issued + kernels) * spec.launch_overhead, device)
         if name in GRAD_WRITERS:
@@ -178,7 +183,8 @@ def _extra_bytes_moved(bsym: BoundSymbol, *, on_stream: bool) -> int:
     """Return the bytes that casts of shards and the transport's copies read and write at an issue or a wait.
 
     Args:
-        on_stream: whether work after a gather or an exchange runs on the communication stream instead of at the wait.
+        on_stream: whether work after a gather or an exchange, and the copy of an offloaded shard before it, run on the
+            communication stream.
     """
     name, spec = bsym.sym.name, bucket_of(bsym).spec
     shard, copied = spec.layout.shard_numel, 0
@@ -190,9 +196,7 @@ def _extra_bytes_moved(bsym: BoundSymbol, *, on_stream: bool) -> int:
         copied = _traffic(_WAITED[name], bucket_of(bsym)).copied_after
     if name == fsdp_all_gather.name:
         again = bsym.kwargs.get("again", False)
-        casts = spec.comm.offload or (
-            spec.param_dtype != spec.dtype and not again
-        )  # counted as if host and device shared one memory
+        casts = not on_stream if spec.comm.offload else spec.param_dtype != spec.dtype and not again
         return copied + (shard * (spec.dtype.itemsize + spec.param_dtype.itemsize) if casts else 0)
     if name == fsdp_wait_grads.name:
         divides = spec.divide_factor not in (None, spec.layout.world_size * spec.replicas)
@@ -200,6 +204,10 @@ def _extra_bytes_moved(bsym: BoundSymbol, *, on_stream: bool) -> int:
         if spec.reduce_dtype != spec.dtype:
             copied += shard * (spec.dtype.itemsize + spec.reduce_dtype.itemsize)
     return copied
+
+
+def _shard_bytes(bucket: Bucket, dtype: torch.dtype) -> int:
+    return bucket.spec.layout.shard_numel * dtype.itemsize
 
 
 _BY_TRANSPORT = frozenset({fsdp_all_gather.name, fsdp_reduce_scatter.name})

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from thunder.core.pytree import tree_flatten, tree_map
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from .dry_run import DryRun, check_made
 from .fake_ranks import Made
@@ -54,6 +54,8 @@ def smaller_changes(step: DryRun, max_memory: int) -> Iterator[Change]:
         yield from (_option("prefetch", distance) for distance in (1, 0) if distance < step.compiled.prefetch)
         if step.compiled.backward is not None and max_memory > 0 and options.get("max_memory") is None:
             yield _option("max_memory", _rounded_down(max_memory))
+    if not isinstance(options.get("offload_policy"), CPUOffloadPolicy) and not step.cluster.synchronous:
+        yield _option("offload_policy", CPUOffloadPolicy(), "CPUOffloadPolicy()")
     for doubling in range(1, _DOUBLINGS + 1):
         yield _option("world_size", step.world_size * 2**doubling)
     policy = options.get("mp_policy") or MixedPrecisionPolicy()
@@ -98,8 +100,8 @@ def _has_long_dtypes(step: DryRun) -> bool:
     return torch.bfloat16 in step.cluster.flops and any(b.spec.param_dtype in long for b in step.compiled.buckets)
 
 
-def _option(name: str, value: Any) -> Change:
-    text = f'"{value}"' if isinstance(value, str) else str(value)
+def _option(name: str, value: Any, text: str | None = None) -> Change:
+    text = text or (f'"{value}"' if isinstance(value, str) else str(value))
     return Change(f"{name}={text}", name, {name: value})
 
 

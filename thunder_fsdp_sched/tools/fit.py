@@ -11,13 +11,15 @@ __all__ = ["describe_fit", "optimizer_state_bytes", "readable_bytes"]
 
 
 def optimizer_state_bytes(buckets: Iterable[Bucket], per_element: float | None = None) -> int:
-    """Return the bytes of optimizer state on this rank.
+    """Return the bytes of optimizer state on this rank's device.
+
+    The state of shards that ``CPUOffloadPolicy`` keeps on the host is there, too, so it does not count.
 
     Args:
         per_element: bytes for each element that trains. By default those of Adam and AdamW: two values in the dtype of
             the shards.
     """
-    shards = [bucket.shard for bucket in buckets if bucket.spec.requires_grad]
+    shards = [b.shard for b in buckets if b.spec.requires_grad and not b.spec.comm.offload]
     return sum(2 * s.nbytes if per_element is None else int(per_element * s.numel()) for s in shards)
 
 

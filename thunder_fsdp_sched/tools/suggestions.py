@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from torch.distributed.fsdp import CPUOffloadPolicy
+
 from ..simulator.autotune import MemoryLimitError
 from .blocks import describe_origins, origins_of
 from .changes import Change, faster_changes, samples_of, smaller_changes
@@ -287,9 +289,13 @@ class _Search:
 
 
 def _detail(step: DryRun) -> str:
-    """Return what ``max_memory`` and ``prefetch="auto"`` have chosen."""
+    """Return what the changes mean: where memory goes, and what ``max_memory`` and ``prefetch="auto"`` have chosen."""
     compiled, parts = step.compiled, []
     assert compiled.forward is not None
+    if isinstance(step.options.get("offload_policy"), CPUOffloadPolicy):
+        parts.append(
+            "shards, their gradients and optimizer state are in host memory; the optimizer there is not simulated"
+        )
     if step.transform.options.prefetch == "auto":
         parts.append(f"chooses prefetch={compiled.prefetch}")
     if compiled.recomputed:

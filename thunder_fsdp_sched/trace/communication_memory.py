@@ -9,15 +9,14 @@ as it reduces.
 
 Gradients that ``no_sync`` accumulates are unsharded and outlive their backward. The first backward of a window allocates
 them where it accumulates them; later ones, and the one that reduces them, find them allocated. Which buckets have such
-gradients is not known when traces are compiled, so all count whose parameters train: an upper bound, unless parameters
-were frozen within the window.
+gradients depends on the micro-batches that ran before, so the caller names these buckets.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,7 +40,7 @@ from .symbols import (
     payload,
 )
 
-__all__ = ["RuntimeMemory", "allocated_for_all_steps", "allocated_in_step"]
+__all__ = ["RuntimeMemory", "allocated_for_all_steps", "allocated_in_step", "buckets_with_gradients"]
 
 
 class RuntimeMemory(NamedTuple):
@@ -64,9 +63,17 @@ class RuntimeMemory(NamedTuple):
     device: str
 
 
-def allocated_for_all_steps(bsyms: Sequence[BoundSymbol]) -> Iterator[RuntimeMemory]:
-    """Return the casts, receive buffers and workspaces that stay allocated; see [Note: Memory of communication]."""
+def allocated_for_all_steps(
+    bsyms: Sequence[BoundSymbol], *, accumulated: Collection[Bucket] = ()
+) -> Iterator[RuntimeMemory]:
+    """Return the casts, receive buffers and workspaces that stay allocated; see [Note: Memory of communication].
+
+    Args:
+        bsyms: those of all traces that have run.
+        accumulated: further buckets for which backwards under ``no_sync`` have left gradients.
+    """
     last = len(bsyms) - 1
+    unreduced = {*accumulated, *(bucket_of(bsym) for bsym in bsyms if bsym.sym is fsdp_accumulate_grads)}
     casts = {bucket_of(b): None for b in bsyms if b.sym is fsdp_all_gather and not bucket_of(b).spec.comm.offload}
     for bucket in casts:
         spec = bucket.spec
@@ -81,18 +88,25 @@ def allocated_for_all_steps(bsyms: Sequence[BoundSymbol]) -> Iterator[RuntimeMem
             needed = bucket.transport.reduce_workspace(bucket.spec)
             workspaces[key] = max((needed, bucket), workspaces.get(key, (0, bucket)), key=lambda found: found[0])
     if not any(bsym.sym is fsdp_release for bsym in bsyms):
-        yield from (b._replace(start=BEFORE_TRACE, end=last) for b in _receive_buffers(bsyms))
+        yield from (b._replace(start=BEFORE_TRACE, end=last) for b in _receive_buffers(bsyms, unreduced))
     for (transport, _), (nbytes, bucket) in workspaces.items():
         if nbytes:
             yield _memory("communication", f"workspace of {transport}", nbytes, BEFORE_TRACE, last, bucket)
 
 
-def allocated_in_step(live: Liveness, bsyms: Sequence[BoundSymbol], *, accumulated: bool) -> Iterator[RuntimeMemory]:
+def buckets_with_gradients(bsyms: Iterable[BoundSymbol]) -> frozenset[Bucket]:
+    """Return the buckets to which a backward gives gradients, which it reduces or, under ``no_sync``, accumulates."""
+    return frozenset(bucket_of(b) for b in bsyms if b.sym in (fsdp_reduce_scatter, fsdp_accumulate_grads))
+
+
+def allocated_in_step(
+    live: Liveness, bsyms: Sequence[BoundSymbol], *, accumulated: Collection[Bucket]
+) -> Iterator[RuntimeMemory]:
     """Return what exists during a part of a step only.
 
     Args:
         live: the liveness of ``bsyms``.
-        accumulated: whether earlier backwards under ``no_sync`` have left gradients.
+        accumulated: the buckets for which earlier backwards under ``no_sync`` have left gradients.
     """
     for position, bsym in enumerate(bsyms):
         if bsym.sym is fsdp_all_gather and bucket_of(bsym).spec.comm.offload and not is_resident(bsym):
@@ -115,26 +129,34 @@ def allocated_in_step(live: Liveness, bsyms: Sequence[BoundSymbol], *, accumulat
         elif bsym.sym is fsdp_accumulate_grads:
             bucket = bucket_of(bsym)
             yield from _at(position, bucket, "sum of broadcast gradients", _broadcast(bucket, bsym.args[1:]))
-        elif accumulated and _reduces_unreduced(bsym):
+        elif bsym.sym is fsdp_reduce_unreduced and bucket_of(bsym) in accumulated:
             yield from _reduced(bucket_of(bsym), position, len(bsyms) - 1)
     if any(bsym.sym is fsdp_release for bsym in bsyms):
-        yield from _receive_buffers(bsyms)
+        yield from _receive_buffers(bsyms, accumulated)
     yield from _unreduced(bsyms, accumulated)
 
 
-def _receive_buffers(bsyms: Sequence[BoundSymbol]) -> Iterator[RuntimeMemory]:
+def _receive_buffers(bsyms: Sequence[BoundSymbol], accumulated: Collection[Bucket]) -> Iterator[RuntimeMemory]:
     """Return the buffers into which reductions receive, each from its first use until it is freed.
 
     A reduction uses an idle buffer again. A release frees the idle ones, and those in use when they have been waited for.
+
+    Args:
+        accumulated: the buckets whose gradients ``fsdp_reduce_unreduced`` reduces.
     """
     since: dict[tuple[torch.dtype, int], list[int]] = defaultdict(list)  # when each idle buffer was allocated
     taken: dict[str, tuple[dict, list[tuple[tuple[torch.dtype, int], int]]]] = {}  # by the name of the future
     for position, bsym in enumerate(bsyms):
-        if bsym.sym is fsdp_reduce_scatter:
+        if bsym.sym is fsdp_reduce_scatter or (bsym.sym is fsdp_reduce_unreduced and bucket_of(bsym) in accumulated):
             bucket = bucket_of(bsym)
             keys = [(bucket.spec.reduce_dtype, nbytes) for nbytes in bucket.transport.reduce_buffers(bucket.spec)]
-            taken[bsym.output.name] = since, [(key, since[key].pop() if since[key] else position) for key in keys]
+            used = [(key, since[key].pop() if since[key] else position) for key in keys]
             device = bucket.spec.device.type
+            if bsym.sym is fsdp_reduce_scatter:
+                taken[bsym.output.name] = since, used
+            else:  # it waits for what it issues
+                for key, begin in used:
+                    since[key].append(begin)
         elif bsym.sym in (fsdp_wait_grads, fsdp_all_reduce):
             pool, buffers = taken.pop(bsym.args[1].name, (since, []))
             for key, begin in buffers:
@@ -156,20 +178,23 @@ def _reduces_unreduced(bsym: BoundSymbol) -> bool:
     return bsym.sym is fsdp_reduce_unreduced and bucket_of(bsym).spec.requires_grad
 
 
-def _unreduced(bsyms: Sequence[BoundSymbol], accumulated: bool) -> Iterator[RuntimeMemory]:
+def _unreduced(bsyms: Sequence[BoundSymbol], accumulated: Collection[Bucket]) -> Iterator[RuntimeMemory]:
     """Return the unsharded gradients of ``no_sync``."""
     last = len(bsyms) - 1
-    done = next((position for position, bsym in enumerate(bsyms) if bsym.sym is fsdp_backward_done), last)
-    starts: dict[Bucket, tuple[int, int]] = {}
+    # A backward that reduces gradients drops them where it ends.
+    ends = {
+        bucket: position
+        for position, bsym in enumerate(bsyms)
+        if bsym.sym is fsdp_backward_done and not bsym.args[0]
+        for bucket in bsym.args[1:]
+    }
+    spans = {bucket: (BEFORE_TRACE, ends.get(bucket, last)) for bucket in accumulated}
     for position, bsym in enumerate(bsyms):
         if bsym.sym is fsdp_accumulate_grads:
-            starts.setdefault(bucket_of(bsym), (BEFORE_TRACE if accumulated else position, last))
-        elif accumulated and (bsym.sym is fsdp_reduce_scatter or _reduces_unreduced(bsym)):
-            starts.setdefault(bucket_of(bsym), (BEFORE_TRACE, done))
-    for bucket, (start, end) in starts.items():
-        yield _memory(
-            "gradients", f"unreduced gradients of {bucket.spec.name}", bucket.spec.grad_bytes, start, end, bucket
-        )
+            spans.setdefault(bucket_of(bsym), (position, last))
+    for bucket, (start, end) in spans.items():
+        name = f"unreduced gradients of {bucket.spec.name}"
+        yield _memory("gradients", name, bucket.spec.grad_bytes, start, end, bucket)
 
 
 def _reduced(bucket: Bucket, position: int, last: int) -> Iterator[RuntimeMemory]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from ..runtime.memory import Arena
 from .communication_memory import RuntimeMemory, allocated_for_all_steps, allocated_in_step
 from .inspection import source_of, statement, statements
 from .live_memory import MemoryAnalysis, MemoryInterval, analyze_memory
-from .operands import Issue
+from .operands import Issue, bucket_of
 from .slots import arena_allocations, slots_in_use
 from .symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads
 from .unknown_memory import UnknownMemory, unknown_memory
@@ -118,16 +118,16 @@ class StepMemory:
         buckets: Iterable[Bucket],
         *,
         device: str | None = None,
-        accumulated: bool = False,
-        arenas: Iterable[Arena] = (),
+        accumulated: Collection[Bucket] = (),
+        others: Iterable[Sequence[TraceCtx]] = (),
     ) -> StepMemory:
         """Return the memory of a forward trace, or of a forward and a backward trace, over all buckets of a module.
 
         Args:
             device: the type of device (``"cuda"``, ``"cpu"``) whose allocator and kernels the step uses; by default that
                 of the buckets. A plan on the meta device or on a CPU gives that of the cluster.
-            accumulated: whether backwards under ``no_sync`` have left gradients that are not reduced yet.
-            arenas: arenas that are allocated for other traces; those of these traces count in any case.
+            accumulated: the buckets for which backwards under ``no_sync`` have left gradients that are not reduced yet.
+            others: the traces of other steps that have run; what they keep allocated counts.
         """
         buckets = tuple(buckets)
         analysis = analyze_memory(traces)
@@ -141,12 +141,20 @@ class StepMemory:
         issues = [bsym for bsym in bsyms if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter)]
         slots = [slot for slot in (Issue(bsym).planned_slot for bsym in issues) if slot is not None]
         always = [(0, len(bsyms) - 1)]
-        allocations = {arena: always for arena in arenas} | arena_allocations(bsyms)
+        of_others = [[bsym for trace in other for bsym in trace.bound_symbols] for other in others]
+        allocations = _kept_arenas(of_others, always) | arena_allocations(bsyms)
         names = {slot.arena: str(slot) for slot in reversed(slots)}
-        lasting = [memory for memory in allocated_for_all_steps(bsyms) if memory.device in types]
+        ran = [*bsyms, *itertools.chain(*of_others)]
+        lasting = [m for m in allocated_for_all_steps(ran, accumulated=accumulated) if m.device in types]
         allocated = sum(rounded(arena.nbytes) for arena, spans in allocations.items() if spans == always)
+        # Values of offloaded buckets on the host: on a CPU that plans for a GPU their device does not tell.
+        hosted = [b for b in buckets if b.spec.comm.offload and device != "cpu"]
+        on_host = {f"sharded gradients of {bucket.spec.name}" for bucket in hosted} | {
+            p.name for b in bsyms if b.sym is fsdp_wait_grads and bucket_of(b) in hosted for p in b.flat_proxy_outs
+        }
+        in_memory = [b for b in buckets if b not in hosted and b.spec.shard_device.type in types]
         fixed = {
-            "shards": sum(rounded(b.shard.nbytes) for b in buckets if b.spec.shard_device.type in types),
+            "shards": sum(rounded(b.shard.nbytes) for b in in_memory),
             "unsharded buckets": allocated,
             "communication": sum(rounded(memory.nbytes) for memory in lasting),
         }
@@ -185,7 +193,7 @@ class StepMemory:
                 source,
             )
             for kind, memory, source in found
-            if not types or memory.device in types
+            if (not types or memory.device in types) and memory.name not in on_host
         )
         details = _Details(analysis, numbers, device, allocations)
         return cls(fixed, (*released, *tensors), len(per_trace[0]), _Statements(counted), details)
@@ -343,6 +351,14 @@ class _Statements(Sequence[str]):
 
     def __eq__(self, other: object) -> bool:
         return tuple(self) == tuple(other) if isinstance(other, (tuple, _Statements)) else NotImplemented
+
+
+def _kept_arenas(
+    steps: Iterable[Sequence[BoundSymbol]], spans: list[tuple[int, int]]
+) -> dict[Arena, list[tuple[int, int]]]:
+    """Return the arenas that other steps keep allocated, each with ``spans``."""
+    found = ((arena, at, len(bsyms)) for bsyms in steps for arena, at in arena_allocations(bsyms).items())
+    return {arena: spans for arena, at, length in found if at == [(0, length - 1)]}
 
 
 def _rounding(device: str) -> Callable[[int], int]:
