@@ -27,7 +27,9 @@ from thunder_fsdp_sched.transforms import VerificationError, verify_memory
 from thunder_fsdp_sched.transports import TRANSPORTS
 
 import pytest
+import thunder
 import torch
+import torch.distributed as dist
 from memory_count import compare, count_on_fake_ranks
 from models import CASES, GPT, Stack
 from thunder.core import devices, dtypes, prims
@@ -290,6 +292,26 @@ def test_a_fusion_allocates_at_most_what_it_computes_inside() -> None:
     fusion = Symbol("fusion0", lambda a: None, is_fusion=True).bind(a, output=d, subsymbols=tuple(trace.bound_symbols))
     [unknown] = unknown_memory([fusion], {}, lambda bsym: 5, "cpu")
     assert (unknown.name, unknown.nbytes, unknown.positions) == ("fusion0", 2 * 32, (5,))
+
+
+def test_the_copies_of_gloo_are_bounded_by_transport() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = {}
+        for transport in ("flat", "all_to_all", "all_reduce"):
+            transform = fsdp(transport=transport, bucketing_strategy=1 << 20)
+            model = Stack(1)
+            (x,) = model.inputs(torch.Generator().manual_seed(0))
+            thunder.jit(model, transforms=[transform])(x.float())
+            [unknown] = [u for u in transform.compiled[-1].memory.unknowns if "fsdp_all_gather" in u.reason]
+            [reduction] = [u for u in transform.compiled[-1].memory.unknowns if "fsdp_reduce_scatter" in u.reason]
+            [bucket] = transform.sharded.buckets
+            assert unknown.name == reduction.name == "gloo" and len(bucket.spec.layout.segments) == 1
+            whole = bucket.spec.unsharded_bytes
+            found[transport] = tuple((u.nbytes - 128 * 1024) / whole for u in (unknown, reduction))
+    finally:
+        dist.destroy_process_group()
+    assert found == {"flat": (2, 2), "all_to_all": (2, 0), "all_reduce": (1, 2)}
 
 
 def test_waste_is_what_slots_hold_without_a_later_use(compiled: CompiledTraces) -> None:
