@@ -29,6 +29,7 @@ def fsdp(
     max_memory: int | str | None = None,
     max_unsharded_bytes: int | str | None = None,
     release: Literal["never", "step", "bucket"] = "never",
+    reshard_after_backward: bool = False,
     max_gathers_in_flight: int | None = None,
     cluster: ClusterSpec | str | None = None,
     schedule: str | Path | StepSchedule | None = None,
@@ -98,6 +99,10 @@ def fsdp(
             allocates memory, and backward gathers also the buckets that ZeRO-3 would find resident from forward. The
             trace shows each release. A forward without gradients frees everything at its end, too. Not for several
             forwards before their backwards or ``retain_graph=True`` with ``"zero2"``: backward then raises an error.
+        reshard_after_backward: whether each micro-batch of an accumulation window (``no_sync``) gathers again the
+            buckets that stay unsharded until backward. By default only the first one gathers them: later ones reuse what
+            is there, as long as no rank has changed a parameter or run something else with the model. ``True`` is needed
+            only if kernels of others change parameters within a window, which torch cannot see.
         max_gathers_in_flight: limit on the all-gathers that are issued and not waited for, whatever their size. A gather
             that ``prefetch`` would issue earlier is issued right after the wait that makes room for it, so with 1 a
             gather still overlaps the compute of the step before. Each trace is proved to keep the limit, also one with

@@ -45,6 +45,7 @@ from .transforms import (
     remove_cuts,
     replay_schedule,
     reuse_from_forward,
+    reuse_in_window,
     shard_prologue,
     sort_communication,
     sort_host_copies,
@@ -176,6 +177,8 @@ class Compilation:
         if release != "never":
             waits = trains and not backward
             passes.append(partial(release_slots, when=release, forward=forward, waits_for_backward=waits))
+        if trains and not backward and not self._options.reshard_after_backward:
+            passes.append(partial(reuse_in_window, no_sync=traces.no_sync))
         passes.append(partial(verify, forward=forward, max_gathers_in_flight=self._options.max_gathers_in_flight))
         sorted_trace = traces.run(passes, unsorted)
         schedule = read_schedule(sorted_trace)

@@ -299,6 +299,7 @@ class Options:
     max_memory: int | None = field(metadata=_by(_bytes("max_memory")))
     max_unsharded_bytes: int | None = field(metadata=_by(_bytes("max_unsharded_bytes")))
     release: Literal["never", "step", "bucket"] = field(metadata=_by(_release))
+    reshard_after_backward: bool = field(metadata=_by(_flag("reshard_after_backward")))
     max_gathers_in_flight: int | None = field(metadata=_by(_in_flight))
     cluster: ClusterSpec | None = field(metadata=_by(_cluster))
     schedule: tuple[StepSchedule, ...] | None = field(metadata=_by(_schedule))

@@ -37,11 +37,13 @@ from ..private_api import all_gather_on_host, timeout_of
 
 __all__ = ["TOKEN", "Channel", "ScheduleDisagreement", "Subject", "announce", "ranks_by_text"]
 
-TOKEN = struct.Struct("<7q")
+TOKEN = struct.Struct("<8q")
 """The format of a token: the action, the model, the program, the comparable computation, the state; then the inputs and
-the exact computation. The first five must be equal on all ranks, the last only on ranks with equal inputs."""
+the exact computation; then the offers. The first five must be equal on all ranks, the computation only on ranks with
+equal inputs. Offers are bits that may differ: what counts are those that all ranks have set."""
 
 _SAME_ON_ALL = 5
+_OFFERS = struct.Struct("<q")
 
 _PATIENCE = timedelta(seconds=5)
 """How long ranks that disagree wait for each other's descriptions."""
@@ -65,6 +67,9 @@ class Subject(Protocol):
 
     def cancel(self) -> None:
         """Record that the action will not be performed."""
+
+    def take(self, offers: int) -> None:
+        """Take the bits that all ranks have offered, once the round is settled."""
 
 
 class Channel:
@@ -155,6 +160,7 @@ class Channel:
         if self._received != self._sent * self.size and (mismatch := self._first_mismatch()) is not None:
             raise self._disagreement(subject, *mismatch)
         self.last = subject
+        subject.take(self._common_offers())
 
     def gather(self, value: Any) -> list[Any]:
         """Exchange a picklable object with every rank, after a round."""
@@ -241,6 +247,15 @@ class Channel:
             message += "\n" + _first_difference({rank: what[rank][1] for rank in (first, other)})
         return ScheduleDisagreement(message)
 
+    def _common_offers(self) -> int:
+        """Return the offers that the tokens of all ranks have in common."""
+        common = -1
+        for end in range(TOKEN.size, len(self._received) + 1, TOKEN.size):
+            common &= _OFFERS.unpack_from(self._received, end - _OFFERS.size)[0]
+            if not common:
+                break
+        return common
+
     def _first_mismatch(self) -> tuple[int, int] | None:
         """Return the global ranks of the first two tokens that do not match, if any."""
         first: dict[tuple[int, ...], int] = {}
@@ -248,7 +263,7 @@ class Channel:
         for number, token in enumerate(tokens):
             if token[:_SAME_ON_ALL] != tokens[0][:_SAME_ON_ALL]:
                 return self.group.global_ranks[0], self.group.global_ranks[number]
-            if token != tokens[like := first.setdefault(token[:-1], number)]:
+            if token[:-1] != tokens[like := first.setdefault(token[:-2], number)][:-1]:
                 return self.group.global_ranks[like], self.group.global_ranks[number]
         return None
 

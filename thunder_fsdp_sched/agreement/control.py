@@ -97,7 +97,7 @@ class Control:
         if self.channel is not None:
             excess = self.issue_counts.issued - self.issue_counts.expected
             call = _Call(" ".join((what, *details)), self.title, excess)
-            token = TOKEN.pack(number_of(what), self._number, number_of("\n".join(details)), 0, excess, 0, 0)
+            token = TOKEN.pack(number_of(what), self._number, number_of("\n".join(details)), 0, excess, 0, 0, 0)
             self.channel.post(token, call)
 
     def settle(self) -> None:
@@ -180,6 +180,9 @@ class Run:
         """Buckets whose unreduced gradients from ``no_sync`` the trace reduces if there are any."""
         self.guarded: list[weakref.ref[Bucket]] = []
         """Buckets that the trace gathers again if their private slots have been overwritten."""
+        self.reusing: list[weakref.ref[Bucket]] = []
+        """Buckets that the trace does not gather if an earlier micro-batch has, on all ranks; see :meth:`take`."""
+        self._offers = 0
         self._program = agreed.program
         compared = computation.digests if agreed.compares_computation else ("", "", "")
         self._computation = [number_of(digest) for digest in compared]
@@ -205,8 +208,9 @@ class Run:
             if bucket is not None and bucket.unreduced_grads()[0] is not None:
                 self._reduced |= self.control.is_on_all_ranks(bucket) << i % 60
                 self._begun += 2 if bucket.ranks.replicas is None else 4
+        self._offers = offers = self._offered()
         state = excess, self._reduced, again
-        token = self._token(hash(state)) if any(state) else self._usual
+        token = self._token(hash(state), offers) if offers or any(state) else self._usual
         assert self.control.channel is not None
         self.control.channel.post(token, self)
         issue_counts.expected += self._begun
@@ -226,9 +230,29 @@ class Run:
         self.control.issue_counts.expected -= self._begun
         self._begun = 0
 
-    def _token(self, state: int) -> bytes:
+    def _offered(self) -> int:
+        """Return a bit for each bucket that this rank could reuse; those that share a bit are reused together."""
+        offered, missing = 0, 0
+        for i, reference in enumerate(self.reusing):
+            bucket = reference()
+            if bucket is not None:
+                bucket.window.is_agreed = False
+                if bucket.offers_reuse() and self.control.is_on_all_ranks(bucket):
+                    offered |= 1 << i % _OFFERED_BITS
+                    continue
+            missing |= 1 << i % _OFFERED_BITS
+        return offered & ~missing
+
+    def take(self, offers: int) -> None:
+        """Let the buckets be reused that all ranks have offered."""
+        for i, reference in enumerate(self.reusing if self._offers else ()):
+            bucket = reference()
+            if bucket is not None:
+                bucket.window.is_agreed = bool(offers >> i % _OFFERED_BITS & 1)
+
+    def _token(self, state: int, offers: int = 0) -> bytes:
         comparable, inputs, exact = self._computation
-        return TOKEN.pack(_TRACE, self.control._number, self._program, comparable, state, inputs, exact)
+        return TOKEN.pack(_TRACE, self.control._number, self._program, comparable, state, inputs, exact, offers)
 
 
 class _Call:
@@ -246,6 +270,9 @@ class _Call:
     def cancel(self) -> None:
         pass
 
+    def take(self, offers: int) -> None:
+        pass
+
 
 def _after(excess: int) -> str:
     if not excess:
@@ -260,6 +287,8 @@ def number_of(text: str) -> int:
 
 
 _TRACE = number_of("trace")
+
+_OFFERED_BITS = 60
 
 _controls: weakref.WeakKeyDictionary[ProcessGroupRef, Control] = weakref.WeakKeyDictionary()
 

@@ -18,8 +18,9 @@ from .forward_numbers import is_backward_of
 from .memory import Arena, Slot, address, slot_bytes
 from .row_operators import RowDTensor
 from .rows import Rows
-from .shard_source import ShardSource, source_of
+from .shard_source import ShardSource, source_of, version_of
 from .views import shard_strides, shard_views, unsharded_views
+from .window import Window
 
 if TYPE_CHECKING:
     from ..distributed.process_groups import Ranks
@@ -82,6 +83,7 @@ class Bucket:
         self.gathered_in_forward: int | None = None
         """The ``forward_number`` of the last gather into the private slot; ``None`` until it is waited for, and as soon
         as backward writes a gradient there."""
+        self.window = Window()
         self._strided = shard_strides(spec, self.rank)
         self.all_gather_label = f"fsdp_all_gather({spec.name})"
         self.reduce_scatter_label = f"fsdp_reduce_scatter({spec.name})"
@@ -188,6 +190,18 @@ class Bucket:
         Another forward may have gathered other values since: swapping parameters through ``.data`` changes no version.
         """
         return self.gathered_in_forward is not None and is_backward_of(self.gathered_in_forward)
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Numbers that differ after each write to the shard that torch can see."""
+        return version_of(self)
+
+    def offers_reuse(self) -> bool:
+        """Return whether this rank could reuse what an earlier micro-batch has gathered into the private slot."""
+        window, slot = self.window, self.private_slot
+        if not window.is_open or slot is None or self.gathered_in_forward is None:
+            return False
+        return window.holds(slot.params.get(self), self.version)
 
     def sharded_grads(self, reduced: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the gradient of each shard, in dtype and on device of shards.

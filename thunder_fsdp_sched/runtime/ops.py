@@ -14,6 +14,7 @@ from .bucket import Bucket
 from .forward_numbers import forward_number
 from .memory import InFlight, Slot, address, failed
 from .row_dtensor import RowDTensor
+from .window import WINDOW_OPEN
 
 __all__ = [
     "accumulate_grads",
@@ -49,11 +50,15 @@ def all_gather(
     again: bool = False,
     followed_by: int | None = None,
     preceded_by: int | None = None,
+    window: str | None = None,
 ) -> InFlight:
     _check_shards(bucket, shards)
     arena, issue_counts = slot.arena, bucket.issue_counts
     issue_counts.issued += 1
     arena.acquire(slot)
+    if window is not None and _reuses(bucket, window):
+        issue_counts.issued += 1
+        return arena.track(InFlight(bucket, "all-gather", slot, ()))
     if arena.take_retained(bucket, slot, preceded_by):
         issue_counts.issued += 1
         return arena.track(InFlight(bucket, "all-gather", slot, ()))
@@ -62,6 +67,9 @@ def all_gather(
     unsharded = slot.params[bucket]
     if slot is bucket.private_slot:
         bucket.gathered_in_forward = None
+        bucket.window.end()
+        if window == WINDOW_OPEN:
+            bucket.window.begin(unsharded, bucket.version)
     sent = bucket.shard_to_send(again=again)
     try:
         with labelled(bucket.all_gather_label):
@@ -78,6 +86,20 @@ def all_gather(
     return flight
 
 
+def _reuses(bucket: Bucket, window: str) -> bool:
+    """Return whether all ranks still have what an earlier micro-batch has gathered."""
+    if not bucket.offers_reuse():
+        return False
+    bucket.issue_counts.settle()  # the offers of the other ranks
+    if not bucket.window.is_agreed:
+        return False
+    if window == WINDOW_OPEN:
+        bucket.window.is_agreed = False
+    else:
+        bucket.window.end()
+    return True
+
+
 def _interrupted(bucket: Bucket, what: str, slot: Slot, error: BaseException) -> None:
     # A transport that raises an Exception leaves nothing in flight; an interrupt may have come at any time.
     if not isinstance(error, Exception):
@@ -90,7 +112,7 @@ def wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = N
     slot.arena.finish(flight)
     if flight.sent is not None and bucket.spec.comm.offload and running_node_number() is not None:
         bucket.source.finish_copy()
-    if slot is bucket.private_slot:
+    if slot is bucket.private_slot and flight.sent is not None:
         bucket.gathered_in_forward = forward_number()
     return slot.params[bucket].tensors
 

@@ -32,6 +32,7 @@ from .symbols import (
     is_resident,
     payload,
     residency_marks,
+    window_of,
 )
 
 __all__ = ["CommOp", "Schedule", "StepSchedule", "load_schedules", "read_program", "read_schedule", "save_schedules"]
@@ -151,6 +152,7 @@ def read_program(trace: TraceCtx) -> list[Action]:
             group = group_of(kind, bucket)
             line = f"{kind} {bucket.spec.name} {nbytes} bytes {dtype} {bucket.spec.comm.transport}"
             line += "".join(f" {mark}={number}" for mark, number in residency_marks(bsym).items())
+            line += "" if (window := window_of(bsym)) is None else f" window={window}"
             actions.append(Action(line, group.name or group.description, tuple(group.global_ranks), False, len(issued)))
             issued[bsym.output.name] = actions[-1]
     return actions

@@ -10,7 +10,9 @@ Forward and backward traces contain for each bucket::
 A gather with ``again=True`` sends the same cast that its forward sent. A gather of forward has ``followed_by=3`` if
 three issues on its arena follow it and none of them touches its memory, so that the bucket is still resident at the end
 of forward. If backward gathers it into the same slot, and none of the ``preceded_by=2`` issues before that gather
-touches the slot, nothing is sent, unless something else was issued on the arena in between.
+touches the slot, nothing is sent, unless something else was issued on the arena in between. Nor is anything sent by a
+gather with ``window='open'`` or ``window='last'`` if an earlier micro-batch of its accumulation window has left the bucket
+in its private slot: see [Note: Gathered once in a window] in ``runtime.window``.
 
 Some gradients are written directly into the slot of the reduction: ``dw = fsdp_matmul_into(bucket_h_0, slot_1, 0, x,
 y)`` and ``fsdp_sum_into`` compute the gradient of parameter 0 of the bucket there. The reduction copies the others.
@@ -92,6 +94,7 @@ __all__ = [
     "group_of",
     "is_resident",
     "residency_marks",
+    "window_of",
     "payload",
     "issues_collective",
     "awaited_kind",
@@ -124,6 +127,7 @@ def _all_gather_meta(
     again: bool = False,
     followed_by: int | None = None,
     preceded_by: int | None = None,
+    window: str | None = None,
 ) -> FutureTensorProxy:
     return _future(bucket, bucket.spec.layout.unsharded_numel, bucket.spec.param_dtype)
 
@@ -278,6 +282,11 @@ def issues_collective(bsym: BoundSymbol) -> bool:
 def residency_marks(issue: BoundSymbol) -> dict[str, int]:
     """Return the marks of a gather that are set: ``followed_by`` and ``preceded_by``."""
     return {k: v for k in ("followed_by", "preceded_by") if (v := issue.kwargs.get(k)) is not None}
+
+
+def window_of(issue: BoundSymbol) -> str | None:
+    """Return how a gather takes part in an accumulation window: ``"open"``, ``"last"`` or ``None``."""
+    return issue.kwargs.get("window")
 
 
 def payload(kind: str, spec: BucketSpec) -> tuple[int, torch.dtype]:

@@ -20,6 +20,7 @@ from .regather_for_backward import refuse_redrawn_gradients, regather_for_backwa
 from .release_slots import release_slots
 from .replay_schedule import ScheduleMismatch, replay_schedule
 from .reuse_from_forward import mark_retained_by_forward, reuse_from_forward
+from .reuse_in_window import reuse_in_window
 from .shard_prologue import refuse_foreign_parameters, shard_prologue, unpacked_parameters
 from .sort_communication import sort_communication
 from .sort_host_copies import sort_host_copies
@@ -50,6 +51,7 @@ __all__ = [
     "remove_cuts",
     "replay_schedule",
     "reuse_from_forward",
+    "reuse_in_window",
     "shard_prologue",
     "share_written_in_place",
     "sort_communication",

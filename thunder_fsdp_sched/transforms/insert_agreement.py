@@ -15,7 +15,14 @@ from thunder.core.trace import TraceCtx, tracectx
 from ..agreement.control import Run
 from ..trace.inspection import AGREEMENT, with_bound_symbols
 from ..trace.operands import Wait, bucket_of
-from ..trace.symbols import WAITS, executor, fsdp_params_unchanged, fsdp_reduce_unreduced, issues_collective
+from ..trace.symbols import (
+    WAITS,
+    executor,
+    fsdp_params_unchanged,
+    fsdp_reduce_unreduced,
+    issues_collective,
+    window_of,
+)
 
 __all__ = ["fsdp_agree", "fsdp_agreed", "insert_agreement"]
 
@@ -62,6 +69,7 @@ def insert_agreement(trace: TraceCtx, *, run: Run, before_issue: bool) -> TraceC
     head = min(head if head is not None else end, end)
     run.left_over = [weakref.ref(bucket_of(b)) for b in bsyms if b.sym is fsdp_reduce_unreduced]
     run.guarded = [weakref.ref(bucket_of(b)) for b in bsyms if b.sym is fsdp_params_unchanged]
+    run.reusing = [weakref.ref(bucket_of(b)) for b in bsyms if window_of(b) is not None]
     with tracectx(trace):
         posts, settles = (symbol.bind(run, output=None) for symbol in (fsdp_agree, fsdp_agreed))
     bsyms[end:end] = [settles]

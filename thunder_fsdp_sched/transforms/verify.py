@@ -39,6 +39,7 @@ from ..trace.symbols import (
     fsdp_wait_params,
     is_resident,
     residency_marks,
+    window_of,
 )
 from .verify_host_copies import host_copy_faults
 
@@ -111,6 +112,7 @@ def verify(trace: TraceCtx, *, forward: TraceCtx | None = None, max_gathers_in_f
       of a backward frees no kept bucket, and no bucket that it leaves for backward.
     * A gather of backward that expects its bucket to be resident is right: nothing writes its memory later in forward
       (if ``forward`` is given) or earlier in backward, and both gathers state the correct number of issues.
+    * Only gathers of a forward with a backward, into private slots, take part in accumulation windows.
     * Every copy of an offloaded activation has exactly one wait, and until then nothing writes its source or reads its
       result. After the wait of a copy to host memory nothing reads the source. Only copies to the device read what is in
       host memory, and they return the shape, dtype and device of the value that forward copied.
@@ -400,6 +402,8 @@ class _Verifier:
         issues = [(i, b) for i, b in enumerate(self.trace.bound_symbols) if b.sym in kinds]
         for number, (position, bsym) in enumerate(issues):
             bucket, slot = bucket_of(bsym), Issue(bsym).slot
+            if window_of(bsym) is not None and not (slot is bucket.private_slot and has_backward(self.trace)):
+                self.fail(position, f"reuses {slot}, which does not keep bucket {bucket.spec.name!r} until backward")
             for mark, said in residency_marks(bsym).items():
                 others = issues[:number] if mark == "preceded_by" else issues[number + 1 :]
                 slots = [s for _, b in others if (s := Issue(b).slot).arena is slot.arena]

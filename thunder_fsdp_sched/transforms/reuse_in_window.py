@@ -1,0 +1,41 @@
+"""Mark the gathers that a later micro-batch of an accumulation window need not repeat."""
+
+from __future__ import annotations
+
+import time
+
+from thunder.core.trace import TraceCtx
+
+from ..runtime.window import WINDOW_LAST, WINDOW_OPEN
+from ..trace.inspection import has_backward, with_bound_symbols
+from ..trace.operands import Issue, bucket_of
+from ..trace.symbols import fsdp_all_gather
+
+__all__ = ["reuse_in_window"]
+
+
+def reuse_in_window(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
+    """Mark the gathers of a forward trace into private slots, which an earlier micro-batch may have filled.
+
+    Runs on the forward trace after ``assign_slots`` and before ``verify``. Does nothing if there is no backward, or no
+    bucket is kept (ZeRO-3). Before::
+
+        ft146 = fsdp_all_gather(bucket_blocks_0, own_blocks_0, t_blocks_0_weight)  # 16,384 bytes float32
+
+    After, under ``no_sync``; otherwise with ``window='last'``::
+
+        ft146 = fsdp_all_gather(bucket_blocks_0, own_blocks_0, t_blocks_0_weight, window='open')  # 16,384 bytes float32
+
+    See [Note: Gathered once in a window] in ``runtime.window``.
+
+    Args:
+        no_sync: whether the trace is compiled for ``no_sync``.
+    """
+    started = time.perf_counter()
+    bsyms = list(trace.bound_symbols)
+    mark = WINDOW_OPEN if no_sync else WINDOW_LAST
+    if has_backward(trace):
+        for position, bsym in enumerate(bsyms):
+            if bsym.sym is fsdp_all_gather and Issue(bsym).slot is bucket_of(bsym).private_slot:
+                bsyms[position] = bsym.from_bsym(kwargs=bsym.kwargs | {"window": mark})
+    return with_bound_symbols(trace, bsyms, "fsdp: reuse in an accumulation window", started)
