@@ -140,7 +140,8 @@ def _lasting(buckets: Iterable[Bucket]) -> Iterator[torch.Tensor | None]:
     for bucket in buckets:
         arenas: list[Arena] = [bucket.arena, *([bucket.private_slot.arena] if bucket.private_slot else [])]
         yield bucket.shard
-        yield bucket.unreduced
+        yield bucket.accumulation.unsharded
+        yield bucket.accumulation.sharded
         for arena in arenas:
             yield arena._memory
             for buffers in arena.scratch.values():
@@ -230,9 +231,10 @@ def count_on_fake_ranks(
         if window:
             with jitted.no_sync():
                 args = flat()
-                found["first of a window"] = count(transform.compiled[-1], args)
-                found["second of a window"] = count(transform.compiled[-1], args, True)
-            found["last of a window"] = count(reducing, flat(), True)
+                waiting = transform.compiled[-1]
+                found["first of a window"] = count(waiting, args)
+                found["second of a window"] = count(waiting, args, True)
+            found["last of a window"] = count(reducing, flat(), [waiting])
         micro_batches = []
         for other in others:
             with jitted.no_sync():

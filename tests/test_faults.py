@@ -76,7 +76,7 @@ def _train_until(
             model._lc_transforms[-1].sharded.buckets[1].shard_to_send = lambda **kwargs: stop()
         loss = model(x)
         if stops_here and stage == "backward":
-            model._lc_transforms[-1].sharded.buckets[1].unreduced_grads = lambda: stop()
+            model._lc_transforms[-1].sharded.buckets[1].accumulation.check_complete = lambda: stop()
         loss.backward()
         if stops_here and stage == "optimizer":
             optimizer.register_step_pre_hook(lambda *args: stop())

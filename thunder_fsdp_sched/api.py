@@ -30,6 +30,7 @@ def fsdp(
     max_unsharded_bytes: int | str | None = None,
     release: Literal["never", "step", "bucket"] = "never",
     reshard_after_backward: bool = False,
+    accumulate: Literal["unsharded", "sharded"] | None = None,
     max_gathers_in_flight: int | None = None,
     cluster: ClusterSpec | str | None = None,
     schedule: str | Path | StepSchedule | None = None,
@@ -103,6 +104,11 @@ def fsdp(
             buckets that stay unsharded until backward. By default only the first one gathers them: later ones reuse what
             is there, as long as no rank has changed a parameter or run something else with the model. ``True`` is needed
             only if kernels of others change parameters within a window, which torch cannot see.
+        accumulate: how gradients accumulate under ``no_sync``. ``"unsharded"``: whole, without communication; the backward
+            that ends the window reduces the sum, so the fewest bytes are sent. ``"sharded"``: each backward reduces its
+            own, and this rank's rows accumulate, which needs the least memory. Across replicas both are reduced once, at
+            the end. The default is ``"unsharded"``; with ``max_memory``, whichever of the two fits and is faster in the
+            simulator.
         max_gathers_in_flight: limit on the all-gathers that are issued and not waited for, whatever their size. A gather
             that ``prefetch`` would issue earlier is issued right after the wait that makes room for it, so with 1 a
             gather still overlaps the compute of the step before. Each trace is proved to keep the limit, also one with

@@ -270,6 +270,12 @@ def _release(when: Any) -> Literal["never", "step", "bucket"]:
     return when
 
 
+def _accumulate(how: Any) -> Literal["unsharded", "sharded"] | None:
+    if how not in (None, "unsharded", "sharded"):
+        raise ValueError(f"accumulate: expected 'unsharded', 'sharded' or None, got {how!r}")
+    return how
+
+
 def _by(
     check: Callable[[Any], Any], argument: str = "", *, label: str = "", is_compared: bool = True
 ) -> dict[str, Any]:
@@ -300,6 +306,7 @@ class Options:
     max_unsharded_bytes: int | None = field(metadata=_by(_bytes("max_unsharded_bytes")))
     release: Literal["never", "step", "bucket"] = field(metadata=_by(_release))
     reshard_after_backward: bool = field(metadata=_by(_flag("reshard_after_backward")))
+    accumulate: Literal["unsharded", "sharded"] | None = field(metadata=_by(_accumulate))
     max_gathers_in_flight: int | None = field(metadata=_by(_in_flight))
     cluster: ClusterSpec | None = field(metadata=_by(_cluster))
     schedule: tuple[StepSchedule, ...] | None = field(metadata=_by(_schedule))

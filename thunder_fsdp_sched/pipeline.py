@@ -16,8 +16,8 @@ from thunder.extend import Executor, FusionExecutor
 from .logs import log_pass
 from .runtime.bucket import Bucket
 from .simulator.autotune import Choice
-from .trace.communication_memory import buckets_with_gradients
 from .trace.descriptions import NO_CALL, Call
+from .trace.left_gradients import NOTHING_LEFT, LeftGradients, gradients_left
 from .trace.schedule import Schedule, StepSchedule
 from .trace.step_memory import StepMemory
 
@@ -91,13 +91,11 @@ class CompiledTraces:
                 casts of shards, receive buffers.
         """
         earlier = ([self] if accumulated else []) if isinstance(accumulated, bool) else accumulated
-        with_gradients = frozenset[Bucket]().union(*(one.buckets_with_gradients for one in earlier))
-        left = [bucket for bucket in self.buckets if bucket in with_gradients]
         return StepMemory.of(
             self.traces,
             self.buckets,
             device=device,
-            accumulated=left,
+            accumulated=NOTHING_LEFT.union(*(one.gradients_left for one in earlier)),
             others=[other.traces for other in others if other is not self],
         )
 
@@ -107,9 +105,9 @@ class CompiledTraces:
         return tuple(trace for trace in (self.forward, self.backward) if trace is not None)
 
     @property
-    def buckets_with_gradients(self) -> frozenset[Bucket]:
-        """The buckets to which backward gives gradients."""
-        return frozenset() if self.backward is None else buckets_with_gradients(self.backward.bound_symbols)
+    def gradients_left(self) -> LeftGradients:
+        """The gradients that backward leaves under ``no_sync``; or would leave unsharded, if it reduces them."""
+        return NOTHING_LEFT if self.backward is None else gradients_left(self.backward.bound_symbols)
 
     @property
     def schedule(self) -> StepSchedule:

@@ -25,7 +25,7 @@ from .tools.fake_ranks import Made, compile_as_rank
 from .trace.inspection import Aliases, args_of, outs_of, statement, statements
 from .trace.operands import Wait, bucket_of
 from .trace.schedule import StepSchedule, read_schedule
-from .trace.symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from .trace.symbols import GRAD_WAITS, fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_params
 from .transform import FSDPTransform, find_transform
 from .transforms.sort_communication import issue_points
 
@@ -51,7 +51,7 @@ __all__ = [
     "step_schedule",
 ]
 
-_COMMUNICATION = (fsdp_all_gather, fsdp_wait_params, fsdp_reduce_scatter, fsdp_all_reduce, fsdp_wait_grads)
+_COMMUNICATION = (fsdp_all_gather, fsdp_wait_params, fsdp_reduce_scatter, fsdp_all_reduce, *GRAD_WAITS)
 
 
 def compiled_traces(subject: Subject) -> CompiledTraces:
@@ -149,7 +149,7 @@ def reductions(trace: TraceCtx) -> list[Reduction]:
     """Return all reductions of the trace, in issue order."""
     bsyms = statements(trace)
     produced = {out: position for position, bsym in enumerate(bsyms) for out in outs_of(bsym)}
-    waits = {Wait(b).future.name: position for position, b in enumerate(bsyms) if b.sym is fsdp_wait_grads}
+    waits = {Wait(b).future.name: position for position, b in enumerate(bsyms) if b.sym in GRAD_WAITS}
     waits.update({Wait(b).future.name: waits[b.output.name] for b in bsyms if b.sym is fsdp_all_reduce})
     return [
         Reduction(

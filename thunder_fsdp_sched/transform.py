@@ -182,7 +182,13 @@ class FSDPTransform(Transform):
         """Return a new compilation, which the hooks that Thunder calls next go on with."""
         traces = CompiledTraces(no_sync, next(self._compilations), call, buckets=self.sharded.buckets)
         self._compilation = Compilation(
-            traces, self.sharded, self.options, self._fusions, self._stats, agrees=self._agrees
+            traces,
+            self.sharded,
+            self.options,
+            self._fusions,
+            self._stats,
+            compiled=self.compiled,
+            agrees=self._agrees,
         )
         return self._compilation
 

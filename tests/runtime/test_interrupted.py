@@ -229,7 +229,7 @@ def _fail_while_accumulating(rank: int, world_size: int) -> None:
             with context:
                 loss = twins.sharded(*twins.inputs(6)).square().sum()
                 failed = injector.fail(at, loss.backward)
-            if failed and any(bucket.is_accumulating for bucket in twins.transform.sharded.buckets):
+            if failed and any(bucket.accumulation.is_running for bucket in twins.transform.sharded.buckets):
                 with pytest.raises(
                     RuntimeError, match=r"failed after it had added gradients to bucket .*discard_unreduced"
                 ):

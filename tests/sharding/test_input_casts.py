@@ -208,7 +208,7 @@ def _accumulate(rank: int, world_size: int, reduce_dtype: torch.dtype | None) ->
     with sharded.no_sync():
         sharded(x.float()).sum().backward()
     expected = reduce_dtype or torch.bfloat16
-    assert all(bucket.unreduced.dtype is expected for bucket in ours.sharded.buckets)
+    assert all(bucket.accumulation.unsharded.dtype is expected for bucket in ours.sharded.buckets)
     sharded(x.float()).sum().backward()
     assert all(p.grad.dtype is torch.float32 for p in sharded.parameters())
     ops = [op for step in ours.schedules if step.backward for op in step.backward.of("fsdp_reduce_scatter")]

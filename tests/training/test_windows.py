@@ -9,21 +9,22 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import fsdp, full_state_dict, unsharded
+from thunder_fsdp_sched import discard_unreduced, fsdp, full_state_dict, unsharded
+from thunder_fsdp_sched.runtime.accumulation import Accumulation
 from thunder_fsdp_sched.runtime.bucket import Bucket
-from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, window_of
-from thunder_fsdp_sched.transforms import VerificationError, reuse_in_window, verify
 
 import pytest
 import thunder
 import torch
-from models import GPT, Stack
+import torch.distributed as dist
+from memory_count import compare, count_on_fake_ranks
+from models import GPT, Model, Stack
 from ranks import Ranks
-from reference import loss_of
+from reference import Twins, loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 WEIGHT = "blocks.0.up.weight"
 
@@ -128,7 +129,9 @@ def _change(model: Any, *, first_rank: int = 0, through: str = "parameter") -> N
     if torch.distributed.get_rank() < first_rank:
         return
     with torch.no_grad():
-        {"parameter": weight, "data": weight.data, "local": weight.to_local(), "detached": weight.detach()}[through].mul_(2)
+        {"parameter": weight, "data": weight.data, "local": weight.to_local(), "detached": weight.detach()}[
+            through
+        ].mul_(2)
 
 
 def _change_whole(model: Any) -> None:
@@ -157,7 +160,9 @@ def _disturb(rank: int, world_size: int) -> None:
     only = Counter([changed.spec.name])
     for through in ("parameter", "data", "local", "detached"):
         window(lambda: pair.on_each(partial(_change, through=through)), only)  # noqa: B023
-    window(lambda: pair.on_each(partial(_change, first_rank=1)), only)  # rank 0 has changed nothing, and gathers with it
+    window(
+        lambda: pair.on_each(partial(_change, first_rank=1)), only
+    )  # rank 0 has changed nothing, and gathers with it
     window(lambda: pair.on_each(_change_whole), only)
     window(lambda: _evaluate(pair), each)
     window(lambda: pair.optimizers[0].step(), each)  # without gradients, but nobody looks at what it does
@@ -201,3 +206,167 @@ def _fail(rank: int, world_size: int) -> None:
 
 def test_a_window_goes_on_after_an_exception_in_forward(ranks: Ranks) -> None:
     ranks.run(_fail)
+
+
+#
+# Gradients reduced in each micro-batch
+#
+
+
+class _Halves(Model):
+    """A model that uses one of two blocks, depending on a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
+        x = self.blocks[0](x) * self.scale if first else self.blocks[1](x)
+        return x.tanh()
+
+
+def _micro_batches(
+    rank: int, make: Callable[[], nn.Module], windows: list[list[tuple[Any, ...]]], *, no_sync: bool, **options: Any
+) -> tuple[list[torch.Tensor], Any]:
+    """Train on windows of micro-batches. Return all gradients and the transform."""
+    torch.manual_seed(0)
+    transform = fsdp(**options)
+    model = thunder.jit(make(), transforms=[transform])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for number, window in enumerate(windows):
+        for step, extra in enumerate(window):
+            x = torch.randn(3, 8, generator=torch.Generator().manual_seed(100 * number + 10 * step + rank)).double()
+            last = step == len(window) - 1
+            with model.no_sync() if no_sync and not last else contextlib.nullcontext():
+                loss_of(model(x, *extra)).backward()
+        found += [None if p.grad is None else p.grad.to_local().clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, transform
+
+
+def _reduce_each_time(rank: int, world_size: int) -> None:
+    for strategy in ("zero2", "zero3"):
+        options = {"sharding_strategy": strategy, "transport": "flat"}
+        make = lambda: Stack(2, width=8).double()  # noqa: E731
+        windows: list[list[tuple[Any, ...]]] = [[()] * 3, [()] * 3]
+        expected, _ = _micro_batches(rank, make, windows, no_sync=False, **options)
+        found, transform = _micro_batches(rank, make, windows, no_sync=True, accumulate="sharded", **options)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        [waiting] = [c for c in transform.compiled if c.no_sync]
+        assert len(waiting.backward_schedule.of("fsdp_reduce_scatter")) == len(transform.plan)
+        assert not waiting.backward_schedule.of("fsdp_accumulate_grads")
+
+        # Micro-batches that use different parameters: the last one has no gradient of some of them.
+        make = lambda: _Halves().double()  # noqa: E731
+        for bucketing in ("block", "none", 1 << 20):
+            options = {"sharding_strategy": strategy, "bucketing_strategy": bucketing, "transport": "flat"}
+            windows = [[(True,), (False,), (True,)], [(True,), (True,), (False,)], [(False,), (True,)]]
+            expected, _ = _micro_batches(rank, make, windows, no_sync=False, **options)
+            found, _ = _micro_batches(rank, make, windows, no_sync=True, accumulate="sharded", **options)
+            for ours, theirs in zip(found, expected, strict=True):
+                assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
+
+
+def test_reducing_in_each_micro_batch_gives_the_bits_of_training_without_no_sync(ranks: Ranks) -> None:
+    ranks.run(_reduce_each_time)
+
+
+def _reduce_across_replicas_once(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    calls: list[str] = []
+    twins = Twins(
+        rank,
+        world_size,
+        Stack(1).double(),
+        mesh=mesh,
+        accumulate="sharded",
+        gradient_divide_factor=8.0,
+        all_reduce_hook=lambda name, grads: calls.append(name),
+    )
+    for window in range(2):
+        with twins.sharded.no_sync():
+            twins.backward(3 * window)
+            twins.backward(3 * window + 1)
+        assert not calls
+        twins.backward(3 * window + 2)
+        assert sorted(calls) == sorted(bucket.spec.name for bucket in twins.transform.sharded.buckets)
+        calls.clear()
+        for param in twins.sharded.parameters():
+            param.grad.mul_(2)  # by 8 instead of 4 ranks
+        twins.update()
+    [waiting] = [c for c in twins.transform.compiled if c.no_sync]
+    assert waiting.backward_schedule.of("fsdp_reduce_scatter")
+    assert not waiting.backward_schedule.of("fsdp_all_reduce")
+
+
+def test_a_window_reduces_across_replicas_once(four_ranks: Ranks) -> None:
+    four_ranks.run(_reduce_across_replicas_once)
+
+
+def _fail_between(rank: int, world_size: int) -> None:
+    twins = Twins(rank, world_size, Stack(1).double(), accumulate="sharded")
+    with twins.sharded.no_sync():
+        twins.backward(0)
+        loss = loss_of(twins.sharded(*twins.inputs(1)))
+        calls = iter([None])
+        real = Accumulation.add_reduced
+        fail = mock.patch.object(Accumulation, "add_reduced", lambda *args: (next(calls), real(*args)))
+        with fail, pytest.raises(StopIteration):  # in the second bucket
+            loss.backward()
+        with pytest.raises(RuntimeError, match="a backward under no_sync failed after it had added gradients"):
+            twins.backward(1)
+    discard_unreduced(twins.sharded)
+    twins.reference.zero_grad()
+    with twins.sharded.no_sync():
+        twins.backward(2)
+    twins.backward(3)
+    twins.update()
+
+
+def test_a_backward_that_fails_after_reducing_some_gradients_spoils_the_sum(ranks: Ranks) -> None:
+    ranks.run(_fail_between)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_memory_of_reduced_gradients_is_counted_at_every_position(strategy: str) -> None:
+    ask = partial(fsdp, accumulate="sharded", sharding_strategy=strategy)
+    steps = count_on_fake_ranks(Stack(2).double(), ask, window=True)
+    assert steps
+    for name, (compiled, memory, tracker) in steps.items():
+        assert not (count := compare(memory, compiled, tracker)).wrong, f"{name}\n{count}"
+
+
+@pytest.fixture
+def fake_rank() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_memory_limit_that_only_reduced_gradients_keep_makes_each_micro_batch_reduce(fake_rank: None) -> None:
+    def window(**options: Any) -> Any:
+        torch.manual_seed(0)
+        transform = fsdp(cluster="cpu-2core", **options)
+        model = thunder.jit(Stack(4, width=64), transforms=[transform])
+        x = torch.randn(2, 64)
+        with model.no_sync():
+            model(x).sum().backward()
+        model(x).sum().backward()
+        return transform.compiled
+
+    def peak(first: Any, last: Any) -> int:
+        steps = [one.predict_memory(accumulated=[first], others=[first, last]) for one in (first, last)]
+        return max(memory.peak.nbytes for memory in steps)
+
+    most, least = peak(*window()), peak(*window(accumulate="sharded"))
+    assert least < 0.9 * most
+    first, last = window(max_memory=most)
+    assert first.backward_schedule.of("fsdp_accumulate_grads")
+    first, last = window(max_memory=least)
+    assert not first.backward_schedule.of("fsdp_accumulate_grads") and first.backward_schedule.of("fsdp_reduce_scatter")
+    assert peak(first, last) <= least
+    with pytest.raises(ValueError, match=r"max_memory: .* bytes are too few"):
+        window(max_memory=least, accumulate="unsharded")

@@ -205,9 +205,14 @@ class Run:
                 self._begun += 2
         for i, reference in enumerate(self.left_over):
             bucket = reference()
-            if bucket is not None and bucket.unreduced_grads()[0] is not None:
-                self._reduced |= self.control.is_on_all_ranks(bucket) << i % 60
-                self._begun += 2 if bucket.ranks.replicas is None else 4
+            if bucket is None:
+                continue
+            bucket.accumulation.check_complete()
+            if bucket.accumulation.is_empty:
+                continue
+            collectives = (bucket.accumulation.unsharded is not None) + (bucket.ranks.replicas is not None)
+            self._reduced |= (self.control.is_on_all_ranks(bucket) and collectives > 0) << i % 60
+            self._begun += 2 * collectives
         self._offers = offers = self._offered()
         state = excess, self._reduced, again
         token = self._token(hash(state), offers) if offers or any(state) else self._usual

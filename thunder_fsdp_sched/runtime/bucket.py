@@ -1,4 +1,4 @@
-"""A bucket at run time: its shard, its parameters, and the gradients of ``no_sync``.
+"""A bucket at run time: its shard, its parameters, and what it has gathered.
 
 See [Note: Who may overwrite what] and [Note: What an exception leaves] in ``memory``.
 """
@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..transports.base import Transport, Views, Work
+from .accumulation import Accumulation
 from .coordination import Coordinator, IssueCounts
 from .forward_numbers import is_backward_of
 from .memory import Arena, Slot, address, slot_bytes
 from .row_operators import RowDTensor
 from .rows import Rows
 from .shard_source import ShardSource, source_of, version_of
-from .views import shard_strides, shard_views, unsharded_views
+from .views import shard_strides, shard_views
 from .window import Window
 
 if TYPE_CHECKING:
@@ -107,15 +108,7 @@ class Bucket:
         """The user's function that is called with the name and the flat reduced gradients of the bucket."""
         self.control: Coordinator | None = None
         """How the model agrees with the other ranks on what runs next."""
-        self.unreduced: torch.Tensor | None = None
-        """Flat unsharded gradients that ``no_sync`` backwards have accumulated and no backward has reduced yet."""
-        self.unreduced_params: set[int] = set()
-        self.is_accumulating = False
-        """Whether a ``no_sync`` backward has added gradients to :attr:`unreduced` and has not run to its end."""
-        self.is_first_accumulation = False
-        """Whether :attr:`unreduced` then holds only gradients of that backward."""
-        self.deferred_grads: dict[int, torch.Tensor] = {}
-        """Sharded gradients of parameters that only earlier ``no_sync`` backwards had; added at the end of backward."""
+        self.accumulation = Accumulation(spec)
         self.source = source_of(self)
         self.aliases: dict[Any, Bucket] = {}
         """Aliases of this bucket, gathered in another way; see the module ``aliases``."""
@@ -191,17 +184,16 @@ class Bucket:
         """
         return self.gathered_in_forward is not None and is_backward_of(self.gathered_in_forward)
 
-    @property
-    def version(self) -> tuple[int, ...]:
-        """Numbers that differ after each write to the shard that torch can see."""
-        return version_of(self)
+    def state_of(self, slot: Slot) -> tuple[int, ...]:
+        """Return numbers that change when the memory of ``slot`` is freed, or with a write to the shard that torch sees."""
+        return (slot.arena.times_released, *version_of(self))
 
     def offers_reuse(self) -> bool:
         """Return whether this rank could reuse what an earlier micro-batch has gathered into the private slot."""
         window, slot = self.window, self.private_slot
         if not window.is_open or slot is None or self.gathered_in_forward is None:
             return False
-        return window.holds(slot.params.get(self), self.version)
+        return window.holds(self.state_of(slot))
 
     def sharded_grads(self, reduced: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the gradient of each shard, in dtype and on device of shards.
@@ -246,21 +238,6 @@ class Bucket:
             if s.shard_numel
         ]
 
-    def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add unsharded gradients, one per parameter or ``None``, to :attr:`unreduced`."""
-        self._check_sum_complete()
-        self.is_first_accumulation = self.unreduced is None
-        if self.unreduced is None:
-            self.unreduced = torch.zeros(
-                self.spec.layout.unsharded_numel, dtype=self.spec.reduce_dtype, device=self.spec.device
-            )
-        self.is_accumulating = True
-        for index, view in enumerate(unsharded_views(self.spec, self.unreduced)):
-            grad = grads[index]
-            if grad is not None:
-                view.add_(grad if grad.shape == view.shape else self.sum_to_param(index, grad))
-                self.unreduced_params.add(index)
-
     def sum_to_param(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """Sum a broadcast unsharded gradient to the shape of its parameter, as autograd does for the unsharded model.
 
@@ -278,35 +255,6 @@ class Bucket:
                 f"the gradient of parameter {param.name!r} has shape {tuple(grad.shape)}, which cannot be summed to the "
                 f"parameter's, {param.shape}"
             ) from error
-
-    def unreduced_grads(self) -> tuple[torch.Tensor | None, set[int]]:
-        """Return :attr:`unreduced` and the indices of the parameters whose gradients it holds.
-
-        Raises:
-            RuntimeError: a backward under ``no_sync`` failed after adding some of its gradients.
-        """
-        self._check_sum_complete()
-        return self.unreduced, self.unreduced_params
-
-    def flush_unreduced(self) -> None:
-        """Drop :attr:`unreduced`, after adding to ``.grad`` the gradients that backward cannot return."""
-        for index, grad in self.deferred_grads.items():
-            self.add_to_grad(index, grad)
-        self.discard_unreduced()
-
-    def discard_unreduced(self) -> None:
-        """Drop :attr:`unreduced`."""
-        self.unreduced, self.unreduced_params, self.deferred_grads, self.is_accumulating = None, set(), {}, False
-
-    def _check_sum_complete(self) -> None:
-        if self.is_accumulating and self.is_first_accumulation:  # it holds only gradients of the failed backward
-            self.discard_unreduced()
-        elif self.is_accumulating:
-            raise RuntimeError(
-                f"a backward under no_sync failed after it had added gradients to bucket {self.spec.name!r}, so the sum "
-                f"includes part of a backward. Call thunder_fsdp_sched.discard_unreduced(model) and repeat the "
-                f"accumulation from its first batch"
-            )
 
     def add_to_grad(self, index: int, grad: torch.Tensor) -> None:
         """Add a sharded gradient to ``.grad`` as autograd does."""

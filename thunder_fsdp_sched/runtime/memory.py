@@ -37,7 +37,7 @@ interrupted, it is unknown what is in flight, so every later use of that memory 
 *Resident buckets* are reused only by the backward of the forward that left them, and only if no other issue has used
 the arena since. An aborted run in between rules that out, no matter how far it got.
 
-*Gradients of* ``no_sync`` stay in ``Bucket.unreduced`` until the backward that reduces them has run to its end, where
+*Gradients of* ``no_sync`` stay in ``Bucket.accumulation`` until the backward that reduces them has run to its end, where
 ``fsdp_backward_done`` drops them. A ``no_sync`` backward that fails after adding some of its gradients leaves a sum
 that cannot be repaired: every later backward raises an error until ``discard_unreduced`` is called.
 """
@@ -136,9 +136,9 @@ class InFlight(NamedTuple):
     """A collective that was issued and not yet waited for.
 
     ``slot`` is the memory that it writes (parameters) or reads (gradients); nothing else may touch it until the wait.
-    ``output`` is the flat sharded gradient of a reduction, ``None`` for a gather. ``only_unreduced`` are the indices of
-    parameters that have a gradient from an earlier ``no_sync`` backward but none from this one. ``works`` finish in any
-    order. ``sent`` is the tensor that a gather reads; this reference keeps the copy of an offloaded shard alive.
+    ``output`` is the flat sharded gradient of a reduction, ``None`` for a gather. ``missing`` are the indices of parameters
+    that have no gradient in this backward. ``works`` finish in any order. ``sent`` is the tensor that a gather reads; this
+    reference keeps the copy of an offloaded shard alive. A gather that reuses what is there has none.
     """
 
     bucket: SlottedBucket
@@ -146,7 +146,7 @@ class InFlight(NamedTuple):
     slot: Slot | None
     works: Sequence[Work]
     output: torch.Tensor | None = None
-    only_unreduced: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
     sent: torch.Tensor | None = None
 
     def wait(self) -> None:
@@ -184,6 +184,7 @@ class Arena:
     Attributes:
         scratch: idle temporary memory of transports, keyed by dtype and number of elements. The arenas of slots that
             belong to one bucket have that of the shared arena, so whichever is freed, no idle memory stays.
+        times_released: how often its memory has been released.
     """
 
     def __init__(
@@ -197,6 +198,7 @@ class Arena:
         self.scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]] = (
             defaultdict(list) if scratch is None else scratch
         )
+        self.times_released = 0
         self._was_freed = False
         self._allocated_in = 0  # a `forward_number`, kept only once the memory was freed
         self._memory: torch.Tensor | None = None
@@ -229,6 +231,7 @@ class Arena:
     def release(self) -> None:
         """Drop the arena's references to its memory, which slots would keep alive; the last view frees it."""
         self._memory = None
+        self.times_released += 1
         self._retained.clear()
         for slot in self._slots.values():
             slot.params.clear()

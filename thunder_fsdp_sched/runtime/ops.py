@@ -18,6 +18,7 @@ from .window import WINDOW_OPEN
 
 __all__ = [
     "accumulate_grads",
+    "accumulate_reduced",
     "all_gather",
     "all_reduce",
     "backward_done",
@@ -69,7 +70,7 @@ def all_gather(
         bucket.gathered_in_forward = None
         bucket.window.end()
         if window == WINDOW_OPEN:
-            bucket.window.begin(unsharded, bucket.version)
+            bucket.window.begin(bucket.state_of(slot))
     sent = bucket.shard_to_send(again=again)
     try:
         with labelled(bucket.all_gather_label):
@@ -143,7 +144,7 @@ def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> I
     if slot is bucket.private_slot:
         bucket.gathered_in_forward = None
     unsharded = slot.grads[bucket]
-    unreduced, unreduced_params = bucket.unreduced_grads()
+    bucket.accumulation.check_complete()
     # All but those that their producer wrote in place: these are the view itself.
     copied = [
         (v, g if g.shape == v.shape else bucket.sum_to_param(i, g))
@@ -152,19 +153,18 @@ def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> I
     ]
     if copied:
         torch._foreach_copy_([v for v, _ in copied], [g for _, g in copied])  # one kernel on a GPU
-    if unreduced is not None:
-        for view, grad in zip(unsharded.tensors, grads, strict=True):
-            if grad is None:
-                view.zero_()
-        unsharded.flat.add_(unreduced)
+    missing = tuple(i for i, grad in enumerate(grads) if grad is None)
+    for index in missing:  # other micro-batches may have gradients there
+        unsharded.tensors[index].zero_()
+    if (accumulated := bucket.accumulation.unsharded) is not None:
+        unsharded.flat.add_(accumulated)
     bucket.issue_counts.issued += 1
     # Autograd keeps the sharded gradients as `.grad` without a copy and adds to them, so this must be new memory.
     shard = torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.spec.device)
     try:
         with labelled(bucket.reduce_scatter_label):
             works = bucket.transport.reduce_scatter(bucket, unsharded, shard)
-        only_unreduced = tuple(i for i in unreduced_params if grads[i] is None)
-        arena.track(flight := InFlight(bucket, "reduce-scatter", slot, works, shard, only_unreduced))
+        arena.track(flight := InFlight(bucket, "reduce-scatter", slot, works, shard, missing))
     except RuntimeError as error:
         raise failed(bucket, "reduce-scatter", error) from error
     except BaseException as error:
@@ -177,7 +177,8 @@ def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> I
 def all_reduce(bucket: Bucket, flight: InFlight) -> InFlight:
     assert flight.slot is not None and flight.output is not None
     flight.slot.arena.finish(flight)
-    return flight._replace(what="all-reduce", slot=None, works=[_average_replicas(bucket, flight.output)])
+    output = bucket.accumulation.with_reduced(flight.output)
+    return flight._replace(what="all-reduce", slot=None, works=[_average_replicas(bucket, output)])
 
 
 def _average_replicas(bucket: Bucket, shard: torch.Tensor) -> torch.distributed.Work:
@@ -195,18 +196,32 @@ def _average_replicas(bucket: Bucket, shard: torch.Tensor) -> torch.distributed.
 
 
 def wait_grads(bucket: Bucket, flight: InFlight, *, hook: str | None = None) -> tuple[torch.Tensor, ...]:
+    assert flight.output is not None
     if flight.slot is None:
         flight.wait()
     else:
         flight.slot.arena.finish(flight)
-    assert flight.output is not None
+        bucket.accumulation.with_reduced(flight.output)
     grads = bucket.sharded_grads(flight.output)
-    bucket.deferred_grads = {index: grads[index] for index in flight.only_unreduced} if flight.only_unreduced else {}
+    accumulated = bucket.accumulation.params.intersection(flight.missing)
+    bucket.accumulation.deferred = {index: grads[index] for index in accumulated}
     return grads
 
 
 def accumulate_grads(bucket: Bucket, *grads: torch.Tensor | None) -> None:
-    bucket.accumulate(grads)
+    shapes = [param.shape for param in bucket.spec.params]
+    bucket.accumulation.add(
+        (i, grad if grad.shape == shapes[i] else bucket.sum_to_param(i, grad))
+        for i, grad in enumerate(grads)
+        if grad is not None
+    )
+
+
+def accumulate_reduced(bucket: Bucket, flight: InFlight) -> None:
+    assert flight.slot is not None and flight.output is not None
+    flight.slot.arena.finish(flight)
+    given = set(range(len(bucket.spec.params))).difference(flight.missing)
+    bucket.accumulation.add_reduced(flight.output, given)
 
 
 def check_no_sync(module: Any, no_sync: bool) -> None:
@@ -215,10 +230,24 @@ def check_no_sync(module: Any, no_sync: bool) -> None:
 
 
 def reduce_unreduced(bucket: Bucket, *, hook: str | None = None) -> None:
-    unreduced, unreduced_params = bucket.unreduced_grads()
-    if unreduced is None:
+    accumulation = bucket.accumulation
+    accumulation.check_complete()
+    if accumulation.is_empty:
         return
-    unreduced = unreduced.clone()  # a transport may write to it, and if this backward fails it is still needed
+    if accumulation.unsharded is not None:
+        shard = accumulation.with_reduced(_reduced(bucket, accumulation.unsharded))
+    else:
+        assert accumulation.sharded is not None
+        shard = accumulation.sharded.clone()  # if this backward fails it is still needed
+    if bucket.ranks.replicas is not None:
+        InFlight(bucket, "all-reduce", None, [_average_replicas(bucket, shard)]).wait()
+    grads = bucket.sharded_grads(shard)
+    accumulation.deferred = {index: grads[index] for index in accumulation.params}
+
+
+def _reduced(bucket: Bucket, unsharded: torch.Tensor) -> torch.Tensor:
+    """Reduce accumulated gradients, wait, and return this rank's flat rows."""
+    unreduced = unsharded.clone()  # a transport may write to it, and if this backward fails it is still needed
     spec = bucket.spec
     shard = torch.empty(bucket.shard.numel(), dtype=spec.reduce_dtype, device=spec.device)
     staging = torch.empty(spec.sent_numel, dtype=shard.dtype, device=shard.device) if spec.comm.staging else None
@@ -231,18 +260,15 @@ def reduce_unreduced(bucket: Bucket, *, hook: str | None = None) -> None:
         raise failed(bucket, "reduce-scatter", error) from error
     bucket.issue_counts.issued += 1
     InFlight(bucket, "reduce-scatter", None, works).wait()
-    if bucket.ranks.replicas is not None:
-        InFlight(bucket, "all-reduce", None, [_average_replicas(bucket, shard)]).wait()
-    grads = bucket.sharded_grads(shard)
-    bucket.deferred_grads = {index: grads[index] for index in unreduced_params}
+    return shard
 
 
 def backward_done(no_sync: bool, *buckets: Bucket) -> None:
     for bucket in buckets:
         if no_sync:
-            bucket.is_accumulating = False
-        elif bucket.unreduced is not None:
-            bucket.flush_unreduced()
+            bucket.accumulation.is_running = False
+        elif not bucket.accumulation.is_empty:
+            bucket.accumulation.flush(bucket.add_to_grad)
 
 
 def params_unchanged(bucket: Bucket, *shards: RowDTensor | None) -> None:

@@ -19,8 +19,6 @@ micro-batches, too: its private slot belongs to no other bucket. So the forward 
 
 from __future__ import annotations
 
-from ..transports.base import Views
-
 __all__ = ["WINDOW_LAST", "WINDOW_OPEN", "Window"]
 
 WINDOW_OPEN = "open"
@@ -37,26 +35,29 @@ class Window:
         is_agreed: whether all ranks have offered the bucket in the latest round of agreement.
     """
 
-    __slots__ = ("_values", "_version", "is_agreed")
+    __slots__ = ("_state", "is_agreed")
 
     def __init__(self) -> None:
-        self._values: Views | None = None
-        self._version: tuple[int, ...] = ()
+        self._state: tuple[int, ...] | None = None
         self.is_agreed = False
 
-    def begin(self, values: Views, version: tuple[int, ...]) -> None:
-        """Let later micro-batches reuse ``values``, gathered from shards of this version, once they have been waited for."""
-        self._values, self._version = values, version
+    def begin(self, state: tuple[int, ...]) -> None:
+        """Let later micro-batches reuse what a gather has put into the slot, once it has been waited for.
+
+        Args:
+            state: numbers that change when the slot's memory or the shards do.
+        """
+        self._state = state
 
     def end(self) -> None:
         """Let nobody reuse what is in the slot."""
-        self._values, self.is_agreed = None, False
+        self._state, self.is_agreed = None, False
 
     @property
     def is_open(self) -> bool:
-        """Whether a later micro-batch may reuse the values, if neither they nor the shards have changed."""
-        return self._values is not None
+        """Whether a later micro-batch may reuse what is in the slot, if the state has not changed."""
+        return self._state is not None
 
-    def holds(self, values: Views | None, version: tuple[int, ...]) -> bool:
-        """Return whether these are the values to reuse, and shards of this version have them."""
-        return self._values is not None and self._values is values and self._version == version
+    def holds(self, state: tuple[int, ...]) -> bool:
+        """Return whether the state has not changed."""
+        return self._state == state

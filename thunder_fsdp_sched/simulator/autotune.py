@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
+from ..trace.left_gradients import NOTHING_LEFT, LeftGradients
 from ..trace.symbols import fsdp_all_gather
 from .activation_plan import ActivationPlan
 from .candidate_traces import CandidateStep, CandidateTraces
@@ -115,6 +116,7 @@ def choose(
     may_keep: bool,
     limits: Limits,
     buckets: Sequence[Bucket] = (),
+    left: LeftGradients = NOTHING_LEFT,
 ) -> Choice:
     """Search for the shortest simulated step within the limits.
 
@@ -126,11 +128,12 @@ def choose(
         may_keep: whether more buckets may be kept.
         limits: those on memory and on gathers in flight.
         buckets: all buckets of the module, whose shards count as memory of the step.
+        left: the gradients that earlier micro-batches under ``no_sync`` have left, which count as well.
 
     Raises:
         MemoryLimitError, ValueError: nothing fits; the message has the bytes of the smallest candidate.
     """
-    search = _Search(joint, cost, frozenset(kept), limits, buckets)
+    search = _Search(joint, cost, frozenset(kept), limits, buckets, left)
     distances = [prefetch] if prefetch is not None else _distances(search.gathers, limits)
     _try_distances(search, distances)
     if not search.candidates:
@@ -214,12 +217,18 @@ class _Search:
     """
 
     def __init__(
-        self, joint: TraceCtx, cost: CostModel, kept: frozenset[Bucket], limits: Limits, buckets: Sequence[Bucket]
+        self,
+        joint: TraceCtx,
+        cost: CostModel,
+        kept: frozenset[Bucket],
+        limits: Limits,
+        buckets: Sequence[Bucket],
+        left: LeftGradients,
     ) -> None:
         self.limits = limits
         self.gathers = sum(b.sym is fsdp_all_gather for b in joint.bound_symbols)
         self.candidates: dict[tuple[int, int], Candidate] = {}
-        self._traces = CandidateTraces(joint, cost, kept, limits, buckets)
+        self._traces = CandidateTraces(joint, cost, kept, limits, buckets, left)
         self._planned: dict[tuple[int, int], CandidateStep] = {}
 
     @property

@@ -11,6 +11,7 @@ from thunder.core.trace import TraceCtx, from_trace
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena
 from ..trace.inspection import split_joint
+from ..trace.left_gradients import LeftGradients
 from ..trace.operands import bucket_of
 from ..trace.step_memory import StepMemory
 from ..trace.symbols import fsdp_all_gather
@@ -70,12 +71,20 @@ class CandidateTraces:
         kept: buckets that stay unsharded in any case.
         limits: the memory of a step is predicted only if it is limited.
         buckets: all buckets of the module, whose shards count as memory of the step.
+        left: the gradients that earlier micro-batches under ``no_sync`` have left.
     """
 
     def __init__(
-        self, joint: TraceCtx, cost: CostModel, kept: frozenset[Bucket], limits: Limits, buckets: Sequence[Bucket]
+        self,
+        joint: TraceCtx,
+        cost: CostModel,
+        kept: frozenset[Bucket],
+        limits: Limits,
+        buckets: Sequence[Bucket],
+        left: LeftGradients,
     ) -> None:
         self.joint = joint
+        self._left = left
         self.cost = cost
         self.limits = limits
         self._always_kept = kept
@@ -134,7 +143,7 @@ class CandidateTraces:
         changes = (activations.recomputed, activations.offloaded) if activations else (frozenset(), frozenset())
         # Other sets of shapes and flags may have needed a larger arena, which is one for all.
         larger = sum(max(arena.nbytes - new.nbytes, 0) for arena, new in scratch.items())
-        peak = StepMemory.of(halves, self._buckets).peak.nbytes + larger
+        peak = StepMemory.of(halves, self._buckets, accumulated=self._left).peak.nbytes + larger
         return CandidateStep(halves, nbytes, self.cost, *changes, peak)
 
     @cached_property

@@ -35,10 +35,12 @@ from ..trace.host_copies import HOST_COPIES, HOST_COPY_ISSUES
 from ..trace.inspection import AGREEMENT, nbytes_of, outs_of
 from ..trace.operands import bucket_of
 from ..trace.symbols import (
+    GRAD_WAITS,
     GRAD_WRITERS,
     ISSUES,
     WAITS,
     fsdp_accumulate_grads,
+    fsdp_accumulate_reduced,
     fsdp_all_gather,
     fsdp_all_reduce,
     fsdp_reduce_scatter,
@@ -198,6 +200,8 @@ def _extra_bytes_moved(bsym: BoundSymbol, *, on_stream: bool) -> int:
         again = bsym.kwargs.get("again", False)
         casts = not on_stream if spec.comm.offload else spec.param_dtype != spec.dtype and not again
         return copied + (shard * (spec.dtype.itemsize + spec.param_dtype.itemsize) if casts else 0)
+    if name == fsdp_accumulate_reduced.name:
+        copied += 3 * shard * spec.reduce_dtype.itemsize
     if name == fsdp_wait_grads.name:
         divides = spec.divide_factor not in (None, spec.layout.world_size * spec.replicas)
         copied += 2 * shard * spec.reduce_dtype.itemsize if divides else 0
@@ -211,7 +215,10 @@ def _shard_bytes(bucket: Bucket, dtype: torch.dtype) -> int:
 
 
 _BY_TRANSPORT = frozenset({fsdp_all_gather.name, fsdp_reduce_scatter.name})
-_WAITED = {fsdp_wait_params.name: fsdp_all_gather.name, fsdp_wait_grads.name: fsdp_reduce_scatter.name}
+_WAITED = {
+    fsdp_wait_params.name: fsdp_all_gather.name,
+    **dict.fromkeys((symbol.name for symbol in GRAD_WAITS), fsdp_reduce_scatter.name),
+}
 
 
 def _traffic(kind: str, bucket: Bucket) -> Traffic:

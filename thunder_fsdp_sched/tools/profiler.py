@@ -67,7 +67,7 @@ def measure(jitted: Any, *inputs: Any, repeats: int = 5, **kwargs: Any) -> Profi
     jitted, sharded = find_jitted(jitted)
     buckets = sharded.buckets
     for bucket in buckets:
-        if bucket.unreduced is not None:
+        if not bucket.accumulation.is_empty:
             raise RuntimeError(
                 f"measure: bucket {bucket.spec.name!r} holds gradients of no_sync; run a step that reduces them first"
             )

@@ -41,6 +41,7 @@ _COLORS = {
     "fsdp_reduce_scatter": "yellow",
     "fsdp_all_reduce": "bright_yellow",
     "fsdp_wait_grads": "magenta",
+    "fsdp_accumulate_reduced": "magenta",
 }
 _LINE = re.compile(r"(?P<out>.*? = )?(?P<symbol>\w+)\((?P<args>[^)]*)\)(?P<comment>\s*#.*)?$")
 

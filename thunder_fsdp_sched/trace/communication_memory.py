@@ -7,16 +7,17 @@ receive, and a transport's workspace. The copy of an offloaded shard exists from
 Within a single symbol exist sums of broadcast gradients, copies to the host in another dtype, and what a transport needs
 as it reduces.
 
-Gradients that ``no_sync`` accumulates are unsharded and outlive their backward. The first backward of a window allocates
-them where it accumulates them; later ones, and the one that reduces them, find them allocated. Which buckets have such
-gradients depends on the micro-batches that ran before, so the caller names these buckets.
+Gradients that ``no_sync`` accumulates outlive their backward, unsharded or reduced (see [Note: Two ways to accumulate] in
+``runtime.accumulation``). The first backward of a window allocates them where it accumulates them; reduced ones stay where
+the reduction has put them. Later ones, and the one that returns them, find them allocated. Which buckets have such gradients
+depends on the micro-batches that ran before, so the caller names these buckets.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,11 +25,14 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
 from ..runtime.bucket import Bucket
-from .inspection import nbytes_of
+from .inspection import is_statement, nbytes_of
+from .left_gradients import NOTHING_LEFT, LeftGradients
 from .liveness import BEFORE_TRACE, Liveness
 from .operands import Reduction, bucket_of
 from .symbols import (
+    GRAD_WAITS,
     fsdp_accumulate_grads,
+    fsdp_accumulate_reduced,
     fsdp_all_gather,
     fsdp_all_reduce,
     fsdp_backward_done,
@@ -40,7 +44,7 @@ from .symbols import (
     payload,
 )
 
-__all__ = ["RuntimeMemory", "allocated_for_all_steps", "allocated_in_step", "buckets_with_gradients"]
+__all__ = ["RuntimeMemory", "allocated_for_all_steps", "allocated_in_step"]
 
 
 class RuntimeMemory(NamedTuple):
@@ -64,16 +68,16 @@ class RuntimeMemory(NamedTuple):
 
 
 def allocated_for_all_steps(
-    bsyms: Sequence[BoundSymbol], *, accumulated: Collection[Bucket] = ()
+    bsyms: Sequence[BoundSymbol], *, accumulated: LeftGradients = NOTHING_LEFT
 ) -> Iterator[RuntimeMemory]:
     """Return the casts, receive buffers and workspaces that stay allocated; see [Note: Memory of communication].
 
     Args:
         bsyms: those of all traces that have run.
-        accumulated: further buckets for which backwards under ``no_sync`` have left gradients.
+        accumulated: further gradients that backwards under ``no_sync`` have left.
     """
     last = len(bsyms) - 1
-    unreduced = {*accumulated, *(bucket_of(bsym) for bsym in bsyms if bsym.sym is fsdp_accumulate_grads)}
+    unreduced = {*accumulated.unsharded, *(bucket_of(bsym) for bsym in bsyms if bsym.sym is fsdp_accumulate_grads)}
     casts = {bucket_of(b): None for b in bsyms if b.sym is fsdp_all_gather and not bucket_of(b).spec.comm.offload}
     for bucket in casts:
         spec = bucket.spec
@@ -94,19 +98,14 @@ def allocated_for_all_steps(
             yield _memory("communication", f"workspace of {transport}", nbytes, BEFORE_TRACE, last, bucket)
 
 
-def buckets_with_gradients(bsyms: Iterable[BoundSymbol]) -> frozenset[Bucket]:
-    """Return the buckets to which a backward gives gradients, which it reduces or, under ``no_sync``, accumulates."""
-    return frozenset(bucket_of(b) for b in bsyms if b.sym in (fsdp_reduce_scatter, fsdp_accumulate_grads))
-
-
 def allocated_in_step(
-    live: Liveness, bsyms: Sequence[BoundSymbol], *, accumulated: Collection[Bucket]
+    live: Liveness, bsyms: Sequence[BoundSymbol], *, accumulated: LeftGradients
 ) -> Iterator[RuntimeMemory]:
     """Return what exists during a part of a step only.
 
     Args:
         live: the liveness of ``bsyms``.
-        accumulated: the buckets for which earlier backwards under ``no_sync`` have left gradients.
+        accumulated: the gradients that earlier backwards under ``no_sync`` have left.
     """
     for position, bsym in enumerate(bsyms):
         if bsym.sym is fsdp_all_gather and bucket_of(bsym).spec.comm.offload and not is_resident(bsym):
@@ -129,10 +128,10 @@ def allocated_in_step(
         elif bsym.sym is fsdp_accumulate_grads:
             bucket = bucket_of(bsym)
             yield from _at(position, bucket, "sum of broadcast gradients", _broadcast(bucket, bsym.args[1:]))
-        elif bsym.sym is fsdp_reduce_unreduced and bucket_of(bsym) in accumulated:
-            yield from _reduced(bucket_of(bsym), position, len(bsyms) - 1)
+        elif bsym.sym is fsdp_reduce_unreduced:
+            yield from _reduced(bucket_of(bsym), accumulated, position, len(bsyms) - 1)
     if any(bsym.sym is fsdp_release for bsym in bsyms):
-        yield from _receive_buffers(bsyms, accumulated)
+        yield from _receive_buffers(bsyms, accumulated.unsharded)
     yield from _unreduced(bsyms, accumulated)
 
 
@@ -157,7 +156,7 @@ def _receive_buffers(bsyms: Sequence[BoundSymbol], accumulated: Collection[Bucke
             else:  # it waits for what it issues
                 for key, begin in used:
                     since[key].append(begin)
-        elif bsym.sym in (fsdp_wait_grads, fsdp_all_reduce):
+        elif bsym.sym in (fsdp_all_reduce, *GRAD_WAITS):
             pool, buffers = taken.pop(bsym.args[1].name, (since, []))
             for key, begin in buffers:
                 if pool is since:
@@ -178,8 +177,8 @@ def _reduces_unreduced(bsym: BoundSymbol) -> bool:
     return bsym.sym is fsdp_reduce_unreduced and bucket_of(bsym).spec.requires_grad
 
 
-def _unreduced(bsyms: Sequence[BoundSymbol], accumulated: Collection[Bucket]) -> Iterator[RuntimeMemory]:
-    """Return the unsharded gradients of ``no_sync``."""
+def _unreduced(bsyms: Sequence[BoundSymbol], accumulated: LeftGradients) -> Iterator[RuntimeMemory]:
+    """Return the gradients that ``no_sync`` accumulates."""
     last = len(bsyms) - 1
     # A backward that reduces gradients drops them where it ends.
     ends = {
@@ -188,24 +187,39 @@ def _unreduced(bsyms: Sequence[BoundSymbol], accumulated: Collection[Bucket]) ->
         if bsym.sym is fsdp_backward_done and not bsym.args[0]
         for bucket in bsym.args[1:]
     }
-    spans = {bucket: (BEFORE_TRACE, ends.get(bucket, last)) for bucket in accumulated}
+    unsharded = {bucket: (BEFORE_TRACE, ends.get(bucket, last)) for bucket in _in_order(accumulated.unsharded)}
+    reduced = {bucket: (BEFORE_TRACE, ends.get(bucket, last)) for bucket in _in_order(accumulated.reduced)}
     for position, bsym in enumerate(bsyms):
         if bsym.sym is fsdp_accumulate_grads:
-            spans.setdefault(bucket_of(bsym), (position, last))
-    for bucket, (start, end) in spans.items():
+            unsharded.setdefault(bucket_of(bsym), (position, last))
+        elif bsym.sym is fsdp_accumulate_reduced:  # until then it is the result of the reduction
+            after = next(i for i in range(position + 1, last + 1) if is_statement(bsyms[i]))
+            reduced.setdefault(bucket_of(bsym), (after, last))
+    for bucket, (start, end) in unsharded.items():
         name = f"unreduced gradients of {bucket.spec.name}"
         yield _memory("gradients", name, bucket.spec.grad_bytes, start, end, bucket)
+    for bucket, (start, end) in reduced.items():
+        name = f"reduced gradients of {bucket.spec.name}"
+        yield _memory("gradients", name, payload(fsdp_all_reduce.name, bucket.spec)[0], start, end, bucket)
 
 
-def _reduced(bucket: Bucket, position: int, last: int) -> Iterator[RuntimeMemory]:
+def _in_order(buckets: Collection[Bucket]) -> list[Bucket]:
+    return sorted(buckets, key=lambda bucket: bucket.handle)
+
+
+def _reduced(bucket: Bucket, accumulated: LeftGradients, position: int, last: int) -> Iterator[RuntimeMemory]:
     """Return what the reduction of gradients allocates that only earlier backwards have computed."""
     spec, transport = bucket.spec, bucket.transport
-    staging = spec.sent_numel * spec.reduce_dtype.itemsize if spec.comm.staging else 0
-    temporary = spec.grad_bytes + staging + transport.reduce_temporary(spec)
+    temporary = 0
+    if bucket in accumulated.unsharded:
+        staging = spec.sent_numel * spec.reduce_dtype.itemsize if spec.comm.staging else 0
+        temporary = spec.grad_bytes + staging + transport.reduce_temporary(spec)
+    elif bucket not in accumulated.reduced:
+        return
     flat = spec.layout.shard_numel * spec.dtype.itemsize
     if spec.reduce_dtype != spec.dtype or spec.comm.offload:
         temporary += payload(fsdp_all_reduce.name, spec)[0]
-    yield from _at(position, bucket, "copy of unreduced gradients", temporary)
+    yield from _at(position, bucket, "copy of accumulated gradients", temporary)
     name = f"sharded gradients of {spec.name}"
     yield RuntimeMemory("gradients", name, flat, position, last, spec.shard_device.type)
 

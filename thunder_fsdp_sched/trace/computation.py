@@ -105,7 +105,7 @@ def computation_of(trace: TraceCtx, inputs: Sequence[str]) -> Computation:
         if bsym.sym.name in HOST_COPIES:
             _name_copy(bsym, names)
             continue
-        if bsym.sym.name in WAITS:
+        if bsym.sym.name in WAITS and bsym.output is not None:
             _name_parameters(bsym, names)
         exact, masked = _line(bsym, names)
         if is_communication(bsym):

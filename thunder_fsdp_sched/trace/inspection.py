@@ -28,6 +28,7 @@ __all__ = [
     "derivation",
     "forward_part",
     "has_backward",
+    "is_statement",
     "is_backward_trace",
     "is_pure",
     "names",
@@ -126,7 +127,12 @@ def statements(trace: TraceCtx) -> list[BoundSymbol]:
     A schedule position, also in a report or an assertion, is an index into this list. It does not change when Thunder
     inserts ``del``, nor does it depend on whether there are other ranks to agree with.
     """
-    return [b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL and b.sym.name not in _NOT_COUNTED]
+    return [b for b in trace.bound_symbols if is_statement(b)]
+
+
+def is_statement(bsym: BoundSymbol) -> bool:
+    """Return whether a bound symbol has a schedule position; see :func:`statements`."""
+    return bsym.sym.id is not PrimIDs.DEL and bsym.sym.name not in _NOT_COUNTED
 
 
 def with_bound_symbols(trace: TraceCtx, bsyms: Sequence[BoundSymbol], pass_name: str, started: float) -> TraceCtx:

@@ -30,11 +30,11 @@ from ..runtime.memory import Slot, slot_bytes
 from .inspection import UNPACKING, aliased_inputs, defined_by
 from .operands import Issue, Reduction, bucket_of
 from .symbols import (
+    GRAD_WAITS,
     GRAD_WRITERS,
     fsdp_all_gather,
     fsdp_all_reduce,
     fsdp_reduce_scatter,
-    fsdp_wait_grads,
     fsdp_wait_params,
     is_resident,
     payload,
@@ -196,7 +196,7 @@ class Liveness:
                 if live.is_gather:
                     gathers[live.bucket, live.slot] = issue
                 issue_of[self.outs[position][0]] = issue
-            elif bsym.sym in (fsdp_wait_params, fsdp_wait_grads, fsdp_all_reduce):
+            elif bsym.sym in (fsdp_wait_params, fsdp_all_reduce, *GRAD_WAITS):
                 issue = issue_of.get(self.args[position][0], BEFORE_TRACE)
                 if issue == BEFORE_TRACE:  # it waits for an all-reduce, which holds no slot
                     continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena
 from .communication_memory import RuntimeMemory, allocated_for_all_steps, allocated_in_step
 from .inspection import source_of, statement, statements
+from .left_gradients import NOTHING_LEFT, LeftGradients
 from .live_memory import MemoryAnalysis, MemoryInterval, analyze_memory
 from .operands import Issue, bucket_of
 from .slots import arena_allocations, slots_in_use
@@ -118,7 +119,7 @@ class StepMemory:
         buckets: Iterable[Bucket],
         *,
         device: str | None = None,
-        accumulated: Collection[Bucket] = (),
+        accumulated: LeftGradients = NOTHING_LEFT,
         others: Iterable[Sequence[TraceCtx]] = (),
     ) -> StepMemory:
         """Return the memory of a forward trace, or of a forward and a backward trace, over all buckets of a module.
@@ -126,7 +127,7 @@ class StepMemory:
         Args:
             device: the type of device (``"cuda"``, ``"cpu"``) whose allocator and kernels the step uses; by default that
                 of the buckets. A plan on the meta device or on a CPU gives that of the cluster.
-            accumulated: the buckets for which backwards under ``no_sync`` have left gradients that are not reduced yet.
+            accumulated: the gradients that backwards under ``no_sync`` have left.
             others: the traces of other steps that have run; what they keep allocated counts.
         """
         buckets = tuple(buckets)

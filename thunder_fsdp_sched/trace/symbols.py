@@ -23,6 +23,10 @@ within the group and issues the one across the replicas. The wait then takes ``f
 A wait for gradients with ``hook='average'`` then calls the user's ``all_reduce_hook`` of that name, which may communicate.
 So does ``fsdp_reduce_unreduced`` if it has something to reduce.
 
+Under ``no_sync``, ``fsdp_accumulate_grads(bucket_h_0, dw, db)`` adds whole gradients to the bucket's sum. With
+``accumulate="sharded"`` they are reduced, and ``fsdp_accumulate_reduced(bucket_h_0, ft1)`` waits and adds this rank's rows
+to another sum: see [Note: Two ways to accumulate] in ``runtime.accumulation``.
+
 Shards and gradients are in the order of the bucket's parameters, with ``None`` for those that the trace does not use.
 A backward that reduces or accumulates gradients ends with ``fsdp_backward_done(False, bucket_h_0, bucket_h_1)``. Only
 there are the gradients dropped that earlier ``no_sync`` backwards have accumulated: see [Note:
@@ -54,6 +58,7 @@ from ..runtime.memory import Slot
 from ..runtime.module_hooks import check_hooks
 from ..runtime.ops import (
     accumulate_grads,
+    accumulate_reduced,
     all_gather,
     all_reduce,
     backward_done,
@@ -73,8 +78,10 @@ __all__ = [
     "GRAD_WRITERS",
     "ISSUES",
     "WAITS",
+    "GRAD_WAITS",
     "executor",
     "fsdp_accumulate_grads",
+    "fsdp_accumulate_reduced",
     "fsdp_all_gather",
     "fsdp_all_reduce",
     "fsdp_backward_done",
@@ -252,6 +259,7 @@ fsdp_sum_into = _register("fsdp_sum_into", _grad_meta, sum_into)
 fsdp_all_reduce = _register("fsdp_all_reduce", _all_reduce_meta, all_reduce)
 fsdp_wait_grads = _register("fsdp_wait_grads", _wait_grads_meta, wait_grads)
 fsdp_accumulate_grads = _register("fsdp_accumulate_grads", _none_meta, accumulate_grads, keep=True)
+fsdp_accumulate_reduced = _register("fsdp_accumulate_reduced", _none_meta, accumulate_reduced, keep=True)
 fsdp_check_no_sync = _register("fsdp_check_no_sync", _check_no_sync_meta, check_no_sync, keep=True)
 fsdp_check_hooks = _register("fsdp_check_hooks", _check_hooks_meta, check_hooks, keep=True)
 fsdp_params_unchanged = _register("fsdp_params_unchanged", _none_meta, params_unchanged, keep=True)
@@ -263,7 +271,10 @@ fsdp_unshard = _register("fsdp_unshard", _unshard_meta, _only_in_between)
 fsdp_reduce = _register("fsdp_reduce", _reduce_meta, _only_in_between)
 
 ISSUES = frozenset({fsdp_all_gather.name, fsdp_reduce_scatter.name, fsdp_all_reduce.name})
-WAITS = frozenset({fsdp_wait_params.name, fsdp_wait_grads.name})
+GRAD_WAITS = (fsdp_wait_grads, fsdp_accumulate_reduced)
+"""What waits for the reduction of gradients."""
+
+WAITS = frozenset({fsdp_wait_params.name, *(symbol.name for symbol in GRAD_WAITS)})
 
 GRAD_WRITERS = {fsdp_matmul_into.name: "matmul", fsdp_sum_into.name: "sum"}
 """Symbols that write a gradient into the slot of its reduction, and the operators that they replace."""
@@ -302,7 +313,8 @@ def awaited_kind(wait: BoundSymbol) -> str:
     """Return the kind of collective that a wait waits for."""
     if wait.sym is fsdp_wait_params:
         return fsdp_all_gather.name
-    return fsdp_reduce_scatter.name if bucket_of(wait).ranks.replicas is None else fsdp_all_reduce.name
+    only_inside = wait.sym is fsdp_accumulate_reduced or bucket_of(wait).ranks.replicas is None
+    return fsdp_reduce_scatter.name if only_inside else fsdp_all_reduce.name
 
 
 def group_of(kind: str, bucket: Bucket) -> ProcessGroupRef:

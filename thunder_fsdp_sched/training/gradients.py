@@ -113,7 +113,7 @@ def discard_unreduced(model: ThunderModule) -> None:
     """
     _, sharded = find_jitted(model)
     for bucket in sharded.buckets:
-        bucket.discard_unreduced()
+        bucket.accumulation.discard()
 
 
 def set_gradient_divide_factor(model: ThunderModule, factor: float | None, *, module_name: str = "") -> None:

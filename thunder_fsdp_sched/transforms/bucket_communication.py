@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Literal
 
 import thunder.torch as ltorch
 from thunder.core.proxies import Proxy, TensorProxy
@@ -17,6 +18,7 @@ from ..trace.inspection import return_of, with_bound_symbols
 from ..trace.operands import OneParameter, bucket_of
 from ..trace.symbols import (
     fsdp_accumulate_grads,
+    fsdp_accumulate_reduced,
     fsdp_all_gather,
     fsdp_all_reduce,
     fsdp_reduce,
@@ -30,7 +32,13 @@ from ..trace.symbols import (
 __all__ = ["bucket_communication"]
 
 
-def bucket_communication(trace: TraceCtx, *, buckets: Sequence[Bucket], no_sync: bool) -> TraceCtx:
+def bucket_communication(
+    trace: TraceCtx,
+    *,
+    buckets: Sequence[Bucket],
+    no_sync: bool,
+    accumulate: Literal["unsharded", "sharded"] = "unsharded",
+) -> TraceCtx:
     """Replace ``fsdp_unshard`` and ``fsdp_reduce`` with one gather and one reduction per bucket.
 
     Runs on the joint trace after Thunder's autograd and before ``fuse_downcast``. A trace without sharded parameters
@@ -53,13 +61,20 @@ def bucket_communication(trace: TraceCtx, *, buckets: Sequence[Bucket], no_sync:
         (t332, t331, t313, t312,) = fsdp_wait_grads(bucket_blocks_0, ft348)
 
     The gather and its wait are placed at the first use of the bucket, the reduction and its wait after the last of its
-    gradients. With replicas, an all-reduce follows the reduce-scatter. Under ``no_sync`` the unsharded gradients are
-    accumulated locally and backward returns ``None`` for them.
+    gradients. With replicas, an all-reduce follows the reduce-scatter. Under ``no_sync`` backward returns ``None`` for the
+    gradients, which are accumulated unsharded and without communication, or after their reduce-scatter::
+
+        fsdp_accumulate_grads(bucket_blocks_0, t327, t330, t308, t311)
+
+        ft348 = fsdp_reduce_scatter(bucket_blocks_0, None, t327, t330, t308, t311)  # 320 bytes float32
+        fsdp_accumulate_reduced(bucket_blocks_0, ft348)
 
     Args:
         buckets: all buckets of the module. A bucket that this trace does not reduce may still hold unreduced gradients
             of other traces, which ran under ``no_sync``.
         no_sync: whether the trace is compiled for ``no_sync``.
+        accumulate: how gradients are accumulated under ``no_sync``; see [Note: Two ways to accumulate] in
+            ``runtime.accumulation``.
     """
     started = time.perf_counter()
     unshards: dict[Bucket, dict[int, BoundSymbol]] = defaultdict(dict)
@@ -72,6 +87,7 @@ def bucket_communication(trace: TraceCtx, *, buckets: Sequence[Bucket], no_sync:
 
     new = with_bound_symbols(trace, (), "fsdp: bucket communication", started)
     seen: dict[Bucket, int] = defaultdict(int)
+    emits = {"unsharded": _accumulate, "sharded": _accumulate_reduced}
     with tracectx(new):
         for bsym in trace.bound_symbols[:-1]:
             if bsym.sym is fsdp_unshard:
@@ -85,7 +101,7 @@ def bucket_communication(trace: TraceCtx, *, buckets: Sequence[Bucket], no_sync:
                 )
                 seen[bucket] += 1
                 if seen[bucket] == len(reduces[bucket]):
-                    emit = _accumulate if no_sync else _reduce
+                    emit = emits[accumulate] if no_sync else _reduce
                     new.bound_symbols += emit(bucket, reduces[bucket], bsym)
             else:
                 new.bound_symbols.append(bsym)
@@ -145,6 +161,15 @@ def _hook(bucket: Bucket) -> dict[str, str]:
 def _accumulate(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
     grads = _in_order(bucket, {i: OneParameter(b).tensor for i, b in reduces.items()})
     return [_like(at, fsdp_accumulate_grads.bind(bucket, *grads, output=None))]
+
+
+def _accumulate_reduced(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
+    grads = _in_order(bucket, {i: OneParameter(b).tensor for i, b in reduces.items()})
+    future = fsdp_reduce_scatter.meta(bucket, None, *grads)
+    return [
+        _like(at, fsdp_reduce_scatter.bind(bucket, None, *grads, output=future)),
+        _like(at, fsdp_accumulate_reduced.bind(bucket, future, output=None)),
+    ]
 
 
 def _return_none_for(last: BoundSymbol, unsynced: set[str]) -> BoundSymbol:

@@ -33,13 +33,13 @@ from ..trace.inspection import args_of, communicates, forward_part, outs_of, swa
 from ..trace.liveness import Liveness
 from ..trace.operands import Wait, bucket_of
 from ..trace.symbols import (
+    GRAD_WAITS,
     executor,
     fsdp_accumulate_grads,
     fsdp_all_gather,
     fsdp_all_reduce,
     fsdp_cut,
     fsdp_reduce_scatter,
-    fsdp_wait_grads,
     fsdp_wait_params,
 )
 
@@ -188,7 +188,7 @@ class _Half:
         """Record the next bound symbol of this half."""
         if _is_compute(bsym):
             self.compute.append(bsym)
-        elif bsym.sym in (fsdp_wait_params, fsdp_all_reduce, fsdp_wait_grads):
+        elif bsym.sym in (fsdp_wait_params, fsdp_all_reduce, *GRAD_WAITS):
             comm = self.comm_of[Wait(bsym).future.name]
             comm.bsyms.append(bsym)
             self.comm_of.update(dict.fromkeys(outs_of(bsym), comm))

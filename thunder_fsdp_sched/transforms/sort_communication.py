@@ -14,7 +14,7 @@ from ..distributed.process_groups import ProcessGroupRef
 from ..trace.inspection import args_of, communicates, outs_of, short_form, statements, with_bound_symbols
 from ..trace.liveness import Liveness, slot_bytes_of
 from ..trace.operands import Wait, bucket_of
-from ..trace.symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from ..trace.symbols import GRAD_WAITS, fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_params
 
 __all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "MAX_SMALL_STAGES", "bytes_in_flight", "issue_points", "sort_communication"]
 
@@ -207,7 +207,7 @@ class _Sorter:
             elif bsym.sym is fsdp_wait_params:
                 # The token, if any, is no longer needed: it kept fusion regions apart.
                 gathers.append(_Gather(issues[Wait(bsym).future.name], Wait(bsym).with_token(None)))
-            elif bsym.sym is fsdp_wait_grads:
+            elif bsym.sym in GRAD_WAITS:
                 all_reduce = all_reduces.get(Wait(bsym).future.name)
                 future = Wait(bsym if all_reduce is None else all_reduce).future
                 self.reductions.append(_Reduction(issues[future.name], bsym, all_reduce))

@@ -30,6 +30,7 @@ from ..trace.slots import retained_by_forward
 from ..trace.symbols import (
     GRAD_WRITERS,
     ISSUES,
+    fsdp_accumulate_reduced,
     fsdp_all_gather,
     fsdp_all_reduce,
     fsdp_params_unchanged,
@@ -49,6 +50,7 @@ _WAITED_BY = {
     fsdp_wait_params: (fsdp_all_gather,),
     fsdp_all_reduce: (fsdp_reduce_scatter,),
     fsdp_wait_grads: (fsdp_reduce_scatter, fsdp_all_reduce),
+    fsdp_accumulate_reduced: (fsdp_reduce_scatter,),
 }
 
 

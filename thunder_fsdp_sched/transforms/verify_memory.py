@@ -33,15 +33,18 @@ from ..trace.inspection import (
     statement,
     with_bound_symbols,
 )
+from ..trace.left_gradients import NOTHING_LEFT, LeftGradients
 from ..trace.operands import Wait, bucket_of
 from ..trace.operator_facts import facts_of, observed_call
 from ..trace.symbols import (
     GRAD_WRITERS,
     fsdp_accumulate_grads,
+    fsdp_accumulate_reduced,
     fsdp_all_gather,
     fsdp_all_reduce,
     fsdp_params_unchanged,
     fsdp_reduce_scatter,
+    fsdp_reduce_unreduced,
     fsdp_release,
     fsdp_wait_grads,
     fsdp_wait_params,
@@ -62,7 +65,12 @@ _CALLER = "the caller"
 
 
 def verify_memory(
-    trace: TraceCtx, *, forward: TraceCtx | None = None, max_memory: int, buckets: Iterable[Bucket]
+    trace: TraceCtx,
+    *,
+    forward: TraceCtx | None = None,
+    max_memory: int,
+    buckets: Iterable[Bucket],
+    left: LeftGradients = NOTHING_LEFT,
 ) -> TraceCtx:
     """Check the memory of a trace that is about to run, and return it unchanged.
 
@@ -80,12 +88,13 @@ def verify_memory(
     * On CUDA, each allocation counts as the caching allocator rounds it. Memory of other devices than those of the
       buckets does not count.
 
-    Gradients of earlier micro-batches under ``no_sync`` do not count, and neither does the optimizer's state.
+    The optimizer's state does not count.
 
     Args:
         forward: for a backward trace, its forward trace.
         max_memory: bytes of all memory of the step, without optimizer state.
         buckets: all buckets of the module.
+        left: the gradients that earlier micro-batches under ``no_sync`` have left.
 
     Raises:
         VerificationError: names the bound symbol at which more is needed.
@@ -94,10 +103,19 @@ def verify_memory(
     if forward is None and has_backward(trace):
         return trace
     traces = {"forward": trace} if forward is None else {"forward": forward, "backward": trace}
-    walk = _Walk(list(itertools.chain(*(each.bound_symbols for each in traces.values()))), list(buckets), max_memory)
+    bsyms = list(itertools.chain(*(each.bound_symbols for each in traces.values())))
+    walk = _Walk(bsyms, list(buckets), max_memory, left)
     for which, each in traces.items():
         walk.run(each, which)
     return with_bound_symbols(trace, trace.bound_symbols, "fsdp: verified memory", started)
+
+
+def _unreduced_name(bucket: Bucket) -> str:
+    return f"unreduced gradients of {bucket.handle}"
+
+
+def _reduced_name(bucket: Bucket) -> str:
+    return f"reduced gradients of {bucket.handle}"
 
 
 class _Walk:
@@ -105,6 +123,7 @@ class _Walk:
 
     Args:
         bsyms: the bound symbols of all traces.
+        left: the gradients that exist before.
 
     Attributes:
         allocated: bytes that are allocated all the time: shards, casts, workspaces.
@@ -118,8 +137,11 @@ class _Walk:
         reductions: the reductions in flight, by the names of their futures.
     """
 
-    def __init__(self, bsyms: Sequence[BoundSymbol], buckets: Collection[Bucket], limit: int) -> None:
+    def __init__(
+        self, bsyms: Sequence[BoundSymbol], buckets: Collection[Bucket], limit: int, left: LeftGradients
+    ) -> None:
         self.limit = limit
+        self.left = left
         self.devices = {bucket.spec.device.type for bucket in buckets}
         self.in_shards = {arg for bsym in bsyms if bsym.sym in _READ_SHARDS for arg in args_of(bsym)}
         self.in_use = 0
@@ -139,6 +161,15 @@ class _Walk:
         others = {bucket.arena for bucket in buckets} - used  # other traces may have left them allocated
         for arena in kept_arenas(bsyms) | others:
             self.use_arena(arena)
+        for bucket in left.unsharded:
+            self._leave(_unreduced_name(bucket), bucket.spec.grad_bytes, bucket)
+        for bucket in left.reduced:
+            self._leave(_reduced_name(bucket), payload(fsdp_all_reduce.name, bucket.spec)[0], bucket)
+
+    def _leave(self, name: str, nbytes: int, bucket: Bucket) -> None:
+        """Let the bucket keep gradients."""
+        self.allocate(name, nbytes, bucket.spec.device.type)
+        self.share(_CALLER, [name])
 
     def run(self, trace: TraceCtx, which: str) -> None:
         """Run a trace, after which only what it returns stays in use."""
@@ -187,7 +218,7 @@ class _Walk:
         if bsym.sym.name in HOST_COPIES and (source := args_of(bsym)[0]) in self.strides:
             self.strides[outs[0].name] = self.strides[source]
         self.receive_buffers.take(bsym)
-        passing = passing_bytes(bsym, self.reductions)
+        passing = passing_bytes(bsym, self.reductions, self.left)
         if (slot := slot_used_by(bsym)) is not None:
             piece = self.use_arena(slot.arena)
             if bsym.sym is not fsdp_reduce_scatter:  # its future becomes the sharded gradients
@@ -238,10 +269,18 @@ class _Walk:
             for out in outs:
                 self.share(out.name, [outs[0].name if is_new else future])
         elif bsym.sym is fsdp_accumulate_grads:
-            spec, name = bucket_of(bsym).spec, f"unreduced gradients of {bucket_of(bsym).handle}"
-            if name not in self.nbytes:
-                self.allocate(name, spec.grad_bytes, spec.device.type)
+            if (name := _unreduced_name(bucket_of(bsym))) not in self.nbytes:
+                self._leave(name, bucket_of(bsym).spec.grad_bytes, bucket_of(bsym))
+        elif bsym.sym is fsdp_accumulate_reduced:  # keeps the result of the first reduction, and adds others to it
+            future = Wait(bsym).future.name
+            self.reductions.pop(future, None)
+            if (name := _reduced_name(bucket_of(bsym))) not in self.memory_of:
+                self.share(name, [future])
                 self.share(_CALLER, [name])
+        elif bsym.sym is fsdp_reduce_unreduced and bucket_of(bsym) in self.left.unsharded | self.left.reduced:
+            spec, name = bucket_of(bsym).spec, f"sharded gradients of {bucket_of(bsym).handle}"
+            self.allocate(name, spec.layout.shard_numel * spec.dtype.itemsize, spec.shard_device.type)
+            self.share(_CALLER, [name])
         elif bsym.sym is fsdp_copy_to_device:
             self.allocate_tensor(outs[0])
         elif bsym.sym is fsdp_wait_device_copy:

@@ -12,13 +12,16 @@ from thunder.core.symbol import BoundSymbol
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot
 from ..trace.inspection import nbytes_of
+from ..trace.left_gradients import LeftGradients
 from ..trace.operands import Issue, Reduction, Wait, bucket_of
 from ..trace.symbols import (
+    GRAD_WAITS,
     GRAD_WRITERS,
     fsdp_accumulate_grads,
     fsdp_all_gather,
     fsdp_all_reduce,
     fsdp_reduce_scatter,
+    fsdp_reduce_unreduced,
     fsdp_release,
     fsdp_wait_grads,
 )
@@ -70,11 +73,12 @@ def lasting_bytes(bsyms: Sequence[BoundSymbol]) -> int:
     return sum(casts.values()) + sum(workspaces.values())
 
 
-def passing_bytes(bsym: BoundSymbol, issues: dict[str, BoundSymbol]) -> int:
+def passing_bytes(bsym: BoundSymbol, issues: dict[str, BoundSymbol], left: LeftGradients) -> int:
     """Return the bytes that a symbol of this package allocates and frees again.
 
     Args:
         issues: the reductions that are not waited for, by the names of their futures.
+        left: the gradients that earlier micro-batches under ``no_sync`` have left.
     """
     if bsym.sym is fsdp_reduce_scatter:
         bucket, grads = bucket_of(bsym), Reduction(bsym).grads
@@ -83,13 +87,26 @@ def passing_bytes(bsym: BoundSymbol, issues: dict[str, BoundSymbol]) -> int:
         return at_once + sum(_broadcast(bucket, grads))
     if bsym.sym is fsdp_accumulate_grads:
         return max(_broadcast(bucket_of(bsym), bsym.args[1:]), default=0)
+    if bsym.sym is fsdp_reduce_unreduced:
+        return _reduced_apart(bucket_of(bsym), left)
     nbytes = 0
-    if bsym.sym in (fsdp_wait_grads, fsdp_all_reduce):
+    if bsym.sym in (fsdp_all_reduce, *GRAD_WAITS):
         bucket, spec = bucket_of(bsym), bucket_of(bsym).spec
         if Wait(bsym).future.name in issues and spec.device.type != "cuda":
             nbytes += _temporary(bucket)
         if bsym.sym is fsdp_wait_grads and spec.comm.offload and spec.reduce_dtype != spec.dtype:
             nbytes = max(nbytes, rounded(spec.layout.shard_numel * spec.dtype.itemsize, spec.device.type))
+    return nbytes
+
+
+def _reduced_apart(bucket: Bucket, left: LeftGradients) -> int:
+    """Return the bytes that the reduction of gradients needs that only earlier micro-batches have."""
+    spec, nbytes = bucket.spec, 0
+    if bucket in left.unsharded:
+        staging = spec.sent_numel * spec.reduce_dtype.itemsize if spec.comm.staging else 0
+        nbytes = rounded(spec.grad_bytes, spec.device.type) + rounded(staging, spec.device.type) + _temporary(bucket)
+    if bucket in left.unsharded | left.reduced and (spec.reduce_dtype != spec.dtype or spec.comm.offload):
+        nbytes += rounded(spec.layout.shard_numel * spec.reduce_dtype.itemsize, spec.device.type)
     return nbytes
 
 
@@ -137,7 +154,7 @@ class ReceiveBuffers:
 
     def give_back(self, bsym: BoundSymbol) -> None:
         """Give back what ``bsym`` has waited for, and free what it releases."""
-        if bsym.sym in (fsdp_wait_grads, fsdp_all_reduce) and Wait(bsym).future.name in self._taken:
+        if bsym.sym in (fsdp_all_reduce, *GRAD_WAITS) and Wait(bsym).future.name in self._taken:
             idle, bucket, buffers = self._taken.pop(Wait(bsym).future.name)
             idle += buffers
             if all(idle is not other for other in self._idle.values()):  # the pool was freed since

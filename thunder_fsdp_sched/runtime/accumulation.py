@@ -1,0 +1,108 @@
+"""The gradients of one bucket that backwards under ``no_sync`` have left, and that no backward has returned yet.
+
+[Note: Two ways to accumulate]
+``accumulate="unsharded"`` adds whole gradients to :attr:`Accumulation.unsharded`, without communication. The backward that
+ends the window adds its own and reduces the sum once: the fewest bytes sent. ``"sharded"`` reduces the gradients of each
+micro-batch and adds this rank's rows to :attr:`Accumulation.sharded`: the least memory, with as many bytes sent as without
+``no_sync``. Across replicas, both are reduced once, at the end. So the divide factor and the ``all_reduce_hook``, which
+apply to what a window has accumulated, do so once in both cases. One window may contain both, because traces of different
+shapes may accumulate differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from .views import unsharded_views
+
+if TYPE_CHECKING:
+    from ..plan.specs import BucketSpec
+
+__all__ = ["Accumulation"]
+
+
+class Accumulation:
+    """The sums of a bucket's gradients in a window; see [Note: Two ways to accumulate].
+
+    Attributes:
+        unsharded: flat unsharded gradients, not reduced yet.
+        sharded: this rank's flat rows, reduced within the sharding group but not across replicas.
+        is_running: whether a ``no_sync`` backward has added gradients and has not run to its end.
+        deferred: sharded gradients of parameters that only earlier ``no_sync`` backwards had; added to ``.grad`` at the end
+            of backward.
+    """
+
+    def __init__(self, spec: BucketSpec) -> None:
+        self._spec = spec
+        self.deferred: dict[int, torch.Tensor] = {}
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop all gradients."""
+        self.unsharded: torch.Tensor | None = None
+        self.sharded: torch.Tensor | None = None
+        self.unsharded_params: set[int] = set()
+        self.sharded_params: set[int] = set()
+        self.is_running = False
+        self._is_first = False  # whether there is nothing but gradients of the running backward
+        self.deferred = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been accumulated."""
+        return self.unsharded is None and self.sharded is None
+
+    @property
+    def params(self) -> set[int]:
+        """The indices of the parameters that have gradients here."""
+        return self.unsharded_params | self.sharded_params
+
+    def add(self, grads: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Add unsharded gradients, each with the index of its parameter."""
+        self._begin()
+        spec = self._spec
+        if self.unsharded is None:
+            self.unsharded = torch.zeros(spec.layout.unsharded_numel, dtype=spec.reduce_dtype, device=spec.device)
+        views = unsharded_views(spec, self.unsharded)
+        for index, grad in grads:
+            views[index].add_(grad)
+            self.unsharded_params.add(index)
+
+    def add_reduced(self, shard: torch.Tensor, indices: Iterable[int]) -> None:
+        """Add the flat reduced gradients of these parameters, of which the rows of all others are 0; may keep ``shard``."""
+        self._begin()
+        self.sharded = shard if self.sharded is None else self.sharded.add_(shard)
+        self.sharded_params.update(indices)
+
+    def _begin(self) -> None:
+        self.check_complete()
+        self._is_first = self.is_empty
+        self.is_running = True
+
+    def check_complete(self) -> None:
+        """Drop what a failed backward has added.
+
+        Raises:
+            RuntimeError: a backward under ``no_sync`` failed after it had added some of its gradients to others.
+        """
+        if self.is_running and self._is_first:
+            self.discard()
+        elif self.is_running:
+            raise RuntimeError(
+                f"a backward under no_sync failed after it had added gradients to bucket {self._spec.name!r}, so the sum "
+                f"includes part of a backward. Call thunder_fsdp_sched.discard_unreduced(model) and repeat the "
+                f"accumulation from its first batch"
+            )
+
+    def with_reduced(self, shard: torch.Tensor) -> torch.Tensor:
+        """Add :attr:`sharded` to the flat reduced gradients of the running backward, and return them."""
+        return shard if self.sharded is None else shard.add_(self.sharded)
+
+    def flush(self, add_to_grad: Callable[[int, torch.Tensor], None]) -> None:
+        """Drop all gradients, after passing those that backward cannot return to ``add_to_grad``."""
+        for index, grad in self.deferred.items():
+            add_to_grad(index, grad)
+        self.discard()
