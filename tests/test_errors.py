@@ -54,6 +54,8 @@ WRONG_OPTIONS = [
     ({"ignored_params": "wte.weight"}, TypeError, "ignored_params: expected parameters or their names, got str"),
     ({"ignored_params": 3}, TypeError, "ignored_params: expected parameters or their names, got int"),
     ({"ignored_params": [torch.zeros(1)]}, TypeError, "ignored_params: expected parameters or their names, got tensor"),
+    ({"accumulate": "both"}, ValueError, "accumulate: expected 'unsharded', 'sharded' or None, got 'both'"),
+    ({"reshard_after_backward": 1}, TypeError, "reshard_after_backward: expected a bool, got 1 of type int"),
     ({"move_state_dict_to_cpu": "yes"}, TypeError, "move_state_dict_to_cpu: expected a bool, got 'yes' of type str"),
 ]
 

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 from thunder.core.trace import TraceCtx
 from thunder.executors.passes import del_last_used
 from thunder.extend import FusionExecutor
 
 from .agreement.control import Run
-from .logs import LOGGER
+from .choosing import choose_settings
 from .options import Options
 from .pipeline import CompiledTraces, Pass, can_fuse_any
 from .runtime.module_hooks import count_hooks
 from .sharding.sharded_module import ShardedModule
-from .simulator.autotune import Choice, MemoryLimitError, choose
 from .simulator.clusters import cluster_of_this_process
 from .simulator.cost import AnalyticCost, compute_seconds
-from .simulator.limits import Limits
 from .trace.computation import computation_of
 from .trace.descriptions import count_issues
 from .trace.inspection import is_backward_trace, snapshot, split_joint, statements
-from .trace.left_gradients import NOTHING_LEFT, LeftGradients, gradients_left
+from .trace.left_gradients import NOTHING_LEFT
 from .trace.schedule import StepSchedule, compute_digest, read_program, read_schedule
-from .trace.step_memory import StepMemory
 from .transforms import (
     ScheduleMismatch,
     assign_slots,
-    bucket_communication,
     end_backward,
-    fuse_downcast,
     guard_first,
     guard_kept,
     insert_agreement,
@@ -96,7 +90,6 @@ class Compilation:
         self.traces = traces
         self._compiled = compiled
         self._left = NOTHING_LEFT
-        self._choices: dict[int, Choice] = {}
         self.is_finished = False
         self._sharded = sharded
         self._options = options
@@ -130,10 +123,7 @@ class Compilation:
             len(joint.bound_symbols),
             stage="bucketing and fusing",
         )
-        ways = [self._bucketed(joint, how) for how in self._ways_to_accumulate]
-        bucketed = ways[0] if len(ways) == 1 else self._faster(ways)
-        self._left = gradients_left(bucketed.bound_symbols) if traces.no_sync else self._left_by_others
-        self._choose(bucketed)
+        bucketed = self._choose(joint)
         kept = self._sharded.kept
         again = partial(regather_for_backward, kept=kept, recomputed=traces.recomputed)
         passes: list[Pass] = [again, partial(guard_kept, kept=kept)]
@@ -212,101 +202,22 @@ class Compilation:
         """The cost model of the machine that the options name, or of this one."""
         return AnalyticCost(self._options.cluster or cluster_of_this_process())
 
-    @property
-    def _ways_to_accumulate(self) -> Sequence[Literal["unsharded", "sharded"]]:
-        """The ways to accumulate gradients among which to choose."""
-        options = self._options
-        if options.accumulate is not None:
-            return (options.accumulate,)
-        return ("unsharded", "sharded") if self.traces.no_sync and options.max_memory is not None else ("unsharded",)
-
-    def _bucketed(self, joint: TraceCtx, accumulate: Literal["unsharded", "sharded"]) -> TraceCtx:
-        """Return the joint trace with bucketed communication."""
-        buckets, no_sync = self._sharded.buckets, self.traces.no_sync
-        bucket = partial(bucket_communication, buckets=buckets, no_sync=no_sync, accumulate=accumulate)
-        return self.traces.run([bucket, fuse_downcast], joint)
-
-    @property
-    def _left_by_others(self) -> LeftGradients:
-        """The gradients that this trace finds in memory if it ends a window of those compiled so far."""
-        return NOTHING_LEFT.union(*(one.gradients_left for one in self._compiled if one.no_sync))
-
-    def _faster(self, ways: Sequence[TraceCtx]) -> TraceCtx:
-        """Return the bucketed trace with the shortest simulated step of those that fit, first in this order.
-
-        Raises:
-            MemoryLimitError: none of them fits.
-        """
-        found: list[tuple[float, TraceCtx]] = []
-        errors: list[MemoryLimitError] = []
-        for bucketed in ways:
-            try:
-                choice = self._search(bucketed)
-                self._check_end_of_window(bucketed)
-            except MemoryLimitError as error:
-                errors.append(error)
-            else:
-                found.append((choice.chosen.step_seconds, bucketed))
-        if not found:
-            raise min(errors, key=lambda error: error.least_bytes)
-        return min(found, key=lambda one: one[0])[1]
-
-    def _check_end_of_window(self, bucketed: TraceCtx) -> None:
-        """Raise MemoryLimitError if a compiled step exceeds the limit when it finds the gradients of this trace."""
-        left, limit = gradients_left(bucketed.bound_symbols), self._options.max_memory
-        for one in self._compiled:
-            if not one.no_sync and one.backward is not None:
-                needed = StepMemory.of(one.traces, self._sharded.buckets, accumulated=left).peak.nbytes
-                if limit is not None and needed > limit:
-                    raise MemoryLimitError(
-                        f"max_memory: {limit:,} bytes are too few: with the gradients that no_sync accumulates, the step "
-                        f"for {one.call} needs {needed:,} bytes. Allow more, or run a window before any other step, so "
-                        f"that both are planned together",
-                        needed,
-                    )
-
-    def _search(self, bucketed: TraceCtx) -> Choice:
-        """Return the fastest settings for a bucketed trace."""
-        if id(bucketed) not in self._choices:
-            options, sharded = self._options, self._sharded
-            started = time.process_time()
-            self._choices[id(bucketed)] = choice = choose(
-                bucketed,
-                cost=self._cost,
-                prefetch=None if options.prefetch == "auto" else options.prefetch,
-                kept=sharded.kept,
-                may_keep=self._may_keep(bucketed),
-                limits=self._limits,
-                buckets=sharded.buckets,
-                left=gradients_left(bucketed.bound_symbols) if self.traces.no_sync else self._left_by_others,
-            )
-            seconds = time.process_time() - started
-            self.traces.pass_seconds["choose"] += seconds
-            LOGGER.debug("choose: %d candidates, %.1f ms\n%s", len(choice.considered), 1e3 * seconds, choice)
-        return self._choices[id(bucketed)]
-
-    @property
-    def _limits(self) -> Limits:
-        options = self._options
-        return Limits(options.max_unsharded_bytes, options.max_gathers_in_flight, options.max_memory)
-
-    def _may_keep(self, bucketed: TraceCtx) -> bool:
-        """Return whether this trace decides what stays unsharded, which one trace does for the module."""
-        return self._limits.any_bytes and len(split_joint(bucketed)) == 2 and not self._sharded.kept_is_final
-
-    def _choose(self, bucketed: TraceCtx) -> None:
-        """Choose how far ahead to gather, what backward recomputes, and, once per module, what stays unsharded."""
-        sharded, traces = self._sharded, self.traces
-        if isinstance(self._options.prefetch, int):
-            traces.prefetch = self._options.prefetch
-            if not self._limits.any_bytes:
-                return
-        traces.choice = self._search(bucketed)
-        chosen = traces.choice.chosen
-        traces.prefetch, traces.recomputed, traces.offloaded = chosen.prefetch, chosen.recomputed, chosen.offloaded
-        if self._may_keep(bucketed):
-            sharded.set_kept_buckets(chosen.kept)
+    def _choose(self, joint: TraceCtx) -> TraceCtx:
+        """Return the joint trace with bucketed communication, with the settings for it chosen."""
+        options, sharded, traces = self._options, self._sharded, self.traces
+        settings = choose_settings(
+            joint, traces, sharded=sharded, options=options, cost=lambda: self._cost, compiled=self._compiled
+        )
+        self._left = settings.left
+        if isinstance(options.prefetch, int):
+            traces.prefetch = options.prefetch
+        if settings.choice is not None:
+            traces.choice, chosen = settings.choice, settings.choice.chosen
+            traces.prefetch, traces.recomputed, traces.offloaded = chosen.prefetch, chosen.recomputed, chosen.offloaded
+        if settings.kept is not None:
+            sharded.set_kept_buckets(settings.kept)
             sharded.kept_is_final = True
+        return settings.bucketed
 
     def _order(self, trace: TraceCtx, forward: TraceCtx | None, backward: bool) -> Pass:
         """Return the pass that orders communication: the sorting pass, or the replay of a pinned schedule."""

@@ -334,6 +334,12 @@ def mark_two_gathers_of_one_slot_as_resident(trace: TraceCtx) -> None:
     )
 
 
+def reuse_a_shared_slot_in_a_window(trace: TraceCtx) -> None:
+    position = positions(trace, fsdp_all_gather)[0]
+    bsym = trace.bound_symbols[position]
+    trace.bound_symbols[position] = bsym.from_bsym(kwargs=bsym.kwargs | {"window": "open"})
+
+
 ALL_TRACES, FORWARD, BACKWARD = ("chain", "forward", "backward"), ("chain", "forward"), ("backward",)
 
 _WRONG_DESTINATION = (
@@ -342,6 +348,7 @@ _WRONG_DESTINATION = (
 
 # The mutation, the traces on which it is tried, and the message of the error.
 MUTATIONS: list[tuple[Callable[[TraceCtx], None], tuple[str, ...], str]] = [
+    (reuse_a_shared_slot_in_a_window, ALL_TRACES, r"reuses slot_\d+, which does not keep bucket '\S+' until backward"),
     (swap_two_gathers, ALL_TRACES, r"gathers bucket '\S+' after a bucket whose first consumer is later"),
     (move_a_wait_below_its_consumer, ALL_TRACES, r"reads '\w+', which nothing before it defines"),
     (drop_a_wait, ALL_TRACES, r"reads '\w+', which nothing before it defines"),

@@ -269,8 +269,9 @@ class _Search:
     def _fits(self, prefetch: int, number: int) -> bool:
         if (prefetch, number) in self.candidates:
             return True
-        step, most = self._step(prefetch, number), self.limits.unsharded_bytes
-        return (most is None or step.unsharded_bytes <= most) and self._is_within_memory(step)
+        step, limits = self._step(prefetch, number), self.limits
+        allowed = [most for most in (limits.unsharded_bytes, limits.slots) if most is not None]
+        return all(step.unsharded_bytes <= most for most in allowed) and self._is_within_memory(step)
 
     def _step(self, prefetch: int, number: int) -> CandidateStep:
         """Return the step of one candidate. If its memory is too much, it recomputes what helps, unless it is too slow."""

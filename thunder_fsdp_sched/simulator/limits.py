@@ -14,11 +14,13 @@ class Limits(NamedTuple):
         unsharded_bytes: bytes of all slots together.
         gathers_in_flight: how many gathers may be in flight.
         memory: bytes of all memory of the step, without optimizer state.
+        slots: bytes of all slots together that a planned step of the same module needs anyway.
     """
 
     unsharded_bytes: int | None = None
     gathers_in_flight: int | None = None
     memory: int | None = None
+    slots: int | None = None
 
     @property
     def any_bytes(self) -> bool:

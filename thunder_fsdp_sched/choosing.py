@@ -1,0 +1,183 @@
+"""Choose the settings of one compilation: how gradients accumulate, what stays unsharded, and what the search chooses.
+
+[Note: Planning for the end of a window]
+A step that ends an accumulation window needs more memory than the micro-batches before it: it reduces gradients while it
+finds those that they have left. But it is compiled after them, when it is settled which buckets stay unsharded. So if there
+is a limit, a trace under ``no_sync`` first plans the step that will end its window, from the same joint trace and with the
+gradients that it will find, and what stays unsharded is decided there. The micro-batches may then use no more slots than
+that step, because all traces of a module share their memory. With ``max_memory`` both ways to accumulate are
+planned unless one is given: whichever fits and is faster for one micro-batch and one last step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Literal, NamedTuple
+
+from thunder.core.trace import TraceCtx
+
+from .logs import LOGGER
+from .options import Options
+from .pipeline import CompiledTraces
+from .runtime.bucket import Bucket
+from .sharding.sharded_module import ShardedModule
+from .simulator.autotune import Choice, MemoryLimitError, choose
+from .simulator.cost import CostModel
+from .simulator.limits import Limits
+from .trace.inspection import split_joint
+from .trace.left_gradients import NOTHING_LEFT, LeftGradients, gradients_left
+from .trace.step_memory import StepMemory
+from .transforms import bucket_communication, fuse_downcast
+
+__all__ = ["Settings", "choose_settings"]
+
+_Way = Literal["unsharded", "sharded"]
+
+
+class Settings(NamedTuple):
+    """What was chosen for one compilation.
+
+    Attributes:
+        bucketed: the joint trace with bucketed communication.
+        left: the gradients of earlier micro-batches that the step finds in memory.
+        choice: the outcome of the search; ``None`` if there is nothing to choose.
+        kept: names of the buckets that stay unsharded from now on; ``None`` if that is settled already.
+        seconds: simulated time by which ways to accumulate are compared.
+    """
+
+    bucketed: TraceCtx
+    left: LeftGradients
+    choice: Choice | None = None
+    kept: Sequence[str] | None = None
+    seconds: float = 0.0
+
+
+def choose_settings(
+    joint: TraceCtx,
+    traces: CompiledTraces,
+    *,
+    sharded: ShardedModule,
+    options: Options,
+    cost: Callable[[], CostModel],
+    compiled: Sequence[CompiledTraces],
+) -> Settings:
+    """Bucket the communication of a joint trace, and choose its settings.
+
+    Args:
+        joint: the joint trace with one ``fsdp_unshard`` for each parameter.
+        traces: those to be compiled; gets the time of passes and of the search.
+        cost: returns the cost model of the simulator.
+        compiled: the traces of the module that were compiled before.
+
+    Raises:
+        MemoryLimitError, ValueError: the limits are too low.
+    """
+    chooser = _Chooser(joint, traces, sharded, options, cost, compiled)
+    if not (traces.no_sync and chooser.limits.any_bytes and len(split_joint(joint)) == 2):
+        return chooser.for_step()
+    if options.accumulate is not None or options.max_memory is None:
+        return chooser.for_window(options.accumulate or "unsharded")
+    found: list[Settings] = []
+    errors: list[MemoryLimitError] = []
+    ways: tuple[_Way, ...] = ("unsharded", "sharded")
+    for way in ways:
+        try:
+            found.append(chooser.for_window(way))
+        except MemoryLimitError as error:
+            errors.append(error)
+    if not found:
+        raise min(errors, key=lambda error: error.least_bytes)
+    return min(found, key=lambda settings: settings.seconds)
+
+
+class _Chooser:
+    def __init__(
+        self,
+        joint: TraceCtx,
+        traces: CompiledTraces,
+        sharded: ShardedModule,
+        options: Options,
+        cost: Callable[[], CostModel],
+        compiled: Sequence[CompiledTraces],
+    ) -> None:
+        self.joint = joint
+        self.traces = traces
+        self.sharded = sharded
+        self.options = options
+        self.cost = cost
+        self.compiled = compiled
+        self.limits = Limits(options.max_unsharded_bytes, options.max_gathers_in_flight, options.max_memory)
+
+    def for_step(self) -> Settings:
+        """Return the settings of a step that ends a window of those compiled so far, or of one without limits."""
+        no_sync = self.traces.no_sync
+        bucketed = self._bucketed(self.options.accumulate or "unsharded", no_sync=no_sync)
+        left = NOTHING_LEFT.union(*(one.gradients_left for one in self.compiled if one.no_sync and not no_sync))
+        if isinstance(self.options.prefetch, int) and not self.limits.any_bytes:
+            return Settings(bucketed, left)
+        choice = self._search(bucketed, left, self.sharded.kept, may_keep=self._may_keep)
+        is_settled = not self._may_keep or len(split_joint(bucketed)) == 1
+        return Settings(bucketed, left, choice, None if is_settled else choice.chosen.kept)
+
+    def for_window(self, way: _Way) -> Settings:
+        """Return the settings of a micro-batch under ``no_sync``; see [Note: Planning for the end of a window]."""
+        bucketed = self._bucketed(way, no_sync=True)
+        left = gradients_left(bucketed.bound_symbols)
+        self._check_compiled(left)
+        ending = self._bucketed(way, no_sync=False)
+        last = self._search(ending, left, self.sharded.kept, may_keep=self._may_keep).chosen
+        kept = {bucket for bucket in self.sharded.buckets if bucket.spec.name in last.kept}
+        limits = self.limits if self.limits.memory is None else self.limits._replace(slots=last.unsharded_bytes)
+        choice = self._search(bucketed, left, kept, limits=limits)
+        seconds = last.step_seconds + choice.chosen.step_seconds
+        return Settings(bucketed, left, choice, last.kept if self._may_keep else None, seconds)
+
+    @property
+    def _may_keep(self) -> bool:
+        """Whether this compilation decides what stays unsharded, which one does for the module."""
+        return self.limits.any_bytes and not self.sharded.kept_is_final
+
+    def _bucketed(self, way: _Way, *, no_sync: bool) -> TraceCtx:
+        bucket = partial(bucket_communication, buckets=self.sharded.buckets, no_sync=no_sync, accumulate=way)
+        return self.traces.run([bucket, fuse_downcast], self.joint)
+
+    def _search(
+        self,
+        bucketed: TraceCtx,
+        left: LeftGradients,
+        kept: Iterable[Bucket],
+        *,
+        may_keep: bool = False,
+        limits: Limits | None = None,
+    ) -> Choice:
+        started = time.process_time()
+        choice = choose(
+            bucketed,
+            cost=self.cost(),
+            prefetch=None if self.options.prefetch == "auto" else self.options.prefetch,
+            kept=frozenset(kept),
+            may_keep=may_keep and len(split_joint(bucketed)) == 2,
+            limits=limits or self.limits,
+            buckets=self.sharded.buckets,
+            left=left,
+        )
+        seconds = time.process_time() - started
+        self.traces.pass_seconds["choose"] += seconds
+        LOGGER.debug("choose: %d candidates, %.1f ms\n%s", len(choice.considered), 1e3 * seconds, choice)
+        return choice
+
+    def _check_compiled(self, left: LeftGradients) -> None:
+        """Raise MemoryLimitError if a compiled step exceeds the limit once it finds these gradients."""
+        limit = self.limits.memory
+        for one in () if limit is None else self.compiled:
+            if not one.no_sync and one.backward is not None:
+                needed = StepMemory.of(one.traces, self.sharded.buckets, accumulated=left).peak.nbytes
+                if limit is not None and needed > limit:
+                    raise MemoryLimitError(
+                        f"max_memory: {limit:,} bytes are too few: with the gradients that no_sync accumulates, the step "
+                        f"for {one.call} needs {needed:,} bytes. Allow more, use accumulate='sharded', or run a window "
+                        f"before any other step, so that both are planned together",
+                        needed,
+                    )
