@@ -73,6 +73,10 @@ class Mode:
     grad: bool = True
 
 
+WINDOW = Mode(no_sync=True)
+"""The mode of the micro-batches of a window, which a forward in the usual mode ends."""
+
+
 @dataclass(frozen=True, repr=False)
 class Action:
     """One call of a history.
@@ -122,6 +126,9 @@ PHRASES: dict[tuple[str, ...], int] = {
     ("save",): 1,  # save a checkpoint
     ("load",): 1,
     ("freeze",): 2,  # freeze or unfreeze one parameter
+    ("micro_batch", "micro_batch", "last_batch", "step", "zero_grad"): 4,  # a window: forward and backward of each
+    ("micro_batch", "add", "micro_batch", "last_batch"): 1,
+    ("micro_batch", "scale", "micro_batch", "scale", "last_batch"): 1,
 }
 """Short sequences of actions that are drawn together, with the weight of each."""
 
@@ -234,6 +241,8 @@ def scenarios(draw: Any, *, histories: int, world_size: int, phrases: int = 6, o
     )
     few = 1 if one_deviates or kind in ("second", "freezable") else 3
     modes = (Mode(), *draw(st.lists(mode, min_size=few, max_size=few, unique=True)))
+    if not one_deviates and draw(st.booleans()):
+        modes = (Mode(), WINDOW, *modes[2:])
     scenario = Scenario(
         model,
         options,
@@ -265,11 +274,20 @@ def _history(draw: Any, scenario: Scenario, world_size: int, one_deviates: bool,
         without |= {"save", "load"}
     if one_deviates:
         without |= {"fail_backward"}  # needs the same losses on all ranks
+    if WINDOW not in scenario.modes:
+        without |= {"micro_batch"}
     weights = {phrase: n for phrase, n in PHRASES.items() if not without & set(phrase)}
     phrase = st.sampled_from([phrase for phrase, weight in weights.items() for _ in range(weight)])
     drawn = draw(st.lists(phrase, min_size=phrases // 2, max_size=phrases))
-    kinds = [kind for phrase in drawn for kind in phrase]
-    return tuple(draw(_action(kind, scenario, world_size, seed)) for seed, kind in enumerate(kinds))
+    history: list[Action] = []
+    for kind in (kind for phrase in drawn for kind in phrase):
+        if kind in ("micro_batch", "last_batch"):
+            forward = draw(_action("forward", scenario, world_size, len(history)))
+            history.append(replace(forward, mode=scenario.modes.index(WINDOW if kind == "micro_batch" else Mode())))
+            history.append(Action("backward", loss_index=-1, model_index=forward.model_index))
+        else:
+            history.append(draw(_action(kind, scenario, world_size, len(history))))
+    return tuple(history)
 
 
 @st.composite

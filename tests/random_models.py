@@ -249,6 +249,8 @@ def cases(draw: Any, *, numeric: bool = False) -> Case:
         tuple(sorted(draw(some_blocks))) if may_draw and draw(st.integers(0, 3)) == 0 and not model.tied else ()
         for may_draw in (strategy == "zero3", not numeric and "mp_policy" not in options)
     )
+    if draw(st.integers(0, 2)) == 0:
+        options["accumulate"] = "sharded"
     return Case(model, options, groups, kept, low)
 
 

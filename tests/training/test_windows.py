@@ -12,6 +12,10 @@ from unittest import mock
 from thunder_fsdp_sched import discard_unreduced, fsdp, full_state_dict, unsharded
 from thunder_fsdp_sched.runtime.accumulation import Accumulation
 from thunder_fsdp_sched.runtime.bucket import Bucket
+from thunder_fsdp_sched.simulator.clusters import cluster
+from thunder_fsdp_sched.simulator.cost import AnalyticCost
+from thunder_fsdp_sched.simulator.simulate import simulate
+from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, window_of
 
 import pytest
 import thunder
@@ -344,6 +348,25 @@ def fake_rank() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     dist.destroy_process_group()
+
+
+def test_a_later_micro_batch_is_simulated_without_the_gathers_that_it_reuses(fake_rank: None) -> None:
+    for again in (False, True):
+        transform = fsdp(sharding_strategy="zero2", reshard_after_backward=again)
+        model = thunder.jit(module := Stack(2), transforms=[transform])
+        with model.no_sync():
+            model(torch.randn(3, module.width)).sum()
+        [compiled] = transform.compiled
+        assert [window_of(b) for b in compiled.forward.bound_symbols if b.sym is fsdp_all_gather] == (
+            [None if again else "open"] * len(transform.plan)
+        )
+        first, later = (
+            simulate(compiled.forward, compiled.backward, AnalyticCost(cluster("h100-sxm")), in_window=in_window)
+            for in_window in (False, True)
+        )
+        gathers = [{i.name for i in timeline.intervals} & {"fsdp_all_gather"} for timeline in (first, later)]
+        assert gathers == [{"fsdp_all_gather"}, {"fsdp_all_gather"} if again else set()]
+        assert (later.step_seconds < first.step_seconds) is not again
 
 
 def test_a_memory_limit_that_only_reduced_gradients_keep_makes_each_micro_batch_reduce(fake_rank: None) -> None:

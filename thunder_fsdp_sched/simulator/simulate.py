@@ -46,6 +46,7 @@ from ..trace.symbols import (
     group_of,
     is_resident,
     payload,
+    window_of,
 )
 from .cost import CostModel, Seconds
 from .timeline import COMPUTE, TO_DEVICE, TO_HOST, Interval, SlotUse, Timeline
@@ -53,7 +54,13 @@ from .timeline import COMPUTE, TO_DEVICE, TO_HOST, Interval, SlotUse, Timeline
 __all__ = ["COMPUTE", "Interval", "SlotUse", "Timeline", "simulate"]
 
 
-def simulate(forward: TraceCtx | Sequence[TraceCtx], backward: TraceCtx | None, cost: CostModel) -> Timeline:
+def simulate(
+    forward: TraceCtx | Sequence[TraceCtx],
+    backward: TraceCtx | None,
+    cost: CostModel,
+    *,
+    in_window: bool = False,
+) -> Timeline:
     """Simulate execution traces that run one after the other, usually forward and backward.
 
     The cost is about linear in the number of bound symbols.
@@ -62,11 +69,14 @@ def simulate(forward: TraceCtx | Sequence[TraceCtx], backward: TraceCtx | None, 
         forward: an execution trace, sorted or not, or several.
         backward: the backward trace, if any.
         cost: the cost model of bound symbols and collectives.
+        in_window: whether an earlier micro-batch of an accumulation window has gathered the buckets that this one may
+            reuse. A window of ``n`` micro-batches takes the time of the first, of ``n - 2`` more in the window, and of the
+            one in the window that reduces gradients.
     """
     traces = [forward] if isinstance(forward, TraceCtx) else list(forward)
     if backward is not None:
         traces.append(backward)
-    simulator = _Simulator(cost)
+    simulator = _Simulator(cost, in_window)
     for number, trace in enumerate(traces):
         simulator.run(number, trace)
     return simulator.timeline(Liveness(*(trace.bound_symbols for trace in traces)).slots.values())
@@ -193,8 +203,9 @@ class _HostLink:
 class _Simulator:
     """The state of all streams while traces run."""
 
-    def __init__(self, cost: CostModel) -> None:
+    def __init__(self, cost: CostModel, in_window: bool) -> None:
         self.cost = cost
+        self.in_window = in_window
         self.intervals: list[Interval] = []
         self.host = 0.0
         self.compute = 0.0
@@ -224,7 +235,7 @@ class _Simulator:
                 used = self.compute  # the slot is free before the all-reduce itself is issued
                 self._work(bsym, seconds, number, position)
                 self._communicate(bsym, number, position)
-            elif is_resident(bsym):
+            elif is_resident(bsym) or (self.in_window and window_of(bsym) is not None):
                 self.resident.add(bsym.output.name)
             elif name in ISSUES:
                 self._work(bsym, seconds, number, position)
