@@ -11,6 +11,7 @@ from unittest import mock
 
 from thunder_fsdp_sched import discard_unreduced, fsdp
 from thunder_fsdp_sched.runtime import ops
+from thunder_fsdp_sched.runtime.accumulation import Accumulation
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.bucket_aliases import alias_in_dtype
 from thunder_fsdp_sched.runtime.memory import Arena, slot_bytes
@@ -76,7 +77,7 @@ class _FaultInjector:
             stack.enter_context(around(Arena, "track", before=False))
             stack.enter_context(around(Arena, "finish"))
             stack.enter_context(around(Arena, "prepare_for_gradient"))
-            stack.enter_context(around(Bucket, "accumulate"))
+            stack.enter_context(around(Accumulation, "add"))
             stack.enter_context(around(Bucket, "sharded_grads"))
             stack.enter_context(around(Bucket, "is_kept_for_this_backward"))
             stack.enter_context(around(torch, "tanh"))

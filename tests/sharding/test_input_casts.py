@@ -182,8 +182,9 @@ def _count_casts(rank: int, world_size: int, strategy: str) -> None:
     assert run() == buckets, "forward must cast each bucket once, backward none"
     with sharded.no_sync():
         assert run() == buckets
-        assert run() == buckets, "each forward must cast again, even while there are unreduced gradients"
-    assert run() == buckets
+        later = 0 if strategy == "zero2" else buckets
+        assert run() == later, "ZeRO-3 must cast again in each forward, even while there are unreduced gradients"
+    assert run() == later
     optimizer.step()
     assert run() == buckets
     again = buckets if strategy == "zero2" else buckets - 1  # ZeRO-3: backward reads all buckets but the first
