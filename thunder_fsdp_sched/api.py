@@ -179,7 +179,8 @@ def fsdp(
         audit: check during the first run of each compiled trace that no operator returns memory of a slot or modifies
             an unsharded parameter, unless the plan expects it. Later runs cost nothing.
         trace_modules_once: trace a module by copying the trace of one that is alike: of the same class, with the same values
-            wherever its forward reads any. The result is the same up to names. ``False`` traces each module by itself.
+            wherever its forward reads any. The result is the same up to names. Likewise, modes that compute the same, such
+            as ``no_sync``, share a joint trace. ``False`` traces each module by itself and differentiates in each mode.
         move_state_dict_to_cpu: ``original_state_dict`` moves each parameter to the CPU as soon as it is gathered.
 
     Returns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from .trace.descriptions import count_issues
 from .trace.inspection import is_backward_trace, snapshot, split_joint, statements
 from .trace.left_gradients import NOTHING_LEFT
 from .trace.schedule import StepSchedule, compute_digest, read_program, read_schedule
+from .tracing import TracedComputation, without_computation
 from .transforms import (
     ScheduleMismatch,
     assign_slots,
@@ -54,7 +55,9 @@ from .transforms import (
 from .transforms.audit import audited
 from .transforms.sort_within_budget import shared_budget
 
-__all__ = ["Compilation"]
+__all__ = ["Compilation", "Describe"]
+
+Describe = Callable[[TraceCtx, Mapping[str, str]], TracedComputation | None]
 
 
 class Compilation:
@@ -69,7 +72,7 @@ class Compilation:
         options: those of ``fsdp``.
         fusions: the fusion executors that Thunder uses.
         stats: Thunder's statistics of the jitted modules that may run the traces.
-        compiled: the traces of the module that were compiled before.
+        compiled: the traces of the module that were compiled before, whose joint trace this compilation may share.
         agrees: whether the ranks agree before each run; ``False`` only to measure the cost of that.
 
     Attributes:
@@ -96,10 +99,19 @@ class Compilation:
         self._fusions = fusions
         self._stats = stats
         self._agrees = agrees
+        self._same: CompiledTraces | None = None
         self._pinned: StepSchedule | None = None
 
-    def shard(self, prologue: TraceCtx, computation: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
-        """Let the prologue unpack shards, and unshard each parameter at its first use."""
+    def shard(
+        self, prologue: TraceCtx, computation: TraceCtx, describe: Describe | None = None
+    ) -> tuple[TraceCtx, TraceCtx]:
+        """Let the prologue unpack shards, and unshard each parameter at its first use.
+
+        Args:
+            describe: returns tokens of the computation, given the names of parameters by those of arguments. If an
+                earlier compilation had the same, its joint trace is used again, and the returned computation is empty;
+                see [Note: Modes share a joint trace] in ``tracing.traced_computation``.
+        """
         locations, shards = self._sharded.locations, self._sharded.shards
         unpacked = unpacked_parameters(prologue)
         inputs = {
@@ -107,22 +119,30 @@ class Compilation:
             for value, argument in zip(prologue.output[0], computation.args, strict=True)
             if getattr(value, "name", None) in unpacked
         }
-        self.traces.parameters = inputs
-        run = self.traces.run
+        traces, run = self.traces, self.traces.run
+        traces.parameters = inputs
+        if describe is not None:
+            traces.traced = describe(computation, inputs)
+            self._same = next((e for e in self._compiled if e.traced is not None and e.traced == traces.traced), None)
         hooks = count_hooks(self._sharded.module)
-        prologue = run([partial(shard_prologue, shards=shards, no_sync=self.traces.no_sync, hooks=hooks)], prologue)
+        prologue = run([partial(shard_prologue, shards=shards, no_sync=traces.no_sync, hooks=hooks)], prologue)
+        if self._same is not None:
+            traces.traced, traces.parameters = self._same.traced, self._same.parameters
+            traces.shares = self._same.number
+            return prologue, without_computation(computation)
         computation = run([partial(insert_unshard, inputs=inputs, buckets=locations, shards=shards)], computation)
         return prologue, computation
 
     def before_fusion(self, joint: TraceCtx) -> TraceCtx:
         """Bucket the communication of the joint trace and choose what stays unsharded, before operators are fused."""
         traces, log = self.traces, self._sharded.progress.log_phase
+        done = "differentiated"
+        if self._same is not None:
+            assert self._same.differentiated is not None, "compilations that have finished keep their joint trace"
+            joint, done = self._same.differentiated, f"shares the joint trace of compilation {self._same.number}"
         traces.differentiated = snapshot(joint)
-        log(
-            "differentiated, %d bound symbols in the joint trace",
-            len(joint.bound_symbols),
-            stage="bucketing and fusing",
-        )
+        joint = snapshot(joint)
+        log(f"{done}, %d bound symbols in the joint trace", len(joint.bound_symbols), stage="bucketing and fusing")
         bucketed = self._choose(joint)
         kept = self._sharded.kept
         again = partial(regather_for_backward, kept=kept, recomputed=traces.recomputed)

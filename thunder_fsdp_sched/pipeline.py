@@ -20,6 +20,7 @@ from .trace.descriptions import NO_CALL, Call
 from .trace.left_gradients import NOTHING_LEFT, LeftGradients, gradients_left
 from .trace.schedule import Schedule, StepSchedule
 from .trace.step_memory import StepMemory
+from .tracing import TracedComputation
 
 __all__ = ["CompiledTraces", "JointPasses", "Pass", "can_fuse_any", "without"]
 
@@ -40,6 +41,8 @@ class CompiledTraces:
         offloaded: names of the values that wait in host memory between forward and backward.
         recomputed: names of the values of forward that ``max_memory`` makes backward compute again.
         parameters: the parameter name of each argument that is a parameter, keyed by the argument's name.
+        traced: what Thunder has traced, to find later compilations that can share ``differentiated``; ``None`` if none can.
+        shares: the number of the earlier compilation whose joint trace was used again; ``None`` if Thunder differentiated.
         differentiated: the joint trace as Thunder has made it, with one ``fsdp_unshard`` for each parameter.
         joint: the joint trace with bucketed communication, before fusion (forward alone without gradients).
         forward_before, backward_before: the execution traces that Thunder passes to us, with communication unsorted.
@@ -57,6 +60,8 @@ class CompiledTraces:
     offloaded: frozenset[str] = frozenset()
     recomputed: frozenset[str] = frozenset()
     parameters: Mapping[str, str] = field(default_factory=dict)
+    traced: TracedComputation | None = None
+    shares: int | None = None
     differentiated: TraceCtx | None = None
     joint: TraceCtx | None = None
     forward_before: TraceCtx | None = None

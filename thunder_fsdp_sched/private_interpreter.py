@@ -13,10 +13,10 @@ if TYPE_CHECKING:  # this module is imported before Thunder can be
     import torch
 
 __all__ = [
+    "cache_info",
     "call_interpreted",
     "call_module_as_torch",
     "checks_of",
-    "global_state",
     "has_been_modified",
     "hook_dicts",
     "is_hooked",
@@ -95,12 +95,11 @@ def checks_of(context: Any) -> list[Any]:
     return context._constraints
 
 
-def global_state() -> tuple[Any, ...]:
-    """Return the defaults of torch that Thunder's prologues check and that operators read: dtype and device."""
+def cache_info() -> dict[str, Any]:
+    """Return the state of torch that the prologues of the compilation check: default dtype, autocast, and so on."""
     import thunder
 
-    state = thunder._get_cache_info()
-    return tuple(state.get(name) for name in ("default_dtype", "default_device"))
+    return dict(thunder._get_cache_info())
 
 
 def renames_of(context: Any) -> dict[Any, Any]:

@@ -7,7 +7,8 @@ once, with the module
     ``transform_module``                      plan buckets, allocate shard buffers, turn parameters into views of them
 for each new set of shapes and flags
     ``transform_traces_pre_prologue``         refuse_foreign_parameters, shard_prologue, insert_unshard
-    (Thunder: autograd makes one joint forward/backward trace; executors claim operators)
+    (Thunder: autograd makes one joint forward/backward trace; executors claim operators; or an earlier joint trace
+    is used again: see [Note: Modes share a joint trace] in ``tracing.traced_computation``)
     ``JointPasses`` before the fusions        bucket_communication, fuse_downcast, [choose],
                                               regather_for_backward, guard_kept, keep_fusions_apart
     (Thunder: fusion executors)
@@ -29,6 +30,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ from .sharding.sharded_module import ShardedModule
 from .trace import symbols
 from .trace.descriptions import Call, read_call
 from .trace.schedule import StepSchedule, save_schedules
-from .tracing import Repetition, call_forward, trace_module_calls
+from .tracing import Repetition, call_forward, describe, trace_module_calls
 from .transforms import refuse_foreign_parameters
 
 __all__ = ["FSDPTransform", "find_jitted", "find_transform"]
@@ -176,7 +178,8 @@ class FSDPTransform(Transform):
             "traced for %s, %d bound symbols", call, len(computation_trace.bound_symbols), stage="differentiating"
         )
         compilation = self.begin_compilation(call, no_sync=no_sync)
-        return *compilation.shard(prologue_trace, computation_trace), epilogue_trace
+        describe_here = partial(describe, transform=self) if self.options.trace_modules_once else None
+        return *compilation.shard(prologue_trace, computation_trace, describe_here), epilogue_trace
 
     def begin_compilation(self, call: Call, *, no_sync: bool) -> Compilation:
         """Return a new compilation, which the hooks that Thunder calls next go on with."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from models import CASES, GPT, Model, Stack
 from torch import nn
+from trace_text import with_numbered_names
 
 
 def traces_of(model: nn.Module, inputs: tuple[Any, ...], call: Any) -> tuple[list[str], Any]:
@@ -26,12 +26,6 @@ def traces_of(model: nn.Module, inputs: tuple[Any, ...], call: Any) -> tuple[lis
     output = jitted(*inputs)
     texts = [str(history(jitted)[0]) for history in (thunder.last_prologue_traces, thunder.last_traces)]
     return [with_numbered_names(text) for text in texts], output
-
-
-def with_numbered_names(text: str) -> str:
-    names: dict[str, str] = {}
-    code = "\n".join(line.partition("#")[0].rstrip() for line in text.splitlines() if not line.startswith("# "))
-    return re.sub(r"\b(?!\d)\w+\b", lambda word: names.setdefault(word[0], f"name{len(names)}"), code)
 
 
 def check_traces(make: Callable[[], nn.Module], *inputs: Any) -> Repetition:

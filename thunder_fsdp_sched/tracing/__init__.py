@@ -1,6 +1,15 @@
-"""Faster tracing of modules: calls without hooks as calls of ``forward``, and modules that are alike only once."""
+"""Faster compiling: calls without hooks are traced as calls of ``forward``, modules that are alike only once, and modes that
+compute the same share a joint trace."""
 
 from .module_calls import call_forward, trace_module_calls
 from .repetition import Repetition
+from .traced_computation import TracedComputation, describe, without_computation
 
-__all__ = ["Repetition", "call_forward", "trace_module_calls"]
+__all__ = [
+    "Repetition",
+    "TracedComputation",
+    "call_forward",
+    "describe",
+    "trace_module_calls",
+    "without_computation",
+]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst, WrappedValue, wrap, wrap_const
-from thunder.core.jit_ext import EXT_FLAG_IS_MODULE
+from thunder.core.jit_ext import EXT_FLAG_IS_CALLABLE, EXT_FLAG_IS_MODULE
 from thunder.core.proxies import Proxy, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -130,6 +130,9 @@ class _Copies:
             inst = PseudoInst.LOAD_ATTR if kind == ATTRIBUTE else PseudoInst.BINARY_SUBSCR
             inputs = [self._provenance(path[:-1]), wrap_const(key).provenance]
             self._provenances[path] = ProvenanceRecord(inst, inputs=inputs)
-            if isinstance(evaluate(path, self._known), torch.nn.Module):
+            value = evaluate(path, self._known)
+            if isinstance(value, torch.nn.Module):
                 self._provenances[path].ext_flag |= EXT_FLAG_IS_MODULE
+            elif callable(value):  # of a module, the prologue then reads it from the user's module, not the jitted one
+                self._provenances[path].ext_flag |= EXT_FLAG_IS_CALLABLE
         return self._provenances[path]

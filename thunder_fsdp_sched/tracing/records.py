@@ -187,7 +187,7 @@ def _token(path: Path, alias: Path | None, known: dict[Path, Any], tensors: dict
     if len(path) == 1 or path[-1] in _NAMESPACES:
         return token_of(value) if isinstance(value, torch.nn.Module) else "namespace"
     if path[-1] == (ATTRIBUTE, "__dict__"):
-        return "names", tuple(value)
+        return "names", tuple(name for name in value if name != _WRITTEN_BY_WARNINGS)
     if isinstance(value, torch.Tensor):
         return token_of(value), tensors.setdefault(id(value), len(tensors))
     if isinstance(value, _METHODS) and path[-1][0] == ATTRIBUTE and value.__self__ is evaluate(path[:-1], known):
@@ -207,6 +207,9 @@ def _is_at(path: Path, value: Any, known: dict[Path, Any]) -> bool:
 _MEMBERS = tuple((kind, name) for kind in (ATTRIBUTE, ITEM) for name in ("_modules", "_parameters", "_buffers"))
 _NAMESPACES = ((ATTRIBUTE, "__globals__"), (ATTRIBUTE, "__builtins__"))
 """What a program reads of these is compared by itself."""
+
+_WRITTEN_BY_WARNINGS = "__warningregistry__"
+"""The name under which a module's namespace gets the warnings that were shown; no program reads it."""
 
 _METHODS = (MethodType, BuiltinMethodType, MethodWrapperType)
 

@@ -13,7 +13,7 @@ from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.proxies import unvariableify
 
-from ..private_interpreter import checks_of, global_state, has_been_modified, renames_of
+from ..private_interpreter import cache_info, checks_of, has_been_modified, renames_of
 from .arguments import Arguments, flatten
 from .copies import repeat
 from .module_calls import call_forward
@@ -24,6 +24,9 @@ from .records import Record, make_record
 __all__ = ["Repetition"]
 
 _LOGGER = logging.getLogger(__name__)
+
+_DEFAULTS = ("default_dtype", "default_device")
+"""The state of torch that operators read."""
 
 _MOST = 16
 """How many records are kept for calls with the same arguments of modules of one class."""
@@ -65,7 +68,7 @@ class Repetition:
         except Unrepeatable as reason:
             self._refuse(place, reason)
             return call_forward(module, *args, **kwargs)
-        key = type(unwrap(module)), arguments.token, data.is_grad_enabled, global_state()
+        key = type(unwrap(module)), arguments.token, data.is_grad_enabled, *map(cache_info().get, _DEFAULTS)
         records = self._records.setdefault(key, [])
         for record in records:
             if record.fits(place, self._roots):

@@ -9,10 +9,10 @@ import torch
 
 from ..private_interpreter import is_hooked
 
-__all__ = ["token_of"]
+__all__ = ["Same", "token_of"]
 
 _BY_VALUE = (
-    *(NoneType, bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), frozenset),
+    *(NoneType, bool, int, str, bytes, range, slice, type(Ellipsis), frozenset),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 
@@ -31,16 +31,18 @@ def token_of(value: Any, depth: int = _DEPTH) -> Any:
     of them is compared by itself. Any other object counts by its identity.
     """
     kind = type(value)
+    if kind is float or kind is complex:
+        return kind, repr(value)  # 0.0 is not -0.0
     if kind in _BY_VALUE:
         return kind, (value.start, value.stop, value.step) if kind is slice else value
     if depth < _DEPTH and isinstance(value, torch.nn.Module | torch.Tensor):
-        return "object", _Same(value)  # in a container, from which it may be read unnoticed
+        return "object", Same(value)  # in a container, from which it may be read unnoticed
     if isinstance(value, torch.nn.Module):
         return "module", kind, is_hooked(value)
     if isinstance(value, torch.Tensor):
         return kind, tuple(value.shape), value.dtype, value.device, value.layout, value.requires_grad
     if kind is MethodType:
-        return "method", value.__func__, _Same(value.__self__)
+        return "method", value.__func__, Same(value.__self__)
     if kind is CellType:
         return "cell"  # its contents are read by themselves
     if kind is torch.Size:
@@ -49,10 +51,10 @@ def token_of(value: Any, depth: int = _DEPTH) -> Any:
         if isinstance(value, dict):
             return "dict", kind, tuple((token_of(k, 0), token_of(v, depth - 1)) for k, v in value.items())
         return "items", kind, tuple(token_of(item, depth - 1) for item in value)
-    return "object", _Same(value)
+    return "object", Same(value)
 
 
-class _Same:
+class Same:
     """Equal for one object only, which it keeps alive."""
 
     __slots__ = ("value",)
@@ -61,7 +63,7 @@ class _Same:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, Same) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)

@@ -1,0 +1,100 @@
+"""Modes that compute the same share a joint trace; the final traces and bits are those of compiling in full."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.pipeline import CompiledTraces
+
+import thunder
+import torch
+from models import Stack
+from ranks import Ranks
+from torch import nn
+from trace_text import with_numbered_names
+
+OFFSET = 2.0
+
+
+class Program(Stack):
+    """A small model that also reads its input's dtype, a number, and a global."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.dropout = nn.Dropout(0.25)
+
+    def forward(self, x: torch.Tensor, number: int = 1) -> torch.Tensor:
+        x = super().forward(x.double()) if number else x
+        return self.dropout(x) + OFFSET
+
+
+def _train(rank: int, in_full: bool, strategy: str) -> tuple[list[CompiledTraces], list[torch.Tensor]]:
+    """Call one model in many modes; return what was compiled, and all outputs and gradients."""
+    global OFFSET
+    torch.manual_seed(0)
+    model = Program().double()
+    transform = fsdp(sharding_strategy=strategy, trace_modules_once=not in_full)
+    jitted = thunder.jit(model, transforms=[transform])
+    found: list[torch.Tensor] = []
+
+    def call(x: torch.Tensor, *args: Any, compiles: bool = True, sync: bool = True, **kwargs: Any) -> None:
+        compiled = len(transform.compiled)
+        torch.manual_seed(rank)
+        with nullcontext() if sync else jitted.no_sync():
+            output = jitted(x, *args, **kwargs)
+            if output.requires_grad:
+                output.pow(2).sum().backward()
+        assert len(transform.compiled) == compiled + compiles
+        found.append(output.detach())
+        if sync and output.requires_grad:
+            found.extend(p.grad.to_local().clone() for p in jitted.parameters() if p.grad is not None)
+            jitted.zero_grad()
+
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4) + rank
+    call(x, sync=False)
+    with torch.no_grad():
+        call(x)
+    call(x)
+    call(x, compiles=False, sync=False)
+    call(x, compiles=False)
+    call(x, 2)
+    call(x[:2])
+    call(x.float())
+    jitted.eval()
+    call(x)
+    jitted.train()
+    model.blocks[0].requires_grad_(False)
+    call(x)
+    call(x, sync=False)
+    OFFSET = 3.0
+    call(x, 3)
+    OFFSET = 2.0
+    with torch.autocast("cpu", torch.bfloat16):
+        call(x.float(), 2)
+    return transform.compiled, found
+
+
+SHARES = [None, None, 0, 0, None, None, None, None, 7, None, None]
+"""The compilation whose joint trace each compilation of ``_train`` shares."""
+
+
+def _compare(rank: int, world_size: int, strategy: str) -> None:
+    compiled, found = _train(rank, False, strategy)
+    in_full, expected = _train(rank, True, strategy)
+    assert [c.shares for c in compiled] == SHARES
+    assert [c.shares for c in in_full] == [None] * len(SHARES)
+    for ours, full in zip(compiled, in_full, strict=True):
+        assert [text(t) for t in ours.traces] == [text(t) for t in full.traces]
+        assert [*ours.parameters.values()] == [*full.parameters.values()]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def text(trace: Any) -> str:
+    return with_numbered_names(str(trace))
+
+
+def test_modes_share_a_joint_trace_only_if_they_compute_the_same(ranks: Ranks) -> None:
+    ranks.run(_compare, "zero3")

@@ -1,0 +1,171 @@
+"""What Thunder has traced, as a value that is equal for computations that it differentiates alike.
+
+[Note: Modes share a joint trace]
+``no_sync`` changes only the reductions that this package inserts, and many flags of a program change nothing that it
+computes. Yet Thunder differentiates a program and claims its operators anew in each mode, which takes most of the time
+of compiling. So the joint trace of an earlier compilation, as our passes have first seen it, is used again:
+
+1. Thunder traces the program in the new mode, too. That is cheap, because module calls are repeated from records.
+2. ``describe`` turns the trace into tokens, with proxies numbered in order of appearance. They cover all that
+   differentiation and claiming read: symbols with their subsymbols, arguments, metadata and tags of proxies, which
+   argument is which parameter, executors, compile options, and the state of torch that Thunder's cache is keyed by.
+3. If an earlier compilation has equal tokens, Thunder goes on with a trace that has the same arguments and computes
+   nothing (``without_computation``), and ``JointPasses`` replaces it by the earlier joint trace.
+
+The prologue and the epilogue are those of the new mode; they pass values by position. A computation that cannot be
+described is compiled in full: one under autocast or with symbolic values, with an executor that keeps state, with kinds
+of proxies that are not known here, or with other transforms that would see the trace in between.
+
+Each set of compiled traces keeps its tokens: no tensors, and less memory than the traces take.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from thunder.core.compile_data import get_compile_data
+from thunder.core.devices import Device
+from thunder.core.dtypes import dtype
+from thunder.core.options import CACHE_OPTIONS
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import FutureTensorProxy, NumberProxy, Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.transform_common import Transform
+from thunder.extend import StatefulExecutor
+
+from ..private_interpreter import cache_info
+from .tokens import Same, token_of
+
+__all__ = ["TracedComputation", "describe", "without_computation"]
+
+TracedComputation = tuple[Any, ...]
+"""Tokens of a traced computation; see :func:`describe`."""
+
+
+class _Unknown(Exception):
+    """The trace has something that tokens cannot describe."""
+
+
+def describe(trace: TraceCtx, parameters: Mapping[str, str], transform: Transform) -> TracedComputation | None:
+    """Return tokens of what Thunder has traced, which are equal for traces that it would transform into equal ones.
+
+    Args:
+        trace: the computation, before ``insert_unshard``.
+        parameters: the parameter name of each argument that is a parameter, keyed by the argument's name.
+        transform: the transform that sees the trace now.
+
+    Returns:
+        ``None`` if the trace cannot be shared.
+    """
+    data = get_compile_data()
+    if data is None:  # not called by thunder.jit
+        return None
+    position = next((i for i, each in enumerate(data.transforms) if each is transform), None)
+    if position is None or any(map(_sees_computation, data.transforms[position + 1 :])):
+        return None
+    if data.cache_option is not CACHE_OPTIONS.CONSTANT_VALUES or not data.autocast_stack.is_empty():
+        return None
+    if any(isinstance(executor, StatefulExecutor) for executor in data.executors_list):
+        return None
+    tokens = _Tokens()
+    try:
+        tokens.add((tuple(trace.args), dict(trace.kwargs), tuple(sorted(map(str, trace.tags)))))
+        tokens.add([parameters.get(arg.name) if isinstance(arg, Proxy) else None for arg in trace.args])
+        for bsym in trace.bound_symbols:
+            tokens.add_bsym(bsym)
+        tokens.add([list(data.executors_list), dict(data.compile_options), cache_info(), _attention_backends()])
+    except _Unknown:
+        return None
+    return Same(weakref.ref(data)), *tokens.tokens
+
+
+def without_computation(trace: TraceCtx) -> TraceCtx:
+    """Return a trace with the arguments of ``trace`` that computes and returns nothing."""
+    new = from_trace(trace)
+    new.names = trace.names.copy()
+    last = trace.bound_symbols[-1]
+    returned = {**last.args[0], "output": ()}
+    unpacked = [bsym for bsym in trace.bound_symbols if bsym.sym.id is PrimIDs.UNPACK_TRIVIAL]
+    new.bound_symbols = [*unpacked, last.from_bsym(args=(returned,))]
+    return new
+
+
+def _sees_computation(transform: Transform) -> bool:
+    return type(transform).transform_traces_pre_prologue is not Transform.transform_traces_pre_prologue
+
+
+def _attention_backends() -> tuple[bool, ...]:
+    """Return which kernels of attention torch may use; Thunder asks for them when it claims attention."""
+    backends = torch.backends.cuda
+    return (
+        backends.flash_sdp_enabled(),
+        backends.mem_efficient_sdp_enabled(),
+        backends.math_sdp_enabled(),
+        backends.cudnn_sdp_enabled(),
+    )
+
+
+class _Tokens:
+    """Tokens of bound symbols and values, with proxies numbered in order of appearance."""
+
+    def __init__(self) -> None:
+        self.tokens: list[Any] = []
+        self._numbers: dict[str, int] = {}
+        self._known: dict[int, Any] = {}  # tokens of proxies that the trace keeps alive, by their identity
+        self._shared: dict[Any, Any] = {}  # one object for equal metadata
+
+    def add_bsym(self, bsym: BoundSymbol) -> None:
+        positions = bsym.source_positions
+        line = None if positions is None else positions.lineno
+        tags = frozenset(bsym.tags)
+        self.tokens += (Same(bsym.sym), bsym.header, bsym.source_filename, line, self._shared.setdefault(tags, tags))
+        self.add(bsym.args)
+        self.add(bsym.kwargs)
+        self.add(bsym.output)
+        for context in (bsym._call_ctx, bsym._import_ctx, bsym._object_ctx):
+            self.tokens.append(len(context or ()))
+            if context:
+                self.add(dict(context))
+        self.tokens.append(len(bsym.subsymbols))
+        for sub in bsym.subsymbols:
+            self.add_bsym(sub)
+
+    def add(self, value: Any) -> None:
+        if isinstance(value, Proxy):
+            token = self._known.get(id(value))
+            if token is None:
+                token = self._known[id(value)] = self._proxy(value)
+            self.tokens.append(token)
+            return
+        kind = type(value)
+        if kind is tuple or kind is list:
+            self.tokens += (kind, len(value))
+            for item in value:
+                self.add(item)
+        elif kind is dict:
+            self.tokens += (kind, len(value))
+            for key, item in value.items():
+                self.add(key)
+                self.add(item)
+        elif isinstance(value, Device | dtype):
+            self.tokens += (kind, str(value))
+        else:
+            self.tokens.append(token_of(value, 0))
+
+    def _proxy(self, proxy: Proxy) -> Any:
+        kind = type(proxy)
+        facts: tuple[Any, ...]
+        if isinstance(proxy, TensorProxy | FutureTensorProxy):
+            facts = tuple(proxy.shape), str(proxy.device), str(proxy.dtype), proxy.requires_grad
+            if isinstance(proxy, TensorProxy):
+                facts += str(proxy.true_dtype), proxy.distparallel_type, proxy.thunder_fsdp_padding_size
+        elif isinstance(proxy, NumberProxy):
+            facts = token_of(proxy.value, 0), proxy.python_type, proxy.constraint
+        else:
+            raise _Unknown
+        facts = kind, *facts, frozenset(proxy.tags)
+        return self._numbers.setdefault(proxy.name, len(self._numbers)), self._shared.setdefault(facts, facts)
