@@ -233,6 +233,18 @@ def test_a_block_with_effects_is_not_repeated(block: Callable[[int], nn.Module],
     assert not any(key[0] is block for key, records in repetition._records.items() if records)
 
 
+def test_a_zero_of_another_sign_is_another_value() -> None:
+    class Shifted(Linear):
+        def __init__(self, index: int) -> None:
+            super().__init__(index)
+            self.shift = -0.0 if index == 1 else 0.0
+
+        def extra(self) -> Any:
+            return self.shift
+
+    assert repetition_of(Shifted).repeated == 2  # the linear layer of the second block, and the third block
+
+
 def test_a_flag_that_changes_between_blocks_is_noticed() -> None:
     class Model(Blocks):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -335,7 +347,7 @@ def test_a_block_is_traced_again_for_another_default_dtype() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_a_later_compilation_repeats_what_an_earlier_one_recorded() -> None:
+def test_a_later_compilation_repeats_what_an_earlier_one_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     class Model(Blocks):
         def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
             return super().forward(x * scale)
@@ -343,7 +355,9 @@ def test_a_later_compilation_repeats_what_an_earlier_one_recorded() -> None:
     model = seeded(lambda: Model(Linear))()
     jitted, repetition = thunder.jit(model), Repetition()
     trace_module_calls(thunder.compile_data(jitted), repetition)
+    monkeypatch.delitem(vars(F), "__warningregistry__", raising=False)
     jitted(X)
+    monkeypatch.setitem(vars(F), "__warningregistry__", {})  # as after a warning
     assert repetition.recorded == 3
     with torch.no_grad():
         jitted(X)
