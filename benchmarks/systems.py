@@ -329,9 +329,13 @@ def wire_bytes(kind: str, nbytes: int, world_size: int, *, gloo: bool = False) -
     return 2 * ring if "allreduce" in kind or (gloo and kind == "reduce_scatter") else ring
 
 
-def communicate(system: System) -> float:
-    """Run only the collectives of one step of this project, in order; return the seconds on this rank."""
-    compiled = system.transform.compiled[-1]
+def communicate(system: System, compiled: Any = None) -> float:
+    """Run only the collectives of one step of this project, in order; return the seconds on this rank.
+
+    Args:
+        compiled: the traces of the step; by default those compiled last.
+    """
+    compiled = compiled or system.transform.compiled[-1]
     dist.barrier()
     started = time.perf_counter()
     for trace in (compiled.forward, compiled.backward):

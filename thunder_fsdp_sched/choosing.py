@@ -162,6 +162,7 @@ class _Chooser:
             limits=limits or self.limits,
             buckets=self.sharded.buckets,
             left=left,
+            reuse=not self.options.reshard_after_backward,
         )
         seconds = time.process_time() - started
         self.traces.pass_seconds["choose"] += seconds

@@ -117,6 +117,7 @@ def choose(
     limits: Limits,
     buckets: Sequence[Bucket] = (),
     left: LeftGradients = NOTHING_LEFT,
+    reuse: bool = False,
 ) -> Choice:
     """Search for the shortest simulated step within the limits.
 
@@ -129,11 +130,12 @@ def choose(
         limits: those on memory and on gathers in flight.
         buckets: all buckets of the module, whose shards count as memory of the step.
         left: the gradients that earlier micro-batches under ``no_sync`` have left, which count as well.
+        reuse: whether later micro-batches under ``no_sync`` may reuse what is gathered.
 
     Raises:
         MemoryLimitError, ValueError: nothing fits; the message has the bytes of the smallest candidate.
     """
-    search = _Search(joint, cost, frozenset(kept), limits, buckets, left)
+    search = _Search(joint, cost, frozenset(kept), limits, buckets, left, reuse)
     distances = [prefetch] if prefetch is not None else _distances(search.gathers, limits)
     _try_distances(search, distances)
     if not search.candidates:
@@ -224,11 +226,12 @@ class _Search:
         limits: Limits,
         buckets: Sequence[Bucket],
         left: LeftGradients,
+        reuse: bool,
     ) -> None:
         self.limits = limits
         self.gathers = sum(b.sym is fsdp_all_gather for b in joint.bound_symbols)
         self.candidates: dict[tuple[int, int], Candidate] = {}
-        self._traces = CandidateTraces(joint, cost, kept, limits, buckets, left)
+        self._traces = CandidateTraces(joint, cost, kept, limits, buckets, left, reuse)
         self._planned: dict[tuple[int, int], CandidateStep] = {}
 
     @property

@@ -14,7 +14,7 @@ from ..trace.inspection import split_joint
 from ..trace.left_gradients import LeftGradients
 from ..trace.operands import bucket_of
 from ..trace.step_memory import StepMemory
-from ..trace.symbols import fsdp_all_gather
+from ..trace.symbols import fsdp_accumulate_grads, fsdp_accumulate_reduced, fsdp_all_gather
 from ..transforms import (
     assign_slots,
     mark_retained_by_forward,
@@ -22,6 +22,7 @@ from ..transforms import (
     offloadable,
     regather_for_backward,
     reuse_from_forward,
+    reuse_in_window,
     sort_communication,
     sort_host_copies,
     sort_within_budget,
@@ -72,6 +73,7 @@ class CandidateTraces:
         limits: the memory of a step is predicted only if it is limited.
         buckets: all buckets of the module, whose shards count as memory of the step.
         left: the gradients that earlier micro-batches under ``no_sync`` have left.
+        reuse: whether later micro-batches may reuse what is gathered.
     """
 
     def __init__(
@@ -82,8 +84,10 @@ class CandidateTraces:
         limits: Limits,
         buckets: Sequence[Bucket],
         left: LeftGradients,
+        reuse: bool,
     ) -> None:
         self.joint = joint
+        self._reuse = reuse
         self._left = left
         self.cost = cost
         self.limits = limits
@@ -134,9 +138,10 @@ class CandidateTraces:
             else:
                 half = sort_within_budget(half, sort=sort, max_unsharded_bytes=budget, kept=kept, forward=forward)
             half = assign_slots(half, kept=kept, arena_of=arena_of, forward=forward, max_bytes=left)
-            halves.append(
-                mark_retained_by_forward(half) if forward is None else reuse_from_forward(half, forward=forward)
-            )
+            half = mark_retained_by_forward(half) if forward is None else reuse_from_forward(half, forward=forward)
+            if self._reuse and forward is None:
+                half = reuse_in_window(half, no_sync=self._no_sync)
+            halves.append(half)
         nbytes = private_bytes(halves[0], kept) + sum(arena.nbytes for arena in scratch.values())
         if self.limits.memory is None:
             return CandidateStep(halves, nbytes, self.cost)
@@ -145,6 +150,10 @@ class CandidateTraces:
         larger = sum(max(arena.nbytes - new.nbytes, 0) for arena, new in scratch.items())
         peak = StepMemory.of(halves, self._buckets, accumulated=self._left).peak.nbytes + larger
         return CandidateStep(halves, nbytes, self.cost, *changes, peak)
+
+    @cached_property
+    def _no_sync(self) -> bool:
+        return any(bsym.sym in (fsdp_accumulate_grads, fsdp_accumulate_reduced) for bsym in self.joint.bound_symbols)
 
     @cached_property
     def _unchanged(self) -> TraceCtx:

@@ -23,6 +23,7 @@ from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot
+from ..runtime.window import WINDOW_OPEN
 from .inspection import args_of
 from .liveness import Liveness, SlotRange, peak_bytes
 from .operands import Issue, bucket_of
@@ -33,6 +34,7 @@ from .symbols import (
     fsdp_reduce_scatter,
     fsdp_release,
     residency_marks,
+    window_of,
 )
 
 __all__ = [
@@ -76,7 +78,8 @@ def grads_over_params(ranges: Iterable[SlotRange]) -> dict[SlotRange, SlotRange]
 def grads_over_kept_params(forward: TraceCtx, backward: TraceCtx) -> set[int]:
     """Return the positions of the reductions of a backward trace that can use the private slot of their bucket.
 
-    See [Note: Gradients in the place of their parameters].
+    Those under ``no_sync`` leave the parameters for the next micro-batch if forward's gather takes part in a window. See
+    [Note: Gradients in the place of their parameters].
 
     Args:
         forward: its forward trace with slots.
@@ -84,11 +87,17 @@ def grads_over_kept_params(forward: TraceCtx, backward: TraceCtx) -> set[int]:
     """
     begin = len(forward.bound_symbols)
     guards = {bucket_of(b): i for i, b in enumerate(backward.bound_symbols, begin) if b.sym is fsdp_params_unchanged}
+    left = {
+        bucket_of(bsym)
+        for bsym in forward.bound_symbols
+        if bsym.sym is fsdp_all_gather and window_of(bsym) == WINDOW_OPEN
+    }
     gathers: dict[Bucket, SlotRange] = {}
     found = set()
     for live in Liveness(forward.bound_symbols, backward.bound_symbols).slots.values():
         if live.issue < begin and live.is_gather and live.slot is live.bucket.private_slot:
-            gathers[live.bucket] = live
+            if live.bucket not in left:
+                gathers[live.bucket] = live
         elif live.issue >= begin and live.bucket in gathers:
             gather = gathers.pop(live.bucket)  # one reduction at most, and none after another gather
             # A gradient that backward receives may be reduced before the guard, which may gather the bucket again.
