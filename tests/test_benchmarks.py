@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.runtime.views import with_own_storage
+from thunder_fsdp_sched.simulator.clusters import cluster
+from thunder_fsdp_sched.simulator.cost import AnalyticCost
 from thunder_fsdp_sched.transports.base import labelled
 
 import gpu
@@ -24,6 +26,7 @@ import pytest
 import systems
 import torch
 import torch.distributed as dist
+import windows
 from forked import run_python
 from gpu_trace import (
     Activity,
@@ -40,6 +43,7 @@ from gpu_trace import (
 )
 from live_memory import LiveMemory
 from paced_kernels import PacedKernels
+from ranks import Ranks
 from recomputing import RecomputingShape
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -427,6 +431,28 @@ def test_memory_is_compared_at_equal_peaks(fake_rank: None, tmp_path: Path, caps
     assert figures["ours, 80%"]["peak"] <= 1.01 * figures["ours, 80%"]["budget"]
     assert "ours, 80%: counted" in printed
     assert (tmp_path / "memory.png").stat().st_size > 0
+
+
+def _count_collectives(rank: int, world_size: int) -> None:
+    shape = systems.Shape(1, 64, 16)
+    emulation = systems.Emulation(shape)
+    batches = [shape.tokens(rank)] * 4
+    found, losses = {}, {}
+    for name in (windows.REFERENCE, "ours zero2", "FSDP2 zero2, kept"):
+        system = windows.systems(None)[name](name, shape, emulation)
+        windows.window(system, batches)
+        found[name] = windows.traffic(system, batches, "lo")
+        losses[name] = system.losses
+        if system.transform is not None:
+            assert windows.only_communicate(system, len(batches)) > 0
+            assert windows.simulated(system, len(batches), AnalyticCost(cluster("cpu-2core"))) > 0
+    assert [of_one["collectives"] for of_one in found.values()] == [5, 2, 2]
+    for of_one in losses.values():
+        torch.testing.assert_close(of_one, losses[windows.REFERENCE], rtol=1e-4, atol=1e-4)
+
+
+def test_windows_count_the_collectives_of_each_bucket(ranks: Ranks) -> None:
+    ranks.run(_count_collectives)
 
 
 def test_the_best_at_equal_peak_is_the_fastest_that_fits() -> None:
