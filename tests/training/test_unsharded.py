@@ -15,7 +15,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from models import Layer, LoRALinear, Stack
+from models import Layer, LoRALinear, Stack, TinyParameters
 from ranks import Ranks
 from reference import Twins
 from torch import nn
@@ -105,6 +105,25 @@ def _train_around_surgery(rank: int, world_size: int, options: dict[str, Any]) -
     with torch.no_grad():
         twins.reference._model.wte.weight.copy_(twins.reference._model.wte.weight.flip(0))
     twins.check_parameters()
+
+
+def _change_rows_of_one_rank(rank: int, world_size: int) -> None:
+    twins = Twins(rank, world_size, TinyParameters().double())
+    names = [
+        name for name, (bucket, index) in twins.transform.sharded.locations.items() if bucket.shard_views[index].numel()
+    ]
+    everywhere: list[Any] = [None] * world_size
+    dist.all_gather_object(everywhere, names)
+    name = min(set(everywhere[0]).difference(everywhere[1]))  # rank 1 has no rows of it
+    first, _ = twins.forward(0)
+    with tfs.unsharded(twins.sharded, name) as module, torch.no_grad():
+        module.get_parameter(name).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.backward()
+
+
+def test_a_change_of_one_ranks_rows_counts_as_a_change_on_all_ranks(ranks: Ranks) -> None:
+    ranks.run(_change_rows_of_one_rank)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from .bucket import Bucket
 from .forward_numbers import forward_number
 from .memory import InFlight, Slot, address, failed
 from .row_dtensor import RowDTensor
+from .views import shard_views
 from .window import WINDOW_OPEN
 
 __all__ = [
@@ -203,7 +204,14 @@ def wait_grads(bucket: Bucket, flight: InFlight, *, hook: str | None = None) -> 
         flight.slot.arena.finish(flight)
         bucket.accumulation.with_reduced(flight.output)
     grads = bucket.sharded_grads(flight.output)
-    accumulated = bucket.accumulation.params.intersection(flight.missing)
+    accumulated = bucket.accumulation.params
+    for index in accumulated.difference(flight.missing):
+        if not bucket.params[index].requires_grad:  # autograd drops what backward returns for it
+            raise RuntimeError(
+                f"parameter {bucket.spec.params[index].name!r} was frozen between forward and backward, while gradients of "
+                f"no_sync have accumulated for it. Freeze it before forward"
+            )
+    accumulated = accumulated.intersection(flight.missing)
     bucket.accumulation.deferred = {index: grads[index] for index in accumulated}
     return grads
 
@@ -213,15 +221,20 @@ def accumulate_grads(bucket: Bucket, *grads: torch.Tensor | None) -> None:
     bucket.accumulation.add(
         (i, grad if grad.shape == shapes[i] else bucket.sum_to_param(i, grad))
         for i, grad in enumerate(grads)
-        if grad is not None
+        if grad is not None and bucket.params[i].requires_grad  # as autograd does if it was frozen after forward
     )
 
 
 def accumulate_reduced(bucket: Bucket, flight: InFlight) -> None:
     assert flight.slot is not None and flight.output is not None
     flight.slot.arena.finish(flight)
-    given = set(range(len(bucket.spec.params))).difference(flight.missing)
-    bucket.accumulation.add_reduced(flight.output, given)
+    given = set(range(len(bucket.params))).difference(flight.missing)
+    frozen = {i for i in given if not bucket.params[i].requires_grad}
+    if frozen:
+        rows = shard_views(bucket.spec, bucket.rank, flight.output)
+        for index in frozen:
+            rows[index].zero_()
+    bucket.accumulation.add_reduced(flight.output, given - frozen)
 
 
 def check_no_sync(module: Any, no_sync: bool) -> None:

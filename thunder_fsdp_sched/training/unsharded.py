@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -37,8 +37,8 @@ _CHUNK = 1 << 24
 _Key: TypeAlias = "tuple[str, tuple[int, ...]]"
 """A parameter's name and ranks: other ranks may have another one of this name (``process_group_for``)."""
 
-_Result: TypeAlias = "tuple[str, Mapping[_Key, str]]"
-"""A rank's failure, or empty, and its digests."""
+_Result: TypeAlias = "tuple[str, Mapping[_Key, str], Set[_Key]]"
+"""What a rank tells: its failure, or empty, a digest of each whole parameter, and those of which its rows have changed."""
 
 
 @contextlib.contextmanager
@@ -190,19 +190,20 @@ class _Changes:
         control = self._sharded.control
         is_alone = failure or control.is_single_rank
         digests = {} if is_alone else {one.key: _digest(one.param.detach()) for one in self._whole}
-        return control.exchange("the end of unsharded(...)", (failure, digests))
+        changed = set() if failure else {one.key for one in self._whole if self._has_changed(one, one.param.detach())}
+        return control.exchange("the end of unsharded(...)", (failure, digests, changed))
 
     def write_back(self, failure: str, source: int | None) -> None:
         results = self.exchange(failure)
         if failure:
             raise RuntimeError(f"unsharded: {failure}. Nothing was written back")
         global_ranks = self._sharded.world_group.global_ranks
-        for rank, (other, _) in zip(global_ranks, results, strict=False):  # with the backend "fake", only this one
+        for rank, (other, *_) in zip(global_ranks, results, strict=False):  # with the backend "fake", only this one
             if other:
                 raise ScheduleDisagreement(f"unsharded: nothing was written back, because rank {rank} failed: {other}")
         differ = {
             key: tuple(ranks)
-            for key in dict.fromkeys(key for _, digests in results for key in digests)
+            for key in dict.fromkeys(key for _, digests, _ in results for key in digests)
             if len(ranks := _first_with_each(key, global_ranks, results)) > 1
         }
         if differ and source is None:
@@ -212,6 +213,7 @@ class _Changes:
                 f"first {name!r} on ranks {list(between)}. Make the same changes on all ranks, with the same seed for "
                 f"example, or pass unsharded(from_rank=...)"
             )
+        changed = set(differ).union(*(of_rank for _, _, of_rank in results))
         with torch.no_grad():
             for one in self._whole:
                 value = one.param.detach()
@@ -219,17 +221,19 @@ class _Changes:
                     value = value.contiguous()
                     with self._sharded.control.doing(f"the broadcast of {one.name}"):
                         dist.broadcast(value, src=source, group=self._sharded.world_group.process_group)
-                self._write(one, value)
+                # A write counts as a change between forward and backward, so it is made on all ranks or on none.
+                if one.key in changed:
+                    one.bucket.write_rows(one.index, self._rows(one, value))
+                if one.param.requires_grad is not one.shard.requires_grad:
+                    one.shard.requires_grad_(one.param.requires_grad)
 
     @staticmethod
-    def _write(one: _Whole, value: torch.Tensor) -> None:
-        bucket, index = one.bucket, one.index
-        rows = bucket.local_rows(index, value).to(bucket.spec.shard_device)
-        # Not if nothing has changed: it would count as a change between forward and backward.
-        if not torch.equal(_bytes(rows), _bytes(bucket.shard_views[index])):
-            bucket.write_rows(index, rows)
-        if one.param.requires_grad is not one.shard.requires_grad:
-            one.shard.requires_grad_(one.param.requires_grad)
+    def _rows(one: _Whole, value: torch.Tensor) -> torch.Tensor:
+        return one.bucket.local_rows(one.index, value).to(one.bucket.spec.shard_device).contiguous()
+
+    def _has_changed(self, one: _Whole, value: torch.Tensor) -> bool:
+        """Return whether this rank's rows of ``value`` differ from those of the shard."""
+        return not torch.equal(_bytes(self._rows(one, value)), _bytes(one.bucket.shard_views[one.index]))
 
 
 def _choose(sharded: ShardedModule, only: Sequence[str | nn.Module]) -> list[tuple[Bucket, int]]:
@@ -288,7 +292,7 @@ def _gather(sharded: ShardedModule, chosen: Sequence[tuple[Bucket, int]]) -> lis
 def _first_with_each(key: _Key, ranks: Sequence[int], results: Sequence[_Result]) -> list[int]:
     """Return, for each digest of a parameter, the first rank that has it."""
     first: dict[str, int] = {}
-    for rank, (_, digests) in zip(ranks, results, strict=False):
+    for rank, (_, digests, _) in zip(ranks, results, strict=False):
         if key in digests:
             first.setdefault(digests[key], rank)
     return list(first.values())
