@@ -229,7 +229,7 @@ class _Changes:
 
     @staticmethod
     def _rows(one: _Whole, value: torch.Tensor) -> torch.Tensor:
-        return one.bucket.local_rows(one.index, value).to(one.bucket.spec.shard_device).contiguous()
+        return one.bucket.local_rows(one.index, value).to(one.bucket.spec.shard_device)
 
     def _has_changed(self, one: _Whole, value: torch.Tensor) -> bool:
         """Return whether this rank's rows of ``value`` differ from those of the shard."""
@@ -308,4 +308,5 @@ def _digest(value: torch.Tensor) -> str:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
+    # One element counts as contiguous whatever its stride, but not for `view`.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
