@@ -182,7 +182,6 @@ class Run:
         """Buckets that the trace gathers again if their private slots have been overwritten."""
         self.reusing: list[weakref.ref[Bucket]] = []
         """Buckets that the trace does not gather if an earlier micro-batch has, on all ranks; see :meth:`take`."""
-        self._offers = 0
         self._program = agreed.program
         compared = computation.digests if agreed.compares_computation else ("", "", "")
         self._computation = [number_of(digest) for digest in compared]
@@ -213,7 +212,7 @@ class Run:
             collectives = (bucket.accumulation.unsharded is not None) + (bucket.ranks.replicas is not None)
             self._reduced |= (self.control.is_on_all_ranks(bucket) and collectives > 0) << i % 60
             self._begun += 2 * collectives
-        self._offers = offers = self._offered()
+        offers = self._offered()
         state = excess, self._reduced, again
         token = self._token(hash(state), offers) if offers or any(state) else self._usual
         assert self.control.channel is not None
@@ -250,7 +249,7 @@ class Run:
 
     def take(self, offers: int) -> None:
         """Let the buckets be reused that all ranks have offered."""
-        for i, reference in enumerate(self.reusing if self._offers else ()):
+        for i, reference in enumerate(self.reusing):
             bucket = reference()
             if bucket is not None:
                 bucket.window.is_agreed = bool(offers >> i % _OFFERED_BITS & 1)
