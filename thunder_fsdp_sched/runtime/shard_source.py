@@ -1,11 +1,11 @@
 """The tensor that a gather sends: the bucket's shard, a cast of it, or a copy of it on the device.
 
 [Note: Reuse of casts]
-Every forward casts again, because some writes to a parameter cannot be detected: those of optimizers with their own
-kernels, and those through ``.data``, such as swapping in averaged parameters for an evaluation. Backward reuses the
-cast of its own forward, provided that no other forward has cast since, and that neither a parameter's version nor the
-number of optimizer steps in this process has changed. So each micro-batch under ``no_sync`` costs one cast, which reads
-the shard and writes it in lower precision: the same share of a step's work as without ``no_sync``.
+Every gather of a forward casts again, because some writes to a parameter cannot be detected: those of optimizers with their
+own kernels, and those through ``to_local().data``. Backward reuses the cast of its own forward, provided that no other
+forward has cast since, and that neither a parameter's version nor the number of optimizer steps in this process has changed.
+Within an accumulation window, a bucket that is not gathered again is not cast again either: see [Note: Gathered once in a
+window] in ``window``.
 
 [Note: Writes to offloaded shards]
 A shard in pinned memory is copied to the GPU asynchronously, but the user may write it on the host at any time: an

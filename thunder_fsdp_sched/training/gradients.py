@@ -103,7 +103,7 @@ def clip_grad_norm_(
 
 
 def discard_unreduced(model: ThunderModule) -> None:
-    """Discard the gradients that backwards under ``no_sync`` have accumulated and no backward has reduced yet.
+    """Discard the gradients that backwards under ``no_sync`` have accumulated and no backward has returned yet.
 
     Call it on all ranks to restart an accumulation; ``zero_grad()`` clears only ``.grad``. After a backward under
     ``no_sync`` has failed halfway, it is the only way to continue.
