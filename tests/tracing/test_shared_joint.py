@@ -10,6 +10,7 @@ from thunder_fsdp_sched.pipeline import CompiledTraces
 
 import thunder
 import torch
+import torch.distributed as dist
 from models import Stack
 from ranks import Ranks
 from torch import nn
@@ -98,3 +99,18 @@ def text(trace: Any) -> str:
 
 def test_modes_share_a_joint_trace_only_if_they_compute_the_same(ranks: Ranks) -> None:
     ranks.run(_compare, "zero3")
+
+
+def test_a_model_that_replaces_a_buffer_is_compiled_in_full() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        transform = fsdp()
+        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        model = thunder.jit(module, transforms=[transform])
+        with model.no_sync():
+            model(torch.randn(3, 4))
+        model(torch.randn(3, 4))
+        assert [compiled.shares for compiled in transform.compiled] == [None, None]
+        assert module[1].num_batches_tracked == 2
+    finally:
+        dist.destroy_process_group()

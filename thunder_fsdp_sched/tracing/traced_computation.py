@@ -14,7 +14,8 @@ of compiling. So the joint trace of an earlier compilation, as our passes have f
 
 The prologue and the epilogue are those of the new mode; they pass values by position. A computation that cannot be
 described is compiled in full: one under autocast or with symbolic values, with an executor that keeps state, with kinds
-of proxies that are not known here, or with other transforms that would see the trace in between.
+of proxies that are not known here, or with other transforms that would see the trace in between. So is one that replaces
+an argument (the number of batches in a batch norm), since Thunder reads the new value from the trace.
 
 Each set of compiled traces keeps its tokens: no tensors, and less memory than the traces take.
 """
@@ -70,6 +71,9 @@ def describe(trace: TraceCtx, parameters: Mapping[str, str], transform: Transfor
     if data.cache_option is not CACHE_OPTIONS.CONSTANT_VALUES or not data.autocast_stack.is_empty():
         return None
     if any(isinstance(executor, StatefulExecutor) for executor in data.executors_list):
+        return None
+    arguments = {arg.name for arg in trace.args if isinstance(arg, Proxy)}
+    if any(arg.name not in arguments for arg in trace.output["flat_args"] if isinstance(arg, Proxy)):
         return None
     tokens = _Tokens()
     try:
