@@ -83,7 +83,8 @@ def fsdp(
             ``"70GiB"``. If forward and backward would exceed it, backward computes values again instead of reading what
             forward saved: those whose recomputation takes the least time for what it frees at the peak. It works on
             values, not on modules, and changes no bit of the results. If memory is left, buckets stay unsharded until
-            backward. The prefetch distance is chosen, too, unless ``prefetch`` is an int. The step is then the fastest
+            backward. The prefetch distance is chosen, too, unless ``prefetch`` is an int, and how many reductions may be
+            in flight: two, as without a limit, or fewer if that spares recomputation. The step is then the fastest
             one simulated, and where the default (``prefetch=1``, nothing kept or recomputed) fits, nothing slower;
             ``.compiled[-1].choice`` shows the candidates, and ``.compiled[-1].memory`` the memory. Each trace is proved
             to keep the limit. A limit that no candidate keeps is an error with the bytes of the smallest. The default is

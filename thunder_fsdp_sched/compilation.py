@@ -233,7 +233,8 @@ class Compilation:
             traces.prefetch = options.prefetch
         if settings.choice is not None:
             traces.choice, chosen = settings.choice, settings.choice.chosen
-            traces.prefetch, traces.recomputed, traces.offloaded = chosen.prefetch, chosen.recomputed, chosen.offloaded
+            traces.prefetch, traces.reductions_in_flight = chosen.prefetch, chosen.reductions
+            traces.recomputed, traces.offloaded = chosen.recomputed, chosen.offloaded
         if settings.kept is not None:
             sharded.set_kept_buckets(settings.kept)
             sharded.kept_is_final = True
@@ -243,11 +244,23 @@ class Compilation:
         """Return the pass that orders communication: the sorting pass, or the replay of a pinned schedule."""
         if self._options.schedule is None:
             budget, most = self._options.max_unsharded_bytes, self._options.max_gathers_in_flight
-            sort = partial(sort_communication, prefetch=self.traces.prefetch, max_gathers_in_flight=most)
+            reductions = self.traces.reductions_in_flight
+            sort = partial(
+                sort_communication,
+                prefetch=self.traces.prefetch,
+                max_gathers_in_flight=most,
+                max_reductions_in_flight=reductions,
+            )
             if budget is None:
                 return sort
-            kept = self._sharded.kept
-            return partial(sort_within_budget, sort=sort, max_unsharded_bytes=budget, kept=kept, forward=forward)
+            return partial(
+                sort_within_budget,
+                sort=sort,
+                max_unsharded_bytes=budget,
+                max_reductions_in_flight=reductions,
+                kept=self._sharded.kept,
+                forward=forward,
+            )
         no_sync = self.traces.no_sync
         if not backward:
             digest = compute_digest(statements(trace))

@@ -21,6 +21,7 @@ from .trace.left_gradients import NOTHING_LEFT, LeftGradients, gradients_left
 from .trace.schedule import Schedule, StepSchedule
 from .trace.step_memory import StepMemory
 from .tracing import TracedComputation
+from .transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 
 __all__ = ["CompiledTraces", "JointPasses", "Pass", "can_fuse_any", "without"]
 
@@ -37,6 +38,8 @@ class CompiledTraces:
         number: how many sets were compiled earlier.
         call: the inputs and flags.
         prefetch: how many prefetch steps ahead gathers are issued.
+        reductions_in_flight: how many equally large reductions of one process group may be in flight; ``max_memory``
+            chooses fewer than usual if that fits and costs less than recomputation.
         choice: the outcome of ``prefetch="auto"``, ``max_memory`` or ``max_unsharded_bytes``; ``None`` without them.
         offloaded: names of the values that wait in host memory between forward and backward.
         recomputed: names of the values of forward that ``max_memory`` makes backward compute again.
@@ -56,6 +59,7 @@ class CompiledTraces:
     number: int = 0
     call: Call = NO_CALL
     prefetch: int = 0
+    reductions_in_flight: int = MAX_REDUCTIONS_IN_FLIGHT
     choice: Choice | None = None
     offloaded: frozenset[str] = frozenset()
     recomputed: frozenset[str] = frozenset()

@@ -90,22 +90,42 @@ def test_the_error_of_a_budget_that_is_too_small_says_how_much_is_needed():
     assert traces.choice.chosen.kept == ()
 
 
-def least(**options) -> tuple[int, int]:
-    """Return the bytes and the prefetch distance that the error of a limit too small for anything names."""
+def least(**options) -> tuple[int, int, int]:
+    """Return the bytes, distance and reductions in flight that the error of a limit too small for anything names."""
     with pytest.raises(MemoryLimitError, match="max_memory: 1,000 bytes are too few: ") as error:
         compiled(max_memory=1000, **options)
-    distance, needed = re.search(r"with prefetch=(\d) .* the step needs ([\d,]+) bytes", str(error.value)).groups()
+    pattern = r"with prefetch=(\d), (\d) large reductions in flight .* the step needs ([\d,]+) bytes"
+    distance, reductions, needed = re.search(pattern, str(error.value)).groups()
     assert error.value.least_bytes == int(needed.replace(",", ""))
-    return error.value.least_bytes, int(distance)
+    return error.value.least_bytes, int(distance), int(reductions)
 
 
 def test_the_error_of_a_memory_limit_has_the_least_bytes_of_all_distances():
-    needed, distance = least()
-    assert (needed, distance) == least(prefetch=0)
-    assert least(prefetch=1) > (needed, 1), "a distance that the user gives stays fixed"
+    needed, *setting = least()
+    assert (needed, *setting) == least(prefetch=0)
+    assert least(prefetch=1) > (needed, 1, 0), "a distance that the user gives stays fixed"
     traces = compiled(max_memory=needed)
-    assert traces.prefetch == 0 and traces.recomputed
+    assert [traces.prefetch, traces.reductions_in_flight] == setting == [0, 0] and traces.recomputed
     testing.assert_peak_memory_at_most(traces, needed)
+
+
+def test_fewer_reductions_in_flight_are_tried_before_values_are_computed_again():
+    free = compiled(prefetch=1)
+    limit = free.memory.peak.nbytes - 1
+    traces = compiled(max_memory=limit, prefetch=1)
+    testing.assert_peak_memory_at_most(traces, limit)
+    chosen = traces.choice.chosen
+    with_two = [c for c in traces.choice.considered if c.reductions == 2]
+    assert traces.reductions_in_flight == chosen.reductions == 1 and not chosen.recomputed
+    assert with_two and all(c.recomputed and c.step_seconds > chosen.step_seconds for c in with_two)
+
+    def most_at_once(of) -> int:
+        """Return how many reductions of the largest size are in flight at once."""
+        sizes = {b.spec.name: b.spec.grad_bytes for b in of.buckets}
+        large = [r for r in testing.reductions(of.backward) if sizes[r.bucket] == max(sizes.values())]
+        return max(sum(r.issue <= one.issue < r.wait for r in large) for one in large)
+
+    assert (most_at_once(free), most_at_once(traces)) == (2, 1)
 
 
 def test_a_distance_that_is_too_slow_even_without_recomputation_is_not_planned_further(monkeypatch):
@@ -117,9 +137,9 @@ def test_a_distance_that_is_too_slow_even_without_recomputation_is_not_planned_f
     recomputing = set()
     run = CandidateTraces.run
 
-    def recorded(self, prefetch, number, activations=None):
-        recomputing.update({prefetch} if activations else ())
-        return run(self, prefetch, number, activations)
+    def recorded(self, setting, activations=None):
+        recomputing.update({setting.prefetch} if activations else ())
+        return run(self, setting, activations)
 
     monkeypatch.setattr(CandidateTraces, "run", recorded)
     chosen = with_activations(max_memory=slow.memory.peak.nbytes - 1).choice.chosen

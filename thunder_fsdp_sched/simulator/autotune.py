@@ -13,6 +13,10 @@ real peak, and the estimate is corrected by the difference. That takes several r
 candidate that would not win even if recomputation took no time. Distance 1 comes first then, because it is usually the
 fastest, and a shorter one is rarely worth that.
 
+A reduction in flight holds a slot, and some transports receive into memory of their own. So if the fastest candidate
+recomputes or offloads anything, or none fits, all distances are tried with one large reduction in flight instead of two.
+With none, which overlaps no reduction, only if nothing has been found to fit.
+
 The candidate with the shortest simulated step wins; among equals, the one that keeps more buckets, because it sends
 less, and then the one with fewer bytes. The default, ``prefetch=1`` with nothing kept, is always tried. If it fits the
 budget, nothing slower is chosen.
@@ -31,8 +35,9 @@ from thunder.core.trace import TraceCtx
 from ..runtime.bucket import Bucket
 from ..trace.left_gradients import NOTHING_LEFT, LeftGradients
 from ..trace.symbols import fsdp_all_gather
+from ..transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 from .activation_plan import ActivationPlan
-from .candidate_traces import CandidateStep, CandidateTraces
+from .candidate_traces import CandidateStep, CandidateTraces, Setting
 from .cost import CostModel
 from .limits import Limits
 
@@ -68,7 +73,7 @@ class MemoryLimitError(ValueError):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting of prefetch, kept buckets and recomputed values, with its simulated cost.
+    """A setting of prefetch, kept buckets, reductions and recomputed values, with its simulated cost.
 
     Attributes:
         prefetch: how many prefetch steps gathers are issued ahead of their waits.
@@ -78,6 +83,7 @@ class Candidate:
         recomputed: names of the values that backward computes again.
         offloaded: names of the values that wait in host memory between forward and backward.
         peak_bytes: peak of all memory of the step; ``None`` without ``max_memory``.
+        reductions: how many equally large reductions of one process group may be in flight.
     """
 
     prefetch: int
@@ -87,10 +93,12 @@ class Candidate:
     recomputed: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
     peak_bytes: int | None = None
+    reductions: int = MAX_REDUCTIONS_IN_FLIGHT
 
     def __str__(self) -> str:
         text = f"prefetch {self.prefetch}  {len(self.kept):3d} buckets kept  {self.unsharded_bytes:>15,} bytes"
         if self.peak_bytes is not None:
+            text += f"  {self.reductions} reductions in flight"
             text += f"  {len(self.recomputed):5d} values recomputed  {len(self.offloaded):4d} offloaded"
             text += f"  {self.peak_bytes:>17,} bytes in all"
         return f"{text}  {self.step_seconds * 1e3:10.3f} ms"
@@ -138,11 +146,14 @@ def choose(
     search = _Search(joint, cost, frozenset(kept), limits, buckets, left, reuse)
     distances = [prefetch] if prefetch is not None else _distances(search.gathers, limits)
     _try_distances(search, distances)
+    for reductions in range(MAX_REDUCTIONS_IN_FLIGHT - 1, -1, -1) if limits.memory is not None else ():
+        if not search.candidates or (reductions > 0 and search.changes_activations):
+            _try_distances(search, distances, reductions)
     if not search.candidates:
         raise _error(search, prefetch, limits)
     if may_keep and limits.any_bytes:
         _keep_more(search, distances)
-    default = search.candidates.get((1 if prefetch is None else prefetch, 0))
+    default = search.candidates.get(Setting(1 if prefetch is None else prefetch))
     longest = min(c.step_seconds for c in search.candidates.values()) * (1 + _SAME)
     if default is not None:
         longest = min(longest, default.step_seconds)
@@ -157,14 +168,14 @@ def _distances(gathers: int, limits: Limits) -> list[int]:
     return [*distances[1:2], 0, *distances[2:]] if limits.memory is not None else distances
 
 
-def _try_distances(search: _Search, distances: Iterable[int]) -> None:
+def _try_distances(search: _Search, distances: Iterable[int], reductions: int = MAX_REDUCTIONS_IN_FLIGHT) -> None:
     """Consider candidates that keep no further bucket, until larger distances do not fit or gain little."""
     times: list[float] = []
     least_unfit = _MAX_PREFETCH + 1
     for distance in distances:
         if distance > least_unfit:
             return
-        candidate = search.consider(distance, 0)
+        candidate = search.consider(Setting(distance, 0, reductions))
         if candidate is None:
             least_unfit = distance if distance > 0 else least_unfit
             continue
@@ -175,44 +186,46 @@ def _try_distances(search: _Search, distances: Iterable[int]) -> None:
 
 def _error(search: _Search, prefetch: int | None, limits: Limits) -> ValueError:
     """Return the error for limits that not even the smallest plan keeps."""
-    distance, least = min(search.unfit, key=lambda found: found[1].unsharded_bytes)
+    setting, least = min(search.unfit, key=lambda found: found[1].unsharded_bytes)
     if limits.unsharded_bytes is not None and least.unsharded_bytes > limits.unsharded_bytes:
         return ValueError(
-            f"max_unsharded_bytes: {limits.unsharded_bytes:,} bytes are too few: with prefetch={distance} and nothing kept "
-            f"for backward the slots need {least.unsharded_bytes:,} bytes. Allow more, or make smaller buckets "
+            f"max_unsharded_bytes: {limits.unsharded_bytes:,} bytes are too few: with prefetch={setting.prefetch} and "
+            f"nothing kept for backward the slots need {least.unsharded_bytes:,} bytes. Allow more, or make smaller buckets "
             f"(bucketing_strategy)"
         )
-    distance, least = min(search.unfit, key=lambda found: found[1].peak_bytes or 0)
+    setting, least = min(search.unfit, key=lambda found: found[1].peak_bytes or 0)
     less = "another prefetch distance (leave out prefetch=), " if prefetch else ""
     assert least.peak_bytes is not None
     return MemoryLimitError(
-        f"max_memory: {limits.memory:,} bytes are too few: with prefetch={distance} and as much recomputed or offloaded "
-        f"as helps the step needs {least.peak_bytes:,} bytes. Allow more, or use {less}smaller batches, more ranks, lower "
-        f"precision (mp_policy) or smaller buckets (bucketing_strategy)",
+        f"max_memory: {limits.memory:,} bytes are too few: with prefetch={setting.prefetch}, {setting.reductions} large "
+        f"reductions in flight and as much recomputed or offloaded as helps the step needs {least.peak_bytes:,} bytes. "
+        f"Allow more, or use {less}smaller batches, more ranks, lower precision (mp_policy) or smaller buckets "
+        f"(bucketing_strategy)",
         least.peak_bytes,
     )
 
 
 def _keep_more(search: _Search, distances: Collection[int]) -> None:
     """Consider candidates that keep further buckets: at the fastest distance so far, then at its neighbours."""
-    distance, _ = search.fastest()
-    most = search.most(distance)
+    fastest = search.fastest()
+    distance, reductions = fastest.prefetch, fastest.reductions
+    most = search.most(fastest)
     step = max(most // 2, 1)
     numbers = [step, most]
     while step:
         for number in numbers:
             if 0 <= number <= most:
-                search.consider(distance, number)
+                search.consider(Setting(distance, number, reductions))
         step //= 2
-        numbers = [search.fastest()[1] + step * sign for sign in (-1, 1)]
-    _, number = search.fastest()
+        numbers = [search.fastest().kept + step * sign for sign in (-1, 1)]
+    number = search.fastest().kept
     for other in (distance - 1, distance + 1):
         if other in distances:
-            search.consider(other, number)
+            search.consider(Setting(other, number, reductions))
 
 
 class _Search:
-    """Candidates by prefetch distance and number of buckets kept besides those that are kept in any case, each run once.
+    """Candidates by their settings, each run once.
 
     Attributes:
         candidates: those that fit.
@@ -230,61 +243,66 @@ class _Search:
     ) -> None:
         self.limits = limits
         self.gathers = sum(b.sym is fsdp_all_gather for b in joint.bound_symbols)
-        self.candidates: dict[tuple[int, int], Candidate] = {}
+        self.candidates: dict[Setting, Candidate] = {}
         self._traces = CandidateTraces(joint, cost, kept, limits, buckets, left, reuse)
-        self._planned: dict[tuple[int, int], CandidateStep] = {}
+        self._planned: dict[Setting, CandidateStep] = {}
 
     @property
-    def unfit(self) -> list[tuple[int, CandidateStep]]:
-        """The steps that keep no further bucket and do not fit, each with its prefetch distance."""
-        return [(distance, step) for (distance, number), step in self._planned.items() if number == 0]
+    def unfit(self) -> list[tuple[Setting, CandidateStep]]:
+        """The steps that keep no further bucket and do not fit, each with its setting."""
+        return [(setting, step) for setting, step in self._planned.items() if setting.kept == 0]
 
-    def most(self, prefetch: int) -> int:
-        """Return the largest number of further buckets that fits at this distance; 0 if none does."""
+    @property
+    def changes_activations(self) -> bool:
+        """Whether the fastest candidate recomputes or offloads anything."""
+        fastest = self.candidates[self.fastest()]
+        return bool(fastest.recomputed or fastest.offloaded)
+
+    def most(self, setting: Setting) -> int:
+        """Return the largest number of further buckets that fits in this setting; 0 if none does."""
         low, high = 0, len(self._traces.first_in_backward)
-        if high == 0 or self._fits(prefetch, high):
+        if high == 0 or self._fits(setting._replace(kept=high)):
             return high
         while high - low > 1:  # `low` fits, `high` does not
             middle = (low + high) // 2
-            low, high = (middle, high) if self._fits(prefetch, middle) else (low, middle)
+            low, high = (middle, high) if self._fits(setting._replace(kept=middle)) else (low, middle)
         return low
 
-    def consider(self, prefetch: int, number: int) -> Candidate | None:
-        """Return the candidate that keeps ``number`` further buckets; ``None`` if it does not fit, or could not win."""
-        key = prefetch, number
-        if key not in self.candidates and self._fits(*key):
-            step = self._planned.pop(key)
-            self.candidates[key] = Candidate(
-                prefetch,
-                tuple(sorted(bucket.spec.name for bucket in self._traces.kept(number))),
+    def consider(self, setting: Setting) -> Candidate | None:
+        """Return the candidate of a setting; ``None`` if it does not fit, or could not win."""
+        if setting not in self.candidates and self._fits(setting):
+            step = self._planned.pop(setting)
+            self.candidates[setting] = Candidate(
+                setting.prefetch,
+                tuple(sorted(bucket.spec.name for bucket in self._traces.kept(setting.kept))),
                 step.unsharded_bytes,
                 step.step_seconds,
                 step.recomputed,
                 step.offloaded,
                 step.peak_bytes,
+                setting.reductions,
             )
-        return self.candidates.get(key)
+        return self.candidates.get(setting)
 
-    def fastest(self) -> tuple[int, int]:
-        """Return the distance and the number of further buckets of the fastest candidate."""
-        return min(self.candidates, key=lambda key: self.candidates[key].step_seconds)
+    def fastest(self) -> Setting:
+        """Return the setting of the fastest candidate."""
+        return min(self.candidates, key=lambda setting: self.candidates[setting].step_seconds)
 
-    def _fits(self, prefetch: int, number: int) -> bool:
-        if (prefetch, number) in self.candidates:
+    def _fits(self, setting: Setting) -> bool:
+        if setting in self.candidates:
             return True
-        step, limits = self._step(prefetch, number), self.limits
+        step, limits = self._step(setting), self.limits
         allowed = [most for most in (limits.unsharded_bytes, limits.slots) if most is not None]
         return all(step.unsharded_bytes <= most for most in allowed) and self._is_within_memory(step)
 
-    def _step(self, prefetch: int, number: int) -> CandidateStep:
+    def _step(self, setting: Setting) -> CandidateStep:
         """Return the step of one candidate. If its memory is too much, it recomputes what helps, unless it is too slow."""
-        key = prefetch, number
-        if key not in self._planned:
-            step = self._traces.run(prefetch, number)
+        if setting not in self._planned:
+            step = self._traces.run(setting)
             if not self._is_within_memory(step) and len(step.halves) == 2 and not self._is_slower(step):
-                step = self._with_less_memory(prefetch, number, step)
-            self._planned[key] = step
-        return self._planned[key]
+                step = self._with_less_memory(setting, step)
+            self._planned[setting] = step
+        return self._planned[setting]
 
     def _is_within_memory(self, step: CandidateStep) -> bool:
         return self.limits.memory is None or step.peak_bytes is None or step.peak_bytes <= self.limits.memory
@@ -293,14 +311,14 @@ class _Search:
         """Return whether a step that recomputes nothing yet takes at least as long as the fastest that fits."""
         return bool(self.candidates) and step.step_seconds >= self.candidates[self.fastest()].step_seconds
 
-    def _with_less_memory(self, prefetch: int, number: int, step: CandidateStep) -> CandidateStep:
+    def _with_less_memory(self, setting: Setting, step: CandidateStep) -> CandidateStep:
         """Return the fastest step found that recomputes and offloads to keep the limit; else the smallest found."""
         known: dict[tuple[frozenset[str], frozenset[str]], CandidateStep] = {}
 
         def run(plan: ActivationPlan) -> CandidateStep:
             key = plan.recomputed, plan.offloaded
             if key not in known:
-                known[key] = self._traces.run(prefetch, number, plan)
+                known[key] = self._traces.run(setting, plan)
             return known[key]
 
         ways = (False, True) if self._traces.offloadable else (False,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import NamedTuple
 
 from thunder.core.trace import TraceCtx, from_trace
 
@@ -28,13 +29,28 @@ from ..transforms import (
     sort_within_budget,
     write_grads_in_place,
 )
+from ..transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 from ..transforms.sort_within_budget import private_bytes, shared_budget
 from .activation_plan import ActivationPlan, ActivationPlans
 from .cost import CostModel, compute_seconds
 from .limits import Limits
 from .simulate import simulate
 
-__all__ = ["CandidateStep", "CandidateTraces"]
+__all__ = ["CandidateStep", "CandidateTraces", "Setting"]
+
+
+class Setting(NamedTuple):
+    """What distinguishes candidates, besides the values that they recompute and offload.
+
+    Attributes:
+        prefetch: how many prefetch steps gathers are issued ahead of their waits.
+        kept: how many buckets stay unsharded besides those that do in any case.
+        reductions: how many equally large reductions of one process group may be in flight.
+    """
+
+    prefetch: int
+    kept: int = 0
+    reductions: int = MAX_REDUCTIONS_IN_FLIGHT
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,23 +136,26 @@ class CandidateTraces:
         """The plans for activations if no further bucket is kept; further ones hardly change them."""
         return ActivationPlans(split_joint(self._unchanged), self.cost, self.offloadable)
 
-    def run(self, prefetch: int, number: int, activations: ActivationPlan | None = None) -> CandidateStep:
-        """Return the step of a prefetch distance, a number of further buckets to keep, and a plan for activations."""
+    def run(self, setting: Setting, activations: ActivationPlan | None = None) -> CandidateStep:
+        """Return the step of a setting and a plan for activations."""
         scratch: dict[Arena, Arena] = {}
 
         def arena_of(bucket: Bucket) -> Arena:
             return scratch.setdefault(bucket.arena, Arena(bucket.arena.device))
 
-        kept, budget = self.kept(number), self.limits.unsharded_bytes
+        kept, budget, reductions = self.kept(setting.kept), self.limits.unsharded_bytes, setting.reductions
+        sort = partial(
+            sort_communication,
+            prefetch=setting.prefetch,
+            max_gathers_in_flight=self.limits.gathers_in_flight,
+            max_reductions_in_flight=reductions,
+        )
+        within = partial(sort_within_budget, sort=sort, max_reductions_in_flight=reductions, kept=kept)
         halves: list[TraceCtx] = []
-        for half in self._unsorted(number, activations):
+        for half in self._unsorted(setting.kept, activations):
             forward = halves[0] if halves else None
             left = shared_budget(half, budget=budget, kept=kept)
-            sort = partial(sort_communication, prefetch=prefetch, max_gathers_in_flight=self.limits.gathers_in_flight)
-            if budget is None:
-                half = sort(half)
-            else:
-                half = sort_within_budget(half, sort=sort, max_unsharded_bytes=budget, kept=kept, forward=forward)
+            half = sort(half) if budget is None else within(half, max_unsharded_bytes=budget, forward=forward)
             half = assign_slots(half, kept=kept, arena_of=arena_of, forward=forward, max_bytes=left)
             half = mark_retained_by_forward(half) if forward is None else reuse_from_forward(half, forward=forward)
             if self._reuse and forward is None:

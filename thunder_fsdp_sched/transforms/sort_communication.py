@@ -88,6 +88,7 @@ def sort_communication(
     prefetch: int,
     max_unsharded_bytes: int | None = None,
     max_gathers_in_flight: int | None = None,
+    max_reductions_in_flight: int = MAX_REDUCTIONS_IN_FLIGHT,
 ) -> TraceCtx:
     """Reorder the communication of a forward or backward execution trace.
 
@@ -126,8 +127,8 @@ def sort_communication(
     * With ``max_gathers_in_flight``, a gather that would be one too many is issued right after the wait that makes room
       for it, before that wait's consumer.
     * A reduction is issued right after the last of its gradients. The bytes in flight are limited to those of the
-      ``MAX_REDUCTIONS_IN_FLIGHT`` largest reductions; beyond that the oldest is waited for. The others are waited for
-      where their results are read, usually at the end.
+      ``max_reductions_in_flight`` largest reductions; beyond that the oldest is waited for. The others are waited for
+      where their results are read, usually at the end. With 0, each is waited for right after its issue.
     * An all-reduce across replicas is issued after the reduce-scatter of the next bucket that is not small in
       comparison. It has to wait for its own reduce-scatter, which can finish during the compute in between, while the
       inner group already works on the next one.
@@ -142,18 +143,23 @@ def sort_communication(
         max_unsharded_bytes: limit (bytes) on the gathered buckets that are live at once. A gather is issued ahead of
             its step only if it stays within the limit.
         max_gathers_in_flight: limit on the gathers that are issued and not waited for, at least 1.
+        max_reductions_in_flight: how many equally large reductions of one process group may be in flight.
     """
     started = time.perf_counter()
-    bsyms = _Sorter(trace, prefetch, max_unsharded_bytes, max_gathers_in_flight).run()
+    bsyms = _Sorter(trace, prefetch, max_unsharded_bytes, max_gathers_in_flight, max_reductions_in_flight).run()
     return with_bound_symbols(trace, bsyms, "fsdp: sort communication", started)
 
 
-def bytes_in_flight(reductions: Iterable[BoundSymbol]) -> dict[ProcessGroupRef, int]:
-    """Return the most bytes of slots that the reductions of each process group may hold between issue and wait."""
+def bytes_in_flight(reductions: Iterable[BoundSymbol], most: int) -> dict[ProcessGroupRef, int]:
+    """Return the most bytes of slots that the reductions of each process group may hold between issue and wait.
+
+    Args:
+        most: how many equally large ones may be in flight.
+    """
     reduced: dict[ProcessGroupRef, list[int]] = defaultdict(list)
     for issue in reductions:
         reduced[bucket_of(issue).ranks.reductions].append(slot_bytes_of(issue))
-    return {group: sum(sorted(nbytes)[-MAX_REDUCTIONS_IN_FLIGHT:]) for group, nbytes in reduced.items()}
+    return {group: sum(sorted(nbytes, reverse=True)[:most]) for group, nbytes in reduced.items()}
 
 
 def issue_points(stage_bytes: Sequence[int], prefetch: int) -> list[int]:
@@ -188,11 +194,17 @@ def issue_points(stage_bytes: Sequence[int], prefetch: int) -> list[int]:
 
 class _Sorter:
     def __init__(
-        self, trace: TraceCtx, prefetch: int, max_unsharded_bytes: int | None, max_gathers_in_flight: int | None
+        self,
+        trace: TraceCtx,
+        prefetch: int,
+        max_unsharded_bytes: int | None,
+        max_gathers_in_flight: int | None,
+        max_reductions_in_flight: int,
     ) -> None:
         self.prefetch = prefetch
         self.budget = max_unsharded_bytes
         self.max_in_flight = max_gathers_in_flight
+        self.max_reductions = max_reductions_in_flight
         self.out: list[BoundSymbol] = []
         self.compute: list[BoundSymbol] = []
         issues: dict[str, BoundSymbol] = {}
@@ -213,7 +225,7 @@ class _Sorter:
                 self.reductions.append(_Reduction(issues[future.name], bsym, all_reduce))
             else:
                 self.compute.append(bsym)
-        self.in_flight_limit = bytes_in_flight(r.issue for r in self.reductions)
+        self.in_flight_limit = bytes_in_flight((r.issue for r in self.reductions), self.max_reductions)
         self._find_consumers(gathers)
         self.gathers = sorted((g for g in gathers if g.first_consumer >= 0), key=lambda g: g.first_consumer)
         self.stages: list[list[_Gather]] = []
@@ -346,7 +358,7 @@ class _Sorter:
         while before := [r for r in self.in_flight if r.holds_slot and r.group is reduction.group]:
             if sum(slot_bytes_of(r.issue) for r in (*before, reduction)) <= most:
                 break
-            reason = f"in-flight limit: the bytes of the {MAX_REDUCTIONS_IN_FLIGHT} largest reductions"
+            reason = f"in-flight limit: the bytes of the {self.max_reductions} largest reductions"
             if before[0].all_reduce is not None:
                 self._issue_all_reduce(before[0], reason)
             else:
@@ -366,6 +378,8 @@ class _Sorter:
                     earlier, f"producer: its reduce-scatter could finish before that of {reduction.name}"
                 )
         self.in_flight.append(reduction)
+        if self.max_reductions == 0:
+            self._wait_for_grads(reduction, "in-flight limit: no reduction beside compute")
 
     def _share_a_group(self, reduction: _Reduction) -> bool:
         """Return whether the next gather would queue behind ``reduction``."""

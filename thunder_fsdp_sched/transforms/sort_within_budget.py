@@ -13,7 +13,7 @@ from ..trace.operands import bucket_of
 from ..trace.slots import filling_bytes, grads_over_kept_params
 from ..trace.symbols import fsdp_all_gather, fsdp_reduce_scatter
 from .assign_slots import assign_slots
-from .sort_communication import bytes_in_flight
+from .sort_communication import MAX_REDUCTIONS_IN_FLIGHT, bytes_in_flight
 
 __all__ = ["private_bytes", "shared_budget", "sort_within_budget"]
 
@@ -23,6 +23,7 @@ def sort_within_budget(
     *,
     sort: Callable[..., TraceCtx],
     max_unsharded_bytes: int,
+    max_reductions_in_flight: int = MAX_REDUCTIONS_IN_FLIGHT,
     kept: Collection[Bucket] = (),
     forward: TraceCtx | None = None,
 ) -> TraceCtx:
@@ -35,13 +36,15 @@ def sort_within_budget(
     Args:
         sort: ``sort_communication`` with its other options; takes a trace and ``max_unsharded_bytes``.
         max_unsharded_bytes: the budget (bytes) for all slots together.
+        max_reductions_in_flight: that of ``sort``.
         kept: buckets that stay unsharded from forward to backward.
         forward: for a backward trace, its forward trace with slots.
     """
     unlimited = sort(trace)
     if _bytes_of_slots(unlimited, max_unsharded_bytes, kept, forward) <= max_unsharded_bytes:
         return unlimited
-    limit = _gather_budget(unlimited, budget=max_unsharded_bytes, kept=kept, forward=forward)
+    reductions = max_reductions_in_flight
+    limit = _gather_budget(unlimited, budget=max_unsharded_bytes, reductions=reductions, kept=kept, forward=forward)
     return sort(trace, max_unsharded_bytes=limit)
 
 
@@ -69,13 +72,15 @@ def _bytes_of_slots(trace: TraceCtx, budget: int, kept: Collection[Bucket], forw
     return private_bytes(trace, kept) + sum(arena.nbytes for arena in scratch.values())
 
 
-def _gather_budget(trace: TraceCtx, *, budget: int, kept: Collection[Bucket], forward: TraceCtx | None) -> int:
+def _gather_budget(
+    trace: TraceCtx, *, budget: int, reductions: int, kept: Collection[Bucket], forward: TraceCtx | None
+) -> int:
     """Return the bytes left for gathered buckets in one trace: the budget minus kept buckets and unsharded gradients.
 
     Unsharded gradients are the reductions that may be in flight, and the slots that gradients are written to meanwhile,
     without the gradients that replace their parameters in a private slot.
     """
     private = grads_over_kept_params(forward, trace) if kept and forward is not None else set()
-    reductions = [b for i, b in enumerate(trace.bound_symbols) if b.sym is fsdp_reduce_scatter and i not in private]
-    in_flight = sum(bytes_in_flight(reductions).values())
+    issues = [b for i, b in enumerate(trace.bound_symbols) if b.sym is fsdp_reduce_scatter and i not in private]
+    in_flight = sum(bytes_in_flight(issues, reductions).values())
     return max(budget - private_bytes(trace, kept) - in_flight - filling_bytes(trace, without=private), 0)
