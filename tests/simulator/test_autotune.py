@@ -48,6 +48,12 @@ def compiled(blocks: int = 3, **options):
     return traces
 
 
+def with_activations(**options):
+    """Return the traces of a step whose activations need more memory than its parameters."""
+    [traces] = testing.compile_on_fake_ranks(lambda: (Model(3), (torch.randn(32, 16),)), 8, cluster=SLOW, **options)
+    return traces
+
+
 def slot_bytes(traces) -> int:
     """Return the bytes that the slots of both traces span, which is what is allocated."""
     slots = {b.args[1] for t in (traces.forward, traces.backward) for b in t.bound_symbols if b.sym.name in ISSUES}
@@ -110,14 +116,14 @@ def test_the_error_of_a_memory_limit_has_the_least_bytes_of_all_distances():
 
 
 def test_fewer_reductions_in_flight_are_tried_before_values_are_computed_again():
-    free = compiled(prefetch=1)
-    limit = free.memory.peak.nbytes - 1
-    traces = compiled(max_memory=limit, prefetch=1)
+    free = with_activations(prefetch=1)
+    limit = int(0.8 * free.memory.peak.nbytes)
+    traces = with_activations(max_memory=limit, prefetch=1)
     testing.assert_peak_memory_at_most(traces, limit)
     chosen = traces.choice.chosen
-    with_two = [c for c in traces.choice.considered if c.reductions == 2]
-    assert traces.reductions_in_flight == chosen.reductions == 1 and not chosen.recomputed
-    assert with_two and all(c.recomputed and c.step_seconds > chosen.step_seconds for c in with_two)
+    [with_two] = [c for c in traces.choice.considered if c.reductions == 2]
+    assert traces.reductions_in_flight == chosen.reductions == 1
+    assert chosen.recomputed < with_two.recomputed and chosen.step_seconds < with_two.step_seconds
 
     def most_at_once(of) -> int:
         """Return how many reductions of the largest size are in flight at once."""
@@ -129,10 +135,6 @@ def test_fewer_reductions_in_flight_are_tried_before_values_are_computed_again()
 
 
 def test_a_distance_that_is_too_slow_even_without_recomputation_is_not_planned_further(monkeypatch):
-    def with_activations(**options):
-        [traces] = testing.compile_on_fake_ranks(lambda: (Model(3), (torch.randn(32, 16),)), 8, cluster=SLOW, **options)
-        return traces
-
     slow = with_activations(prefetch=0)
     recomputing = set()
     run = CandidateTraces.run

@@ -215,6 +215,31 @@ def test_inductor_compiles_fusion_regions(ranks: Ranks) -> None:
     ranks.run(_train_with_inductor, timeout=600)
 
 
+def _train_within_memory(rank: int, world_size: int, fuser: str) -> tuple[int, int]:
+    """Return the recomputed values of a step that has two thirds of the memory that it needs without a limit."""
+    options = jit_options(fuser)
+
+    def train(**limit: int) -> Any:
+        torch.manual_seed(0)
+        model = FeedForwards(blocks=3, width=8, length=16).double()
+        twins = Twins(rank, world_size, model, jit_options=options, **limit)
+        twins.train(steps=2)
+        return twins.transform.compiled[-1]
+
+    free = train()
+    limit = 2 * free.memory.peak.nbytes // 3
+    limited = train(max_memory=limit)
+    testing.assert_peak_memory_at_most(limited, limit)
+    assert any(b.sym.is_fusion for b in limited.backward.bound_symbols)
+    return len(limited.recomputed), limited.memory.peak.nbytes
+
+
+@pytest.mark.parametrize("fuser", ["nvfuser", "aot_eager"])
+def test_a_memory_limit_is_kept_by_fused_traces(ranks: Ranks, fuser: str) -> None:
+    for recomputed, _ in ranks.run(_train_within_memory, fuser, timeout=300):
+        assert recomputed > 0
+
+
 #
 # Values that derive from parameters
 #

@@ -14,8 +14,8 @@ candidate that would not win even if recomputation took no time. Distance 1 come
 fastest, and a shorter one is rarely worth that.
 
 A reduction in flight holds a slot, and some transports receive into memory of their own. So if the fastest candidate
-recomputes or offloads anything, or none fits, all distances are tried with one large reduction in flight instead of two.
-With none, which overlaps no reduction, only if nothing has been found to fit.
+recomputes or offloads anything, its distance (and 1 if it is 0) is tried with one large reduction in flight instead of
+two; if none fits, all distances with one, and if still none does, with no reduction beside compute.
 
 The candidate with the shortest simulated step wins; among equals, the one that keeps more buckets, because it sends
 less, and then the one with fewer bytes. The default, ``prefetch=1`` with nothing kept, is always tried. If it fits the
@@ -146,9 +146,8 @@ def choose(
     search = _Search(joint, cost, frozenset(kept), limits, buckets, left, reuse)
     distances = [prefetch] if prefetch is not None else _distances(search.gathers, limits)
     _try_distances(search, distances)
-    for reductions in range(MAX_REDUCTIONS_IN_FLIGHT - 1, -1, -1) if limits.memory is not None else ():
-        if not search.candidates or (reductions > 0 and search.changes_activations):
-            _try_distances(search, distances, reductions)
+    if limits.memory is not None:
+        _try_fewer_reductions(search, distances)
     if not search.candidates:
         raise _error(search, prefetch, limits)
     if may_keep and limits.any_bytes:
@@ -182,6 +181,17 @@ def _try_distances(search: _Search, distances: Iterable[int], reductions: int = 
         times.append(candidate.step_seconds)
         if len(times) > _PATIENCE and min(times[-_PATIENCE:]) > min(times[:-_PATIENCE]) * (1 - _WORTHWHILE):
             return
+
+
+def _try_fewer_reductions(search: _Search, distances: Sequence[int]) -> None:
+    """Consider candidates with fewer reductions in flight, if they may spare recomputation; see [Note: The search]."""
+    for reductions in range(MAX_REDUCTIONS_IN_FLIGHT - 1, -1, -1):
+        if not search.candidates:
+            _try_distances(search, distances, reductions)
+        elif reductions > 0 and search.changes_activations:
+            fastest = search.fastest().prefetch
+            again = dict.fromkeys(distance for distance in (max(fastest, 1), fastest) if distance in distances)
+            _try_distances(search, again, reductions)
 
 
 def _error(search: _Search, prefetch: int | None, limits: Limits) -> ValueError:
