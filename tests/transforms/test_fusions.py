@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, full_state_dict, testing, transforms
-from thunder_fsdp_sched.simulator.autotune import MemoryLimitError
 from thunder_fsdp_sched.trace.host_copies import fsdp_copy_to_host
 from thunder_fsdp_sched.trace.inspection import args_of, forward_part, outs_of
 from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_cut, fsdp_wait_params
@@ -214,35 +213,6 @@ def _train_with_inductor(rank: int, world_size: int) -> None:
 
 def test_inductor_compiles_fusion_regions(ranks: Ranks) -> None:
     ranks.run(_train_with_inductor, timeout=600)
-
-
-def _train_within_memory(rank: int, world_size: int, fuser: str) -> tuple[int, int, int]:
-    """Train with the least memory that the search finds.
-
-    Returns the number of recomputed values, and the peaks without a limit and with it.
-    """
-    options = jit_options(fuser)
-
-    def train(**limit: int) -> Any:
-        torch.manual_seed(0)
-        model = FeedForwards(blocks=3, width=8, length=16).double()
-        twins = Twins(rank, world_size, model, jit_options=options, **limit)
-        twins.train(steps=2)
-        return twins.transform.compiled[-1]
-
-    free = train()
-    with pytest.raises(MemoryLimitError) as error:
-        train(max_memory=1)
-    limited = train(max_memory=error.value.least_bytes)
-    testing.assert_peak_memory_at_most(limited, error.value.least_bytes)
-    assert any(b.sym.is_fusion for b in limited.backward.bound_symbols)
-    return len(limited.recomputed), free.memory.peak.nbytes, limited.memory.peak.nbytes
-
-
-@pytest.mark.parametrize("fuser", ["nvfuser", "aot_eager"])
-def test_a_memory_limit_is_kept_by_fused_traces(ranks: Ranks, fuser: str) -> None:
-    for recomputed, free, limited in ranks.run(_train_within_memory, fuser, timeout=300):
-        assert recomputed > 0 and limited < free
 
 
 #
