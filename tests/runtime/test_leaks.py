@@ -8,7 +8,7 @@ import warnings
 import weakref
 from typing import Any
 
-from thunder_fsdp_sched import compilation, fsdp, transform
+from thunder_fsdp_sched import choosing, compilation, fsdp, transform
 from thunder_fsdp_sched.private_api import process_groups
 
 import pytest
@@ -125,13 +125,17 @@ def _fail_to_compile(rank: int, world_size: int) -> None:
     ours = fsdp()
     model = thunder.jit(Stack(1).double(), transforms=[ours])
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("insert_unshard", "verify", "bucket_communication"):
+        for module, name in (
+            (compilation, "insert_unshard"),
+            (compilation, "verify"),
+            (choosing, "bucket_communication"),
+        ):
 
             def refuse(*args: Any, **kwargs: Any) -> Any:
                 raise ArithmeticError("in a pass")
 
             with patch.context() as one:
-                one.setattr(compilation, name, refuse)
+                one.setattr(module, name, refuse)
                 with pytest.raises(ArithmeticError):
                     model(torch.ones(2, 4, dtype=torch.float64))
             assert ours.compiled == [] and ours.schedules == []

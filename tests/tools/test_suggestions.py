@@ -108,7 +108,7 @@ def test_a_plan_with_offloaded_shards_pays_for_copies_to_and_from_the_host():
 
 
 def test_several_changes_are_combined_if_none_alone_is_enough_and_dry_runs_are_limited():
-    nbytes = 150_000
+    nbytes = 125_000
     found = suggest(plan(nbytes), headroom=0, dry_runs=1)
     assert not any(s.fits for s in found.ranked if len(s.changes) == 1), str(found)
     fitting = [s for s in found.ranked if s.fits]
