@@ -1,12 +1,12 @@
 """Measure the bytes that a training step holds, operator by operator: unsharded parameters, gradients, and everything.
 
 [Note: Live memory]
-A storage is live as long as it exists and has bytes; FSDP2 frees and fills its storages by resizing them. Slices of an
-arena that are storages of their own count as part of it. Wrappers, such as DTensors, hold nothing themselves. Memory
-that no operator allocated, such as gloo's buffers, is live from its first use by an operator. The bytes of a storage
-count as unsharded parameters if an all-gather writes it, or a copy from such a storage does. They count as unsharded
-gradients if a reduction reads the storage, or a copy, a concatenation or a scaling of it. All bytes count, including
-padding.
+A storage is live as long as it exists and has bytes; FSDP2 frees and fills its storages by resizing them. A storage that
+is a slice of an arena, or of memory allocated in the step, counts as part of it. Wrappers, such as DTensors, hold nothing
+themselves. Memory that no operator allocated, such as gloo's buffers, is live from its first use by an operator. The
+bytes of a storage count as unsharded parameters if an all-gather writes it, or a copy from such a storage does. They
+count as unsharded gradients if a reduction reads the storage, or a copy, a concatenation or a scaling of it. All bytes
+count, including padding.
 
 An *arena* outlives the step and contains only unsharded buckets, so it has two figures. *Allocated* is all of it, all
 the time. *Live* are the bytes that are yet to be read. Parameters are live from the issue of their gather to their last
@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -201,8 +201,20 @@ class LiveMemory(TorchDispatchMode):
         return number
 
     def _arena_of(self, begin: int, nbytes: int) -> int | None:
-        """Return the number of the arena of which a storage is a slice, if any."""
-        return next((n for start, end, n in self._arenas if start <= begin and begin + nbytes <= end), None)
+        """Return the number of the arena or storage allocated in the step of which a storage is a slice, if any."""
+        for start, end, number in (*self._arenas, *self._allocated()):
+            if start <= begin and begin + nbytes <= end:
+                return number
+        return None
+
+    def _allocated(self) -> Iterator[_Range]:
+        """Yield first address, end and number of each live storage allocated in the step, which may be an arena's."""
+        for number in self._alive:
+            known = self._storages[number]
+            storage = torch.UntypedStorage._new_with_weak_ptr(known.ref.cdata) if known.new else None
+            if storage is not None:
+                address, nbytes = _memory_of(storage)  # now: storages may be resized, which moves them
+                yield address, address + nbytes, number
 
     def _look(self) -> None:
         """Record which storages were freed or have changed their size."""

@@ -72,6 +72,8 @@ def systems(only: str | None) -> dict[str, Callable[..., Any]]:
             made[f"ours {strategy} prefetch {prefetch}"] = partial(ours, sharding_strategy=strategy, prefetch=prefetch)
         for transport in ("staged", "coalesced", "all_reduce"):
             made[f"ours {strategy} {transport}"] = partial(ours, sharding_strategy=strategy, transport=transport)
+        for when in ("step", "bucket"):
+            made[f"ours {strategy} release {when}"] = partial(ours, sharding_strategy=strategy, release=when)
     for strategy in ("zero2", "zero3"):
         for bucketing in ("none", "layer", "block"):
             made[f"Thunder fsdp {strategy} {bucketing}"] = partial(
@@ -101,7 +103,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         step(built[name], tokens)  # compiles
     runs: dict[str, Callable[[], float]] = {n: partial(step, s, tokens) for n, s in built.items()}
     for name, system in built.items():
-        if system.transform and "prefetch" not in name and "agreement" not in name:  # the same collectives
+        if system.transform and not re.search("prefetch|agreement|release", name):  # the same collectives, or about
             runs[communication_of(name)] = partial(communicate, system)
     results = []
     for seconds in [0.0] if arguments.real else arguments.compute:
@@ -153,7 +155,7 @@ def figures_of(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
         if name.startswith("comm"):
             continue
         strategy = "zero3" if "zero3" in name else "zero2"
-        same = name.split(" prefetch")[0].split(" without")[0] if name.startswith("ours") else f"ours {strategy} flat"
+        same = re.split(" prefetch| without| release", name)[0] if name.startswith("ours") else f"ours {strategy} flat"
         communication = seconds[communication_of(same)]
         compute = seconds["compute"]
         figures[name] |= {
