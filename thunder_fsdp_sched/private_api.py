@@ -379,15 +379,31 @@ def watch_cache_misses(model: ThunderModule, on_miss: Callable[[], object]) -> C
     """Call ``on_miss`` before Thunder traces ``model`` for new inputs.
 
     Returns a function to call before each call of ``model``: ``on_miss`` if Thunder's cache option disables look-ups.
+
+    Thunder notes the autocast context of each call in ``CompileData.autocast_stack``, and never removes it. Without
+    correction all later compilations would be for autocast, so both functions remove what earlier calls have left.
     """
     import thunder
+    import torch
     from thunder.core.options import CACHE_OPTIONS
 
     stats = thunder.compile_stats(model)
-    stats.interpreter_cache = TraceCache(stats.interpreter_cache, on_miss)
-    if thunder.cache_option(model) in (CACHE_OPTIONS.CONSTANT_VALUES, CACHE_OPTIONS.SYMBOLIC_VALUES):
-        return lambda: None
-    return on_miss
+    contexts = thunder.compile_data(model).autocast_stack.stack
+    looks_up = thunder.cache_option(model) in (CACHE_OPTIONS.CONSTANT_VALUES, CACHE_OPTIONS.SYMBOLIC_VALUES)
+
+    def before_trace() -> None:
+        is_noted = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+        while len(contexts) > is_noted:  # the last is that of this call
+            contexts.popleft()
+        on_miss()
+
+    def before_call() -> None:
+        contexts.clear()
+        if not looks_up:
+            on_miss()
+
+    stats.interpreter_cache = TraceCache(stats.interpreter_cache, before_trace)
+    return before_call
 
 
 def quiet_no_sync(model: ThunderModule) -> None:
