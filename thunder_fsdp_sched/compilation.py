@@ -14,7 +14,7 @@ from .agreement.control import Run
 from .choosing import choose_settings
 from .options import Options
 from .pipeline import CompiledTraces, Pass, can_fuse_any
-from .runtime.module_hooks import count_hooks
+from .runtime.module_hooks import TracedHooks
 from .sharding.sharded_module import ShardedModule
 from .simulator.clusters import cluster_of_this_process
 from .simulator.cost import AnalyticCost, compute_seconds
@@ -124,7 +124,7 @@ class Compilation:
         if describe is not None:
             traces.traced = describe(computation, inputs)
             self._same = next((e for e in self._compiled if e.traced is not None and e.traced == traces.traced), None)
-        hooks = count_hooks(self._sharded.module)
+        hooks = TracedHooks(self._sharded.module)
         prologue = run([partial(shard_prologue, shards=shards, no_sync=traces.no_sync, hooks=hooks)], prologue)
         if self._same is not None:
             traces.traced, traces.parameters = self._same.traced, self._same.parameters

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # this module is imported before Thunder can be
@@ -17,8 +17,8 @@ __all__ = [
     "call_interpreted",
     "call_module_as_torch",
     "checks_of",
+    "find_hooks",
     "has_been_modified",
-    "hook_dicts",
     "is_hooked",
     "look_aside_module_calls",
     "observed_by",
@@ -29,18 +29,30 @@ __all__ = [
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def hook_dicts(module: torch.nn.Module | None) -> Iterator[dict[int, Any]]:
-    """Yield the dictionaries of hooks that calls of ``module`` run; of those that calls of any module run for ``None``."""
+def find_hooks(modules: Iterable[torch.nn.Module]) -> list[tuple[int, Any]]:
+    """Return the hooks that calls of these modules, and of any module, run: each with the number that torch gave it.
+
+    No other call that adds a hook gets the same number.
+    """
+    found: list[tuple[int, Any]] = []
+    for hooks in _global_hooks():
+        found += hooks.items()
+    for module in modules:
+        for name in _HOOKS:
+            if hooks := getattr(module, name):
+                found += hooks.items()
+    return found
+
+
+def _global_hooks() -> list[dict[int, Any]]:
     from torch.nn.modules import module as modules
 
-    owner, prefix = (modules, "_global") if module is None else (module, "")
-    for name in _HOOKS:
-        yield getattr(owner, prefix + name)
+    return [getattr(modules, "_global" + name) for name in _HOOKS]
 
 
 def is_hooked(module: torch.nn.Module) -> bool:
     """Return whether a call of ``module`` does more than to call its ``forward``."""
-    return module._compiled_call_impl is not None or any(hook_dicts(None)) or any(hook_dicts(module))
+    return module._compiled_call_impl is not None or bool(find_hooks([module]))
 
 
 def call_interpreted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -6,39 +6,51 @@ from typing import Any
 
 import torch
 
-from ..private_interpreter import hook_dicts
+from ..private_interpreter import find_hooks
 
-__all__ = ["check_hooks", "count_hooks"]
-
-HookCounts = tuple[tuple[str, int], ...]
+__all__ = ["TracedHooks", "UntracedHook", "check_hooks"]
 
 
-def count_hooks(module: torch.nn.Module) -> HookCounts:
-    """Return the number of hooks of each module that has any, by name, and of those of all modules, as ``"*"``."""
-    return _count(_dicts_of(module))
+class UntracedHook:
+    """A hook that is removed while its module is traced."""
 
 
-def check_hooks(module: Any, hooks: HookCounts) -> None:
+class TracedHooks:
+    """The hooks of a module and its submodules, and those of all modules, when the module was traced.
+
+    It keeps the hooks alive, so that no later hook gets the identity of one of them.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._hooks = _find(list(module.modules()))
+
+    def __str__(self) -> str:
+        return "traced_hooks"  # in the prologue
+
+    def check(self, modules: list[torch.nn.Module]) -> None:
+        """Raise an error unless these modules have the same hooks now, added once and in the same order."""
+        now = _find(modules)
+        is_same = len(now) == len(self._hooks) and all(
+            number == traced_number and hook is traced
+            for (number, hook), (traced_number, traced) in zip(now, self._hooks, strict=True)
+        )
+        if not is_same:
+            raise RuntimeError(
+                f"these traces contain {len(self._hooks)} hooks of modules, and now there are other hooks"
+            )
+
+
+def check_hooks(module: Any, hooks: TracedHooks) -> None:
     """Raise an error, which makes Thunder look for other traces, if modules have other hooks than ``hooks``.
 
     Args:
-        module: the jitted module, which keeps the dictionaries of hooks.
-        hooks: the result of :func:`count_hooks` when it was traced.
+        module: the jitted module, which keeps the list of its submodules.
     """
-    known = module.__dict__.get("_fsdp_hook_dicts")
+    known = module.__dict__.get("_fsdp_hooked")
     if known is None:
-        module.__dict__["_fsdp_hook_dicts"] = known = _dicts_of(module._model)
-    if hooks or any(map(any, known.values())):
-        now = _count(known)
-        if now != hooks:
-            raise RuntimeError(f"these traces were compiled with the hooks {hooks}, and now there are {now}")
+        module.__dict__["_fsdp_hooked"] = known = list(module._model.modules())
+    hooks.check(known)
 
 
-def _dicts_of(module: torch.nn.Module) -> dict[str, list[dict[int, Any]]]:
-    own = {name: list(hook_dicts(submodule)) for name, submodule in module.named_modules()}
-    return {"*": list(hook_dicts(None)), **own}
-
-
-def _count(dicts: dict[str, list[dict[int, Any]]]) -> HookCounts:
-    counts = ((name, sum(map(len, each))) for name, each in dicts.items())
-    return tuple((name, count) for name, count in counts if count)
+def _find(modules: list[torch.nn.Module]) -> list[tuple[int, Any]]:
+    return [found for found in find_hooks(modules) if not isinstance(found[1], UntracedHook)]

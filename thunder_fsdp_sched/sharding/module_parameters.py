@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..runtime.bucket import Bucket
 from ..runtime.memory import address
+from ..runtime.module_hooks import UntracedHook
 from ..runtime.row_dtensor import local_rows
 from .containers import params_in_containers, replace_in_containers
 from .state_entries import loaded_param, param_entry
@@ -232,7 +233,7 @@ class ModuleParameters:
         ]
 
 
-class _Guard:
+class _Guard(UntracedHook):
     """The hooks on a module that refuse uses that would mistake its rows for parameters."""
 
     def __init__(self, path: str, params: ModuleParameters) -> None:

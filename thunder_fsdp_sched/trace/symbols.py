@@ -55,7 +55,7 @@ from ..distributed.process_groups import ProcessGroupRef
 from ..plan.specs import BucketSpec
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
-from ..runtime.module_hooks import check_hooks
+from ..runtime.module_hooks import TracedHooks, check_hooks
 from ..runtime.ops import (
     accumulate_grads,
     accumulate_reduced,
@@ -170,7 +170,7 @@ def _check_no_sync_meta(module: Any, no_sync: bool) -> None:
     return None
 
 
-def _check_hooks_meta(module: Any, hooks: tuple[tuple[str, int], ...]) -> None:
+def _check_hooks_meta(module: Any, hooks: TracedHooks) -> None:
     return None
 
 
@@ -204,13 +204,17 @@ def _reduce_meta(bucket: Bucket, index: int, grad: TensorProxy) -> TensorProxy:
     return TensorProxy(shape=shape, like=grad, device=device, dtype=dtype)
 
 
+_NAMED = (Bucket, Slot, TracedHooks)
+"""Arguments that print their names."""
+
+
 def _print(
     bsym: BoundSymbol, out_printables: Any, arg_printables: Sequence[Any], kwarg_printables: dict[str, Any]
 ) -> str:
-    """Print ``out = symbol(bucket, slot, tensors)  # bytes``, with bucket and slot by name."""
+    """Print ``out = symbol(bucket, slot, tensors)  # bytes``, with bucket, slot and hooks by name."""
 
     def show(arg: Any) -> str:
-        if isinstance(arg, (Bucket, Slot)):
+        if isinstance(arg, _NAMED):
             return str(arg)
         return codeutils.prettyprint(arg)
 
@@ -231,7 +235,7 @@ def _print(
 
 
 def _bind_handles(bsym: BoundSymbol) -> None:
-    bsym._call_ctx = {**(bsym._call_ctx or {}), **{str(a): a for a in bsym.args if isinstance(a, (Bucket, Slot))}}
+    bsym._call_ctx = {**(bsym._call_ctx or {}), **{str(a): a for a in bsym.args if isinstance(a, _NAMED)}}
 
 
 def _register(name: str, meta: Callable, fn: Callable, *, keep: bool = False) -> Symbol:

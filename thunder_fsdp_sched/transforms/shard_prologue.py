@@ -12,6 +12,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..runtime.module_hooks import TracedHooks
 from ..runtime.row_dtensor import local_rows
 from ..trace.inspection import with_bound_symbols
 from ..trace.symbols import fsdp_check_hooks, fsdp_check_no_sync
@@ -95,7 +96,7 @@ def shard_prologue(
     *,
     shards: Mapping[str, torch.nn.Parameter],
     no_sync: bool,
-    hooks: tuple[tuple[str, int], ...] = (),
+    hooks: TracedHooks,
 ) -> TraceCtx:
     """Make the prologue expect shards: give each parameter's proxy the shape of this rank's rows, and check the DTensor.
 
@@ -111,7 +112,7 @@ def shard_prologue(
 
         module: "Any" = thunder.core.module.get_thunder_module(module0)
         fsdp_check_no_sync(module, False)
-        fsdp_check_hooks(module, ())
+        fsdp_check_hooks(module, traced_hooks)
         t_blocks_0_weight: "cpu f32[32, 64]" = module.get_parameter('blocks.0.weight')
         prims.check_tensor_shape_and_metadata(t_blocks_0_weight, (64, 64), 'cpu', torch.float32, True)
 
@@ -120,7 +121,7 @@ def shard_prologue(
     Args:
         shards: this rank's shard of each parameter, keyed by each of its names.
         no_sync: whether the traces are compiled for ``no_sync``. Thunder reuses a cache entry only in the same state.
-        hooks: the numbers of hooks of modules, by name. Thunder reuses a cache entry only with the same.
+        hooks: those of the module that was traced. Thunder reuses a cache entry only with the same.
 
     Raises:
         NotImplementedError: the traces unpack more than one module.
