@@ -148,12 +148,12 @@ def run(arguments: argparse.Namespace) -> None:
 def _measure(arguments: argparse.Namespace, shape: Any, kernels: Any, results: Any) -> None:
     """Build and count all systems, then measure them in turns."""
     import torch.distributed as dist
-    from systems import interleave, ours, say, step
+    from systems import interleave, ours, say, step, these_ranks
 
     tokens = shape.tokens(dist.get_rank())
     emulated = 0.0 if arguments.real else arguments.compute
     kernels.seconds = emulated
-    spec = cluster(arguments, kernels.flops_per_second)
+    spec = these_ranks(None if arguments.no_limit else arguments.rate, kernels.flops_per_second)
     kernels.seconds = 0.0  # until all systems are built and counted
     built: dict[str, Any] = {}
 
@@ -271,21 +271,6 @@ def simulate_ours(spec: Any, built: Any, tokens: Any, results: Any, repeats: int
                 say(f"{name}: {missing}")
                 continue
             results.figures[name][key] = seconds
-
-
-def cluster(arguments: argparse.Namespace, flops_per_second: float | None) -> Any:
-    """Return the description of these ranks: the preset of a CPU, with the rate of the link and of emulated kernels."""
-    from thunder_fsdp_sched.simulator.clusters import cluster
-
-    import torch
-
-    spec = dataclasses.replace(cluster("cpu-2core"), name="these ranks")
-    if not arguments.no_limit:
-        link = arguments.rate / 8
-        spec = dataclasses.replace(spec, intra_node_bandwidth=link, inter_node_bandwidth=link)
-    if flops_per_second:
-        spec = dataclasses.replace(spec, flops={torch.float32: flops_per_second})
-    return spec
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ FLOPs. That leaves the processors to communication and makes ratios repeatable.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import statistics
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import thunder_fsdp_sched
 from thunder_fsdp_sched.compat import prepare  # noqa: F401  # before thunder
 from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
+from thunder_fsdp_sched.simulator.clusters import ClusterSpec, cluster
 from thunder_fsdp_sched.simulator.flops import flops_of
 from thunder_fsdp_sched.trace.symbols import ISSUES, WAITS, fsdp_all_gather
 
@@ -47,6 +49,7 @@ __all__ = [
     "say",
     "sleeping",
     "step",
+    "these_ranks",
     "thunders_fsdp",
     "unsharded",
     "unsharded_eager",
@@ -351,6 +354,22 @@ def communicate(system: System, compiled: Any = None) -> float:
                     tensors = slot.grads[bucket].tensors
                 flights[bsym.output.name] = bsym._call_ctx[name](bucket, slot, *tensors, **bsym.kwargs)
     return time.perf_counter() - started
+
+
+def these_ranks(bits_per_second: float | None, flops_per_second: float | None) -> ClusterSpec:
+    """Return the description of the ranks of a benchmark: the preset of a CPU, with the given rates.
+
+    Args:
+        bits_per_second: the rate of the link; ``None`` if it is not limited.
+        flops_per_second: of emulated compute; ``None`` or 0 if compute is real.
+    """
+    spec = dataclasses.replace(cluster("cpu-2core"), name="these ranks")
+    if bits_per_second is not None:
+        link = bits_per_second / 8
+        spec = dataclasses.replace(spec, intra_node_bandwidth=link, inter_node_bandwidth=link)
+    if flops_per_second:
+        spec = dataclasses.replace(spec, flops={torch.float32: flops_per_second})
+    return spec
 
 
 def interleave(

@@ -207,22 +207,13 @@ def figures_of(
     seconds: dict[str, list[float]], built: dict[str, Any], counted: dict[str, Any], arguments: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
     """Return for each system its seconds, its ratios to others (medians over rounds), its traffic and its prediction."""
-    import dataclasses
-
-    from thunder_fsdp_sched.simulator.clusters import cluster
     from thunder_fsdp_sched.simulator.cost import AnalyticCost
 
-    import torch
-    from systems import ratio
+    from systems import ratio, these_ranks
 
-    spec, shape = cluster("cpu-2core"), (arguments.blocks, arguments.width, arguments.length)
-    rate = compute_rate(shape, statistics.median(seconds["compute"]) / arguments.micro_batches) / spec.efficiency.flops
-    link = (
-        {}
-        if arguments.no_limit
-        else dict.fromkeys(("intra_node_bandwidth", "inter_node_bandwidth"), arguments.rate / 8)
-    )
-    cost = AnalyticCost(dataclasses.replace(spec, name="these ranks", flops={torch.float32: rate}, **link))
+    shape = arguments.blocks, arguments.width, arguments.length
+    rate = compute_rate(shape, statistics.median(seconds["compute"]) / arguments.micro_batches)
+    cost = AnalyticCost(these_ranks(None if arguments.no_limit else arguments.rate, rate))
     peers = [steps for name, steps in seconds.items() if name.startswith("FSDP2")]
     figures = {}
     for name, steps in seconds.items():

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple, get_args
 
 from thunder.core.trace import TraceCtx
 
 from .logs import LOGGER
 from .options import Options
 from .pipeline import CompiledTraces
+from .runtime.accumulation import Way
 from .runtime.bucket import Bucket
 from .sharding.sharded_module import ShardedModule
 from .simulator.autotune import Choice, MemoryLimitError, choose
@@ -33,18 +35,16 @@ from .transforms import bucket_communication, fuse_downcast
 
 __all__ = ["Settings", "choose_settings"]
 
-_Way = Literal["unsharded", "sharded"]
-
 
 class Settings(NamedTuple):
-    """What was chosen for one compilation.
+    """The settings that one compilation uses.
 
     Attributes:
         bucketed: the joint trace with bucketed communication.
         left: the gradients of earlier micro-batches that the step finds in memory.
         choice: the outcome of the search; ``None`` if there is nothing to choose.
-        kept: names of the buckets that stay unsharded from now on; ``None`` if that is settled already.
-        seconds: simulated time by which ways to accumulate are compared.
+        kept: names of the buckets that stay unsharded from now on; ``None`` if an earlier compilation has decided that.
+        seconds: the simulated time by which the two ways to accumulate are compared; 0 if they are not.
     """
 
     bucketed: TraceCtx
@@ -74,41 +74,48 @@ def choose_settings(
     Raises:
         MemoryLimitError, ValueError: the limits are too low.
     """
-    chooser = _Chooser(joint, traces, sharded, options, cost, compiled)
-    if not (traces.no_sync and chooser.limits.any_bytes and len(split_joint(joint)) == 2):
-        return chooser.for_step()
-    if options.accumulate is not None or options.max_memory is None:
-        return chooser.for_window(options.accumulate or "unsharded")
-    found: list[Settings] = []
-    errors: list[MemoryLimitError] = []
-    ways: tuple[_Way, ...] = ("unsharded", "sharded")
-    for way in ways:
-        try:
-            found.append(chooser.for_window(way))
-        except MemoryLimitError as error:
-            errors.append(error)
-    if not found:
-        raise min(errors, key=lambda error: error.least_bytes)
-    return min(found, key=lambda settings: settings.seconds)
+    return _Chooser(joint, traces, sharded, options, cost, compiled).choose()
 
 
+@dataclass
 class _Chooser:
-    def __init__(
-        self,
-        joint: TraceCtx,
-        traces: CompiledTraces,
-        sharded: ShardedModule,
-        options: Options,
-        cost: Callable[[], CostModel],
-        compiled: Sequence[CompiledTraces],
-    ) -> None:
-        self.joint = joint
-        self.traces = traces
-        self.sharded = sharded
-        self.options = options
-        self.cost = cost
-        self.compiled = compiled
+    """Chooses the settings of one compilation.
+
+    Attributes:
+        limits: those of the options.
+        plans_window: whether the end of the window is planned; see [Note: Planning for the end of a window].
+        decides_kept: whether this compilation decides what stays unsharded, which one does for the module.
+    """
+
+    joint: TraceCtx
+    traces: CompiledTraces
+    sharded: ShardedModule
+    options: Options
+    cost: Callable[[], CostModel]
+    compiled: Sequence[CompiledTraces]
+
+    def __post_init__(self) -> None:
+        options = self.options
         self.limits = Limits(options.max_unsharded_bytes, options.max_gathers_in_flight, options.max_memory)
+        has_choice = self.limits.any_bytes and len(split_joint(self.joint)) == 2
+        self.plans_window = has_choice and self.traces.no_sync
+        self.decides_kept = has_choice and not self.sharded.kept_is_final
+
+    def choose(self) -> Settings:
+        if not self.plans_window:
+            return self.for_step()
+        if self.options.accumulate is not None or self.options.max_memory is None:
+            return self.for_window(self.options.accumulate or "unsharded")
+        found: list[Settings] = []
+        errors: list[MemoryLimitError] = []
+        for way in get_args(Way):
+            try:
+                found.append(self.for_window(way))
+            except MemoryLimitError as error:
+                errors.append(error)
+        if not found:
+            raise min(errors, key=lambda error: error.least_bytes)
+        return min(found, key=lambda settings: settings.seconds)
 
     def for_step(self) -> Settings:
         """Return the settings of a step that ends a window of those compiled so far, or of one without limits."""
@@ -117,29 +124,23 @@ class _Chooser:
         left = NOTHING_LEFT.union(*(one.gradients_left for one in self.compiled if one.no_sync and not no_sync))
         if isinstance(self.options.prefetch, int) and not self.limits.any_bytes:
             return Settings(bucketed, left)
-        choice = self._search(bucketed, left, self.sharded.kept, may_keep=self._may_keep)
-        is_settled = not self._may_keep or len(split_joint(bucketed)) == 1
-        return Settings(bucketed, left, choice, None if is_settled else choice.chosen.kept)
+        choice = self._search(bucketed, left, self.sharded.kept, may_keep=self.decides_kept)
+        return Settings(bucketed, left, choice, choice.chosen.kept if self.decides_kept else None)
 
-    def for_window(self, way: _Way) -> Settings:
+    def for_window(self, way: Way) -> Settings:
         """Return the settings of a micro-batch under ``no_sync``; see [Note: Planning for the end of a window]."""
         bucketed = self._bucketed(way, no_sync=True)
         left = gradients_left(bucketed.bound_symbols)
         self._check_compiled(left)
         ending = self._bucketed(way, no_sync=False)
-        last = self._search(ending, left, self.sharded.kept, may_keep=self._may_keep).chosen
+        last = self._search(ending, left, self.sharded.kept, may_keep=self.decides_kept).chosen
         kept = {bucket for bucket in self.sharded.buckets if bucket.spec.name in last.kept}
         limits = self.limits if self.limits.memory is None else self.limits._replace(slots=last.unsharded_bytes)
         choice = self._search(bucketed, left, kept, limits=limits)
         seconds = last.step_seconds + choice.chosen.step_seconds
-        return Settings(bucketed, left, choice, last.kept if self._may_keep else None, seconds)
+        return Settings(bucketed, left, choice, last.kept if self.decides_kept else None, seconds)
 
-    @property
-    def _may_keep(self) -> bool:
-        """Whether this compilation decides what stays unsharded, which one does for the module."""
-        return self.limits.any_bytes and not self.sharded.kept_is_final
-
-    def _bucketed(self, way: _Way, *, no_sync: bool) -> TraceCtx:
+    def _bucketed(self, way: Way, *, no_sync: bool) -> TraceCtx:
         bucket = partial(bucket_communication, buckets=self.sharded.buckets, no_sync=no_sync, accumulate=way)
         return self.traces.run([bucket, fuse_downcast], self.joint)
 
@@ -158,7 +159,7 @@ class _Chooser:
             cost=self.cost(),
             prefetch=None if self.options.prefetch == "auto" else self.options.prefetch,
             kept=frozenset(kept),
-            may_keep=may_keep and len(split_joint(bucketed)) == 2,
+            may_keep=may_keep,
             limits=limits or self.limits,
             buckets=self.sharded.buckets,
             left=left,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from .distributed.process_groups import ProcessGroupRef
 from .plan.bucketing import BucketingStrategy
 from .plan.specs import ParamSpec
+from .runtime.accumulation import Way
 from .simulator.clusters import ClusterSpec
 from .simulator.clusters import cluster as cluster_by_name
 from .sizes import parse_bytes
@@ -270,8 +271,8 @@ def _release(when: Any) -> Literal["never", "step", "bucket"]:
     return when
 
 
-def _accumulate(how: Any) -> Literal["unsharded", "sharded"] | None:
-    if how not in (None, "unsharded", "sharded"):
+def _accumulate(how: Any) -> Way | None:
+    if how not in (None, *get_args(Way)):
         raise ValueError(f"accumulate: expected 'unsharded', 'sharded' or None, got {how!r}")
     return how
 
@@ -306,7 +307,7 @@ class Options:
     max_unsharded_bytes: int | None = field(metadata=_by(_bytes("max_unsharded_bytes")))
     release: Literal["never", "step", "bucket"] = field(metadata=_by(_release))
     reshard_after_backward: bool = field(metadata=_by(_flag("reshard_after_backward")))
-    accumulate: Literal["unsharded", "sharded"] | None = field(metadata=_by(_accumulate))
+    accumulate: Way | None = field(metadata=_by(_accumulate))
     max_gathers_in_flight: int | None = field(metadata=_by(_in_flight))
     cluster: ClusterSpec | None = field(metadata=_by(_cluster))
     schedule: tuple[StepSchedule, ...] | None = field(metadata=_by(_schedule))

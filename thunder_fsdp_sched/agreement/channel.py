@@ -43,7 +43,6 @@ the exact computation; then the offers. The first five must be equal on all rank
 equal inputs. Offers are bits that may differ: what counts are those that all ranks have set."""
 
 _SAME_ON_ALL = 5
-_OFFERS = struct.Struct("<q")
 
 _PATIENCE = timedelta(seconds=5)
 """How long ranks that disagree wait for each other's descriptions."""
@@ -250,16 +249,14 @@ class Channel:
     def _common_offers(self) -> int:
         """Return the offers that the tokens of all ranks have in common."""
         common = -1
-        for end in range(TOKEN.size, len(self._received) + 1, TOKEN.size):
-            common &= _OFFERS.unpack_from(self._received, end - _OFFERS.size)[0]
-            if not common:
-                break
+        for token in TOKEN.iter_unpack(self._received):
+            common &= token[-1]
         return common
 
     def _first_mismatch(self) -> tuple[int, int] | None:
         """Return the global ranks of the first two tokens that do not match, if any."""
         first: dict[tuple[int, ...], int] = {}
-        tokens = [TOKEN.unpack_from(self._received, i * TOKEN.size) for i in range(self.size)]
+        tokens = list(TOKEN.iter_unpack(self._received))
         for number, token in enumerate(tokens):
             if token[:_SAME_ON_ALL] != tokens[0][:_SAME_ON_ALL]:
                 return self.group.global_ranks[0], self.group.global_ranks[number]

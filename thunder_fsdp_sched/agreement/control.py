@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Agreed", "Control", "Run", "control_of", "number_of"]
 
+_BITS = 60
+"""How many bits of a token's integers stand for buckets. Buckets whose numbers differ by a multiple of this share one."""
+
 
 class Control:
     """One model's use of the control channel. Without other ranks it sends nothing.
@@ -200,7 +203,7 @@ class Run:
         for i, reference in enumerate(self.guarded):
             bucket = reference()
             if bucket is not None and not bucket.is_kept_for_this_backward():
-                again |= self.control.is_on_all_ranks(bucket) << i % 60
+                again |= self.control.is_on_all_ranks(bucket) << i % _BITS
                 self._begun += 2
         for i, reference in enumerate(self.left_over):
             bucket = reference()
@@ -210,7 +213,7 @@ class Run:
             if bucket.accumulation.is_empty:
                 continue
             collectives = (bucket.accumulation.unsharded is not None) + (bucket.ranks.replicas is not None)
-            self._reduced |= (self.control.is_on_all_ranks(bucket) and collectives > 0) << i % 60
+            self._reduced |= (self.control.is_on_all_ranks(bucket) and collectives > 0) << i % _BITS
             self._begun += 2 * collectives
         offers = self._offered()
         state = excess, self._reduced, again
@@ -242,9 +245,9 @@ class Run:
             if bucket is not None:
                 bucket.window.is_agreed = False
                 if bucket.offers_reuse() and self.control.is_on_all_ranks(bucket):
-                    offered |= 1 << i % _OFFERED_BITS
+                    offered |= 1 << i % _BITS
                     continue
-            missing |= 1 << i % _OFFERED_BITS
+            missing |= 1 << i % _BITS
         return offered & ~missing
 
     def take(self, offers: int) -> None:
@@ -252,7 +255,7 @@ class Run:
         for i, reference in enumerate(self.reusing):
             bucket = reference()
             if bucket is not None:
-                bucket.window.is_agreed = bool(offers >> i % _OFFERED_BITS & 1)
+                bucket.window.is_agreed = bool(offers >> i % _BITS & 1)
 
     def _token(self, state: int, offers: int = 0) -> bytes:
         comparable, inputs, exact = self._computation
@@ -291,8 +294,6 @@ def number_of(text: str) -> int:
 
 
 _TRACE = number_of("trace")
-
-_OFFERED_BITS = 60
 
 _controls: weakref.WeakKeyDictionary[ProcessGroupRef, Control] = weakref.WeakKeyDictionary()
 

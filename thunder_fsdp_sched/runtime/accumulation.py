@@ -12,7 +12,7 @@ shapes may accumulate differently.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -21,7 +21,10 @@ from .views import unsharded_views
 if TYPE_CHECKING:
     from ..plan.specs import BucketSpec
 
-__all__ = ["Accumulation"]
+__all__ = ["Accumulation", "Way"]
+
+Way = Literal["unsharded", "sharded"]
+"""A way to accumulate gradients under ``no_sync``; see [Note: Two ways to accumulate]."""
 
 
 class Accumulation:

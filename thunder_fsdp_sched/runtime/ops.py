@@ -58,10 +58,7 @@ def all_gather(
     arena, issue_counts = slot.arena, bucket.issue_counts
     issue_counts.issued += 1
     arena.acquire(slot)
-    if window is not None and _reuses(bucket, window):
-        issue_counts.issued += 1
-        return arena.track(InFlight(bucket, "all-gather", slot, ()))
-    if arena.take_retained(bucket, slot, preceded_by):
+    if (window is not None and _reuses(bucket, window)) or arena.take_retained(bucket, slot, preceded_by):
         issue_counts.issued += 1
         return arena.track(InFlight(bucket, "all-gather", slot, ()))
     if preceded_by is not None:
@@ -204,15 +201,15 @@ def wait_grads(bucket: Bucket, flight: InFlight, *, hook: str | None = None) -> 
         flight.slot.arena.finish(flight)
         bucket.accumulation.with_reduced(flight.output)
     grads = bucket.sharded_grads(flight.output)
-    accumulated = bucket.accumulation.params
+    if not (accumulated := bucket.accumulation.params):
+        return grads
     for index in accumulated.difference(flight.missing):
         if not bucket.params[index].requires_grad:  # autograd drops what backward returns for it
             raise RuntimeError(
                 f"parameter {bucket.spec.params[index].name!r} was frozen between forward and backward, while gradients of "
                 f"no_sync have accumulated for it. Freeze it before forward"
             )
-    accumulated = accumulated.intersection(flight.missing)
-    bucket.accumulation.deferred = {index: grads[index] for index in accumulated}
+    bucket.accumulation.deferred = {index: grads[index] for index in accumulated.intersection(flight.missing)}
     return grads
 
 

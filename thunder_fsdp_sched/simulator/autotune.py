@@ -143,7 +143,7 @@ def choose(
     Raises:
         MemoryLimitError, ValueError: nothing fits; the message has the bytes of the smallest candidate.
     """
-    search = _Search(joint, cost, frozenset(kept), limits, buckets, left, reuse)
+    search = _Search(CandidateTraces(joint, cost, frozenset(kept), limits, buckets, left, reuse))
     distances = [prefetch] if prefetch is not None else _distances(search.gathers, limits)
     _try_distances(search, distances)
     if limits.memory is not None:
@@ -235,26 +235,17 @@ def _keep_more(search: _Search, distances: Collection[int]) -> None:
 
 
 class _Search:
-    """Candidates by their settings, each run once.
+    """The candidates by their settings. The passes run once for each setting.
 
     Attributes:
         candidates: those that fit.
     """
 
-    def __init__(
-        self,
-        joint: TraceCtx,
-        cost: CostModel,
-        kept: frozenset[Bucket],
-        limits: Limits,
-        buckets: Sequence[Bucket],
-        left: LeftGradients,
-        reuse: bool,
-    ) -> None:
-        self.limits = limits
-        self.gathers = sum(b.sym is fsdp_all_gather for b in joint.bound_symbols)
+    def __init__(self, traces: CandidateTraces) -> None:
+        self.limits = traces.limits
+        self.gathers = sum(b.sym is fsdp_all_gather for b in traces.joint.bound_symbols)
         self.candidates: dict[Setting, Candidate] = {}
-        self._traces = CandidateTraces(joint, cost, kept, limits, buckets, left, reuse)
+        self._traces = traces
         self._planned: dict[Setting, CandidateStep] = {}
 
     @property

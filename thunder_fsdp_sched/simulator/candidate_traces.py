@@ -15,7 +15,7 @@ from ..trace.inspection import split_joint
 from ..trace.left_gradients import LeftGradients
 from ..trace.operands import bucket_of
 from ..trace.step_memory import StepMemory
-from ..trace.symbols import fsdp_accumulate_grads, fsdp_accumulate_reduced, fsdp_all_gather
+from ..trace.symbols import ACCUMULATORS, fsdp_all_gather
 from ..transforms import (
     assign_slots,
     mark_retained_by_forward,
@@ -40,7 +40,7 @@ __all__ = ["CandidateStep", "CandidateTraces", "Setting"]
 
 
 class Setting(NamedTuple):
-    """What distinguishes candidates, besides the values that they recompute and offload.
+    """The settings of a candidate, without the values that it recomputes and offloads.
 
     Attributes:
         prefetch: how many prefetch steps gathers are issued ahead of their waits.
@@ -79,37 +79,28 @@ class CandidateStep:
         return simulate(self.halves, None, self.cost).step_seconds
 
 
+@dataclass(eq=False)
 class CandidateTraces:
-    """Runs the passes for candidates, in unused arenas.
+    """The traces of all candidates: runs the passes for them, in unused arenas.
 
-    Args:
+    Attributes:
         joint: the joint trace with bucketed communication, before ``regather_for_backward``.
         cost: the cost model of the simulator.
-        kept: buckets that stay unsharded in any case.
+        always_kept: buckets that stay unsharded in any case.
         limits: the memory of a step is predicted only if it is limited.
         buckets: all buckets of the module, whose shards count as memory of the step.
         left: the gradients that earlier micro-batches under ``no_sync`` have left.
         reuse: whether later micro-batches may reuse what is gathered.
     """
 
-    def __init__(
-        self,
-        joint: TraceCtx,
-        cost: CostModel,
-        kept: frozenset[Bucket],
-        limits: Limits,
-        buckets: Sequence[Bucket],
-        left: LeftGradients,
-        reuse: bool,
-    ) -> None:
-        self.joint = joint
-        self._reuse = reuse
-        self._left = left
-        self.cost = cost
-        self.limits = limits
-        self._always_kept = kept
-        self._buckets = buckets
-        self._halves: dict[int, list[TraceCtx]] = {}
+    joint: TraceCtx
+    cost: CostModel
+    always_kept: frozenset[Bucket]
+    limits: Limits
+    buckets: Sequence[Bucket]
+    left: LeftGradients
+    reuse: bool
+    _halves: dict[int, list[TraceCtx]] = field(default_factory=dict, init=False)
 
     @cached_property
     def first_in_backward(self) -> list[Bucket]:
@@ -122,7 +113,7 @@ class CandidateTraces:
 
     def kept(self, number: int) -> frozenset[Bucket]:
         """Return the buckets that stay unsharded if that many do besides those that do in any case."""
-        return self._always_kept | frozenset(self.first_in_backward[:number]) if number else self._always_kept
+        return self.always_kept | frozenset(self.first_in_backward[:number]) if number else self.always_kept
 
     @cached_property
     def offloadable(self) -> frozenset[str]:
@@ -158,7 +149,7 @@ class CandidateTraces:
             half = sort(half) if budget is None else within(half, max_unsharded_bytes=budget, forward=forward)
             half = assign_slots(half, kept=kept, arena_of=arena_of, forward=forward, max_bytes=left)
             half = mark_retained_by_forward(half) if forward is None else reuse_from_forward(half, forward=forward)
-            if self._reuse and forward is None:
+            if self.reuse and forward is None:
                 half = reuse_in_window(half, no_sync=self._no_sync)
             halves.append(half)
         nbytes = private_bytes(halves[0], kept) + sum(arena.nbytes for arena in scratch.values())
@@ -167,12 +158,12 @@ class CandidateTraces:
         changes = (activations.recomputed, activations.offloaded) if activations else (frozenset(), frozenset())
         # Other sets of shapes and flags may have needed a larger arena, which is one for all.
         larger = sum(max(arena.nbytes - new.nbytes, 0) for arena, new in scratch.items())
-        peak = StepMemory.of(halves, self._buckets, accumulated=self._left).peak.nbytes + larger
+        peak = StepMemory.of(halves, self.buckets, accumulated=self.left).peak.nbytes + larger
         return CandidateStep(halves, nbytes, self.cost, *changes, peak)
 
     @cached_property
     def _no_sync(self) -> bool:
-        return any(bsym.sym in (fsdp_accumulate_grads, fsdp_accumulate_reduced) for bsym in self.joint.bound_symbols)
+        return any(bsym.sym in ACCUMULATORS for bsym in self.joint.bound_symbols)
 
     @cached_property
     def _unchanged(self) -> TraceCtx:

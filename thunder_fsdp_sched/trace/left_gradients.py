@@ -1,4 +1,4 @@
-"""Which gradients a trace leaves under ``no_sync``: they stay in memory until a later backward returns them."""
+"""The gradients that a trace leaves under ``no_sync``. They stay in memory until a later backward returns them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from thunder.core.symbol import BoundSymbol
 
 from ..runtime.bucket import Bucket
 from .operands import bucket_of
-from .symbols import fsdp_accumulate_grads, fsdp_accumulate_reduced, fsdp_reduce_scatter
+from .symbols import ACCUMULATORS, fsdp_accumulate_reduced, fsdp_reduce_scatter
 
 __all__ = ["NOTHING_LEFT", "LeftGradients", "gradients_left"]
 
@@ -26,7 +26,7 @@ class LeftGradients(NamedTuple):
     reduced: frozenset[Bucket] = frozenset()
 
     def union(self, *others: LeftGradients) -> LeftGradients:
-        """Return what is left by all of them together."""
+        """Return the gradients that these and the others have left together."""
         return LeftGradients(
             self.unsharded.union(*(other.unsharded for other in others)),
             self.reduced.union(*(other.reduced for other in others)),
@@ -37,8 +37,10 @@ NOTHING_LEFT = LeftGradients()
 
 
 def gradients_left(bsyms: Iterable[BoundSymbol]) -> LeftGradients:
-    """Return the gradients that a backward under ``no_sync`` leaves; or would leave unsharded, if it reduces them."""
-    kinds = (fsdp_reduce_scatter, fsdp_accumulate_grads, fsdp_accumulate_reduced)
-    found = [(bucket_of(b), b.sym) for b in bsyms if b.sym in kinds]
+    """Return the gradients that a backward leaves under ``no_sync``.
+
+    Those that it reduces and returns count as unsharded: it would leave them so under ``no_sync``.
+    """
+    found = [(bucket_of(b), b.sym) for b in bsyms if b.sym in (fsdp_reduce_scatter, *ACCUMULATORS)]
     reduced = frozenset(bucket for bucket, symbol in found if symbol is fsdp_accumulate_reduced)
     return LeftGradients(frozenset(bucket for bucket, _ in found) - reduced, reduced)

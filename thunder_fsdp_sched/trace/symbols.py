@@ -75,6 +75,7 @@ from ..runtime.ops import (
 from .operands import bucket_of
 
 __all__ = [
+    "ACCUMULATORS",
     "GRAD_WRITERS",
     "ISSUES",
     "WAITS",
@@ -276,7 +277,10 @@ fsdp_reduce = _register("fsdp_reduce", _reduce_meta, _only_in_between)
 
 ISSUES = frozenset({fsdp_all_gather.name, fsdp_reduce_scatter.name, fsdp_all_reduce.name})
 GRAD_WAITS = (fsdp_wait_grads, fsdp_accumulate_reduced)
-"""What waits for the reduction of gradients."""
+"""Symbols that wait for the reduction of a bucket's gradients."""
+
+ACCUMULATORS = (fsdp_accumulate_grads, fsdp_accumulate_reduced)
+"""Symbols that add a bucket's gradients to those of earlier micro-batches under ``no_sync``."""
 
 WAITS = frozenset({fsdp_wait_params.name, *(symbol.name for symbol in GRAD_WAITS)})
 

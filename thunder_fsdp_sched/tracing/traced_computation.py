@@ -1,4 +1,4 @@
-"""What Thunder has traced, as a value that is equal for computations that it differentiates alike.
+"""Descriptions of traced computations. Thunder differentiates computations with equal descriptions alike.
 
 [Note: Modes share a joint trace]
 ``no_sync`` changes only the reductions that this package inserts, and many flags of a program change nothing that it
@@ -52,7 +52,7 @@ class _Unknown(Exception):
 
 
 def describe(trace: TraceCtx, parameters: Mapping[str, str], transform: Transform) -> TracedComputation | None:
-    """Return tokens of what Thunder has traced, which are equal for traces that it would transform into equal ones.
+    """Return tokens of a traced computation. Thunder would transform traces with equal tokens into equal traces.
 
     Args:
         trace: the computation, before ``insert_unshard``.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Literal
 
 import thunder.torch as ltorch
 from thunder.core.proxies import Proxy, TensorProxy
@@ -13,6 +12,7 @@ from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..runtime.accumulation import Way
 from ..runtime.bucket import Bucket
 from ..trace.inspection import return_of, with_bound_symbols
 from ..trace.operands import OneParameter, bucket_of
@@ -37,7 +37,7 @@ def bucket_communication(
     *,
     buckets: Sequence[Bucket],
     no_sync: bool,
-    accumulate: Literal["unsharded", "sharded"] = "unsharded",
+    accumulate: Way = "unsharded",
 ) -> TraceCtx:
     """Replace ``fsdp_unshard`` and ``fsdp_reduce`` with one gather and one reduction per bucket.
 
@@ -130,7 +130,7 @@ def _sum_to_shape_of_param(grad: TensorProxy, bucket: Bucket, index: int) -> Ten
 
 
 def _gather(bucket: Bucket, unshards: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
-    shards = _in_order(bucket, {i: OneParameter(b).tensor for i, b in unshards.items()})
+    shards = _tensors(bucket, unshards)
     params = list(fsdp_wait_params.meta(bucket, None))
     for index, bsym in unshards.items():
         params[index] = bsym.output
@@ -142,9 +142,8 @@ def _gather(bucket: Bucket, unshards: dict[int, BoundSymbol], at: BoundSymbol) -
 
 
 def _reduce(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
-    grads = _in_order(bucket, {i: OneParameter(b).tensor for i, b in reduces.items()})
-    future = fsdp_reduce_scatter.meta(bucket, None, *grads)
-    emitted = [_like(at, fsdp_reduce_scatter.bind(bucket, None, *grads, output=future))]
+    future, reduction = _reduction(bucket, reduces, at)
+    emitted = [reduction]
     if bucket.ranks.replicas is not None:
         inside, future = future, fsdp_all_reduce.meta(bucket, future)
         emitted.append(_like(at, fsdp_all_reduce.bind(bucket, inside, output=future)))
@@ -154,22 +153,24 @@ def _reduce(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) ->
     return [*emitted, _like(at, fsdp_wait_grads.bind(bucket, future, **_hook(bucket), output=tuple(sharded)))]
 
 
+def _reduction(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> tuple[Proxy, BoundSymbol]:
+    """Return the future of a reduction within the sharding group, and the symbol that issues it."""
+    grads = _tensors(bucket, reduces)
+    future = fsdp_reduce_scatter.meta(bucket, None, *grads)
+    return future, _like(at, fsdp_reduce_scatter.bind(bucket, None, *grads, output=future))
+
+
 def _hook(bucket: Bucket) -> dict[str, str]:
     return {} if bucket.hook_name is None else {"hook": bucket.hook_name}
 
 
 def _accumulate(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
-    grads = _in_order(bucket, {i: OneParameter(b).tensor for i, b in reduces.items()})
-    return [_like(at, fsdp_accumulate_grads.bind(bucket, *grads, output=None))]
+    return [_like(at, fsdp_accumulate_grads.bind(bucket, *_tensors(bucket, reduces), output=None))]
 
 
 def _accumulate_reduced(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
-    grads = _in_order(bucket, {i: OneParameter(b).tensor for i, b in reduces.items()})
-    future = fsdp_reduce_scatter.meta(bucket, None, *grads)
-    return [
-        _like(at, fsdp_reduce_scatter.bind(bucket, None, *grads, output=future)),
-        _like(at, fsdp_accumulate_reduced.bind(bucket, future, output=None)),
-    ]
+    future, reduction = _reduction(bucket, reduces, at)
+    return [reduction, _like(at, fsdp_accumulate_reduced.bind(bucket, future, output=None))]
 
 
 def _return_none_for(last: BoundSymbol, unsynced: set[str]) -> BoundSymbol:
@@ -180,8 +181,9 @@ def _return_none_for(last: BoundSymbol, unsynced: set[str]) -> BoundSymbol:
     return last.from_bsym(args=({**returned, "output": tree_map(drop, returned["output"])},))
 
 
-def _in_order(bucket: Bucket, tensors: dict[int, TensorProxy]) -> list[TensorProxy | None]:
-    return [tensors.get(i) for i in range(len(bucket.spec.params))]
+def _tensors(bucket: Bucket, bsyms: dict[int, BoundSymbol]) -> list[TensorProxy | None]:
+    """Return the tensor argument of each parameter's symbol, in the bucket's order."""
+    return [OneParameter(bsyms[i]).tensor if i in bsyms else None for i in range(len(bucket.spec.params))]
 
 
 def _like(original: BoundSymbol, bsym: BoundSymbol) -> BoundSymbol:

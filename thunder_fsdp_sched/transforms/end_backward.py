@@ -8,13 +8,7 @@ from thunder.core.trace import TraceCtx, tracectx
 
 from ..trace.inspection import return_of, with_bound_symbols
 from ..trace.operands import bucket_of
-from ..trace.symbols import (
-    fsdp_accumulate_grads,
-    fsdp_accumulate_reduced,
-    fsdp_backward_done,
-    fsdp_reduce_scatter,
-    fsdp_reduce_unreduced,
-)
+from ..trace.symbols import ACCUMULATORS, fsdp_backward_done, fsdp_reduce_scatter, fsdp_reduce_unreduced
 
 __all__ = ["end_backward"]
 
@@ -37,9 +31,7 @@ def end_backward(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
     See [Note: State after an exception] in ``memory``.
     """
     started = time.perf_counter()
-    takers = (
-        (fsdp_accumulate_grads, fsdp_accumulate_reduced) if no_sync else (fsdp_reduce_scatter, fsdp_reduce_unreduced)
-    )
+    takers = ACCUMULATORS if no_sync else (fsdp_reduce_scatter, fsdp_reduce_unreduced)
     buckets = [bucket_of(b) for b in trace.bound_symbols if b.sym in takers]
     if not buckets:
         return trace
