@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def _die_on_rank_1(rank: int, world_size: int) -> None:
 
 def _hang_on_rank_0(rank: int, world_size: int) -> None:
     while rank == 0:
-        pass
+        time.sleep(0.01)
 
 
 def test_failing_dying_and_hanging_ranks_are_reported_and_replaced(ranks: Ranks) -> None:
@@ -46,6 +47,23 @@ def test_failing_dying_and_hanging_ranks_are_reported_and_replaced(ranks: Ranks)
     with pytest.raises(RankError, match=r"(?s)hung: no answer within 8 s.*--- rank 0 did not return.*_hang_on_rank_0"):
         ranks.run(_hang_on_rank_0, timeout=8)
     assert [rank for rank, _ in ranks.run(_sum, 0, factor=1)] == [0, 1]
+
+
+def _make_groups(rank: int, world_size: int) -> None:
+    for _ in range(3):
+        dist.barrier(group=dist.new_group())
+
+
+def _count_groups(rank: int, world_size: int) -> tuple[int, int]:
+    threads = [Path(f"/proc/self/task/{thread}/comm").read_text() for thread in os.listdir("/proc/self/task")]
+    return len(dist.distributed_c10d._world.pg_map), sum("gloo_tcp_loop" in name for name in threads)
+
+
+def test_workers_keep_no_group_and_no_thread_of_one(ranks: Ranks) -> None:
+    before = ranks.run(_count_groups)
+    ranks.run(_make_groups)
+    assert ranks.run(_count_groups) == before
+    assert [groups for groups, _ in before] == [1, 1]
 
 
 def _has_preloaded(rank: int, world_size: int) -> bool:
