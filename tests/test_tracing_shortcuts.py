@@ -13,6 +13,7 @@ import pytest
 import thunder
 import torch
 import tracing_shortcuts
+from hypothesis import settings
 from models import CASES, GPT, Model, Stack
 from thunder.core import interpreter, jit_ext
 from torch import nn
@@ -92,8 +93,11 @@ class Raises(Model):
         return x * scale if scale < 3 else x * {}[scale]
 
 
+KINDS = ("buffers", "checkpointed", "expanded_parameters", "shared_blocks", "tied_weights", "views_of_parameters")
+"""Models of other tests that use different parts of the interpreter. ``--hypothesis-profile=long`` takes all models."""
+
 MODELS = {
-    **CASES,
+    **(CASES if settings().max_examples > 100 else {name: CASES[name] for name in KINDS}),
     "attributes": Attributes,
     "items": Items,
     "gpt": lambda: GPT(blocks=1),

@@ -18,6 +18,8 @@ accesses and insert the same guards:
   it up. The shortcut looks up names.
 - Passes copy each bound symbol several times, and each copy flattens its arguments and outputs again. The shortcut shares
   the flat ones between copies, and does not rebuild arguments and outputs in which no proxy is swapped.
+- To print or compile a trace Thunder makes every argument printable, several times, through a flattened tree. The shortcut
+  returns proxies and plain constants as they are, and walks through tuples and lists.
 - Thunder flattens arguments and results twice, to find dataclasses, and checks each time whether their types can be
   flattened. The shortcut flattens once and caches the types that can be flattened.
 
@@ -175,14 +177,24 @@ class _Signature:
 
 
 _signatures: weakref.WeakKeyDictionary[Callable[..., Any], _Signature] = weakref.WeakKeyDictionary()
+_signatures_of_methods: weakref.WeakKeyDictionary[Callable[..., Any], _Signature] = weakref.WeakKeyDictionary()
+
+
+def _signature(meta: Callable[..., Any]) -> _Signature:
+    signatures, function = _signatures, meta
+    if type(meta) is types.MethodType:  # a new object at each access
+        signatures, function = _signatures_of_methods, meta.__func__
+    if type(function) is not types.FunctionType:
+        return _Signature(meta)
+    known = signatures.get(function)
+    if known is None:
+        known = signatures[function] = _Signature(meta)
+    return known
 
 
 def _normalize(called: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Stand in for ``Symbol.normalize``."""
-    meta = called.meta
-    known = _signatures.get(meta) if type(meta) is types.FunctionType else _Signature(meta)
-    if known is None:
-        known = _signatures[meta] = _Signature(meta)
+    known = _signature(called.meta)
     if len(args) <= known.most_by_position:
         left = known.by_position[len(args) :]
         names, given = {*left, *known.only_by_name}, {**known.defaults, **kwargs}
@@ -219,6 +231,22 @@ def _flatten_with_dataclass(tree: Any) -> tuple[list[Any], Any]:
             return _tree_flatten_with_dataclass(tree)
         _no_dataclasses.add(kind)
     return leaves, spec
+
+
+_to_printable = codeutils.to_printable
+_PRINTABLE = frozenset({bool, float, int, str, type(None)})
+
+
+def _printable(trace: Any, x: Any, *, import_ctx: Any = None, object_ctx: Any = None) -> Any:
+    """Stand in for ``to_printable``."""
+    kind = type(x)
+    if kind in _PRINTABLE or isinstance(x, Proxy):
+        return x
+    if kind is tuple or kind is list:
+        return kind(_printable(trace, each, import_ctx=import_ctx, object_ctx=object_ctx) for each in x)
+    if kind is dict and not x:
+        return {}
+    return _to_printable(trace, x, import_ctx=import_ctx, object_ctx=object_ctx)
 
 
 _NO_OUTPUTS = {PrimIDs.COMMENT, PrimIDs.PRINT, PrimIDs.RETURN}
@@ -323,6 +351,7 @@ _replacements: dict[tuple[Any, str], Any] = {
     (symbol.BoundSymbol, "from_bsym"): _copy,
     (symbol.BoundSymbol, "from_bsym_swap_proxies"): _swap,
     (symbol, "tree_flatten_with_dataclass"): _flatten_with_dataclass,
+    (codeutils, "to_printable"): _printable,
     **{(user, "tree_flatten"): _flatten for user in (symbol, codeutils, transform_common, utils)},
 }
 REPLACEMENTS = {(owner, name): shortcut for (owner, name), shortcut in _replacements.items() if hasattr(owner, name)}
