@@ -5,9 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 
+import thunder_fsdp_sched  # noqa: F401  before thunder
+
 import pytest
+import torch.distributed as dist
 from hypothesis import settings
 from ranks import Ranks
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracing_shortcuts import tracing_shortcuts
 
 # --hypothesis-profile=long: twenty times as many random models as usual.
@@ -42,3 +46,11 @@ def four_ranks() -> Iterator[Ranks]:
     workers = Ranks(4)
     yield workers
     workers.close()
+
+
+@pytest.fixture
+def fake_ranks() -> Iterator[None]:
+    """A fake process group of two ranks, of which this process is the first. Nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()

@@ -30,7 +30,7 @@ import torch
 from ranks import fork_server
 from tracing_shortcuts import tracing_shortcuts
 
-__all__ = ["run_python"]
+__all__ = ["Program", "run_python"]
 
 
 def run_python(
@@ -46,23 +46,39 @@ def run_python(
     Raises:
         subprocess.TimeoutExpired: it took longer, and was killed.
     """
-    command = [str(argument) for argument in arguments]
-    outputs = cwd / ".stdout", cwd / ".stderr"
-    process = fork_server().Process(target=_first, args=(command, cwd, {**os.environ, **(env or {})}, outputs))
-    process.start()
-    process.join(timeout)
-    finished = process.exitcode is not None
-    if not finished:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
-    stdout, stderr = (path.read_text() for path in outputs)
-    for path in outputs:
-        path.unlink()
-    if not finished:
-        raise subprocess.TimeoutExpired(command, timeout, stdout, stderr)
-    return subprocess.CompletedProcess(command, process.exitcode, stdout, stderr)
+    return Program(*arguments, cwd=cwd, env=env).finish(timeout)
+
+
+class Program:
+    """A running program, started as by :func:`run_python`.
+
+    Attributes:
+        process: its first process.
+    """
+
+    def __init__(self, *arguments: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> None:
+        self._command = [str(argument) for argument in arguments]
+        self._outputs = cwd / ".stdout", cwd / ".stderr"
+        environment = {**os.environ, **(env or {})}
+        self.process = fork_server().Process(target=_first, args=(self._command, cwd, environment, self._outputs))
+        self.process.start()
+
+    def finish(self, timeout: float = 500.0) -> subprocess.CompletedProcess[str]:
+        """Wait for it; see :func:`run_python`."""
+        process = self.process
+        process.join(timeout)
+        finished = process.exitcode is not None
+        if not finished:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
+        stdout, stderr = (path.read_text() for path in self._outputs)
+        for path in self._outputs:
+            path.unlink()
+        if not finished:
+            raise subprocess.TimeoutExpired(self._command, timeout, stdout, stderr)
+        return subprocess.CompletedProcess(self._command, process.exitcode, stdout, stderr)
 
 
 def _first(command: list[str], cwd: Path, environment: dict[str, str], outputs: tuple[Path, Path]) -> None:

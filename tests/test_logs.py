@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ from thunder_fsdp_sched.transform import FSDPTransform
 import pytest
 import thunder
 import torch
-import torch.distributed as dist
 from models import Stack
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 NAME = "thunder_fsdp_sched"
 PASSES = (
@@ -42,13 +39,6 @@ PASSES = (
 
 def _make() -> tuple[torch.nn.Module, tuple[Any, ...]]:
     return Stack(2), (torch.randn(2, 4),)
-
-
-@pytest.fixture
-def fake_rank() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 def _messages(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
@@ -170,7 +160,7 @@ def test_an_unchanged_trace_is_described_as_such() -> None:
 #
 
 
-def test_no_sync_causes_no_warning_and_sets_thunders_flag(fake_rank: None) -> None:
+def test_no_sync_causes_no_warning_and_sets_thunders_flag(fake_ranks: None) -> None:
     model = thunder.jit(Stack(2), transforms=[fsdp()])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -182,7 +172,7 @@ def test_no_sync_causes_no_warning_and_sets_thunders_flag(fake_rank: None) -> No
         assert not thunder.distributed.get_skip_data_parallel_grad_sync()
 
 
-def test_other_modules_keep_thunders_warning(fake_rank: None) -> None:
+def test_other_modules_keep_thunders_warning(fake_ranks: None) -> None:
     thunder.jit(Stack(2), transforms=[fsdp()])
     with pytest.warns(UserWarning, match="No op since neither"), thunder.jit(torch.nn.Linear(2, 2)).no_sync():
         pass

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import thunder_fsdp_sched
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.demo import DemoOptions
+from thunder_fsdp_sched.demo import DemoOptions, launch
 from thunder_fsdp_sched.demo.checks import check_run
 from thunder_fsdp_sched.demo.model import GPT
 from thunder_fsdp_sched.demo.show import comparison
@@ -36,11 +36,10 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from forked import run_python
+from forked import Program, run_python
 from rich.console import Console
 from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from tracing_shortcuts import shortcuts_at_start
 
 # With edge blocks large enough to be divided.
 TINY = ["--steps", "3", "--blocks", "3", "--width", "192", "--length", "16", "--dtype", "float64"]
@@ -51,14 +50,6 @@ def command(*arguments: str, cwd: Path, columns: int = 132) -> subprocess.Comple
     return run_python("-W", "ignore", "-m", "thunder_fsdp_sched", *arguments, cwd=cwd, env=environment)
 
 
-@pytest.fixture
-def fake_ranks() -> Iterator[None]:
-    """A fake process group of two ranks, of which this process is the first. Nothing is sent."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
-
-
 #
 # The command line
 #
@@ -66,15 +57,7 @@ def fake_ranks() -> Iterator[None]:
 
 @pytest.mark.slow
 def test_demo_shows_traces_and_table_and_all_checks_pass(tmp_path: Path) -> None:
-    # In interpreters of their own, as users start it.
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "thunder_fsdp_sched", "demo", *TINY],
-        cwd=tmp_path,
-        env={**shortcuts_at_start(), "NO_COLOR": "1", "COLUMNS": "132"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    result = command("demo", *TINY, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.search(r"all \d+ checks passed", result.stdout)
     assert "FAIL" not in result.stdout
@@ -84,6 +67,12 @@ def test_demo_shows_traces_and_table_and_all_checks_pass(tmp_path: Path) -> None
     assert "fsdp_all_gather(bucket_blocks_1, slot_" in result.stdout
     for run in ("unsharded", "Thunder's fsdp", "ZeRO-2", "ZeRO-3"):
         assert re.search(rf"^ +{run} +\d+ +\d", result.stdout, re.MULTILINE), f"no row for {run} in\n{result.stdout}"
+
+
+def test_the_function_of_the_demos_ranks_can_be_pickled() -> None:
+    """Here they are forked. Users start the demo in a new interpreter, which spawns them."""
+    options = DemoOptions()
+    assert pickle.loads(pickle.dumps((launch._rank, options))) == (launch._rank, options)
 
 
 @pytest.mark.slow
@@ -135,25 +124,24 @@ def _restartable_script() -> str:
 def test_the_restartable_example_continues_after_a_rank_was_killed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_restartable_script())
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    killed = subprocess.Popen(
-        [*command, "--max-restarts", "1", str(script), str(tmp_path / "killed")],
-        env={**shortcuts_at_start(), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    program = Program(
+        *[*torchrun, "--monitor-interval", "0.1", "train.py", "killed"],
+        cwd=tmp_path,
+        env={"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )
     complete = tmp_path / "killed" / "step-49" / ".metadata"
-    while not complete.exists() and killed.poll() is None:
+    while not complete.exists() and program.process.exitcode is None:
         time.sleep(0.01)
-    workers = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
-    ranks = [pid for pid in workers if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    pid = program.process.pid
+    ranks = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     os.kill(int(ranks[-1]), signal.SIGKILL)
-    output, _ = killed.communicate(timeout=300)
+    result = program.finish(300)
+    output = result.stdout + result.stderr
     # Sometimes a rank aborts during interpreter shutdown, after the script's last line, because one of gloo's threads runs
     # during finalization. The cause is not known. Any earlier failure is detected below.
     at_exit = "terminate called without an active exception" in output
-    assert killed.returncode == 0 or at_exit, output
+    assert result.returncode == 0 or at_exit, output
     assert len(re.findall(r"rank \d goes on with step 50|rank \d goes on with step 1\d0", output)) == 2, output
 
     losses = re.findall(r"rank \d: step 199, loss ([\d.e+-]+)", output)  # both may be on one line
