@@ -19,6 +19,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 from models import Stack
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -29,6 +30,8 @@ from virtual_gpu import guard
 from virtual_gpu.world import Rank, run
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=guard.missing() or "nothing is missing")
+
+LONG_ONLY = pytest.mark.skipif(settings().max_examples <= 100, reason="both strategies: --hypothesis-profile=long")
 
 SIDE_STREAMS = ("staged", "all_to_all", "symmetric_memory")
 
@@ -67,7 +70,7 @@ def test_a_device_without_an_index_means_each_ranks_current_device() -> None:
 
 
 @pytest.mark.parametrize("transport", SIDE_STREAMS)
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
 def test_streams_belong_to_the_parameters_device_whatever_device_is_current(transport: str, strategy: str) -> None:
     run(_train, transport=transport, sharding_strategy=strategy, set_device=False).assert_clean()
 

@@ -1,4 +1,7 @@
-"""The functions of the GPU tests, run on two CPU ranks, so that every line of them has run before it meets a GPU."""
+"""The functions of the GPU tests, run on two CPU ranks, so that their lines have run before they meet a GPU.
+
+``test_on_virtual_gpus`` runs ``bytes_allocated_after_steps``, which counts nothing on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(
     ("transport", "strategy", "dtype"),
-    [("flat", "zero2", None), ("staged", "zero3", torch.bfloat16), ("all_to_all", "zero3", None)],
+    [("flat", "zero2", None), ("staged", "zero3", torch.bfloat16)],
 )
 def test_training_matches_the_unsharded_model(
     ranks: Ranks, transport: str, strategy: str, dtype: torch.dtype | None
@@ -55,10 +58,9 @@ def test_training_continues_after_an_exception(ranks: Ranks) -> None:
     ranks.run(on_gpus.recovers_after_an_exception, SMALL)
 
 
-def test_shards_are_on_the_requested_device_and_steps_allocate_nothing_more(ranks: Ranks) -> None:
+def test_shards_are_on_the_requested_device(ranks: Ranks) -> None:
     ranks.run(on_gpus.uses_its_own_device, SMALL)
     ranks.run(on_gpus.trains_on_a_device_that_is_not_current, SMALL, CPU, "flat")
-    assert ranks.run(on_gpus.bytes_allocated_after_steps, SMALL, "flat") == [[0] * 5] * 2
     ranks.run(on_gpus.initializes_on_the_device, SMALL)
 
 

@@ -1,4 +1,6 @@
-"""Functions that the GPU tests run on each rank. ``tests/test_on_gpus.py`` runs all of them on CPUs.
+"""Functions that the GPU tests run on each rank. ``tests/test_on_gpus.py`` runs them on CPUs.
+
+``tests/test_on_virtual_gpus.py`` runs some of them on virtual GPUs, and ``bytes_allocated_after_steps`` only there.
 
 Each takes a :class:`Size`, which chooses the model and the type of device. A rank uses its current device.
 """

@@ -15,9 +15,13 @@ from thunder_fsdp_sched.tools.suggestions import Suggestion, suggest
 
 import pytest
 import torch
+from hypothesis import settings
 from test_dry_run import invoke
 from test_testing import Model
 from torch.distributed.fsdp import CPUOffloadPolicy
+
+LONG = settings().max_examples > 100
+"""Compile with every suggestion, and not with the first of each set of options only."""
 
 
 def make(samples: int = 64) -> Any:
@@ -63,8 +67,12 @@ def test_every_suggestion_has_the_memory_and_the_time_of_a_step_compiled_with_it
     kinds = {s.changes[0].partition("=")[0] for s in alone}
     assert kinds >= {"sharding_strategy", "prefetch", "world_size", "max_memory", "offload_policy"}, kinds
     assert [s for s in found.ranked if s.fits], str(found)
+    checked: set[frozenset[str]] = set()
     for suggestion in found.ranked:
-        check_promise(suggestion, nbytes, sharding_strategy="zero2")
+        kinds = frozenset(change.partition("=")[0] for change in suggestion.changes)
+        if LONG or kinds not in checked:
+            check_promise(suggestion, nbytes, sharding_strategy="zero2")
+            checked.add(kinds)
         assert suggestion.extra_seconds == suggestion.step_seconds - step.after.step_seconds
     keys = [(not s.fits, s.seconds_per_sample if s.fits else s.peak_bytes) for s in found.ranked]
     assert keys == sorted(keys)

@@ -56,7 +56,7 @@ class Dropping(nn.Module):
 
 
 def _gpt() -> GPT:
-    return GPT(width=16, blocks=3, length=16).double()
+    return GPT(width=16, blocks=2, length=16).double()
 
 
 def _dropping() -> Dropping:
