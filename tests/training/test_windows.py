@@ -104,7 +104,7 @@ def _stack() -> nn.Module:
 def _reuse(rank: int, world_size: int, options: dict[str, Any]) -> None:
     if "mesh" in options:
         options = options | {"mesh": init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicas", "shards"))}
-    pair = Pair(rank, partial(GPT, blocks=1) if {"transport", "mp_policy"} & options.keys() else _stack, **options)
+    pair = Pair(rank, partial(GPT, blocks=1) if "mp_policy" in options else _stack, **options)
     for window in range(2):
         first = pair.micro_batch(10 * window)
         later = [pair.micro_batch(10 * window + 1), pair.micro_batch(10 * window + 2, no_sync=False)]
