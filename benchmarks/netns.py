@@ -1,9 +1,10 @@
 """Run ranks on one machine with rate-limited links, which take time but almost no CPU, in Linux network namespaces.
 
 ``with Links(2, bits_per_second=1e9) as links: links.run([sys.executable, "script.py"])`` starts one process per rank, each
-in its own namespace and pinned to a core. A token bucket (``tc ... tbf``) limits the rate at which a rank sends. Two ranks
-are connected by a veth pair, more by a bridge in its own namespace, so deleting the namespaces deletes everything. For
-several rates there are several links, each with its own interface: ``eth0``, ``eth1``, ...
+in its own namespace and pinned to a core. A token bucket (``tc ... tbf``) limits the rate at which a rank sends. Two
+namespaces are connected by a veth pair, more by a bridge in its own namespace, so deleting the namespaces deletes
+everything. For several rates there are several links, each with its own interface: ``eth0``, ``eth1``, ... With
+``ranks_per_node=2``, two ranks share a namespace and its interfaces, and reach each other without a limit.
 
 :class:`Links` needs root, ``ip`` and ``tc`` (Debian: ``apt-get install iproute2``). :class:`Loopback` needs none of them,
 and does not limit the rate.
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -71,6 +73,7 @@ def run_on_ranks(
     run_rank: Callable[[argparse.Namespace], object],
     *,
     bits_per_second: float | Sequence[float],
+    ranks_per_node: int = 1,
 ) -> None:
     """Start ``script`` on all ranks and print the output of rank 0; in a rank, call ``run_rank(arguments)`` instead.
 
@@ -79,7 +82,8 @@ def run_on_ranks(
     Args:
         script: the script to start, with the command line of this process.
         arguments: the parsed command line, with the options of :func:`add_link_options`.
-        bits_per_second: the rate at which a rank can send; a sequence for several links.
+        bits_per_second: the rate at which a node can send; a sequence for several links.
+        ranks_per_node: how many successive ranks share a node.
     """
     if "RANK" in os.environ:
         run_rank(arguments)
@@ -88,7 +92,8 @@ def run_on_ranks(
     if reason is not None:
         sys.exit(f"cannot make rate-limited links: {reason} (or give --no-limit, for plain loopback)")
     ranks = arguments.ranks
-    with Loopback(ranks) if arguments.no_limit else Links(ranks, bits_per_second=bits_per_second) as links:
+    made = partial(Links, bits_per_second=bits_per_second, ranks_per_node=ranks_per_node)
+    with Loopback(ranks) if arguments.no_limit else made(ranks) as links:
         command = [sys.executable, "-W", "ignore", script, *sys.argv[1:]]
         print(links.run(command, timeout=arguments.timeout, show_progress=True)[0], end="")
 
@@ -200,8 +205,9 @@ class Links(Loopback):
 
     Args:
         world_size: number of ranks.
-        bits_per_second: the rate at which a rank can send; a sequence for several links.
-        burst: bytes that a rank may send at once after a pause.
+        bits_per_second: the rate at which a node can send; a sequence for several links.
+        burst: bytes that a node may send at once after a pause.
+        ranks_per_node: how many successive ranks share a namespace.
         cores: the core of each rank. By default, cores are assigned in turn.
 
     Raises:
@@ -216,6 +222,7 @@ class Links(Loopback):
         *,
         bits_per_second: float | Sequence[float],
         burst: int = 256 * 1024,
+        ranks_per_node: int = 1,
         cores: Sequence[int] | None = None,
     ) -> None:
         reason = why_not()
@@ -224,49 +231,51 @@ class Links(Loopback):
         super().__init__(world_size, cores=cores)
         self.rates = [bits_per_second] if isinstance(bits_per_second, (int, float)) else list(bits_per_second)
         self.burst = burst
+        self.ranks_per_node = ranks_per_node
+        self.nodes = world_size // ranks_per_node
         self._tag = f"fsdp{os.getpid()}"
         self._namespaces: list[str] = []
 
     def __enter__(self) -> Links:
         try:
-            for rank in range(self.world_size):
-                self._add_namespace(self._name(rank))
+            for node in range(self.nodes):
+                self._add_namespace(self._name(node))
             for link, rate in enumerate(self.rates):
                 self._join(link)
-                for rank in range(self.world_size):
-                    self._set_up(rank, link, rate)
+                for node in range(self.nodes):
+                    self._set_up(node, link, rate)
         except BaseException:
             self._clean_up()
             raise
         return self
 
     def _prefix(self, rank: int) -> list[str]:
-        return ["ip", "netns", "exec", self._name(rank)]
+        return ["ip", "netns", "exec", self._name(rank // self.ranks_per_node)]
 
-    def _name(self, rank: int) -> str:
-        return f"{self._tag}r{rank}"
+    def _name(self, node: int) -> str:
+        return f"{self._tag}n{node}"
 
     def _add_namespace(self, name: str) -> None:
         _ip(f"netns add {name}")
         self._namespaces.append(name)
 
     def _join(self, link: int) -> None:
-        """Create link number ``link``, with an interface in each rank's namespace."""
-        if self.world_size == 2:
-            ends = [f"eth{link} netns {self._name(rank)}" for rank in range(2)]
+        """Create link number ``link``, with an interface in each node's namespace."""
+        if self.nodes == 2:
+            ends = [f"eth{link} netns {self._name(node)}" for node in range(2)]
             _ip(f"link add {ends[0]} type veth peer name {ends[1]}")
             return
         hub = f"{self._tag}hub{link}"
         self._add_namespace(hub)
         _ip(f"-n {hub} link add bridge mtu {_MTU} type bridge")
         _ip(f"-n {hub} link set bridge up")
-        for rank in range(self.world_size):
-            _ip(f"link add eth{link} netns {self._name(rank)} type veth peer name port{rank} netns {hub}")
-            _ip(f"-n {hub} link set port{rank} mtu {_MTU} master bridge up")
+        for node in range(self.nodes):
+            _ip(f"link add eth{link} netns {self._name(node)} type veth peer name port{node} netns {hub}")
+            _ip(f"-n {hub} link set port{node} mtu {_MTU} master bridge up")
 
-    def _set_up(self, rank: int, link: int, rate: float) -> None:
-        name, interface = self._name(rank), f"eth{link}"
-        _ip(f"-n {name} addr add 10.99.{link}.{rank + 1}/24 dev {interface}")
+    def _set_up(self, node: int, link: int, rate: float) -> None:
+        name, interface = self._name(node), f"eth{link}"
+        _ip(f"-n {name} addr add 10.99.{link}.{node + 1}/24 dev {interface}")
         _ip(f"-n {name} link set lo up")
         _ip(f"-n {name} link set {interface} mtu {_MTU} up")
         for knob in ("tcp_wmem", "tcp_rmem"):

@@ -224,7 +224,7 @@ def ddp(name: str, shape: Shape, emulation: Emulation) -> System:
     return System(name, module, _optimizer(module))
 
 
-def _fully_shard(shape: Shape, emulation: Emulation, reshard: bool) -> Any:
+def _fully_shard(shape: Shape, emulation: Emulation, reshard: bool | int) -> Any:
     model = emulation.eager(shape.model())
     for part in (*model.blocks, model):
         fully_shard(part, reshard_after_forward=reshard)
@@ -238,11 +238,18 @@ def fsdp2(name: str, shape: Shape, emulation: Emulation, *, reshard: bool) -> Sy
 
 
 def overlapped_fsdp2(
-    name: str, shape: Shape, emulation: Emulation, *, reshard: bool, ahead: int = 2, max_reductions: int | None = None
+    name: str,
+    shape: Shape,
+    emulation: Emulation,
+    *,
+    reshard: bool | int,
+    ahead: int = 2,
+    max_reductions: int | None = None,
 ) -> System:
     """Return FSDP2 with its means to overlap on a CPU: asynchronous custom collectives and explicit prefetching.
 
     Args:
+        reshard: FSDP2's ``reshard_after_forward``.
         ahead: the number of blocks that are gathered ahead.
         max_reductions: how many reductions may be in flight, each of which keeps its unsharded gradients; ``None`` for
             no limit.

@@ -262,11 +262,11 @@ def _differences(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 _COLUMNS = ("seconds", "least", "most", "of_reference", "of_fsdp2", "collectives", "megabytes", "simulated / measured")
 
 
-def table(figures: dict[str, dict[str, float]]) -> str:
+def table(figures: dict[str, dict[str, float]], columns: Sequence[str] = _COLUMNS) -> str:
     """Return the figures as a table in Markdown."""
-    lines = [f"| | {' | '.join(_COLUMNS)} |", "|---" * (len(_COLUMNS) + 1) + "|"]
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for name, of_one in figures.items():
-        cells = ["" if column not in of_one else f"{of_one[column]:.3g}" for column in _COLUMNS]
+        cells = ["" if column not in of_one else f"{of_one[column]:.3g}" for column in columns]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -105,6 +105,10 @@ MaxUnsharded = Annotated[
 MaxGathers = Annotated[
     int | None, typer.Option(min=1, help="Limit on the all-gathers in flight, whatever their size.", show_default=False)
 ]
+Secondary = Annotated[
+    int | None,
+    typer.Option(min=2, help="ZeRO-3: among how many ranks backward gathers; all by default.", show_default=False),
+]
 Replicas = Annotated[int, typer.Option(min=1, help="Hybrid sharding: number of copies of the shards.")]
 Transport = Annotated[str, typer.Option(help=f"How buckets travel: auto, {', '.join(sorted(TRANSPORTS))}.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences per rank (LitGPT and Hugging Face models).")]
@@ -168,6 +172,7 @@ def trace(
     max_memory: MaxMemory = None,
     max_unsharded: MaxUnsharded = None,
     max_gathers_in_flight: MaxGathers = None,
+    reshard_after_forward: Secondary = None,
     replicas: Replicas = 1,
     transport: Transport = "auto",
     batch: Batch = 1,
@@ -192,6 +197,7 @@ def trace(
             max_memory=max_memory,
             max_unsharded_bytes=max_unsharded,
             max_gathers_in_flight=max_gathers_in_flight,
+            reshard_after_forward=reshard_after_forward if strategy == "zero3" else None,
             replicas=replicas,
             transport=transport,
         )
@@ -224,6 +230,7 @@ def plan(
     max_memory: MaxMemory = None,
     max_unsharded: MaxUnsharded = None,
     max_gathers_in_flight: MaxGathers = None,
+    reshard_after_forward: Secondary = None,
     replicas: Replicas = 1,
     transport: Transport = "auto",
     batch: Batch = 1,
@@ -277,6 +284,7 @@ def plan(
             max_memory=max_memory,
             max_unsharded_bytes=max_unsharded,
             max_gathers_in_flight=max_gathers_in_flight,
+            reshard_after_forward=reshard_after_forward if strategy == "zero3" else None,
             replicas=replicas,
             transport=transport,
         )

@@ -29,6 +29,7 @@ def fsdp(
     max_memory: int | str | None = None,
     max_unsharded_bytes: int | str | None = None,
     release: Literal["never", "step", "bucket"] = "never",
+    reshard_after_forward: int | Callable[[str, torch.nn.Module], int | None] | None = None,
     reshard_after_backward: bool = False,
     accumulate: Literal["unsharded", "sharded"] | None = None,
     max_gathers_in_flight: int | None = None,
@@ -101,6 +102,12 @@ def fsdp(
             allocates memory, and backward gathers also the buckets that ZeRO-3 would find resident from forward. The
             trace shows each release. A forward without gradients frees everything at its end, too. Not for several
             forwards before their backwards or ``retain_graph=True`` with ``"zero2"``: backward then raises an error.
+        reshard_after_forward: a number of ranks, as FSDP2's option of this name: with ``"zero3"``, ranks keep a part of
+            each bucket from forward to backward (a secondary shard), such that so many successive ranks together have
+            the whole bucket, and backward gathers only among them. If these ranks are one node, no gather of backward
+            leaves it. Each rank needs the bytes of all parameters in the dtype of gathers, divided by this number, until
+            backward has gathered them. The number divides the ranks that share a bucket. A callable ``(module name,
+            module) -> number`` decides for each module; ``None``, also the default, means all ranks that share it.
         reshard_after_backward: whether each micro-batch of an accumulation window (``no_sync``) gathers again the
             buckets that stay unsharded until backward. By default only the first one gathers them: later ones reuse what
             is there, as long as no rank has changed a parameter or run something else with the model. ``True`` is needed

@@ -28,6 +28,7 @@ from .transforms import (
     ScheduleMismatch,
     assign_slots,
     end_backward,
+    gather_from_secondary,
     guard_first,
     guard_kept,
     insert_agreement,
@@ -158,7 +159,7 @@ class Compilation:
         passes: list[Pass] = []
         if self._fusions:
             passes += [remove_cuts, partial(regather_for_backward, kept=self._sharded.kept)]
-        joint = self.traces.run(passes, joint)
+        joint = self.traces.run([*passes, gather_from_secondary], joint)
         if not self.traces.offloaded:
             return joint
         if self._fusions:  # a fusion may have taken a value in

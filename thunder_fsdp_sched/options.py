@@ -265,6 +265,26 @@ def _comparable(value: Any) -> str:
     return str(value)
 
 
+def check_secondary_size(size: Any, expected: str = "expected") -> int | None:
+    """Return over how many ranks parameters are sharded between forward and backward, or ``None``.
+
+    Raises:
+        TypeError, ValueError: it is neither an int of at least 2 nor ``None``.
+    """
+    expected = f"reshard_after_forward: {expected} a number of ranks{' or None' * (expected == 'expected')}"
+    if isinstance(size, bool):
+        raise TypeError(f"{expected}, got {size}; use sharding_strategy={'zero3' if size else 'zero2'!r}")
+    if not isinstance(size, (int, type(None))):
+        raise TypeError(f"{expected}, got {size!r}")
+    if size is not None and size < 2:
+        raise ValueError(f"{expected}, at least 2, got {size}; sharding_strategy='zero2' keeps whole parameters")
+    return size
+
+
+def _secondary_size(size: Any) -> int | Callable[[str, torch.nn.Module], int | None] | None:
+    return size if callable(size) and not isinstance(size, type) else check_secondary_size(size)
+
+
 def _release(when: Any) -> Literal["never", "step", "bucket"]:
     if when not in ("never", "step", "bucket"):
         raise ValueError(f"release: expected 'never', 'step' or 'bucket', got {when!r}")
@@ -306,6 +326,9 @@ class Options:
     max_memory: int | None = field(metadata=_by(_bytes("max_memory")))
     max_unsharded_bytes: int | None = field(metadata=_by(_bytes("max_unsharded_bytes")))
     release: Literal["never", "step", "bucket"] = field(metadata=_by(_release))
+    secondary_size: int | Callable[[str, torch.nn.Module], int | None] | None = field(
+        metadata=_by(_secondary_size, "reshard_after_forward")
+    )
     reshard_after_backward: bool = field(metadata=_by(_flag("reshard_after_backward")))
     accumulate: Way | None = field(metadata=_by(_accumulate))
     max_gathers_in_flight: int | None = field(metadata=_by(_in_flight))
@@ -338,6 +361,11 @@ class Options:
         if self.param_init_fn is not None and self.device is None:
             raise ValueError(
                 "param_init_fn: also pass device=..., on which to create the parameters of a module on the meta device"
+            )
+        if self.secondary_size is not None and not self.reshard_after_forward:
+            raise ValueError(
+                "reshard_after_forward: sharding_strategy='zero2' keeps whole parameters until backward; use 'zero3', or a "
+                "function of (module name, module) that returns 'zero3' for some modules"
             )
         if self.max_unsharded_bytes is not None and not self.reshard_after_forward:
             raise ValueError(

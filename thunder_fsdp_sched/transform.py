@@ -12,7 +12,8 @@ for each new set of shapes and flags
     ``JointPasses`` before the fusions        bucket_communication, fuse_downcast, [choose],
                                               regather_for_backward, guard_kept, keep_fusions_apart
     (Thunder: fusion executors)
-    ``JointPasses`` after the fusions         remove_cuts, regather_for_backward, [offload_activations]
+    ``JointPasses`` after the fusions         remove_cuts, regather_for_backward, gather_from_secondary,
+                                              [offload_activations]
     (Thunder: the joint trace is split)
     ``transform_trace_post_optimization``     [refuse_redrawn_gradients], write_grads_in_place, guard_first,
                                               [sort_host_copies], sort_communication (or

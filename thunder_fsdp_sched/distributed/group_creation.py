@@ -4,8 +4,9 @@
 Only the members of an additional group take part in creating it, because all other ranks may be busy with something
 else. After ``init_process_group(device_id=...)``, torch creates each NCCL group by splitting a communicator, which
 hangs unless all ranks of that communicator take part. ``new_group`` splits the communicator of the default group. So a
-twin, which has the same ranks as an existing group, is split from that group (``split_group``). A group over the union
-of several groups uses the backend gloo, which suffices because only single numbers are sent on it.
+twin, which has the same ranks as an existing group, is split from that group (``split_group``), and so are subgroups, all
+at once. A group over the union of several groups uses the backend gloo, which suffices because only single numbers are sent
+on it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from ..private_api import copy_of_options, is_group_name_taken, process_groups, splits_default_group, timeout_of
 from .process_groups import ProcessGroupRef
 
-__all__ = ["companion", "default_group", "new_group", "twin"]
+__all__ = ["companion", "default_group", "new_group", "subgroup", "twin"]
 
 
 def default_group() -> ProcessGroupRef:
@@ -41,6 +42,16 @@ def twin(group: ProcessGroupRef) -> ProcessGroupRef:
     return companion(group.process_group, list(group.global_ranks), f"{group.description}_reductions")
 
 
+def subgroup(group: ProcessGroupRef, size: int) -> ProcessGroupRef:
+    """Return the process group of the ``size`` successive ranks of ``group`` that include this one.
+
+    ``size`` divides the ranks of ``group``, all of which must call this.
+    """
+    parts = [list(range(first, first + size)) for first in range(0, group.size, size)]
+    own = [group.global_ranks[rank] for rank in parts[group.rank // size]]
+    return companion(group.process_group, own, f"{group.description}_by_{size}", parts=parts)
+
+
 _companions: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], ProcessGroupRef]] = (
     weakref.WeakKeyDictionary()
 )
@@ -48,13 +59,19 @@ _companions: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[
 the lifetime of the user's group, because each has threads and connections, or on GPUs a communicator."""
 
 
-def companion(of: dist.ProcessGroup, ranks: list[int], description: str) -> ProcessGroupRef:
-    """Return the process group of ``ranks`` with the backend of the group ``of``, created once and destroyed with it."""
+def companion(
+    of: dist.ProcessGroup, ranks: list[int], description: str, *, parts: list[list[int]] | None = None
+) -> ProcessGroupRef:
+    """Return the process group of ``ranks`` with the backend of the group ``of``, created once and destroyed with it.
+
+    Args:
+        parts: as for :func:`new_group`.
+    """
     known = _companions.setdefault(of, {})
     key = description, tuple(ranks)
     group = known.get(key)
     if group is None or not group.is_alive:
-        group = known[key] = new_group(ranks, of, description)
+        group = known[key] = new_group(ranks, of, description, parts=parts)
     return group
 
 
@@ -65,21 +82,27 @@ def new_group(
     *,
     backend: str | None = None,
     timeout: timedelta | None = None,
+    parts: list[list[int]] | None = None,
 ) -> ProcessGroupRef:
     """Create a process group of ``ranks``, destroyed with the group ``of``; see [Note: Groups created by their members].
 
     Args:
         backend: a backend other than that of ``of``; the default uses that of ``of``, with its options.
         timeout: a timeout other than that of ``of``.
+        parts: disjoint lists of ranks within ``of``, one of which is ``ranks``, if all members of ``of`` create a group
+            for each of them.
     """
     timeout = timeout or timeout_of(of)
     splits = backend is None and "nccl" in dist.get_backend_config(of) and splits_default_group()
-    if splits and ranks != dist.get_process_group_ranks(of):
-        backend, splits = "gloo", False
-    named_after = list(range(len(ranks))) if splits else ranks
+    members = dist.get_process_group_ranks(of)
+    if splits and parts is None:
+        parts = [list(range(len(ranks)))]
+        if ranks != members:
+            backend, splits = "gloo", False
+    named_after = [members.index(rank) for rank in ranks] if splits else ranks
     levels = _level_group_counts(ranks, named_after)
     if splits:
-        made = dist.split_group(of, [named_after], timeout=timeout, group_desc=description)
+        made = dist.split_group(of, parts, timeout=timeout, group_desc=description)
         assert made is not None
     else:
         made = dist.new_group(

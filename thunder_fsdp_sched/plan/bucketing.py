@@ -62,7 +62,8 @@ def make_plan(
 
     Raises:
         TypeError: the rule did not return a name.
-        ValueError: the rule puts parameters that are sharded over different groups into one bucket.
+        ValueError: the rule puts parameters that are sharded over different groups into one bucket, or the ranks of a
+            bucket cannot be divided into groups for secondary shards.
     """
     rule = _rule(module, strategy)
     default_key = GroupKey(group, world_size)
@@ -101,9 +102,22 @@ def make_plan(
                 ranks.group,
                 ranks.replicas,
                 kind.options.divide_factor,
+                _secondary_size(unique, kind.options, ranks.size),
             )
         )
     return Plan(tuple(buckets), world_size, group)
+
+
+def _secondary_size(name: str, options: BucketOptions, ranks: int) -> int | None:
+    size = options.secondary_size
+    if size is None or not options.reshard_after_forward or size == ranks:
+        return None
+    if ranks % size:
+        raise ValueError(
+            f"reshard_after_forward: {size} ranks cannot hold bucket {name!r} for backward, because it is sharded over "
+            f"{ranks} ranks; choose a number that divides {ranks}"
+        )
+    return size
 
 
 class _Kind(NamedTuple):
@@ -127,6 +141,7 @@ class _Kind(NamedTuple):
             "" if own.param_dtype == other.param_dtype else _named(param_dtype),
             "" if own.reduce_dtype == other.reduce_dtype else f"reduced_{_named(reduce_dtype)}",
             "" if own.divide_factor == other.divide_factor else f"divided_by_{own.divide_factor or 'ranks'}",
+            "" if own.secondary_size == other.secondary_size else f"secondary_{own.secondary_size or 'none'}",
             _named(self.dtype),
             str(self.device),
         ]

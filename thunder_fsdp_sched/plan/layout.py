@@ -110,9 +110,30 @@ class Layout:
             if s.shard_numel
         ]
 
+    def over_fewer_ranks(self, world_size: int) -> Layout:
+        """Return the layout in which so many ranks own what runs of successive ranks own here.
+
+        The unsharded buffer is the same. ``world_size`` divides the number of ranks.
+        """
+        each, rest = divmod(self.world_size, world_size)
+        assert not rest, (self.world_size, world_size)
+        segments = tuple(
+            Segment(s.unsharded_offset, s.shard_offset * each, s.shard_numel * each) for s in self.segments
+        )
+        placements = []
+        for placement in self.placements:
+            segment = max((s for s in segments if s.unsharded_offset <= placement.unsharded_offset), key=_end_of)
+            offset = placement.unsharded_offset - segment.unsharded_offset
+            placements.append(_make_placement(placement.shape, offset, segment, world_size))
+        return Layout(world_size, segments, tuple(placements), self.unsharded_numel, self.shard_numel * each)
+
     def shard_segments(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Return a rank's own range of each non-empty segment, as a view of its flat shard."""
         return [_narrow(shard, s.shard_offset, s.shard_numel) for s in self.segments if s.shard_numel]
+
+
+def _end_of(segment: Segment) -> tuple[int, int]:
+    return segment.unsharded_offset, segment.shard_numel
 
 
 def _narrow(flat: torch.Tensor, start: int, numel: int) -> torch.Tensor:

@@ -68,12 +68,14 @@ class BucketOptions(NamedTuple):
         param_dtype: dtype of unsharded parameters; ``None`` for the dtype of the shards.
         reduce_dtype: dtype in which gradients are sent and reduced; ``None`` for ``param_dtype``.
         divide_factor: what the sum of gradients over ranks is divided by; ``None`` for the number of ranks.
+        secondary_size: over how many ranks the parameters are sharded between forward and backward; ``None`` for all.
     """
 
     reshard_after_forward: bool = True
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     divide_factor: float | None = None
+    secondary_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ class BucketSpec:
         group: description of the process group over which it is sharded.
         replicas: number of ranks that hold a copy of each shard, including this one.
         divide_factor: what the sum of gradients over ranks is divided by; ``None`` for the number of ranks.
+        secondary_size: number of ranks among which backward gathers it from their secondary shards; ``None`` if it
+            gathers among all. See [Note: Secondary shards] in ``runtime.secondary``.
     """
 
     name: str
@@ -121,6 +125,7 @@ class BucketSpec:
     group: str = ""
     replicas: int = 1
     divide_factor: float | None = None
+    secondary_size: int | None = None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -62,6 +62,10 @@ def table_of(plan: Sequence[BucketSpec], title: str) -> PlanTable:
     kept = [bucket.name for bucket in plan if not bucket.reshard_after_forward]
     if 0 < len(kept) < len(plan):
         notes.append(f"unsharded until backward: {', '.join(kept)}")
+    for size in sorted({bucket.secondary_size for bucket in plan if bucket.secondary_size is not None}):
+        among = [bucket.name for bucket in plan if bucket.secondary_size == size]
+        of = f": {', '.join(among)}" if len(among) < len(plan) else ""
+        notes.append(f"backward gathers among {size} ranks, from secondary shards{of}")
     for factor in sorted({bucket.divide_factor for bucket in plan if bucket.divide_factor is not None}):
         of = ", ".join(bucket.name for bucket in plan if bucket.divide_factor == factor)
         notes.append(f"sum of gradients divided by {factor:g}: {of}")

@@ -43,11 +43,15 @@ class Bucket:
         arena: memory for the slots that the bucket shares with others.
         handle: the name under which it prints.
         base: for a bucket alias (``bucket_aliases``), the bucket whose shard and parameters it uses.
+        primary: for a secondary, the bucket that it is the secondary of.
+        secondary_ranks: the ranks among which backward gathers it; ``None`` if they are ``ranks``.
         peer_memory: allocates what the bucket sends if peers read it there; the bucket is announced to it.
 
     Attributes:
         source: provides the tensor that a gather sends.
         base: the bucket itself; for a bucket alias, the bucket that it stands for.
+        primary: the bucket itself; for a secondary, the bucket that gathers the same values from primary shards. See
+            [Note: Secondary shards] in ``secondary``.
         shard: the flat shard buffer.
         shard_views: this rank's rows of each parameter, as views of ``shard``.
         rows: which rows of each parameter each rank has.
@@ -68,11 +72,15 @@ class Bucket:
         handle: str,
         *,
         base: Bucket | None = None,
+        primary: Bucket | None = None,
+        secondary_ranks: Ranks | None = None,
         peer_memory: PeerMemory | None = None,
     ) -> None:
         self.spec = spec
         self.base: Bucket = base or self
+        self.primary: Bucket = primary or self
         self.ranks = ranks
+        self.secondary_ranks = secondary_ranks
         self.rank = ranks.group.rank
         self.transport = transport
         self.arena = arena
@@ -89,8 +97,14 @@ class Bucket:
         self.all_gather_label = f"fsdp_all_gather({spec.name})"
         self.reduce_scatter_label = f"fsdp_reduce_scatter({spec.name})"
         self.all_reduce_label = f"fsdp_all_reduce({spec.name})"
-        self.shard = self._allocate_shard() if base is None else base.shard
-        self.shard_views = shard_views(spec, self.rank, self.shard)
+        if base is None:
+            self.shard = self._allocate_shard()
+            self.shard_views = shard_views(spec, self.rank, self.shard)
+        else:
+            index_of = {param.name: i for i, param in enumerate(base.spec.params)}
+            self.shard = base.shard
+            self.shard_views = tuple(base.shard_views[index_of[param.name]] for param in spec.params)
+            self.params = tuple(base.params[index_of[param.name]] for param in spec.params)
         self.shard_pointers = tuple(map(address, self.shard_views))
         self.rows = tuple(
             Rows(placement, ranks, param.name, bucket=self, index=index)
@@ -101,9 +115,6 @@ class Bucket:
                 torch.nn.Parameter(RowDTensor.wrap(view, rows), param.requires_grad)
                 for view, rows, param in zip(self.shard_views, self.rows, spec.params, strict=True)
             )
-        else:
-            by_name = {param.name: base.params[i] for i, param in enumerate(base.spec.params)}
-            self.params = tuple(by_name[param.name] for param in spec.params)
         self.all_reduce_hook: Callable[[str, torch.Tensor], None] | None = None
         """The user's function that is called with the name and the flat reduced gradients of the bucket."""
         self.control: Coordinator | None = None

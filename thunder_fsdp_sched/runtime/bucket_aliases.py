@@ -1,4 +1,4 @@
-"""Bucket aliases: handles that gather a bucket differently, in lower precision or only some of its parameters.
+"""Bucket aliases: handles that gather a bucket differently: in lower precision, only in part, or among fewer ranks.
 
 An alias uses the shards of its bucket and allocates none. Gradients are reduced under the bucket itself.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,17 +16,40 @@ from ..plan.specs import BucketSpec
 from ..transports import TRANSPORTS
 from .bucket import Bucket, handle_name
 
-__all__ = ["alias_bytes", "alias_in_dtype", "alias_of_params", "temporary_alias_in_dtype"]
+if TYPE_CHECKING:
+    from ..distributed.process_groups import Ranks
+
+__all__ = ["BucketAlias", "alias_bytes", "alias_in_dtype", "alias_of_params", "temporary_alias_in_dtype"]
 
 
-class _BucketAlias(Bucket):
-    def __init__(self, base: Bucket, spec: BucketSpec, pieces: list[tuple[slice, slice]] | None = None) -> None:
+class BucketAlias(Bucket):
+    """A bucket that uses the shards of another one.
+
+    Args:
+        base: the bucket with the shards.
+        spec: how the alias is gathered.
+        pieces: the elements of this rank's shard, and their elements in the unsharded buffer, if not those of the layout.
+        ranks: the ranks that gather it, if they are not those of ``base``.
+        primary: see :attr:`Bucket.primary`.
+    """
+
+    def __init__(
+        self,
+        base: Bucket,
+        spec: BucketSpec,
+        pieces: list[tuple[slice, slice]] | None = None,
+        *,
+        ranks: Ranks | None = None,
+        primary: Bucket | None = None,
+    ) -> None:
         transport = TRANSPORTS[spec.comm.transport]
         memory = base.peer_memory if transport.peers_read_shards else None
         if memory is not None:
             memory.announce(spec.name, spec.layout.shard_numel, spec.param_dtype)
         handle = handle_name(spec.name)
-        super().__init__(spec, base.ranks, transport, base.arena, handle, base=base, peer_memory=memory)
+        super().__init__(
+            spec, ranks or base.ranks, transport, base.arena, handle, base=base, primary=primary, peer_memory=memory
+        )
         if pieces is not None:
             self.local_slices = pieces
 
@@ -52,7 +76,7 @@ def _alias_in_dtype(bucket: Bucket, dtype: torch.dtype, transport: str) -> Bucke
     reason = f"{bucket.spec.comm.reason}; cast before it"
     comm = replace(bucket.spec.comm, transport=transport, param_dtype=dtype, reason=reason)
     name = f"{bucket.spec.name}.{str(dtype).removeprefix('torch.')}"
-    return _BucketAlias(bucket, replace(bucket.spec, name=name, comm=comm))
+    return BucketAlias(bucket, replace(bucket.spec, name=name, comm=comm))
 
 
 def alias_of_params(bucket: Bucket, indices: Sequence[int]) -> Bucket:
@@ -72,7 +96,7 @@ def alias_of_params(bucket: Bucket, indices: Sequence[int]) -> Bucket:
             end += _aligned(placement.numel, spec.dtype)
         layout = Layout(spec.layout.world_size, (), tuple(placements), end, spec.layout.shard_numel)
         reason = "the rest of a bucket that is gathered in lower precision: ranks send different amounts"
-        bucket.aliases[key] = _BucketAlias(
+        bucket.aliases[key] = BucketAlias(
             bucket,
             replace(
                 spec,

@@ -53,12 +53,13 @@ def all_gather(
     followed_by: int | None = None,
     preceded_by: int | None = None,
     window: str | None = None,
+    secondary: torch.Tensor | None = None,
 ) -> InFlight:
     _check_shards(bucket, shards)
     arena, issue_counts = slot.arena, bucket.issue_counts
     issue_counts.issued += 1
     arena.acquire(slot)
-    if (window is not None and _reuses(bucket, window)) or arena.take_retained(bucket, slot, preceded_by):
+    if (window is not None and _reuses(bucket, window)) or arena.take_retained(bucket.primary, slot, preceded_by):
         issue_counts.issued += 1
         return arena.track(InFlight(bucket, "all-gather", slot, ()))
     if preceded_by is not None:
@@ -69,7 +70,7 @@ def all_gather(
         bucket.window.end()
         if window == WINDOW_OPEN:
             bucket.window.begin(bucket.state_of(slot))
-    sent = bucket.shard_to_send(again=again)
+    sent = bucket.shard_to_send(again=again) if secondary is None else secondary
     try:
         with labelled(bucket.all_gather_label):
             works = bucket.gather_into(unsharded, sent)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..distributed.group_creation import companion, default_group, twin
+from ..distributed.group_creation import companion, default_group, subgroup, twin
 from ..distributed.process_groups import ProcessGroupRef, Ranks
 from ..options import Options
 from ..plan.specs import BucketSpec, GroupKey, ParamSpec
@@ -51,6 +51,15 @@ class GroupAssignment:
     def ranks_of(self, spec: BucketSpec) -> Ranks:
         """The ranks that share a bucket."""
         return self.ranks(GroupKey(spec.group, spec.layout.world_size, spec.replicas))
+
+    def secondary_ranks_of(self, spec: BucketSpec) -> Ranks | None:
+        """Return the ranks that gather a bucket from secondary shards; all ranks that share it must call this."""
+        if spec.secondary_size is None:
+            return None
+        key = f"{self.ranks_of(spec).group.name} by {spec.secondary_size}"
+        if key not in self._made:
+            self._made[key] = Ranks.of(subgroup(self.ranks_of(spec).group, spec.secondary_size))
+        return self._made[key]
 
     def check_sends(self, spec: ParamSpec, group_key: GroupKey) -> None:
         """Raise an error if the ranks that share a parameter cannot send it to each other.

@@ -1,11 +1,11 @@
 """The options of each module, if functions of the module decide them.
 
 [Note: Options of single modules]
-``sharding_strategy``, ``mp_policy`` and ``gradient_divide_factor`` may be functions of (module name, module). They are
-asked once for each module, from the root down. A module for which they return ``None`` is treated as the module that
-contains it. What is decided for a module applies to the parameters that it owns directly. So a function may decide by
-blocks or by single layers, and ``mp_policy`` decides as nested calls of FSDP2's ``fully_shard`` do: the innermost one that
-names a policy counts, and the module that it names casts its inputs and outputs.
+``sharding_strategy``, ``reshard_after_forward``, ``mp_policy`` and ``gradient_divide_factor`` may be functions of (module
+name, module). They are asked once for each module, from the root down. A module for which they return ``None`` is treated
+as the module that contains it. What is decided for a module applies to the parameters that it owns directly. So a function
+may decide by blocks or by single layers, and ``mp_policy`` decides as nested calls of FSDP2's ``fully_shard`` do: the
+innermost one that names a policy counts, and the module that it names casts its inputs and outputs.
 
 Parameters that are kept, gathered or reduced differently are in different buckets. Ranks compare the decisions together
 with the parameters, before anything is allocated.
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..options import Options, check_factor, check_precision, check_strategy
+from ..options import Options, check_factor, check_precision, check_secondary_size, check_strategy
 from ..plan.specs import BucketOptions, ParamSpec
 from .input_casts import cast_inputs_of, cast_outputs_of
 
@@ -33,24 +33,26 @@ class _Decision(NamedTuple):
     sharding_strategy: bool = True
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
     gradient_divide_factor: float | None = None
+    reshard_after_forward: int | None = None
 
     def for_bucket(self, spec: ParamSpec) -> BucketOptions:
         """Return what the bucket of a parameter of the module needs."""
-        reshard, policy, factor = self
+        reshard, policy, factor, secondary_size = self
         if not spec.dtype.is_floating_point:
-            return BucketOptions(reshard)
+            return BucketOptions(reshard, secondary_size=secondary_size)
         param_dtype, reduce_dtype = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
         if param_dtype == spec.dtype:
             param_dtype = None
         if param_dtype is None and reduce_dtype == spec.dtype:
             reduce_dtype = None
-        return BucketOptions(reshard, param_dtype, reduce_dtype, factor)
+        return BucketOptions(reshard, param_dtype, reduce_dtype, factor, secondary_size)
 
 
 _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "sharding_strategy": check_strategy,
     "mp_policy": check_precision,
     "gradient_divide_factor": check_factor,
+    "reshard_after_forward": check_secondary_size,
 }
 
 
@@ -73,6 +75,7 @@ class ModulePolicies:
             "sharding_strategy": options.reshard_after_forward,
             "mp_policy": options.mp_policy,
             "gradient_divide_factor": options.gradient_divide_factor,
+            "reshard_after_forward": options.secondary_size,
         }
         functions = {option: value for option, value in given.items() if callable(value)}
         fixed = _Decision(**{option: value for option, value in given.items() if option not in functions})

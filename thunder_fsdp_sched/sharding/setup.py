@@ -168,7 +168,15 @@ def allocate_buckets(plan: Plan, assignment: GroupAssignment) -> list[Bucket]:
         arena = arenas.setdefault(spec.device, Arena(spec.device))
         transport = TRANSPORTS[spec.comm.transport]
         buckets.append(
-            Bucket(spec, assignment.ranks_of(spec), transport, arena, handle, peer_memory=peer_memory.get(spec.name))
+            Bucket(
+                spec,
+                assignment.ranks_of(spec),
+                transport,
+                arena,
+                handle,
+                secondary_ranks=assignment.secondary_ranks_of(spec),
+                peer_memory=peer_memory.get(spec.name),
+            )
         )
     return buckets
 

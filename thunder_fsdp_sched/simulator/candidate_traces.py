@@ -18,6 +18,7 @@ from ..trace.step_memory import StepMemory
 from ..trace.symbols import ACCUMULATORS, fsdp_all_gather
 from ..transforms import (
     assign_slots,
+    gather_from_secondary,
     mark_retained_by_forward,
     offload_activations,
     offloadable,
@@ -174,7 +175,8 @@ class CandidateTraces:
         joint = from_trace(self.joint)
         joint.bound_symbols = self.joint.bound_symbols
         joint.names = set(self.joint.names)  # those of a candidate that is not chosen stay free
-        return regather_for_backward(joint, kept=self.kept(number), recomputed=recomputed)
+        joint = regather_for_backward(joint, kept=self.kept(number), recomputed=recomputed)
+        return gather_from_secondary(joint)
 
     def _unsorted(self, number: int, activations: ActivationPlan | None) -> list[TraceCtx]:
         if activations is None:

@@ -43,6 +43,7 @@ from ..trace.symbols import (
     fsdp_accumulate_reduced,
     fsdp_all_gather,
     fsdp_all_reduce,
+    fsdp_copy_secondary_shard,
     fsdp_reduce_scatter,
     fsdp_wait_grads,
     fsdp_wait_params,
@@ -162,6 +163,9 @@ class AnalyticCost:
                 device += self.host_copy_seconds(_shard_bytes(bucket_of(bsym), bucket_of(bsym).spec.dtype))
             issued = _traffic(name, bucket_of(bsym)).launches if name in _BY_TRANSPORT and not is_resident(bsym) else 1
             return Seconds((issued + kernels) * spec.launch_overhead, device)
+        if bsym.sym is fsdp_copy_secondary_shard:
+            copied = 2 * nbytes_of(bsym.output[0])
+            return Seconds(spec.launch_overhead, spec.kernel_overhead + copied / spec.bytes_per_second)
         if name in GRAD_WRITERS:
             values.in_place.add(bsym.output.name)
         if values.is_view(bsym):

@@ -351,7 +351,7 @@ def _slot_uses(slots: Iterable[SlotRange], times: Sequence[tuple[float, float]])
         end = start if live.end == live.start else times[live.end][1]
         if live.slot is not None:
             if live.is_gather:
-                gathered[live.slot, live.bucket] = len(uses)
+                gathered[live.slot, live.bucket.primary] = len(uses)
             elif (live.slot, live.bucket) in gathered:  # gradients in the place of their parameters
                 number = gathered[live.slot, live.bucket]
                 params = uses[number]

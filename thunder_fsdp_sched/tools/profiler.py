@@ -327,7 +327,11 @@ def _pretend(bucket: Bucket, slot: Any, *tensors: Any, **how: Any) -> InFlight:
 
 
 def _start_all_gather(bucket: Bucket, slot: Slot) -> InFlight:
-    sent = bucket.shard_to_send(again=True)
+    is_secondary = bucket is not bucket.primary
+    numel, dtype = bucket.spec.layout.shard_numel, bucket.spec.dtype
+    sent = (
+        torch.zeros(numel, dtype=dtype, device=bucket.spec.device) if is_secondary else bucket.shard_to_send(again=True)
+    )
     works = bucket.gather_into(slot.params[bucket], sent)
     return InFlight(bucket, "all-gather", None, works, sent=sent)
 

@@ -28,7 +28,7 @@ from thunder.core.trace import TraceCtx
 from .host_copies import HOST_COPIES, fsdp_copy_to_device, fsdp_wait_device_copy
 from .inspection import UNPACKING, names, nbytes_of
 from .liveness import BEFORE_TRACE, Liveness, Value
-from .operands import bucket_of
+from .operands import Gather, bucket_of
 from .operator_facts import ObservedCall, facts_of, observed_call
 from .symbols import (
     GRAD_WRITERS,
@@ -38,6 +38,7 @@ from .symbols import (
     fsdp_reduce_scatter,
     fsdp_wait_grads,
     fsdp_wait_params,
+    is_resident,
     payload,
 )
 
@@ -202,6 +203,10 @@ def _of_own_symbol(
     """Return the owners of the outputs of a symbol of this package; empty for other symbols."""
     if bsym.sym.executor is not executor:
         return {}
+    if bsym.sym is fsdp_all_gather and (secondary := Gather(bsym).secondary) is not None and not is_resident(bsym):
+        # It is sent until the wait.
+        (kept,) = (value for value in args if value.proxy.name == secondary.name)
+        return dict.fromkeys(outs, owners[kept])
     if bsym.sym in (fsdp_all_gather, fsdp_wait_params) or bsym.sym.name in GRAD_WRITERS:
         return {value: {value: 0} for value in outs}
     if bsym.sym is fsdp_copy_to_device:

@@ -190,11 +190,11 @@ class Liveness:
                 live = self._slot_range(bsym, position)
                 issue = position
                 if is_resident(bsym):
-                    issue = gathers.get((live.bucket, live.slot), position)
+                    issue = gathers.get((live.bucket.primary, live.slot), position)
                 if issue == position:
                     ranges[position] = live
                 if live.is_gather:
-                    gathers[live.bucket, live.slot] = issue
+                    gathers[live.bucket.primary, live.slot] = issue
                 issue_of[self.outs[position][0]] = issue
             elif bsym.sym in (fsdp_wait_params, fsdp_all_reduce, *GRAD_WAITS):
                 issue = issue_of.get(self.args[position][0], BEFORE_TRACE)

@@ -62,13 +62,18 @@ class Issue(_Operands):
 
 
 class Gather(Issue):
-    """``future = fsdp_all_gather(bucket, slot, *shards)``."""
+    """``future = fsdp_all_gather(bucket, slot, *shards)``, also with ``secondary=shard``."""
 
     __slots__ = ()
 
     @property
     def shards(self) -> Sequence[TensorProxy | None]:
         return self.tensors
+
+    @property
+    def secondary(self) -> TensorProxy | None:
+        """The secondary shard that is sent, ``None`` if the shards are."""
+        return cast("TensorProxy | None", self.bsym.kwargs.get("secondary"))
 
 
 class Reduction(Issue):

@@ -130,7 +130,8 @@ def _facts_of(bsym: BoundSymbol) -> Facts:
     if sym.id in _NOT_VALUES:
         return Facts({}, pure=False)
     if sym.executor is not None and sym.executor.name == _OUR_EXECUTOR:
-        return Facts(_of_cut(bsym) if sym.name == "fsdp_cut" else {}, pure=True)
+        # What is copied from a slot is there only until another collective uses the slot.
+        return Facts(_of_cut(bsym) if sym.name == "fsdp_cut" else {}, pure=sym.name != "fsdp_copy_secondary_shard")
     if isinstance(sym.id, PrimIDs):
         return _of_prim(sym.id, bsym)
     looked_through = _look_through(bsym) if bsym.subsymbols else None

@@ -52,7 +52,7 @@ __all__ = [
 def retained_by_forward(forward: TraceCtx) -> dict[Bucket, Slot]:
     """Return the buckets that are still resident in shared slots after a marked forward trace, with their slots."""
     gathers = (b for b in forward.bound_symbols if b.sym is fsdp_all_gather)
-    return {bucket_of(b): Issue(b).slot for b in gathers if "followed_by" in residency_marks(b)}
+    return {bucket_of(b).primary: Issue(b).slot for b in gathers if "followed_by" in residency_marks(b)}
 
 
 def grads_over_params(ranges: Iterable[SlotRange]) -> dict[SlotRange, SlotRange]:
@@ -67,7 +67,7 @@ def grads_over_params(ranges: Iterable[SlotRange]) -> dict[SlotRange, SlotRange]
     found = {}
     for live in ranges:
         if live.is_gather:
-            gathers[live.bucket] = live
+            gathers[live.bucket.primary] = live
             continue
         gather = gathers.get(live.bucket)
         if gather is not None and gather.start < live.start <= gather.end and _may_replace(live, gather):

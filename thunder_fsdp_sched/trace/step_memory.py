@@ -18,7 +18,7 @@ from .communication_memory import RuntimeMemory, allocated_for_all_steps, alloca
 from .inspection import source_of, statement, statements
 from .left_gradients import NOTHING_LEFT, LeftGradients
 from .live_memory import MemoryAnalysis, MemoryInterval, analyze_memory
-from .operands import Issue, bucket_of
+from .operands import Gather, Issue, bucket_of
 from .slots import arena_allocations, slots_in_use
 from .symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads
 from .unknown_memory import UnknownMemory, unknown_memory
@@ -172,7 +172,8 @@ class StepMemory:
             if spans != always
             for begin, end in spans
         ]
-        shards = {p.name for bsym in issues if bsym.sym is fsdp_all_gather for p in bsym.flat_proxy_args}
+        gathers = [Gather(bsym) for bsym in issues if bsym.sym is fsdp_all_gather]
+        shards = {p.name for gather in gathers for p in gather.shards if p is not None}
         backward = len(traces[0].bound_symbols)
         found: list[tuple[str, MemoryInterval | RuntimeMemory, str]] = [
             (

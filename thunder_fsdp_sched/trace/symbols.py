@@ -17,6 +17,13 @@ in its private slot: see [Note: Gathered once in a window] in ``runtime.window``
 Some gradients are written directly into the slot of the reduction: ``dw = fsdp_matmul_into(bucket_h_0, slot_1, 0, x,
 y)`` and ``fsdp_sum_into`` compute the gradient of parameter 0 of the bucket there. The reduction copies the others.
 
+With ``reshard_after_forward=2``, forward copies a part of the bucket, and backward gathers from these copies within a
+subgroup of ranks: see [Note: Secondary shards] in ``runtime.secondary``. ``x`` is a token, as in
+[Note: Tokens of host copies]::
+
+    (s, x) = fsdp_copy_secondary_shard(bucket_h_0_secondary, ft0, x, w, b)
+    ft3 = fsdp_all_gather(bucket_h_0_secondary, slot_0, t_w, t_b, secondary=s)
+
 With hybrid sharding, ``ft2 = fsdp_all_reduce(bucket_h_0, ft1)`` is between the last two: it waits for the reduction
 within the group and issues the one across the replicas. The wait then takes ``ft2``.
 
@@ -72,6 +79,7 @@ from ..runtime.ops import (
     wait_grads,
     wait_params,
 )
+from ..runtime.secondary import copy_secondary_shard
 from .operands import bucket_of
 
 __all__ = [
@@ -88,6 +96,7 @@ __all__ = [
     "fsdp_backward_done",
     "fsdp_check_hooks",
     "fsdp_check_no_sync",
+    "fsdp_copy_secondary_shard",
     "fsdp_cut",
     "fsdp_matmul_into",
     "fsdp_params_unchanged",
@@ -136,8 +145,16 @@ def _all_gather_meta(
     followed_by: int | None = None,
     preceded_by: int | None = None,
     window: str | None = None,
+    secondary: TensorProxy | None = None,
 ) -> FutureTensorProxy:
     return _future(bucket, bucket.spec.layout.unsharded_numel, bucket.spec.param_dtype)
+
+
+def _copy_secondary_shard_meta(
+    bucket: Bucket, future: FutureTensorProxy, token: TensorProxy, *params: TensorProxy
+) -> tuple[TensorProxy, TensorProxy]:
+    device, dtype = devices.to_device(bucket.spec.device), dtypes.to_dtype(bucket.spec.dtype)
+    return TensorProxy(shape=(bucket.spec.layout.shard_numel,), device=device, dtype=dtype, requires_grad=False), token
 
 
 def _wait_params_meta(
@@ -258,6 +275,7 @@ def _only_in_between(*args: Any) -> None:
 
 fsdp_all_gather = _register("fsdp_all_gather", _all_gather_meta, all_gather)
 fsdp_wait_params = _register("fsdp_wait_params", _wait_params_meta, wait_params)
+fsdp_copy_secondary_shard = _register("fsdp_copy_secondary_shard", _copy_secondary_shard_meta, copy_secondary_shard)
 fsdp_reduce_scatter = _register("fsdp_reduce_scatter", _reduce_scatter_meta, reduce_scatter)
 fsdp_matmul_into = _register("fsdp_matmul_into", _grad_meta, matmul_into)
 fsdp_sum_into = _register("fsdp_sum_into", _grad_meta, sum_into)

@@ -11,6 +11,7 @@ from .assign_slots import assign_slots
 from .bucket_communication import bucket_communication
 from .end_backward import end_backward
 from .fuse_downcast import fuse_downcast
+from .gather_from_secondary import gather_from_secondary
 from .guard_kept import guard_first, guard_kept
 from .insert_agreement import insert_agreement
 from .insert_unshard import insert_unshard
@@ -35,6 +36,7 @@ __all__ = [
     "bucket_communication",
     "end_backward",
     "fuse_downcast",
+    "gather_from_secondary",
     "guard_first",
     "guard_kept",
     "insert_agreement",

@@ -97,11 +97,11 @@ def assign_slots(
         arena_bytes = needed + int(needed * _RESIDENCY_GROWTH)
         arena_bytes = arena_bytes if max_bytes is None else max(needed, min(arena_bytes, max_bytes))
         gathered_bytes = max(gathered_bytes, peak_live_bytes(forward))
-        first = {live.bucket: live for live in reversed(gathers)}
+        first = {live.bucket.primary: live for live in reversed(gathers)}
         candidates = [
-            _Candidate(replace(live, start=BEFORE_TRACE), retained[live.bucket].offset)
-            for live in reversed(first.values())
-            if live.bucket in retained
+            _Candidate(replace(live, start=BEFORE_TRACE), retained[primary].offset)
+            for primary, live in reversed(first.items())
+            if primary in retained
         ]
     offsets = _keep_resident(plan, candidates, _Limits(arena_bytes, gathered_bytes)) or offsets
     slots = {

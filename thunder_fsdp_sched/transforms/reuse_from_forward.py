@@ -92,7 +92,7 @@ def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
         if bsym.sym not in (fsdp_all_gather, fsdp_reduce_scatter):
             continue
         bucket, slot = bucket_of(bsym), Issue(bsym).slot
-        if bsym.sym is fsdp_all_gather and retained.pop(bucket, None) == slot:
+        if bsym.sym is fsdp_all_gather and retained.pop(bucket.primary, None) == slot:
             others = (Issue(bsyms[i]).slot for i, live in ranges.items() if i != position and live.start < position)
             if not any(map(slot.overlaps, others)):
                 bsyms[position] = _marked(bsym, preceded_by=before[slot.arena])

@@ -43,6 +43,7 @@ from ..trace.symbols import (
     window_of,
 )
 from .verify_host_copies import host_copy_faults
+from .verify_secondary import secondary_faults
 
 __all__ = ["VerificationError", "verify"]
 
@@ -82,7 +83,7 @@ class _Occupancy:
         """Return whether each gradient here replaces its own parameter in ``old``, after the parameter's last read."""
         spec = self.bucket.spec
         return (
-            self.bucket is old.bucket
+            self.bucket is old.bucket.primary
             and (self.slot.arena, self.slot.offset) == (old.slot.arena, old.slot.offset)
             and spec.param_dtype == spec.reduce_dtype
             and len(old.reads) == len(spec.params)
@@ -115,6 +116,7 @@ def verify(trace: TraceCtx, *, forward: TraceCtx | None = None, max_gathers_in_f
     * A gather of backward that expects its bucket to be resident is right: nothing writes its memory later in forward
       (if ``forward`` is given) or earlier in backward, and both gathers state the correct number of issues.
     * Only gathers of a forward with a backward, into private slots, take part in accumulation windows.
+    * Every secondary shard is copied from the gather of its bucket, and backward gathers the bucket from these copies.
     * Every copy of an offloaded activation has exactly one wait, and until then nothing writes its source or reads its
       result. After the wait of a copy to host memory nothing reads the source. Only copies to the device read what is in
       host memory, and they return the shape, dtype and device of the value that forward copied.
@@ -188,8 +190,9 @@ class _Verifier:
         self._check_barriers()
         self._check_return()
         self._check_retained()
-        for position, what in host_copy_faults(self.trace, self.forward):
-            self.fail(position, what)
+        for faults in (host_copy_faults, secondary_faults):
+            for position, what in faults(self.trace, self.forward):
+                self.fail(position, what)
 
     def _adopt_kept(self, forward: TraceCtx) -> None:
         """Count the buckets in private slots as gathered before the trace, and follow what forward has saved of them."""
@@ -420,7 +423,7 @@ class _Verifier:
                     self.fail(
                         position, f"leaves bucket {bucket.spec.name!r} in {slot}, which a later collective writes"
                     )
-                if mark == "preceded_by" and retained is not None and retained.pop(bucket, None) is not slot:
+                if mark == "preceded_by" and retained is not None and retained.pop(bucket.primary, None) is not slot:
                     self.fail(
                         position, f"expects bucket {bucket.spec.name!r} in {slot}, where forward did not leave it"
                     )

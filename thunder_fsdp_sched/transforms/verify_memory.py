@@ -143,7 +143,7 @@ class _Walk:
         self.limit = limit
         self.left = left
         self.devices = {bucket.spec.device.type for bucket in buckets}
-        self.in_shards = {arg for bsym in bsyms if bsym.sym in _READ_SHARDS for arg in args_of(bsym)}
+        self.in_shards = {arg for bsym in bsyms if bsym.sym in _READ_SHARDS for arg in names(bsym.args)}
         self.in_use = 0
         self.nbytes: dict[str, int] = {}
         self.users: dict[str, set[str]] = {}
@@ -252,6 +252,8 @@ class _Walk:
             spec = bucket_of(bsym).spec
             if spec.comm.offload and not is_resident(bsym):  # the copy on the device that is sent
                 self.allocate(outs[0].name, spec.layout.shard_numel * spec.param_dtype.itemsize, spec.device.type)
+            if not is_resident(bsym):  # a secondary shard is kept until it has been sent
+                self.share(outs[0].name, names(bsym.kwargs.values()))
         elif bsym.sym is fsdp_wait_params:
             arenas = set(self.arenas.values()) & self.memory_of.get(Wait(bsym).future.name, set())
             for out in outs:

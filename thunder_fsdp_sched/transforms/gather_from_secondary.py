@@ -1,0 +1,81 @@
+"""Gather buckets in backward among fewer ranks, from what these have kept of forward's gathers."""
+
+from __future__ import annotations
+
+import time
+
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.trace import TraceCtx, tracectx
+
+from ..runtime.bucket import Bucket
+from ..runtime.secondary import secondary_of
+from ..trace.inspection import forward_part, return_of, with_bound_symbols
+from ..trace.operands import Gather, Wait, bucket_of
+from ..trace.symbols import fsdp_all_gather, fsdp_copy_secondary_shard, fsdp_wait_params
+
+__all__ = ["gather_from_secondary"]
+
+
+def gather_from_secondary(trace: TraceCtx) -> TraceCtx:
+    """Copy a secondary shard after forward's gather of a bucket, and gather it from these copies in backward.
+
+    Runs on the joint trace after ``regather_for_backward`` has run for the last time, because fusion executors could
+    move the copies, and before ``offload_activations``. Does nothing without ``reshard_after_forward`` or without a
+    backward part. Before::
+
+        ft150 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight)  # 16,384 bytes float32
+        (t109,) = fsdp_wait_params(bucket_blocks_1, ft150)
+        ...
+        ft157 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight)  # 16,384 bytes float32
+        (bw_t109,) = fsdp_wait_params(bucket_blocks_1, ft157)
+
+    After::
+
+        ft150 = fsdp_all_gather(bucket_blocks_1, None, t_blocks_1_weight)  # 16,384 bytes float32
+        (t109,) = fsdp_wait_params(bucket_blocks_1, ft150)
+        (t160, x) = fsdp_copy_secondary_shard(bucket_blocks_1_secondary, ft150, x, t109)
+        ...
+        ft157 = fsdp_all_gather(bucket_blocks_1_secondary, None, t_blocks_1_weight, secondary=t160)  # 16,384 bytes float32
+        (bw_t109,) = fsdp_wait_params(bucket_blocks_1_secondary, ft157)
+
+    A bucket that only backward reads is gathered among all ranks. See [Note: Secondary shards] in ``runtime.secondary``
+    and [Note: Tokens of host copies] in ``trace.host_copies``.
+    """
+    started = time.perf_counter()
+    forward = forward_part(trace)
+    waits: dict[Bucket, BoundSymbol] = {}
+    regathered: dict[Bucket, Bucket] = {}
+    for bsym, is_forward in zip(trace.bound_symbols, forward, strict=True):
+        if bsym.sym is fsdp_wait_params and is_forward:
+            waits[bucket_of(bsym)] = bsym
+        elif bsym.sym is fsdp_all_gather and not is_forward and bucket_of(bsym) in waits:
+            if (secondary := secondary_of(bucket_of(bsym))) is not None:
+                regathered[bucket_of(bsym)] = secondary
+    if not regathered:
+        return trace
+    token = next(arg for arg in return_of(trace).args[0]["flat_args"] if isinstance(arg, TensorProxy))
+    shards: dict[Bucket, TensorProxy] = {}
+    new = with_bound_symbols(trace, (), "fsdp: gather from secondary shards", started)
+    with tracectx(new):
+        for bsym, is_forward in zip(trace.bound_symbols, forward, strict=True):
+            is_ours = bsym.sym in (fsdp_all_gather, fsdp_wait_params)
+            secondary = regathered.get(bucket_of(bsym)) if is_ours else None
+            if secondary is None:
+                new.bound_symbols.append(bsym)
+            elif is_forward:
+                new.bound_symbols.append(bsym)
+                if bsym.sym is fsdp_wait_params:
+                    operands = (secondary, Wait(bsym).future, token, *bsym.output)
+                    copied = fsdp_copy_secondary_shard.meta(*operands)
+                    shards[secondary] = copied[0]
+                    new.bound_symbols.append(fsdp_copy_secondary_shard.bind(*operands, output=copied))
+            elif bsym.sym is fsdp_all_gather:
+                gather = fsdp_all_gather.bind(
+                    secondary, None, *Gather(bsym).shards, secondary=shards[secondary], output=bsym.output
+                )
+                gather.tags.add(BoundSymbolTag.BACKWARD)
+                new.bound_symbols.append(gather)
+            else:
+                new.bound_symbols.append(bsym.from_bsym(args=(secondary, *bsym.args[1:])))
+    return new
