@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
@@ -10,12 +9,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from thunder.distributed import FSDPBucketingStrategy, FSDPType
+from thunder.distributed import FSDPBucketingStrategy
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from .distributed.process_groups import ProcessGroupRef
+from .module_options import check_factor, check_precision, check_secondary_size, check_strategy
 from .plan.bucketing import BucketingStrategy
 from .plan.specs import ParamSpec
 from .runtime.accumulation import Way
@@ -27,14 +27,11 @@ from .transports import TRANSPORTS
 
 __all__ = [
     "Options",
-    "check_factor",
     "check_options",
-    "check_precision",
-    "check_strategy",
+    "check_transport",
     "refuse_positional",
 ]
 
-_STRATEGIES = {"zero2": False, "zero3": True, FSDPType.ZERO2: False, FSDPType.ZERO3: True}
 _BUCKETINGS = {
     **{s.value: s for s in BucketingStrategy},
     FSDPBucketingStrategy.NONE: BucketingStrategy.NONE,
@@ -51,26 +48,6 @@ def check_transport(transport: Any) -> Any:
         f"transport: expected 'auto', one of {sorted(TRANSPORTS)}, or a callable (bucket name, parameters) -> one of these, "
         f"got {transport!r}"
     )
-
-
-def check_precision(policy: Any, expected: str = "expected") -> MixedPrecisionPolicy:
-    """Return ``policy``, or the default for ``None``.
-
-    Raises:
-        TypeError, ValueError: it is no policy, or has a dtype that is not a floating-point one.
-    """
-    if not isinstance(policy, (MixedPrecisionPolicy, type(None))):
-        raise TypeError(
-            f"mp_policy: {expected} a MixedPrecisionPolicy{' or None' * (expected == 'expected')}, got {policy!r} of type "
-            f"{type(policy).__name__}"
-        )
-    policy = policy or MixedPrecisionPolicy()
-    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-        dtype = getattr(policy, name)
-        if dtype is not None and not dtype.is_floating_point:
-            of = "" if expected == "expected" else f"{expected} a MixedPrecisionPolicy whose "
-            raise ValueError(f"mp_policy: {of}{name} must be a floating-point dtype, got {dtype}")
-    return policy
 
 
 def _precision(policy: Any) -> MixedPrecisionPolicy | Callable[[str, torch.nn.Module], MixedPrecisionPolicy | None]:
@@ -131,20 +108,6 @@ def _check_type(name: str, value: Any, types: Any, expected: str) -> None:
         raise TypeError(f"{name}: expected {expected}, got {value!r} of type {type(value).__name__}")
 
 
-def check_factor(factor: Any, expected: str = "expected") -> float | None:
-    """Return ``factor`` as a float, or ``None``.
-
-    Raises:
-        TypeError, ValueError: it is neither a positive number nor ``None``.
-    """
-    expected = f"gradient_divide_factor: {expected} a positive number{' or None' * (expected == 'expected')}"
-    if isinstance(factor, bool) or not isinstance(factor, (int, float, type(None))):
-        raise TypeError(f"{expected}, got {factor!r}")
-    if factor is not None and not 0 < factor < math.inf:
-        raise ValueError(f"{expected}, got {factor!r}")
-    return None if factor is None else float(factor)
-
-
 def _factor(factor: Any) -> float | Callable[[str, torch.nn.Module], float | None] | None:
     return factor if callable(factor) and not isinstance(factor, type) else check_factor(factor)
 
@@ -153,20 +116,6 @@ def _hook(hook: Any) -> Callable[[str, torch.Tensor], None] | None:
     if hook is not None and not callable(hook):
         raise TypeError(f"all_reduce_hook: expected a callable (bucket name, gradients) -> None, or None, got {hook!r}")
     return hook
-
-
-def check_strategy(strategy: Any, expected: str = "expected") -> bool:
-    """Return whether the strategy frees parameters after forward.
-
-    Raises:
-        ValueError: there is no such strategy.
-    """
-    key = strategy.lower() if isinstance(strategy, str) else strategy
-    if not isinstance(key, (str, FSDPType)) or key not in _STRATEGIES:
-        raise ValueError(
-            f"sharding_strategy: {expected} 'zero2', 'zero3' or a thunder.distributed.FSDPType, got {strategy!r}"
-        )
-    return _STRATEGIES[key]
 
 
 def _reshard(strategy: Any) -> bool | Callable[[str, torch.nn.Module], Any]:
@@ -263,22 +212,6 @@ def _comparable(value: Any) -> str:
     if callable(value) and not isinstance(value, type):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     return str(value)
-
-
-def check_secondary_size(size: Any, expected: str = "expected") -> int | None:
-    """Return over how many ranks parameters are sharded between forward and backward, or ``None``.
-
-    Raises:
-        TypeError, ValueError: it is neither an int of at least 2 nor ``None``.
-    """
-    expected = f"reshard_after_forward: {expected} a number of ranks{' or None' * (expected == 'expected')}"
-    if isinstance(size, bool):
-        raise TypeError(f"{expected}, got {size}; use sharding_strategy={'zero3' if size else 'zero2'!r}")
-    if not isinstance(size, (int, type(None))):
-        raise TypeError(f"{expected}, got {size!r}")
-    if size is not None and size < 2:
-        raise ValueError(f"{expected}, at least 2, got {size}; sharding_strategy='zero2' keeps whole parameters")
-    return size
 
 
 def _secondary_size(size: Any) -> int | Callable[[str, torch.nn.Module], int | None] | None:

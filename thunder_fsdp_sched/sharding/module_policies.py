@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..options import Options, check_factor, check_precision, check_secondary_size, check_strategy
+from ..module_options import check_factor, check_precision, check_secondary_size, check_strategy
+from ..options import Options
 from ..plan.specs import BucketOptions, ParamSpec
 from .input_casts import cast_inputs_of, cast_outputs_of
 
