@@ -4,9 +4,10 @@
 A step that ends an accumulation window needs more memory than the micro-batches before it: it reduces gradients while it
 finds those that they have left. But it is compiled after them, when it is settled which buckets stay unsharded. So if there
 is a limit, a trace under ``no_sync`` first plans the step that will end its window, from the same joint trace and with the
-gradients that it will find, and what stays unsharded is decided there. The micro-batches may then use no more slots than
-that step, because all traces of a module share their memory. With ``max_memory`` both ways to accumulate are
-planned unless one is given: whichever fits and is faster for one micro-batch and one last step.
+gradients that it will find, and what stays unsharded is decided there. The micro-batches may then keep no more slots
+from step to step than that step, because all traces of a module share their memory. For the same reason a trace that is
+compiled later may not let the arena grow so much that an earlier one exceeds the limit. With ``max_memory`` both ways to
+accumulate are planned unless one is given: whichever fits and is faster for one micro-batch and one last step.
 """
 
 from __future__ import annotations
@@ -96,7 +97,13 @@ class _Chooser:
 
     def __post_init__(self) -> None:
         options = self.options
-        self.limits = Limits(options.max_unsharded_bytes, options.max_gathers_in_flight, options.max_memory)
+        self.limits = Limits(
+            options.max_unsharded_bytes,
+            options.max_gathers_in_flight,
+            options.max_memory,
+            may_extend=options.max_memory is not None,
+            largest_peak=max((one.choice.chosen.largest_peak for one in self.compiled if one.choice), default=0),
+        )
         has_choice = self.limits.any_bytes and len(split_joint(self.joint)) == 2
         self.plans_window = has_choice and self.traces.no_sync
         self.decides_kept = has_choice and not self.sharded.kept_is_final
@@ -135,7 +142,7 @@ class _Chooser:
         ending = self._bucketed(way, no_sync=False)
         last = self._search(ending, left, self.sharded.kept, may_keep=self.decides_kept).chosen
         kept = {bucket for bucket in self.sharded.buckets if bucket.spec.name in last.kept}
-        limits = self.limits if self.limits.memory is None else self.limits._replace(slots=last.unsharded_bytes)
+        limits = self.limits if self.limits.memory is None else self.limits._replace(slots=last.lasting_bytes)
         choice = self._search(bucketed, left, kept, limits=limits)
         seconds = last.step_seconds + choice.chosen.step_seconds
         return Settings(bucketed, left, choice, last.kept if self.decides_kept else None, seconds)

@@ -39,6 +39,7 @@ from .transforms import (
     offloadable,
     refuse_redrawn_gradients,
     regather_for_backward,
+    release_extension,
     release_slots,
     remove_cuts,
     replay_schedule,
@@ -189,13 +190,23 @@ class Compilation:
         room = shared_budget(unsorted, budget=self._options.max_unsharded_bytes, kept=kept)
         passes: list[Pass] = [
             self._order(unsorted, forward, backward),
-            partial(assign_slots, kept=kept, forward=forward, max_bytes=room, separate=release == "bucket"),
+            partial(
+                assign_slots,
+                kept=kept,
+                forward=forward,
+                max_bytes=room,
+                separate=release == "bucket",
+                extend=traces.extends,
+            ),
         ]
         if release == "never" or (release == "step" and trains):
             passes.append(mark_retained_by_forward if forward is None else partial(reuse_from_forward, forward=forward))
         if release != "never":
             waits = trains and not backward
             passes.append(partial(release_slots, when=release, forward=forward, waits_for_backward=waits))
+        elif traces.extends:
+            arenas = {bucket.arena: None for bucket in self._sharded.buckets}
+            passes.append(partial(release_extension, arenas=arenas))
         if trains and not backward and not self._options.reshard_after_backward:
             passes.append(partial(reuse_in_window, no_sync=traces.no_sync))
         passes.append(partial(verify, forward=forward, max_gathers_in_flight=self._options.max_gathers_in_flight))
@@ -235,6 +246,7 @@ class Compilation:
         if settings.choice is not None:
             traces.choice, chosen = settings.choice, settings.choice.chosen
             traces.prefetch, traces.reductions_in_flight = chosen.prefetch, chosen.reductions
+            traces.extends = chosen.extends
             traces.recomputed, traces.offloaded = chosen.recomputed, chosen.offloaded
         if settings.kept is not None:
             sharded.set_kept_buckets(settings.kept)

@@ -40,6 +40,7 @@ class CompiledTraces:
         prefetch: how many prefetch steps ahead gathers are issued.
         reductions_in_flight: how many equally large reductions of one process group may be in flight; ``max_memory``
             chooses fewer than usual if that fits and costs less than recomputation.
+        extends: whether ``max_memory`` makes backward allocate the memory of slots that only backward needs.
         choice: the outcome of ``prefetch="auto"``, ``max_memory`` or ``max_unsharded_bytes``; ``None`` without them.
         offloaded: names of the values that wait in host memory between forward and backward.
         recomputed: names of the values of forward that ``max_memory`` makes backward compute again.
@@ -60,6 +61,7 @@ class CompiledTraces:
     call: Call = NO_CALL
     prefetch: int = 0
     reductions_in_flight: int = MAX_REDUCTIONS_IN_FLIGHT
+    extends: bool = False
     choice: Choice | None = None
     offloaded: frozenset[str] = frozenset()
     recomputed: frozenset[str] = frozenset()

@@ -18,8 +18,9 @@ for each new set of shapes and flags
     ``transform_trace_post_optimization``     [refuse_redrawn_gradients], write_grads_in_place, guard_first,
                                               [sort_host_copies], sort_communication (or
                                               sort_within_budget, replay_schedule), assign_slots,
-                                              mark_retained_by_forward, reuse_in_window (backward:
-                                              reuse_from_forward), verify, insert_agreement, [end_backward], del_last_used,
+                                              mark_retained_by_forward (backward: reuse_from_forward),
+                                              [release_slots or release_extension], reuse_in_window, verify,
+                                              insert_agreement, [end_backward], del_last_used,
                                               [verify_memory]
                                               first for the forward trace, then for the backward trace; the first run
                                               of the result is audited: see [Note: The audit] in ``audit``

@@ -14,6 +14,7 @@ from thunder_fsdp_sched.transforms import VerificationError, verify
 
 import pytest
 import torch
+from extending import extended
 from models import GPT, Stack
 from ranks import Ranks
 from reference import Twins, loss_of
@@ -108,6 +109,40 @@ def _fail_in_backward(twins: Twins) -> None:
 @each_release
 def test_training_gives_the_same_bits_and_frees_memory(ranks: Ranks, release: str) -> None:
     ranks.run(_train, release, ("zero2", "zero3"))
+
+
+def _steps_extended(rank: int, world_size: int, strategy: str, extends: bool, no_sync: bool) -> list[torch.Tensor]:
+    """Train with or without an extension, and return the parameters."""
+    torch.manual_seed(0)
+    twins = Twins(rank, world_size, Stack(3).double(), sharding_strategy=strategy, transport="all_to_all")
+    if extends:
+        extended(twins.transform, no_sync=no_sync)
+    for step in range(3):
+        if step == 1:
+            with twins.sharded.no_sync():
+                twins.backward(10)
+        twins.backward(step)
+        assert not any(slot.startswith("more_") for slot in allocated(twins))
+        twins.update()
+    first, second = twins.forward(4), twins.forward(5)
+    for loss in (*second, *first):
+        loss.backward()
+    twins.update()
+    _fail_in_backward(twins)
+    twins.train(steps=2)
+    used = {str(s) for c in twins.transform.compiled for b in c.backward.bound_symbols for s in b.args[1:2]}
+    assert any(slot.startswith("more_slot_") for slot in used) is (extends and strategy == "zero3")
+    return [param.detach().to_local().clone() for param in twins.sharded.parameters()]
+
+
+def _train_extended(rank: int, world_size: int) -> None:
+    for strategy, no_sync in (("zero2", True), ("zero3", True), ("zero3", False)):
+        plain, ours = (_steps_extended(rank, world_size, strategy, extends, no_sync) for extends in (False, True))
+        assert len(plain) == len(ours) > 0 and all(map(torch.equal, plain, ours))
+
+
+def test_training_with_an_extension_gives_the_same_bits(ranks: Ranks) -> None:
+    ranks.run(_train_extended)
 
 
 def test_training_on_four_ranks_frees_each_bucket(four_ranks: Ranks) -> None:

@@ -14,6 +14,7 @@ from thunder_fsdp_sched.runtime.memory import InFlight
 
 import thunder
 import torch
+from extending import extended
 from models import Stack
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -45,11 +46,16 @@ def setups_of(transport: str) -> list[str]:
     return [s for s in setups if s != "interrupted" or transport in _INTERRUPTED]
 
 
-def make_model(rank: Rank, blocks: int = 3, width: int = 8, **options: Any) -> Any:
-    """Return a jitted model of ``blocks + 2`` buckets on the rank's device."""
+def make_model(rank: Rank, blocks: int = 3, width: int = 8, extends: bool = False, **options: Any) -> Any:
+    """Return a jitted model of ``blocks + 2`` buckets on the rank's device.
+
+    Args:
+        extends: whether each backward has an extension.
+    """
     with torch.device(rank.device):
         module = Stack(blocks, width=width)
-    return thunder.jit(module, transforms=[fsdp(**options)])
+    transform = fsdp(**options)
+    return thunder.jit(module, transforms=[extended(transform) if extends else transform])
 
 
 def run_history(transport: str, setup: str) -> Result:

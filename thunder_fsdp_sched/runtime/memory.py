@@ -20,6 +20,10 @@ read of that parameter. ``verify`` proves both. Between two traces shared slots 
 one exception: buckets from the end of forward, for the backward that follows. See [Note: Buckets left by forward] in
 ``transforms.reuse_from_forward``.
 
+*The extension* of an arena holds shared slots of backward that do not fit into the memory that forward needs. It exists
+only with ``max_memory``, from its first use in a backward to the end of that backward. See
+[Note: Memory that only backward needs] in ``transforms.extend_arena``.
+
 [Note: Storages of parameters]
 An operator may address memory by its position in the storage of its input: ``as_strided`` with an offset, or
 ``as_strided_scatter``, which also copies the whole storage. In the unsharded model a storage holds one parameter, so
@@ -45,6 +49,7 @@ that cannot be repaired: every later backward raises an error until ``discard_un
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import sys
 from collections import defaultdict
@@ -188,7 +193,11 @@ class Arena:
     """
 
     def __init__(
-        self, device: torch.device, scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]] | None = None
+        self,
+        device: torch.device,
+        scratch: dict[tuple[torch.dtype, int], list[torch.Tensor]] | None = None,
+        *,
+        prefix: str = "slot",
     ) -> None:
         self.device = device
         self.nbytes = 0
@@ -203,13 +212,24 @@ class Arena:
         self._allocated_in = 0  # a `forward_number`, kept only once the memory was freed
         self._memory: torch.Tensor | None = None
         self._slots: dict[tuple[int, int], Slot] = {}
+        self._prefix = prefix
+
+    @functools.cached_property
+    def extension(self) -> Arena:
+        """An arena for slots that only backward needs, which shares the idle memory of transports with this one."""
+        return Arena(self.device, self.scratch, prefix=f"more_{self._prefix}")
+
+    @property
+    def all_of_it(self) -> Slot:
+        """A slot without bytes, by which traces name the arena."""
+        return self.slot(0, 0, f"{self._prefix}s")
 
     def slot(self, offset: int, nbytes: int, name: str | None = None) -> Slot:
         """Return the slot at ``offset`` bytes with ``nbytes`` bytes; the same object for the same range."""
         assert offset % SLOT_ALIGNMENT == 0
         slot = self._slots.get((offset, nbytes))
         if slot is None:
-            slot = Slot(name or f"slot_{len(self._slots)}", self, offset, nbytes)
+            slot = Slot(name or f"{self._prefix}_{len(self._slots)}", self, offset, nbytes)
             for other in self._slots.values():
                 if other.overlaps(slot):
                     other.overlapping.add(slot)

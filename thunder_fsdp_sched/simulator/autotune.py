@@ -17,6 +17,10 @@ A reduction in flight holds a slot, and some transports receive into memory of t
 recomputes or offloads anything, its distance (and 1 if it is 0) is tried with one large reduction in flight instead of
 two; if none fits, all distances with one, and if still none does, with no reduction beside compute.
 
+Before that, if the fastest candidate recomputes or offloads anything or none fits, all distances are tried with an
+extension: see [Note: Memory that only backward needs] in ``transforms.extend_arena``. Allocating it takes some time, which
+is not simulated, so it is not tried otherwise.
+
 The candidate with the shortest simulated step wins; among equals, the one that keeps more buckets, because it sends
 less, and then the one with fewer bytes. The default, ``prefetch=1`` with nothing kept, is always tried. If it fits the
 budget, nothing slower is chosen.
@@ -83,7 +87,10 @@ class Candidate:
         recomputed: names of the values that backward computes again.
         offloaded: names of the values that wait in host memory between forward and backward.
         peak_bytes: peak of all memory of the step; ``None`` without ``max_memory``.
+        largest_peak: the larger of that and of the peaks of the steps that were compiled before, whose arena may grow.
         reductions: how many equally large reductions of one process group may be in flight.
+        extends: whether backward allocates the memory of slots that only backward needs.
+        lasting_bytes: bytes of the slots that stay allocated from step to step.
     """
 
     prefetch: int
@@ -94,13 +101,16 @@ class Candidate:
     offloaded: frozenset[str] = frozenset()
     peak_bytes: int | None = None
     reductions: int = MAX_REDUCTIONS_IN_FLIGHT
+    extends: bool = False
+    lasting_bytes: int = 0
+    largest_peak: int = 0
 
     def __str__(self) -> str:
         text = f"prefetch {self.prefetch}  {len(self.kept):3d} buckets kept  {self.unsharded_bytes:>15,} bytes"
         if self.peak_bytes is not None:
             text += f"  {self.reductions} reductions in flight"
             text += f"  {len(self.recomputed):5d} values recomputed  {len(self.offloaded):4d} offloaded"
-            text += f"  {self.peak_bytes:>17,} bytes in all"
+            text += f"  {self.peak_bytes:>17,} bytes in all{', extended in backward' if self.extends else ''}"
         return f"{text}  {self.step_seconds * 1e3:10.3f} ms"
 
 
@@ -147,6 +157,8 @@ def choose(
     distances = [prefetch] if prefetch is not None else _distances(search.gathers, limits)
     _try_distances(search, distances)
     if limits.memory is not None:
+        if limits.may_extend and (not search.candidates or search.changes_activations):
+            _try_distances(search, distances, extends=True)
         _try_fewer_reductions(search, distances)
     if not search.candidates:
         raise _error(search, prefetch, limits)
@@ -167,14 +179,16 @@ def _distances(gathers: int, limits: Limits) -> list[int]:
     return [*distances[1:2], 0, *distances[2:]] if limits.memory is not None else distances
 
 
-def _try_distances(search: _Search, distances: Iterable[int], reductions: int = MAX_REDUCTIONS_IN_FLIGHT) -> None:
+def _try_distances(
+    search: _Search, distances: Iterable[int], reductions: int = MAX_REDUCTIONS_IN_FLIGHT, *, extends: bool = False
+) -> None:
     """Consider candidates that keep no further bucket, until larger distances do not fit or gain little."""
     times: list[float] = []
     least_unfit = _MAX_PREFETCH + 1
     for distance in distances:
         if distance > least_unfit:
             return
-        candidate = search.consider(Setting(distance, 0, reductions))
+        candidate = search.consider(Setting(distance, 0, reductions, extends))
         if candidate is None:
             least_unfit = distance if distance > 0 else least_unfit
             continue
@@ -187,11 +201,12 @@ def _try_fewer_reductions(search: _Search, distances: Sequence[int]) -> None:
     """Consider candidates with fewer reductions in flight, if they may spare recomputation; see [Note: The search]."""
     for reductions in range(MAX_REDUCTIONS_IN_FLIGHT - 1, -1, -1):
         if not search.candidates:
-            _try_distances(search, distances, reductions)
+            _try_distances(search, distances, reductions, extends=search.limits.may_extend)
         elif reductions > 0 and search.changes_activations:
-            fastest = search.fastest().prefetch
-            again = dict.fromkeys(distance for distance in (max(fastest, 1), fastest) if distance in distances)
-            _try_distances(search, again, reductions)
+            fastest = search.fastest()
+            near = (max(fastest.prefetch, 1), fastest.prefetch)
+            again = dict.fromkeys(distance for distance in near if distance in distances)
+            _try_distances(search, again, reductions, extends=fastest.extends)
 
 
 def _error(search: _Search, prefetch: int | None, limits: Limits) -> ValueError:
@@ -206,32 +221,33 @@ def _error(search: _Search, prefetch: int | None, limits: Limits) -> ValueError:
     setting, least = min(search.unfit, key=lambda found: found[1].peak_bytes or 0)
     less = "another prefetch distance (leave out prefetch=), " if prefetch else ""
     assert least.peak_bytes is not None
+    needed = max(least.peak_bytes, least.largest_peak)
     return MemoryLimitError(
         f"max_memory: {limits.memory:,} bytes are too few: with prefetch={setting.prefetch}, {setting.reductions} large "
-        f"reductions in flight and as much recomputed or offloaded as helps the step needs {least.peak_bytes:,} bytes. "
+        f"reductions in flight and as much recomputed or offloaded as helps the step needs {needed:,} bytes. "
         f"Allow more, or use {less}smaller batches, more ranks, lower precision (mp_policy) or smaller buckets "
         f"(bucketing_strategy)",
-        least.peak_bytes,
+        needed,
     )
 
 
 def _keep_more(search: _Search, distances: Collection[int]) -> None:
     """Consider candidates that keep further buckets: at the fastest distance so far, then at its neighbours."""
     fastest = search.fastest()
-    distance, reductions = fastest.prefetch, fastest.reductions
+    distance = fastest.prefetch
     most = search.most(fastest)
     step = max(most // 2, 1)
     numbers = [step, most]
     while step:
         for number in numbers:
             if 0 <= number <= most:
-                search.consider(Setting(distance, number, reductions))
+                search.consider(fastest._replace(kept=number))
         step //= 2
         numbers = [search.fastest().kept + step * sign for sign in (-1, 1)]
     number = search.fastest().kept
     for other in (distance - 1, distance + 1):
         if other in distances:
-            search.consider(Setting(other, number, reductions))
+            search.consider(fastest._replace(prefetch=other, kept=number))
 
 
 class _Search:
@@ -282,6 +298,9 @@ class _Search:
                 step.offloaded,
                 step.peak_bytes,
                 setting.reductions,
+                setting.extends,
+                step.lasting_bytes,
+                step.largest_peak,
             )
         return self.candidates.get(setting)
 
@@ -293,8 +312,11 @@ class _Search:
         if setting in self.candidates:
             return True
         step, limits = self._step(setting), self.limits
-        allowed = [most for most in (limits.unsharded_bytes, limits.slots) if most is not None]
-        return all(step.unsharded_bytes <= most for most in allowed) and self._is_within_memory(step)
+        if limits.unsharded_bytes is not None and step.unsharded_bytes > limits.unsharded_bytes:
+            return False
+        if limits.slots is not None and step.lasting_bytes > limits.slots:
+            return False
+        return self._is_within_memory(step) and (limits.memory is None or step.largest_peak <= limits.memory)
 
     def _step(self, setting: Setting) -> CandidateStep:
         """Return the step of one candidate. If its memory is too much, it recomputes what helps, unless it is too slow."""

@@ -23,6 +23,7 @@ from ..transforms import (
     offload_activations,
     offloadable,
     regather_for_backward,
+    release_extension,
     reuse_from_forward,
     reuse_in_window,
     sort_communication,
@@ -47,11 +48,13 @@ class Setting(NamedTuple):
         prefetch: how many prefetch steps gathers are issued ahead of their waits.
         kept: how many buckets stay unsharded besides those that do in any case.
         reductions: how many equally large reductions of one process group may be in flight.
+        extends: whether backward allocates the memory of slots that only backward needs.
     """
 
     prefetch: int
     kept: int = 0
     reductions: int = MAX_REDUCTIONS_IN_FLIGHT
+    extends: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,18 +64,22 @@ class CandidateStep:
     Attributes:
         halves: its forward and backward traces.
         unsharded_bytes: bytes of all slots.
+        lasting_bytes: bytes of the slots that stay allocated from step to step.
         cost: the cost model of the simulator.
         recomputed: names of the values that backward computes again.
         offloaded: names of the values that wait in host memory.
         peak_bytes: peak of all memory; ``None`` if it is not limited.
+        largest_peak: the larger of that and of the peaks of the steps that were compiled before, whose arena may grow.
     """
 
     halves: Sequence[TraceCtx] = field(repr=False)
     unsharded_bytes: int
+    lasting_bytes: int
     cost: CostModel
     recomputed: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
     peak_bytes: int | None = None
+    largest_peak: int = 0
 
     @cached_property
     def step_seconds(self) -> float:
@@ -148,19 +155,28 @@ class CandidateTraces:
             forward = halves[0] if halves else None
             left = shared_budget(half, budget=budget, kept=kept)
             half = sort(half) if budget is None else within(half, max_unsharded_bytes=budget, forward=forward)
-            half = assign_slots(half, kept=kept, arena_of=arena_of, forward=forward, max_bytes=left)
+            half = assign_slots(
+                half, kept=kept, arena_of=arena_of, forward=forward, max_bytes=left, extend=setting.extends
+            )
             half = mark_retained_by_forward(half) if forward is None else reuse_from_forward(half, forward=forward)
+            if setting.extends:
+                half = release_extension(half, arenas={arena_of(bucket): None for bucket in self.buckets})
             if self.reuse and forward is None:
                 half = reuse_in_window(half, no_sync=self._no_sync)
             halves.append(half)
-        nbytes = private_bytes(halves[0], kept) + sum(arena.nbytes for arena in scratch.values())
+        lasting = private_bytes(halves[0], kept) + sum(arena.nbytes for arena in scratch.values())
+        nbytes = lasting + sum(arena.extension.nbytes for arena in scratch.values())
         if self.limits.memory is None:
-            return CandidateStep(halves, nbytes, self.cost)
+            return CandidateStep(halves, nbytes, lasting, self.cost)
         changes = (activations.recomputed, activations.offloaded) if activations else (frozenset(), frozenset())
         # Other sets of shapes and flags may have needed a larger arena, which is one for all.
-        larger = sum(max(arena.nbytes - new.nbytes, 0) for arena, new in scratch.items())
+        pairs = [(arena, new) for arena, new in scratch.items()]
+        pairs += [(arena.extension, new.extension) for arena, new in pairs if new.extension.nbytes]
+        larger = sum(max(arena.nbytes - new.nbytes, 0) for arena, new in pairs)
         peak = StepMemory.of(halves, self.buckets, accumulated=self.left).peak.nbytes + larger
-        return CandidateStep(halves, nbytes, self.cost, *changes, peak)
+        growth = sum(max(new.nbytes - arena.nbytes, 0) for arena, new in pairs)
+        largest = max(peak, self.limits.largest_peak + growth)
+        return CandidateStep(halves, nbytes, lasting, self.cost, *changes, peak, largest)
 
     @cached_property
     def _no_sync(self) -> bool:

@@ -3,7 +3,8 @@
 [Note: Memory of communication]
 Three things exist in every step once the first one has run, and count during the whole step: the cast of each shard that
 is sent in lower precision (see [Note: Reuse of casts] in ``runtime.shard_source``), the buffers into which reductions
-receive, and a transport's workspace. The copy of an offloaded shard exists from the issue of its gather to the wait.
+receive, and a transport's workspace. A step that releases memory frees the receive buffers with it, so they exist from
+their first use to the release. The copy of an offloaded shard exists from the issue of its gather to the wait.
 Within a single symbol exist sums of broadcast gradients, copies to the host in another dtype, and what a transport needs
 as it reduces.
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,15 +69,23 @@ class RuntimeMemory(NamedTuple):
 
 
 def allocated_for_all_steps(
-    bsyms: Sequence[BoundSymbol], *, accumulated: LeftGradients = NOTHING_LEFT
+    own: Sequence[BoundSymbol],
+    others: Iterable[Sequence[BoundSymbol]] = (),
+    *,
+    accumulated: LeftGradients = NOTHING_LEFT,
 ) -> Iterator[RuntimeMemory]:
     """Return the casts, receive buffers and workspaces that stay allocated; see [Note: Memory of communication].
 
+    Receive buffers that other steps have left stay until the first release of this one.
+
     Args:
-        bsyms: those of all traces that have run.
+        own: the bound symbols of a step.
+        others: those of other steps that have run.
         accumulated: further gradients that backwards under ``no_sync`` have left.
     """
-    last = len(bsyms) - 1
+    others = list(others)
+    bsyms = [*own, *itertools.chain.from_iterable(others)]
+    last = len(own) - 1
     unreduced = {*accumulated.unsharded, *(bucket_of(bsym) for bsym in bsyms if bsym.sym is fsdp_accumulate_grads)}
     casts = {bucket_of(b): None for b in bsyms if b.sym is fsdp_all_gather and not bucket_of(b).spec.comm.offload}
     for bucket in casts:
@@ -91,8 +100,10 @@ def allocated_for_all_steps(
             key = bucket.spec.comm.transport, bucket.ranks.reductions.description
             needed = bucket.transport.reduce_workspace(bucket.spec)
             workspaces[key] = max((needed, bucket), workspaces.get(key, (0, bucket)), key=lambda found: found[0])
-    if not any(bsym.sym is fsdp_release for bsym in bsyms):
-        yield from (b._replace(start=BEFORE_TRACE, end=last) for b in _receive_buffers(bsyms, unreduced))
+    leaving = [] if _releases(own) else list(own)
+    leaving += itertools.chain.from_iterable(other for other in others if not _releases(other))
+    end = next((position for position, bsym in enumerate(own) if bsym.sym is fsdp_release), last)
+    yield from (b._replace(start=BEFORE_TRACE, end=end) for b in _receive_buffers(leaving, unreduced))
     for (transport, _), (nbytes, bucket) in workspaces.items():
         if nbytes:
             yield _memory("communication", f"workspace of {transport}", nbytes, BEFORE_TRACE, last, bucket)
@@ -130,9 +141,13 @@ def allocated_in_step(
             yield from _at(position, bucket, "sum of broadcast gradients", _broadcast(bucket, bsym.args[1:]))
         elif bsym.sym is fsdp_reduce_unreduced:
             yield from _reduced(bucket_of(bsym), accumulated, position, len(bsyms) - 1)
-    if any(bsym.sym is fsdp_release for bsym in bsyms):
+    if _releases(bsyms):
         yield from _receive_buffers(bsyms, accumulated.unsharded)
     yield from _unreduced(bsyms, accumulated)
+
+
+def _releases(bsyms: Sequence[BoundSymbol]) -> bool:
+    return any(bsym.sym is fsdp_release for bsym in bsyms)
 
 
 def _receive_buffers(bsyms: Sequence[BoundSymbol], accumulated: Collection[Bucket]) -> Iterator[RuntimeMemory]:

@@ -145,8 +145,9 @@ class StepMemory:
         of_others = [[bsym for trace in other for bsym in trace.bound_symbols] for other in others]
         allocations = _kept_arenas(of_others, always) | arena_allocations(bsyms)
         names = {slot.arena: str(slot) for slot in reversed(slots)}
-        ran = [*bsyms, *itertools.chain(*of_others)]
-        lasting = [m for m in allocated_for_all_steps(ran, accumulated=accumulated) if m.device in types]
+        before = list(allocated_for_all_steps(bsyms, of_others, accumulated=accumulated))
+        freed = [m for m in before if m.end < len(bsyms) - 1]
+        lasting = [m for m in before if m.device in types and m not in freed]
         allocated = sum(rounded(arena.nbytes) for arena, spans in allocations.items() if spans == always)
         # Values of offloaded buckets on the host: on a CPU that plans for a GPU their device does not tell.
         hosted = [b for b in buckets if b.spec.comm.offload and device != "cpu"]
@@ -184,7 +185,8 @@ class StepMemory:
             for interval in analysis.intervals
             if interval.name not in shards
         ]
-        found += [(memory.kind, memory, "") for memory in allocated_in_step(live, bsyms, accumulated=accumulated)]
+        in_step = allocated_in_step(live, bsyms, accumulated=accumulated)
+        found += [(memory.kind, memory, "") for memory in itertools.chain(in_step, freed)]
         tensors = tuple(
             TensorMemory(
                 kind,

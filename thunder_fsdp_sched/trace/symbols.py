@@ -39,7 +39,7 @@ A backward that reduces or accumulates gradients ends with ``fsdp_backward_done(
 there are the gradients dropped that earlier ``no_sync`` backwards have accumulated: see [Note:
 State after an exception].
 
-With ``release``, ``fsdp_release(slot_0, own_h_0)`` frees the memory of the arenas of these slots.
+With ``release`` or an extension, ``fsdp_release(slot_0, own_h_0)`` frees the memory of the arenas of these slots.
 
 ``fsdp_unshard`` and ``fsdp_reduce`` exist only until the ``bucket_communication`` pass. They handle one parameter each,
 so that autograd decides for each parameter whether it has a gradient. ``fsdp_cut`` and a wait's third argument, a

@@ -10,6 +10,7 @@ was cut.
 from .assign_slots import assign_slots
 from .bucket_communication import bucket_communication
 from .end_backward import end_backward
+from .extend_arena import release_extension
 from .fuse_downcast import fuse_downcast
 from .gather_from_secondary import gather_from_secondary
 from .guard_kept import guard_first, guard_kept
@@ -49,6 +50,7 @@ __all__ = [
     "refuse_foreign_parameters",
     "refuse_redrawn_gradients",
     "regather_for_backward",
+    "release_extension",
     "release_slots",
     "remove_cuts",
     "replay_schedule",

@@ -27,6 +27,7 @@ from ..trace.inspection import has_backward, with_bound_symbols
 from ..trace.liveness import BEFORE_TRACE, Liveness, SlotRange, peak_bytes
 from ..trace.operands import Issue
 from ..trace.slots import grads_over_kept_params, grads_over_params, peak_live_bytes, retained_by_forward
+from .extend_arena import bytes_of_forward, slot_at
 
 __all__ = ["assign_slots"]
 
@@ -44,6 +45,7 @@ def assign_slots(
     forward: TraceCtx | None = None,
     max_bytes: int | None = None,
     separate: bool = False,
+    extend: bool = False,
 ) -> TraceCtx:
     """Assign a slot to each ``fsdp_all_gather`` and ``fsdp_reduce_scatter``, and to the writes of their gradients.
 
@@ -72,6 +74,8 @@ def assign_slots(
             [Note: Buckets left by forward] in ``reuse_from_forward``.
         max_bytes: limit (bytes) up to which the arena may grow to keep forward's buckets resident.
         separate: whether each bucket gets memory of its own instead of a range of an arena, for ``release="bucket"``.
+        extend: whether slots of backward beyond the memory that forward needs get memory that only backward allocates.
+            See [Note: Memory that only backward needs] in ``extend_arena``.
     """
     started = time.perf_counter()
     ranges = Liveness(trace.bound_symbols).slots
@@ -85,7 +89,8 @@ def assign_slots(
         slots = {r.issue: _separate_slot(r, over_params=r.issue in over) for r in shared}
         slots |= {issue: ranges[issue].bucket.ensure_private_slot() for issue in private}
         return _with_slots(trace, ranges, slots, started)
-    plan = _Plan(shared, {r.issue: g.issue for r, g in grads_over_params(shared).items()})
+    border = bytes_of_forward(forward, arena_of) if extend and forward is not None else None
+    plan = _Plan(shared, {r.issue: g.issue for r, g in grads_over_params(shared).items()}, border=border)
     offsets = plan.offsets()
     arena_bytes, gathered_bytes = _end(shared, offsets), plan.gathered_bytes
     candidates: list[_Candidate] = []
@@ -107,7 +112,7 @@ def assign_slots(
     slots = {
         issue: live.bucket.ensure_private_slot()
         if issue in private
-        else arena_of(live.bucket).slot(offsets[issue], live.nbytes)
+        else slot_at(arena_of(live.bucket), offsets[issue], live.nbytes, border)
         for issue, live in ranges.items()
     }
     return _with_slots(trace, ranges, slots, started)
@@ -181,11 +186,13 @@ class _Plan:
         ranges: when each of them is in use.
         gather_of: the issue of each reduction that can use the slot of a gather of its bucket, with that of the gather.
         fixed: offsets (bytes) that some slots must have, by their issues.
+        border: an offset (bytes) that no slot may cross.
     """
 
     ranges: Sequence[SlotRange]
     gather_of: Mapping[int, int]
     fixed: Mapping[int, int] = field(default_factory=dict)
+    border: int | None = None
 
     def extended(self, candidates: Sequence[_Candidate]) -> _Plan:
         """Return the plan with the candidates' ranges and offsets."""
@@ -210,7 +217,7 @@ class _Plan:
 
     def offsets(self) -> dict[int, int]:
         """Return an offset for each issue, with gradients in the place of their parameters if that needs less memory."""
-        apart = _allocate(self.ranges, self.fixed)
+        apart = _allocate(self.ranges, self.fixed, self.border)
         by_issue = {live.issue: live for live in self.ranges}
         joined: dict[int, SlotRange] = {}  # a range for both, by the issue of the gather
         over: dict[int, int] = {}
@@ -221,14 +228,14 @@ class _Plan:
                 joined[gather] = replace(params, end=grads.end, nbytes=max(params.nbytes, grads.nbytes))
         alone = [live for live in self.ranges if live.issue not in over and live.issue not in joined]
         ranges = [*alone, *joined.values()]
-        together = _allocate(ranges, self.fixed)
+        together = _allocate(ranges, self.fixed, self.border)
         if _end(ranges, together) >= _end(self.ranges, apart):
             return apart
         return together | {reduction: together[gather] for reduction, gather in over.items()}
 
 
-def _allocate(ranges: Sequence[SlotRange], fixed: Mapping[int, int]) -> dict[int, int]:
-    """Return an offset for each range, by its issue; those in ``fixed`` keep theirs."""
+def _allocate(ranges: Sequence[SlotRange], fixed: Mapping[int, int], border: int | None) -> dict[int, int]:
+    """Return an offset for each range, by its issue; those in ``fixed`` keep theirs, and none crosses ``border``."""
     active: list[SlotRange] = []
     neighbours: dict[int, list[SlotRange]] = {live.issue: [] for live in ranges}
     for live in sorted(ranges, key=lambda r: r.start):
@@ -239,7 +246,7 @@ def _allocate(ranges: Sequence[SlotRange], fixed: Mapping[int, int]) -> dict[int
                 neighbours[live.issue].append(other)
         active.append(live)
     free = [live for live in ranges if live.issue not in fixed]
-    found = (_first_fit(sorted(free, key=order), neighbours, fixed) for order in _ORDERS)
+    found = (_first_fit(sorted(free, key=order), neighbours, fixed, border) for order in _ORDERS)
     return min(found, key=lambda offsets: _end(ranges, offsets))
 
 
@@ -258,13 +265,18 @@ _ORDERS: tuple[Callable[[SlotRange], tuple[int, ...]], ...] = (
 
 
 def _first_fit(
-    ranges: Sequence[SlotRange], neighbours: Mapping[int, Sequence[SlotRange]], fixed: Mapping[int, int]
+    ranges: Sequence[SlotRange],
+    neighbours: Mapping[int, Sequence[SlotRange]],
+    fixed: Mapping[int, int],
+    border: int | None,
 ) -> dict[int, int]:
     """Assign each range, in this order, the lowest offset that is free during its whole live range."""
     offsets = dict(fixed)
     for live in ranges:
         occupied = (n for n in neighbours[live.issue] if n.issue in offsets)
         taken = sorted((offsets[n.issue], offsets[n.issue] + n.nbytes) for n in occupied)
+        if border is not None:
+            taken = sorted([*taken, (border, border)])
         offset = 0
         for begin, end in taken:
             if begin - offset >= live.nbytes:

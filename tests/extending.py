@@ -1,0 +1,26 @@
+"""Compile with the memory that only backward needs in an extension, which otherwise only a search with a limit chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thunder_fsdp_sched import FSDPTransform
+
+__all__ = ["extended"]
+
+
+def extended(transform: FSDPTransform, *, no_sync: bool = True) -> FSDPTransform:
+    """Return the transform, which from now on compiles every step with an extension.
+
+    Args:
+        no_sync: whether also micro-batches under ``no_sync`` are.
+    """
+    begin = transform.begin_compilation
+
+    def begin_extended(call: Any, **flags: bool) -> Any:
+        compilation = begin(call, **flags)
+        compilation.traces.extends = no_sync or not flags["no_sync"]
+        return compilation
+
+    transform.begin_compilation = begin_extended  # type: ignore[method-assign]
+    return transform

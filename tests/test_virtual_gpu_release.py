@@ -1,0 +1,142 @@
+"""``release`` on a virtual GPU: memory is given back after its last use on every stream, and the kernels stay the same."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from test_virtual_gpu import assert_never_synchronizes
+from test_virtual_gpu_matrix import ACTIVITIES, run_on_virtual_gpus, train
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from virtual_gpu import guard
+from virtual_gpu.histories import TRANSPORTS, take_three_steps
+from virtual_gpu.log import Entry
+from virtual_gpu.mutations import faults_without
+from virtual_gpu.order import Order
+from virtual_gpu.world import Result, run
+
+LONG_ONLY = pytest.mark.skipif(settings().max_examples <= 100, reason="the whole matrix: --hypothesis-profile=long")
+
+pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
+
+RELEASES = ("step", "bucket")
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "zero3": {},
+    "zero2": {"sharding_strategy": "zero2"},
+    "bf16 reduced in fp32": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "offload": {"offload_policy": CPUOffloadPolicy()},
+}
+
+_USES = ("accumulate", "interleave", "raise_exceptions", "run_eagerly", "save_and_load", "stream_weights", "clip")
+
+USES: dict[str, Callable[..., None]] = {
+    "train": train,
+    "use_another_stream": ACTIVITIES["use_another_stream"],
+    **{name: ACTIVITIES[name] for name in _USES},
+}
+
+USUAL = {
+    ("step", "all_to_all", "zero2", "train"),
+    ("bucket", "staged", "zero3", "accumulate"),
+    ("bucket", "all_to_all", "zero3", "raise_exceptions"),
+    ("step", "flat", "zero3", "use_another_stream"),
+    ("step", "staged", "bf16 reduced in fp32", "interleave"),
+    ("bucket", "symmetric_memory", "zero2", "train"),
+}
+"""Cases of ordinary runs: release, transport, option, use."""
+
+
+def _is_supported(transport: str, option: str, use: str) -> bool:
+    # With ZeRO-2 a forward's kept buckets are freed by the backward of another one, which is an error.
+    return (transport, option) != ("symmetric_memory", "offload") and (option, use) != ("zero2", "interleave")
+
+
+@pytest.mark.parametrize(
+    ("release", "transport", "option", "use"),
+    [
+        pytest.param(*case, marks=[] if case in USUAL else [LONG_ONLY])
+        for case in itertools.product(RELEASES, TRANSPORTS, OPTIONS, USES)
+        if _is_supported(*case[1:])
+    ],
+)
+def test_memory_is_released_without_a_fault(release: str, transport: str, option: str, use: str) -> None:
+    run_on_virtual_gpus(USES[use], transport, {**OPTIONS[option], "release": release}).assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("transport", "strategy", "use"),
+    [
+        ("all_to_all", "zero3", "train"),
+        ("staged", "zero2", "accumulate"),
+        ("all_to_all", "zero3", "raise_exceptions"),
+        ("flat", "zero3", "use_another_stream"),
+    ],
+)
+def test_extensions_have_no_fault(transport: str, strategy: str, use: str) -> None:
+    run_on_virtual_gpus(USES[use], transport, {"sharding_strategy": strategy, "extends": True}).assert_clean()
+
+
+def test_an_extension_exists_in_backward_only() -> None:
+    never, result = three_steps("never"), three_steps("never", extends=True)
+    kept, *extensions = lifetimes(result)
+    assert kept[0].phase == "forward 0" and kept[1] is None
+    assert [(a.phase, f.phase) for a, f in extensions if f is not None] == [(f"backward {n}",) * 2 for n in range(3)]
+    assert work(result, "kernel", "copy", "collective") == work(never, "kernel", "copy", "collective")
+
+
+def three_steps(release: str, transport: str = "all_to_all", **options: Any) -> Result:
+    result = run(take_three_steps, "fp32", ranks=[0], release=release, transport=transport, **options)
+    result.assert_clean()
+    assert_never_synchronizes(result)
+    return result
+
+
+def lifetimes(result: Result) -> list[tuple[Entry, Entry | None]]:
+    """Return the entries that allocate and free the memory of each arena, in the order of the log."""
+    [log] = result.logs
+    freed = {e.storage: e for e in log.entries if e.kind == "free"}
+    return [
+        (entry, freed.get(entry.storage))
+        for entry in log.entries
+        if entry.kind == "alloc" and any(file.endswith("runtime/memory.py") for file, _, _ in entry.where)
+    ]
+
+
+def work(result: Result, *kinds: str) -> list[tuple[str, str, int]]:
+    """Return what the last step runs, in the order of the log, with a number for each stream."""
+    entries = [e for e in result.logs[0].entries if e.phase.endswith(" 2") and e.kind in kinds]
+    numbers = {stream: number for number, stream in enumerate(dict.fromkeys(e.stream for e in entries))}
+    return [(e.kind, e.name, numbers[e.stream]) for e in entries]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_step_takes_its_memory_again_and_runs_the_same_kernels(strategy: str) -> None:
+    never, step, bucket = (three_steps(r, sharding_strategy=strategy) for r in ("never", *RELEASES))
+    assert {alloc.phase for alloc, freed in lifetimes(never) if freed is None} == {"forward 0"}
+    for result in (step, bucket):
+        for alloc, freed in lifetimes(result):
+            assert freed is not None and alloc.stream == freed.stream
+            assert alloc.phase.split()[1] == freed.phase.split()[1], "it is kept from step to step"
+        taken = [[alloc for alloc, _ in lifetimes(result) if alloc.phase.endswith(str(n))] for n in range(3)]
+        assert len(taken[0]) == len(taken[1]) == len(taken[2]) > 0
+    assert work(step, "kernel", "copy", "collective") == work(never, "kernel", "copy", "collective")
+    # No bucket is resident from forward to backward, so there are more collectives.
+    assert work(bucket, "kernel", "copy") == work(never, "kernel", "copy")
+
+
+@pytest.mark.parametrize("transport", ["all_to_all", "staged"])
+@pytest.mark.parametrize("release", RELEASES)
+def test_memory_is_given_back_only_after_the_wait_for_its_last_use(release: str, transport: str) -> None:
+    result = three_steps(release, transport)
+    order = Order(result.logs)
+    of_backward = [v for v in order.verdicts(lambda e: e.phase == "backward 1") if v.mutation.kind == "wait"]
+    flagged = [mutation for mutation, verdict in of_backward if verdict == "flagged"]
+    faults = [faults_without(result.logs, mutation) for mutation in flagged]
+    assert all(faults), "the checkers disagree"
+    reused = [f for f in itertools.chain(*faults) if f.kind == "reuse" and "(uint8[" in f.text]
+    assert reused, "no wait orders the last use of an arena before the next allocation"

@@ -1,0 +1,66 @@
+"""Let backward allocate the memory of slots that only backward needs, instead of keeping it from step to step.
+
+[Note: Memory that only backward needs]
+Backward needs more slots than forward, because some hold gradients that are being reduced, and some transports receive
+these into buffers of their own. In an arena that is kept from step to step, all of this is allocated at the end of
+forward, too, where the activations of all blocks are in memory and nothing is reduced yet: that is where memory peaks.
+By the time backward reduces gradients, it has freed some activations.
+
+So with ``max_memory`` the search also tries an *extension*: slots of backward get the memory that forward needs, and only
+those that do not fit get memory of the arena's extension, which their first use in backward allocates. At the end of
+backward ``fsdp_release`` frees it, and the receive buffers. Forward begins with the same release, because the
+step before may have been compiled without an extension, and then has left its receive buffers.
+
+Nothing in the extension survives a backward, and buckets that forward leaves for backward are never there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+from thunder.core.prims import PrimIDs
+from thunder.core.trace import TraceCtx, tracectx
+
+from ..runtime.bucket import Bucket
+from ..runtime.memory import Arena, Slot
+from ..trace.inspection import has_backward, with_bound_symbols
+from ..trace.operands import Issue, bucket_of
+from ..trace.symbols import fsdp_all_gather, fsdp_release
+
+__all__ = ["bytes_of_forward", "release_extension", "slot_at"]
+
+
+def bytes_of_forward(forward: TraceCtx, arena_of: Callable[[Bucket], Arena]) -> int:
+    """Return the bytes of arena that the shared slots of a forward trace occupy."""
+    gathers = [b for b in forward.bound_symbols if b.sym is fsdp_all_gather]
+    shared = ((bucket_of(b), Issue(b).slot) for b in gathers)
+    return max((slot.end for bucket, slot in shared if slot.arena is arena_of(bucket)), default=0)
+
+
+def slot_at(arena: Arena, offset: int, nbytes: int, border: int | None) -> Slot:
+    """Return the slot at an offset of an arena, or of its extension, which begins at ``border``."""
+    if border is None or offset < border:
+        return arena.slot(offset, nbytes)
+    return arena.extension.slot(offset - border, nbytes)
+
+
+def release_extension(trace: TraceCtx, *, arenas: Collection[Arena]) -> TraceCtx:
+    """Insert ``fsdp_release`` for the extensions of some arenas: in backward at its end, in forward at its beginning.
+
+    Runs after ``reuse_from_forward`` and before ``verify``. After, at the end of backward::
+
+        (t144,) = fsdp_wait_grads(bucket_blocks_0, ft155)
+        fsdp_release(more_slots)
+        return ...
+
+    See [Note: Memory that only backward needs].
+    """
+    started = time.perf_counter()
+    bsyms = list(trace.bound_symbols)
+    at = len(bsyms) - 1
+    if has_backward(trace):
+        at = next(i for i, b in enumerate(bsyms) if b.sym.id is not PrimIDs.UNPACK_TRIVIAL)
+    with tracectx(trace):
+        bsyms.insert(at, fsdp_release.bind(*(arena.extension.all_of_it for arena in arenas), output=None))
+    return with_bound_symbols(trace, bsyms, "fsdp: release the extension", started)
