@@ -251,6 +251,8 @@ def cases(draw: Any, *, numeric: bool = False) -> Case:
     )
     if draw(st.integers(0, 2)) == 0:
         options["accumulate"] = "sharded"
+    if draw(st.integers(0, 2)) == 0:
+        options["release"] = draw(st.sampled_from(["step", "step" if "max_unsharded_bytes" in options else "bucket"]))
     return Case(model, options, groups, kept, low)
 
 

@@ -128,4 +128,4 @@ def test_cases_are_of_every_kind() -> None:
 
     look()
     assert {"tied", "unused", "repeated", "nested", "transport=staged"} <= seen
-    assert {"kept", "low", "mp_policy", "max_unsharded_bytes", "max_gathers_in_flight"} <= seen
+    assert {"kept", "low", "mp_policy", "max_unsharded_bytes", "max_gathers_in_flight", "release=bucket"} <= seen

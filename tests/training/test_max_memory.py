@@ -139,6 +139,39 @@ def test_recomputation_changes_no_bit_of_a_step(
         assert recomputed > 0 and reductions <= most
 
 
+def _train_with_releases(rank: int, world_size: int, share: float) -> tuple[int, int]:
+    """Return how many values are computed again and how many buckets stay unsharded."""
+
+    def steps(**options: Any) -> tuple[Any, list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = _gpt()
+        inputs, transform = model.inputs, fsdp(**options)
+        jitted = thunder.jit(model, transforms=[transform])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        seen: list[torch.Tensor] = []
+        for step in range(4):
+            loss_of(jitted(*inputs(torch.Generator().manual_seed(10 * step + rank)))).backward()
+            seen += [p.grad.to_local().clone() for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return transform, seen + [p.detach().to_local().clone() for p in model.parameters()]
+
+    free, expected = steps()
+    limit = int(share * free.compiled[-1].memory.peak.nbytes)
+    limited, found = steps(release="step", max_memory=limit, prefetch=1)
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(ours, theirs), f"value {number}"
+    assert all(compiled.memory.peak.nbytes <= limit for compiled in limited.compiled)
+    assert all(bucket.arena._memory is None for bucket in limited.sharded.buckets)
+    return sum(len(compiled.recomputed) for compiled in limited.compiled), len(limited.sharded.kept)
+
+
+@pytest.mark.parametrize("share", [0.8, 2.0])
+def test_a_limit_and_releases_change_no_bit_of_several_steps(ranks: Ranks, share: float) -> None:
+    for recomputed, kept in ranks.run(_train_with_releases, share):
+        assert recomputed > 0 if share < 1 else kept > 0
+
+
 # A GPU that computes so slowly that copies to host memory are hidden.
 SLOW = dataclasses.replace(
     cluster("h100-sxm"), name="slow", flops=dict.fromkeys(cluster("h100-sxm").flops, 1e12), memory_bandwidth=1e11
