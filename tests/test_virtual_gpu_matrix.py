@@ -386,3 +386,12 @@ def test_measure_does_not_free_memory_that_streams_still_use(transport: str) -> 
     # Races are expected: measure runs collectives during computation on the same memory, where values do not matter. It
     # decides by time, so it can only run as one rank, which excludes symmetric memory.
     assert "reuse" not in kinds(run_on_virtual_gpus(measure_once, transport, {}).faults)
+
+
+@pytest.mark.parametrize(("transport", "bind_device"), [("flat", True), ("coalesced", False)])
+def test_gathering_from_secondary_shards_has_no_fault(transport: str, bind_device: bool) -> None:
+    """Four ranks in subgroups of two, which are split from the communicator of all ranks if it is bound to a device."""
+    result = run(train, transport=transport, reshard_after_forward=2, world_size=4, bind_device=bind_device)
+    result.assert_clean()
+    whole = run(train, transport=transport, world_size=4, ranks=[0])
+    assert result.count()["collective"] == whole.count()["collective"], "as many collectives, within subgroups"
