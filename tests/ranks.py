@@ -70,10 +70,13 @@ class Ranks:
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, keep_groups: bool = False, **kwargs: Any
+    ) -> list[Any]:
         """Call ``fn(rank, world_size, *args, **kwargs)`` on every rank and return the results in the order of ranks.
 
         Args:
+            keep_groups: keep the process groups that exist after ``fn``, because a later function trains its models.
             timeout: seconds after which ranks that have not returned count as hanging. The default suits busy machines;
                 on an idle one a test takes seconds.
 
@@ -84,7 +87,7 @@ class Ranks:
             self._start()
         for connection in self._connections:
             with contextlib.suppress(BrokenPipeError):  # the worker has died, which is reported below
-                connection.send_bytes(pickle.dumps((fn, args, kwargs)))
+                connection.send_bytes(pickle.dumps((fn, args, kwargs, keep_groups)))
         results, failures = self._collect(timeout)
         pending = set(range(self.world_size)) - results.keys() - failures.keys()
         if pending or failures:
@@ -198,12 +201,13 @@ def _work(
             except EOFError:  # the test process is gone
                 return
             try:
-                fn, args, kwargs = pickle.loads(job)
+                fn, args, kwargs, keep_groups = pickle.loads(job)
                 torch.manual_seed(0)
                 with tracing_shortcuts():
                     report = pickle.dumps((True, fn(rank, world_size, *args, **kwargs)))
                 dist.barrier()  # no rank continues while another is still in this function
-                _destroy_groups()
+                if not keep_groups:
+                    _destroy_groups()
                 torch.set_default_dtype(torch.float32)
                 torch.set_grad_enabled(True)
                 gc.collect()

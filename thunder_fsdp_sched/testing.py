@@ -25,7 +25,14 @@ from .tools.fake_ranks import Made, compile_as_rank
 from .trace.inspection import Aliases, args_of, outs_of, statement, statements
 from .trace.operands import Wait, bucket_of
 from .trace.schedule import StepSchedule, read_schedule
-from .trace.symbols import GRAD_WAITS, fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_params
+from .trace.symbols import (
+    GRAD_WAITS,
+    fsdp_all_gather,
+    fsdp_all_reduce,
+    fsdp_reduce_scatter,
+    fsdp_release,
+    fsdp_wait_params,
+)
 from .transform import FSDPTransform, find_transform
 from .transforms.sort_communication import issue_points
 
@@ -51,7 +58,7 @@ __all__ = [
     "step_schedule",
 ]
 
-_COMMUNICATION = (fsdp_all_gather, fsdp_wait_params, fsdp_reduce_scatter, fsdp_all_reduce, *GRAD_WAITS)
+_COMMUNICATION = (fsdp_all_gather, fsdp_wait_params, fsdp_reduce_scatter, fsdp_all_reduce, fsdp_release, *GRAD_WAITS)
 
 
 def compiled_traces(subject: Subject) -> CompiledTraces:
@@ -279,7 +286,7 @@ def assert_bytes_in_flight_at_most(trace: TraceCtx, nbytes: int) -> None:
 
 @_on_every_trace
 def assert_reductions_right_after_last_gradient(trace: TraceCtx) -> None:
-    """Assert that only communication is between the last gradient of a bucket and its reduce-scatter."""
+    """Assert that only communication and its memory's release are between a bucket's last gradient and reduce-scatter."""
     bsyms = statements(trace)
     for reduction in reductions(trace):
         for position in range(reduction.last_gradient + 1, reduction.issue):

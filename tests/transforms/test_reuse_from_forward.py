@@ -112,7 +112,7 @@ def _train(rank: int, world_size: int, name: str, options: dict[str, Any]) -> di
 )
 def test_backward_gathers_only_buckets_that_are_not_resident(ranks: Ranks, name: str, options: dict[str, Any]) -> None:
     history = PATTERNS[name]
-    for found in ranks.run(_train, name, options):
+    for found in ranks.run(_train, name, options, keep_groups=True):
         assert 0 < found["resident"] < found["backward"]
         everything = history.forwards * found["forward"] + history.backwards * found["backward"]
         assert found["issued"] == [everything - history.reuses * found["resident"]] * 3
