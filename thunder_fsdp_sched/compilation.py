@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.executors.passes import del_last_used
 from thunder.extend import FusionExecutor
@@ -22,6 +23,7 @@ from .trace.computation import computation_of
 from .trace.descriptions import count_issues
 from .trace.inspection import is_backward_trace, snapshot, split_joint, statements
 from .trace.left_gradients import NOTHING_LEFT
+from .trace.operator_facts import keep_facts
 from .trace.schedule import StepSchedule, compute_digest, read_program, read_schedule
 from .tracing import TracedComputation, without_computation
 from .transforms import (
@@ -103,6 +105,7 @@ class Compilation:
         self._agrees = agrees
         self._same: CompiledTraces | None = None
         self._pinned: StepSchedule | None = None
+        self._unsplit: Sequence[BoundSymbol] = ()
 
     def shard(
         self, prologue: TraceCtx, computation: TraceCtx, describe: Describe | None = None
@@ -158,14 +161,17 @@ class Compilation:
     def after_fusion(self, joint: TraceCtx) -> TraceCtx:
         """Remove from the joint trace what only kept fusions apart, and offload the chosen activations."""
         passes: list[Pass] = []
+        assert self.traces.joint is not None, "passes have run before fusion"
+        keep_facts(joint.bound_symbols, self.traces.joint.bound_symbols)
         if self._fusions:
             passes += [remove_cuts, partial(regather_for_backward, kept=self._sharded.kept)]
         joint = self.traces.run([*passes, gather_from_secondary], joint)
-        if not self.traces.offloaded:
-            return joint
-        if self._fusions:  # a fusion may have taken a value in
-            self.traces.offloaded = frozenset(self.traces.offloaded & offloadable(joint, min_bytes=0).keys())
-        return self.traces.run([partial(offload_activations, offloaded=self.traces.offloaded)], joint)
+        if self.traces.offloaded:
+            if self._fusions:  # a fusion may have taken a value in
+                self.traces.offloaded = frozenset(self.traces.offloaded & offloadable(joint, min_bytes=0).keys())
+            joint = self.traces.run([partial(offload_activations, offloaded=self.traces.offloaded)], joint)
+        self._unsplit = joint.bound_symbols
+        return joint
 
     def schedule(self, unscheduled: TraceCtx) -> TraceCtx:
         """Return the forward or backward trace that runs: sorted, with slots, verified, and agreed on by all ranks."""
@@ -180,6 +186,7 @@ class Compilation:
             copies.append(
                 partial(sort_host_copies, seconds=partial(compute_seconds, cost), copy_seconds=cost.host_copy_seconds)
             )
+        keep_facts(unscheduled.bound_symbols, self._unsplit)
         unsorted = traces.run([*checks, write_grads_in_place, guard_first, *copies], unscheduled)
         forward = traces.forward if backward else None
         release = self._options.release

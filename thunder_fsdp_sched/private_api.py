@@ -29,6 +29,7 @@ __all__ = [
     "dtensor_constructor",
     "function_called_by",
     "has_saved_tensor_hooks",
+    "identity_of_copies",
     "is_group_name_taken",
     "mesh_over",
     "new_spec",
@@ -328,6 +329,15 @@ def function_called_by(bsym: Any) -> Callable[..., Any] | None:
         return None
     called = getattr(module, bsym.sym.name, None)
     return called if callable(called) else None
+
+
+def identity_of_copies(bsym: Any) -> tuple[int, ...]:
+    """Return the identities of what a bound symbol consists of, which are those of its unchanged copies, too.
+
+    Valid while the bound symbol exists. Tags and the line of the user's code may differ.
+    """
+    parts = bsym.sym, bsym.args, bsym.kwargs, bsym.output, bsym.subsymbols, bsym._call_ctx
+    return tuple(map(id, parts))
 
 
 def torch_function_of(id: Any) -> Callable[..., Any] | None:

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.trace.inspection import Aliases
-from thunder_fsdp_sched.trace.operator_facts import facts_of
+from thunder_fsdp_sched.trace.operator_facts import facts_of, keep_facts
 
+import pytest
+import thunder.torch as ltorch
 import torch
 from operator_calls import Call, calls
 from thunder.core.devices import to_device
@@ -181,3 +183,22 @@ def test_no_operator_contradicts_the_facts_about_it() -> None:
     assert len(symbols) > 500
     assert min(count["views"], count["impure"], count["writing"]) > 100
     assert unknown <= UNKNOWN
+
+
+def test_only_unchanged_copies_keep_the_facts_of_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = TraceCtx()
+    with tracectx(trace):
+        x, y = (
+            TensorProxy(name, shape=(2, 3), device=to_device("cpu"), dtype=to_dtype(torch.float32)) for name in "xy"
+        )
+        ltorch.transpose(x, 0, 1)
+        ltorch.transpose(y, 0, 1)
+    original, other = trace.bound_symbols
+    facts = facts_of(original)
+    assert [*facts.aliases.values()] == [("x",)]
+    copy, swapped = original.from_bsym(), original.from_bsym(args=(y, 0, 1))
+    keep_facts([copy, swapped, other], trace.bound_symbols)
+    assert facts_of(other).aliases.keys() == {other.output.name}
+    assert [*facts_of(swapped).aliases.values()] == [("y",)]
+    monkeypatch.setattr("thunder_fsdp_sched.trace.operator_facts._facts_of", lambda bsym: pytest.fail("not kept"))
+    assert facts_of(copy) is facts

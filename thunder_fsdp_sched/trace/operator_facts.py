@@ -16,7 +16,7 @@ Everything else is unknown: all outputs may alias all tensor inputs, and it is n
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from thunder.core.prims import OpTags, PrimIDs
@@ -24,10 +24,10 @@ from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.pytree import tree_unflatten
 from thunder.core.symbol import BoundSymbol
 
-from ..private_api import function_called_by, torch_function_of
+from ..private_api import function_called_by, identity_of_copies, torch_function_of
 from .observation import Observed, observe_call
 
-__all__ = ["Facts", "ObservedCall", "Output", "facts_of", "observed_call"]
+__all__ = ["Facts", "ObservedCall", "Output", "facts_of", "keep_facts", "observed_call"]
 
 
 class Facts(NamedTuple):
@@ -123,6 +123,19 @@ def facts_of(bsym: BoundSymbol) -> Facts:
     if facts.pure and not _IMPURE_TAGS.isdisjoint((*bsym.tags, *(bsym.sym.tags or ()))):
         return facts._replace(pure=False)
     return facts
+
+
+def keep_facts(bsyms: Iterable[BoundSymbol], originals: Iterable[BoundSymbol]) -> None:
+    """Give bound symbols the facts that were found about those of which they are copies.
+
+    Thunder copies bound symbols when it fuses and splits a trace. A copy has the same symbol, arguments, outputs and
+    subsymbols: the very objects, not only equal ones.
+    """
+    known = {identity_of_copies(bsym): vars(bsym)[_KEPT] for bsym in originals if _KEPT in vars(bsym)}
+    for bsym in bsyms:
+        facts = known.get(identity_of_copies(bsym))
+        if facts is not None:
+            vars(bsym).setdefault(_KEPT, facts)
 
 
 def _facts_of(bsym: BoundSymbol) -> Facts:
