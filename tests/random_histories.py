@@ -146,6 +146,7 @@ class Scenario:
         optimizer: "sgd" or "adamw".
         second: whether actions alternate between two models.
         freezable: whether histories freeze and unfreeze parameters.
+        secondary: see :class:`random_models.Case`.
     """
 
     model: ModelSpec
@@ -158,10 +159,11 @@ class Scenario:
     freezable: bool = False
     modes: tuple[Mode, ...] = (Mode(),)
     histories: tuple[tuple[Action, ...], ...] = ()
+    secondary: int | None = None
 
     @property
     def case(self) -> Case:
-        return Case(self.model, self.options, self.groups)
+        return Case(self.model, self.options, self.groups, secondary=self.secondary)
 
     @property
     def tolerance(self) -> float:
@@ -253,6 +255,7 @@ def scenarios(draw: Any, *, histories: int, world_size: int, phrases: int = 6, o
         second=kind == "second",
         freezable=kind == "freezable",
         modes=modes,
+        secondary=case.secondary,
     )
     drawn = [draw(_history(scenario, world_size, one_deviates, phrases)) for _ in range(histories)]
     return replace(scenario, histories=tuple(drawn))

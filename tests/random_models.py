@@ -58,6 +58,7 @@ class Case:
         groups: indices of blocks that are sharded over a second process group, of the same ranks.
         kept: indices of blocks for which a function of the module asks for ZeRO-2.
         low: indices of blocks for which a function of the module asks for bfloat16.
+        secondary: over how many ranks parameters are sharded until backward, where that divides the number of ranks.
     """
 
     model: ModelSpec
@@ -65,6 +66,7 @@ class Case:
     groups: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
     low: tuple[int, ...] = ()
+    secondary: int | None = None
 
 
 class Layer(nn.Module):
@@ -253,15 +255,18 @@ def cases(draw: Any, *, numeric: bool = False) -> Case:
         options["accumulate"] = "sharded"
     if draw(st.integers(0, 2)) == 0:
         options["release"] = draw(st.sampled_from(["step", "step" if "max_unsharded_bytes" in options else "bucket"]))
-    return Case(model, options, groups, kept, low)
+    secondary = draw(st.sampled_from([None, 2, 2, 4])) if strategy == "zero3" else None
+    return Case(model, options, groups, kept, low, secondary)
 
 
-def options_of(case: Case, new_group: Callable[[], Any]) -> dict[str, Any]:
+def options_of(case: Case, new_group: Callable[[], Any], world_size: int) -> dict[str, Any]:
     """Return the options of a case. ``new_group`` creates the process group of the blocks in ``case.groups``."""
     options = dict(case.options)
     if case.kept:
         kept = {f"blocks.{number}" for number in case.kept}
         options["sharding_strategy"] = lambda name, module: "zero2" if name in kept else None
+    if case.secondary and world_size % case.secondary == 0:
+        options["reshard_after_forward"] = case.secondary
     if case.low:
         low, policy = {f"blocks.{number}" for number in case.low}, MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         options["mp_policy"] = lambda name, module: policy if name in low else None

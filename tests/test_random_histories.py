@@ -91,7 +91,7 @@ def run_scenario(rank: int, world_size: int, scenario: Scenario, folder: Path) -
     variants = [scenario, replace(scenario, norm=False, other=(0,))][: 1 + scenario.second]
     runners = []
     for number, variant in enumerate(variants):
-        options = options_of(scenario.case, lambda: dist.new_group(timeout=TIMEOUT))
+        options = options_of(scenario.case, lambda: dist.new_group(timeout=TIMEOUT), world_size)
         runners.append(
             HistoryRunner(variant, rank, world_size, folder=folder / str(number), process_group=group, **options)
         )
@@ -175,7 +175,7 @@ def deviate(rank: int, world_size: int, scenario: Scenario, deviation: Deviation
     # If its rows have changed in between, no rank can tell until calls of different kinds meet, which is before a step.
     skips = deviation.instead is None and not deviation.ends
     group = dist.new_group(timeout=SHORT)
-    options = options_of(scenario.case, lambda: dist.new_group(timeout=SHORT))
+    options = options_of(scenario.case, lambda: dist.new_group(timeout=SHORT), world_size)
     [history] = scenario.histories
     closing = (Action("forward", seed=999), Action("backward", loss_index=-1), Action("step"))
     actions = [deviation.history_of(r, (*history, *closing)) for r in range(world_size)]

@@ -55,7 +55,9 @@ def test_every_promise_holds_on_fake_ranks(part: int, case: Case, world_size: in
         return model, model.inputs(torch.Generator().manual_seed(0))
 
     def ask() -> Any:
-        return fsdp(**options_of(case, lambda: dist.new_group(list(range(world_size)), group_desc="others")))
+        return fsdp(
+            **options_of(case, lambda: dist.new_group(list(range(world_size)), group_desc="others"), world_size)
+        )
 
     try:
         transform = compile_as_rank(make, ask, rank=rank, world_size=world_size)  # includes ``verify``
@@ -78,7 +80,9 @@ def test_every_promise_holds_on_fake_ranks(part: int, case: Case, world_size: in
 @given(case=cases(), world_size=st.sampled_from([1, 2, 3, 4, 8]), window=st.booleans())
 def test_predicted_memory_is_counted_at_every_position_of_a_run(case: Case, world_size: int, window: bool) -> None:
     def ask() -> Any:
-        return fsdp(**options_of(case, lambda: dist.new_group(list(range(world_size)), group_desc="others")))
+        return fsdp(
+            **options_of(case, lambda: dist.new_group(list(range(world_size)), group_desc="others"), world_size)
+        )
 
     model = RandomModel(case.model)
     try:
@@ -92,7 +96,7 @@ def test_predicted_memory_is_counted_at_every_position_of_a_run(case: Case, worl
 
 
 def _train(rank: int, world_size: int, case: Case) -> None:
-    options = options_of(case, lambda: dist.new_group(list(range(world_size))))
+    options = options_of(case, lambda: dist.new_group(list(range(world_size))), world_size)
     mixed = len({block.double for block in case.model.blocks}) > 1 or not all(b.double for b in case.model.blocks)
     twins = Twins(rank, world_size, RandomModel(case.model), tolerance=2e-4 if mixed else 1e-10, **options)
     if any(p.requires_grad for p in twins.reference.parameters()):
@@ -124,8 +128,16 @@ def test_cases_are_of_every_kind() -> None:
             seen.add("unused")
         if len(case.model.order) > len(set(case.model.order)):
             seen.add("repeated")
-        seen.update(name for name in ("kept", "low") if getattr(case, name))
+        seen.update(name for name in ("kept", "low", "secondary") if getattr(case, name))
 
     look()
     assert {"tied", "unused", "repeated", "nested", "transport=staged"} <= seen
-    assert {"kept", "low", "mp_policy", "max_unsharded_bytes", "max_gathers_in_flight", "release=bucket"} <= seen
+    assert {
+        "kept",
+        "low",
+        "secondary",
+        "mp_policy",
+        "max_unsharded_bytes",
+        "max_gathers_in_flight",
+        "release=bucket",
+    } <= seen

@@ -179,7 +179,7 @@ def _random(rank: int, world_size: int, case: Case, seed: int) -> None:
 
     def run() -> list[torch.Tensor]:
         model = RandomModel(case.model)
-        jitted = thunder.jit(model, transforms=[fsdp(**options_of(case, torch.distributed.new_group))])
+        jitted = thunder.jit(model, transforms=[fsdp(**options_of(case, torch.distributed.new_group, world_size))])
         results = []
         for step in range(2):
             out = jitted(*model.inputs(torch.Generator().manual_seed(10 * step + rank)))
