@@ -24,7 +24,7 @@ from .tools.fit import describe_fit, optimizer_state_bytes
 from .tools.memory_files import save_memory
 from .tools.plot import plot_timelines, save_perfetto
 from .tools.plot_memory import plot_memory
-from .tools.report import before_and_after, dry_run_table, plan_table
+from .tools.report import before_and_after, dry_run_table, plan_table, window_table
 from .tools.suggestions import HEADROOM, suggest
 from .trace.schedule import load_schedules
 from .transports import TRANSPORTS
@@ -108,6 +108,9 @@ MaxGathers = Annotated[
 Secondary = Annotated[
     int | None,
     typer.Option(min=2, help="ZeRO-3: among how many ranks backward gathers; all by default.", show_default=False),
+]
+MicroBatches = Annotated[
+    int, typer.Option(min=1, help="Micro-batches of a step, each with its batch; all but the last run under no_sync.")
 ]
 Replicas = Annotated[int, typer.Option(min=1, help="Hybrid sharding: number of copies of the shards.")]
 Transport = Annotated[str, typer.Option(help=f"How buckets travel: auto, {', '.join(sorted(TRANSPORTS))}.")]
@@ -232,6 +235,7 @@ def plan(
     max_gathers_in_flight: MaxGathers = None,
     reshard_after_forward: Secondary = None,
     replicas: Replicas = 1,
+    micro_batches: MicroBatches = 1,
     transport: Transport = "auto",
     batch: Batch = 1,
     length: Length = 2048,
@@ -286,11 +290,14 @@ def plan(
             max_gathers_in_flight=max_gathers_in_flight,
             reshard_after_forward=reshard_after_forward if strategy == "zero3" else None,
             replicas=replicas,
+            micro_batches=micro_batches,
             transport=transport,
         )
         if sharding is Sharding.both:
             console.print(strategy.replace("zero", "ZeRO-"), style="bold")
         console.print(plan_table(step.transform.plan), highlight=False)
+        if step.window is not None:
+            console.print(window_table(step), highlight=False)
         console.print(dry_run_table(step), highlight=False)
         compiled = step.compiled
         memory = step.memory.with_optimizer_state(optimizer_state_bytes(compiled.buckets, optimizer_bytes))

@@ -50,6 +50,8 @@ def smaller_changes(step: DryRun, max_memory: int) -> Iterator[Change]:
         yield _option("sharding_strategy", "zero3")
     if step.replicas > 1:
         yield _option("replicas", 1)
+    if step.micro_batches > 1 and (options.get("accumulate"), options.get("max_memory")) == (None, None):
+        yield _option("accumulate", "sharded")
     if options.get("schedule") is None:
         yield from (_option("prefetch", distance) for distance in (1, 0) if distance < step.compiled.prefetch)
         if step.compiled.backward is not None and max_memory > 0 and options.get("max_memory") is None:

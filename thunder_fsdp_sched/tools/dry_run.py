@@ -27,19 +27,40 @@ __all__ = ["DryRun", "check_made", "dry_run_step", "find_model", "replan"]
 
 
 @dataclass(frozen=True)
+class Window:
+    """The micro-batches of an accumulation window before the last one, which run under ``no_sync``.
+
+    Attributes:
+        micro_batches: number of micro-batches, the last one included.
+        first: the first, which gathers all buckets.
+        further: each one between the first and the last, which finds the buckets that the window keeps.
+    """
+
+    micro_batches: int
+    first: Timeline
+    further: Timeline
+
+    @property
+    def seconds(self) -> float:
+        """Simulated time of these micro-batches."""
+        return self.first.step_seconds + (self.micro_batches - 2) * self.further.step_seconds
+
+
+@dataclass(frozen=True)
 class DryRun:
     """A planned step.
 
     Attributes:
         transform: the transform with the plan, the traces and the schedules.
         before: the step without the sorting pass, with communication where Thunder puts it.
-        after: the step as scheduled.
+        after: the step as scheduled. In an accumulation window, its last micro-batch, as ``before`` is.
         make: returns the module and its inputs.
         world_size: number of ranks.
         replicas: number of copies of the shards.
         options: options of :func:`thunder_fsdp_sched.fsdp`.
         traced: whether the model was traced for this plan; otherwise the trace is that of another plan of the same step,
             see [Note: Planning again] in ``replanning``.
+        window: the micro-batches before the last one; ``None`` if there is only one.
     """
 
     transform: FSDPTransform
@@ -51,20 +72,56 @@ class DryRun:
     replicas: int
     options: Mapping[str, Any]
     traced: bool = True
+    window: Window | None = None
 
     @property
     def compiled(self) -> CompiledTraces:
-        """The traces of the step."""
+        """The traces of the step; in an accumulation window, of its last micro-batch."""
         return self.transform.compiled[-1]
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches between two optimizer steps."""
+        return 1 if self.window is None else self.window.micro_batches
+
+    @property
+    def seconds(self) -> float:
+        """Simulated time between two optimizer steps: of all micro-batches."""
+        return self.after.step_seconds + (0.0 if self.window is None else self.window.seconds)
 
     @cached_property
     def memory(self) -> StepMemory:
-        """The memory of the step on rank 0, without optimizer state, as the allocator of the cluster's devices rounds it."""
-        return self.compiled.predict_memory(device="cpu" if self.cluster.synchronous else "cuda")
+        """The memory of the step on rank 0, without optimizer state, as the allocator of the cluster's devices rounds it.
+
+        In an accumulation window, of the micro-batch that needs most.
+        """
+        return max(self.memories, key=lambda memory: memory.peak.nbytes)
+
+    @cached_property
+    def memories(self) -> tuple[StepMemory, ...]:
+        """As :attr:`memory`, of the last micro-batch, and in an accumulation window before it of the earlier ones."""
+        return self.predict_memories(device="cpu" if self.cluster.synchronous else "cuda")
+
+    def predict_memories(self, *, device: str | None = None) -> tuple[StepMemory, ...]:
+        """Return :attr:`memories` as the allocator of another type of device rounds them, by default that of the buckets."""
+        last = self.compiled
+        if self.window is None:
+            return (last.predict_memory(device=device),)
+        earlier = self.transform.compiled[-2]
+        return (
+            earlier.predict_memory(device=device, accumulated=True, others=[last]),
+            last.predict_memory(device=device, accumulated=[earlier], others=[earlier]),
+        )
 
 
 def dry_run_step(
-    make: Callable[[], Made], *, world_size: int, on: ClusterSpec | str, replicas: int = 1, **options: Any
+    make: Callable[[], Made],
+    *,
+    world_size: int,
+    on: ClusterSpec | str,
+    replicas: int = 1,
+    micro_batches: int = 1,
+    **options: Any,
 ) -> DryRun:
     """Trace and schedule a model as rank 0 of ``world_size`` ranks, in this process, and simulate its step.
 
@@ -76,6 +133,8 @@ def dry_run_step(
         replicas: number of copies of the shards; ``world_size / replicas`` consecutive ranks share one (hybrid
             sharding).
         on: the cluster, or the name of a preset.
+        micro_batches: how many times forward and backward run between two optimizer steps, all but the last under
+            ``no_sync``.
         **options: options of :func:`thunder_fsdp_sched.fsdp`.
 
     Raises:
@@ -83,14 +142,23 @@ def dry_run_step(
         ValueError: the cluster is unknown, options are invalid, or ``make`` returns something else.
     """
     spec = cluster(on)
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches: expected 1 or more, got {micro_batches}")
+    settled = options if micro_batches == 1 else {**options, **_NOTHING_TO_CHOOSE}
     transform = compile_as_rank(
         partial(_checked, make),
-        _factory(spec, world_size, replicas, options),
+        _factory(spec, world_size, replicas, settled),
         rank=0,
         world_size=world_size,
         executors=_executors(spec),
     )
-    return _simulated(transform, spec, make, world_size, replicas, options)
+    if micro_batches == 1:
+        return _simulated(transform, spec, make, world_size, replicas, options)
+    return _planned_again(transform, spec, make, world_size, replicas, micro_batches, options, traced=True)
+
+
+_NOTHING_TO_CHOOSE: Mapping[str, Any] = {"prefetch": 1, "max_memory": None, "max_unsharded_bytes": None}
+"""Options with which the passes run once. A window is planned from the trace of a step that never runs."""
 
 
 def replan(
@@ -99,6 +167,7 @@ def replan(
     world_size: int | None = None,
     on: ClusterSpec | str | None = None,
     replicas: int | None = None,
+    micro_batches: int | None = None,
     **options: Any,
 ) -> DryRun:
     """Plan a step again with other options, without tracing its model again: the result is that of :func:`dry_run_step`.
@@ -109,6 +178,7 @@ def replan(
         step: a dry run, or a step that was planned again.
         world_size: number of ranks, by default that of ``step``.
         replicas: number of replicas, by default that of ``step``.
+        micro_batches: number of micro-batches, by default that of ``step``.
         on: the cluster, by default that of ``step``.
         **options: options of :func:`thunder_fsdp_sched.fsdp` that change, besides those of ``step``.
 
@@ -121,11 +191,29 @@ def replan(
         raise NeedsTrace(f"on: {spec.name!r} and {step.cluster.name!r} run other kernels, so trace the model again")
     options = {**step.options, **options}
     world_size, replicas = world_size or step.world_size, replicas or step.replicas
+    micro_batches = micro_batches or step.micro_batches
+    return _planned_again(step.transform, spec, step.make, world_size, replicas, micro_batches, options, traced=False)
+
+
+def _planned_again(
+    from_traced: FSDPTransform,
+    spec: ClusterSpec,
+    make: Callable[[], Made],
+    world_size: int,
+    replicas: int,
+    micro_batches: int,
+    options: Mapping[str, Any],
+    *,
+    traced: bool,
+) -> DryRun:
     with fake_rank(0, world_size):
         transform = _factory(spec, world_size, replicas, options)()
-        module, *_ = _checked(step.make)
-        plan_again(step.transform, transform, jit(module, transform, _executors(spec)))
-    return _simulated(transform, spec, step.make, world_size, replicas, options, traced=False)
+        module, *_ = _checked(make)
+        jitted = jit(module, transform, _executors(spec))
+        if micro_batches > 1:
+            plan_again(from_traced, transform, jitted, no_sync=True)
+        plan_again(from_traced, transform, jitted)
+    return _simulated(transform, spec, make, world_size, replicas, options, micro_batches=micro_batches, traced=traced)
 
 
 def _factory(
@@ -160,14 +248,20 @@ def _simulated(
     replicas: int,
     options: Mapping[str, Any],
     *,
+    micro_batches: int = 1,
     traced: bool = True,
 ) -> DryRun:
-    compiled = transform.compiled[-1]
+    compiled, cost = transform.compiled[-1], AnalyticCost(spec)
     assert compiled.forward is not None and compiled.forward_before is not None
-    cost = AnalyticCost(spec)
+    window: Window | None = None
+    if micro_batches > 1:
+        earlier = transform.compiled[-2]
+        assert earlier.forward is not None
+        run = partial(simulate, earlier.forward, earlier.backward, cost)
+        window = Window(micro_batches, run(), run(in_window=True))
     before = simulate(compiled.forward_before, compiled.backward_before, cost)
-    after = simulate(compiled.forward, compiled.backward, cost)
-    return DryRun(transform, spec, before, after, make, world_size, replicas, options, traced)
+    after = simulate(compiled.forward, compiled.backward, cost, in_window=window is not None)
+    return DryRun(transform, spec, before, after, make, world_size, replicas, options, traced, window)
 
 
 def check_made(made: object, factory: str) -> tuple[Any, ...]:

@@ -41,7 +41,9 @@ class NeedsTrace(ValueError):
     """Options change what the model computes, so the model must be traced with them."""
 
 
-def plan_again(traced: FSDPTransform, transform: FSDPTransform, jitted: ThunderModule) -> CompiledTraces:
+def plan_again(
+    traced: FSDPTransform, transform: FSDPTransform, jitted: ThunderModule, *, no_sync: bool = False
+) -> CompiledTraces:
     """Return the traces of the step that ``traced`` has compiled last, as another transform plans it.
 
     It is called over the process group of ``transform``, and appends the result to ``transform.compiled``. See
@@ -51,13 +53,15 @@ def plan_again(traced: FSDPTransform, transform: FSDPTransform, jitted: ThunderM
         traced: a transform that has compiled a step.
         transform: another transform.
         jitted: an equal module, jitted with ``transform``.
+        no_sync: plan it as a micro-batch under ``no_sync``.
 
     Raises:
         NeedsTrace: the options of ``transform`` change values of the computation.
         ValueError: a pass refuses these options.
     """
     before = traced.compiled[-1]
-    compilation = transform.begin_compilation(before.call, no_sync=before.no_sync)
+    call = before.call._replace(flags=[*before.call.flags, *["no_sync"] * no_sync])
+    compilation = transform.begin_compilation(call, no_sync=no_sync)
     compilation.traces.parameters = before.parameters
     joint = transform_for_execution(_with_shards(traced, transform), thunder.compile_data(jitted).executors_list)
     forward, backward = (joint, None) if before.backward is None else split_into_forward_and_backward(joint)

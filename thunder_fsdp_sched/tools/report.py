@@ -29,6 +29,7 @@ __all__ = [
     "dry_run_table",
     "schedule_table",
     "summarize_thunder",
+    "window_table",
 ]
 
 _SIDE_BY_SIDE = 128
@@ -160,8 +161,9 @@ def summarize_thunder(trace: TraceCtx) -> list[str]:
 
 def dry_run_table(step: DryRun) -> Table:
     """Return a table of a planned step, unsorted and scheduled, on its cluster. It fits 80 columns."""
+    what = "one step" if step.window is None else "the last micro-batch"
     table = Table(
-        title=f"one step on {step.cluster.name}, simulated; times in ms", box=box.SIMPLE_HEAD, title_justify="left"
+        title=f"{what} on {step.cluster.name}, simulated; times in ms", box=box.SIMPLE_HEAD, title_justify="left"
     )
     table.add_column("", no_wrap=True)
     for column in ("step", "compute", "communi-\ncation", "exposed", "over\nmax", "over\nsum", "peak\nunsharded"):
@@ -190,6 +192,32 @@ def dry_run_table(step: DryRun) -> Table:
     if compiled.backward is not None:
         in_place, total = share_written_in_place(compiled.backward)
         table.caption += f"\ngradients written in place: {human_bytes(in_place)} of {human_bytes(total)}"
+    return table
+
+
+def window_table(step: DryRun) -> Table:
+    """Return a table of the micro-batches of a planned step, which must have several. It fits 80 columns."""
+    window = step.window
+    assert window is not None
+    table = Table(title=f"{window.micro_batches} micro-batches; times in ms", box=box.SIMPLE_HEAD, title_justify="left")
+    table.add_column("micro-batch", no_wrap=True)
+    for column in ("time", "compute", "communi-\ncation", "exposed", "peak\nmemory"):
+        table.add_column(column, justify="right", no_wrap=True)
+    earlier, last = step.memories
+    rows = [("1, no_sync", window.first, earlier), (f"{window.micro_batches}, reduces", step.after, last)]
+    if window.micro_batches > 2:
+        further = "2" if window.micro_batches == 3 else f"each of 2 to {window.micro_batches - 1}"
+        rows.insert(1, (f"{further}, no_sync", window.further, earlier))
+    for name, timeline, memory in rows:
+        seconds = (
+            timeline.step_seconds,
+            timeline.compute_seconds,
+            sum(timeline.communication_seconds.values()),
+            timeline.exposed_seconds,
+        )
+        table.add_row(name, *(f"{1e3 * s:,.2f}" for s in seconds), human_bytes(memory.peak.nbytes))
+    table.caption_justify = "left"
+    table.caption = f"all micro-batches: {1e3 * step.seconds:,.2f} ms; peak memory without optimizer state"
     return table
 
 

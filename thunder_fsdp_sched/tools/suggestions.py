@@ -44,9 +44,9 @@ class Suggestion:
         changes: the changes as a user writes them, such as ``'prefetch=0'``; empty for the plan itself.
         peak_bytes: peak memory on this rank with optimizer state.
         fits: whether that leaves the headroom free.
-        step_seconds: simulated time of a step.
+        step_seconds: simulated time of a step, of all its micro-batches.
         extra_seconds: the difference from the plan.
-        samples: samples of a step on one rank, 1 if unknown.
+        samples: samples of a step on one rank; where unknown, a micro-batch counts as one.
         detail: what the changes do; may be empty.
         step: the planned step with these changes.
     """
@@ -262,26 +262,34 @@ class _Search:
         self.dry_runs_made += 1
         self.progress(f"dry run {self.dry_runs_made} of {self.dry_runs}: {text}")
         make, options = change.make or step.make, {**step.options, **change.options}
-        return dry_run_step(make, world_size=step.world_size, on=step.cluster, replicas=step.replicas, **options)
+        return dry_run_step(
+            make,
+            world_size=step.world_size,
+            on=step.cluster,
+            replicas=step.replicas,
+            micro_batches=step.micro_batches,
+            **options,
+        )
 
     def _suggestion(self, changes: tuple[str, ...], step: DryRun) -> Suggestion:
         peak = step.memory.with_optimizer_state(self._optimizer_state(step)).peak.nbytes
-        seconds = step.after.step_seconds
+        seconds = step.seconds
         self.least.append((peak, " and ".join(changes)))
         return Suggestion(
             changes=changes,
             peak_bytes=peak,
             fits=peak <= self.limit,
             step_seconds=seconds,
-            extra_seconds=seconds - self.first.after.step_seconds,
-            samples=samples_of(step.make) or 1,
+            extra_seconds=seconds - self.first.seconds,
+            samples=(samples_of(step.make) or 1) * step.micro_batches,
             detail=_detail(step) if changes else "",
             step=step,
         )
 
     def _max_memory(self, step: DryRun) -> int:
         """Return the bytes that a step may need: what optimizer state and the rounding of the device's allocator leave."""
-        rounding = max(step.memory.peak.nbytes - step.compiled.memory.peak.nbytes, 0)
+        unrounded = max(memory.peak.nbytes for memory in step.predict_memories())
+        rounding = max(step.memory.peak.nbytes - unrounded, 0)
         return self.limit - self._optimizer_state(step) - rounding
 
     def _optimizer_state(self, step: DryRun) -> int:
