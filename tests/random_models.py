@@ -7,13 +7,28 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["BlockSpec", "Case", "ModelSpec", "RandomModel", "cases", "options_of"]
+__all__ = ["BlockSpec", "Case", "ModelSpec", "RandomModel", "cases", "models", "options_of", "quiet"]
 
 KINDS = ("linear", "mlp", "branches", "norm", "scale", "nested", "twice", "sliced", "embedding")
+
+
+def quiet(examples: int = 100) -> settings:
+    """Return settings for a search with ``examples`` examples in ordinary runs, more with another hypothesis profile.
+
+    Failures are not shrunk: each attempt compiles, and a search for a smaller example would take minutes.
+    """
+    return settings(
+        max_examples=examples * max(settings().max_examples // 100, 1),
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+    )
 
 
 @dataclass(frozen=True)

@@ -15,20 +15,12 @@ from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, note, reject, settings
+from hypothesis import given, note, reject, settings
 from hypothesis import strategies as st
 from memory_count import compare, count_on_fake_ranks
-from random_models import Case, RandomModel, cases, options_of
+from random_models import Case, RandomModel, cases, options_of, quiet
 from ranks import Ranks
 from reference import Twins
-
-QUIET = settings(
-    # Failures are not shrunk: each attempt compiles, and a search for a smaller example would take minutes.
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    print_blob=True,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +31,8 @@ def _no_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
-def _examples(usual: int) -> int:
-    """Scale a number of examples by the hypothesis profile's ``max_examples``, relative to the default of 100."""
-    return usual * max(settings().max_examples // 100, 1)
-
-
 @pytest.mark.parametrize("part", range(3))  # so that pytest-xdist can divide them: 36 cases in all
-@settings(QUIET, max_examples=_examples(12))
+@quiet(12)
 @given(case=cases(), world_size=st.sampled_from([1, 2, 3, 4, 8, 64]), data=st.data())
 def test_every_promise_holds_on_fake_ranks(part: int, case: Case, world_size: int, data: Any) -> None:
     rank = data.draw(st.integers(0, world_size - 1))
@@ -76,7 +63,7 @@ def test_every_promise_holds_on_fake_ranks(part: int, case: Case, world_size: in
         testing.assert_prefetch_distance(transform, prefetch)
 
 
-@settings(QUIET, max_examples=_examples(5))
+@quiet(5)
 @given(case=cases(), world_size=st.sampled_from([1, 2, 3, 4, 8]), window=st.booleans())
 def test_predicted_memory_is_counted_at_every_position_of_a_run(case: Case, world_size: int, window: bool) -> None:
     def ask() -> Any:
@@ -104,7 +91,7 @@ def _train(rank: int, world_size: int, case: Case) -> None:
 
 
 @pytest.mark.parametrize("part", range(2))
-@settings(QUIET, max_examples=_examples(5))
+@quiet(5)
 @given(case=cases(numeric=True))
 def test_training_gives_the_values_of_the_unsharded_model(ranks: Ranks, part: int, case: Case) -> None:
     ranks.run(_train, case)
@@ -114,7 +101,7 @@ def test_cases_are_of_every_kind() -> None:
     """Check that drawn cases have the features that the tests above rely on."""
     seen: set[str] = set()
 
-    @settings(QUIET, max_examples=200, database=None)
+    @settings(quiet(), max_examples=200, database=None)
     @given(case=cases())
     def look(case: Case) -> None:
         model = RandomModel(case.model)
