@@ -11,4 +11,9 @@ def with_numbered_names(text: str) -> str:
     """Return the text of a trace without comments and with names numbered in the order of appearance."""
     names: dict[str, str] = {}
     code = "\n".join(line.partition("#")[0].rstrip() for line in text.splitlines() if not line.startswith("# "))
-    return re.sub(r"\b(?!\d)\w+\b", lambda word: names.setdefault(word[0], f"name{len(names)}"), code)
+
+    def numbered(part: str, kind: str) -> str:
+        return re.sub(r"\b(?!\d)\w+\b", lambda word: names.setdefault(kind + word[0], f"name{len(names)}"), part)
+
+    parts = code.split('"')  # every other one is an annotation: its f64 is a dtype, not the name of a value
+    return '"'.join(numbered(part, "annotation " * (index % 2)) for index, part in enumerate(parts))
