@@ -6,9 +6,8 @@
 3. *Functions of torch* are observed, whichever symbol of Thunder calls them: see [Note: Observing a function] in
    ``observation``. So are Thunder's own small implementations, which call torch.
 4. *Composite symbols and fusions* have the facts that follow from their subsymbols. If the function of a composite can
-also
-   be observed, the two sources are combined: an output aliases the inputs of either, and the symbol is pure only in
-   both.
+   also be observed, the two sources are combined: an output aliases the inputs of either, and the symbol is pure only
+   in both.
 5. *Symbols of other executors* that replace exactly one operator have the facts of that operator.
 
 Everything else is unknown: all outputs may alias all tensor inputs, and it is never recomputed.
