@@ -11,6 +11,7 @@ def with_numbered_names(text: str) -> str:
     """Return the text of a trace without comments and with names numbered in the order of appearance."""
     names: dict[str, str] = {}
     code = "\n".join(line.partition("#")[0].rstrip() for line in text.splitlines() if not line.startswith("# "))
+    code = re.sub(r" \\\n +", " ", code)  # Thunder wraps long lines, whose length depends on names
 
     def numbered(part: str, kind: str) -> str:
         return re.sub(r"\b(?!\d)\w+\b", lambda word: names.setdefault(kind + word[0], f"name{len(names)}"), part)

@@ -9,12 +9,12 @@ from typing import Any
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.executors.passes import del_last_used
-from thunder.extend import FusionExecutor
+from thunder.extend import Executor, FusionExecutor
 
 from .agreement.control import Run
 from .choosing import choose_settings
 from .options import Options
-from .pipeline import CompiledTraces, Pass, can_fuse_any
+from .pipeline import CompiledTraces, JointPasses, Pass, can_fuse_any
 from .runtime.module_hooks import TracedHooks
 from .sharding.sharded_module import ShardedModule
 from .simulator.clusters import cluster_of_this_process
@@ -29,6 +29,7 @@ from .tracing import TracedComputation, without_computation
 from .transforms import (
     ScheduleMismatch,
     assign_slots,
+    claim_operators,
     end_backward,
     gather_from_secondary,
     guard_first,
@@ -74,7 +75,7 @@ class Compilation:
         traces: takes the results.
         sharded: the module's shards.
         options: those of ``fsdp``.
-        fusions: the fusion executors that Thunder uses.
+        executors: those that claim operators, in order of priority.
         stats: Thunder's statistics of the jitted modules that may run the traces.
         compiled: the traces of the module that were compiled before, whose joint trace this compilation may share.
         agrees: whether the ranks agree before each run; ``False`` only to measure the cost of that.
@@ -88,7 +89,7 @@ class Compilation:
         traces: CompiledTraces,
         sharded: ShardedModule,
         options: Options,
-        fusions: Sequence[FusionExecutor],
+        executors: Sequence[Executor],
         stats: Iterable[Any],
         *,
         compiled: Sequence[CompiledTraces] = (),
@@ -100,7 +101,8 @@ class Compilation:
         self.is_finished = False
         self._sharded = sharded
         self._options = options
-        self._fusions = fusions
+        self._executors = executors
+        self._fusions = [e for e in executors if isinstance(e, FusionExecutor) and not isinstance(e, JointPasses)]
         self._stats = stats
         self._agrees = agrees
         self._same: CompiledTraces | None = None
@@ -145,6 +147,9 @@ class Compilation:
         if self._same is not None:
             assert self._same.differentiated is not None, "compilations that have finished keep their joint trace"
             joint, done = self._same.differentiated, f"shares the joint trace of compilation {self._same.number}"
+        else:
+            once = self._options.trace_modules_once
+            joint = traces.run([partial(claim_operators, executors=self._executors, once=once)], joint)
         traces.differentiated = snapshot(joint)
         joint = snapshot(joint)
         log(f"{done}, %d bound symbols in the joint trace", len(joint.bound_symbols), stage="bucketing and fusing")

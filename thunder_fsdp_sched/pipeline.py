@@ -139,20 +139,29 @@ class CompiledTraces:
 
 
 class JointPasses(FusionExecutor):
-    """A fusion executor that runs our passes and claims no operator.
+    """A fusion executor that runs our passes.
 
-    Its ``fusion_pass`` is the only public hook that sees the joint trace after operators are claimed.
+    Its ``fusion_pass`` is the only public hook that sees the joint trace before it is split.
+
+    Args:
+        name: of the executor.
+        run: the passes.
+        claims: whether all operators are left to ``run`` as they are, and no later executor claims one before it.
     """
 
-    def __init__(self, name: str, run: Pass) -> None:
+    def __init__(self, name: str, run: Pass, *, claims: bool = False) -> None:
         super().__init__(name)
         self.fusion_pass = run
+        self._claims = claims
 
     def can_execute(self, bsym: Any) -> bool:
         return False
 
     def can_fuse(self, bsym: Any) -> bool:
-        return False
+        return self._claims
+
+    def can_execute_or_fuse(self, bsym: Any) -> bool:
+        return False  # Thunder's autograd asks, to find an executor's own formula for gradients
 
 
 def _name(pass_: Pass) -> str:

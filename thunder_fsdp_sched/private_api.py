@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import inspect
+import linecache
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import timedelta
@@ -24,6 +26,7 @@ __all__ = [
     "TraceCache",
     "all_gather_coalesced",
     "all_gather_on_host",
+    "claim",
     "control_fabric_sync",
     "copy_of_options",
     "dtensor_constructor",
@@ -51,7 +54,36 @@ __all__ = [
     "torch_function_of",
     "unwrap_fabric",
     "watch_cache_misses",
+    "without_calls",
 ]
+
+
+def claim(trace: Any, executors: Any) -> Any:
+    """Return ``trace`` with its operators claimed by executors, in Thunder's way."""
+    from thunder.executors.passes import _transform_for_operator_executor_execution
+
+    return _transform_for_operator_executor_execution(trace, executors)
+
+
+def without_calls(
+    program: Callable[..., Any], names: Collection[str], arguments: Collection[str]
+) -> Callable[..., Any]:
+    """Return a program that Thunder has made of a trace, without its calls of functions that return nothing.
+
+    The text is compiled again; to make it from the trace once more takes many times as long.
+
+    Args:
+        names: of the functions.
+        arguments: names of objects that only they take; the new program does not keep them alive.
+    """
+    from thunder.core.baseutils import build_callable
+
+    inner = inspect.unwrap(program)
+    calls = tuple(f"{name}(" for name in names)
+    lines = linecache.getlines(inner.__code__.co_filename)
+    text = "".join(line for line in lines if not line.lstrip().startswith(calls))
+    context = {name: value for name, value in inner.__globals__.items() if name not in {*names, *arguments}}
+    return build_callable(inner.__name__, text, f"thunder.{inner.__name__}", context)
 
 
 def all_gather_on_host(group: Any) -> Callable[[Any, Any], Any]:

@@ -7,9 +7,9 @@ once, with the module
     ``transform_module``                      plan buckets, allocate shard buffers, turn parameters into views of them
 for each new set of shapes and flags
     ``transform_traces_pre_prologue``         refuse_foreign_parameters, shard_prologue, insert_unshard
-    (Thunder: autograd makes one joint forward/backward trace; executors claim operators; or an earlier joint trace
-    is used again: see [Note: Modes share a joint trace] in ``tracing.traced_computation``)
-    ``JointPasses`` before the fusions        bucket_communication, fuse_downcast, [choose],
+    (Thunder: autograd makes one joint forward/backward trace, unless an earlier joint trace is used again: see [Note:
+    Modes share a joint trace] in ``tracing.traced_computation``)
+    ``JointPasses`` before the fusions        claim_operators, bucket_communication, fuse_downcast, [choose],
                                               regather_for_backward, guard_kept, keep_fusions_apart
     (Thunder: fusion executors)
     ``JointPasses`` after the fusions         remove_cuts, regather_for_backward, gather_from_secondary,
@@ -41,7 +41,7 @@ from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
 from thunder.distributed import get_skip_data_parallel_grad_sync
-from thunder.extend import FusionExecutor
+from thunder.extend import Executor
 
 from .compilation import Compilation
 from .options import Options
@@ -86,10 +86,10 @@ class FSDPTransform(Transform):
         self._compilation: Compilation | None = None
         self._sharded: ShardedModule | None = None
         self._executors = (
-            JointPasses(f"fsdp_sched_before_fusion_{id(self)}", self._before_fusion),
+            JointPasses(f"fsdp_sched_before_fusion_{id(self)}", self._before_fusion, claims=True),
             JointPasses(f"fsdp_sched_behind_fusion_{id(self)}", self._after_fusion),
         )
-        self._fusions: list[FusionExecutor] = []
+        self._claiming: tuple[Executor, ...] = ()
         self._agrees = True  # at run time; False only to measure the cost of agreement
         self._repetition = Repetition()
         self._stats: weakref.WeakSet[Any] = weakref.WeakSet()  # Thunder's, of the jitted modules that run the traces
@@ -158,8 +158,8 @@ class FSDPTransform(Transform):
         trace_module_calls(compile_data, self._repetition if self.options.trace_modules_once else call_forward)
         first_executor, last_executor = self._executors
         others = without(compile_data.executors_list, (symbols.executor, first_executor, last_executor))
-        self._fusions = [e for e in others if isinstance(e, FusionExecutor) and not isinstance(e, JointPasses)]
-        compile_data.executors_list = (symbols.executor, first_executor, *others, last_executor)
+        self._claiming = (symbols.executor, *others)
+        compile_data.executors_list = (first_executor, *self._claiming, last_executor)
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
@@ -190,7 +190,7 @@ class FSDPTransform(Transform):
             traces,
             self.sharded,
             self.options,
-            self._fusions,
+            self._claiming,
             self._stats,
             compiled=self.compiled,
             agrees=self._agrees,

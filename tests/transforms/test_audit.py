@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -52,8 +53,15 @@ def _audits(model: nn.Module) -> tuple[bool, bool]:
             function = function.__wrapped__
         in_function = "fsdp_audit" in function.__globals__
         assert in_function == any(b.sym is fsdp_audit for trace in listed for b in trace.bound_symbols)
+        assert _statements("".join(inspect.getsourcelines(function)[0])) == _statements(listed[-1].python())
         found.append(in_function)
     return found[0], found[1]
+
+
+def _statements(text: str) -> list[str]:
+    """Return the lines of a function's body without comments."""
+    lines = (line.partition("  #")[0] for line in text.splitlines() if line.startswith("  "))
+    return [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
 
 
 def _check_when_audited(rank: int, world_size: int) -> None:

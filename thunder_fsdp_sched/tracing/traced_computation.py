@@ -28,27 +28,21 @@ from typing import Any
 
 import torch
 from thunder.core.compile_data import get_compile_data
-from thunder.core.devices import Device
-from thunder.core.dtypes import dtype
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import FutureTensorProxy, NumberProxy, Proxy, TensorProxy
-from thunder.core.symbol import BoundSymbol
+from thunder.core.proxies import Proxy
 from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transform_common import Transform
 from thunder.extend import StatefulExecutor
 
 from ..private_interpreter import cache_info
-from .tokens import Same, token_of
+from .tokens import Same
+from .trace_tokens import Indescribable, TraceTokens
 
 __all__ = ["TracedComputation", "describe", "without_computation"]
 
 TracedComputation = tuple[Any, ...]
 """Tokens of a traced computation; see :func:`describe`."""
-
-
-class _Unknown(Exception):
-    """The trace has something that tokens cannot describe."""
 
 
 def describe(trace: TraceCtx, parameters: Mapping[str, str], transform: Transform) -> TracedComputation | None:
@@ -75,14 +69,14 @@ def describe(trace: TraceCtx, parameters: Mapping[str, str], transform: Transfor
     arguments = {arg.name for arg in trace.args if isinstance(arg, Proxy)}
     if any(arg.name not in arguments for arg in trace.output["flat_args"] if isinstance(arg, Proxy)):
         return None
-    tokens = _Tokens()
+    tokens = TraceTokens()
     try:
         tokens.add((tuple(trace.args), dict(trace.kwargs), tuple(sorted(map(str, trace.tags)))))
         tokens.add([parameters.get(arg.name) if isinstance(arg, Proxy) else None for arg in trace.args])
         for bsym in trace.bound_symbols:
             tokens.add_bsym(bsym)
         tokens.add([list(data.executors_list), dict(data.compile_options), cache_info(), _attention_backends()])
-    except _Unknown:
+    except Indescribable:
         return None
     return Same(weakref.ref(data)), *tokens.tokens
 
@@ -111,65 +105,3 @@ def _attention_backends() -> tuple[bool, ...]:
         backends.math_sdp_enabled(),
         backends.cudnn_sdp_enabled(),
     )
-
-
-class _Tokens:
-    """Tokens of bound symbols and values, with proxies numbered in order of appearance."""
-
-    def __init__(self) -> None:
-        self.tokens: list[Any] = []
-        self._numbers: dict[str, int] = {}
-        self._known: dict[int, Any] = {}  # tokens of proxies that the trace keeps alive, by their identity
-        self._shared: dict[Any, Any] = {}  # one object for equal metadata
-
-    def add_bsym(self, bsym: BoundSymbol) -> None:
-        positions = bsym.source_positions
-        line = None if positions is None else positions.lineno
-        tags = frozenset(bsym.tags)
-        self.tokens += (Same(bsym.sym), bsym.header, bsym.source_filename, line, self._shared.setdefault(tags, tags))
-        self.add(bsym.args)
-        self.add(bsym.kwargs)
-        self.add(bsym.output)
-        for context in (bsym._call_ctx, bsym._import_ctx, bsym._object_ctx):
-            self.tokens.append(len(context or ()))
-            if context:
-                self.add(dict(context))
-        self.tokens.append(len(bsym.subsymbols))
-        for sub in bsym.subsymbols:
-            self.add_bsym(sub)
-
-    def add(self, value: Any) -> None:
-        if isinstance(value, Proxy):
-            token = self._known.get(id(value))
-            if token is None:
-                token = self._known[id(value)] = self._proxy(value)
-            self.tokens.append(token)
-            return
-        kind = type(value)
-        if kind is tuple or kind is list:
-            self.tokens += (kind, len(value))
-            for item in value:
-                self.add(item)
-        elif kind is dict:
-            self.tokens += (kind, len(value))
-            for key, item in value.items():
-                self.add(key)
-                self.add(item)
-        elif isinstance(value, Device | dtype):
-            self.tokens += (kind, str(value))
-        else:
-            self.tokens.append(token_of(value, 0))
-
-    def _proxy(self, proxy: Proxy) -> Any:
-        kind = type(proxy)
-        facts: tuple[Any, ...]
-        if isinstance(proxy, TensorProxy | FutureTensorProxy):
-            facts = tuple(proxy.shape), str(proxy.device), str(proxy.dtype), proxy.requires_grad
-            if isinstance(proxy, TensorProxy):
-                facts += str(proxy.true_dtype), proxy.distparallel_type, proxy.thunder_fsdp_padding_size
-        elif isinstance(proxy, NumberProxy):
-            facts = token_of(proxy.value, 0), proxy.python_type, proxy.constraint
-        else:
-            raise _Unknown
-        facts = kind, *facts, frozenset(proxy.tags)
-        return self._numbers.setdefault(proxy.name, len(self._numbers)), self._shared.setdefault(facts, facts)

@@ -9,6 +9,7 @@ was cut.
 
 from .assign_slots import assign_slots
 from .bucket_communication import bucket_communication
+from .claim_operators import claim_operators
 from .end_backward import end_backward
 from .extend_arena import release_extension
 from .fuse_downcast import fuse_downcast
@@ -35,6 +36,7 @@ __all__ = [
     "ScheduleMismatch",
     "VerificationError",
     "bucket_communication",
+    "claim_operators",
     "end_backward",
     "fuse_downcast",
     "gather_from_secondary",

@@ -25,13 +25,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from thunder.common import transform_to_torch_types
 from thunder.core import codeutils
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, from_trace
 
+from ..private_api import without_calls
 from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
 from ..runtime.memory import Arena, Slot
@@ -222,7 +222,7 @@ def audited(
         found = in_cache()
         if found is not None:
             for one in of_modules:
-                _exchange(one, found, backward)
+                _exchange(one, found, auditor, backward)
 
     auditor = Auditor(trace, forward=forward, former_memory=former_memory, on_success=exchange)
     inputs_checked = not auditor.inputs
@@ -253,20 +253,17 @@ def without_audit(trace: TraceCtx) -> TraceCtx:
     return new
 
 
-def _exchange(stats: Any, trace: TraceCtx, backward: bool) -> None:
-    """Remove the audit from the traces of the cache entry of ``trace``, and compile the last of them again."""
+def _exchange(stats: Any, trace: TraceCtx, auditor: Auditor, backward: bool) -> None:
+    """Remove the audit from the traces of the cache entry of ``trace``, and from the program made of the last of them."""
     for number, entry in enumerate(stats.interpreter_cache):
         traces = entry.backward_traces if backward else entry.computation_traces
         if not any(t is trace for t in traces):
             continue
         for i, t in enumerate(traces):
             traces[i] = without_audit(t)
-        # As in thunder.jit, which replaces Thunder's types in a forward trace at the very end.
-        if backward:
-            entry = entry._replace(backward_fn=traces[-1].python_callable())
-        else:
-            entry = entry._replace(computation_fn=transform_to_torch_types(traces[-1]).python_callable())
-        stats.interpreter_cache[number] = entry
+        field = "backward_fn" if backward else "computation_fn"
+        program = without_calls(getattr(entry, field), [sym.name for sym in _AUDIT], [str(auditor)])
+        stats.interpreter_cache[number] = entry._replace(**{field: program})
         return
 
 
