@@ -368,7 +368,7 @@ def identity_of_copies(bsym: Any) -> tuple[int, ...]:
 
     Valid while the bound symbol exists. Tags and the line of the user's code may differ.
     """
-    parts = bsym.sym, bsym.args, bsym.kwargs, bsym.output, bsym.subsymbols, bsym._call_ctx
+    parts = bsym.sym, bsym.args, bsym.kwargs, bsym.output, bsym._call_ctx, *bsym.subsymbols
     return tuple(map(id, parts))
 
 

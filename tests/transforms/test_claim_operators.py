@@ -8,6 +8,7 @@ from typing import Any
 
 from thunder_fsdp_sched.pipeline import JointPasses
 from thunder_fsdp_sched.private_api import claim
+from thunder_fsdp_sched.trace.operator_facts import Facts, facts_of
 from thunder_fsdp_sched.transforms import claim_operators
 
 import pytest
@@ -60,12 +61,18 @@ class Claims:
         stays = claim_operators.__globals__["_stays"]
         self.operators += sum(not stays(bsym) for bsym in trace.bound_symbols)
         assert text(once) == expected
+        for bsym in once.bound_symbols:
+            assert unordered(facts_of(bsym)) == unordered(facts_of(bsym.from_bsym()))
         self.text = once.python()
         return once
 
 
 def text(trace: TraceCtx) -> str:
     return with_numbered_names(trace.python())
+
+
+def unordered(facts: Facts) -> Facts:
+    return facts._replace(aliases={out: sorted(read) for out, read in facts.aliases.items()})
 
 
 def in_eager(model: nn.Module, *inputs: Any) -> list[torch.Tensor]:

@@ -19,14 +19,14 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from thunder.core.prims import OpTags, PrimIDs
-from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_unflatten
 from thunder.core.symbol import BoundSymbol
 
 from ..private_api import function_called_by, identity_of_copies, torch_function_of
 from .observation import Observed, observe_call
 
-__all__ = ["Facts", "ObservedCall", "Output", "facts_of", "keep_facts", "observed_call"]
+__all__ = ["Facts", "ObservedCall", "Output", "facts_of", "keep_facts", "observed_call", "share_facts"]
 
 
 class Facts(NamedTuple):
@@ -105,7 +105,7 @@ _IMPURE_PRIMS = frozenset(
 )
 """Prims that return new memory, but different values each time."""
 
-_KEPT, _KEPT_CALLS = "_fsdp_facts", "_fsdp_calls"
+_KEPT, _KEPT_CALLS, _LIKE = "_fsdp_facts", "_fsdp_calls", "_fsdp_like"
 
 _IMPURE_TAGS: set[Any] = {OpTags.RANDOM_OP, OpTags.IN_PLACE, OpTags.DONT_DCE}
 
@@ -116,25 +116,53 @@ def facts_of(bsym: BoundSymbol) -> Facts:
     Several passes ask for them. What a bound symbol is does not change, so it keeps them, as it keeps its flat arguments;
     only tags are added to it.
     """
-    facts: Facts | None = vars(bsym).get(_KEPT)
-    if facts is None:
-        facts = vars(bsym)[_KEPT] = _facts_of(bsym)
+    facts = _kept_facts(bsym)
     if facts.pure and not _IMPURE_TAGS.isdisjoint((*bsym.tags, *(bsym.sym.tags or ()))):
         return facts._replace(pure=False)
     return facts
+
+
+def _kept_facts(bsym: BoundSymbol) -> Facts:
+    facts: Facts | None = vars(bsym).get(_KEPT)
+    if facts is None:
+        like = vars(bsym).pop(_LIKE, None)
+        facts = vars(bsym)[_KEPT] = _facts_of(bsym) if like is None else _renamed(_kept_facts(like[0]), like[1])
+    return facts
+
+
+def share_facts(bsym: BoundSymbol, other: BoundSymbol, names: Mapping[str, Proxy]) -> None:
+    """Let a bound symbol have the facts of another one that differs from it in its proxies only.
+
+    Args:
+        names: the proxies of ``bsym``, by the names of those of ``other``.
+    """
+    vars(bsym)[_LIKE] = other, names
+
+
+def _renamed(facts: Facts, names: Mapping[str, Proxy]) -> Facts:
+    return Facts(
+        {names[out].name: tuple(names[name].name for name in read) for out, read in facts.aliases.items()},
+        facts.pure,
+        frozenset(names[name].name for name in facts.writes),
+        facts.known,
+        frozenset(names[name].name for name in facts.by_position),
+    )
 
 
 def keep_facts(bsyms: Iterable[BoundSymbol], originals: Iterable[BoundSymbol]) -> None:
     """Give bound symbols the facts that were found about those of which they are copies.
 
     Thunder copies bound symbols when it fuses and splits a trace. A copy has the same symbol, arguments, outputs and
-    subsymbols: the very objects, not only equal ones.
+    subsymbols: the very objects, not only equal ones. Those that have no facts yet may share those of another one.
     """
-    known = {identity_of_copies(bsym): vars(bsym)[_KEPT] for bsym in originals if _KEPT in vars(bsym)}
+    known = {}
+    for bsym in originals:
+        found = {key: vars(bsym)[key] for key in (_KEPT, _LIKE) if key in vars(bsym)}
+        if found:
+            known[identity_of_copies(bsym)] = found
     for bsym in bsyms:
-        facts = known.get(identity_of_copies(bsym))
-        if facts is not None:
-            vars(bsym).setdefault(_KEPT, facts)
+        for key, value in known.get(identity_of_copies(bsym), {}).items():
+            vars(bsym).setdefault(key, value)
 
 
 def _facts_of(bsym: BoundSymbol) -> Facts:

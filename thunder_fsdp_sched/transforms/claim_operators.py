@@ -29,6 +29,7 @@ from thunder.extend import Executor, FusionExecutor, OperatorExecutor, StatefulE
 from ..private_api import claim
 from ..private_interpreter import renamed
 from ..trace import symbols
+from ..trace.operator_facts import keep_facts, share_facts
 from ..tracing.trace_tokens import Indescribable, TraceTokens
 
 __all__ = ["claim_operators"]
@@ -44,7 +45,12 @@ def claim_operators(trace: TraceCtx, *, executors: Sequence[Executor], once: boo
         executors: in order of priority.
         once: whether operators that are alike are claimed once. Without it, each is claimed by itself.
     """
-    return dce(_claim_once(trace, executors) if once else claim(trace, executors))
+    if not once:
+        return dce(claim(trace, executors))
+    claimed = _claim_once(trace, executors)
+    new = dce(claimed)
+    keep_facts(new.bound_symbols, claimed.bound_symbols)
+    return new
 
 
 class _Claimed(NamedTuple):
@@ -74,8 +80,9 @@ def _claim_once(trace: TraceCtx, executors: Sequence[Executor]) -> TraceCtx:
             else:
                 bsyms, replaced = _claim(bsym, new, executors)
                 swap |= replaced
-                if tokens is not None and not replaced:
-                    known[tokens] = _Claimed(_proxies_of(bsym), bsyms)
+                proxies = _proxies_of(bsym)
+                if tokens is not None and not replaced and _read_only(bsyms, proxies):
+                    known[tokens] = _Claimed(proxies, bsyms)
         new.bound_symbols += [each.from_bsym_swap_proxies(swap) for each in bsyms] if swap else bsyms
     return new
 
@@ -143,6 +150,16 @@ def _below(bsym: BoundSymbol) -> Iterable[BoundSymbol]:
         yield from _below(sub)
 
 
+def _read_only(bsyms: Iterable[BoundSymbol], proxies: Iterable[Proxy]) -> bool:
+    """Return whether bound symbols read only these proxies and what they define themselves."""
+    defined = {proxy.name for proxy in proxies}
+    for bsym in bsyms:
+        if any(arg.name not in defined for arg in bsym.flat_proxy_args):
+            return False
+        defined.update(out.name for out in bsym.flat_proxy_outs)
+    return True
+
+
 class _Copies:
     """Copies of what claiming an operator has made of it, for an operator that is alike."""
 
@@ -151,6 +168,8 @@ class _Copies:
         self._new = {old.name: new for old, new in zip(claimed.proxies, proxies, strict=True)}
         self._trace = trace
         self.bsyms = [self._copy(each) for each in claimed.bsyms]
+        for new, old in zip(self.bsyms, claimed.bsyms, strict=True):
+            share_facts(new, old, self._new)
 
     def _copy(self, bsym: BoundSymbol) -> BoundSymbol:
         subsymbols = [self._copy(sub) for sub in bsym.subsymbols]
