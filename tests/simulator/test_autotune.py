@@ -6,7 +6,7 @@ import dataclasses
 import re
 
 import thunder_fsdp_sched  # before thunder
-from thunder_fsdp_sched import testing
+from thunder_fsdp_sched import fsdp, testing
 from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.simulator.autotune import MemoryLimitError, choose
 from thunder_fsdp_sched.simulator.candidate_traces import CandidateTraces
@@ -27,11 +27,14 @@ from thunder_fsdp_sched.transforms import (
 )
 
 import pytest
+import thunder
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_traces import joint_step
 from test_testing import Model, make
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 # A device that computes slowly enough to hide communication, without launch overhead.
 SLOW = dataclasses.replace(
@@ -132,6 +135,22 @@ def test_fewer_reductions_in_flight_are_tried_before_values_are_computed_again()
         return max(sum(r.issue <= one.issue < r.wait for r in large) for one in large)
 
     assert (most_at_once(free), most_at_once(traces)) == (2, 1)
+
+
+def test_a_later_call_does_not_let_an_earlier_step_exceed_the_limit():
+    limit = int(0.6 * with_activations().memory.peak.nbytes)
+    transform = fsdp(max_memory=limit, cluster=SLOW)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        model = thunder.jit(Model(3), transforms=[transform])
+        model(torch.randn(32, 16))
+        model(torch.randn(1, 16))  # has room for more slots, but the first step would have to share them
+    finally:
+        dist.destroy_process_group()
+    first, second = transform.compiled
+    assert first.recomputed and not second.recomputed
+    for traces in (first, second):
+        testing.assert_peak_memory_at_most(traces, limit)
 
 
 def test_a_distance_that_is_too_slow_even_without_recomputation_is_not_planned_further(monkeypatch):
