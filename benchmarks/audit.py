@@ -3,7 +3,7 @@
     python benchmarks/audit.py --blocks 2 8
 
 The benchmark runs in one process, with a gloo group of one rank and the demo's GPT. The first step compiles both traces
-and runs them with the audit. It times inserting the audit into the traces, compiling them again without it, the checks
+and runs them with the audit. It times inserting the audit into the traces, compiling their text again without it, the checks
 themselves, and the facts about operators (``facts_of``), which every pass reads with or without an audit.
 """
 

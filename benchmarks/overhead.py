@@ -174,9 +174,12 @@ def compile_table(
     )
     for key, text in (("symbols", "bound symbols"), ("gigabytes", "peak memory, GB"), ("thunder", "Thunder's own, s")):
         table.add_row(text, *(f"{one[key]:,.1f}".removesuffix(".0") for one in compiled))
-    table.add_row("our passes, s", *(f"{one['ours']:.2f}" for one in compiled))
+    table.add_row("of that, claiming operators in our pass, s", *(f"{one['claiming']:.2f}" for one in compiled))
+    table.add_row("our other passes, s", *(f"{one['ours']:.2f}" for one in compiled))
     table.add_row(
-        "ours / Thunder's own", *(f"{one['ours'] / one['thunder']:.1%}" for one in compiled), end_section=True
+        "our other passes / Thunder's own",
+        *(f"{one['ours'] / one['thunder']:.1%}" for one in compiled),
+        end_section=True,
     )
     last = compiled[-1]["passes"]
     for name in sorted(last, key=last.get, reverse=True):
@@ -185,7 +188,14 @@ def compile_table(
         if one["blocks"] == 32 and arguments.blocks_of == "gpt":
             share = one["ours"] / one["thunder"]
             limit = f"{MOST_OF_COMPILING:g}"
-            bars.append(("our passes over Thunder's own, 32 GPT blocks", share, limit, share <= MOST_OF_COMPILING))
+            bars.append(
+                (
+                    "our passes without claiming over Thunder's own, 32 GPT blocks",
+                    share,
+                    limit,
+                    share <= MOST_OF_COMPILING,
+                )
+            )
     return table
 
 
