@@ -12,7 +12,19 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["BlockSpec", "Case", "ModelSpec", "RandomModel", "cases", "models", "options_of", "quiet"]
+__all__ = [
+    "BlockSpec",
+    "CallingModel",
+    "Case",
+    "ModelSpec",
+    "RandomModel",
+    "cases",
+    "models",
+    "options_of",
+    "periodic_models",
+    "quiet",
+    "repeating_models",
+]
 
 KINDS = ("linear", "mlp", "branches", "norm", "scale", "nested", "twice", "sliced", "embedding")
 
@@ -292,3 +304,29 @@ def options_of(case: Case, new_group: Callable[[], Any], world_size: int) -> dic
         if not tied & set(case.groups):  # a tied parameter has one group
             options["process_group_for"] = lambda name, param: group if name.startswith(prefixes) else None
     return options
+
+
+class CallingModel(RandomModel):
+    """A random model that calls its blocks, because only module calls are repeated."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.end(x)
+
+
+@st.composite
+def repeating_models(draw: Any) -> ModelSpec:
+    """Draw a model in which each block has a twin: of the same kind, width and dtype, with parameters of its own."""
+    spec = draw(models())
+    twins = {number: number + len(spec.blocks) for number in range(len(spec.blocks))}
+    order = [number for index in spec.order for number in (index, twins[index])]
+    return replace(spec, blocks=spec.blocks * 2, order=tuple(draw(st.permutations(order))))
+
+
+@st.composite
+def periodic_models(draw: Any, periods: int = 3) -> ModelSpec:
+    """Draw a model whose blocks repeat in the same order, with parameters of their own each time."""
+    spec = draw(models())
+    order = [index + period * len(spec.blocks) for period in range(periods) for index in spec.order]
+    return replace(spec, blocks=spec.blocks * periods, order=tuple(order))

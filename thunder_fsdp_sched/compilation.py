@@ -24,12 +24,14 @@ from .trace.descriptions import count_issues
 from .trace.inspection import is_backward_trace, snapshot, split_joint, statements
 from .trace.left_gradients import NOTHING_LEFT
 from .trace.operator_facts import keep_facts
+from .trace.printing import print_faster
 from .trace.schedule import StepSchedule, compute_digest, read_program, read_schedule
-from .tracing import TracedComputation, without_computation
+from .tracing import TracedComputation, needs_backward, without_computation
 from .transforms import (
     ScheduleMismatch,
     assign_slots,
     claim_operators,
+    differentiate,
     end_backward,
     gather_from_secondary,
     guard_first,
@@ -106,11 +108,12 @@ class Compilation:
         self._stats = stats
         self._agrees = agrees
         self._same: CompiledTraces | None = None
+        self._computation: TraceCtx | None = None  # that Thunder does not see
         self._pinned: StepSchedule | None = None
         self._unsplit: Sequence[BoundSymbol] = ()
 
     def shard(
-        self, prologue: TraceCtx, computation: TraceCtx, describe: Describe | None = None
+        self, prologue: TraceCtx, computation: TraceCtx, describe: Describe | None = None, *, hides: bool = False
     ) -> tuple[TraceCtx, TraceCtx]:
         """Let the prologue unpack shards, and unshard each parameter at its first use.
 
@@ -118,6 +121,8 @@ class Compilation:
             describe: returns tokens of the computation, given the names of parameters by those of arguments. If an
                 earlier compilation had the same, its joint trace is used again, and the returned computation is empty;
                 see [Note: Modes share a joint trace] in ``tracing.traced_computation``.
+            hides: whether ``differentiate`` takes the place of Thunder's autograd, so that the returned computation is
+                empty in any case; see [Note: Blocks are differentiated once] in ``transforms.differentiate``.
         """
         locations, shards = self._sharded.locations, self._sharded.shards
         unpacked = unpacked_parameters(prologue)
@@ -138,6 +143,9 @@ class Compilation:
             traces.shares = self._same.number
             return prologue, without_computation(computation)
         computation = run([partial(insert_unshard, inputs=inputs, buckets=locations, shards=shards)], computation)
+        if hides:
+            self._computation = computation
+            computation = without_computation(computation)
         return prologue, computation
 
     def before_fusion(self, joint: TraceCtx) -> TraceCtx:
@@ -147,16 +155,19 @@ class Compilation:
         if self._same is not None:
             assert self._same.differentiated is not None, "compilations that have finished keep their joint trace"
             joint, done = self._same.differentiated, f"shares the joint trace of compilation {self._same.number}"
+        elif self._computation is not None:
+            backward = needs_backward(self._computation)
+            passes: list[Pass] = [partial(differentiate, executors=self._executors, has_gradients=backward)]
+            joint = traces.run(passes, self._computation)
         else:
-            once = self._options.trace_modules_once
-            joint = traces.run([partial(claim_operators, executors=self._executors, once=once)], joint)
+            joint = traces.run([partial(claim_operators, executors=self._executors, once=False)], joint)
         traces.differentiated = snapshot(joint)
         joint = snapshot(joint)
         log(f"{done}, %d bound symbols in the joint trace", len(joint.bound_symbols), stage="bucketing and fusing")
         bucketed = self._choose(joint)
         kept = self._sharded.kept
         again = partial(regather_for_backward, kept=kept, recomputed=traces.recomputed)
-        passes: list[Pass] = [again, partial(guard_kept, kept=kept)]
+        passes = [again, partial(guard_kept, kept=kept)]
         if self._fusions:
             can_fuse = partial(can_fuse_any, self._fusions)
             passes.append(partial(keep_fusions_apart, can_fuse=can_fuse))
@@ -237,9 +248,10 @@ class Compilation:
         else:
             traces.forward_before, traces.forward, traces.forward_schedule = unscheduled, trace, schedule
         self.is_finished = backward or not trains
-        if not self._options.audit:
-            return trace
-        return audited(trace, forward=forward, former_memory=self._sharded.former_memory, stats=self._stats)
+        if self._options.audit:
+            trace = audited(trace, forward=forward, former_memory=self._sharded.former_memory, stats=self._stats)
+        print_faster(trace)
+        return trace
 
     @cached_property
     def _cost(self) -> AnalyticCost:

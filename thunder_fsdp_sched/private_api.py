@@ -31,6 +31,7 @@ __all__ = [
     "copy_of_options",
     "dtensor_constructor",
     "function_called_by",
+    "gradient_rules_of",
     "has_saved_tensor_hooks",
     "identity_of_copies",
     "is_group_name_taken",
@@ -38,6 +39,7 @@ __all__ = [
     "new_spec",
     "next_node_number",
     "parameters_of_running_ddp",
+    "printed_as_is",
     "process_groups",
     "quiet_no_sync",
     "reduce_scatter_coalesced",
@@ -63,6 +65,44 @@ def claim(trace: Any, executors: Any) -> Any:
     from thunder.executors.passes import _transform_for_operator_executor_execution
 
     return _transform_for_operator_executor_execution(trace, executors)
+
+
+def printed_as_is(bsym: Any) -> Any:
+    """Return a copy of a bound symbol, whose arguments and results print as they are, that prints faster.
+
+    Before Thunder prints a bound symbol, it replaces objects and dtypes by names, seven times. Here it finds none.
+    """
+    new: Any = object.__new__(_class_printed_as_is())
+    vars(new).update(vars(bsym))
+    return new
+
+
+@functools.cache
+def _class_printed_as_is() -> type:
+    from thunder.core.symbol import BoundSymbol
+
+    class PrintedAsIs(BoundSymbol):
+        @property
+        def _out_printables(self) -> Any:
+            return self.output
+
+        @property
+        def _arg_printables(self) -> Any:
+            return self.args
+
+        @property
+        def _kwarg_printables(self) -> Any:
+            return self.kwargs
+
+    return PrintedAsIs
+
+
+def gradient_rules_of(sym_id: Any) -> list[Callable[..., Any]]:
+    """Return the functions that differentiate symbols with this id, except those of executors."""
+    from thunder.core import transforms
+
+    rules = (transforms._grad_fn_map, transforms.augmented_forward_impls, transforms.backward_impls)
+    return [known[sym_id] for known in rules if sym_id in known]
 
 
 def without_calls(

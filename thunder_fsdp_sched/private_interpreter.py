@@ -24,6 +24,7 @@ __all__ = [
     "observed_by",
     "renamed",
     "renames_of",
+    "requiring_gradient",
 ]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -128,4 +129,11 @@ def renamed(proxy: Any, trace: Any, tags: set[Any]) -> Any:
     """Return a copy of ``proxy`` with other tags and another name, which ``trace`` makes with the same first letters."""
     new = copy.copy(proxy)
     new._name, new._tags = trace.make_name(prefix=proxy.name.rstrip("0123456789") or proxy.prefix), tags
+    return new
+
+
+def requiring_gradient(proxy: Any) -> Any:
+    """Return a copy of a tensor proxy, with its name, that requires a gradient."""
+    new = copy.copy(proxy)
+    new._requires_grad = True
     return new

@@ -57,7 +57,7 @@ from .sharding.sharded_module import ShardedModule
 from .trace import symbols
 from .trace.descriptions import Call, read_call
 from .trace.schedule import StepSchedule, save_schedules
-from .tracing import Repetition, call_forward, describe, trace_module_calls
+from .tracing import Repetition, call_forward, describe, hides_computation, trace_module_calls
 from .transforms import refuse_foreign_parameters
 
 __all__ = ["FSDPTransform", "find_jitted", "find_transform"]
@@ -180,8 +180,10 @@ class FSDPTransform(Transform):
             "traced for %s, %d bound symbols", call, len(computation_trace.bound_symbols), stage="differentiating"
         )
         compilation = self.begin_compilation(call, no_sync=no_sync)
-        describe_here = partial(describe, transform=self) if self.options.trace_modules_once else None
-        return *compilation.shard(prologue_trace, computation_trace, describe_here), epilogue_trace
+        if not self.options.trace_modules_once:
+            return *compilation.shard(prologue_trace, computation_trace), epilogue_trace
+        describe_here, hides = partial(describe, transform=self), hides_computation(self)
+        return *compilation.shard(prologue_trace, computation_trace, describe_here, hides=hides), epilogue_trace
 
     def begin_compilation(self, call: Call, *, no_sync: bool) -> Compilation:
         """Return a new compilation, which the hooks that Thunder calls next go on with."""

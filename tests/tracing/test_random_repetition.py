@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
-from random_models import ModelSpec, RandomModel, models, quiet
+from random_models import CallingModel, ModelSpec, quiet, repeating_models
 from test_repeated_modules import check_traces
-
-
-class CallingModel(RandomModel):
-    """A random model that calls its blocks, because only module calls are repeated."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for index in self.order:
-            x = self.blocks[index](x)
-        return self.end(x)
-
-
-@st.composite
-def repeating_models(draw: Any) -> ModelSpec:
-    """Draw a model in which each block has a twin: of the same kind, width and dtype, with parameters of its own."""
-    spec = draw(models())
-    twins = {number: number + len(spec.blocks) for number in range(len(spec.blocks))}
-    order = [number for index in spec.order for number in (index, twins[index])]
-    return replace(spec, blocks=spec.blocks * 2, order=tuple(draw(st.permutations(order))))
 
 
 @pytest.mark.parametrize("part", range(2))  # so that pytest-xdist can divide them

@@ -9,11 +9,11 @@ import torch
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst, WrappedValue, wrap, wrap_const
 from thunder.core.jit_ext import EXT_FLAG_IS_CALLABLE, EXT_FLAG_IS_MODULE
 from thunder.core.proxies import Proxy, variableify
-from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..private_interpreter import checks_of, renamed, renames_of
 from .arguments import Arguments
+from .bsym_copies import BoundSymbolCopies
 from .paths import ATTRIBUTE, FUNCTION, Path, evaluate
 from .records import Record
 
@@ -61,19 +61,13 @@ def repeat(
     return wrap(copies.swap(record.result), provenance=provenance)
 
 
-class _Copies:
-    """Copies for one repetition.
-
-    Attributes:
-        new: the new proxy of each old one, by the old one's name.
-    """
+class _Copies(BoundSymbolCopies):
+    """Copies for one repetition."""
 
     def __init__(
         self, record: Record, trace: TraceCtx, provenances: dict[Path, ProvenanceRecord], roots: Mapping[Path, Any]
     ) -> None:
-        self.new: dict[str, Proxy] = {}
-        self._record = record
-        self._trace = trace
+        super().__init__(trace, {}, tags=record.tags)
         self._provenances = provenances
         self._known = dict(roots)
         self._wrapped: dict[Path, WrappedValue] = {}
@@ -87,7 +81,7 @@ class _Copies:
         if (value,) != expected or type(value) is not type(expected[0]):  # an attribute that the program does not read
             wrap(value, provenance=self._provenance(path))
             return
-        new = self._renamed(proxy, set(proxy.tags))
+        new = renamed(proxy, self._trace, set(proxy.tags))
         new.history = self._provenance(path)
         self.new[proxy.name] = new
         checks.append((check, new, *expected))
@@ -97,29 +91,6 @@ class _Copies:
         if path not in self._wrapped:
             self._wrapped[path] = wrap(evaluate(path, self._known), provenance=self._provenance(path))
         return self._wrapped[path]
-
-    def copy(self, bsym: BoundSymbol) -> BoundSymbol:
-        """Return a copy of a bound symbol with new proxies."""
-        subsymbols = [self.copy(sub) for sub in bsym.subsymbols]
-        for proxy in bsym.flat_proxy_outs:
-            if proxy.name not in self.new:
-                self.new[proxy.name] = self._renamed(proxy, set(self._record.tags[proxy.name]))
-        args, kwargs, output = self.swap(bsym.args), self.swap(bsym.kwargs), self.swap(bsym.output)
-        return bsym.from_bsym(args=args, kwargs=kwargs, output=output, subsymbols=subsymbols)
-
-    def swap(self, value: Any) -> Any:
-        """Return ``value`` with new proxies."""
-        if isinstance(value, Proxy):
-            return self.new.get(value.name, value)
-        kind = type(value)
-        if kind is tuple or kind is list:
-            return kind([self.swap(item) for item in value])
-        if kind is dict:
-            return {key: self.swap(item) for key, item in value.items()}
-        return value
-
-    def _renamed(self, proxy: Proxy, tags: set[Any]) -> Any:
-        return renamed(proxy, self._trace, tags)
 
     def _provenance(self, path: Path) -> ProvenanceRecord:
         """Return the provenance of the value at ``path``, as the interpreter makes it."""

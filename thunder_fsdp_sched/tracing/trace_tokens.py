@@ -9,9 +9,15 @@ from thunder.core.dtypes import dtype
 from thunder.core.proxies import FutureTensorProxy, NumberProxy, Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
+from ..runtime.bucket import Bucket
+from ..trace.operands import OneParameter
+from ..trace.symbols import fsdp_reduce, fsdp_unshard
 from .tokens import Same, token_of
 
-__all__ = ["Indescribable", "TraceTokens"]
+__all__ = ["Indescribable", "Parameter", "TraceTokens"]
+
+Parameter = tuple[Bucket, int]
+"""A parameter: its bucket, and its number there."""
 
 
 class Indescribable(Exception):
@@ -19,19 +25,36 @@ class Indescribable(Exception):
 
 
 class TraceTokens:
-    """Tokens of bound symbols and values, with proxies numbered in order of appearance."""
+    """Tokens of bound symbols and values, with proxies and parameters numbered in order of appearance.
+
+    Attributes:
+        tokens: of all that was added since the last :meth:`begin`.
+        proxies: the proxies among it in order of appearance, by name.
+        parameters: the parameters among it that are unsharded or reduced, in order of appearance, with their numbers.
+    """
 
     def __init__(self) -> None:
+        self._facts: dict[int, Any] = {}  # of proxies that the trace keeps alive, by their identity, without tags
+        self._facts_of_parameters: dict[Parameter, Any] = {}
+        self._shared: dict[Any, Any] = {}  # one object for equal facts
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all that was added; what is known about proxies is kept."""
         self.tokens: list[Any] = []
+        self.proxies: dict[str, Proxy] = {}
+        self.parameters: dict[Parameter, int] = {}
         self._numbers: dict[str, int] = {}
-        self._known: dict[int, Any] = {}  # tokens of proxies that the trace keeps alive, by their identity
-        self._shared: dict[Any, Any] = {}  # one object for equal metadata
 
     def add_bsym(self, bsym: BoundSymbol) -> None:
         positions = bsym.source_positions
         line = None if positions is None else positions.lineno
         tags = frozenset(bsym.tags)
         self.tokens += (Same(bsym.sym), bsym.header, bsym.source_filename, line, self._shared.setdefault(tags, tags))
+        if bsym.sym in (fsdp_unshard, fsdp_reduce):
+            self._add_parameter(OneParameter(bsym))
+            self.add(bsym.output)
+            return
         self.add(bsym.args)
         self.add(bsym.kwargs)
         self.add(bsym.output)
@@ -45,10 +68,14 @@ class TraceTokens:
 
     def add(self, value: Any) -> None:
         if isinstance(value, Proxy):
-            token = self._known.get(id(value))
-            if token is None:
-                token = self._known[id(value)] = self._proxy(value)
-            self.tokens.append(token)
+            facts = self._facts.get(id(value))
+            if facts is None:
+                facts = self._facts[id(value)] = self._facts_of(value)
+            number = self._numbers.get(value.name)
+            if number is None:
+                number = self._numbers[value.name] = len(self._numbers)
+                self.proxies[value.name] = value
+            self.tokens += (number, facts, frozenset(value.tags) if value.tags else None)
             return
         kind = type(value)
         if kind is tuple or kind is list:
@@ -65,7 +92,19 @@ class TraceTokens:
         else:
             self.tokens.append(token_of(value, 0))
 
-    def _proxy(self, proxy: Proxy) -> Any:
+    def _add_parameter(self, operands: OneParameter) -> None:
+        bucket, index = parameter = operands.bucket, operands.index
+        facts = self._facts_of_parameters.get(parameter)
+        if facts is None:
+            spec = bucket.spec
+            dtypes = spec.param_dtype, spec.dtype, spec.reduce_dtype
+            shapes = tuple(spec.params[index].shape), tuple(spec.layout.placements[index].shard_shape(bucket.rank))
+            facts = str(spec.device), str(spec.shard_device), dtypes, shapes
+            self._facts_of_parameters[parameter] = facts
+        self.tokens += (self.parameters.setdefault(parameter, len(self.parameters)), facts)
+        self.add(operands.tensor)
+
+    def _facts_of(self, proxy: Proxy) -> Any:
         kind = type(proxy)
         facts: tuple[Any, ...]
         if isinstance(proxy, TensorProxy | FutureTensorProxy):
@@ -76,5 +115,5 @@ class TraceTokens:
             facts = token_of(proxy.value, 0), proxy.python_type, proxy.constraint
         else:
             raise Indescribable
-        facts = kind, *facts, frozenset(proxy.tags)
-        return self._numbers.setdefault(proxy.name, len(self._numbers)), self._shared.setdefault(facts, facts)
+        facts = kind, *facts
+        return self._shared.setdefault(facts, facts)

@@ -30,7 +30,7 @@ import torch
 from thunder.core.compile_data import get_compile_data
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import Proxy
+from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transform_common import Transform
 from thunder.extend import StatefulExecutor
@@ -39,7 +39,7 @@ from ..private_interpreter import cache_info
 from .tokens import Same
 from .trace_tokens import Indescribable, TraceTokens
 
-__all__ = ["TracedComputation", "describe", "without_computation"]
+__all__ = ["TracedComputation", "describe", "hides_computation", "needs_backward", "without_computation"]
 
 TracedComputation = tuple[Any, ...]
 """Tokens of a traced computation; see :func:`describe`."""
@@ -57,10 +57,7 @@ def describe(trace: TraceCtx, parameters: Mapping[str, str], transform: Transfor
         ``None`` if the trace cannot be shared.
     """
     data = get_compile_data()
-    if data is None:  # not called by thunder.jit
-        return None
-    position = next((i for i, each in enumerate(data.transforms) if each is transform), None)
-    if position is None or any(map(_sees_computation, data.transforms[position + 1 :])):
+    if data is None or not hides_computation(transform):
         return None
     if data.cache_option is not CACHE_OPTIONS.CONSTANT_VALUES or not data.autocast_stack.is_empty():
         return None
@@ -81,15 +78,34 @@ def describe(trace: TraceCtx, parameters: Mapping[str, str], transform: Transfor
     return Same(weakref.ref(data)), *tokens.tokens
 
 
+def hides_computation(transform: Transform) -> bool:
+    """Return whether no transform after ``transform`` sees the computation before Thunder differentiates it."""
+    data = get_compile_data()
+    if data is None:  # not called by thunder.jit
+        return False
+    position = next((i for i, each in enumerate(data.transforms) if each is transform), None)
+    return position is not None and not any(map(_sees_computation, data.transforms[position + 1 :]))
+
+
 def without_computation(trace: TraceCtx) -> TraceCtx:
     """Return a trace with the arguments of ``trace`` that computes and returns nothing."""
     new = from_trace(trace)
     new.names = trace.names.copy()
     last = trace.bound_symbols[-1]
-    returned = {**last.args[0], "output": ()}
+    known = {arg.name for arg in trace.args if isinstance(arg, Proxy)}
+    arguments = [a for a in last.args[0]["flat_args"] if not isinstance(a, Proxy) or a.name in known]
+    returned = {**last.args[0], "flat_args": arguments, "output": ()}
     unpacked = [bsym for bsym in trace.bound_symbols if bsym.sym.id is PrimIDs.UNPACK_TRIVIAL]
     new.bound_symbols = [*unpacked, last.from_bsym(args=(returned,))]
     return new
+
+
+def needs_backward(trace: TraceCtx) -> bool:
+    """Return whether Thunder differentiates a computation."""
+    data = get_compile_data()
+    if data is not None and data.disable_torch_autograd_support:
+        return False
+    return any(isinstance(arg, TensorProxy) and arg.requires_grad for arg in trace.args)
 
 
 def _sees_computation(transform: Transform) -> bool:

@@ -10,6 +10,7 @@ was cut.
 from .assign_slots import assign_slots
 from .bucket_communication import bucket_communication
 from .claim_operators import claim_operators
+from .differentiate import differentiate
 from .end_backward import end_backward
 from .extend_arena import release_extension
 from .fuse_downcast import fuse_downcast
@@ -37,6 +38,7 @@ __all__ = [
     "VerificationError",
     "bucket_communication",
     "claim_operators",
+    "differentiate",
     "end_backward",
     "fuse_downcast",
     "gather_from_secondary",

@@ -15,7 +15,7 @@ arguments or gets other metadata. The new result then takes the place of the ear
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from thunder.core import prims
@@ -24,17 +24,16 @@ from thunder.core.proxies import Proxy, Variable, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transform_common import dce
-from thunder.extend import Executor, FusionExecutor, OperatorExecutor, StatefulExecutor
+from thunder.extend import Executor
 
 from ..private_api import claim
-from ..private_interpreter import renamed
 from ..trace import symbols
 from ..trace.operator_facts import keep_facts, share_facts
+from ..tracing.bsym_copies import BoundSymbolCopies
+from ..tracing.repeatable_rules import RepeatableRules
 from ..tracing.trace_tokens import Indescribable, TraceTokens
 
-__all__ = ["claim_operators"]
-
-_OWNERS = ("thunder", "thunder_fsdp_sched")
+__all__ = ["claim_operators", "copies_of"]
 
 
 def claim_operators(trace: TraceCtx, *, executors: Sequence[Executor], once: bool = True) -> TraceCtx:
@@ -61,29 +60,40 @@ class _Claimed(NamedTuple):
         bsyms: what runs in its place.
     """
 
-    proxies: list[Proxy]
-    bsyms: list[BoundSymbol]
+    proxies: Sequence[Proxy]
+    bsyms: Sequence[BoundSymbol]
 
 
 def _claim_once(trace: TraceCtx, executors: Sequence[Executor]) -> TraceCtx:
     known: dict[Any, _Claimed] = {}
-    is_repeatable = _Repeatable(executors)
+    is_repeatable = RepeatableRules(executors)
+    tokens = TraceTokens()
     swap: dict[Variable, Proxy] = {}  # results that others take the place of
     new = from_trace(trace)
     for bsym in trace.bound_symbols:
         if _stays(bsym):
-            bsyms = [bsym]
+            bsyms: Sequence[BoundSymbol] = [bsym]
         else:
-            tokens = _tokens_of(bsym) if is_repeatable(bsym) else None
-            if tokens is not None and tokens in known:
-                bsyms = _Copies(known[tokens], bsym, new).bsyms
+            own = _tokens_of(bsym, tokens) if is_repeatable(bsym) else None
+            proxies = tuple(tokens.proxies.values())
+            if own is not None and own in known:
+                claimed = known[own]
+                renames = {old.name: each for old, each in zip(claimed.proxies, proxies, strict=True)}
+                bsyms = copies_of(claimed.bsyms, BoundSymbolCopies(new, renames))
             else:
                 bsyms, replaced = _claim(bsym, new, executors)
                 swap |= replaced
-                proxies = _proxies_of(bsym)
-                if tokens is not None and not replaced and _read_only(bsyms, proxies):
-                    known[tokens] = _Claimed(proxies, bsyms)
+                if own is not None and not replaced and _read_only(bsyms, proxies):
+                    known[own] = _Claimed(proxies, bsyms)
         new.bound_symbols += [each.from_bsym_swap_proxies(swap) for each in bsyms] if swap else bsyms
+    return new
+
+
+def copies_of(bsyms: Sequence[BoundSymbol], copies: BoundSymbolCopies) -> list[BoundSymbol]:
+    """Return copies of bound symbols, which share what is known about their operators."""
+    new = [copies.copy(bsym) for bsym in bsyms]
+    for bsym, old in zip(new, bsyms, strict=True):
+        share_facts(bsym, old, copies.new)
     return new
 
 
@@ -95,7 +105,7 @@ def _stays(bsym: BoundSymbol) -> bool:
 
 def _claim(
     bsym: BoundSymbol, trace: TraceCtx, executors: Sequence[Executor]
-) -> tuple[list[BoundSymbol], dict[Variable, Proxy]]:
+) -> tuple[list[BoundSymbol], Mapping[Variable, Proxy]]:
     """Return what runs in place of a bound symbol, and the results that others take the place of."""
     single = from_trace(trace)
     outputs = bsym.flat_proxy_outs
@@ -126,28 +136,13 @@ def _facts(value: Any) -> Any:
     return tokens.tokens
 
 
-def _tokens_of(bsym: BoundSymbol) -> Any:
-    tokens = TraceTokens()
+def _tokens_of(bsym: BoundSymbol, tokens: TraceTokens) -> Any:
+    tokens.begin()
     try:
         tokens.add_bsym(bsym)
     except Indescribable:
         return None
     return tuple(tokens.tokens)
-
-
-def _proxies_of(bsym: BoundSymbol) -> list[Proxy]:
-    """Return the proxies of a bound symbol and its subsymbols in order of appearance, each once."""
-    found: dict[str, Proxy] = {}
-    for each in (bsym, *_below(bsym)):
-        for proxy in (*each.flat_proxy_args, *each.flat_proxy_outs):
-            found.setdefault(proxy.name, proxy)
-    return list(found.values())
-
-
-def _below(bsym: BoundSymbol) -> Iterable[BoundSymbol]:
-    for sub in bsym.subsymbols:
-        yield sub
-        yield from _below(sub)
 
 
 def _read_only(bsyms: Iterable[BoundSymbol], proxies: Iterable[Proxy]) -> bool:
@@ -158,68 +153,3 @@ def _read_only(bsyms: Iterable[BoundSymbol], proxies: Iterable[Proxy]) -> bool:
             return False
         defined.update(out.name for out in bsym.flat_proxy_outs)
     return True
-
-
-class _Copies:
-    """Copies of what claiming an operator has made of it, for an operator that is alike."""
-
-    def __init__(self, claimed: _Claimed, bsym: BoundSymbol, trace: TraceCtx) -> None:
-        proxies = _proxies_of(bsym)
-        self._new = {old.name: new for old, new in zip(claimed.proxies, proxies, strict=True)}
-        self._trace = trace
-        self.bsyms = [self._copy(each) for each in claimed.bsyms]
-        for new, old in zip(self.bsyms, claimed.bsyms, strict=True):
-            share_facts(new, old, self._new)
-
-    def _copy(self, bsym: BoundSymbol) -> BoundSymbol:
-        subsymbols = [self._copy(sub) for sub in bsym.subsymbols]
-        args, kwargs, output = self._swap(bsym.args), self._swap(bsym.kwargs), self._swap(bsym.output)
-        return bsym.from_bsym(args=args, kwargs=kwargs, output=output, subsymbols=subsymbols)
-
-    def _swap(self, value: Any) -> Any:
-        if isinstance(value, Proxy):
-            new = self._new.get(value.name)
-            if new is None:
-                new = self._new[value.name] = renamed(value, self._trace, set(value.tags))
-            return new
-        kind = type(value)
-        if kind is tuple or kind is list:
-            return kind([self._swap(item) for item in value])
-        if kind is dict:
-            return {key: self._swap(item) for key, item in value.items()}
-        return value
-
-
-class _Repeatable:
-    """Whether all executors claim a bound symbol in the same way each time."""
-
-    def __init__(self, executors: Sequence[Executor]) -> None:
-        self._executors = executors
-        self._are_known = all(map(_is_known, executors))
-        self._known: dict[Any, bool] = {}
-
-    def __call__(self, bsym: BoundSymbol) -> bool:
-        return self._are_known and self._is_repeatable(bsym)
-
-    def _is_repeatable(self, bsym: BoundSymbol) -> bool:
-        sym_id = bsym.sym.id
-        if sym_id not in self._known:
-            functions = [
-                function
-                for executor in self._executors
-                if (impl := executor.implmap.get(sym_id)) is not None
-                for function in (impl.checker, impl.execution_transform, getattr(impl.symbol, "meta", None))
-            ]
-            self._known[sym_id] = all(map(_is_owned, functions))
-        return self._known[sym_id] and all(map(self._is_repeatable, bsym.subsymbols))
-
-
-def _is_known(executor: Executor) -> bool:
-    kind = type(executor)
-    if isinstance(executor, StatefulExecutor) or not isinstance(executor, OperatorExecutor | FusionExecutor):
-        return False
-    return kind.__module__.partition(".")[0] in _OWNERS
-
-
-def _is_owned(function: Callable[..., Any] | None) -> bool:
-    return function is None or getattr(function, "__module__", "").partition(".")[0] in _OWNERS

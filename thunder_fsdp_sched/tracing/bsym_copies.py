@@ -1,0 +1,66 @@
+"""Copies of bound symbols with other proxies and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from thunder.core.proxies import Proxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from ..private_interpreter import renamed
+from ..trace.operands import OneParameter
+from ..trace.symbols import fsdp_reduce, fsdp_unshard
+from .trace_tokens import Parameter
+
+__all__ = ["BoundSymbolCopies"]
+
+
+class BoundSymbolCopies:
+    """Copies bound symbols into a trace.
+
+    Args:
+        trace: gives names to new proxies.
+        new: the proxies that take the place of others, by the names of those. All that copied bound symbols define are
+            added to it; proxies that are neither in it nor defined stay as they are.
+        tags: those of new proxies, by the names of the copied ones; by default the tags that the copied ones have.
+        parameters: the parameters that take the place of others in ``fsdp_unshard`` and ``fsdp_reduce``.
+    """
+
+    def __init__(
+        self,
+        trace: TraceCtx,
+        new: dict[str, Proxy],
+        *,
+        tags: Mapping[str, frozenset[Any]] | None = None,
+        parameters: Mapping[Parameter, Parameter] | None = None,
+    ) -> None:
+        self.new = new
+        self._trace = trace
+        self._tags = tags
+        self._parameters = parameters or {}
+
+    def copy(self, bsym: BoundSymbol) -> BoundSymbol:
+        """Return a copy of a bound symbol and its subsymbols."""
+        subsymbols = [self.copy(sub) for sub in bsym.subsymbols]
+        for proxy in bsym.flat_proxy_outs:
+            if proxy.name not in self.new:
+                tags = proxy.tags if self._tags is None else self._tags[proxy.name]
+                self.new[proxy.name] = renamed(proxy, self._trace, set(tags))
+        args, kwargs, output = self.swap(bsym.args), self.swap(bsym.kwargs), self.swap(bsym.output)
+        if self._parameters and bsym.sym in (fsdp_unshard, fsdp_reduce):
+            operands = OneParameter(bsym)
+            args = (*self._parameters[operands.bucket, operands.index], *args[2:])
+        return bsym.from_bsym(args=args, kwargs=kwargs, output=output, subsymbols=subsymbols)
+
+    def swap(self, value: Any) -> Any:
+        """Return ``value`` with new proxies."""
+        if isinstance(value, Proxy):
+            return self.new.get(value.name, value)
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind([self.swap(item) for item in value])
+        if kind is dict:
+            return {key: self.swap(item) for key, item in value.items()}
+        return value

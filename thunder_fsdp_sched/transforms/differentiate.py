@@ -1,0 +1,330 @@
+"""Differentiate the computation and let executors claim its operators, once for blocks that are alike.
+
+[Note: Blocks are differentiated once]
+Thunder differentiates a computation operator by operator, and executors claim the results one by one. Both take as long as
+tracing all blocks of a model one after the other. So Thunder is handed a trace that computes nothing
+(``without_computation``), and this pass calls Thunder's own functions for the real one, in Thunder's order:
+
+1. Runs of bound symbols that repeat are found in the computation (``find_repeated_runs``). They need not be the modules
+   that were traced once.
+2. Thunder differentiates one run of each kind as a computation by itself, and its operators are claimed.
+3. The other runs are replaced by one ``fsdp_run`` each. Its grad rule makes a symbol for its forward and one for its
+   backward, so Thunder differentiates the rest of the computation around them.
+4. Each of these symbols is replaced by copies of the bound symbols of step 2. Then dead code is eliminated.
+
+The result is the joint trace that Thunder makes of the whole computation, up to names, also in the order in which
+gradients of one value are added. A bound symbol is not part of a run if that could differ: if it changes something in
+place, is recomputed in backward or belongs to ``checkpoint``; if an executor or a rule is not known to give the same
+result each time (``RepeatableRules``). Nor is a run used whose input has another gradient from what follows it, since
+that gradient would have to be added in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import thunder.torch as ltorch
+from thunder.core import dtypes, prims
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
+from thunder.core.pytree import tree_iter
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.trace import TraceCtx, from_trace, get_tracectx
+from thunder.core.transform_common import dce
+from thunder.core.transforms import get_grad, put_grad
+from thunder.extend import Executor
+from thunder.transforms.autodiff import grad_transform_on_trace
+
+from ..private_interpreter import renamed, requiring_gradient
+from ..trace.inspection import args_of, defined_by, forward_part, names, outs_of, return_of
+from ..trace.operator_facts import keep_facts
+from ..trace.symbols import executor
+from ..tracing.bsym_copies import BoundSymbolCopies
+from ..tracing.repeatable_rules import RepeatableRules
+from ..tracing.repeated_runs import Run, find_repeated_runs
+from ..tracing.trace_tokens import Parameter
+from .claim_operators import claim_operators, copies_of
+
+__all__ = ["differentiate"]
+
+
+def differentiate(trace: TraceCtx, *, executors: Sequence[Executor], has_gradients: bool) -> TraceCtx:
+    """Return the joint trace of a computation with its operators claimed; forward alone without gradients.
+
+    Runs on the computation after ``insert_unshard``, in place of Thunder's autograd and ``claim_operators``.
+
+    Args:
+        executors: those that claim operators, in order of priority.
+        has_gradients: whether there is a backward.
+    """
+    trace = dce(trace)
+    *computation, returned = trace.bound_symbols
+    may_repeat = partial(_may_repeat, RepeatableRules(executors))
+    transform = partial(_transform, executors=executors, has_gradients=has_gradients)
+    outputs = frozenset(names(tree_iter(returned.args))) - {*names(trace.args)}
+    outputs |= {*names(tree_iter(returned.args[0]["output"]))}
+    last_use = {name: position for position, bsym in enumerate(computation) for name in args_of(bsym)}
+    last_use |= dict.fromkeys(outputs, len(computation))
+    needing = _needing_gradient(trace) if has_gradients else frozenset[str]()
+    runs: dict[int, _Call] = {}
+    for repeated in find_repeated_runs(computation, outputs, may_repeat):
+        if not all(_sums_gradients(run, last_use, needing) for run in repeated):
+            continue
+        program = _program(computation[repeated[0].start : repeated[0].stop], repeated[0], trace, transform)
+        if program is not None:
+            runs.update((run.start, _call(program, run, repeated[0], needing)) for run in repeated)
+    if not runs:
+        return transform(trace)
+    joint = transform(_with_calls(trace, runs))
+    expanded = from_trace(joint)
+    expander = _Expander(expanded)
+    for bsym in joint.bound_symbols:
+        expanded.bound_symbols += expander.expand(bsym)
+    new = dce(expanded)
+    keep_facts(new.bound_symbols, expanded.bound_symbols)
+    return new
+
+
+def _transform(trace: TraceCtx, *, executors: Sequence[Executor], has_gradients: bool) -> TraceCtx:
+    joint = grad_transform_on_trace(trace) if has_gradients else trace
+    return claim_operators(joint, executors=executors)
+
+
+#
+# Which runs may be repeated
+#
+
+
+_ONLY_ALONE = {BoundSymbolTag.RECOMPUTE_IN_BACKWARD, OpTags.IN_PLACE, OpTags.DONT_DCE}
+
+
+def _may_repeat(is_repeatable: RepeatableRules, bsym: BoundSymbol) -> bool:
+    if bsym.sym.id is PrimIDs.UNPACK_TRIVIAL or not is_repeatable(bsym):
+        return False
+    return not _is_special(bsym)
+
+
+def _is_special(bsym: BoundSymbol) -> bool:
+    """Return whether a bound symbol or one of its subsymbols is not differentiated by itself, or has an effect."""
+    sym = bsym.sym
+    return (
+        not _ONLY_ALONE.isdisjoint((*bsym.tags, *(sym.tags or ())))
+        or sym.id in (ltorch.checkpoint.id, PrimIDs.COPY_)
+        or sym.name == "copy_"
+        or any(ProxyTag.RECOMPUTE_IN_BACKWARD in out.tags for out in bsym.flat_proxy_outs)
+        or any(map(_is_special, bsym.subsymbols))
+    )
+
+
+def _needing_gradient(trace: TraceCtx) -> frozenset[str]:
+    """Return the names of values that derive, through operators with gradients, from arguments that require them."""
+    needing = {arg.name for arg in trace.args if isinstance(arg, TensorProxy) and arg.requires_grad}
+    for bsym in trace.bound_symbols:
+        if not needing.isdisjoint(args_of(bsym)):
+            needing.update(out.name for out in defined_by(bsym) if ProxyTag.DETACHED_AUTOGRAD_GRAPH not in out.tags)
+    return frozenset(needing)
+
+
+def _sums_gradients(run: Run, last_use: Mapping[str, int], needing: Collection[str]) -> bool:
+    """Return whether nothing after the run has a gradient for an input of the run that needs one."""
+    inputs = (run.proxies[place].name for place in run.inputs)
+    return all(last_use[name] < run.stop for name in inputs if name in needing)
+
+
+#
+# The program of a run
+#
+
+
+class _Program(NamedTuple):
+    """What Thunder has made of one run.
+
+    Attributes:
+        inputs: the proxies that it reads.
+        output: its result.
+        forward: the bound symbols that compute it.
+        saved: what they define and backward reads.
+        grad: the gradient of the result.
+        backward: the bound symbols that compute the gradients of inputs.
+        grads: for each input, its gradient; ``None`` if it has none.
+    """
+
+    inputs: tuple[Proxy, ...]
+    output: TensorProxy
+    forward: tuple[BoundSymbol, ...]
+    saved: tuple[TensorProxy, ...] = ()
+    grad: TensorProxy | None = None
+    backward: tuple[BoundSymbol, ...] = ()
+    grads: tuple[TensorProxy | None, ...] = ()
+
+    @property
+    def computed_grads(self) -> tuple[TensorProxy, ...]:
+        """The gradients that backward computes, each once; the result's own gradient may be that of an input."""
+        found = {grad.name: grad for grad in self.grads if grad is not None and grad is not self.grad}
+        return tuple(found.values())
+
+
+def _program(
+    bsyms: Sequence[BoundSymbol], run: Run, trace: TraceCtx, transform: Callable[[TraceCtx], TraceCtx]
+) -> _Program | None:
+    """Return the program of a run; ``None`` if its backward is not a function of the result's gradient alone."""
+    inputs, output = tuple(run.proxies[place] for place in run.inputs), run.proxies[run.output]
+    single = from_trace(trace)
+    arguments = [requiring_gradient(p) if _is_differentiable(p) else p for p in inputs]
+    returned = return_of(trace).from_bsym(args=({"output": (output,), "flat_args": arguments},))
+    unpacked = [prims.unpack_trivial.bind(p, name=p.name, output=p) for p in arguments]
+    single.bound_symbols = [*unpacked, *bsyms, returned]
+    joint = transform(single)
+    trace.name_ctr = joint.name_ctr
+    *rest, last = [bsym for bsym in joint.bound_symbols if bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL]
+    if "fw_flat_out" not in last.args[0]:
+        (output,) = last.args[0]["output"]
+        return _Program(inputs, output, tuple(rest)) if _defines(rest, output) else None
+    (output,), grads = last.args[0]["fw_flat_out"], last.args[0]["output"]
+    in_forward = dict(zip(map(id, joint.bound_symbols), forward_part(joint), strict=True))
+    forward = [bsym for bsym in rest if in_forward[id(bsym)]]
+    backward = [bsym for bsym in rest if not in_forward[id(bsym)]]
+    given = [bsym for bsym in backward if bsym.sym.id is PrimIDs.GET_GRAD]
+    backward = [bsym for bsym in backward if bsym.sym.id is not PrimIDs.GET_GRAD]
+    if len(given) > 1 or not _defines(forward, output):
+        return None
+    grad = given[0].output if given else None
+    if not all(each is None or each is grad or _defines(backward, each) for each in grads):
+        return None
+    made = {out.name: out for bsym in forward for out in bsym.flat_proxy_outs if out.name in outs_of(bsym)}
+    saved = {name: made[name] for bsym in backward for name in args_of(bsym) if name in made and name != output.name}
+    if not all(isinstance(each, TensorProxy) for each in saved.values()):
+        return None
+    return _Program(inputs, output, tuple(forward), tuple(saved.values()), grad, tuple(backward), tuple(grads))
+
+
+def _is_differentiable(proxy: Proxy) -> bool:
+    return isinstance(proxy, TensorProxy) and dtypes.is_inexact_dtype(proxy.dtype)
+
+
+def _defines(bsyms: Sequence[BoundSymbol], proxy: Proxy) -> bool:
+    return any(proxy.name in outs_of(bsym) for bsym in bsyms)
+
+
+#
+# Calls of programs, which Thunder differentiates
+#
+
+
+class _Call:
+    """A run that is computed by a program, and the opaque argument of its symbols.
+
+    Args:
+        parameters: its parameters, by those of the program.
+        inputs: what it reads, in the program's order.
+        output: its result.
+        stop: the position after its last bound symbol.
+        needed: for each input, whether its gradient is needed.
+    """
+
+    def __init__(
+        self,
+        program: _Program,
+        parameters: Mapping[Parameter, Parameter],
+        inputs: tuple[Proxy, ...],
+        output: Proxy,
+        stop: int,
+        needed: tuple[bool, ...],
+    ) -> None:
+        self.program = program
+        self.parameters = parameters
+        self.inputs = inputs
+        self.output = output
+        self.stop = stop
+        self.needed = needed
+
+
+def _call(program: _Program, run: Run, first: Run, needing: Collection[str]) -> _Call:
+    inputs = tuple(run.proxies[place] for place in run.inputs)
+    needed = tuple(proxy.name in needing for proxy in inputs)
+    parameters = dict(zip(first.parameters, run.parameters, strict=True))
+    return _Call(program, parameters, inputs, run.proxies[run.output], run.stop, needed)
+
+
+def _with_calls(trace: TraceCtx, calls: Mapping[int, _Call]) -> TraceCtx:
+    """Return the trace with a call in place of each run, by the run's position."""
+    new = from_trace(trace)
+    position = 0
+    while position < len(trace.bound_symbols):
+        call = calls.get(position)
+        if call is None:
+            new.bound_symbols.append(trace.bound_symbols[position])
+            position += 1
+        else:
+            new.bound_symbols.append(fsdp_run.bind(call, *call.inputs, output=call.output))
+            position = call.stop
+    return new
+
+
+class _Expander:
+    """Replaces symbols of calls by copies of what their programs consist of."""
+
+    def __init__(self, trace: TraceCtx) -> None:
+        self._trace = trace
+
+    def expand(self, bsym: BoundSymbol) -> Sequence[BoundSymbol]:
+        """Return what runs in place of a bound symbol; itself if it is no call."""
+        if bsym.sym not in (fsdp_run, fsdp_run_forward, fsdp_run_backward):
+            return [bsym]
+        call, *arguments = bsym.args
+        program = call.program
+        if bsym.sym is fsdp_run_backward:
+            old = (program.grad, *program.inputs, program.output, *program.saved, *program.computed_grads)
+            new, bsyms = (*arguments, *bsym.output), program.backward
+        else:
+            old = (*program.inputs, program.output)
+            new, bsyms = (*arguments, *bsym.flat_proxy_outs), program.forward
+            if bsym.sym is fsdp_run_forward:
+                old += program.saved
+        renames = {each.name: other for each, other in zip(old, new, strict=True)}
+        return copies_of(bsyms, BoundSymbolCopies(self._trace, renames, parameters=call.parameters))
+
+
+def _like(proxy: Proxy) -> Any:
+    return renamed(proxy, get_tracectx(), set(proxy.tags))
+
+
+def _run_meta(call: _Call, *inputs: Proxy) -> Any:
+    return _like(call.program.output)
+
+
+def _run_forward_meta(call: _Call, *inputs: Proxy) -> tuple[Any, ...]:
+    return tuple(map(_like, (call.program.output, *call.program.saved)))
+
+
+def _run_backward_meta(call: _Call, grad: Proxy, *values: Proxy) -> tuple[Any, ...]:
+    return tuple(map(_like, call.program.computed_grads))
+
+
+def _run_grad(call: _Call, *inputs: Proxy) -> Any:
+    output, *saved = fsdp_run_forward(call, *inputs)
+    program = call.program
+    if program.grad is None:
+        return output
+    grad = get_grad(output)
+    computed = fsdp_run_backward(call, grad, *inputs, output, *saved)
+    grads = {old.name: new for old, new in zip(program.computed_grads, computed, strict=True)}
+    grads[program.grad.name] = grad
+    for proxy, of_program, is_needed in zip(inputs, program.grads, call.needed, strict=True):
+        if of_program is not None and is_needed:
+            put_grad(proxy, grads[of_program.name])
+    return output
+
+
+def _only_in_between(*args: Any) -> None:
+    raise AssertionError("calls of programs must be expanded before a trace runs")
+
+
+fsdp_run = executor.register_operator("fsdp_run", meta=_run_meta, fn=_only_in_between)
+fsdp_run_forward = executor.register_operator("fsdp_run_forward", meta=_run_forward_meta, fn=_only_in_between)
+fsdp_run_backward = executor.register_operator("fsdp_run_backward", meta=_run_backward_meta, fn=_only_in_between)
+executor.register_implementation(fsdp_run, fsdp_run, grad_transform=_run_grad)
+executor.register_implementation(fsdp_run_forward, fsdp_run_forward)
+executor.register_implementation(fsdp_run_backward, fsdp_run_backward)
