@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
-from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.executors.passes import del_last_used
 from thunder.extend import Executor, FusionExecutor
@@ -19,12 +18,11 @@ from .runtime.module_hooks import TracedHooks
 from .sharding.sharded_module import ShardedModule
 from .simulator.clusters import cluster_of_this_process
 from .simulator.cost import AnalyticCost, compute_seconds
+from .trace.caching import with_caches
 from .trace.computation import computation_of
 from .trace.descriptions import count_issues
 from .trace.inspection import is_backward_trace, snapshot, split_joint, statements
 from .trace.left_gradients import NOTHING_LEFT
-from .trace.operator_facts import keep_facts
-from .trace.printing import print_faster
 from .trace.schedule import StepSchedule, compute_digest, read_program, read_schedule
 from .tracing import TracedComputation, needs_backward, without_computation
 from .transforms import (
@@ -110,7 +108,6 @@ class Compilation:
         self._same: CompiledTraces | None = None
         self._computation: TraceCtx | None = None  # that Thunder does not see
         self._pinned: StepSchedule | None = None
-        self._unsplit: Sequence[BoundSymbol] = ()
 
     def shard(
         self, prologue: TraceCtx, computation: TraceCtx, describe: Describe | None = None, *, hides: bool = False
@@ -138,6 +135,7 @@ class Compilation:
             self._same = next((e for e in self._compiled if e.traced is not None and e.traced == traces.traced), None)
         hooks = TracedHooks(self._sharded.module)
         prologue = run([partial(shard_prologue, shards=shards, no_sync=traces.no_sync, hooks=hooks)], prologue)
+        prologue = with_caches(prologue)
         if self._same is not None:
             traces.traced, traces.parameters = self._same.traced, self._same.parameters
             traces.shares = self._same.number
@@ -178,7 +176,6 @@ class Compilation:
         """Remove from the joint trace what only kept fusions apart, and offload the chosen activations."""
         passes: list[Pass] = []
         assert self.traces.joint is not None, "passes have run before fusion"
-        keep_facts(joint.bound_symbols, self.traces.joint.bound_symbols)
         if self._fusions:
             passes += [remove_cuts, partial(regather_for_backward, kept=self._sharded.kept)]
         joint = self.traces.run([*passes, gather_from_secondary], joint)
@@ -186,7 +183,6 @@ class Compilation:
             if self._fusions:  # a fusion may have taken a value in
                 self.traces.offloaded = frozenset(self.traces.offloaded & offloadable(joint, min_bytes=0).keys())
             joint = self.traces.run([partial(offload_activations, offloaded=self.traces.offloaded)], joint)
-        self._unsplit = joint.bound_symbols
         return joint
 
     def schedule(self, unscheduled: TraceCtx) -> TraceCtx:
@@ -202,7 +198,6 @@ class Compilation:
             copies.append(
                 partial(sort_host_copies, seconds=partial(compute_seconds, cost), copy_seconds=cost.host_copy_seconds)
             )
-        keep_facts(unscheduled.bound_symbols, self._unsplit)
         unsorted = traces.run([*checks, write_grads_in_place, guard_first, *copies], unscheduled)
         forward = traces.forward if backward else None
         release = self._options.release
@@ -250,8 +245,7 @@ class Compilation:
         self.is_finished = backward or not trains
         if self._options.audit:
             trace = audited(trace, forward=forward, former_memory=self._sharded.former_memory, stats=self._stats)
-        print_faster(trace)
-        return trace
+        return with_caches(trace)
 
     @cached_property
     def _cost(self) -> AnalyticCost:

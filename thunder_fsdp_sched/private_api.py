@@ -6,14 +6,11 @@
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
-import inspect
-import linecache
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import timedelta
-from types import BuiltinFunctionType, FrameType, FunctionType, MethodDescriptorType, ModuleType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:  # this module is imported before torch and Thunder can be
@@ -26,20 +23,15 @@ __all__ = [
     "TraceCache",
     "all_gather_coalesced",
     "all_gather_on_host",
-    "claim",
     "control_fabric_sync",
     "copy_of_options",
     "dtensor_constructor",
-    "function_called_by",
-    "gradient_rules_of",
     "has_saved_tensor_hooks",
-    "identity_of_copies",
     "is_group_name_taken",
     "mesh_over",
     "new_spec",
     "next_node_number",
     "parameters_of_running_ddp",
-    "printed_as_is",
     "process_groups",
     "quiet_no_sync",
     "reduce_scatter_coalesced",
@@ -50,80 +42,11 @@ __all__ = [
     "running_node_number",
     "runs_under_torch_compile",
     "schema_of",
-    "shape_of",
     "splits_default_group",
     "timeout_of",
-    "torch_function_of",
     "unwrap_fabric",
     "watch_cache_misses",
-    "without_calls",
 ]
-
-
-def claim(trace: Any, executors: Any) -> Any:
-    """Return ``trace`` with its operators claimed by executors, in Thunder's way."""
-    from thunder.executors.passes import _transform_for_operator_executor_execution
-
-    return _transform_for_operator_executor_execution(trace, executors)
-
-
-def printed_as_is(bsym: Any) -> Any:
-    """Return a copy of a bound symbol, whose arguments and results print as they are, that prints faster.
-
-    Before Thunder prints a bound symbol, it replaces objects and dtypes by names, seven times. Here it finds none.
-    """
-    new: Any = object.__new__(_class_printed_as_is())
-    vars(new).update(vars(bsym))
-    return new
-
-
-@functools.cache
-def _class_printed_as_is() -> type:
-    from thunder.core.symbol import BoundSymbol
-
-    class PrintedAsIs(BoundSymbol):
-        @property
-        def _out_printables(self) -> Any:
-            return self.output
-
-        @property
-        def _arg_printables(self) -> Any:
-            return self.args
-
-        @property
-        def _kwarg_printables(self) -> Any:
-            return self.kwargs
-
-    return PrintedAsIs
-
-
-def gradient_rules_of(sym_id: Any) -> list[Callable[..., Any]]:
-    """Return the functions that differentiate symbols with this id, except those of executors."""
-    from thunder.core import transforms
-
-    rules = (transforms._grad_fn_map, transforms.augmented_forward_impls, transforms.backward_impls)
-    return [known[sym_id] for known in rules if sym_id in known]
-
-
-def without_calls(
-    program: Callable[..., Any], names: Collection[str], arguments: Collection[str]
-) -> Callable[..., Any]:
-    """Return a program that Thunder has made of a trace, without its calls of functions that return nothing.
-
-    The text is compiled again; to make it from the trace once more takes many times as long.
-
-    Args:
-        names: of the functions.
-        arguments: names of objects that only they take; the new program does not keep them alive.
-    """
-    from thunder.core.baseutils import build_callable
-
-    inner = inspect.unwrap(program)
-    calls = tuple(f"{name}(" for name in names)
-    lines = linecache.getlines(inner.__code__.co_filename)
-    text = "".join(line for line in lines if not line.lstrip().startswith(calls))
-    context = {name: value for name, value in inner.__globals__.items() if name not in {*names, *arguments}}
-    return build_callable(inner.__name__, text, f"thunder.{inner.__name__}", context)
 
 
 def all_gather_on_host(group: Any) -> Callable[[Any, Any], Any]:
@@ -383,63 +306,6 @@ def runs_under_torch_compile() -> bool:
 def schema_of(op: Any) -> Any:
     """Return the schema of an operator overload of torch."""
     return op._schema
-
-
-def shape_of(proxy: Any) -> tuple[Any, ...]:
-    """Return the shape of a tensor proxy. Under symbolic values ``proxy.shape`` records a bound symbol while tracing."""
-    return proxy._shape
-
-
-def function_called_by(bsym: Any) -> Callable[..., Any] | None:
-    """Return the function that an executor's bound symbol calls, if it belongs to torch or to Thunder itself."""
-    called = (bsym._call_ctx or {}).get(bsym.sym.name)
-    if called is not None:
-        return called if _is_library_function(called) else None
-    module = bsym.sym.module
-    name = module.__name__ if isinstance(module, ModuleType) else getattr(module, "__module__", "")
-    if name.partition(".")[0] != "torch":
-        return None
-    called = getattr(module, bsym.sym.name, None)
-    return called if callable(called) else None
-
-
-def identity_of_copies(bsym: Any) -> tuple[int, ...]:
-    """Return the identities of what a bound symbol consists of, which are those of its unchanged copies, too.
-
-    Valid while the bound symbol exists. Tags and the line of the user's code may differ.
-    """
-    parts = bsym.sym, bsym.args, bsym.kwargs, bsym.output, bsym._call_ctx, *bsym.subsymbols
-    return tuple(map(id, parts))
-
-
-def torch_function_of(id: Any) -> Callable[..., Any] | None:
-    """Return the torch function that a symbol's id names by path: ``torch.nn.functional.gelu``, ``Tensor.half``."""
-    root, _, path = id.partition(".") if isinstance(id, str) else ("", "", "")
-    if root not in ("torch", "Tensor"):
-        return None
-    found: Any = sys.modules["torch"]
-    for name in path.split(".") if root == "torch" else ("Tensor", path):
-        found = getattr(found, name, None)
-    return found if callable(found) else None
-
-
-def _is_library_function(function: Any) -> bool:
-    """Return whether a callable is a torch function, an operator overload, or a Thunder function that calls torch."""
-    import torch
-
-    if isinstance(function, functools.partial):
-        return _is_library_function(function.func)
-    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        return True
-    if isinstance(function, FunctionType):
-        module: Any = function.__module__ or ""
-    elif isinstance(function, (BuiltinFunctionType, MethodDescriptorType)):
-        owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
-        # `torch.reshape` has no owner, but a module.
-        module = str(getattr(owner or function, "__module__", None) or getattr(owner, "__name__", ""))
-    else:
-        return False
-    return str(module).partition(".")[0] in ("torch", "thunder")
 
 
 class TraceCache(list[Any]):

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched.trace.caching import caching
 from thunder_fsdp_sched.trace.inspection import Aliases
-from thunder_fsdp_sched.trace.operator_facts import facts_of, keep_facts
+from thunder_fsdp_sched.trace.operator_facts import facts_of
 
 import pytest
 import thunder.torch as ltorch
@@ -20,7 +21,7 @@ from thunder.core.devices import to_device
 from thunder.core.dtypes import to_dtype
 from thunder.core.langctxs import Languages, reset_langctx, resolve_language, set_langctx
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors import pythonex, torchex
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -192,13 +193,14 @@ def test_only_unchanged_copies_keep_the_facts_of_the_original(monkeypatch: pytes
             TensorProxy(name, shape=(2, 3), device=to_device("cpu"), dtype=to_dtype(torch.float32)) for name in "xy"
         )
         ltorch.transpose(x, 0, 1)
-        ltorch.transpose(y, 0, 1)
-    original, other = trace.bound_symbols
+    (original,) = map(caching, trace.bound_symbols)
     facts = facts_of(original)
     assert [*facts.aliases.values()] == [("x",)]
-    copy, swapped = original.from_bsym(), original.from_bsym(args=(y, 0, 1))
-    keep_facts([copy, swapped, other], trace.bound_symbols)
-    assert facts_of(other).aliases.keys() == {other.output.name}
+    swapped = original.from_bsym(args=(y, 0, 1))
     assert [*facts_of(swapped).aliases.values()] == [("y",)]
+    of_others = original.from_bsym(subsymbols=[sub.from_bsym() for sub in original.subsymbols])
     monkeypatch.setattr("thunder_fsdp_sched.trace.operator_facts._facts_of", lambda bsym: pytest.fail("not kept"))
-    assert facts_of(copy) is facts
+    assert facts_of(original.from_bsym()) is facts
+    assert facts_of(original.from_bsym(tags={BoundSymbolTag.BACKWARD})) is facts
+    with pytest.raises(pytest.fail.Exception):
+        facts_of(of_others)

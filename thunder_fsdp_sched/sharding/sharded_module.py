@@ -10,12 +10,13 @@ import itertools
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import thunder
 import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -33,6 +34,7 @@ from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
 from ..runtime.row_dtensor import RowDTensor
 from ..runtime.shard_source import finish_copies
+from ..tracing import CollectsLess
 from .adoption import module_param_of, refuse_shards_and_grads, refuse_views
 from .conflicts import refuse_conflicts
 from .containers import replace_in_containers
@@ -113,6 +115,7 @@ class ShardedModule:
         self.kept_is_final = False
         self.running_eagerly = False
         self.progress = Progress(control.title, self.world_group.rank)
+        self._collects_less = CollectsLess()
         for bucket in buckets:
             bucket.control = control
             bucket.issue_counts = control.issue_counts
@@ -284,6 +287,7 @@ class ShardedModule:
         install_placeholders_on_miss = watch_cache_misses(model, partial(self.before_trace, weakref.ref(model)))
 
         def before_call(*_: Any) -> None:
+            self._collects_less.end()  # compiling without a call may have failed
             if not self.running_eagerly:
                 # Compiling without a call may have failed and left placeholders in the module.
                 self.module_params.install_shards()
@@ -293,6 +297,7 @@ class ShardedModule:
                 install_placeholders_on_miss()
 
         def after_call(*_: Any) -> None:
+            self._collects_less.end()
             finish_copies()
             if not self.running_eagerly and self.module_params.has_placeholders:  # tracing failed
                 self.module_params.install_shards()
@@ -311,6 +316,15 @@ class ShardedModule:
         self.check_initialized()
         self.progress.begin("tracing the module for new inputs", stage="tracing")
         self.module_params.install_placeholders()
+        self._collects_less.begin()
+
+    def compile(self, model: ThunderModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Compile ``model`` for a call without running it; return Thunder's cache entry, and the inputs of its traces."""
+        try:
+            entry, inputs, _ = thunder.compile_data(model).get_computation_and_inputs(*args, **kwargs)
+        finally:
+            self._collects_less.end()
+        return entry, inputs
 
     def known(self) -> Collection[str]:
         """Return the names of all parameters that Thunder may unpack, including those that other transforms created."""

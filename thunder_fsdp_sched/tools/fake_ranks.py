@@ -66,7 +66,7 @@ def compile_as_rank(
         module, args, *kwargs = make()
         jitted = jit(module, transform, executors)
         args, named = transform.cast_inputs(args, kwargs[0] if kwargs else {})
-        thunder.compile_data(jitted).get_computation_and_inputs(*args, **named)
+        transform.sharded.compile(jitted, args, named)
     return transform
 
 

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import thunder
 import torch
 import torch.distributed as dist
 from thunder.core.prims import OpTags, PrimIDs
@@ -72,7 +71,7 @@ def measure(jitted: Any, *inputs: Any, repeats: int = 5, **kwargs: Any) -> Profi
                 f"measure: bucket {bucket.spec.name!r} holds gradients of no_sync; run a step that reduces them first"
             )
     args, named = transform.cast_inputs(inputs, kwargs)
-    entry, arguments, _ = thunder.compile_data(jitted).get_computation_and_inputs(*args, **named)
+    entry, arguments = transform.sharded.compile(jitted, args, named)
     traces = [entry.computation_traces[-1], *(entry.backward_traces[-1:] if entry.backward_fn else ())]
     device = buckets[0].spec.device if buckets else torch.device("cpu")
     return _Measurement(traces, arguments, sharded, device, repeats).run(entry.computation_fn, entry.backward_fn)

@@ -31,7 +31,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..private_api import schema_of, shape_of
+from ..private_api import schema_of
+from ..private_traces import shape_of
 
 __all__ = ["Observed", "observe", "observe_call"]
 

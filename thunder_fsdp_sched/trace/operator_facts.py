@@ -15,7 +15,7 @@ Everything else is unknown: all outputs may alias all tensor inputs, and it is n
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from thunder.core.prims import OpTags, PrimIDs
@@ -23,10 +23,10 @@ from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_unflatten
 from thunder.core.symbol import BoundSymbol
 
-from ..private_api import function_called_by, identity_of_copies, torch_function_of
+from ..private_traces import FACTS, function_called_by, torch_function_of
 from .observation import Observed, observe_call
 
-__all__ = ["Facts", "ObservedCall", "Output", "facts_of", "keep_facts", "observed_call", "share_facts"]
+__all__ = ["Facts", "ObservedCall", "Output", "facts_of", "observed_call", "share_facts"]
 
 
 class Facts(NamedTuple):
@@ -105,7 +105,7 @@ _IMPURE_PRIMS = frozenset(
 )
 """Prims that return new memory, but different values each time."""
 
-_KEPT, _KEPT_CALLS, _LIKE = "_fsdp_facts", "_fsdp_calls", "_fsdp_like"
+_KEPT, _KEPT_CALLS, _LIKE = FACTS
 
 _IMPURE_TAGS: set[Any] = {OpTags.RANDOM_OP, OpTags.IN_PLACE, OpTags.DONT_DCE}
 
@@ -114,7 +114,7 @@ def facts_of(bsym: BoundSymbol) -> Facts:
     """Return the facts about ``bsym``; see [Note: Sources of facts].
 
     Several passes ask for them. What a bound symbol is does not change, so it keeps them, as it keeps its flat arguments;
-    only tags are added to it.
+    only tags are added to it. Copies keep them, too, if they are a ``CachingBoundSymbol``.
     """
     facts = _kept_facts(bsym)
     if facts.pure and not _IMPURE_TAGS.isdisjoint((*bsym.tags, *(bsym.sym.tags or ()))):
@@ -147,22 +147,6 @@ def _renamed(facts: Facts, names: Mapping[str, Proxy]) -> Facts:
         facts.known,
         frozenset(names[name].name for name in facts.by_position),
     )
-
-
-def keep_facts(bsyms: Iterable[BoundSymbol], originals: Iterable[BoundSymbol]) -> None:
-    """Give bound symbols the facts that were found about those of which they are copies.
-
-    Thunder copies bound symbols when it fuses and splits a trace. A copy has the same symbol, arguments, outputs and
-    subsymbols: the very objects, not only equal ones. Those that have no facts yet may share those of another one.
-    """
-    known = {}
-    for bsym in originals:
-        found = {key: vars(bsym)[key] for key in (_KEPT, _LIKE) if key in vars(bsym)}
-        if found:
-            known[identity_of_copies(bsym)] = found
-    for bsym in bsyms:
-        for key, value in known.get(identity_of_copies(bsym), {}).items():
-            vars(bsym).setdefault(key, value)
 
 
 def _facts_of(bsym: BoundSymbol) -> Facts:

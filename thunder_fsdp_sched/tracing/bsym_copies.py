@@ -10,6 +10,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..private_interpreter import renamed
+from ..private_traces import CachingBoundSymbol
 from ..trace.operands import OneParameter
 from ..trace.symbols import fsdp_reduce, fsdp_unshard
 from .trace_tokens import Parameter
@@ -48,10 +49,13 @@ class BoundSymbolCopies:
             if proxy.name not in self.new:
                 tags = proxy.tags if self._tags is None else self._tags[proxy.name]
                 self.new[proxy.name] = renamed(proxy, self._trace, set(tags))
-        args, kwargs, output = self.swap(bsym.args), self.swap(bsym.kwargs), self.swap(bsym.output)
         if self._parameters and bsym.sym in (fsdp_unshard, fsdp_reduce):
             operands = OneParameter(bsym)
-            args = (*self._parameters[operands.bucket, operands.index], *args[2:])
+            parameter = self._parameters[operands.bucket, operands.index]
+            return bsym.from_bsym(args=(*parameter, self.swap(operands.tensor)), output=self.swap(bsym.output))
+        if isinstance(bsym, CachingBoundSymbol):
+            return bsym.with_proxies(self.new, subsymbols)
+        args, kwargs, output = self.swap(bsym.args), self.swap(bsym.kwargs), self.swap(bsym.output)
         return bsym.from_bsym(args=args, kwargs=kwargs, output=output, subsymbols=subsymbols)
 
     def swap(self, value: Any) -> Any:

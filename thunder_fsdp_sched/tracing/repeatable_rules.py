@@ -9,7 +9,7 @@ from typing import Any
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.extend import Executor, FusionExecutor, OperatorExecutor, StatefulExecutor
 
-from ..private_api import gradient_rules_of
+from ..private_traces import gradient_rules_of
 
 __all__ = ["RepeatableRules"]
 

@@ -31,7 +31,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, from_trace
 
-from ..private_api import without_calls
+from ..private_traces import without_calls
 from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
 from ..runtime.memory import Arena, Slot

@@ -26,9 +26,10 @@ from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transform_common import dce
 from thunder.extend import Executor
 
-from ..private_api import claim
+from ..private_traces import claim
 from ..trace import symbols
-from ..trace.operator_facts import keep_facts, share_facts
+from ..trace.caching import caching, with_caches
+from ..trace.operator_facts import share_facts
 from ..tracing.bsym_copies import BoundSymbolCopies
 from ..tracing.repeatable_rules import RepeatableRules
 from ..tracing.trace_tokens import Indescribable, TraceTokens
@@ -45,11 +46,8 @@ def claim_operators(trace: TraceCtx, *, executors: Sequence[Executor], once: boo
         once: whether operators that are alike are claimed once. Without it, each is claimed by itself.
     """
     if not once:
-        return dce(claim(trace, executors))
-    claimed = _claim_once(trace, executors)
-    new = dce(claimed)
-    keep_facts(new.bound_symbols, claimed.bound_symbols)
-    return new
+        return dce(with_caches(claim(trace, executors)))
+    return dce(with_caches(_claim_once(trace, executors)))
 
 
 class _Claimed(NamedTuple):
@@ -82,6 +80,7 @@ def _claim_once(trace: TraceCtx, executors: Sequence[Executor]) -> TraceCtx:
                 bsyms = copies_of(claimed.bsyms, BoundSymbolCopies(new, renames))
             else:
                 bsyms, replaced = _claim(bsym, new, executors)
+                bsyms = list(map(caching, bsyms))
                 swap |= replaced
                 if own is not None and not replaced and _read_only(bsyms, proxies):
                     known[own] = _Claimed(proxies, bsyms)

@@ -39,7 +39,6 @@ from thunder.transforms.autodiff import grad_transform_on_trace
 
 from ..private_interpreter import renamed, requiring_gradient
 from ..trace.inspection import args_of, defined_by, forward_part, names, outs_of, return_of
-from ..trace.operator_facts import keep_facts
 from ..trace.symbols import executor
 from ..tracing.bsym_copies import BoundSymbolCopies
 from ..tracing.repeatable_rules import RepeatableRules
@@ -82,9 +81,7 @@ def differentiate(trace: TraceCtx, *, executors: Sequence[Executor], has_gradien
     expander = _Expander(expanded)
     for bsym in joint.bound_symbols:
         expanded.bound_symbols += expander.expand(bsym)
-    new = dce(expanded)
-    keep_facts(new.bound_symbols, expanded.bound_symbols)
-    return new
+    return dce(expanded)
 
 
 def _transform(trace: TraceCtx, *, executors: Sequence[Executor], has_gradients: bool) -> TraceCtx:

@@ -1,0 +1,122 @@
+"""Bound symbols that keep what was found out about them behave like Thunder's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.private_interpreter import renamed
+from thunder_fsdp_sched.private_traces import CachingBoundSymbol
+from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.trace.caching import caching, with_caches
+from thunder_fsdp_sched.tracing.bsym_copies import BoundSymbolCopies
+
+import pytest
+import torch
+from models import CASES, GPT
+from thunder.core.proxies import TensorProxy, variableify
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+
+FLAT = ("flat_args", "flat_proxy_args", "flat_outs", "flat_proxy_outs")
+
+
+def traces_of(make: Callable[[], Any]) -> list[TraceCtx]:
+    def made() -> tuple[Any, Any]:
+        model = make().double()
+        return model, model.inputs(torch.Generator().manual_seed(0))
+
+    compiled = compile_as_rank(made, fsdp(trace_modules_once=False), rank=0, world_size=2).compiled[-1]
+    assert compiled.differentiated is not None
+    return [compiled.differentiated, *compiled.traces]
+
+
+def plain(bsym: BoundSymbol) -> BoundSymbol:
+    """Return a copy of Thunder's own class."""
+    return BoundSymbol.from_bsym(bsym)
+
+
+def check_same(ours: BoundSymbol, expected: BoundSymbol) -> None:
+    assert isinstance(ours, CachingBoundSymbol) and type(expected) is BoundSymbol
+    assert ours.sym is expected.sym and ours.tags == expected.tags and ours.header == expected.header
+    assert (ours.source_filename, ours.source_positions) == (expected.source_filename, expected.source_positions)
+    for name in FLAT:
+        pairs = zip(getattr(ours, name), getattr(expected, name), strict=True)
+        assert all(one is other or one == other for one, other in pairs)
+    assert str(ours) == str(expected)  # with subsymbols
+
+
+@pytest.fixture(scope="module")
+def traces() -> list[TraceCtx]:
+    kinds = [CASES["buffers"], CASES["checkpointed"], CASES["tied_weights"], lambda: GPT(blocks=1)]
+    return [trace for make in kinds for trace in traces_of(make)]
+
+
+def test_the_program_is_the_same(traces: list[TraceCtx]) -> None:
+    for trace in traces:
+        expected, ours = from_trace(trace), from_trace(trace)
+        expected.bound_symbols = list(map(plain, trace.bound_symbols))
+        ours.bound_symbols = list(map(plain, trace.bound_symbols))
+        assert ours.python() == expected.python()
+        with_caches(ours)
+        assert all(isinstance(bsym, CachingBoundSymbol) for bsym in ours.bound_symbols)
+        assert ours.python() == expected.python() and str(ours) == str(expected)
+        context, in_full = ours.python_ctx(), expected.python_ctx()
+        used = {name: value for name, value in in_full.items() if name in context}
+        assert context == used
+        unused = in_full.keys() - context.keys()  # names of objects that this package's symbols print themselves
+        assert all(name.startswith("_") and name not in expected.python() for name in unused)
+
+
+def test_copies_are_those_of_thunder(traces: list[TraceCtx]) -> None:
+    for trace in traces:
+        with tracectx(trace):
+            for bsym in trace.bound_symbols:
+                ours, expected = caching(plain(bsym)), plain(bsym)
+                for one in (ours, expected):
+                    one.flat_proxy_args, one.flat_proxy_outs, one.are_all_args_constant  # noqa: B018  fills the caches
+                check_same(ours.from_bsym(), expected.from_bsym())
+                check_same(
+                    ours.from_bsym(tags={BoundSymbolTag.BACKWARD}), expected.from_bsym(tags={BoundSymbolTag.BACKWARD})
+                )
+                assert ours.tags is not ours.from_bsym().tags
+                check_same(ours.from_bsym(subsymbols=[]), expected.from_bsym(subsymbols=[]))
+                if (
+                    bsym.sym.executor is not None and bsym.sym.executor.name == "torch"
+                ):  # others expect certain arguments
+                    for changes in ({"args": bsym.args[::-1]}, {"args": ()}, {"output": ()}, {"output": bsym.args[:1]}):
+                        check_same(ours.from_bsym(**changes), expected.from_bsym(**changes))
+
+
+def test_swaps_are_those_of_thunder(traces: list[TraceCtx]) -> None:
+    chooser = random.Random(0)
+    for trace in traces:
+        proxies = {p.name: p for bsym in trace.bound_symbols for p in _tensors_below(bsym)}
+        with tracectx(trace):
+            others = {variableify(p): renamed(p, trace, set()) for p in proxies.values()}
+            for bsym in trace.bound_symbols:
+                ours, expected = caching(plain(bsym)), plain(bsym)
+                swap = {key: others[key] for key in others if chooser.random() < 0.3}
+                for skip in ((), (True,), (False, True), (True, True, True)):
+                    check_same(
+                        caching(ours.from_bsym_swap_proxies(swap, *skip)), expected.from_bsym_swap_proxies(swap, *skip)
+                    )
+                assert ours.from_bsym_swap_proxies({}) is ours
+
+
+def test_copies_with_other_proxies_are_swaps(traces: list[TraceCtx]) -> None:
+    for trace in traces:
+        for bsym in trace.bound_symbols:
+            if not all(isinstance(p, TensorProxy) for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)):
+                continue
+            new = {p.name: renamed(p, trace, set()) for p in _tensors_below(bsym)}
+            swap = {variableify(p): new[p.name] for p in _tensors_below(bsym)}
+            copy = BoundSymbolCopies(trace, new).copy(caching(plain(bsym)))
+            check_same(copy, plain(bsym).from_bsym_swap_proxies(swap))
+
+
+def _tensors_below(bsym: BoundSymbol) -> list[TensorProxy]:
+    own = [p for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs) if isinstance(p, TensorProxy)]
+    return own + [proxy for sub in bsym.subsymbols for proxy in _tensors_below(sub)]

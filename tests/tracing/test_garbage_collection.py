@@ -1,0 +1,93 @@
+"""The garbage collector runs less often while a model compiles, and as before afterwards."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.tracing.garbage_collection import THRESHOLD
+
+import pytest
+import thunder
+import torch
+import torch.distributed as dist
+from torch import nn
+
+X = torch.ones(2, 4)
+SEEN: list[tuple[int, int, int]] = []
+
+
+class Noting(nn.Linear):
+    """Notes the thresholds when it is traced; ``fails`` is ``True`` for an error, or sets other thresholds."""
+
+    def __init__(self, fails: bool = False, thresholds: tuple[int, int, int] | None = None) -> None:
+        super().__init__(4, 4)
+        self.fails, self.thresholds = fails, thresholds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        SEEN.append(gc.get_threshold())
+        if self.thresholds is not None:
+            gc.set_threshold(*self.thresholds)
+        if self.fails:
+            raise ValueError("this model always fails")
+        return super().forward(x)
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    before = gc.get_threshold()
+    SEEN.clear()
+    yield
+    gc.enable()
+    gc.set_threshold(*before)
+
+
+@pytest.fixture
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize("fails", [False, True])
+def test_thresholds_are_raised_while_a_call_compiles(fails: bool) -> None:
+    gc.set_threshold(500, 7, 8)
+    model = thunder.jit(Noting(fails), transforms=[fsdp()])
+    for _ in range(2):
+        if fails:
+            with pytest.raises(ValueError, match="always fails"):
+                model(X)
+        else:
+            model(X)
+        assert gc.get_threshold() == (500, 7, 8)
+    assert set(SEEN) == {(THRESHOLD, 7, 8)}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_thresholds_are_restored_after_compiling_without_a_call(fails: bool) -> None:
+    gc.set_threshold(500, 7, 8)
+    if fails:
+        with pytest.raises(ValueError, match="always fails"):
+            compile_as_rank(lambda: (Noting(fails), (X,)), fsdp(), rank=0, world_size=2)
+    else:
+        compile_as_rank(lambda: (Noting(fails), (X,)), fsdp(), rank=0, world_size=2)
+    assert gc.get_threshold() == (500, 7, 8) and SEEN[0] == (THRESHOLD, 7, 8)
+
+
+def test_a_collector_that_runs_less_often_or_not_at_all_is_left_alone() -> None:
+    for thresholds in ((2 * THRESHOLD, 7, 8), (0, 7, 8)):
+        gc.set_threshold(*thresholds)
+        compile_as_rank(lambda: (Noting(), (X,)), fsdp(), rank=0, world_size=2)
+        assert gc.get_threshold() == thresholds
+    gc.set_threshold(500, 7, 8)
+    gc.disable()
+    compile_as_rank(lambda: (Noting(), (X,)), fsdp(), rank=0, world_size=2)
+    assert SEEN == [(2 * THRESHOLD, 7, 8), (0, 7, 8), (500, 7, 8)]
+
+
+def test_thresholds_that_the_model_sets_stay() -> None:
+    compile_as_rank(lambda: (Noting(thresholds=(900, 9, 9)), (X,)), fsdp(), rank=0, world_size=2)
+    assert gc.get_threshold() == (900, 9, 9)

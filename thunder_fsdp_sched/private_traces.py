@@ -1,0 +1,261 @@
+"""Private names of Thunder's traces, each used in one function or class only.
+
+``docs/private_api.md`` lists them, with what to do when one disappears.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import linecache
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType, NoneType
+from typing import Any
+
+import torch
+from thunder.core import transforms
+from thunder.core.baseutils import build_callable
+from thunder.core.proxies import CollectionProxy, Proxy, variableify
+from thunder.core.pytree import tree_unflatten
+from thunder.core.symbol import BoundSymbol
+from thunder.executors.passes import _transform_for_operator_executor_execution
+
+__all__ = [
+    "FACTS",
+    "CachingBoundSymbol",
+    "claim",
+    "function_called_by",
+    "gradient_rules_of",
+    "shape_of",
+    "torch_function_of",
+    "without_calls",
+]
+
+
+def claim(trace: Any, executors: Any) -> Any:
+    """Return ``trace`` with its operators claimed by executors, in Thunder's way."""
+    return _transform_for_operator_executor_execution(trace, executors)
+
+
+def without_calls(
+    program: Callable[..., Any], names: Collection[str], arguments: Collection[str]
+) -> Callable[..., Any]:
+    """Return a program that Thunder has made of a trace, without its calls of functions that return nothing.
+
+    The text is compiled again; to make it from the trace once more takes many times as long.
+
+    Args:
+        names: of the functions.
+        arguments: names of objects that only they take; the new program does not keep them alive.
+    """
+    inner = inspect.unwrap(program)
+    calls = tuple(f"{name}(" for name in names)
+    lines = linecache.getlines(inner.__code__.co_filename)
+    text = "".join(line for line in lines if not line.lstrip().startswith(calls))
+    context = {name: value for name, value in inner.__globals__.items() if name not in {*names, *arguments}}
+    return build_callable(inner.__name__, text, f"thunder.{inner.__name__}", context)
+
+
+def gradient_rules_of(sym_id: Any) -> list[Callable[..., Any]]:
+    """Return the functions that differentiate symbols with this id, except those of executors."""
+    rules = (transforms._grad_fn_map, transforms.augmented_forward_impls, transforms.backward_impls)
+    return [known[sym_id] for known in rules if sym_id in known]
+
+
+def shape_of(proxy: Any) -> tuple[Any, ...]:
+    """Return the shape of a tensor proxy. Under symbolic values ``proxy.shape`` records a bound symbol while tracing."""
+    return proxy._shape
+
+
+def function_called_by(bsym: Any) -> Callable[..., Any] | None:
+    """Return the function that an executor's bound symbol calls, if it belongs to torch or to Thunder itself."""
+    called = (bsym._call_ctx or {}).get(bsym.sym.name)
+    if called is not None:
+        return called if _is_library_function(called) else None
+    module = bsym.sym.module
+    name = module.__name__ if isinstance(module, ModuleType) else getattr(module, "__module__", "")
+    if name.partition(".")[0] != "torch":
+        return None
+    called = getattr(module, bsym.sym.name, None)
+    return called if callable(called) else None
+
+
+def torch_function_of(id: Any) -> Callable[..., Any] | None:
+    """Return the torch function that a symbol's id names by path: ``torch.nn.functional.gelu``, ``Tensor.half``."""
+    root, _, path = id.partition(".") if isinstance(id, str) else ("", "", "")
+    if root not in ("torch", "Tensor"):
+        return None
+    found: Any = sys.modules["torch"]
+    for name in path.split(".") if root == "torch" else ("Tensor", path):
+        found = getattr(found, name, None)
+    return found if callable(found) else None
+
+
+def _is_library_function(function: Any) -> bool:
+    """Return whether a callable is a torch function, an operator overload, or a Thunder function that calls torch."""
+    if isinstance(function, functools.partial):
+        return _is_library_function(function.func)
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return True
+    if isinstance(function, FunctionType):
+        module: Any = function.__module__ or ""
+    elif isinstance(function, (BuiltinFunctionType, MethodDescriptorType)):
+        owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
+        # `torch.reshape` has no owner, but a module.
+        module = str(getattr(owner or function, "__module__", None) or getattr(owner, "__name__", ""))
+    else:
+        return False
+    return str(module).partition(".")[0] in ("torch", "thunder")
+
+
+FACTS = ("_fsdp_facts", "_fsdp_calls", "_fsdp_like")
+"""Attributes of a bound symbol for what this package knows about its operator."""
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(BoundSymbol))
+_OF_ARGS = (
+    *("flat_args_and_spec", "flat_args", "flat_proxy_args", "flat_variableified_proxy_args"),
+    *("_var_args", "_var_kwargs", "are_all_args_constant"),
+)
+_OF_OUTPUT = ("flat_outs_and_spec", "flat_outs", "flat_proxy_outs", "flat_variableified_proxy_outs", "_var_output")
+_PLAIN = (NoneType, bool, int, float, str)
+
+
+class CachingBoundSymbol(BoundSymbol):
+    """A bound symbol whose copies keep what was found out about it.
+
+    Most passes of Thunder copy every bound symbol, flatten the arguments and results of each copy anew, and print them
+    seven times to compile a trace. A copy has the same arguments and results unless others are given, so it keeps the
+    flat ones. It also keeps the facts about its operator, and whether Thunder replaces nothing in it to print it.
+    """
+
+    _prints_itself: bool
+
+    @classmethod
+    def of(cls, bsym: BoundSymbol, *, prints_itself: bool) -> CachingBoundSymbol:
+        """Return a copy of a bound symbol.
+
+        Args:
+            prints_itself: whether its symbol prints arguments that have a name without Thunder's help.
+        """
+        if isinstance(bsym, cls):
+            return bsym
+        new = object.__new__(cls)
+        new.__dict__.update(vars(bsym), _prints_itself=prints_itself)
+        return new
+
+    def from_bsym(self, **changes: Any) -> CachingBoundSymbol:
+        """Return a copy with some fields changed, as Thunder's method does."""
+        known = vars(self)
+        new = object.__new__(type(self))
+        state = new.__dict__
+        state.update({name: known[name] for name in _FIELDS}, _prints_itself=self._prints_itself)
+        state.update(changes, _line_no=None)
+        state["tags"] = changes["tags"] if "tags" in changes else self.tags.copy()
+        state["args"] = tuple(state["args"])
+        keeps_args = _is_same(state["args"], self.args) and state["kwargs"] is self.kwargs
+        keeps_output = _is_same(state["output"], self.output)
+        kept: Sequence[str] = ()
+        if keeps_args:
+            kept = (*kept, *_OF_ARGS)
+        if keeps_output:
+            kept = (*kept, *_OF_OUTPUT)
+        if keeps_args and keeps_output:
+            kept = (*kept, "_is_plain")
+            if self._is_same_operator(new):
+                kept = (*kept, *FACTS)
+        state.update({name: known[name] for name in kept if name in known})
+        if self.sym._bind_postprocess:
+            self.sym._bind_postprocess(new)
+        return new
+
+    def _is_same_operator(self, other: BoundSymbol) -> bool:
+        if other.sym is not self.sym or other._call_ctx is not self._call_ctx:
+            return False
+        return _is_same(tuple(other.subsymbols), tuple(self.subsymbols))
+
+    def with_proxies(self, new: Mapping[str, Proxy], subsymbols: Sequence[BoundSymbol]) -> CachingBoundSymbol:
+        """Return a copy with other proxies.
+
+        Args:
+            new: the proxies that take the place of others, by the names of those.
+            subsymbols: those of the copy.
+        """
+        flat_args, flat_outs = (
+            [new.get(leaf.name, leaf) if isinstance(leaf, Proxy) else leaf for leaf in flat]
+            for flat in (self.flat_args, self.flat_outs)
+        )
+        of_args, of_outs = self.flat_args_and_spec[1], self.flat_outs_and_spec[1]
+        args, kwargs = tree_unflatten(flat_args, of_args)
+        output = tree_unflatten(flat_outs, of_outs)
+        copy = self.from_bsym(args=args, kwargs=kwargs, output=output, subsymbols=subsymbols)
+        copy.__dict__.update(
+            flat_args_and_spec=(flat_args, of_args),
+            flat_args=flat_args,
+            flat_proxy_args=tuple([leaf for leaf in flat_args if isinstance(leaf, Proxy)]),
+            flat_outs_and_spec=(flat_outs, of_outs),
+            flat_outs=flat_outs,
+            flat_proxy_outs=tuple([leaf for leaf in flat_outs if isinstance(leaf, Proxy)]),
+        )
+        return copy
+
+    def from_bsym_swap_proxies(
+        self,
+        swap_map: dict[Any, Any],
+        skip_inputs: bool = False,
+        skip_output: bool = False,
+        skip_subsymbols: bool = False,
+    ) -> BoundSymbol:
+        """Return a copy with proxies swapped, as Thunder's method does."""
+        if not swap_map:
+            return self
+        skip = skip_inputs, skip_output, skip_subsymbols
+        inputs = () if skip_inputs else self.flat_variableified_proxy_args
+        outputs = () if skip_output else self.flat_variableified_proxy_outs
+        if any(p in swap_map or isinstance(p.proxy, CollectionProxy) for p in (*inputs, *outputs)):
+            return super().from_bsym_swap_proxies(swap_map, *skip)
+        if skip_subsymbols or not any(_reads_or_makes(sub, swap_map) for sub in self.subsymbols):
+            return self.from_bsym()
+        return self.from_bsym(subsymbols=[sub.from_bsym_swap_proxies(swap_map, *skip) for sub in self.subsymbols])
+
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        return self._prints_itself or (_is_plain(self.args) and _is_plain(self.kwargs) and _is_plain(self.output))
+
+    @property
+    def _out_printables(self) -> Any:
+        return self.output if self._is_plain else super()._out_printables
+
+    @property
+    def _arg_printables(self) -> Any:
+        return self.args if self._is_plain else super()._arg_printables
+
+    @property
+    def _kwarg_printables(self) -> Any:
+        return self.kwargs if self._is_plain else super()._kwarg_printables
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two values are the same object, or tuples of the same objects."""
+    if one is other:
+        return True
+    return type(one) is tuple is type(other) and len(one) == len(other) and all(map(_is_same, one, other))
+
+
+def _reads_or_makes(bsym: BoundSymbol, proxies: Collection[Any]) -> bool:
+    if any(variableify(p) in proxies for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)):
+        return True
+    return any(_reads_or_makes(sub, proxies) for sub in bsym.subsymbols)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether Thunder replaces nothing in a value to print it."""
+    if isinstance(value, Proxy):
+        return not isinstance(value, CollectionProxy)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return all(map(_is_plain, value))
+    if kind is dict:
+        return all(map(_is_plain, value.values()))
+    return kind in _PLAIN

@@ -1,0 +1,38 @@
+"""Fewer garbage collections while a model compiles.
+
+[Note: Garbage collection while compiling]
+Compiling creates millions of objects that live until it ends, so Python's cyclic garbage collector finds hardly any
+garbage, but takes a fifth of the time: after every 700 new objects it looks at the youngest, and now and then at all.
+While a model compiles, it therefore runs after every 50,000. The peak of memory stays the same
+(``python benchmarks/tracing.py --blocks 32 --only once``, with and without ``--default-gc``). A collector that is
+disabled, or runs less often already, is left alone.
+"""
+
+from __future__ import annotations
+
+import gc
+
+__all__ = ["CollectsLess"]
+
+THRESHOLD = 50_000
+"""How many more containers are created than freed before the youngest are collected."""
+
+
+class CollectsLess:
+    """Makes the garbage collector run less often between :meth:`begin` and :meth:`end`; both may be called repeatedly."""
+
+    def __init__(self) -> None:
+        self._before: tuple[int, int, int] | None = None
+
+    def begin(self) -> None:
+        """Let the collector run less often, until :meth:`end`."""
+        first, second, third = gc.get_threshold()
+        if self._before is None and gc.isenabled() and 0 < first < THRESHOLD:
+            self._before = first, second, third
+            gc.set_threshold(THRESHOLD, second, third)
+
+    def end(self) -> None:
+        """Let the collector run as often as before, unless somebody else has changed that in between."""
+        if self._before is not None and gc.get_threshold() == (THRESHOLD, *self._before[1:]):
+            gc.set_threshold(*self._before)
+        self._before = None
