@@ -140,6 +140,7 @@ class Compilation:
             traces.traced, traces.parameters = self._same.traced, self._same.parameters
             traces.shares = self._same.number
             return prologue, without_computation(computation)
+        computation = with_caches(computation)
         computation = run([partial(insert_unshard, inputs=inputs, buckets=locations, shards=shards)], computation)
         if hides:
             self._computation = computation

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +21,7 @@ __all__ = [
     "is_hooked",
     "look_aside_module_calls",
     "observed_by",
-    "renamed",
     "renames_of",
-    "requiring_gradient",
 ]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -123,17 +120,3 @@ def renames_of(context: Any) -> dict[Any, Any]:
 def has_been_modified(context: Any) -> bool:
     """Return whether the program has assigned an attribute or a buffer of its inputs."""
     return bool(context._additional_outputs)
-
-
-def renamed(proxy: Any, trace: Any, tags: set[Any]) -> Any:
-    """Return a copy of ``proxy`` with other tags and another name, which ``trace`` makes with the same first letters."""
-    new = copy.copy(proxy)
-    new._name, new._tags = trace.make_name(prefix=proxy.name.rstrip("0123456789") or proxy.prefix), tags
-    return new
-
-
-def requiring_gradient(proxy: Any) -> Any:
-    """Return a copy of a tensor proxy, with its name, that requires a gradient."""
-    new = copy.copy(proxy)
-    new._requires_grad = True
-    return new

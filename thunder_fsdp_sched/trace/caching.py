@@ -8,12 +8,18 @@ from thunder.core.trace import TraceCtx
 from ..private_traces import CachingBoundSymbol
 from .symbols import executor
 
-__all__ = ["caching", "with_caches"]
+__all__ = ["caching", "caching_throughout", "with_caches"]
 
 
 def caching(bsym: BoundSymbol) -> CachingBoundSymbol:
     """Return a bound symbol whose copies keep what was found out about it; the same if it is one."""
     return CachingBoundSymbol.of(bsym, prints_itself=bsym.sym.executor is executor)
+
+
+def caching_throughout(bsym: BoundSymbol) -> CachingBoundSymbol:
+    """Return a bound symbol that keeps, also in its subsymbols, what was found out about it."""
+    new = CachingBoundSymbol.of(bsym, prints_itself=bsym.sym.executor is executor)
+    return new.from_bsym(subsymbols=list(map(caching_throughout, new.subsymbols)))
 
 
 def with_caches(trace: TraceCtx) -> TraceCtx:

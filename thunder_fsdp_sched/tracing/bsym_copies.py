@@ -9,8 +9,7 @@ from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..private_interpreter import renamed
-from ..private_traces import CachingBoundSymbol
+from ..private_traces import CachingBoundSymbol, renamed
 from ..trace.operands import OneParameter
 from ..trace.symbols import fsdp_reduce, fsdp_unshard
 from .trace_tokens import Parameter

@@ -11,7 +11,8 @@ from thunder.core.jit_ext import EXT_FLAG_IS_CALLABLE, EXT_FLAG_IS_MODULE
 from thunder.core.proxies import Proxy, variableify
 from thunder.core.trace import TraceCtx
 
-from ..private_interpreter import checks_of, renamed, renames_of
+from ..private_interpreter import checks_of, renames_of
+from ..private_traces import renamed
 from .arguments import Arguments
 from .bsym_copies import BoundSymbolCopies
 from .paths import ATTRIBUTE, FUNCTION, Path, evaluate

@@ -28,7 +28,7 @@ from thunder.extend import Executor
 
 from ..private_traces import claim
 from ..trace import symbols
-from ..trace.caching import caching, with_caches
+from ..trace.caching import caching_throughout, with_caches
 from ..trace.operator_facts import share_facts
 from ..tracing.bsym_copies import BoundSymbolCopies
 from ..tracing.repeatable_rules import RepeatableRules
@@ -80,7 +80,7 @@ def _claim_once(trace: TraceCtx, executors: Sequence[Executor]) -> TraceCtx:
                 bsyms = copies_of(claimed.bsyms, BoundSymbolCopies(new, renames))
             else:
                 bsyms, replaced = _claim(bsym, new, executors)
-                bsyms = list(map(caching, bsyms))
+                bsyms = list(map(caching_throughout, bsyms))
                 swap |= replaced
                 if own is not None and not replaced and _read_only(bsyms, proxies):
                     known[own] = _Claimed(proxies, bsyms)

@@ -37,7 +37,7 @@ from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import Executor
 from thunder.transforms.autodiff import grad_transform_on_trace
 
-from ..private_interpreter import renamed, requiring_gradient
+from ..private_traces import renamed, requiring_gradient
 from ..trace.inspection import args_of, defined_by, forward_part, names, outs_of, return_of
 from ..trace.symbols import executor
 from ..tracing.bsym_copies import BoundSymbolCopies
