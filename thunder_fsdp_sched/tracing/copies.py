@@ -14,6 +14,7 @@ from thunder.core.trace import TraceCtx
 
 from ..private_interpreter import checks_of, renamed, renames_of
 from .arguments import Arguments
+from .grad_modes import GradMode, kwargs_in, tags_in
 from .paths import ATTRIBUTE, FUNCTION, Path, evaluate
 from .records import Record
 
@@ -26,6 +27,7 @@ def repeat(
     place: Path,
     arguments: Arguments,
     *,
+    mode: GradMode,
     context: Any,
     roots: Mapping[Path, Any],
     root: ProvenanceRecord,
@@ -36,12 +38,14 @@ def repeat(
     Args:
         place: the path of ``module``, for which the record fits.
         arguments: those of the call, with the same token as in the recorded one.
+        mode: the grad mode of the call, in which the record holds.
         context: Thunder's context of the compilation.
         roots: the values of the roots of paths.
         root: the provenance of what Thunder compiles.
         written: the paths that the prologue checks already, each with the check.
     """
-    copies = _Copies(record, context.computation_trace, {place: module.provenance, (FUNCTION,): root}, roots)
+    provenances = {place: module.provenance, (FUNCTION,): root}
+    copies = _Copies(record, mode, context.computation_trace, provenances, roots)
     copies.new.update(
         (old.name, wrapped.value) for old, wrapped in zip(record.arguments, arguments.tensors, strict=True)
     )
@@ -69,10 +73,17 @@ class _Copies:
     """
 
     def __init__(
-        self, record: Record, trace: TraceCtx, provenances: dict[Path, ProvenanceRecord], roots: Mapping[Path, Any]
+        self,
+        record: Record,
+        mode: GradMode,
+        trace: TraceCtx,
+        provenances: dict[Path, ProvenanceRecord],
+        roots: Mapping[Path, Any],
     ) -> None:
         self.new: dict[str, Proxy] = {}
         self._record = record
+        self._mode = mode
+        self._is_portable = record.validity.is_portable
         self._trace = trace
         self._provenances = provenances
         self._known = dict(roots)
@@ -103,8 +114,11 @@ class _Copies:
         subsymbols = [self.copy(sub) for sub in bsym.subsymbols]
         for proxy in bsym.flat_proxy_outs:
             if proxy.name not in self.new:
-                self.new[proxy.name] = self._renamed(proxy, set(self._record.tags[proxy.name]))
-        args, kwargs, output = self.swap(bsym.args), self.swap(bsym.kwargs), self.swap(bsym.output)
+                tags = self._record.tags[proxy.name]
+                own = tags_in(proxy, tags, self._mode.enabled) if self._is_portable else set(tags)
+                self.new[proxy.name] = self._renamed(proxy, own)
+        kwargs = kwargs_in(bsym, self._mode.enabled) if self._is_portable else bsym.kwargs
+        args, kwargs, output = self.swap(bsym.args), self.swap(kwargs), self.swap(bsym.output)
         return bsym.from_bsym(args=args, kwargs=kwargs, output=output, subsymbols=subsymbols)
 
     def swap(self, value: Any) -> Any:
