@@ -10,8 +10,8 @@ Each measurement runs in a new process, on parameters without memory, as rank 0 
 * once: ``fsdp()``, which copies what it traced to modules that are alike.
 
 The model is compiled with gradients. "Claiming" is the pass in which executors claim operators, which Thunder does itself
-in plain mode, so "our passes" do not include it. "Second mode" is compiling it again under ``no_sync``. They take turns;
-the tables have medians.
+in plain mode, so "our passes" do not include it. "Second mode" is compiling it again under ``no_sync``, and "evaluation"
+after that under ``torch.no_grad()``. They take turns; the tables have medians.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ def main() -> None:
         "of plain",
         "second mode, s",
         "of first",
+        "evaluation, s",
+        "of first",
     )
     _print(columns)
     _print(["---"] * len(columns))
@@ -64,9 +66,9 @@ def main() -> None:
                 found[kind].append(json.loads(run.stdout.splitlines()[-1]))
         medians = {k: {key: statistics.median(r[key] for r in runs) for key in runs[0]} for k, runs in found.items()}
         for kind, of in medians.items():
-            first, second = of["first"], of["second"]
+            first = of["first"]
             of_plain = f"{first / medians['plain']['first']:.2f}" if "plain" in medians else ""
-            later = (f"{second:.1f}", f"{second / first:.2f}") if second else ("", "")
+            later = [text for s in (of["second"], of["evaluation"]) for text in _compared(s, first)]
             _print(
                 (
                     blocks,
@@ -81,12 +83,16 @@ def main() -> None:
             )
 
 
+def _compared(seconds: float, first: float) -> tuple[str, str]:
+    return (f"{seconds:.1f}", f"{seconds / first:.2f}") if seconds else ("", "")
+
+
 def _print(cells: Iterable[object]) -> None:
     print(f"| {' | '.join(map(str, cells))} |")
 
 
 def measure(kind: str, blocks: int, *, collector: str = "ours") -> dict[str, float]:
-    """Return the processor seconds of compiling a GPT for a first and a second mode.
+    """Return the processor seconds of compiling a GPT for a first mode, a second one, and evaluation.
 
     Args:
         collector: how often Python collects garbage: as this package lets it, as by ``"default"``, or never: ``"none"``.
@@ -129,7 +135,18 @@ def measure(kind: str, blocks: int, *, collector: str = "ours") -> dict[str, flo
         with jitted.no_sync():
             jitted(tokens, tokens)
         second = time.process_time() - started
-    return {"first": first, "tracing": tracing, "claiming": claiming, "ours": ours, "second": second}
+    started = time.process_time()
+    with torch.no_grad():
+        jitted(tokens, tokens)
+    evaluation = time.process_time() - started
+    return {
+        "first": first,
+        "tracing": tracing,
+        "claiming": claiming,
+        "ours": ours,
+        "second": second,
+        "evaluation": evaluation,
+    }
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ __all__ = [
     "look_aside_module_calls",
     "observed_by",
     "renames_of",
+    "uses_grad_mode",
 ]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -120,3 +121,10 @@ def renames_of(context: Any) -> dict[Any, Any]:
 def has_been_modified(context: Any) -> bool:
     """Return whether the program has assigned an attribute or a buffer of its inputs."""
     return bool(context._additional_outputs)
+
+
+def uses_grad_mode(function: Any) -> bool:
+    """Return whether this builtin function of torch reads or changes the grad mode."""
+    import torch
+
+    return function in (torch.is_grad_enabled, torch.is_inference_mode_enabled, torch._C._set_grad_enabled)

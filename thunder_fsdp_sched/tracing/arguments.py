@@ -9,6 +9,7 @@ import torch
 from thunder.core.interpreter import WrappedValue
 from thunder.core.proxies import Proxy, TensorProxy
 
+from .grad_modes import DETACHED
 from .observer import Unrepeatable
 from .tokens import token_of
 
@@ -19,12 +20,14 @@ class Arguments(NamedTuple):
     """The arguments of a call.
 
     Attributes:
-        token: equal for calls that are traced alike, as far as their arguments go.
+        token: equal for calls that are traced alike, as far as their arguments go, except for ``detached``.
         tensors: the wrapped tensors, whose values are proxies, in the order of their first appearance.
+        detached: which of the tensors were made without gradients.
     """
 
     token: Any
     tensors: tuple[WrappedValue, ...]
+    detached: frozenset[int]
 
 
 def flatten(args: Sequence[WrappedValue], kwargs: Mapping[str, WrappedValue]) -> Arguments:
@@ -36,7 +39,8 @@ def flatten(args: Sequence[WrappedValue], kwargs: Mapping[str, WrappedValue]) ->
     tensors: dict[str, WrappedValue] = {}
     positional = tuple(_flatten(arg, tensors) for arg in args)
     named = tuple((name, _flatten(arg, tensors)) for name, arg in kwargs.items())
-    return Arguments((positional, named), tuple(tensors.values()))
+    detached = frozenset(i for i, wrapped in enumerate(tensors.values()) if DETACHED in wrapped.value.tags)
+    return Arguments((positional, named), tuple(tensors.values()), detached)
 
 
 def _flatten(wrapped: WrappedValue, tensors: dict[str, WrappedValue]) -> Any:
@@ -44,7 +48,7 @@ def _flatten(wrapped: WrappedValue, tensors: dict[str, WrappedValue]) -> Any:
     if isinstance(value, TensorProxy):
         tensors.setdefault(value.name, wrapped)
         is_parameter = issubclass(wrapped.python_typ, torch.nn.Parameter)
-        return list(tensors).index(value.name), _metadata(value), frozenset(value.tags), is_parameter
+        return list(tensors).index(value.name), _metadata(value), frozenset(value.tags) - {DETACHED}, is_parameter
     if isinstance(value, Proxy | torch.Tensor):
         raise Unrepeatable(f"an argument is a {type(value).__name__}")
     if type(value) in (tuple, list):

@@ -24,7 +24,6 @@ class BoundSymbolCopies:
         trace: gives names to new proxies.
         new: the proxies that take the place of others, by the names of those. All that copied bound symbols define are
             added to it; proxies that are neither in it nor defined stay as they are.
-        tags: those of new proxies, by the names of the copied ones; by default the tags that the copied ones have.
         parameters: the parameters that take the place of others in ``fsdp_unshard`` and ``fsdp_reduce``.
     """
 
@@ -33,12 +32,10 @@ class BoundSymbolCopies:
         trace: TraceCtx,
         new: dict[str, Proxy],
         *,
-        tags: Mapping[str, frozenset[Any]] | None = None,
         parameters: Mapping[Parameter, Parameter] | None = None,
     ) -> None:
         self.new = new
         self._trace = trace
-        self._tags = tags
         self._parameters = parameters or {}
 
     def copy(self, bsym: BoundSymbol) -> BoundSymbol:
@@ -46,8 +43,7 @@ class BoundSymbolCopies:
         subsymbols = [self.copy(sub) for sub in bsym.subsymbols]
         for proxy in bsym.flat_proxy_outs:
             if proxy.name not in self.new:
-                tags = proxy.tags if self._tags is None else self._tags[proxy.name]
-                self.new[proxy.name] = renamed(proxy, self._trace, set(tags))
+                self.new[proxy.name] = renamed(proxy, self._trace, self.tags_of(proxy))
         if self._parameters and bsym.sym in (fsdp_unshard, fsdp_reduce):
             operands = OneParameter(bsym)
             parameter = self._parameters[operands.bucket, operands.index]
@@ -56,6 +52,10 @@ class BoundSymbolCopies:
             return bsym.with_proxies(self.new, subsymbols)
         args, kwargs, output = self.swap(bsym.args), self.swap(bsym.kwargs), self.swap(bsym.output)
         return bsym.from_bsym(args=args, kwargs=kwargs, output=output, subsymbols=subsymbols)
+
+    def tags_of(self, proxy: Proxy) -> set[Any]:
+        """Return the tags of the proxy that takes the place of one that bound symbols define."""
+        return set(proxy.tags)
 
     def swap(self, value: Any) -> Any:
         """Return ``value`` with new proxies."""

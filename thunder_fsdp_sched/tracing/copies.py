@@ -9,12 +9,14 @@ import torch
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst, WrappedValue, wrap, wrap_const
 from thunder.core.jit_ext import EXT_FLAG_IS_CALLABLE, EXT_FLAG_IS_MODULE
 from thunder.core.proxies import Proxy, variableify
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..private_interpreter import checks_of, renames_of
 from ..private_traces import renamed
 from .arguments import Arguments
 from .bsym_copies import BoundSymbolCopies
+from .grad_modes import GradMode, kwargs_in, tags_in
 from .paths import ATTRIBUTE, FUNCTION, Path, evaluate
 from .records import Record
 
@@ -27,6 +29,7 @@ def repeat(
     place: Path,
     arguments: Arguments,
     *,
+    mode: GradMode,
     context: Any,
     roots: Mapping[Path, Any],
     root: ProvenanceRecord,
@@ -37,12 +40,14 @@ def repeat(
     Args:
         place: the path of ``module``, for which the record fits.
         arguments: those of the call, with the same token as in the recorded one.
+        mode: the grad mode of the call, in which the record holds.
         context: Thunder's context of the compilation.
         roots: the values of the roots of paths.
         root: the provenance of what Thunder compiles.
         written: the paths that the prologue checks already, each with the check.
     """
-    copies = _Copies(record, context.computation_trace, {place: module.provenance, (FUNCTION,): root}, roots)
+    provenances = {place: module.provenance, (FUNCTION,): root}
+    copies = _Copies(record, mode, context.computation_trace, provenances, roots)
     copies.new.update(
         (old.name, wrapped.value) for old, wrapped in zip(record.arguments, arguments.tensors, strict=True)
     )
@@ -66,9 +71,16 @@ class _Copies(BoundSymbolCopies):
     """Copies for one repetition."""
 
     def __init__(
-        self, record: Record, trace: TraceCtx, provenances: dict[Path, ProvenanceRecord], roots: Mapping[Path, Any]
+        self,
+        record: Record,
+        mode: GradMode,
+        trace: TraceCtx,
+        provenances: dict[Path, ProvenanceRecord],
+        roots: Mapping[Path, Any],
     ) -> None:
-        super().__init__(trace, {}, tags=record.tags)
+        super().__init__(trace, {})
+        self._record = record
+        self._mode = mode
         self._provenances = provenances
         self._known = dict(roots)
         self._wrapped: dict[Path, WrappedValue] = {}
@@ -92,6 +104,17 @@ class _Copies(BoundSymbolCopies):
         if path not in self._wrapped:
             self._wrapped[path] = wrap(evaluate(path, self._known), provenance=self._provenance(path))
         return self._wrapped[path]
+
+    def copy(self, bsym: BoundSymbol) -> BoundSymbol:
+        """Return a copy of a bound symbol, for the grad mode of this call."""
+        new = super().copy(bsym)
+        if self._record.validity.is_portable and (kwargs := kwargs_in(bsym, self._mode.enabled)) is not bsym.kwargs:
+            new = new.from_bsym(kwargs=self.swap(kwargs))
+        return new
+
+    def tags_of(self, proxy: Proxy) -> set[Any]:
+        tags = self._record.tags[proxy.name]
+        return tags_in(proxy, tags, self._mode.enabled) if self._record.validity.is_portable else set(tags)
 
     def _provenance(self, path: Path) -> ProvenanceRecord:
         """Return the provenance of the value at ``path``, as the interpreter makes it."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
+from thunder.common import CompileData
 from thunder.core.interpreter import (
     InterpreterCompileCtx,
     PseudoInst,
@@ -18,7 +19,7 @@ from thunder.core.interpreter import (
 )
 from thunder.core.proxies import Proxy
 
-from ..private_interpreter import observed_by
+from ..private_interpreter import observed_by, uses_grad_mode
 from .paths import ATTRIBUTE, COMPUTED, ITEM, Path, Paths, is_hashable
 
 __all__ = ["Observer", "Unrepeatable"]
@@ -40,6 +41,7 @@ class Observer:
         aliases: the paths that values have which were read elsewhere before, by the paths under which they were read.
         effects: what the program has done besides reading. A modification has the length of ``reads`` when the program
             made the modified object; -1 if it was there before.
+        uses_of_grad_mode: how often the program has read or changed the grad mode.
     """
 
     def __init__(self, context: InterpreterCompileCtx) -> None:
@@ -47,6 +49,7 @@ class Observer:
         self.reads: list[Path] = []
         self.aliases: dict[Path, Path] = {}
         self.effects: list[tuple[str, int | None]] = []
+        self.uses_of_grad_mode = 0
         # By the identity of a value, which is kept alive: the value, and the length of `reads` when the program made it.
         self._made: dict[int, tuple[Any, int]] = {}
         self._context = observed_by(context, self)
@@ -119,6 +122,7 @@ class Observer:
 
     def _access(self, kind: str, source: Any, key: Any, result: Any) -> None:
         """Log an attribute or an item that was read; it may be known under another path, from where it was read first."""
+        self.uses_of_grad_mode += isinstance(source.value, CompileData)  # Thunder's own functions read it there
         path = self.paths.of(source.provenance)
         if path is None or path is COMPUTED or (kind == ITEM and isinstance(source.value, Proxy)):
             return
@@ -141,7 +145,9 @@ class Observer:
     def _call(self, function: Any, lookaside: Any, args: tuple[Any, ...]) -> None:
         name = getattr(function, "__name__", "")
         owner = getattr(function, "__objclass__", None)
-        if isinstance(function, _SETTERS) and function in (setattr, delattr, object.__setattr__, object.__delattr__):
+        if isinstance(function, BuiltinFunctionType) and uses_grad_mode(function):
+            self.uses_of_grad_mode += 1
+        elif isinstance(function, _SETTERS) and function in (setattr, delattr, object.__setattr__, object.__delattr__):
             self._modify(name, args[0])
         elif isinstance(function, _SETTERS) and isinstance(owner, type) and issubclass(owner, _CONTAINERS):
             if name not in _READING_METHODS:

@@ -9,15 +9,17 @@ trace has proxies in their place. Tensors that are one object in two places must
 
 A call that does more than read and compute is not repeated, but interpreted each time: if it writes to an object that it
 did not make (a counter, a cache), calls a function that is not known to be pure (random numbers of Python, the time, an
-iterator that it did not make), reads under a computed name, defines an operator (``torch.autograd.Function``), or
-reads or returns what comes from elsewhere.
+iterator that it did not make), reads under a computed name, defines an operator (``torch.autograd.Function``),
+leaves another grad mode than it found, or reads or returns what comes from elsewhere.
+
+A record may hold with gradients only, or without them only: see [Note: Records and the grad mode] in ``grad_modes``.
 
 The bound symbols and the checks of the prologue are the same as with full tracing, in the same order, up to names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import BuiltinMethodType, MethodType, MethodWrapperType
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol
 
 from .arguments import Arguments
+from .grad_modes import GradMode, Validity, is_portable, nested
 from .observer import Unrepeatable
 from .paths import ATTRIBUTE, COMPUTED, INPUTS, ITEM, Path, Paths, evaluate
 from .tokens import token_of
@@ -82,6 +85,7 @@ class Record(NamedTuple):
         tags: those of each proxy that the bound symbols make, by name.
         renames: names of the user's variables for proxies, by their names.
         result: what the call returned: proxies, numbers, strings, ``None``, and containers of such.
+        validity: in which grad modes the record holds.
     """
 
     reads: tuple[Read, ...]
@@ -92,6 +96,7 @@ class Record(NamedTuple):
     tags: dict[str, frozenset[Any]]
     renames: dict[str, str]
     result: Any
+    validity: Validity
 
     def fits(self, place: Path, roots: Mapping[Path, Any]) -> bool:
         """Return whether the program would read the same for the module at ``place``."""
@@ -113,6 +118,8 @@ def make_record(
     bsyms: Sequence[BoundSymbol],
     checks: Sequence[tuple[Any, ...]],
     renames: Mapping[str, str],
+    mode: GradMode,
+    uses_mode: bool,
     paths: Paths,
     roots: Mapping[Path, Any],
 ) -> Record:
@@ -124,6 +131,8 @@ def make_record(
         bsyms: the bound symbols that were added.
         checks: the checks of the prologue that were added, as ``(check, proxy, *expected)``.
         renames: names of the user's variables for proxies, by their names.
+        mode: the grad mode of the call.
+        uses_mode: whether the program has read or changed the grad mode.
         roots: the values of the roots of paths.
 
     Raises:
@@ -141,10 +150,10 @@ def make_record(
             raise Unrepeatable(f"a part of the module is read from elsewhere: {path[1:]}")
         seen.append(read)
     passed = {wrapped.value.name: wrapped.value for wrapped in arguments.tensors}
-    made = [p for bsym in _nested(bsyms) for p in bsym.flat_proxy_outs]
+    made = [p for bsym in nested(bsyms) for p in bsym.flat_proxy_outs]
     tags = {p.name: frozenset(p.tags) for p in made}
     inputs: dict[str, Read] = {}
-    for bsym in _nested(bsyms):
+    for bsym in nested(bsyms):
         for proxy in bsym.flat_proxy_args:
             if not any(proxy.name in known for known in (tags, passed, inputs)):
                 inputs[proxy.name] = _read(_path_of(proxy, paths), place)
@@ -154,7 +163,11 @@ def make_record(
     returnable = {*tags, *inputs, *passed}
     names = {old: new for old, new in renames.items() if old in tags}
     described = _describe(result, returnable)
-    return Record(tuple(seen), tuple(passed.values()), inputs, tuple(bsyms), tuple(written), tags, names, described)
+    portable = not uses_mode and is_portable(bsyms, {*inputs, *passed}, mode.enabled)
+    validity = Validity(mode, arguments.detached, portable)
+    return Record(
+        tuple(seen), tuple(passed.values()), inputs, tuple(bsyms), tuple(written), tags, names, described, validity
+    )
 
 
 def _read(path: Path, place: Path) -> Read:
@@ -212,12 +225,6 @@ _WRITTEN_BY_WARNINGS = "__warningregistry__"
 """The name under which a module's namespace gets the warnings that were shown; no program reads it."""
 
 _METHODS = (MethodType, BuiltinMethodType, MethodWrapperType)
-
-
-def _nested(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
-    for bsym in bsyms:
-        yield bsym
-        yield from _nested(bsym.subsymbols)
 
 
 def _describe(wrapped: WrappedValue, returnable: set[str]) -> Any:

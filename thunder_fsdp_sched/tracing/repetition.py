@@ -16,6 +16,7 @@ from thunder.core.proxies import unvariableify
 from ..private_interpreter import cache_info, checks_of, has_been_modified, renames_of
 from .arguments import Arguments, flatten
 from .copies import repeat
+from .grad_modes import GradMode, grad_mode_of
 from .module_calls import call_forward
 from .observer import Observer, Unrepeatable
 from .paths import ATTRIBUTE, BUILTINS, FUNCTION, ITEM, Path
@@ -68,24 +69,26 @@ class Repetition:
         except Unrepeatable as reason:
             self._refuse(place, reason)
             return call_forward(module, *args, **kwargs)
-        key = type(unwrap(module)), arguments.token, data.is_grad_enabled, *map(cache_info().get, _DEFAULTS)
-        records = self._records.setdefault(key, [])
+        key = type(unwrap(module)), arguments.token, *map(cache_info().get, _DEFAULTS)
+        records, mode = self._records.setdefault(key, []), grad_mode_of(data)
         for record in records:
-            if record.fits(place, self._roots):
+            if record.validity.covers(mode, arguments.detached) and record.fits(place, self._roots):
                 self.repeated += 1
                 self._note_checks()
+                self._observer.uses_of_grad_mode += not record.validity.is_portable
                 self._observer.reads.extend(read.at(place) for read in record.reads)
                 return repeat(
                     record,
                     module,
                     place,
                     arguments,
+                    mode=mode,
                     context=context,
                     roots=self._roots,
                     root=self._root,
                     written=self._written,
                 )
-        return self._record(records, place, arguments, module, args, kwargs)
+        return self._record(records, mode, place, arguments, module, args, kwargs)
 
     def _begin(self, trace: Any, module: WrappedValue) -> None:
         """Begin a new compilation, whose first module call is that of the outermost module."""
@@ -103,13 +106,20 @@ class Repetition:
             self._roots[FUNCTION,] = unwrap(module)
 
     def _record(
-        self, records: list[Record], place: Path, arguments: Arguments, module: WrappedValue, args: Any, kwargs: Any
+        self,
+        records: list[Record],
+        mode: GradMode,
+        place: Path,
+        arguments: Arguments,
+        module: WrappedValue,
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         context, observer = get_jit_ctx(), self._observer
         scope, checks, renames = context.computation_trace.peek_scope(), checks_of(context), renames_of(context)
         operators = context.ad_hoc_executor.opmap
         before = len(scope), len(checks), len(renames), len(operators)
-        reads, effects = len(observer.reads), len(observer.effects)
+        reads, effects, uses = len(observer.reads), len(observer.effects), observer.uses_of_grad_mode
         self._note_checks()
         is_known = place in self._checked  # then full tracing adds fewer checks than it will for others
         observer.reads.append(place)
@@ -132,6 +142,8 @@ class Repetition:
                 raise Unrepeatable("the program has modified a module")
             if len(operators) != before[3]:
                 raise Unrepeatable("the program defines an operator")
+            if grad_mode_of(get_compile_data()) != mode:
+                raise Unrepeatable("the program leaves another grad mode")
             named = {unvariableify(old).name: renames[old].name for old in list(renames)[before[2] :]}
             record = make_record(
                 place,
@@ -142,6 +154,8 @@ class Repetition:
                 bsyms=scope[before[0] :],
                 checks=checks[before[1] :],
                 renames=named,
+                mode=mode,
+                uses_mode=observer.uses_of_grad_mode != uses,
                 paths=observer.paths,
                 roots=self._roots,
             )

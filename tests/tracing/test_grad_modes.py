@@ -1,0 +1,366 @@
+"""Records of module calls hold with and without gradients; traces, with all tags, are those of full tracing."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from thunder_fsdp_sched.tracing import Repetition, call_forward, trace_module_calls
+from thunder_fsdp_sched.tracing.trace_tokens import TraceTokens
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from models import CASES, GPT, Stack
+from test_repeated_modules import Blocks, Linear, X, seeded
+from thunder.core import prims
+from thunder.core.compile_data import get_compile_data
+from thunder.core.symbol import Symbol
+from thunder.core.transform_common import Transform
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from trace_text import with_numbered_names
+
+
+class Mode(NamedTuple):
+    trains: bool
+    grad: bool
+    infers: bool = False
+
+
+GRAD, NO_GRAD, INFERENCE = Mode(True, True), Mode(True, False), Mode(True, False, infers=True)
+EVAL, EVAL_GRAD = Mode(False, False), Mode(False, True)
+
+
+class Compiled(NamedTuple):
+    """The first traces of one compilation: text up to names, and tokens of the computation with all tags."""
+
+    prologue: str
+    computation: str
+    tokens: list[Any]
+    recorded: int
+    repeated: int
+
+
+class Traced(Exception):
+    """Ends a compilation after tracing."""
+
+
+class StopAfterTracing(Transform):
+    def transform_traces_pre_prologue(self, prologue: Any, computation: Any, epilogue: Any, **_: Any) -> Any:
+        raise Traced(prologue, computation)
+
+
+def trace_in(modes: Sequence[Mode], make: Callable[[], nn.Module], inputs: Sequence[Any], call: Any) -> list[Compiled]:
+    """Trace a model in several modes, one after another."""
+    jitted, compiled = thunder.jit(make(), transforms=[StopAfterTracing()]), []
+    trace_module_calls(thunder.compile_data(jitted), call)
+    for mode in modes:
+        jitted.train(mode.trains)
+        grad_mode = torch.inference_mode() if mode.infers else torch.set_grad_enabled(mode.grad)
+        with grad_mode, pytest.raises(Traced) as traced:
+            jitted(*inputs)
+        prologue, computation = traced.value.args
+        counts = getattr(call, "recorded", 0), getattr(call, "repeated", 0)
+        texts = with_numbered_names(str(prologue)), with_numbered_names(str(computation))
+        compiled.append(Compiled(*texts, tokens_of(computation), *counts))
+    return compiled
+
+
+def tokens_of(trace: Any) -> list[Any]:
+    tokens = TraceTokens()
+    tokens.add((tuple(trace.args), dict(trace.kwargs)))
+    for bsym in trace.bound_symbols:
+        tokens.add_bsym(bsym)
+    return tokens.tokens
+
+
+def counts_in(
+    make: Callable[[], nn.Module], inputs: Sequence[Any], *orders: Sequence[Mode], checks_more: bool = False
+) -> list[list[tuple[int, int]]]:
+    """Trace a model in the modes of each order, with repetition, and compare each trace with full tracing.
+
+    Args:
+        checks_more: the prologue with repetition may have further checks: see ``check_traces``.
+
+    Returns:
+        How many module calls were recorded and repeated, for each order and mode.
+    """
+    modes = list(dict.fromkeys(mode for order in orders for mode in order))
+    expected = dict(zip(modes, trace_in(modes, make, inputs, call_forward), strict=True))
+    counts: list[list[tuple[int, int]]] = []
+    for order in orders:
+        compiled = trace_in(order, make, inputs, Repetition())
+        for mode, ours in zip(order, compiled, strict=True):
+            assert ours.computation == expected[mode].computation
+            longer = checks_more and ours.prologue.count("\n") > expected[mode].prologue.count("\n")
+            assert longer or ours.prologue == expected[mode].prologue
+            assert ours.tokens == expected[mode].tokens
+        counts.append([(each.recorded, each.repeated) for each in compiled])
+    return counts
+
+
+ALL: dict[str, Callable[[], Any]] = {**CASES, "gpt": GPT, "stack": lambda: Stack(3)}
+REFUSED = ("views_of_parameters", "mixed_dtypes")
+"""Models that read under a computed name, or call an operator that Thunder registers automatically."""
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_record_holds_in_the_other_grad_mode(name: str) -> None:
+    make = ALL[name]
+    inputs = make().inputs(torch.Generator().manual_seed(0))
+    orders = (GRAD, NO_GRAD, EVAL, EVAL_GRAD), (EVAL, EVAL_GRAD, NO_GRAD, GRAD)
+    for order in counts_in(seeded(make), inputs, *orders):
+        (recorded, _), second, third, last = order
+        if name not in REFUSED:
+            assert recorded and second == last == (0, 1)
+            assert third == (0, 1) or name == "buffers"  # whose normalization reads the flag `training`
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_outputs_are_those_of_full_tracing(name: str) -> None:
+    make, repetition, outputs = ALL[name], Repetition(), []
+    inputs = make().inputs(torch.Generator().manual_seed(0))
+    for call in (repetition, call_forward):
+        jitted = thunder.jit(seeded(make)())
+        trace_module_calls(thunder.compile_data(jitted), call)
+        output = jitted(*inputs)
+        output.sum().backward()
+        with torch.no_grad():
+            outputs.append([output, jitted(*inputs), *(p.grad for p in jitted.parameters() if p.grad is not None)])
+        assert outputs[-1][0].requires_grad and not outputs[-1][1].requires_grad
+    assert repetition.repeated == 1 or name in REFUSED
+    for ours, full in zip(*outputs, strict=True):
+        torch.testing.assert_close(ours, full, rtol=0, atol=0)
+
+
+class Updating(Linear):
+    """Updates a buffer in place."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("last", torch.zeros(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(x.mean(0))
+        self.last.copy_(x)
+        return self.linear(x) + self.mean + self.last
+
+
+class InPlace(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        y.add_(1.0)
+        y[0] = 0.5
+        return F.relu(y, inplace=True)
+
+
+class Normalizing(Linear):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x))
+
+
+class Checkpointing(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.linear, x, use_reentrant=False)
+
+
+class Dropping(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.linear(x), 0.5, self.training)
+
+
+class Freezing(Linear):
+    """Has a frozen bias, and asks for ``requires_grad``, which does not depend on the grad mode."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.linear.bias.requires_grad_(False)
+
+    def extra(self) -> Any:
+        return 1 if self.linear.bias.requires_grad else 2 if self.linear.weight.requires_grad else 3
+
+
+ORDERS = (GRAD, NO_GRAD, INFERENCE), (INFERENCE, GRAD), (NO_GRAD, GRAD)
+
+
+@pytest.mark.parametrize("block", [Updating, InPlace, Normalizing, Checkpointing, Dropping, Freezing])
+def test_a_block_that_does_not_use_the_grad_mode_is_repeated_in_both(block: Callable[[int], nn.Module]) -> None:
+    for first, *others in counts_in(seeded(lambda: Blocks(block)), (X,), *ORDERS):
+        assert first[0] >= 3 and first[1] == 2
+        assert others == [(0, 1)] * len(others)
+
+
+class WithoutGradients(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = self.linear(x)
+        return self.linear(x) + y
+
+
+class Decorated(Linear):
+    @torch.no_grad()
+    def extra(self) -> Any:
+        return torch.tanh(self.linear.bias)
+
+
+class Setting(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._C._set_grad_enabled(False)
+        y = self.linear(x)
+        torch._C._set_grad_enabled(torch.is_grad_enabled())
+        return self.linear(x) + y
+
+
+class Asking(Linear):
+    def extra(self) -> Any:
+        return 1 if torch.is_grad_enabled() else 2
+
+
+class AskingThunder(Linear):
+    def extra(self) -> Any:
+        return 1 if get_compile_data().is_grad_enabled else 2
+
+
+class AskingForInference(Linear):
+    def extra(self) -> Any:
+        return 1 if torch.is_inference_mode_enabled() else 2
+
+
+class Detaching(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.detach())
+
+
+class Registered(Linear):
+    """Calls an operator that Thunder registers automatically. Its result requires gradients, if torch says so."""
+
+    def extra(self) -> Any:
+        return torch.sinc(self.linear.bias)
+
+
+class CopyingAlone(Updating):
+    """Chooses the argument that depends on the grad mode otherwise."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        prims.copy_(self.linear(x), self.last, grad_enabled=True)
+        return self.linear(x)
+
+
+def _scaled(x: Any) -> Any:
+    return x * (1 if torch.is_grad_enabled() else 2)
+
+
+SCALED = Symbol("scaled", meta=_scaled, id="tests.scaled")
+
+
+class Scaling(Linear):
+    """Calls a symbol that Thunder does not know."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return SCALED(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        WithoutGradients,
+        Decorated,
+        Setting,
+        Asking,
+        AskingThunder,
+        AskingForInference,
+        Detaching,
+        Registered,
+        CopyingAlone,
+        Scaling,
+    ],
+)
+def test_a_block_that_may_use_the_grad_mode_is_repeated_in_its_own(block: Callable[[int], nn.Module]) -> None:
+    orders = (GRAD, NO_GRAD, INFERENCE, GRAD), (INFERENCE, NO_GRAD, GRAD)
+    for order in counts_in(seeded(lambda: Blocks(block)), (X,), *orders, checks_more=block in (Decorated, Registered)):
+        for recorded, repeated in order[:3]:
+            assert recorded >= 2 and repeated  # the model and a block are recorded in each mode
+        assert order[3:] in ([], [(0, 1)])
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.inference_mode])
+def test_other_contexts_are_traced_in_full(context: Callable[[], Any]) -> None:
+    class Entering(Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with context():
+                return self.linear(x)
+
+    counts = counts_in(seeded(lambda: Blocks(Entering)), (X,), (GRAD, NO_GRAD))
+    assert counts == [[(0, 0), (0, 0)]]
+
+
+def test_a_block_that_leaves_another_grad_mode_is_traced_in_full() -> None:
+    class Leaving(Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            torch._C._set_grad_enabled(False)
+            return y
+
+    class Model(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                torch._C._set_grad_enabled(True)
+                x = block(x) * 2
+            return x
+
+    counts_in(seeded(lambda: Model(Leaving)), (X,), (GRAD, NO_GRAD), (NO_GRAD, GRAD))
+
+
+def test_one_forward_with_both_grad_modes() -> None:
+    class Model(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                y = self.blocks[0](x)
+                z = self.blocks[1](y)
+            return self.blocks[2](x) + self.blocks[0](y) + self.blocks[1](z + x)
+
+    orders = (GRAD, NO_GRAD, GRAD), (NO_GRAD, GRAD, NO_GRAD)
+    for order in counts_in(seeded(lambda: Model(Linear)), (X,), *orders, checks_more=True):
+        assert all(repeated for _, repeated in order)
+        assert order[2][0] <= 1  # the model itself
+
+
+def test_thunder_uses_the_grad_mode_only_where_the_note_says() -> None:
+    found = {*_uses(Path(thunder.__file__).parent, ("core", "clang", "numpy", "torch", "distributed", "common.py"))}
+    assert found <= {
+        "CompileData.__init__",
+        "Symbol.__call__",  # tags
+        "_copy_",  # the argument of prims.copy_
+        "_set_grad_enabled_with_warning",  # programs that change the mode
+        "call_higher_order_function_and_consider_outer_autograd_setting.wrapper",  # functions of autograd
+        "meta_adaptor.meta_func",  # operators that are registered automatically
+        "backward_adaptor.backward",  # differentiation, after tracing
+        "run_with_fake_tensor",  # symbols for DTensors, which are in modules of their own
+    }
+    assert {"Symbol.__call__", "_copy_", "meta_adaptor.meta_func"} <= found
+
+
+def _uses(folder: Path, parts: Sequence[str]) -> Iterator[str]:
+    words = ("is_grad_enabled", "is_inference_mode_enabled", "inference_mode", "FakeTensorMode")
+    for path in folder.rglob("*.py"):
+        text = path.read_text()
+        if path.relative_to(folder).parts[0] in parts and any(word in text for word in words):
+            yield from _functions(ast.parse(text), words, ())
+
+
+def _functions(node: ast.AST, words: Sequence[str], names: tuple[str, ...]) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        names = (*names, node.name)
+    if {getattr(node, "attr", None), getattr(node, "id", None)} & {*words}:
+        yield ".".join(names)
+    for child in ast.iter_child_nodes(node):
+        yield from _functions(child, words, names)
