@@ -24,7 +24,9 @@ from thunder.core.symbol import BoundSymbol
 from thunder.executors.passes import _transform_for_operator_executor_execution
 
 __all__ = [
+    "DEFINED",
     "FACTS",
+    "NAMES_OF_ARGS",
     "CachingBoundSymbol",
     "claim",
     "function_called_by",
@@ -134,10 +136,13 @@ def _is_library_function(function: Any) -> bool:
 FACTS = ("_fsdp_facts", "_fsdp_calls", "_fsdp_like")
 """Attributes of a bound symbol for what this package knows about its operator."""
 
+NAMES_OF_ARGS, DEFINED = "_fsdp_args", "_fsdp_defined"
+"""Attributes of a bound symbol for the names of its arguments, and for its results that are no arguments."""
+
 _FIELDS = tuple(field.name for field in dataclasses.fields(BoundSymbol))
 _OF_ARGS = (
     *("flat_args_and_spec", "flat_args", "flat_proxy_args", "flat_variableified_proxy_args"),
-    *("_var_args", "_var_kwargs", "are_all_args_constant"),
+    *("_var_args", "_var_kwargs", "are_all_args_constant", NAMES_OF_ARGS),
 )
 _OF_OUTPUT = ("flat_outs_and_spec", "flat_outs", "flat_proxy_outs", "flat_variableified_proxy_outs", "_var_output")
 _PLAIN = (NoneType, bool, int, float, str)
@@ -183,7 +188,7 @@ class CachingBoundSymbol(BoundSymbol):
         if keeps_output:
             kept = (*kept, *_OF_OUTPUT)
         if keeps_args and keeps_output:
-            kept = (*kept, "_is_plain")
+            kept = (*kept, "_is_plain", DEFINED)
             if self._is_same_operator(new):
                 kept = (*kept, *FACTS)
         state.update({name: known[name] for name in kept if name in known})

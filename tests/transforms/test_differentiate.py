@@ -8,6 +8,7 @@ from typing import Any
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.pipeline import CompiledTraces
 from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.trace.operator_facts import Facts, facts_of
 from thunder_fsdp_sched.transforms import differentiate
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import CASES, GPT, Stack
 from random_models import CallingModel, ModelSpec, periodic_models, quiet
+from thunder.core.symbol import BoundSymbol
 from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import Executor, OperatorExecutor, StatefulExecutor, register_executor
 from torch import nn
@@ -57,11 +59,18 @@ class Comparison:
         texts = []
         for once in (True, False):
             compiled = compile_one(make, inputs, executors, gradients, trace_modules_once=once, **options)
+            assert compiled.joint is not None
             traces = (compiled.differentiated, compiled.joint, *compiled.traces)
             texts.append([with_numbered_names(str(trace)) for trace in traces])
+            for bsym in compiled.joint.bound_symbols if once else ():
+                assert unordered(facts_of(bsym)) == unordered(facts_of(BoundSymbol.from_bsym(bsym)))
         for ours, in_full in zip(*texts, strict=True):
             assert ours == in_full
         return self.runs[-1]
+
+
+def unordered(facts: Facts) -> Facts:
+    return facts._replace(aliases={out: tuple(sorted(read)) for out, read in facts.aliases.items()})
 
 
 def compile_one(

@@ -14,6 +14,7 @@ from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace
 
+from ..private_traces import DEFINED, NAMES_OF_ARGS
 from .operator_facts import facts_of
 
 __all__ = [
@@ -62,19 +63,27 @@ def names(proxies: Iterable[Any]) -> Iterator[str]:
 
 
 def args_of(bsym: BoundSymbol) -> tuple[str, ...]:
-    """Return the names of all proxies that ``bsym`` reads."""
-    return tuple(p.name for p in bsym.flat_proxy_args)
+    """Return the names of all proxies that ``bsym`` reads. It keeps them, as it keeps its flat arguments."""
+    known = bsym.__dict__
+    read: tuple[str, ...] | None = known.get(NAMES_OF_ARGS)
+    if read is None:
+        read = known[NAMES_OF_ARGS] = tuple([p.name for p in bsym.flat_proxy_args])
+    return read
 
 
 def defined_by(bsym: BoundSymbol) -> tuple[Proxy, ...]:
     """Return the proxies that ``bsym`` defines: its outputs, except those that are also inputs."""
-    args = set(args_of(bsym))
-    return tuple(p for p in bsym.flat_proxy_outs if p.name not in args)
+    known = bsym.__dict__
+    defined: tuple[Proxy, ...] | None = known.get(DEFINED)
+    if defined is None:
+        args = args_of(bsym)
+        defined = known[DEFINED] = tuple([p for p in bsym.flat_proxy_outs if p.name not in args])
+    return defined
 
 
 def outs_of(bsym: BoundSymbol) -> tuple[str, ...]:
     """Return the names of all proxies that ``bsym`` defines."""
-    return tuple(p.name for p in defined_by(bsym))
+    return tuple([p.name for p in defined_by(bsym)])
 
 
 def nbytes_of(tensor: TensorProxy) -> int:

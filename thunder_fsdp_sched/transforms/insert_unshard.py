@@ -19,6 +19,7 @@ from ..runtime.bucket import Bucket
 from ..trace.inspection import Aliases, args_of, is_pure, outs_of, return_of, with_bound_symbols
 from ..trace.operator_facts import facts_of
 from ..trace.symbols import fsdp_unshard
+from ..tracing.alike_operators import AlikeOperators
 from .shard_prologue import become_shard
 
 __all__ = ["insert_unshard"]
@@ -78,6 +79,7 @@ def insert_unshard(
     copied_by: dict[str, str] = {}  # that operator, by the name of the clone
     aliases = Aliases()
     model_aliases = Aliases()  # those of the original model, without our clones
+    alike = AlikeOperators()
     new = with_bound_symbols(trace, (), "fsdp: insert unshard", started)
     with tracectx(new):
         for bsym in trace.bound_symbols[:-1]:
@@ -96,6 +98,7 @@ def insert_unshard(
             swaps = {variableify(p): unsharded[p.name] for p in bsym.flat_proxy_args if p.name in unsharded}
             bsym = bsym.from_bsym_swap_proxies(swaps) if swaps else bsym
             bsym = bsym.from_bsym_swap_proxies(copies, skip_output=True) if copies else bsym
+            alike.share_facts(bsym)
             aliases.add(bsym)
             model_aliases.add(bsym)
             _refuse_in_place(bsym, model_aliases, parameters, copied)
