@@ -159,7 +159,8 @@ class Compilation:
             passes: list[Pass] = [partial(differentiate, executors=self._executors, has_gradients=backward)]
             joint = traces.run(passes, self._computation)
         else:
-            joint = traces.run([partial(claim_operators, executors=self._executors, once=False)], joint)
+            once = self._options.trace_modules_once
+            joint = traces.run([partial(claim_operators, executors=self._executors, once=once)], joint)
         traces.differentiated = snapshot(joint)
         joint = snapshot(joint)
         log(f"{done}, %d bound symbols in the joint trace", len(joint.bound_symbols), stage="bucketing and fusing")

@@ -7,9 +7,10 @@ once, with the module
     ``transform_module``                      plan buckets, allocate shard buffers, turn parameters into views of them
 for each new set of shapes and flags
     ``transform_traces_pre_prologue``         refuse_foreign_parameters, shard_prologue, insert_unshard
-    (Thunder: autograd makes one joint forward/backward trace, unless an earlier joint trace is used again: see [Note:
-    Modes share a joint trace] in ``tracing.traced_computation``)
-    ``JointPasses`` before the fusions        claim_operators, bucket_communication, fuse_downcast, [choose],
+    (Thunder goes on with an empty computation: see [Note: Blocks are differentiated once] in ``transforms.differentiate``
+    and [Note: Modes share a joint trace] in ``tracing.traced_computation``)
+    ``JointPasses`` before the fusions        differentiate (if Thunder's autograd has made the joint trace:
+                                              claim_operators), bucket_communication, fuse_downcast, [choose],
                                               regather_for_backward, guard_kept, keep_fusions_apart
     (Thunder: fusion executors)
     ``JointPasses`` after the fusions         remove_cuts, regather_for_backward, gather_from_secondary,

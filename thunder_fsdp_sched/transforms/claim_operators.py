@@ -3,8 +3,8 @@
 [Note: Operators are claimed once]
 Thunder lets executors claim the operators of a trace twice: first to see whether the result waits for communication of
 its own, and again for the trace that runs. Each time, every operator is decomposed and its parts are traced anew, which
-takes as long as tracing a model with repeated blocks. ``JointPasses`` therefore claims all operators as they are, and this
-pass claims them for the executors that follow, in Thunder's order and by Thunder's function. Operators with equal tokens
+takes as long as tracing a model with repeated blocks. ``JointPasses`` therefore claims all operators as they are, and they
+are claimed here for the executors that follow, in Thunder's order and by Thunder's function. Operators with equal tokens
 (symbol, subsymbols, arguments, metadata and tags, with proxies numbered in order of appearance) are claimed once. The
 others get copies with their own proxies.
 
