@@ -176,8 +176,10 @@ class CachingBoundSymbol(BoundSymbol):
         known = vars(self)
         new = object.__new__(type(self))
         state = new.__dict__
-        state.update({name: known[name] for name in _FIELDS}, _prints_itself=self._prints_itself)
+        state.update({name: known[name] for name in _FIELDS})
         state.update(changes, _line_no=None)
+        is_same_symbol = state["sym"] is self.sym
+        state["_prints_itself"] = self._prints_itself and is_same_symbol
         state["tags"] = changes["tags"] if "tags" in changes else self.tags.copy()
         state["args"] = tuple(state["args"])
         keeps_args = _is_same(state["args"], self.args) and state["kwargs"] is self.kwargs
@@ -187,19 +189,17 @@ class CachingBoundSymbol(BoundSymbol):
             kept = (*kept, *_OF_ARGS)
         if keeps_output:
             kept = (*kept, *_OF_OUTPUT)
-        if keeps_args and keeps_output:
+        if keeps_args and keeps_output and is_same_symbol:
             kept = (*kept, "_is_plain", DEFINED)
             if self._is_same_operator(new):
                 kept = (*kept, *FACTS)
         state.update({name: known[name] for name in kept if name in known})
-        if self.sym._bind_postprocess:
-            self.sym._bind_postprocess(new)
+        if new.sym._bind_postprocess:
+            new.sym._bind_postprocess(new)
         return new
 
     def _is_same_operator(self, other: BoundSymbol) -> bool:
-        if other.sym is not self.sym or other._call_ctx is not self._call_ctx:
-            return False
-        return _is_same(tuple(other.subsymbols), tuple(self.subsymbols))
+        return other._call_ctx is self._call_ctx and _is_same(tuple(other.subsymbols), tuple(self.subsymbols))
 
     def with_proxies(
         self,
