@@ -89,15 +89,16 @@ def comparison(monkeypatch: pytest.MonkeyPatch) -> Comparison:
     return Comparison(monkeypatch)
 
 
-RUNS = {"gpt": 4, "stack": 3}
+RUNS = {"gpt": 3, "stack": 3}
 
 
 @pytest.mark.parametrize("name", [*CASES, "gpt", "stack"])
 def test_traces_are_those_of_thunder_up_to_names(name: str, comparison: Comparison) -> None:
-    make: Any = {**CASES, "gpt": lambda: GPT(blocks=4), "stack": lambda: Stack(3)}[name]
+    make: Any = {**CASES, "gpt": lambda: GPT(blocks=3), "stack": lambda: Stack(3)}[name]
     inputs = make().inputs(torch.Generator().manual_seed(0))
     assert comparison.run(make, *inputs) == RUNS.get(name, 0)
-    comparison.run(make, *inputs, gradients=False)
+    if name != "gpt":  # it takes long
+        comparison.run(make, *inputs, gradients=False)
 
 
 class Blocks(nn.Module):
