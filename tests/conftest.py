@@ -26,7 +26,7 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="session", autouse=True)  # before the fixtures of modules, which compile as well
 def _tracing_shortcuts() -> Iterator[None]:
     with tracing_shortcuts():
         yield
