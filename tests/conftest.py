@@ -23,7 +23,14 @@ def pytest_collection_finish() -> None:
     # takes a seventh of the time of compiling.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000)
+    gc.set_threshold(1_000_000, 1_000_000, 1_000_000)
+
+
+@pytest.fixture(autouse=True)
+def _collect_garbage() -> Iterator[None]:
+    """Collect the garbage of the test alone: what it leaves alive is not looked at again."""
+    yield
+    gc.collect(1)
 
 
 @pytest.fixture(scope="session", autouse=True)  # before the fixtures of modules, which compile as well

@@ -49,7 +49,7 @@ class _ThunderImporter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         shortcuts.__enter__()
         atexit.register(shortcuts.__exit__, None, None, None)
         gc.freeze()
-        gc.set_threshold(100_000)  # as in conftest.py
+        gc.set_threshold(1_000_000)  # see conftest.py
         gc.enable()
 
 
