@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from hypothesis import settings
+from profiles import LONG, LONG_ONLY
 from virtual_gpu import guard, histories, tables
 from virtual_gpu.mutations import faults_without, site_of
 from virtual_gpu.order import Order, Verdict
 
-LONG = settings().max_examples > 100
-
-LONG_ONLY = pytest.mark.skipif(not LONG, reason="the whole matrix: --hypothesis-profile=long")
-
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
 
+_ORDINARY = {
+    *((transport, "fp32") for transport in histories.TRANSPORTS),
+    *(("flat", "offload"), ("staged", "offload"), ("staged", "interrupted")),
+}
+
 CASES = [
-    pytest.param(t, s, marks=[LONG_ONLY] if s == "bf16" else [])
+    pytest.param(t, s, marks=[] if (t, s) in _ORDINARY else [LONG_ONLY])
     for t in histories.TRANSPORTS
     for s in histories.setups_of(t)
 ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from profiles import LONG_ONLY
 from test_virtual_gpu import assert_never_synchronizes
 from test_virtual_gpu_matrix import ACTIVITIES, run_on_virtual_gpus, train
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -18,8 +18,6 @@ from virtual_gpu.log import Entry
 from virtual_gpu.mutations import faults_without
 from virtual_gpu.order import Order
 from virtual_gpu.world import Result, run
-
-LONG_ONLY = pytest.mark.skipif(settings().max_examples <= 100, reason="the whole matrix: --hypothesis-profile=long")
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
 

@@ -21,13 +21,11 @@ from thunder_fsdp_sched.transports.base import issue_each
 import pytest
 import thunder
 import torch
-from hypothesis import settings
 from models import Stack
+from profiles import LONG_ONLY
 from ranks import Ranks
 from reference import Twins
 from torch.distributed.fsdp import MixedPrecisionPolicy
-
-LONG_ONLY = pytest.mark.skipif(settings().max_examples <= 100, reason="all pairs: --hypothesis-profile=long")
 
 
 class _Injected(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
@@ -15,13 +16,10 @@ from thunder_fsdp_sched.tools.suggestions import Suggestion, suggest
 
 import pytest
 import torch
-from hypothesis import settings
+from profiles import LONG
 from test_dry_run import invoke
 from test_testing import Model
 from torch.distributed.fsdp import CPUOffloadPolicy
-
-LONG = settings().max_examples > 100
-"""Compile with every suggestion, and not with the first of each set of options only."""
 
 
 def make(samples: int = 64) -> Any:
@@ -57,6 +55,16 @@ def check_promise(suggestion: Suggestion, nbytes: int, **options: Any) -> None:
     assert suggestion.fits is (memory.peak.nbytes <= nbytes)
 
 
+def check_promises(suggestions: Sequence[Suggestion], nbytes: int, **options: Any) -> None:
+    """Check the first suggestion of each set of options, or all with ``--hypothesis-profile=long``."""
+    checked: set[frozenset[str]] = set()
+    for suggestion in suggestions:
+        kinds = frozenset(change.partition("=")[0] for change in suggestion.changes)
+        if LONG or kinds not in checked:
+            check_promise(suggestion, nbytes, **options)
+            checked.add(kinds)
+
+
 def test_every_suggestion_has_the_memory_and_the_time_of_a_step_compiled_with_it():
     nbytes = 200_000
     step = plan(nbytes, sharding_strategy="zero2")
@@ -67,12 +75,8 @@ def test_every_suggestion_has_the_memory_and_the_time_of_a_step_compiled_with_it
     kinds = {s.changes[0].partition("=")[0] for s in alone}
     assert kinds >= {"sharding_strategy", "prefetch", "world_size", "max_memory", "offload_policy"}, kinds
     assert [s for s in found.ranked if s.fits], str(found)
-    checked: set[frozenset[str]] = set()
+    check_promises(found.ranked, nbytes, sharding_strategy="zero2")
     for suggestion in found.ranked:
-        kinds = frozenset(change.partition("=")[0] for change in suggestion.changes)
-        if LONG or kinds not in checked:
-            check_promise(suggestion, nbytes, sharding_strategy="zero2")
-            checked.add(kinds)
         assert suggestion.extra_seconds == suggestion.step_seconds - step.after.step_seconds
     keys = [(not s.fits, s.seconds_per_sample if s.fits else s.peak_bytes) for s in found.ranked]
     assert keys == sorted(keys)
@@ -121,8 +125,7 @@ def test_several_changes_are_combined_if_none_alone_is_enough_and_dry_runs_are_l
     assert not any(s.fits for s in found.ranked if len(s.changes) == 1), str(found)
     fitting = [s for s in found.ranked if s.fits]
     assert fitting and all(len(s.changes) == 2 for s in fitting), str(found)
-    for suggestion in fitting:
-        check_promise(suggestion, nbytes)
+    check_promises(fitting, nbytes)
     assert "recompute blocks.0" in str(found)
     assert found.dry_runs == 1 and sum(len(s.changes) == 1 and s.traced for s in found.ranked) == 1
     assert any("half the batch" in reason and "1 were allowed" in reason for reason in found.untried)

@@ -19,13 +19,12 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from hypothesis import settings
 from hypothesis import strategies as st
+from profiles import LONG
 from random_histories import draw_numbered
 from random_operators import OperatorModel, Use, operators, returns_uninitialized_memory, uses
 from ranks import RankError, Ranks
 
-LONG = settings().max_examples > 100
 REFUSED = "refused"
 STRATEGIES: tuple[dict[str, Any], ...] = (
     {"sharding_strategy": "zero3"},
@@ -180,7 +179,7 @@ def test_random_operators_give_the_same_results_sharded_and_unsharded(ranks: Ran
     failures: list[str] = []
     outcomes: Counter[str] = Counter()
     choice = st.tuples(uses(sorted(operators())), st.integers(0, len(STRATEGIES) - 1))
-    count, size = (100, 12) if LONG else (1, 9)
+    count, size = (100, 12) if LONG else (1, 6)
     for number in range(count):
         found, wrong = run_operators(ranks, draw_numbered(st.lists(choice, min_size=size, max_size=size), number))
         outcomes.update(found)

@@ -11,6 +11,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from models import Model, Stack, UnevenRows
+from profiles import LONG_ONLY
 from ranks import Ranks as Workers
 from reference import Twins
 from torch import nn
@@ -68,12 +69,12 @@ def _train_float32(rank: int, world_size: int, strategy: str) -> None:
             )
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
 def test_float32_training_is_the_same_with_every_transport_on_2_ranks(ranks: Workers, strategy: str) -> None:
     ranks.run(_train_float32, strategy)
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero2", pytest.param("zero3", marks=LONG_ONLY)])
 def test_float32_training_is_the_same_with_every_transport_on_4_ranks(four_ranks: Workers, strategy: str) -> None:
     four_ranks.run(_train_float32, strategy)
 
@@ -121,11 +122,12 @@ def _train_bfloat16(rank: int, world_size: int, strategy: str) -> None:
                 )
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero2", pytest.param("zero3", marks=LONG_ONLY)])
 def test_bfloat16_training_is_correct_with_every_transport_on_2_ranks(ranks: Workers, strategy: str) -> None:
     ranks.run(_train_bfloat16, strategy)
 
 
+@LONG_ONLY
 @pytest.mark.parametrize("strategy", ["zero3"])
 def test_bfloat16_training_is_correct_with_every_transport_on_4_ranks(four_ranks: Workers, strategy: str) -> None:
     four_ranks.run(_train_bfloat16, strategy)
