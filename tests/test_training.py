@@ -26,9 +26,9 @@ from models import (
     Model,
     Stack,
     TinyParameters,
-    UnevenRows,
     UnusedParameters,
 )
+from profiles import LONG_ONLY
 from ranks import Ranks
 from reference import Twins, loss_of, saved_for_backward
 from thunder.core import prims
@@ -163,7 +163,8 @@ def test_parameters_can_be_frozen_after_the_first_steps(ranks: Ranks) -> None:
 
 
 def _compare_gpt_with_one_process(rank: int, world_size: int, strategy: str) -> None:
-    twins = Twins(rank, world_size, GPT(blocks=1, tied=True).double(), sharding_strategy=strategy)
+    model = GPT(blocks=1, tied=True, block=Layer).double()
+    twins = Twins(rank, world_size, model, sharding_strategy=strategy)
     twins.use(lambda params: torch.optim.AdamW(params, lr=1e-2))
     for step in range(3):
         batches = [twins.make_inputs(torch.Generator().manual_seed(10 * step + r)) for r in range(world_size)]
@@ -230,14 +231,14 @@ def _sweep_options(rank: int, world_size: int, strategy: str) -> None:
             twins.close(value, expected[name], f"{name} with {options}")
 
 
-@each_strategy
+@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
 def test_every_prefetch_and_bucketing_gives_the_same_bits(ranks: Ranks, strategy: str) -> None:
     ranks.run(_sweep_options, strategy, timeout=400)
 
 
 def _compare_with_fsdp2(rank: int, world_size: int, strategy: str) -> None:
     # ReLU, because Thunder decomposes the backward of tanh and GELU, which rounds differently from eager torch.
-    model = Stack(3, width=8, activation=torch.relu)
+    model = Stack(2, width=8, activation=torch.relu)
     peer = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (world_size,))
     for block in peer.blocks:
@@ -298,13 +299,13 @@ def test_evaluation_without_gradients_between_steps(ranks: Ranks, strategy: str)
 
 def _train_with_several_shapes(rank: int, world_size: int, strategy: str) -> None:
     twins = Twins(rank, world_size, Stack(2).double(), sharding_strategy=strategy)
-    for step, batch in enumerate((3, 7, 3, 1, 7)):
+    for step, batch in enumerate((3, 7, 3, 7)):
         twins.train(steps=1, batch=batch)
         twins.backward(step, batch=batch)
         twins.update()
-    assert len(twins.transform.compiled) == 3
-    # An unfinished forward of each shape at the same time.
-    losses = [twins.forward(step, batch=batch) for step, batch in enumerate((3, 7, 1))]
+    assert len(twins.transform.compiled) == 2
+    # An unfinished forward of each shape, and two of one, at the same time.
+    losses = [twins.forward(step, batch=batch) for step, batch in enumerate((3, 7, 3))]
     for ours, theirs in losses[1:] + losses[:1]:
         ours.backward()
         theirs.backward()
@@ -417,7 +418,7 @@ def test_returned_parameters_keep_their_values(ranks: Ranks, strategy: str) -> N
 
 
 def _several_graphs(rank: int, world_size: int, strategy: str) -> None:
-    twins = Twins(rank, world_size, Stack(3).double(), sharding_strategy=strategy)
+    twins = Twins(rank, world_size, Stack(2).double(), sharding_strategy=strategy)
     for first, second in ((0, 1), (1, 0)):
         losses = [twins.forward(step) for step in (0, 1)]
         for number in (first, second):
@@ -839,7 +840,7 @@ def test_other_transforms_may_come_before_and_after(ranks: Ranks, strategy: str)
 
 def _train_materialized(rank: int, world_size: int, order: str) -> None:
     torch.manual_seed(5)
-    model = UnevenRows().double()
+    model = TinyParameters().double()
     reference = copy.deepcopy(model)
     materialize = MaterializationTransform(
         "cpu", init=MaterializationTransform.init_from_original_state_dict(model.state_dict())

@@ -118,7 +118,7 @@ class MoEBlock(nn.Module):
 class DenseMoE(nn.Module):
     """A language model of ``MoEBlock``."""
 
-    def __init__(self, vocab: int = 32, width: int = 16, blocks: int = 2, experts: int = 3) -> None:
+    def __init__(self, vocab: int = 32, width: int = 16, blocks: int = 1, experts: int = 3) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, width)
         self.blocks = nn.ModuleList(MoEBlock(width, experts) for _ in range(blocks))

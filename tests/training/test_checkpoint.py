@@ -20,7 +20,7 @@ import thunder
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import GPT
+from models import GPT, Layer
 from ranks import RankError, Ranks
 from reference import loss_of
 from test_state_dict import Everything
@@ -153,7 +153,7 @@ def test_entries_have_the_names_and_shapes_of_the_original_module(ranks: Ranks) 
 
 def _gpt() -> GPT:
     torch.manual_seed(3)
-    return GPT(width=12, vocab=19, blocks=1)
+    return GPT(width=12, vocab=19, blocks=1, block=Layer)
 
 
 def _steps(model: Any, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:

@@ -18,7 +18,7 @@ from thunder_fsdp_sched.transports.flat import Flat
 import pytest
 import thunder
 import torch
-from models import GPT, Block, Model
+from models import GPT, Block, Layer, Model
 from ranks import Ranks
 from reference import Twins
 from torch import nn
@@ -257,7 +257,7 @@ def test_batch_sizes_seen_before_are_not_compiled_again(ranks: Ranks) -> None:
 
 def _train_on_growing_lengths(rank: int, world_size: int) -> None:
     # Position embeddings are sliced to the length and expanded. ZeRO-3 gathers their parameter again in backward.
-    twins = Twins(rank, world_size, GPT(blocks=1).double(), jit_options={"cache": "symbolic values"})
+    twins = Twins(rank, world_size, GPT(blocks=1, block=Layer).double(), jit_options={"cache": "symbolic values"})
     for step, length in enumerate((3, 4, 8, 1)):
         batch = tuple(tensor[:, :length].contiguous() for tensor in twins.inputs(step))
         for model in (twins.sharded, twins.reference):

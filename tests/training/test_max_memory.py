@@ -18,7 +18,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from models import GPT
+from models import GPT, FeedForward
 from ranks import Ranks
 from reference import loss_of
 from thunder.core.prims import PrimIDs
@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 class Dropping(nn.Module):
     """Blocks with dropout, one of them a region of ``torch.utils.checkpoint``, between a mask and a running mean."""
 
-    def __init__(self, width: int = 24, blocks: int = 4) -> None:
+    def __init__(self, width: int = 24, blocks: int = 3) -> None:
         super().__init__()
         self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(blocks))
         self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(blocks))
@@ -56,7 +56,7 @@ class Dropping(nn.Module):
 
 
 def _gpt() -> GPT:
-    return GPT(width=16, blocks=2, length=16).double()
+    return GPT(width=16, blocks=1, length=64, block=FeedForward).double()
 
 
 def _dropping() -> Dropping:
@@ -65,7 +65,7 @@ def _dropping() -> Dropping:
 
 def _large() -> GPT:
     """A model large enough for a copy to pay off."""
-    return GPT(width=512, blocks=2, length=512, vocab=100).to("meta")
+    return GPT(width=512, blocks=2, length=512, vocab=100, block=FeedForward).to("meta")
 
 
 MODELS = {"gpt": _gpt, "dropping": _dropping, "large": _large}

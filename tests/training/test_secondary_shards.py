@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, full_state_dict, testing
@@ -24,7 +24,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_count import compare, count_on_fake_ranks
-from models import GPT, Stack
+from models import GPT, Layer, Stack
+from profiles import LONG_ONLY
 from ranks import Ranks
 from reference import Twins, loss_of
 from thunder.core.symbol import BoundSymbol
@@ -35,7 +36,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 
 def _small() -> nn.Module:
-    return Stack(3)
+    return Stack(2)
 
 
 def _gathers(trace: TraceCtx | None) -> list[BoundSymbol]:
@@ -101,27 +102,33 @@ def _train(rank: int, world_size: int, make: Callable[[], nn.Module], options: d
     pair.check_groups()
 
 
-CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "gpt": (partial(GPT, blocks=2, tied=True), {}),
-    "layers": (_small, {"bucketing_strategy": "layer", "prefetch": 2, "transport": "flat"}),
-    "coalesced": (_small, {"transport": "coalesced"}),
-    "staged": (_small, {"transport": "staged"}),
-    "all_reduce": (_small, {"transport": "all_reduce"}),
-    "bfloat16": (_small, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
-    "offload": (_small, {"offload_policy": CPUOffloadPolicy()}),
-    "release": (_small, {"release": "bucket"}),
-    "sharded": (_small, {"accumulate": "sharded"}),
+OPTIONS: dict[str, dict[str, Any]] = {
+    "layers": {"bucketing_strategy": "layer", "prefetch": 2, "transport": "flat"},
+    "coalesced": {"transport": "coalesced"},
+    "staged": {"transport": "staged"},
+    "all_reduce": {"transport": "all_reduce"},
+    "bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "offload": {"offload_policy": CPUOffloadPolicy()},
+    "release": {"release": "bucket"},
+    "sharded": {"accumulate": "sharded"},
 }
 
+CASES = [("layers", "sharded"), ("coalesced", "bfloat16"), ("staged", "offload"), ("all_reduce", "release")]
+ALONE = [pytest.param((name,), id=name, marks=LONG_ONLY) for name in OPTIONS]
 
-@pytest.mark.parametrize("case", CASES)
-def test_numbers_are_those_of_gathering_among_all_ranks(four_ranks: Ranks, case: str) -> None:
-    four_ranks.run(_train, *CASES[case])
+
+@pytest.mark.parametrize("names", [*(pytest.param(names, id="-".join(names)) for names in CASES), *ALONE])
+def test_numbers_are_those_of_gathering_among_all_ranks(four_ranks: Ranks, names: tuple[str, ...]) -> None:
+    four_ranks.run(_train, _small, {key: value for name in names for key, value in OPTIONS[name].items()})
+
+
+def test_numbers_of_tied_weights_are_those_of_gathering_among_all_ranks(four_ranks: Ranks) -> None:
+    four_ranks.run(_train, partial(GPT, blocks=2, tied=True, block=Layer), {})
 
 
 def _train_unsharded(rank: int, world_size: int) -> None:
-    twins = Twins(rank, world_size, GPT(blocks=2).double(), reshard_after_forward=2)
-    twins.train()
+    twins = Twins(rank, world_size, GPT(blocks=1).double(), reshard_after_forward=2)
+    twins.train(steps=2)
 
 
 def test_numbers_are_those_of_the_unsharded_model(four_ranks: Ranks) -> None:
@@ -130,7 +137,7 @@ def test_numbers_are_those_of_the_unsharded_model(four_ranks: Ranks) -> None:
 
 def _compare_with_fsdp2(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
-    model = Stack(3, width=8, activation=torch.relu)
+    model = Stack(2, width=8, activation=torch.relu)
     peer = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (world_size,))
     for block in peer.blocks:
@@ -154,7 +161,7 @@ def test_parameters_are_those_of_fsdp2_with_the_same_option(four_ranks: Ranks) -
 
 
 def _histories(rank: int, world_size: int) -> None:
-    pair = Pair(rank, partial(Stack, 3), bucketing_strategy="layer")
+    pair = Pair(rank, _small, bucketing_strategy="layer")
     first, second = pair.forward(1), pair.forward(2)  # each backward has the secondary shards of its own forward
     for loss in (*first, *second):
         loss.backward()
@@ -192,8 +199,8 @@ def _some_modules(rank: int, world_size: int) -> None:
         return 2 if name == "blocks.1" else None
 
     torch.manual_seed(0)
-    twins = Twins(rank, world_size, Stack(3).double(), reshard_after_forward=size)
-    twins.train()
+    twins = Twins(rank, world_size, Stack(2).double(), reshard_after_forward=size)
+    twins.train(steps=2)
     [compiled] = twins.transform.compiled
     among = {bucket_of(b).base.spec.name: bucket_of(b).ranks.group.size for b in _gathers(compiled.backward)}
     assert among.pop("blocks.1") == 2 and set(among.values()) == {4}
@@ -210,14 +217,14 @@ def test_a_function_decides_for_each_module(four_ranks: Ranks) -> None:
 
 
 def _make() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    model = Stack(4).double()
+    model = _small().double()
     return model, model.inputs(torch.Generator().manual_seed(0))
 
 
 def test_memory_predicted_is_memory_counted() -> None:
     for options in ({}, {"release": "bucket"}, {"mp_policy": MixedPrecisionPolicy(torch.float32)}):
         found = count_on_fake_ranks(
-            Stack(4).double(),
+            _small().double(),
             lambda options=options: fsdp(reshard_after_forward=2, **options),
             world_size=4,
             window=True,
@@ -256,8 +263,14 @@ def test_simulated_backward_leaves_the_node_only_to_reduce() -> None:
     assert len(found[8]) == len(found[None]) and all(a < b for a, b in zip(found[8], found[None], strict=True))
 
 
-def _broken(change: Callable[[BoundSymbol], BoundSymbol | None]) -> None:
+@cache
+def _compiled() -> testing.CompiledTraces:
     [compiled] = testing.compile_on_fake_ranks(_make, 4, reshard_after_forward=2, bucketing_strategy="layer")
+    return compiled
+
+
+def _broken(change: Callable[[BoundSymbol], BoundSymbol | None]) -> None:
+    compiled = _compiled()
 
     def changed(trace: TraceCtx) -> TraceCtx:
         new = from_trace(trace)
