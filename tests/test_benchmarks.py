@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.runtime.views import with_own_storage
@@ -42,6 +44,7 @@ from gpu_trace import (
     split,
 )
 from live_memory import LiveMemory
+from on_gpus import NoAttention
 from paced_kernels import PacedKernels
 from ranks import Ranks
 from recomputing import RecomputingShape
@@ -238,9 +241,14 @@ class _Event:
         return 2.0
 
 
+def _without_attention(shape: systems.Shape) -> torch.nn.Module:
+    return NoAttention(shape.blocks, shape.width, shape.length, shape.batch, "cpu").model()
+
+
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Stand-ins for the functions of ``torch.cuda`` that ``gpu.py`` uses, and a process group of one rank."""
+    """Stand-ins for the functions of ``torch.cuda`` that ``gpu.py`` uses, for its model, and a group of one rank."""
+    monkeypatch.setattr(systems.Shape, "model", _without_attention)
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     for name in ("memory_allocated", "max_memory_allocated", "current_device"):
@@ -433,6 +441,7 @@ def test_memory_is_compared_at_equal_peaks(fake_rank: None, tmp_path: Path, caps
     assert (tmp_path / "memory.png").stat().st_size > 0
 
 
+@mock.patch.object(systems.Shape, "model", _without_attention)
 def _count_collectives(rank: int, world_size: int) -> None:
     shape = systems.Shape(1, 64, 16)
     emulation = systems.Emulation(shape)

@@ -15,25 +15,25 @@ import thunder_fsdp_sched  # before thunder  # noqa: F401
 import on_gpus
 import pytest
 import torch
-from on_gpus import SMALL
+from on_gpus import SMALL, TINY, Size
 from ranks import Ranks
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("transport", "strategy", "dtype"),
-    [("flat", "zero2", None), ("staged", "zero3", torch.bfloat16)],
+    ("size", "transport", "strategy", "dtype"),
+    [(TINY, "flat", "zero2", None), (SMALL, "staged", "zero3", torch.bfloat16)],
 )
 def test_training_matches_the_unsharded_model(
-    ranks: Ranks, transport: str, strategy: str, dtype: torch.dtype | None
+    ranks: Ranks, size: Size, transport: str, strategy: str, dtype: torch.dtype | None
 ) -> None:
-    ranks.run(on_gpus.trains_like_unsharded, SMALL, transport, strategy, dtype)
+    ranks.run(on_gpus.trains_like_unsharded, size, transport, strategy, dtype)
 
 
 def test_comparison_detects_parameters_that_were_not_trained(ranks: Ranks) -> None:
     with pytest.raises(AssertionError, match="of the distance that training covered"):
-        ranks.run(_trains_with_stale_parameters, SMALL)
+        ranks.run(_trains_with_stale_parameters, TINY)
 
 
 def _trains_with_stale_parameters(rank: int, world_size: int, size: on_gpus.Size) -> None:
@@ -44,42 +44,42 @@ def _trains_with_stale_parameters(rank: int, world_size: int, size: on_gpus.Size
 
 
 def test_training_again_gives_the_same_bits(ranks: Ranks) -> None:
-    for found, nondeterminism in ranks.run(on_gpus.training_digests, SMALL, "all_to_all", repeats=2):
+    for found, nondeterminism in ranks.run(on_gpus.training_digests, TINY, "all_to_all", repeats=2):
         assert not nondeterminism
         assert len(found) == 2
         assert len(set(found)) == 1
 
 
 def test_accumulated_and_clipped_gradients_match_the_unsharded_model(ranks: Ranks) -> None:
-    ranks.run(on_gpus.accumulates_and_clips_gradients, SMALL, "flat")
+    ranks.run(on_gpus.accumulates_and_clips_gradients, TINY, "flat")
 
 
 def test_training_continues_after_an_exception(ranks: Ranks) -> None:
-    ranks.run(on_gpus.recovers_after_an_exception, SMALL)
+    ranks.run(on_gpus.recovers_after_an_exception, TINY)
 
 
 def test_shards_are_on_the_requested_device(ranks: Ranks) -> None:
-    ranks.run(on_gpus.uses_its_own_device, SMALL)
-    ranks.run(on_gpus.trains_on_a_device_that_is_not_current, SMALL, CPU, "flat")
-    ranks.run(on_gpus.initializes_on_the_device, SMALL)
+    ranks.run(on_gpus.uses_its_own_device, TINY)
+    ranks.run(on_gpus.trains_on_a_device_that_is_not_current, TINY, CPU, "flat")
+    ranks.run(on_gpus.initializes_on_the_device, TINY)
 
 
 def test_offloaded_training_matches_resident_training(ranks: Ranks) -> None:
-    ranks.run(on_gpus.trains_with_offloading, SMALL)
+    ranks.run(on_gpus.trains_with_offloading, TINY)
 
 
 def test_eager_runs_give_the_loss_of_the_unsharded_module(ranks: Ranks) -> None:
-    ranks.run(on_gpus.runs_eagerly, SMALL)
+    ranks.run(on_gpus.runs_eagerly, TINY)
 
 
 def test_a_step_is_measured_and_simulated(ranks: Ranks) -> None:
-    for step, simulated in ranks.run(on_gpus.measured_and_simulated_seconds, SMALL):
+    for step, simulated in ranks.run(on_gpus.measured_and_simulated_seconds, TINY):
         assert step > 0
         assert simulated > 0
 
 
 def test_launched_kernels_are_counted(ranks: Ranks) -> None:
-    for counts in ranks.run(on_gpus.launched_kernels, SMALL, "flat"):
+    for counts in ranks.run(on_gpus.launched_kernels, TINY, "flat"):
         assert counts["buckets"] > 2
         assert counts["aten::mm"] > 2
 
@@ -90,6 +90,6 @@ def test_workers_are_spawned_for_gpus_with_their_own_backend() -> None:
     workers = Ranks(1, backend="nccl", devices=[0])
     try:
         with pytest.raises(AssertionError, match="died, exit code"):  # at set_device, before any process group
-            workers.run(on_gpus.runs_eagerly, SMALL)
+            workers.run(on_gpus.runs_eagerly, TINY)
     finally:
         workers.close()

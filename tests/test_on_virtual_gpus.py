@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +20,27 @@ import systems
 import torch
 import torch.distributed as dist
 from gpu_cases import CASES, Job
-from on_gpus import Size
+from on_gpus import NoAttention, Size
 from thunder import extend
 from virtual_gpu import guard
 from virtual_gpu.world import Rank, run
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
 
-SIZE = Size(1, 64, 8, 2, "cuda")
+SIZE, TINY = Size(1, 64, 8, 2, "cuda"), NoAttention(1, 64, 8, 2, "cuda")
 
 
 @pytest.fixture(autouse=True)
-def _skip_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _skip_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace functions that need values, and do not compile with Inductor."""
     monkeypatch.setattr(on_gpus, "_assert_near", lambda *args: None)
+    monkeypatch.setattr(on_gpus, "_unsharded", lambda *args: {})
     monkeypatch.setattr(dist, "barrier", lambda: None)
     monkeypatch.setattr(torch.profiler, "profile", _Profiler)
     monkeypatch.setattr(gpu_steps, "_digest", lambda tensors: f"{len(list(tensors))} tensors")
     monkeypatch.setattr(systems.Shape, "model", _model)
     unfused = [e for e in extend.get_default_executors() if not isinstance(e, extend.FusionExecutor)]
     monkeypatch.setattr(extend, "_default_executors", unfused)
-    yield
-    on_gpus._unsharded.cache_clear()
 
 
 class _Profiler:
@@ -61,32 +60,34 @@ class _Profiler:
 
 
 def _model(shape: systems.Shape) -> Any:
-    return Size(shape.blocks, shape.width, shape.length, shape.batch, "cuda").model(torch.device(shape.device))
+    return NoAttention(shape.blocks, shape.width, shape.length, shape.batch, "cuda").model(torch.device(shape.device))
 
 
-def on_rank(rank: Rank, body: Callable[..., Any], *args: Any) -> Any:
-    return body(rank.rank, rank.world_size, SIZE, *args)
+def on_rank(rank: Rank, body: Callable[..., Any], size: Size, *args: Any) -> Any:
+    return body(rank.rank, rank.world_size, size, *args)
 
 
 @pytest.mark.parametrize(
-    ("body", "args"),
+    ("body", "size", "args"),
     [
-        (on_gpus.trains_like_unsharded, ("coalesced", "zero2")),
-        (on_gpus.trains_like_unsharded, ("symmetric_memory", "zero3", torch.bfloat16)),
-        (on_gpus.accumulates_and_clips_gradients, ("flat",)),
-        (on_gpus.recovers_after_an_exception, ()),
-        (on_gpus.bytes_allocated_after_steps, ("staged",)),
-        (on_gpus.runs_eagerly, ()),
+        (on_gpus.trains_like_unsharded, TINY, ("coalesced", "zero2")),
+        (on_gpus.trains_like_unsharded, SIZE, ("symmetric_memory", "zero3", torch.bfloat16)),
+        (on_gpus.accumulates_and_clips_gradients, TINY, ("flat",)),
+        (on_gpus.recovers_after_an_exception, TINY, ()),
+        (on_gpus.bytes_allocated_after_steps, TINY, ("staged",)),
+        (on_gpus.runs_eagerly, TINY, ()),
     ],
     ids=lambda value: getattr(value, "__name__", "-".join(map(str, value)) if isinstance(value, tuple) else None),
 )
-def test_the_functions_of_gpu_tests_run_without_a_race(body: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    run(on_rank, body, *args, ranks=[1]).assert_clean()
+def test_the_functions_of_gpu_tests_run_without_a_race(
+    body: Callable[..., Any], size: Size, args: tuple[Any, ...]
+) -> None:
+    run(on_rank, body, size, *args, ranks=[1]).assert_clean()
 
 
 def test_measuring_runs_on_gpus() -> None:
     """Races are expected: contention is measured with collectives that write memory which compute reads."""
-    [(step, simulated)] = run(on_rank, on_gpus.measured_and_simulated_seconds, ranks=[1]).values
+    [(step, simulated)] = run(on_rank, on_gpus.measured_and_simulated_seconds, TINY, ranks=[1]).values
     assert step > 0
     assert simulated > 0
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-__all__ = ["LARGE", "SMALL", "Size"]
+__all__ = ["LARGE", "SMALL", "TINY", "NoAttention", "Size"]
 
 TOLERANCE, BFLOAT16_TOLERANCE = 1e-4, 0.1
 """Largest distance from the unsharded model, relative to the distance that training moved its parameters."""
@@ -68,6 +68,20 @@ LARGE = Size(6, 1024, 256, 4, "cuda")
 """76 M parameters: kernels and collectives that last long enough to overlap."""
 
 SMALL = Size(1, 64, 8, 2, "cpu")
+
+
+class NoAttention(Size):
+    """The same model with a linear layer for each block: attention takes most of the time of compiling."""
+
+    def model(self, device: torch.device | str | None = None) -> GPT:
+        torch.manual_seed(0)
+        with torch.device(device or self.device):
+            model = GPT(blocks=0, width=self.width, heads=1, length=self.length)
+            model.blocks.extend(torch.nn.Linear(self.width, self.width) for _ in range(self.blocks))
+        return model
+
+
+TINY = NoAttention(1, 64, 8, 2, "cpu")
 
 
 #
