@@ -19,8 +19,8 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from hypothesis import settings
 from models import Stack
+from profiles import LONG_ONLY
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -31,14 +31,17 @@ from virtual_gpu.world import Rank, run
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=guard.missing() or "nothing is missing")
 
-LONG_ONLY = pytest.mark.skipif(settings().max_examples <= 100, reason="both strategies: --hypothesis-profile=long")
-
 SIDE_STREAMS = ("staged", "all_to_all", "symmetric_memory")
 
 
-def _jit(rank: Rank, **options: Any) -> torch.nn.Module:
+def _one_of_two(transport: str, rank: int) -> list[int] | None:
+    """Return the ranks to run: one, or all if they access each other's memory."""
+    return None if transport == "symmetric_memory" else [rank]
+
+
+def _jit(rank: Rank, blocks: int = 3, **options: Any) -> torch.nn.Module:
     with rank.device:
-        module = Stack(3, width=32)
+        module = Stack(blocks, width=32)
     return thunder.jit(module, transforms=[fsdp(**options)])
 
 
@@ -72,19 +75,20 @@ def test_a_device_without_an_index_means_each_ranks_current_device() -> None:
 @pytest.mark.parametrize("transport", SIDE_STREAMS)
 @pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
 def test_streams_belong_to_the_parameters_device_whatever_device_is_current(transport: str, strategy: str) -> None:
-    run(_train, transport=transport, sharding_strategy=strategy, set_device=False).assert_clean()
+    ranks = _one_of_two(transport, 1)  # rank 0 has the current device
+    run(_train, transport=transport, sharding_strategy=strategy, ranks=ranks, set_device=False).assert_clean()
 
 
 def _measure(rank: Rank, **options: Any) -> None:
     # Measured times decide what runs next and must be the same on all ranks. A power of two makes differences exact.
     ticks = itertools.count()
     with mock.patch.object(time, "perf_counter", lambda: next(ticks) * 2.0**-20):
-        measure(_jit(rank, **options), torch.ones(4, 32, device=rank.device), repeats=1)
+        measure(_jit(rank, blocks=1, **options), torch.ones(4, 32, device=rank.device), repeats=1)
 
 
 @pytest.mark.parametrize("transport", ["flat", *SIDE_STREAMS])
 def test_measuring_orders_its_collectives_and_kernels(transport: str) -> None:
-    run(_measure, transport=transport, set_device=False).assert_clean()
+    run(_measure, transport=transport, ranks=_one_of_two(transport, 1), set_device=False).assert_clean()
 
 
 #
@@ -139,7 +143,7 @@ def _write_offloaded_shards(rank: Rank, write: str) -> None:
 
 @pytest.mark.parametrize("write", ["after inference", "after forward", "after backward"])
 def test_offloaded_shards_may_be_written_after_every_call(write: str) -> None:
-    run(_write_offloaded_shards, write).assert_clean()
+    run(_write_offloaded_shards, write, ranks=[0]).assert_clean()
 
 
 def _clip(rank: Rank) -> None:
@@ -150,7 +154,7 @@ def _clip(rank: Rank) -> None:
 
 
 def test_clipping_offloaded_gradients_copies_one_norm_per_bucket() -> None:
-    result = run(_clip)
+    result = run(_clip, ranks=[0])
     result.assert_clean()
     buckets = 5  # first, three blocks, last
     assert result.count("clip")["copy"] == buckets + 1, (
@@ -275,7 +279,7 @@ def _interrupt_and_drop(rank: Rank, transport: str, calls: int) -> None:
 @pytest.mark.parametrize("calls", [3, 10], ids=["forward", "backward"])
 @pytest.mark.parametrize("transport", SIDE_STREAMS)
 def test_memory_in_use_by_a_side_stream_is_not_reused_after_an_exception(transport: str, calls: int) -> None:
-    faults = run(_interrupt_and_drop, transport, calls).faults
+    faults = run(_interrupt_and_drop, transport, calls, ranks=_one_of_two(transport, 0)).faults
     # NCCL's watchdog keeps tensors of collectives that are never waited for alive. The virtual GPU does not.
     assert not [fault for fault in faults if "unordered with collective" not in fault.text], faults
 
@@ -293,7 +297,7 @@ def _train_in_low_precision(rank: Rank, transport: str) -> None:
 
 
 def test_gradients_in_another_dtype_are_copied_by_one_kernel_per_bucket() -> None:
-    result = run(_train_in_low_precision, "flat")
+    result = run(_train_in_low_precision, "flat", ranks=[0])
     result.assert_clean()
     names = [entry.name for entry in result.logs[0].entries if entry.phase == "later backward"]
     assert names.count("_foreach_copy_") == 5 and "copy_" not in names

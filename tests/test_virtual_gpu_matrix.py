@@ -18,8 +18,8 @@ from thunder_fsdp_sched.tools.profiler import measure
 import pytest
 import thunder
 import torch
-from hypothesis import settings
 from models import Stack
+from profiles import LONG_ONLY
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -28,8 +28,6 @@ from virtual_gpu import guard
 from virtual_gpu.clocks import kinds
 from virtual_gpu.histories import TRANSPORTS, make_model
 from virtual_gpu.world import Rank, Result, run
-
-LONG_ONLY = pytest.mark.skipif(settings().max_examples <= 100, reason="the whole matrix: --hypothesis-profile=long")
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
 
@@ -390,8 +388,9 @@ def test_measure_does_not_free_memory_that_streams_still_use(transport: str) -> 
 
 @pytest.mark.parametrize(("transport", "bind_device"), [("flat", True), ("coalesced", False)])
 def test_gathering_from_secondary_shards_has_no_fault(transport: str, bind_device: bool) -> None:
-    """Four ranks in subgroups of two, which are split from the communicator of all ranks if it is bound to a device."""
-    result = run(train, transport=transport, reshard_after_forward=2, world_size=4, bind_device=bind_device)
+    """Two of four ranks in one of two subgroups, which are split from the communicator of all ranks if it is bound."""
+    options = {"transport": transport, "reshard_after_forward": 2, "world_size": 4, "bind_device": bind_device}
+    result = run(train, ranks=[0, 1], **options)
     result.assert_clean()
     whole = run(train, transport=transport, world_size=4, ranks=[0])
     assert result.count()["collective"] == whole.count()["collective"], "as many collectives, within subgroups"
