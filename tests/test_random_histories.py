@@ -16,12 +16,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from history_runner import HistoryRunner
-from hypothesis import settings
+from profiles import LONG
 from random_histories import Action, Deviation, Scenario, deviating_scenarios, draw_numbered, scenarios
 from random_models import options_of
 from ranks import RankError, Ranks
-
-LONG = settings().max_examples > 100
 
 TIMEOUT = timedelta(seconds=90)
 """How long a rank waits in a collective. Long, because other ranks may be compiling."""
@@ -149,7 +147,7 @@ def _run_scenarios(ranks: Ranks, numbers: range, histories: int) -> None:
 
 
 def test_any_order_of_calls_gives_the_values_of_the_unsharded_model(ranks: Ranks) -> None:
-    _run_scenarios(ranks, range(34) if LONG else range(2), 60 if LONG else 40)
+    _run_scenarios(ranks, range(34) if LONG else range(2), 60 if LONG else 20)
 
 
 @pytest.mark.skipif(not LONG, reason="many processes: --hypothesis-profile=long")

@@ -102,7 +102,7 @@ def uses(bsyms: Sequence[BoundSymbol], root: str) -> list[int]:
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(bound_symbols(), st.data())
 def test_values_and_slots_are_those_of_brute_force(bsyms: list[BoundSymbol], data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(bsyms)))

@@ -93,7 +93,7 @@ def compute(trace: TraceCtx) -> list:
     return [(b.sym.name, args_of(b), outs_of(b)) for b in trace.bound_symbols if b.sym not in communication]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(traces(), st.integers(0, 4))
 def test_a_sorted_trace_keeps_compute_and_places_communication_as_promised(trace, prefetch):
     trace = write_grads_in_place(trace)
@@ -105,7 +105,7 @@ def test_a_sorted_trace_keeps_compute_and_places_communication_as_promised(trace
     testing.assert_reductions_right_after_last_gradient(sorted_trace)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(traces(), st.integers(0, 4), st.integers(1, 3))
 def test_no_more_gathers_are_in_flight_than_allowed(trace, prefetch, most):
     free = assign_slots(sort_communication(trace, prefetch=prefetch))
@@ -156,7 +156,7 @@ def test_reductions_in_flight_are_counted_in_bytes(sizes, in_flight):
     assert counts == in_flight
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(traces(), st.integers(0, 4))
 def test_sorting_twice_changes_nothing(trace, prefetch):
     once = sort_communication(trace, prefetch=prefetch)
@@ -164,7 +164,7 @@ def test_sorting_twice_changes_nothing(trace, prefetch):
     assert [str(b) for b in once.bound_symbols] == [str(b) for b in twice.bound_symbols]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(traces(), st.integers(0, 3))
 def test_slots_never_overlap_while_both_are_live(trace, prefetch):
     sorted_trace = assign_slots(sort_communication(write_grads_in_place(trace), prefetch=prefetch))
@@ -179,7 +179,7 @@ def test_slots_never_overlap_while_both_are_live(trace, prefetch):
     assert least <= used <= 1.5 * least
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=settings().max_examples // 2, deadline=None)
 @given(traces(), st.integers(0, 3), st.integers(0, MAX_REDUCTIONS_IN_FLIGHT))
 def test_slots_being_filled_with_gradients_stay_within_filling_bytes(trace, prefetch, most):
     unsorted = write_grads_in_place(trace)
