@@ -117,20 +117,26 @@ def test_the_training_example_trains(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "weights.pt")["0.weight"].shape == (256, 64)
 
 
-def _restartable_script() -> str:
-    return (Path(__file__).parents[2] / "examples" / "resume.py").read_text()
+def _shortened(*replacements: tuple[str, str]) -> str:
+    """Return the restartable example with other numbers of steps."""
+    script = (Path(__file__).parents[2] / "examples" / "resume.py").read_text()
+    for long, short in replacements:
+        assert long in script
+        script = script.replace(long, short)
+    return script
 
 
 def test_the_restartable_example_continues_after_a_rank_was_killed(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(_restartable_script())
+    (tmp_path / "train.py").write_text(
+        _shortened(("(first, 200)", "(first, 80)"), ("step % 50 == 49", "step % 20 == 19"))
+    )
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     program = Program(
         *[*torchrun, "--monitor-interval", "0.1", "train.py", "killed"],
         cwd=tmp_path,
         env={"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )
-    complete = tmp_path / "killed" / "step-49" / ".metadata"
+    complete = tmp_path / "killed" / "step-19" / ".metadata"
     while not complete.exists() and program.process.exitcode is None:
         time.sleep(0.01)
     pid = program.process.pid
@@ -142,9 +148,9 @@ def test_the_restartable_example_continues_after_a_rank_was_killed(tmp_path: Pat
     # during finalization. The cause is not known. Any earlier failure is detected below.
     at_exit = "terminate called without an active exception" in output
     assert result.returncode == 0 or at_exit, output
-    assert len(re.findall(r"rank \d goes on with step 50|rank \d goes on with step 1\d0", output)) == 2, output
+    assert len(re.findall(r"rank \d goes on with step [246]0", output)) == 2, output
 
-    losses = re.findall(r"rank \d: step 199, loss ([\d.e+-]+)", output)  # both may be on one line
+    losses = re.findall(r"rank \d: step 79, loss ([\d.e+-]+)", output)  # both may be on one line
     assert len(losses) == 2 and all(float(loss) < 1 for loss in losses), output
     assert (tmp_path / "killed" / "model" / "model.safetensors.index.json").exists()
 
@@ -152,11 +158,9 @@ def test_the_restartable_example_continues_after_a_rank_was_killed(tmp_path: Pat
 @pytest.mark.slow
 def test_the_restartable_example_finishes_after_kills_while_it_saves(tmp_path: Path) -> None:
     """Each start of the script but the last dies at another point, and torchrun restarts it."""
-    script = _restartable_script()
-    shorter = (("(first, 200)", "(first, 4)"), ("step % 50 == 49", "step % 2 == 1"), ("_ in range(2)", "_ in range(1)"))
-    for long, short in shorter:
-        assert long in script
-        script = script.replace(long, short)
+    script = _shortened(
+        ("(first, 200)", "(first, 4)"), ("step % 50 == 49", "step % 2 == 1"), ("_ in range(2)", "_ in range(1)")
+    )
     (tmp_path / "train.py").write_text(_KILLS + script)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
     result = run_python(

@@ -14,7 +14,7 @@ from ranks import Ranks
 
 def _call_after_autocast(rank: int, world_size: int, cache: str) -> None:
     torch.manual_seed(0)
-    model, reference = Stack(2), Stack(2)
+    model, reference = Stack(1), Stack(1)
     reference.load_state_dict(model.state_dict())
     transform = fsdp()
     jitted = thunder.jit(model, transforms=[transform], cache=cache)
@@ -25,7 +25,7 @@ def _call_after_autocast(rank: int, world_size: int, cache: str) -> None:
         assert output.dtype is expected.dtype
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
-    for _ in range(2):
+    for _ in range(1 if cache == "no caching" else 2):  # without a cache, the second round compiles the same again
         with torch.autocast("cpu", torch.bfloat16):
             assert jitted(x).dtype is torch.bfloat16
         check(x)

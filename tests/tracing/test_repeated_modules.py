@@ -52,12 +52,12 @@ def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return seeded_make
 
 
-REPEATED = {"gpt": 3, "stack": 2, "shared_blocks": 2}
+REPEATED = {"gpt": 1, "stack": 2, "shared_blocks": 2}
 
 
 @pytest.mark.parametrize("name", [*CASES, "gpt", "stack"])
 def test_traces_are_the_same_text_up_to_names(name: str) -> None:
-    make = {**CASES, "gpt": lambda: GPT(blocks=4), "stack": lambda: Stack(3)}[name]
+    make = {**CASES, "gpt": lambda: GPT(blocks=2), "stack": lambda: Stack(3)}[name]
     inputs = make().inputs(torch.Generator().manual_seed(0))
     repetition = check_traces(seeded(make), *inputs)
     assert repetition.repeated >= REPEATED.get(name, 0)

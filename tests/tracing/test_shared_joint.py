@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.pipeline import CompiledTraces
 
+import pytest
 import thunder
 import torch
 import torch.distributed as dist
 from models import Stack
-from ranks import Ranks
 from torch import nn
 from trace_text import with_numbered_names
 
@@ -31,18 +32,25 @@ class Program(Stack):
         return self.dropout(x) + OFFSET
 
 
-def _train(rank: int, in_full: bool, strategy: str) -> tuple[list[CompiledTraces], list[torch.Tensor]]:
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _train(in_full: bool) -> tuple[list[CompiledTraces], list[torch.Tensor]]:
     """Call one model in many modes; return what was compiled, and all outputs and gradients."""
     global OFFSET
     torch.manual_seed(0)
     model = Program().double()
-    transform = fsdp(sharding_strategy=strategy, trace_modules_once=not in_full)
+    transform = fsdp(trace_modules_once=not in_full)
     jitted = thunder.jit(model, transforms=[transform])
     found: list[torch.Tensor] = []
 
     def call(x: torch.Tensor, *args: Any, compiles: bool = True, sync: bool = True, **kwargs: Any) -> None:
         compiled = len(transform.compiled)
-        torch.manual_seed(rank)
+        torch.manual_seed(0)
         with nullcontext() if sync else jitted.no_sync():
             output = jitted(x, *args, **kwargs)
             if output.requires_grad:
@@ -53,7 +61,7 @@ def _train(rank: int, in_full: bool, strategy: str) -> tuple[list[CompiledTraces
             found.extend(p.grad.to_local().clone() for p in jitted.parameters() if p.grad is not None)
             jitted.zero_grad()
 
-    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4) + rank
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
     call(x, sync=False)
     with torch.no_grad():
         call(x)
@@ -81,9 +89,9 @@ SHARES = [None, None, 0, 0, None, None, None, None, 7, None, None]
 """The compilation whose joint trace each compilation of ``_train`` shares."""
 
 
-def _compare(rank: int, world_size: int, strategy: str) -> None:
-    compiled, found = _train(rank, False, strategy)
-    in_full, expected = _train(rank, True, strategy)
+def test_modes_share_a_joint_trace_only_if_they_compute_the_same(one_rank: None) -> None:
+    compiled, found = _train(in_full=False)
+    in_full, expected = _train(in_full=True)
     assert [c.shares for c in compiled] == SHARES
     assert [c.shares for c in in_full] == [None] * len(SHARES)
     for ours, full in zip(compiled, in_full, strict=True):
@@ -97,20 +105,12 @@ def text(trace: Any) -> str:
     return with_numbered_names(str(trace))
 
 
-def test_modes_share_a_joint_trace_only_if_they_compute_the_same(ranks: Ranks) -> None:
-    ranks.run(_compare, "zero3")
-
-
-def test_a_model_that_replaces_a_buffer_is_compiled_in_full() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        transform = fsdp()
-        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        model = thunder.jit(module, transforms=[transform])
-        with model.no_sync():
-            model(torch.randn(3, 4))
+def test_a_model_that_replaces_a_buffer_is_compiled_in_full(one_rank: None) -> None:
+    transform = fsdp()
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model = thunder.jit(module, transforms=[transform])
+    with model.no_sync():
         model(torch.randn(3, 4))
-        assert [compiled.shares for compiled in transform.compiled] == [None, None]
-        assert module[1].num_batches_tracked == 2
-    finally:
-        dist.destroy_process_group()
+    model(torch.randn(3, 4))
+    assert [compiled.shares for compiled in transform.compiled] == [None, None]
+    assert module[1].num_batches_tracked == 2

@@ -100,7 +100,7 @@ def check(monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module], *execu
 
 @pytest.mark.parametrize("name", [*CASES, "gpt", "stack"])
 def test_the_text_is_that_of_thunders_claims(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = {**CASES, "gpt": lambda: GPT(blocks=4), "stack": lambda: Stack(3)}[name]
+    make = {**CASES, "gpt": lambda: GPT(blocks=2), "stack": lambda: Stack(3)}[name]
     claims = check(monkeypatch, make)
     assert claims.singles < claims.operators
 
