@@ -1,16 +1,18 @@
 """``thunder_fsdp_sched.compat``: the version check, and the additions to torch that make Thunder import.
 
-Tests that change torch or import Thunder run in separate processes.
+Tests that change torch or import Thunder run in separate processes, most of them forked off one that has imported torch.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -56,18 +58,56 @@ class Scale(torch.autograd.Function):
 """
 
 
-def run(code: str) -> str:
-    """Run code in a new interpreter that imports the package from this work tree; return its output."""
+def environment() -> dict[str, str]:
+    """Return an environment in which the package is imported from this work tree."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def run(code: str) -> str:
+    """Run code in a new interpreter; return its output."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
+
+
+FORK = """
+import json, os, sys, traceback
+import torch
+for line in sys.stdin:
+    code, *files = json.loads(line)
+    pid = os.fork()
+    if not pid:
+        for fd, file in enumerate(files, 1):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), fd)
+        try:
+            exec(code, {})
+            sys.stdout.flush()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    print(os.waitpid(pid, 0)[1], flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def run_after_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    """Run code in a process that has imported torch and nothing of Thunder or the package; return its output."""
+    command, pipe = [sys.executable, "-c", FORK], subprocess.PIPE
+    with subprocess.Popen(command, env=environment(), stdin=pipe, stdout=pipe, text=True) as server:
+
+        def run(code: str) -> str:
+            output, errors = (tmp_path_factory.mktemp("run") / name for name in ("stdout", "stderr"))
+            server.stdin.write(json.dumps([code, str(output), str(errors)]) + "\n")
+            server.stdin.flush()
+            status = server.stdout.readline().strip()
+            assert status == "0", errors.read_text()[-4000:]
+            return output.read_text()
+
+        yield run
+        server.stdin.close()
 
 
 @pytest.fixture(scope="module")
@@ -179,8 +219,8 @@ def test_a_wrong_version_stops_the_import_of_the_package_before_thunder():
 # ---- the named-tensor methods
 
 
-def test_missing_methods_are_added_once_and_raise_when_called():
-    printed = run(
+def test_missing_methods_are_added_once_and_raise_when_called(run_after_torch):
+    printed = run_after_torch(
         LOAD_COMPAT
         + """
 import torch
@@ -217,8 +257,8 @@ print(*missing)
     assert set(printed.split()) == named | {"a_method_that_no_torch_has"}
 
 
-def test_existing_attributes_of_torch_are_not_replaced():
-    run(
+def test_existing_attributes_of_torch_are_not_replaced(run_after_torch):
+    run_after_torch(
         LOAD_COMPAT
         + """
 import torch
@@ -238,8 +278,8 @@ assert ("torch.autograd.Function.apply.__func__" in added) == (not had_func)
 # ---- Function.apply
 
 
-def test_function_apply_gets_a_func_and_still_works():
-    run(
+def test_function_apply_gets_a_func_and_still_works(run_after_torch):
+    run_after_torch(
         LIKE_TORCH_2_14
         + SCALE
         + LOAD_COMPAT
@@ -274,8 +314,8 @@ checkpointed.sum().backward()
     )
 
 
-def test_function_apply_passes_on_the_class_and_every_argument():
-    run(
+def test_function_apply_passes_on_the_class_and_every_argument(run_after_torch):
+    run_after_torch(
         """
 import torch
 class CClassMethod:                         # binds, and what it binds has no __func__
@@ -312,8 +352,8 @@ def test_thunder_imports_and_trains_after_the_package():
     )
 
 
-def test_thunder_traces_custom_autograd_functions_through_the_replaced_apply():
-    run(
+def test_thunder_traces_custom_autograd_functions_through_the_replaced_apply(run_after_torch):
+    run_after_torch(
         LIKE_TORCH_2_14
         + LOAD_COMPAT
         + """
@@ -335,8 +375,8 @@ assert "Scale" in str(thunder.last_traces(jitted)[0])
     )
 
 
-def test_a_partly_imported_thunder_is_explained():
-    printed = run(
+def test_a_partly_imported_thunder_is_explained(run_after_torch):
+    printed = run_after_torch(
         LOAD_COMPAT
         + """
 import importlib.util, types

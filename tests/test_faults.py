@@ -170,7 +170,7 @@ def _wait_for_a_slow_rank(rank: int, world_size: int) -> list[float]:
     losses = []
     for step in range(3):
         if rank == 1 and step == 1:
-            time.sleep(2)
+            time.sleep(1)
         loss = model(_batch(0, step))
         loss.backward()
         optimizer.step()
@@ -189,7 +189,7 @@ def _exceed_the_timeout(rank: int, world_size: int) -> None:
     model, _ = _model(process_group=group)
     model(_batch(rank, 0)).backward()
     if rank == 1:
-        time.sleep(10)
+        time.sleep(7)
     model(_batch(rank, 1))
 
 

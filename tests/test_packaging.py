@@ -20,6 +20,7 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
+from profiles import LONG_ONLY
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -119,6 +120,7 @@ def test_the_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
     assert (unpacked / "thunder_fsdp_sched" / "transforms" / "__init__.py").is_file()
 
 
+@LONG_ONLY  # .ci/run does the same with an interpreter of its own: make wheel
 def test_the_wheel_imports_from_an_empty_folder(wheel, tmp_path):
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
@@ -128,7 +130,10 @@ def test_the_wheel_imports_from_an_empty_folder(wheel, tmp_path):
     assert found == [str(expected_folder / "__init__.py"), str(expected_folder / "transforms" / "__init__.py")]
 
 
-@pytest.mark.parametrize("symlink", [True, False], ids=["symlink", "checkout without symlinks"])
+@pytest.mark.parametrize(
+    "symlink",
+    [pytest.param(True, id="symlink", marks=LONG_ONLY), pytest.param(False, id="checkout without symlinks")],
+)
 def test_an_editable_install_imports_from_an_empty_folder(tree, tmp_path, symlink):
     copy = tmp_path / "tree"
     shutil.copytree(tree, copy, symlinks=True)
