@@ -27,6 +27,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from thunder_fsdp_sched.agreement import channel
+from thunder_fsdp_sched.private_api import timeout_of
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -162,12 +165,15 @@ class Ranks:
 
 
 def _destroy_groups() -> None:
-    """Destroy all process groups but the default one.
+    """Destroy all process groups but the default one and its control channel, which nearly all functions use.
 
     A thread of each gloo group wakes up a hundred times a second. Without this, idle workers take a quarter of a core.
     """
+    of_world = tuple(range(dist.get_world_size())), timeout_of(dist.group.WORLD)
+    control = channel._channels.get(of_world)
+    usable = control is not None and control.is_open and control.pending is None
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
+        if group is not dist.group.WORLD and not (usable and group is control.group.process_group):
             dist.destroy_process_group(group)
 
 
