@@ -13,8 +13,8 @@ import pytest
 import thunder
 import torch
 import tracing_shortcuts
-from hypothesis import settings
 from models import CASES, GPT, Model, Stack
+from profiles import LONG
 from thunder.core import interpreter, jit_ext
 from torch import nn
 
@@ -93,11 +93,11 @@ class Raises(Model):
         return x * scale if scale < 3 else x * {}[scale]
 
 
-KINDS = ("buffers", "checkpointed", "expanded_parameters", "shared_blocks", "tied_weights", "views_of_parameters")
+KINDS = ("buffers", "checkpointed", "views_of_parameters")
 """Models of other tests that use different parts of the interpreter. ``--hypothesis-profile=long`` takes all models."""
 
 MODELS = {
-    **(CASES if settings().max_examples > 100 else {name: CASES[name] for name in KINDS}),
+    **(CASES if LONG else {name: CASES[name] for name in KINDS}),
     "attributes": Attributes,
     "items": Items,
     "gpt": lambda: GPT(blocks=1),

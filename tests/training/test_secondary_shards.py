@@ -127,7 +127,7 @@ def test_numbers_of_tied_weights_are_those_of_gathering_among_all_ranks(four_ran
 
 
 def _train_unsharded(rank: int, world_size: int) -> None:
-    twins = Twins(rank, world_size, GPT(blocks=1).double(), reshard_after_forward=2)
+    twins = Twins(rank, world_size, GPT(blocks=2, block=Layer).double(), reshard_after_forward=2)
     twins.train(steps=2)
 
 
