@@ -15,13 +15,14 @@ import thunder_fsdp_sched  # before thunder  # noqa: F401
 
 import thunder.torch as ltorch
 import torch
+from profiles import LONG
 from thunder.core.prims import OpTags
 from thunder.core.symbol import Symbol
 
 __all__ = ["Call", "calls"]
 
 _NO_OPERATORS = ("autocast", "grad_enabled", "checkpoint", "autograd", "seed", "higher_order", "is_complex", "_assert")
-_PER_SYMBOL = 2
+_PER_SYMBOL = 2 if LONG else 1
 
 
 class Call(NamedTuple):
@@ -65,7 +66,7 @@ def _calls_of_opinfos() -> Iterator[Call]:
         if not isinstance(info.op, Symbol) or info.torch_reference is None:
             continue
         try:
-            samples = list(itertools.islice(info.sample_inputs("cpu", torch.float32, requires_grad=False), 2))
+            samples = list(itertools.islice(info.sample_inputs("cpu", torch.float32, requires_grad=False), _PER_SYMBOL))
         except Exception:
             continue
         for sample in samples:

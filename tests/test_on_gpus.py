@@ -16,6 +16,7 @@ import on_gpus
 import pytest
 import torch
 from on_gpus import SMALL, TINY, Size
+from profiles import LONG_ONLY
 from ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -84,6 +85,7 @@ def test_launched_kernels_are_counted(ranks: Ranks) -> None:
         assert counts["aten::mm"] > 2
 
 
+@LONG_ONLY  # of the tests in tests/gpu
 def test_workers_are_spawned_for_gpus_with_their_own_backend() -> None:
     if torch.cuda.is_available():
         pytest.skip("tests/gpu has the real ones")

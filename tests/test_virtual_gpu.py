@@ -26,27 +26,29 @@ def assert_never_synchronizes(result: Result) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_training_has_no_race_and_no_synchronization(transport: str) -> None:
-    result = run(train, transport=transport)
+    result = run(train, transport=transport, ranks=None if transport in ("flat", "symmetric_memory") else [0])
     result.assert_clean()
     assert_never_synchronizes(result)
 
 
-@pytest.mark.parametrize("transport", ["flat", "staged", "all_to_all", "symmetric_memory"])
+@pytest.mark.parametrize(
+    "transport", ["staged", "symmetric_memory", *(pytest.param(t, marks=LONG_ONLY) for t in ("flat", "all_to_all"))]
+)
 def test_training_has_no_race_if_another_device_is_current(transport: str) -> None:
     ranks = None if transport == "symmetric_memory" else [1]  # rank 0 has the current device
     run(train, transport=transport, ranks=ranks, set_device=False).assert_clean()
 
 
-_ORDINARY_RUNS = {("zero3", "fp32"), ("zero2", "bf16")}
-_WITH_AUTOCAST = {(transport, "zero3", "autocast") for transport in ("flat", "all_to_all")}
+_ORDINARY_RUNS = {
+    *((transport, "zero3", "fp32") for transport in TRANSPORTS),
+    *((transport, "zero2", "bf16") for transport in ("coalesced", "staged", "all_to_all")),
+    ("all_to_all", "zero3", "autocast"),
+}
 
 
 @pytest.mark.parametrize(
     ("transport", "strategy", "precision"),
-    [
-        pytest.param(*case, marks=[] if case[1:] in _ORDINARY_RUNS or case in _WITH_AUTOCAST else [LONG_ONLY])
-        for case in tables.COUNTED_CASES
-    ],
+    [pytest.param(*case, marks=[] if case in _ORDINARY_RUNS else [LONG_ONLY]) for case in tables.COUNTED_CASES],
 )
 def test_counts_of_launches_copies_events_and_waits_match_the_documentation(
     transport: str, strategy: str, precision: str

@@ -37,6 +37,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from forked import Program, run_python
+from profiles import LONG_ONLY
 from rich.console import Console
 from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -126,6 +127,7 @@ def _shortened(*replacements: tuple[str, str]) -> str:
     return script
 
 
+@LONG_ONLY  # below, ranks die at three points, of which one is between two saves
 def test_the_restartable_example_continues_after_a_rank_was_killed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         _shortened(("(first, 200)", "(first, 80)"), ("step % 50 == 49", "step % 20 == 19"))

@@ -35,7 +35,7 @@ def gather_all(layout: Layout, params: list[torch.Tensor]) -> list[torch.Tensor]
     return [unsharded[p.unsharded_offset : p.unsharded_offset + p.numel].reshape(p.shape) for p in layout.placements]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(shapes, st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_gathering_all_segments_makes_every_parameter_contiguous(shapes, world_size, itemsize, per_param):
     params = [torch.rand(shape) for shape in shapes]
@@ -44,7 +44,7 @@ def test_gathering_all_segments_makes_every_parameter_contiguous(shapes, world_s
         assert torch.equal(actual, param)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(shapes, st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 4, 8]))
 def test_parameters_are_aligned(shapes, world_size, itemsize):
     layout = make_layout(shapes, world_size, itemsize)

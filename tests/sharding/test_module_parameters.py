@@ -14,6 +14,7 @@ import pytest
 import thunder
 import torch
 from models import Model, Stack
+from profiles import LONG_ONLY
 from ranks import Ranks
 from reference import Twins, loss_of
 from torch import nn
@@ -106,7 +107,7 @@ def _train(rank: int, world_size: int, strategy: str) -> None:
     twins.train(steps=1)
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
 def test_optimizers_hooks_and_freezing_work_on_the_module(ranks: Ranks, strategy: str) -> None:
     ranks.run(_train, strategy)
 

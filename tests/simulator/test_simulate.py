@@ -478,7 +478,7 @@ def costs(**fixed: object) -> st.SearchStrategy[ConstantCost]:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(steps(), costs())
 def test_a_step_is_the_sum_of_compute_contention_exposed_and_idle_time(traces, cost):
     timeline = simulate(*traces, cost)
@@ -492,7 +492,7 @@ def test_a_step_is_the_sum_of_compute_contention_exposed_and_idle_time(traces, c
     assert 0.0 <= timeline.overlap <= 1.0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 @given(steps(), costs(host=st.just(0.0), slowdown=st.just(0.0), reduction_share=st.just(0.25)))
 def test_without_contention_a_step_takes_at_most_the_serial_time(traces, cost):
     timeline = simulate(*traces, cost)
@@ -502,7 +502,7 @@ def test_without_contention_a_step_takes_at_most_the_serial_time(traces, cost):
         assert sum(timeline.exposed_by_bucket.values()) == pytest.approx(timeline.exposed_seconds)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(steps(), costs(concurrent=st.just(1), slowdown=st.just(0.0)), st.sampled_from([0.0, 0.5, 0.9]))
 def test_a_faster_link_never_makes_a_step_slower(traces, cost, factor):
     slower = simulate(*traces, cost).step_seconds
@@ -511,7 +511,7 @@ def test_a_faster_link_never_makes_a_step_slower(traces, cost, factor):
     assert simulate(*traces, cost).step_seconds <= slower + 1e-9
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(steps(), costs())
 def test_intervals_of_a_stream_do_not_overlap_and_memory_is_never_negative(traces, cost):
     timeline = simulate(*traces, cost)

@@ -173,7 +173,7 @@ def small_programs(draw: st.DrawFn) -> Programs:
     return programs
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(small_programs())
 @example({0: program("A:01", "C:02"), 1: program("B:12", "A:01"), 2: program("C:02", "B:12")})
 def test_faults_are_found_exactly_where_the_search_finds_deadlocks(programs):

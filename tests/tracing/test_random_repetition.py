@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from random_models import CallingModel, ModelSpec, quiet, repeating_models
@@ -10,8 +9,7 @@ from test_grad_modes import GRAD, NO_GRAD, counts_in
 from test_repeated_modules import check_traces
 
 
-@pytest.mark.parametrize("part", range(2))  # so that pytest-xdist can divide them
-def test_random_models_have_the_traces_of_full_tracing(part: int) -> None:
+def test_random_models_have_the_traces_of_full_tracing() -> None:
     repeated = repeated_as_a_whole = 0
 
     @quiet(4)

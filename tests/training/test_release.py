@@ -45,7 +45,7 @@ class _Failure(Exception):
 def _train(rank: int, world_size: int, release: str, strategies: tuple[str, ...]) -> None:
     for strategy in strategies:
         options: dict[str, Any] = {"sharding_strategy": strategy, "release": release}
-        if world_size == 2:  # more ranks add up in another order
+        if world_size == 2 and strategy == "zero3":  # more ranks add up in another order
             model = GPT(blocks=1, block=Layer)
             twins = Twins(rank, world_size, model, tolerance=0, jit_reference=True, **options)
             twins.use(lambda params: torch.optim.AdamW(params, lr=1e-2))

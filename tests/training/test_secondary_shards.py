@@ -122,12 +122,13 @@ def test_numbers_are_those_of_gathering_among_all_ranks(four_ranks: Ranks, names
     four_ranks.run(_train, _small, {key: value for name in names for key, value in OPTIONS[name].items()})
 
 
+@LONG_ONLY
 def test_numbers_of_tied_weights_are_those_of_gathering_among_all_ranks(four_ranks: Ranks) -> None:
     four_ranks.run(_train, partial(GPT, blocks=2, tied=True, block=Layer), {})
 
 
 def _train_unsharded(rank: int, world_size: int) -> None:
-    twins = Twins(rank, world_size, GPT(blocks=2, block=Layer).double(), reshard_after_forward=2)
+    twins = Twins(rank, world_size, GPT(blocks=2, tied=True, block=Layer).double(), reshard_after_forward=2)
     twins.train(steps=2)
 
 
@@ -325,7 +326,7 @@ def test_verify_refuses_shards_without_a_copy() -> None:
     st.sampled_from([(4, 2), (6, 2), (6, 3), (8, 4), (8, 2)]),
     st.booleans(),
 )
-@settings(max_examples=200, deadline=None)
+@settings(deadline=None)
 def test_fewer_ranks_own_the_same_rows_together(
     shapes: list[tuple[int, ...]], sizes: tuple[int, int], per_param: bool
 ) -> None:

@@ -15,6 +15,7 @@ import thunder
 import torch
 import torch.distributed.checkpoint as dcp
 from models import Stack
+from profiles import LONG_ONLY
 from ranks import Ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -32,6 +33,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 TRANSPORTS = ["coalesced", "flat"]
 """With ``coalesced``, rows are cut like those of FSDP2, so bits are equal. Norms of other rows round differently."""
+
+mostly_coalesced = pytest.mark.parametrize("transport", ["coalesced", pytest.param("flat", marks=LONG_ONLY)])
 
 
 class _Both:
@@ -124,7 +127,7 @@ def _step(rank: int, world_size: int, transport: str) -> None:
         both.check_params()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@mostly_coalesced
 def test_optimizers_give_what_they_give_with_fsdp2(ranks: Ranks, transport: str) -> None:
     ranks.run(_step, transport)
 
@@ -153,7 +156,7 @@ def _average(rank: int, world_size: int, transport: str) -> None:
     assert not torch.equal(both.ours.get_parameter(name).full_tensor(), ours[f"module.{name}"].full_tensor())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@mostly_coalesced
 def test_averages_are_those_of_fsdp2(ranks: Ranks, transport: str) -> None:
     ranks.run(_average, transport)
 
@@ -176,7 +179,7 @@ def _scale(rank: int, world_size: int, transport: str) -> None:
         assert scalers[0].get_scale() == 4.0
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@mostly_coalesced
 def test_scalers_skip_the_steps_that_they_skip_with_fsdp2(ranks: Ranks, transport: str) -> None:
     ranks.run(_scale, transport)
 

@@ -115,7 +115,7 @@ def test_a_diff_shows_what_moved():
     assert "b2" in near.diff(far)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(traces(), st.integers(0, 3))
 def test_a_replayed_schedule_gives_the_same_trace(trace, prefetch):
     pinned = scheduled(trace, prefetch)

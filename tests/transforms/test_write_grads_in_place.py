@@ -241,7 +241,7 @@ def _train_in_bfloat16(rank: int, world_size: int) -> None:
         for context in (contextlib.nullcontext(), copying_all_gradients()):
             with context:
                 torch.manual_seed(0)
-                model = Stack(2, width=16)
+                model = Stack(1, width=16)
                 sharded = thunder.jit(model, transforms=[fsdp(mp_policy=policy)])
                 optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
                 for step in range(3):
@@ -276,7 +276,7 @@ class _CountCopies(TorchDispatchMode):
 
 def _count_copies(rank: int, world_size: int, strategy: str) -> None:
     for make, context in (
-        (CASES["gpt"], contextlib.nullcontext()),
+        (CASES["gpt_with_tied_weights"], contextlib.nullcontext()),
         (Stack, contextlib.nullcontext()),
         (Stack, copying_all_gradients()),
     ):
