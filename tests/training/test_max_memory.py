@@ -37,7 +37,7 @@ class Dropping(nn.Module):
         self.width = width
         self.register_buffer("mean", torch.zeros(width))
 
-    def inputs(self, generator: torch.Generator, batch: int = 48) -> tuple[torch.Tensor, ...]:
+    def inputs(self, generator: torch.Generator, batch: int = 64) -> tuple[torch.Tensor, ...]:
         return (torch.randn(batch, self.width, generator=generator, dtype=torch.float64),)
 
     def block(self, x: torch.Tensor, index: int) -> torch.Tensor:
