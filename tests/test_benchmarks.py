@@ -46,6 +46,7 @@ from gpu_trace import (
 from live_memory import LiveMemory
 from on_gpus import NoAttention
 from paced_kernels import PacedKernels
+from profiles import LONG_ONLY
 from ranks import Ranks
 from recomputing import RecomputingShape
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -182,7 +183,7 @@ def test_orders_are_compared_up_to_their_first_difference() -> None:
     assert first_difference(["a"], ["a", "b"]) == "b was not predicted"
 
 
-@pytest.mark.parametrize("arguments", [[], ["first"], ["first", "--cases", "flat"]])
+@pytest.mark.parametrize("arguments", [[], pytest.param(["first"], marks=LONG_ONLY), ["first", "--cases", "flat"]])
 def test_without_a_gpu_the_gpu_benchmark_says_so_and_exits_with_zero(arguments: list[str], tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
@@ -419,6 +420,7 @@ def test_slices_of_an_arena_count_as_part_of_it(fake_rank: None) -> None:
     assert memory.bytes_of([y, y.view(4, 4)])[-1] == 64
 
 
+@LONG_ONLY
 def test_memory_is_compared_at_equal_peaks(fake_rank: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All of ``memory.py`` with few systems and collectives that do nothing."""
     pytest.importorskip("matplotlib")

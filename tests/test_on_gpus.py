@@ -44,6 +44,7 @@ def _trains_with_stale_parameters(rank: int, world_size: int, size: on_gpus.Size
     on_gpus._assert_like_unsharded(size, stale, world_size, on_gpus.BFLOAT16_TOLERANCE)
 
 
+@LONG_ONLY
 def test_training_again_gives_the_same_bits(ranks: Ranks) -> None:
     for found, nondeterminism in ranks.run(on_gpus.training_digests, TINY, "all_to_all", repeats=2):
         assert not nondeterminism
@@ -55,6 +56,7 @@ def test_accumulated_and_clipped_gradients_match_the_unsharded_model(ranks: Rank
     ranks.run(on_gpus.accumulates_and_clips_gradients, TINY, "flat")
 
 
+@LONG_ONLY
 def test_training_continues_after_an_exception(ranks: Ranks) -> None:
     ranks.run(on_gpus.recovers_after_an_exception, TINY)
 
@@ -65,10 +67,12 @@ def test_shards_are_on_the_requested_device(ranks: Ranks) -> None:
     ranks.run(on_gpus.initializes_on_the_device, TINY)
 
 
+@LONG_ONLY
 def test_offloaded_training_matches_resident_training(ranks: Ranks) -> None:
     ranks.run(on_gpus.trains_with_offloading, TINY)
 
 
+@LONG_ONLY
 def test_eager_runs_give_the_loss_of_the_unsharded_module(ranks: Ranks) -> None:
     ranks.run(on_gpus.runs_eagerly, TINY)
 

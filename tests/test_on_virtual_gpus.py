@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from gpu_cases import CASES, Job
 from on_gpus import NoAttention, Size
+from profiles import LONG_ONLY
 from thunder import extend
 from virtual_gpu import guard
 from virtual_gpu.world import Rank, run
@@ -73,7 +74,7 @@ def on_rank(rank: Rank, body: Callable[..., Any], size: Size, *args: Any) -> Any
         (on_gpus.trains_like_unsharded, TINY, ("coalesced", "zero2")),
         (on_gpus.trains_like_unsharded, SIZE, ("symmetric_memory", "zero3", torch.bfloat16)),
         (on_gpus.accumulates_and_clips_gradients, TINY, ("flat",)),
-        (on_gpus.recovers_after_an_exception, TINY, ()),
+        pytest.param(on_gpus.recovers_after_an_exception, TINY, (), marks=LONG_ONLY),
         (on_gpus.bytes_allocated_after_steps, TINY, ("staged",)),
         (on_gpus.runs_eagerly, TINY, ()),
     ],
@@ -118,6 +119,7 @@ def _profile(rank: Rank, tmp_path: Path, case: str) -> dict[str, Any]:
     return gpu_steps.profile(_setup(rank, tmp_path, (case,)), case)
 
 
+@LONG_ONLY
 def test_the_first_run_profiles_on_gpus(tmp_path: Path) -> None:
     assert "zero3 flat" in CASES
     [record] = run(_profile, tmp_path, "zero3 flat", world_size=1).values

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hypothesis import given, note, reject, settings
 from hypothesis import strategies as st
 from memory_count import compare, count_on_fake_ranks
+from profiles import LONG
 from random_models import Case, RandomModel, cases, options_of, quiet
 from ranks import Ranks
 from reference import Twins
@@ -31,7 +32,7 @@ def _no_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize("part", range(2))  # so that pytest-xdist can divide them: 16 cases in all
+@pytest.mark.parametrize("part", range(2 if LONG else 1))  # so that pytest-xdist can divide them
 @quiet(8)
 @given(case=cases(), world_size=st.sampled_from([1, 2, 3, 4, 8, 64]), data=st.data())
 def test_every_promise_holds_on_fake_ranks(part: int, case: Case, world_size: int, data: Any) -> None:
@@ -90,8 +91,8 @@ def _train(rank: int, world_size: int, case: Case) -> None:
         twins.train(steps=2)
 
 
-@pytest.mark.parametrize("part", range(2))
-@quiet(3)
+@pytest.mark.parametrize("part", range(2 if LONG else 1))
+@quiet(4)
 @given(case=cases(numeric=True))
 def test_training_gives_the_values_of_the_unsharded_model(ranks: Ranks, part: int, case: Case) -> None:
     ranks.run(_train, case)

@@ -14,7 +14,7 @@ import thunder
 import torch
 import tracing_shortcuts
 from models import CASES, GPT, Model, Stack
-from profiles import LONG
+from profiles import LONG, LONG_ONLY
 from thunder.core import interpreter, jit_ext
 from torch import nn
 
@@ -93,14 +93,14 @@ class Raises(Model):
         return x * scale if scale < 3 else x * {}[scale]
 
 
-KINDS = ("buffers", "checkpointed", "views_of_parameters")
+KINDS = ("checkpointed", "views_of_parameters")
 """Models of other tests that use different parts of the interpreter. ``--hypothesis-profile=long`` takes all models."""
 
 MODELS = {
     **(CASES if LONG else {name: CASES[name] for name in KINDS}),
     "attributes": Attributes,
     "items": Items,
-    "gpt": lambda: GPT(blocks=1),
+    **({"gpt": lambda: GPT(blocks=1)} if LONG else {}),
     "stack": lambda: Stack(1),
 }
 
@@ -223,7 +223,10 @@ print(interpreter.globals_lookup.__module__, __import__("thunder").__spec__.load
 """
 
 
-@pytest.mark.parametrize(("which", "module"), [("all", "tracing_shortcuts"), ("none", "thunder.core.interpreter")])
+@pytest.mark.parametrize(
+    ("which", "module"),
+    [("all", "tracing_shortcuts"), pytest.param("none", "thunder.core.interpreter", marks=LONG_ONLY)],
+)
 def test_subprocesses_use_shortcuts_from_their_start(which: str, module: str) -> None:
     environment = {**tracing_shortcuts.shortcuts_at_start(), "TRACING_SHORTCUTS": which}
     done = subprocess.run(

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: 
 
 _ORDINARY = {
     *((transport, "fp32") for transport in histories.TRANSPORTS),
-    *(("flat", "offload"), ("staged", "offload"), ("staged", "interrupted")),
+    *(("staged", "offload"), ("staged", "interrupted")),
 }
 
 CASES = [

@@ -39,12 +39,11 @@ USES: dict[str, Callable[..., None]] = {
 }
 
 USUAL = {
-    ("step", "all_to_all", "zero2", "train"),
     ("bucket", "staged", "zero3", "accumulate"),
     ("bucket", "all_to_all", "zero3", "raise_exceptions"),
     ("step", "flat", "zero3", "use_another_stream"),
     ("step", "staged", "bf16 reduced in fp32", "interleave"),
-    ("bucket", "symmetric_memory", "zero2", "train"),
+    ("bucket", "all_to_all", "zero2", "train"),
 }
 """Cases of ordinary runs: release, transport, option, use."""
 
@@ -69,10 +68,10 @@ def test_memory_is_released_without_a_fault(release: str, transport: str, option
 @pytest.mark.parametrize(
     ("transport", "strategy", "use"),
     [
-        ("all_to_all", "zero3", "train"),
         ("staged", "zero2", "accumulate"),
         ("all_to_all", "zero3", "raise_exceptions"),
-        ("flat", "zero3", "use_another_stream"),
+        pytest.param("all_to_all", "zero3", "train", marks=LONG_ONLY),
+        pytest.param("flat", "zero3", "use_another_stream", marks=LONG_ONLY),
     ],
 )
 def test_extensions_have_no_fault(transport: str, strategy: str, use: str) -> None:
@@ -127,8 +126,15 @@ def test_a_step_takes_its_memory_again_and_runs_the_same_kernels(strategy: str) 
     assert work(bucket, "kernel", "copy") == work(never, "kernel", "copy")
 
 
-@pytest.mark.parametrize("transport", ["all_to_all", "staged"])
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(
+    ("release", "transport"),
+    [
+        ("step", "all_to_all"),
+        ("bucket", "staged"),
+        pytest.param("step", "staged", marks=LONG_ONLY),
+        pytest.param("bucket", "all_to_all", marks=LONG_ONLY),
+    ],
+)
 def test_memory_is_given_back_only_after_the_wait_for_its_last_use(release: str, transport: str) -> None:
     result = three_steps(release, transport)
     order = Order(result.logs)

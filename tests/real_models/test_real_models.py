@@ -18,6 +18,7 @@ import pytest
 import thunder
 import torch
 from memory_count import compare, count_on_fake_ranks
+from profiles import LONG_ONLY
 from ranks import Ranks
 from reference import Twins
 from torch import nn
@@ -110,8 +111,15 @@ def _skip_without_library(case: RealModel) -> None:
         pytest.skip(f"{case.library} is not installed (make models)")
 
 
+_LONG_ONLY = {("dlrm", "zero2"), ("resnet", "memory")}
+
+
+def _case(*case: str) -> Any:
+    return pytest.param(*case, marks=[LONG_ONLY] if case in _LONG_ONLY else [])
+
+
 @pytest.mark.parametrize(
-    ("name", "strategy"), [(name, strategy) for name, case in MODELS.items() for strategy in case.strategies]
+    ("name", "strategy"), [_case(name, strategy) for name, case in MODELS.items() for strategy in case.strategies]
 )
 def test_real_models_train_like_unsharded_and_like_fsdp2(ranks: Ranks, name: str, strategy: str) -> None:
     _skip_without_library(MODELS[name])
@@ -119,8 +127,8 @@ def test_real_models_train_like_unsharded_and_like_fsdp2(ranks: Ranks, name: str
     print(name, strategy, *(f"{what} {max(r[what] for r in results):.2g}" for what in results[0]), sep=", ")
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_predicted_memory_of_real_models_is_counted_at_every_position(name: str) -> None:
+@pytest.mark.parametrize(("name", "_"), [_case(name, "memory") for name in MODELS])
+def test_predicted_memory_of_real_models_is_counted_at_every_position(name: str, _: str) -> None:
     case = MODELS[name]
     _skip_without_library(case)
     batch = case.batch(torch.Generator().manual_seed(0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ import torch.distributed as dist
 from extending import extended
 from memory_count import compare, count_on_fake_ranks
 from models import CASES, GPT, FeedForward, Stack
+from profiles import LONG_ONLY
 from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
@@ -61,6 +62,11 @@ TRANSPORT_CASES: dict[str, dict[str, Any]] = {
 """Every transport with both strategies, the precisions in turn."""
 
 
+def half_of(cases: Iterable[str]) -> list[Any]:
+    """Leave two of four successive cases to the long profile: the second and the third, which differ in both options."""
+    return [pytest.param(case, marks=[LONG_ONLY] if number % 4 in (1, 2) else []) for number, case in enumerate(cases)]
+
+
 def counted(make: Callable[[], nn.Module], *, window: bool = False, **options: Any) -> Any:
     torch.manual_seed(0)
     return count_on_fake_ranks(make().double(), lambda: fsdp(**options), window=window)
@@ -82,7 +88,7 @@ def assert_proved(compiled: CompiledTraces) -> None:
         check(max_memory=peak - 1)
 
 
-@pytest.mark.parametrize("name", [*GPT_CASES, *TRANSPORT_CASES])
+@pytest.mark.parametrize("name", [*GPT_CASES, *half_of(TRANSPORT_CASES)])
 def test_every_position_has_the_bytes_that_a_run_allocates(name: str) -> None:
     if name in GPT_CASES:
         found = counted(partial(GPT, block=FeedForward), **GPT_CASES[name])
@@ -96,7 +102,7 @@ def test_every_position_has_the_bytes_that_a_run_allocates(name: str) -> None:
     assert_proved(found["step"][0])
 
 
-@pytest.mark.parametrize("name", RELEASE_CASES)
+@pytest.mark.parametrize("name", half_of(RELEASE_CASES))
 def test_every_position_has_the_bytes_that_a_run_with_releases_allocates(name: str) -> None:
     for step, (compiled, memory, tracker) in counted(Stack, window=True, **RELEASE_CASES[name]).items():
         count = compare(memory, compiled, tracker)
@@ -106,8 +112,15 @@ def test_every_position_has_the_bytes_that_a_run_with_releases_allocates(name: s
             assert_proved(compiled)
 
 
-@pytest.mark.parametrize("no_sync", [True, False])
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize(
+    ("strategy", "no_sync"),
+    [
+        ("zero2", False),
+        ("zero3", True),
+        pytest.param("zero2", True, marks=LONG_ONLY),
+        pytest.param("zero3", False, marks=LONG_ONLY),
+    ],
+)
 def test_every_position_has_the_bytes_that_a_run_with_an_extension_allocates(strategy: str, no_sync: bool) -> None:
     options: dict[str, Any] = {"transport": "all_to_all", "sharding_strategy": strategy, "accumulate": "sharded"}
 
@@ -130,7 +143,7 @@ def test_every_position_has_the_bytes_that_a_run_with_an_extension_allocates(str
             assert max(memory.totals) <= max(plain[1].totals)
 
 
-@pytest.mark.parametrize("release", ["never", "step"])
+@pytest.mark.parametrize("release", ["never", pytest.param("step", marks=LONG_ONLY)])
 def test_every_position_has_the_bytes_that_a_run_with_a_limit_allocates(release: str) -> None:
     options = {"transport": "all_to_all", "release": release, "cluster": "h100-sxm"}
     make = partial(GPT, blocks=1, length=32)

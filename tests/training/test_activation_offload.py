@@ -32,6 +32,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import GPT, Block, Model, Stack
 from offloading import offloading
+from profiles import LONG_ONLY
 from random_models import Case, RandomModel, cases, options_of, quiet
 from ranks import Ranks
 from torch import nn
@@ -210,6 +211,7 @@ def _random(rank: int, world_size: int, case: Case, seed: int) -> None:
 
 @quiet(3)
 @given(case=cases(numeric=True), seed=st.integers(0, 1000))
+@LONG_ONLY
 def test_random_models_with_half_of_their_activations_offloaded_give_the_same_bits(
     ranks: Ranks, case: Case, seed: int
 ) -> None:

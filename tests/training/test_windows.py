@@ -119,10 +119,9 @@ def _reuse(rank: int, world_size: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"transport": "flat"},
         {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
         {"offload_policy": CPUOffloadPolicy()},
-        {"accumulate": "sharded"},
+        {"accumulate": "sharded", "transport": "flat"},
         {"max_unsharded_bytes": 1 << 24, "sharding_strategy": "zero3"},
     ],
     ids=lambda options: next(iter(options)),

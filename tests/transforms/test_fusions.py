@@ -180,7 +180,7 @@ def _train_gpt(rank: int, world_size: int, model: type[GPT], strategy: str, fuse
         (GPT, "zero3", "nvfuser", "consecutive"),
         (FeedForwards, "zero3", "nvfuser", "dataflow"),
         (FeedForwards, "zero2", "nvfuser_matmul", "consecutive"),
-        (FeedForwards, "zero3", "aot_eager", "consecutive"),
+        pytest.param(FeedForwards, "zero3", "aot_eager", "consecutive", marks=LONG_ONLY),
         pytest.param(FeedForwards, "zero2", "nvfuser", "dataflow", marks=LONG_ONLY),
         pytest.param(FeedForwards, "zero2", "aot_eager", "dataflow", marks=LONG_ONLY),
     ],
@@ -371,7 +371,7 @@ def _accumulate_and_evaluate(rank: int, world_size: int, strategy: str) -> None:
     assert check_regions(evaluation.forward, fused_blocks=True) == ["first", "blocks.0", "blocks.1", "last"]
 
 
-@each_strategy
+@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
 def test_fused_models_accumulate_and_evaluate_correctly(ranks: Ranks, strategy: str) -> None:
     ranks.run(_accumulate_and_evaluate, strategy)
 
