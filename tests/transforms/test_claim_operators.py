@@ -17,6 +17,7 @@ import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
 from models import CASES, GPT, Stack
+from profiles import each_case
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -98,7 +99,7 @@ def check(monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module], *execu
     return claims
 
 
-@pytest.mark.parametrize("name", [*CASES, "gpt", "stack"])
+@pytest.mark.parametrize("name", each_case("gpt", "stack"))
 def test_the_text_is_that_of_thunders_claims(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make = {**CASES, "gpt": lambda: GPT(blocks=2), "stack": lambda: Stack(3)}[name]
     claims = check(monkeypatch, make)
