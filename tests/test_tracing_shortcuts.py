@@ -93,11 +93,8 @@ class Raises(Model):
         return x * scale if scale < 3 else x * {}[scale]
 
 
-KINDS = ("checkpointed", "views_of_parameters")
-"""Models of other tests that use different parts of the interpreter. ``--hypothesis-profile=long`` takes all models."""
-
 MODELS = {
-    **(CASES if LONG else {name: CASES[name] for name in KINDS}),
+    **(CASES if LONG else {}),
     "attributes": Attributes,
     "items": Items,
     **({"gpt": lambda: GPT(blocks=1)} if LONG else {}),

@@ -10,8 +10,9 @@ from pathlib import Path
 import thunder_fsdp_sched
 
 import pytest
+from profiles import LONG
 
-REPETITIONS = 2
+REPETITIONS = 20 if LONG else 1
 
 _SCRIPT = """
 import gc, os, sys, threading
@@ -56,7 +57,7 @@ def run(rank, store, how):
     if how in ("destroyed", "twin"):
         dist.destroy_process_group()
 
-gc.freeze()  # each of 20 interpreters would spend a second on looking for garbage among modules at its end
+gc.freeze()  # each interpreter would spend a second on looking for garbage among modules at its end
 torch.set_num_threads(1)
 folder, repetitions, *hows = sys.argv[1:]
 for name in hows * int(repetitions):

@@ -179,7 +179,7 @@ def test_random_operators_give_the_same_results_sharded_and_unsharded(ranks: Ran
     failures: list[str] = []
     outcomes: Counter[str] = Counter()
     choice = st.tuples(uses(sorted(operators())), st.integers(0, len(STRATEGIES) - 1))
-    count, size = (100, 12) if LONG else (1, 6)
+    count, size = (100, 12) if LONG else (1, 4)
     for number in range(count):
         found, wrong = run_operators(ranks, draw_numbered(st.lists(choice, min_size=size, max_size=size), number))
         outcomes.update(found)
