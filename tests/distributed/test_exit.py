@@ -12,7 +12,7 @@ import thunder_fsdp_sched
 import pytest
 from profiles import LONG
 
-REPETITIONS = 20 if LONG else 1
+REPETITIONS = 10 if LONG else 1
 
 _SCRIPT = """
 import gc, os, sys, threading
