@@ -15,7 +15,6 @@ import thunder
 import torch
 import torch.nn.functional as F
 from models import CASES, GPT, Model, Stack
-from profiles import each_case
 from torch import nn
 from trace_text import with_numbered_names
 
@@ -56,7 +55,7 @@ def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 REPEATED = {"gpt": 1, "stack": 2, "shared_blocks": 2}
 
 
-@pytest.mark.parametrize("name", each_case("gpt", "stack"))
+@pytest.mark.parametrize("name", [*CASES, "gpt", "stack"])
 def test_traces_are_the_same_text_up_to_names(name: str) -> None:
     make = {**CASES, "gpt": lambda: GPT(blocks=2), "stack": lambda: Stack(3)}[name]
     inputs = make().inputs(torch.Generator().manual_seed(0))

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CASES, GPT, Stack
-from profiles import each_case
 from random_models import CallingModel, ModelSpec, periodic_models, quiet
 from thunder.core.symbol import BoundSymbol
 from thunder.core.transforms import get_grad, put_grad
@@ -93,7 +92,7 @@ def comparison(monkeypatch: pytest.MonkeyPatch) -> Comparison:
 RUNS = {"gpt": 2, "stack": 3}
 
 
-@pytest.mark.parametrize("name", each_case("gpt", "stack"))
+@pytest.mark.parametrize("name", [*CASES, "gpt", "stack"])
 def test_traces_are_those_of_thunder_up_to_names(name: str, comparison: Comparison) -> None:
     make: Any = {**CASES, "gpt": lambda: GPT(blocks=2), "stack": lambda: Stack(3)}[name]
     inputs = make().inputs(torch.Generator().manual_seed(0))
