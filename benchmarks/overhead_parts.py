@@ -313,15 +313,15 @@ def compiling(options: Namespace) -> dict[str, Any]:
     transform = compile_as_rank(make, thunder_fsdp_sched.fsdp(), rank=0, world_size=WORLD_SIZE)
     total = time.process_time() - started
     [compiled] = transform.compiled
-    claiming = compiled.pass_seconds["claim_operators"]
-    ours = sum(compiled.pass_seconds.values()) - claiming
+    differentiating = compiled.pass_seconds["differentiate"]  # in place of what Thunder would do
+    ours = sum(compiled.pass_seconds.values()) - differentiating
     assert compiled.forward is not None and compiled.backward is not None
     return {
         "blocks": blocks,
         "symbols": len(compiled.forward.bound_symbols) + len(compiled.backward.bound_symbols),
         "gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
         "thunder": total - ours,
-        "claiming": claiming,
+        "differentiating": differentiating,
         "ours": ours,
         "passes": compiled.pass_seconds,
     }
