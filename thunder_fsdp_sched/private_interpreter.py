@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # this module is imported before Thunder can be
     import torch
 
 __all__ = [
+    "added_checks",
     "cache_info",
     "call_interpreted",
     "call_module_as_torch",
@@ -104,6 +106,19 @@ def observed_by(context: Any, observer: Any) -> Any:
 def checks_of(context: Any) -> list[Any]:
     """Return the list of ``(check, proxy, *expected)`` that Thunder's tracing writes to the prologue in the end."""
     return context._constraints
+
+
+@contextmanager
+def added_checks(context: Any) -> Iterator[list[Any]]:
+    """Let Thunder's tracing add checks to a new list instead of :func:`checks_of`.
+
+    It compares each with all in the list, so that the checks of all tensors of a model take quadratic time.
+    """
+    earlier, context._constraints = context._constraints, []
+    try:
+        yield context._constraints
+    finally:
+        context._constraints = earlier
 
 
 def cache_info() -> dict[str, Any]:

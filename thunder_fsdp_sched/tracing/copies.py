@@ -10,9 +10,8 @@ from thunder.core.interpreter import ProvenanceRecord, PseudoInst, WrappedValue,
 from thunder.core.jit_ext import EXT_FLAG_IS_CALLABLE, EXT_FLAG_IS_MODULE
 from thunder.core.proxies import Proxy, variableify
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
 
-from ..private_interpreter import checks_of, renames_of
+from ..private_interpreter import added_checks, checks_of, renames_of
 from ..private_traces import renamed
 from .arguments import Arguments
 from .bsym_copies import BoundSymbolCopies
@@ -34,6 +33,7 @@ def repeat(
     roots: Mapping[Path, Any],
     root: ProvenanceRecord,
     written: Set[Any],
+    checked: set[str],
 ) -> WrappedValue:
     """Add copies of what the recorded call added to the traces; return the wrapped result of the call.
 
@@ -45,16 +45,17 @@ def repeat(
         roots: the values of the roots of paths.
         root: the provenance of what Thunder compiles.
         written: the paths that the prologue checks already, each with the check.
+        checked: the names of the proxies that it checks; those of this call are added.
     """
     provenances = {place: module.provenance, (FUNCTION,): root}
-    copies = _Copies(record, mode, context.computation_trace, provenances, roots)
+    copies = _Copies(record, mode, context, provenances, roots, checked)
     copies.new.update(
         (old.name, wrapped.value) for old, wrapped in zip(record.arguments, arguments.tensors, strict=True)
     )
     for read, check, proxy, expected in record.checks:
         path = read.at(place)
         if (path, check) not in written:
-            copies.check(path, check, proxy, expected, checks_of(context))
+            copies.check(path, check, proxy, expected)
     for name, read in record.inputs.items():
         if name not in copies.new:
             copies.new[name] = copies.wrap_tensor(read.at(place)).value
@@ -74,18 +75,21 @@ class _Copies(BoundSymbolCopies):
         self,
         record: Record,
         mode: GradMode,
-        trace: TraceCtx,
+        context: Any,
         provenances: dict[Path, ProvenanceRecord],
         roots: Mapping[Path, Any],
+        checked: set[str],
     ) -> None:
-        super().__init__(trace, {})
+        super().__init__(context.computation_trace, {})
+        self._context = context
+        self._checked = checked
         self._record = record
         self._mode = mode
         self._provenances = provenances
         self._known = dict(roots)
         self._wrapped: dict[Path, WrappedValue] = {}
 
-    def check(self, path: Path, check: Any, proxy: Proxy, expected: tuple[Any, ...], checks: list[Any]) -> None:
+    def check(self, path: Path, check: Any, proxy: Proxy, expected: tuple[Any, ...]) -> None:
         """Write a check of the value at ``path`` to the prologue."""
         value = evaluate(path, self._known)
         if isinstance(value, torch.Tensor):
@@ -97,12 +101,20 @@ class _Copies(BoundSymbolCopies):
         new = renamed(proxy, self._trace, set(proxy.tags))
         new.history = self._provenance(path)
         self.new[proxy.name] = new
-        checks.append((check, new, *expected))
+        checks_of(self._context).append((check, new, *expected))
 
     def wrap_tensor(self, path: Path) -> WrappedValue:
         """Return the tensor at ``path`` as the interpreter wraps it, with a proxy."""
         if path not in self._wrapped:
-            self._wrapped[path] = wrap(evaluate(path, self._known), provenance=self._provenance(path))
+            with added_checks(self._context) as added:
+                self._wrapped[path] = wrap(evaluate(path, self._known), provenance=self._provenance(path))
+            is_new = self._checked.isdisjoint(check[1].name for check in added)
+            for check in added:
+                if is_new:
+                    checks_of(self._context).append(check)
+                else:
+                    self._context.add_constraint(check)  # which leaves out those that there are
+                self._checked.add(check[1].name)
         return self._wrapped[path]
 
     def copy(self, bsym: BoundSymbol) -> BoundSymbol:

@@ -87,6 +87,7 @@ class Repetition:
                     roots=self._roots,
                     root=self._root,
                     written=self._written,
+                    checked=self._names,
                 )
         return self._record(records, mode, place, arguments, module, args, kwargs)
 
@@ -98,6 +99,7 @@ class Repetition:
         self._root = module.provenance
         self._written: set[Any] = set()  # paths that the prologue checks, each with the check
         self._checked: set[Path] = set()  # all beginnings of these paths
+        self._names: set[str] = set()  # of the proxies that the prologue checks
         self._noted = 0
         self._places: dict[torch.nn.Module, Path] = {}  # where each module was called first
         self._depth = self.recorded = self.repeated = 0
@@ -179,6 +181,7 @@ class Repetition:
         """Note which values the prologue checks by now."""
         checks = checks_of(get_jit_ctx())
         for check, proxy, *_ in checks[self._noted :]:
+            self._names.add(proxy.name)
             path = self._observer.paths.of(proxy.history) if getattr(proxy, "history", None) is not None else None
             if path is not None:
                 self._written.add((path, check))
