@@ -4,7 +4,7 @@
 
 The benchmark runs in one process, with a gloo group of one rank and the demo's GPT. The first step compiles both traces
 and runs them with the audit. It times inserting the audit into the traces, compiling their text again without it, the checks
-themselves, and the facts about operators (``facts_of``), which every pass reads with or without an audit.
+themselves, and finding the facts about operators, which passes read with or without an audit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unittest import mock
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import compilation
 from thunder_fsdp_sched.demo.model import GPT
-from thunder_fsdp_sched.trace import inspection, operator_facts
+from thunder_fsdp_sched.trace import operator_facts
 from thunder_fsdp_sched.transforms import audit
 
 import thunder
@@ -51,7 +51,7 @@ def measure(blocks: int) -> None:
         stack.enter_context(timed(audit, "_exchange", spent, "exchange"))
         stack.enter_context(timed(audit.Auditor, "before", spent, "check"))
         stack.enter_context(timed(audit.Auditor, "after", spent, "check"))
-        stack.enter_context(timed(inspection, "facts_of", spent, "facts"))
+        stack.enter_context(timed(operator_facts, "_facts_of", spent, "facts"))
         started = time.process_time()
         jitted(tokens, tokens).backward()
         total = time.process_time() - started
