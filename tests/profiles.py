@@ -1,4 +1,4 @@
-"""What only ``--hypothesis-profile=long`` runs: combinations that add no code path to those of ordinary runs."""
+"""Marks for combinations that add no code path, so that only ``--hypothesis-profile=long`` runs them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import pytest
 from hypothesis import settings
 from models import CASES
 
-__all__ = ["LONG", "LONG_ONLY", "each_case"]
+__all__ = ["LONG", "LONG_ONLY", "each_case", "mostly_zero3"]
 
 LONG = settings().max_examples > 100
 
 LONG_ONLY = pytest.mark.skipif(not LONG, reason="the whole matrix: --hypothesis-profile=long")
+
+mostly_zero3 = pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
+"""Test with ZeRO-3; the long profile tests with ZeRO-2 as well."""
 
 _ORDINARY_CASES = (
     "tied_weights",

@@ -20,7 +20,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from models import Stack
-from profiles import LONG_ONLY
+from profiles import mostly_zero3
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -73,7 +73,7 @@ def test_a_device_without_an_index_means_each_ranks_current_device() -> None:
 
 
 @pytest.mark.parametrize("transport", SIDE_STREAMS)
-@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
+@mostly_zero3
 def test_streams_belong_to_the_parameters_device_whatever_device_is_current(transport: str, strategy: str) -> None:
     ranks = _one_of_two(transport, 1)  # rank 0 has the current device
     run(_train, transport=transport, sharding_strategy=strategy, ranks=ranks, set_device=False).assert_clean()

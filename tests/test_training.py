@@ -28,7 +28,7 @@ from models import (
     TinyParameters,
     UnusedParameters,
 )
-from profiles import LONG_ONLY
+from profiles import LONG_ONLY, mostly_zero3
 from ranks import Ranks
 from reference import Twins, loss_of, saved_for_backward
 from thunder.core import prims
@@ -231,7 +231,7 @@ def _sweep_options(rank: int, world_size: int, strategy: str) -> None:
             twins.close(value, expected[name], f"{name} with {options}")
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
+@mostly_zero3
 def test_every_prefetch_and_bucketing_gives_the_same_bits(ranks: Ranks, strategy: str) -> None:
     ranks.run(_sweep_options, strategy, timeout=400)
 

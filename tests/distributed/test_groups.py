@@ -15,16 +15,13 @@ import thunder
 import torch
 import torch.distributed as dist
 from models import Layer, Model, Stack
-from profiles import LONG_ONLY
+from profiles import LONG_ONLY, mostly_zero3
 from ranks import Ranks
 from reference import Twins
 from thunder.core.trace import TraceCtx, from_trace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-mostly_zero3 = pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
-
 
 #
 # Hybrid sharding

@@ -14,7 +14,7 @@ import pytest
 import thunder
 import torch
 from models import Model, Stack
-from profiles import LONG_ONLY
+from profiles import mostly_zero3
 from ranks import Ranks
 from reference import Twins, loss_of
 from torch import nn
@@ -107,7 +107,7 @@ def _train(rank: int, world_size: int, strategy: str) -> None:
     twins.train(steps=1)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
+@mostly_zero3
 def test_optimizers_hooks_and_freezing_work_on_the_module(ranks: Ranks, strategy: str) -> None:
     ranks.run(_train, strategy)
 

@@ -11,7 +11,7 @@ from thunder_fsdp_sched import fsdp
 import pytest
 import thunder
 import torch
-from profiles import LONG_ONLY
+from profiles import mostly_zero3
 from ranks import Ranks
 from reference import Twins
 from torch import nn
@@ -63,7 +63,7 @@ def _read(rank: int, world_size: int, strategy: str) -> None:
     Twins(rank, world_size, Positions(*READS.values()), sharding_strategy=strategy).train(2)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
+@mostly_zero3
 def test_operators_by_position_train_like_the_unsharded_model(ranks: Ranks, strategy: str) -> None:
     ranks.run(_read, strategy)
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from models import CASES, GPT, FeedForward, Model, Stack
 from offloading import offloading
-from profiles import LONG, LONG_ONLY
+from profiles import LONG, LONG_ONLY, mostly_zero3
 from ranks import Ranks
 from reference import Twins, saved_for_backward
 from thunder.core.prims import PrimIDs
@@ -350,7 +350,7 @@ def _sweep_buckets(rank: int, world_size: int, strategy: str) -> None:
         testing.assert_prefetch_distance(twins.transform.compiled[-1].forward, prefetch)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
+@mostly_zero3
 def test_fused_models_train_correctly_with_any_bucketing_and_prefetch(ranks: Ranks, strategy: str) -> None:
     ranks.run(_sweep_buckets, strategy)
 
@@ -371,7 +371,7 @@ def _accumulate_and_evaluate(rank: int, world_size: int, strategy: str) -> None:
     assert check_regions(evaluation.forward, fused_blocks=True) == ["first", "blocks.0", "blocks.1", "last"]
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
+@mostly_zero3
 def test_fused_models_accumulate_and_evaluate_correctly(ranks: Ranks, strategy: str) -> None:
     ranks.run(_accumulate_and_evaluate, strategy)
 

@@ -11,7 +11,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from models import Model, Stack, UnevenRows
-from profiles import LONG, LONG_ONLY
+from profiles import LONG, LONG_ONLY, mostly_zero3
 from ranks import Ranks as Workers
 from reference import Twins
 from torch import nn
@@ -69,7 +69,7 @@ def _train_float32(rank: int, world_size: int, strategy: str, transports: tuple[
             )
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=LONG_ONLY), "zero3"])
+@mostly_zero3
 def test_float32_training_is_the_same_with_every_transport_on_2_ranks(ranks: Workers, strategy: str) -> None:
     ranks.run(_train_float32, strategy)
 
