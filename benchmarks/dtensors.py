@@ -6,8 +6,7 @@ One process, a gloo group of one rank, linear layers without bias of ``--width``
 Timed in processor time, in turns:
 
 - a backward that returns the reduced gradients of each bucket, as compiled traces do, and autograd's accumulation,
-- a step of AdamW (foreach and fused), as it is, on plain tensors, and on DTensors without the hook that hands the step to
-  rows.
+- a step of AdamW (single-tensor, foreach, fused) on the parameters, on plain tensors, and on DTensors of torch.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from unittest import mock
 
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
-from thunder_fsdp_sched.sharding import optimizer_rows
 
 import thunder
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
 
 def main() -> None:
@@ -59,27 +58,23 @@ def measure(parameters: int, width: int, rounds: int) -> None:
     times = interleave(backwards, rounds)
     extra = median_difference(times["DTensors"], times["plain tensors"]) / parameters
     print(f"{parameters} parameters of {width} x {width}: backward {extra * 1e6:+.2f} us a parameter", flush=True)
-    for kernel in ("foreach", "fused"):
-        for params in (plain, dtensors):
+    mesh = dtensors[0].device_mesh
+    of_torch = [torch.nn.Parameter(DTensor.from_local(p.detach(), mesh, [Shard(0)])) for p in plain_copies(dtensors)]
+    for kernel in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        steps = {}
+        for name, params in (("ours", dtensors), ("plain", plain), ("DTensor", of_torch)):
             for param in params:
                 param.grad = torch.ones_like(param)
-        step, reference, slow = (
-            torch.optim.AdamW(params, **{kernel: True}).step for params in (dtensors, plain, dtensors)
-        )
-
-        def without_hook(step: Callable[[], Any] = slow) -> None:
-            with mock.patch.object(optimizer_rows, "_ON_ROWS", ()):
-                step()
-
-        times = interleave({"rows": step, "plain": reference, "dtensors": without_hook}, rounds)
-        ratios = {
-            name: statistics.median(a / b for a, b in zip(times[name], times["plain"], strict=True))
-            for name in ("rows", "dtensors")
-        }
-        micro = statistics.median(times["plain"]) / parameters * 1e6
+            steps[name] = torch.optim.AdamW(params, **kernel).step
+        times = interleave(steps, rounds)
+        us = {name: statistics.median(seconds) / parameters * 1e6 for name, seconds in times.items()}
+        ratios = [
+            statistics.median(a / b for a, b in zip(times["ours"], times[name], strict=True))
+            for name in ("plain", "DTensor")
+        ]
         print(
-            f"    AdamW({kernel}=True): {ratios['rows']:.3f} of plain tensors ({micro:.1f} us a parameter); without the "
-            f"hook {ratios['dtensors']:.1f}",
+            f"    AdamW({kernel}): us a parameter and step: ours {us['ours']:.1f}, plain {us['plain']:.1f}, DTensor "
+            f"{us['DTensor']:.1f}; ours is {ratios[0]:.2f} of plain and {ratios[1]:.2f} of DTensor",
             flush=True,
         )
 

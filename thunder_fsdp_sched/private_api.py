@@ -37,6 +37,7 @@ __all__ = [
     "reduce_scatter_coalesced",
     "reduces_found_infs",
     "refuse_ddp",
+    "register_foreach_type",
     "refuse_foreign_functions",
     "replace_data",
     "running_node_number",
@@ -123,6 +124,19 @@ def dtensor_constructor() -> Callable[..., Any]:
     from torch.distributed.tensor import DTensor
 
     return DTensor.__new__
+
+
+def register_foreach_type(tensor_class: type[torch.Tensor]) -> None:
+    """Let torch's optimizers and functions of gradients use ``_foreach`` operators on tensors of this class.
+
+    They look for it in lists, to which ``torch.distributed.tensor`` adds DTensor. Subclasses do not count.
+    """
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for supported in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if tensor_class not in supported:
+            supported.append(tensor_class)
 
 
 def timeout_of(group: Any) -> timedelta:

@@ -45,57 +45,185 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-OPERATORS: dict[str, Callable[..., Any]] = {
+ROWS: dict[str, Callable[..., Any]] = {
     "scaled": lambda x, y: x * 2 + 1,
     "sum of two": lambda x, y: x + y * x.sigmoid(),
     "comparison": lambda x, y: torch.where(x > y, x, y),
     "copy": lambda x, y: x.clone().copy_(y),
     "cast": lambda x, y: x.double(),
     "in place": lambda x, y: x.clone().mul_(y).add_(1, alpha=2).clamp_(-1, 1),
+    "out": lambda x, y: torch.maximum(x, y, out=torch.zeros_like(x)),
     "filled": lambda x, y: torch.zeros_like(x).fill_(3) + torch.full_like(x, 2) + torch.ones_like(x),
     "random": lambda x, y: x.clone().normal_() + torch.rand_like(x) + x.clone().uniform_(-1, 1),
+    "foreach": lambda x, y: torch._foreach_add([x, y], [y, x], alpha=2)[0],
+    "foreach of a number": lambda x, y: torch._foreach_mul([x, y], x.sum())[0],
+    "lerp": lambda x, y: torch._foreach_lerp([x], [y], 0.25)[0],
+    "centered": lambda x, y: x - x.mean(-1, keepdim=True),
+    "divided by columns": lambda x, y: x / (x.sum(0, keepdim=True) + 9),
+    "outer product": lambda x, y: x.abs().mean(-1, keepdim=True) * x.abs().amax(0) if x.ndim > 1 else x + 0,
+    "row norms": lambda x, y: torch.linalg.vector_norm(x, dim=-1),
+    "softmax": lambda x, y: x.softmax(-1),
+    "cumulative sum": lambda x, y: x.cumsum(-1),
+    "sorted": lambda x, y: x.sort(-1).values,
+    "flattened": lambda x, y: x.flatten() if x.ndim else x + 0,
+    "flattened rows": lambda x, y: x.flatten(1) if x.ndim else x + 0,
+    "back in shape": lambda x, y: x.flatten().view(x.shape) + x if x.ndim else x + 0,
+    "column": lambda x, y: x[:, 1],
+    "all of it": lambda x, y: x[:] + x[...],
+    "with a new dimension": lambda x, y: x.unsqueeze(-1).expand(*x.shape, 3) if x.ndim else x + 0,
+    "dropout": lambda x, y: torch.nn.functional.dropout(x, 0.5),
+}
+"""Functions whose result is rows."""
+
+PER_ROW = ("centered", "row norms", "softmax", "cumulative sum", "sorted")
+"""Those over the last dimension, which may not be the first."""
+
+REDUCED: dict[str, Callable[..., Any]] = {
     "norm": lambda x, y: x.norm(),
     "norm of order 1": lambda x, y: torch.linalg.vector_norm(x, 1),
-    "infinity norm": lambda x, y: torch.linalg.vector_norm(x, torch.inf) if x.numel() else x.sum(),
+    "norm of order 0": lambda x, y: torch.linalg.vector_norm(x, 0),
+    "norm of order -1": lambda x, y: torch.linalg.vector_norm(x, -1),
+    "infinity norm": lambda x, y: torch.linalg.vector_norm(x, torch.inf),
+    "negative infinity norm": lambda x, y: torch.linalg.vector_norm(x, -torch.inf),
+    "norms of columns": lambda x, y: torch.linalg.vector_norm(x, dim=0),
+    "norms": lambda x, y: torch._foreach_norm([x, y], 2)[1],
+    "norms of order -1": lambda x, y: torch._foreach_norm([x, y], -1)[1],
     "sum": lambda x, y: x.sum(),
-    "mean": lambda x, y: x.mean() if x.numel() else x.sum(),
-    "variance": lambda x, y: x.var() if x.numel() > 1 else x.sum(),
-    "maximum": lambda x, y: x.amax() if x.numel() else x.sum(),
-    "sum of columns": lambda x, y: x.sum(0) if x.ndim else x.sum(),
-    "cumulative sum": lambda x, y: x.cumsum(0) if x.ndim else x.clone(),
-    "softmax": lambda x, y: x.softmax(0) if x.ndim else x.clone(),
-    "sorted": lambda x, y: x.sort(0).values if x.ndim else x.clone(),
-    "product": lambda x, y: torch.mm(x, x.new_ones(4, 2)) if x.ndim == 2 else x * 1,
-    "norms": lambda x, y: torch._foreach_norm([x, y], 2)[0],
-    "foreach": lambda x, y: torch._foreach_add([x, y], [y, x], alpha=2)[0],
-    "lerp": lambda x, y: torch._foreach_lerp([x], [y], 0.25)[0],
-    "equal": lambda x, y: torch.tensor(float(torch.equal(x, x.clone()))),
-    "shape": lambda x, y: torch.tensor(float(sum(x.new_zeros(x.shape).shape) + x.new_zeros(2, 3).sum())),
+    "mean": lambda x, y: x.mean(),
+    "variance": lambda x, y: x.var(),
+    "deviations of columns": lambda x, y: x.std(0, correction=0),
+    "maximum": lambda x, y: x.amax(),
+    "minimum": lambda x, y: x.min(),
+    "nan": lambda x, y: (x / (x > 0)).sub_(x).amax(),
+    "product": lambda x, y: x.prod(),
+    "sum of columns": lambda x, y: x.sum(0),
+    "mean of columns": lambda x, y: x.mean(0, keepdim=True),
+    "any": lambda x, y: (x > 1).any(),
+    "all": lambda x, y: (x > -9).all(0),
+    "number of elements that are not 0": lambda x, y: x.count_nonzero(dim=(0,)),
 }
+"""Functions whose result every rank has."""
+
+NUMBERS: dict[str, Callable[..., Any]] = {
+    "equal": lambda x, y: (torch.equal(x, x.clone()), torch.equal(x, y), torch.equal(x, x.clone().abs_())),
+    "all close": lambda x, y: torch.allclose(x, x + 1e-9),
+    "numbers": lambda x, y: (round(x.norm().item(), 4), round(float(x.sum()), 4), bool(x.amax() > 2)),
+    "foreach": lambda x, y: [round(float(n), 4) for n in torch._foreach_norm([x, y])],
+    "shape": lambda x, y: (x.new_zeros(x.shape).shape, x.new_zeros(2, 3).sum().item()),
+}
+"""Functions whose results are values of Python, the same on every rank."""
+
+REFUSED: dict[str, Callable[..., Any]] = {
+    "cumulative sum": lambda x, y: x.cumsum(0),
+    "softmax": lambda x, y: x.softmax(0),
+    "sorted": lambda x, y: x.sort(0),
+    "matrix product": lambda x, y: x @ x.new_ones(x.shape[-1:]),
+    "transposed": lambda x, y: x.t_() if x.ndim == 2 else x.transpose_(0, -1),
+    "first row": lambda x, y: x[0],
+    "some rows": lambda x, y: x[: len(x) // 2],
+    "without its first dimension": lambda x, y: x.squeeze_(),
+    "with another one": lambda x, y: x.unsqueeze(0),
+    "stacked": lambda x, y: torch.stack([x, y]),
+    "nonzero": lambda x, y: x.nonzero(),
+    "renormalized": lambda x, y: torch.renorm(x, 2, 0, 1.0),
+    "distances": lambda x, y: torch.cdist(x, x),
+    "put": lambda x, y: x.put_(torch.tensor([0]), torch.tensor([1.0])),
+    "orthogonal": lambda x, y: torch.nn.init.orthogonal_(x.flatten(1)),
+    "random by value": lambda x, y: torch.bernoulli(x.sigmoid()),
+    "dlpack": lambda x, y: torch.from_dlpack(x),
+    "numpy": lambda x, y: x.numpy(),
+    "shared memory": lambda x, y: x.share_memory_(),
+    "calls on the host": lambda x, y: x.apply_(lambda value: value),
+    "maps on the host": lambda x, y: x.map_(y, lambda one, other: one),
+}
+"""Functions that need rows of other ranks, or the memory of the whole tensor."""
 
 
 def _check_operators(rank: int, world_size: int, even: bool) -> None:
     pairs = list(zip(_pairs(even=even), _pairs(even=even, seed=1), strict=True))
-    for name, function in OPERATORS.items():
-        for (x, whole_x), (y, whole_y) in pairs:
-            torch.manual_seed(7)
-            expected = function(whole_x.clone(), whole_y.clone())
-            torch.manual_seed(7)
-            got = function(x.clone(), y.clone())
-            assert got.shape == expected.shape and got.dtype == expected.dtype, (name, x.rows, got)
-            torch.testing.assert_close(
-                _whole(got), expected, msg=lambda text, x=x, name=name: f"{name} {x.rows}: {text}"
-            )
-        assert torch.equal(_whole(x), whole_x)  # nothing has changed its operands
+    outcomes: dict[str, int] = {}
+    for kind, functions in {"rows": ROWS, "reduced": REDUCED, "numbers": NUMBERS, "refused": REFUSED}.items():
+        for name, function in functions.items():
+            for (x, whole_x), (y, whole_y) in pairs:
+                if kind == "rows" and name in PER_ROW and whole_x.ndim < 2:
+                    continue
+                torch.manual_seed(7)
+                try:
+                    expected = function(whole_x.clone(), whole_y.clone())
+                except (
+                    RuntimeError,
+                    IndexError,
+                    TypeError,
+                    ValueError,
+                ) as error:  # there are no elements, or no such dimension
+                    with pytest.raises((RuntimeError, IndexError, TypeError, ValueError)):
+                        function(x.clone(), y.clone())
+                    assert not whole_x.numel() or whole_x.ndim < 2 or kind == "refused", (name, x.rows, error)
+                    continue
+                torch.manual_seed(7)
+                if kind == "refused":
+                    if x.ndim and x.numel() and (name != "without its first dimension" or len(x) == 1):
+                        try:
+                            function(x.clone(), y.clone())
+                        except (NotImplementedError, RuntimeError) as error:
+                            assert "full_tensor" in str(error) or "mixes rows" in str(error), (name, x.rows, error)
+                        else:
+                            raise AssertionError(f"{name} of {x.rows} was not refused")
+                        outcomes[name] = outcomes.get(name, 0) + 1
+                    continue
+                actual = function(x.clone(), y.clone())
+                outcomes[name] = outcomes.get(name, 0) + 1
+                if kind == "numbers":
+                    assert actual == expected, (name, x.rows, actual, expected)
+                    continue
+                assert isinstance(actual, RowDTensor if kind == "rows" else DTensor), (name, x.rows, type(actual))
+                assert actual.shape == expected.shape and actual.dtype == expected.dtype, (name, x.rows, actual)
+                if kind == "reduced":
+                    torch.testing.assert_close(actual.to_local(), expected, equal_nan=True, msg=f"{name} {x.rows}")
+                torch.testing.assert_close(actual.full_tensor(), expected, equal_nan=True, msg=f"{name} {x.rows}")
+            assert torch.equal(_whole(x), whole_x)  # nothing has changed its operands
+    missing = (ROWS.keys() | REDUCED.keys() | NUMBERS.keys() | REFUSED.keys()) - outcomes.keys()
+    assert not missing, missing
 
 
 @pytest.mark.parametrize("even", [True, False])
-def test_operators_give_what_they_give_on_whole_tensors(ranks: Ranks, even: bool) -> None:
+def test_operators_give_what_they_give_on_whole_tensors_or_are_refused(ranks: Ranks, even: bool) -> None:
     ranks.run(_check_operators, even)
 
 
 def test_operators_give_what_they_give_on_whole_tensors_on_four_ranks(four_ranks: Ranks) -> None:
     four_ranks.run(_check_operators, False)
+
+
+def _check_losses(rank: int, world_size: int, even: bool) -> None:
+    losses: dict[str, Callable[[Any], Any]] = {
+        "penalty": lambda p: p.pow(2).sum(),
+        "linear": lambda p: p.sum() + p.mean(),
+        "absolute": lambda p: p.abs().mean(),
+        "norm": lambda p: p.norm().full_tensor() if isinstance(p, DTensor) else p.norm(),
+        "maximum": lambda p: p.amax().full_tensor() if isinstance(p, DTensor) else p.amax(),
+        "whole": lambda p: p.full_tensor().cumsum(0).sum() if isinstance(p, DTensor) else p.cumsum(0).sum(),
+    }
+    for name, loss_of_param in losses.items():
+        for x, whole in _pairs(even=even):
+            if not whole.numel() or (not whole.ndim and name == "whole"):
+                continue
+            x, whole = torch.nn.Parameter(x), torch.nn.Parameter(whole)
+            others = [torch.tensor(2.0, requires_grad=True) for _ in range(2)]
+            totals = [other * 3 + 0.5 * loss_of_param(p) for other, p in zip(others, (x, whole), strict=True)]
+            torch.testing.assert_close(totals[0].detach(), totals[1].detach(), check_dtype=False, msg=name)
+            for total in totals:
+                total.backward()
+            assert isinstance(x.grad, RowDTensor) and x.grad.rows == x.rows, name
+            torch.testing.assert_close(x.grad.full_tensor(), whole.grad, msg=f"{name} {x.rows}")
+            assert others[0].grad == 3
+    with pytest.raises(NotImplementedError, match=r"sum.*use the methods p.sum\(\)"):
+        torch.sum(torch.nn.Parameter(_pairs(even=even)[0][0]))
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_penalties_in_a_loss_have_the_gradient_of_the_whole_tensor(ranks: Ranks, even: bool) -> None:
+    ranks.run(_check_losses, even)
 
 
 def _check_placements(rank: int, world_size: int) -> None:
@@ -123,21 +251,26 @@ def _check_changes_and_views(rank: int, world_size: int, even: bool) -> None:
         version, local_version = x._version, x.to_local()._version
         for tensor in (x, whole):
             tensor.add_(1)
-            if tensor.ndim and tensor.numel():
-                tensor.copy_(tensor.cumsum(0))
+            if tensor.ndim > 1 and tensor.numel():
+                tensor.copy_(tensor.cumsum(1))
         assert torch.equal(_whole(x), whole) or torch.allclose(_whole(x), whole)
         assert x._version > version and x.to_local()._version > local_version
         x.data.mul_(2)
         x.detach().mul_(2)
         torch.testing.assert_close(_whole(x), whole * 4)
-        if x.ndim and x.numel() and not x.rows.is_equal:
-            with pytest.raises(NotImplementedError, match="full_tensor"):
-                x[0]
-            with pytest.raises(NotImplementedError, match="full_tensor"):
-                x.view(-1)
+        whole *= 4
+        for tensor in (x, whole):
+            if tensor.ndim:
+                tensor.view(-1).add_(1)
+            if tensor.ndim > 1:
+                tensor[:, -1].mul_(3)
+        torch.testing.assert_close(_whole(x), whole)
         if whole.numel() > 1:
-            with pytest.raises(RuntimeError, match="mixed"):
-                x.add_(whole)
+            for one, other in ((x, whole), (whole, x)):
+                with pytest.raises(RuntimeError, match="mixes rows of 'tensor"):
+                    one + other
+                with pytest.raises(RuntimeError, match="mixes rows of 'tensor"):
+                    one.add_(other)
 
 
 @pytest.mark.parametrize("even", [True, False])

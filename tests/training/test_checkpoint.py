@@ -11,7 +11,7 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp, full_state_dict, get_model_state_dict, load_checkpoint, save_checkpoint
-from thunder_fsdp_sched.runtime.row_dtensor import local_rows
+from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
 from thunder_fsdp_sched.sharding.jitted_state import rows_by_name
 from thunder_fsdp_sched.training.checkpoint import RowPiece
 
@@ -50,10 +50,6 @@ def _train(model: Any, optimizer: torch.optim.Optimizer, rank: int, steps: range
         optimizer.zero_grad()
 
 
-def _gathered(bucket: Any, index: int, rows: torch.Tensor) -> torch.Tensor:
-    return bucket.rows[index].gather(rows)
-
-
 def _gathered_optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return the optimizer's state, gathered, and its settings."""
     sharded = next(t for t in model._lc_transforms if hasattr(t, "sharded")).sharded
@@ -62,8 +58,8 @@ def _gathered_optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> d
         gathered[f"lr {number}"] = torch.tensor([group["lr"], group["weight_decay"]])
     for name, param in model.named_parameters():
         for key, value in optimizer.state.get(param, {}).items():
-            is_rows = name in sharded.locations and value.ndim
-            gathered[f"{name} {key}"] = _gathered(*sharded.locations[name], value) if is_rows else value.clone()
+            assert isinstance(value, RowDTensor) == (key != "step" and name in sharded.locations), (name, key)
+            gathered[f"{name} {key}"] = value.full_tensor() if isinstance(value, DTensor) else value.clone()
     return gathered
 
 

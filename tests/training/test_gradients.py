@@ -9,7 +9,7 @@ import pickle
 from typing import Any
 
 from thunder_fsdp_sched import clip_grad_norm_, fsdp, full_state_dict
-from thunder_fsdp_sched.runtime.row_dtensor import local_rows
+from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
 from thunder_fsdp_sched.sharding.jitted_state import rows_by_name
 
 import pytest
@@ -262,10 +262,8 @@ def _compute_norms_of_derived_tensors(rank: int, world_size: int) -> None:
         for norm in (torch.norm, torch.linalg.vector_norm, torch.Tensor.norm, lambda t: torch._foreach_norm([t])[0]):
             for grad, full in zip(grads, whole, strict=True):
                 torch.testing.assert_close(norm(derive(grad)).full_tensor(), norm(derive(full)), msg=what)
-    for grad in grads:
-        if not grad.rows.is_equal and grad.ndim > 1:
-            with pytest.raises(NotImplementedError, match=r"view.*full_tensor"):
-                grad.flatten()
+    for grad, full in zip(grads, whole, strict=True):
+        assert torch.equal(grad.flatten().full_tensor(), full.flatten())
     plain = [torch.nn.Parameter(torch.zeros_like(full)) for full in whole]
     for param, full in zip(plain, whole, strict=True):
         param.grad = full
@@ -274,7 +272,8 @@ def _compute_norms_of_derived_tensors(rank: int, world_size: int) -> None:
     for param, reference in zip(params, plain, strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), reference.grad)
     [momentum, *_] = (state["momentum_buffer"] for state in optimizer.state.values())
-    assert type(pickle.loads(pickle.dumps(momentum))) is torch.Tensor
+    assert isinstance(momentum, RowDTensor)
+    assert torch.equal(pickle.loads(pickle.dumps(momentum)).to_local(), momentum.to_local())
 
 
 def test_norms_of_gradients_and_of_tensors_derived_from_them_are_those_of_whole_gradients(ranks: Ranks) -> None:

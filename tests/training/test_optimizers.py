@@ -344,7 +344,7 @@ def _load(rank: int, world_size: int, folder: Path, size: int) -> None:
             )
     both = ShardedAndReference(process_group=group)
     optimizer = AdamW([both.model.get_parameter(n) for n in ("row", "unused")])
-    with pytest.raises(tfs.CheckpointError, match=r"'\w+_var' of 'row' has shape"):
+    with pytest.raises(tfs.CheckpointError, match=r"of AdamW has no option 'beta2_decay', 'd'"):
         tfs.load_checkpoint(folder / "three", both.model, optimizer)
 
 

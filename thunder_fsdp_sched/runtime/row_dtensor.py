@@ -4,18 +4,8 @@
 PyTorch's tools (clipping, GradScaler, distributed checkpoints) look for DTensors with the shape of the whole tensor. A
 bucket without copies cuts between ranks where the bucket is cut, so a rank may have any number of rows of a parameter.
 DTensor has no placement for this: ``Shard(0)`` means the cuts of ``torch.chunk``, and operators that communicate rely on
-it. :class:`RowDTensor` therefore is a DTensor that handles operators itself, and its placement, :class:`RowShard`, is a
-``Shard(0)`` that knows the cuts:
-
-- Operators that compute each element from the same elements of their operands run on the rows, as do norms, which
-  DTensor then reduces over the ranks.
-- All other operators run on the gathered operands, and give replicated DTensors. In-place results go back to the rows.
-- Operators that return a view of other rows raise an error, because a view of a gathered copy would lose writes.
-- Operators that draw random numbers draw those of the whole tensor and keep the rows, so that with equal seeds on all
-  ranks the result is that of the unsharded tensor.
-
-If every rank has as many rows, all but the last rule are left to DTensor. (With the uneven rows of ``Shard(0)`` itself,
-``amax`` fails on a rank without rows, and leaves the others waiting; torch 2.13.)
+it. :class:`RowDTensor` therefore is a DTensor that handles operators itself (see [Note: Operators on rows] in
+``row_operators``), and its placement, :class:`RowShard`, is a ``Shard(0)`` that knows the cuts.
 
 Alternatives: attributes of the local tensor that tell DCP the rows, as Megatron-FSDP has (NVIDIA/Megatron-LM#3190), keep
 DTensor's operators, which are wrong for uneven rows. A placement alone (RaggedShard, pytorch/pytorch#169320) needs
@@ -26,7 +16,7 @@ parameter to a multiple of the number of ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -35,11 +25,11 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..private_api import dtensor_constructor
+from ..private_api import dtensor_constructor, register_foreach_type
 from .row_pieces import RowPiece, chunk_of, write_items
 from .rows import Rows
 
-__all__ = ["RowDTensor", "local_rows", "replicated"]
+__all__ = ["RowDTensor", "WholeNumber", "local_rows", "replicated"]
 
 aten = torch.ops.aten
 _construct = dtensor_constructor()
@@ -79,13 +69,6 @@ class RowDTensor(DTensor):
             return _construct(cls, args[0]._local_tensor, args[0]._spec, requires_grad=False)
         return cls.run_operator(func, args, kwargs or {})
 
-    def as_dtensor(self, local: torch.Tensor | None = None) -> DTensor:
-        """Return a DTensor of the same rows, or of other local ones, that handles operators as torch does."""
-        local = self._local_tensor if local is None else local
-        spec = self.rows.plain_spec(local.dtype, local.device.type)
-        plain: DTensor = _construct(DTensor, local, spec, requires_grad=False)
-        return plain
-
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return this rank's rows, sharing their memory; of a 0-dim tensor, one row or none."""
         if torch.is_grad_enabled() and self.requires_grad:
@@ -98,15 +81,19 @@ class RowDTensor(DTensor):
         whole: torch.Tensor = _ToFull.apply(self)
         return whole
 
-    def redistribute(self, device_mesh: Any = None, placements: Sequence[Any] | None = None, **options: Any) -> DTensor:
-        """Return a DTensor of other placements; a collective. ``options`` are those of DTensor's method."""
-        if self.rows.is_even:
-            return self.as_dtensor().redistribute(device_mesh, placements, **options)
-        if placements is None:
-            raise ValueError("redistribute: pass placements, one for each dimension of the mesh")
-        if tuple(placements) == tuple(self.placements):
-            return self
-        return replicated(self.full_tensor(), self.device_mesh).redistribute(device_mesh, placements, **options)
+    def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the sum; a collective without arguments. In a loss it is a :class:`WholeNumber` with a gradient."""
+        if args or kwargs or not (torch.is_grad_enabled() and self.requires_grad):
+            return super().sum(*args, **kwargs)
+        total: torch.Tensor = _Sum.apply(self, 1)
+        return total
+
+    def mean(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the mean; see :meth:`sum`."""
+        if args or kwargs or not (torch.is_grad_enabled() and self.requires_grad):
+            return super().mean(*args, **kwargs)
+        mean: torch.Tensor = _Sum.apply(self, self.numel())
+        return mean
 
     @property
     def data(self) -> torch.Tensor:
@@ -121,6 +108,29 @@ class RowDTensor(DTensor):
             f"buffer of a bucket. Copy into it instead: `with torch.no_grad(): p.copy_(new)`, with a DTensor, or "
             f"p.to_local().copy_(rows)"
         )
+
+    # It has no memory itself, and its address is 0, as those of DTensors. What reads or exports memory gets that of the
+    # rows, or an error: torch's own methods would read addresses that do not exist.
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the storage of the rows, which they share with the other parameters of the bucket."""
+        return self._local_tensor.untyped_storage()
+
+    def _typed_storage(self) -> Any:
+        return self._local_tensor._typed_storage()
+
+    def is_shared(self) -> bool:
+        return self._local_tensor.is_shared()
+
+    def _refuse_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{self.rows.label!r}, of shape {tuple(self.shape)}, has only this rank's rows in memory, which belong to a "
+            f"bucket: they cannot be exported, mapped on the host, or moved into shared memory as a whole tensor. Take the "
+            f"rows, p.to_local().detach(), or gather the whole tensor, p.full_tensor()"
+        )
+
+    share_memory_ = numpy = __array__ = __dlpack__ = apply_ = map_ = map2_ = as_subclass = _refuse_memory
+    __cuda_array_interface__ = property(_refuse_memory)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowDTensor:
         """Copy the rows. A copy of a parameter belongs to no bucket."""
@@ -138,7 +148,11 @@ class RowDTensor(DTensor):
                 f"model.state_dict() or full_state_dict(model), or its rows: p.to_local().detach()"
             )
         if self.rows.is_even:
-            return self.as_dtensor().__reduce_ex__(protocol)
+            spec = self._spec
+            plain = DTensor.from_local(
+                self._local_tensor, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+            )
+            return plain.__reduce_ex__(protocol)
         return RowPiece(self._local_tensor, self.rows.start, tuple(self.shape)).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -150,13 +164,23 @@ class RowDTensor(DTensor):
         return write_items(self, fqn, self._local_tensor)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        saves_empty = not self.numel() and self.rows.rank == 0  # one rank saves a tensor without elements
-        if not self._local_tensor.numel() and not saves_empty:
-            return []
-        return [chunk_of(self, self._local_tensor, self.rows.start)]
+        local, rows = self._local_tensor, self.rows
+        if not local.numel():
+            saves_empty = not self.numel() and rows.rank == 0  # one rank saves a tensor without elements
+            return [chunk_of(self, local, rows.start)] if saves_empty else []
+        if not rows.is_reshaped or rows.is_cut or len(local) < 2:
+            return [chunk_of(self, local, rows.start)]
+        # State of another shape than the parameter's. Several chunks tell it from a tensor that every rank has whole.
+        return [chunk_of(self, local[:1], rows.start), chunk_of(self, local[1:], rows.start + 1)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self._local_tensor if self.ndim else self._local_tensor.reshape(())
+        local = self._local_tensor
+        if not self.ndim:
+            return local.reshape(())
+        for chunk in self.__create_chunk_list__():
+            if chunk.offsets == index.offset:
+                return local[chunk.offsets[0] - self.rows.start :][: chunk.sizes[0]]
+        return local
 
 
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -173,6 +197,7 @@ def replicated(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 _DETACH = aten.detach.default
 RowDTensor.of_spec = functools.partial(_construct, RowDTensor, requires_grad=False)
+register_foreach_type(RowDTensor)
 
 
 class _ToLocal(torch.autograd.Function):
@@ -195,3 +220,28 @@ class _ToFull(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> RowDTensor:
         return RowDTensor.wrap(ctx.rows.of(grad), ctx.rows)
+
+
+class WholeNumber(torch.Tensor):
+    """A number computed from all rows: a plain tensor, so that it can be added to a loss.
+
+    Its gradient goes to the rows of each rank once, and is not averaged: it has to be the same on all ranks.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the number, as this method of DTensors does."""
+        return self
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RowDTensor, divisor: int) -> torch.Tensor:
+        ctx.rows, ctx.divisor = tensor.rows, divisor
+        return (local_rows(tensor.detach().sum()) / divisor).as_subclass(WholeNumber)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        rows = (grad / ctx.divisor).expand(ctx.rows.local_shape).contiguous()
+        return RowDTensor.wrap(rows, ctx.rows), None

@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_map
 
 __all__ = ["RowPiece", "chunk_of", "write_items"]
 
+aten = torch.ops.aten
+
 
 def write_items(entry: Any, fqn: str, local: torch.Tensor) -> list[WriteItem]:
     """Return what DCP writes for ``entry``, an entry of a state dict whose rows are ``local``."""
@@ -66,25 +68,23 @@ class RowPiece(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func not in _ON_LOCAL_ROWS:
+        piece, kwargs = args[0], kwargs or {}
+        if func is aten.new_empty.default and isinstance(piece, RowPiece):
+            if tuple(args[1]) != tuple(piece.shape):  # it has no rows of this parameter
+                return piece._local.new_empty(args[1], **kwargs)
+            args = (piece, piece._local.shape)
+        elif func not in _ON_LOCAL_ROWS:
             raise NotImplementedError(
                 f"{func} on a RowPiece, which holds some rows of a parameter: take them with to_local(), or the whole "
                 f"parameter with full_state_dict(model)"
             )
-        piece = args[0]
-        if func in _IN_PLACE and not _same_rows(*args[:2]):
+        if func is aten.copy_.default and not _same_rows(*args[:2]):
             raise ValueError(
                 f"copy_ between a RowPiece and other rows, from {_describe(args[1])} to {_describe(piece)}: take this "
                 f"rank's rows with to_local(), or the whole parameter with full_state_dict(model)"
             )
-        if func is torch.ops.aten.new_empty.default:  # a tensor of another size has no rows of this parameter
-            size, args = args[1], (args[0], piece._local.shape)
-            if not isinstance(piece, RowPiece) or tuple(size) != tuple(piece.shape):
-                return piece._local.new_empty(size, **(kwargs or {}))
-        local = func(*tree_map(_rows, args), **tree_map(_rows, kwargs or {}))
-        if func in _IN_PLACE:
-            return piece
-        return RowPiece(local, piece._start, tuple(piece.shape))
+        local = func(*tree_map(_rows, args), **tree_map(_rows, kwargs))
+        return piece if func is aten.copy_.default else RowPiece(local, piece._start, tuple(piece.shape))
 
     # The methods that DCP requires of an entry that is not a DTensor.
 
@@ -98,15 +98,13 @@ class RowPiece(torch.Tensor):
         return self._local if self.ndim else self._local.reshape(())
 
 
-_IN_PLACE = {torch.ops.aten.copy_.default}
-
-_ON_LOCAL_ROWS = _IN_PLACE | {
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.clone.default,
-    torch.ops.aten.detach.default,
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.new_empty.default,
-    torch.ops.aten.zeros_like.default,
+_ON_LOCAL_ROWS = {
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.copy_.default,
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.zeros_like.default,
 }
 
 

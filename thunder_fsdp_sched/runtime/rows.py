@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,11 +36,12 @@ class Rows:
         starts: ``world_size + 1`` row numbers.
         rank: this process's rank in the group.
         ranks: the group, and the ranks that have the same rows (hybrid sharding).
-        is_even: whether these are the rows of DTensor's ``Shard(0)``.
-        is_equal: whether, in addition, every rank has as many, so that all of DTensor's operators are right.
         is_cut: whether more than one rank has rows.
         label: the name of the parameter.
+        is_reshaped: whether the tensor has another shape than the parameter.
     """
+
+    is_reshaped = False
 
     def __init__(self, placement: Placement, ranks: Ranks, label: str, *, bucket: Any = None, index: int = 0) -> None:
         self.shape = torch.Size(placement.shape)
@@ -47,28 +49,23 @@ class Rows:
         self.rank = ranks.group.rank
         self.ranks = ranks
         self.label = label
-        rows, size = (placement.shape or (1,))[0], ranks.group.size
-        each = -(-rows // size)
-        self.is_even = bool(placement.shape) and all(
-            start == min(rank * each, rows) for rank, start in enumerate(self.starts)
-        )
-        self.is_equal = self.is_even and bool(rows) and rows % size == 0
         self.is_cut = placement.is_cut
         self._bucket = None if bucket is None else weakref.ref(bucket)
         self._index = index
         self._specs: dict[tuple[torch.dtype, str], Any] = {}
-        self._plain_specs: dict[tuple[torch.dtype, str], Any] = {}
+        self._reshaped: dict[tuple[tuple[int, ...], tuple[int, ...]], Rows] = {}
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Rows)
-            and self.shape == other.shape
-            and self.starts == other.starts
-            and self.ranks.group.global_ranks == other.ranks.group.global_ranks
-        )
+        return self is other or (isinstance(other, Rows) and self.shape == other.shape and self.has_cuts_of(other))
 
     def __hash__(self) -> int:
         return hash((self.shape, tuple(self.starts), self.ranks.group.global_ranks))
+
+    def has_cuts_of(self, other: Rows) -> bool:
+        """Return whether each rank has rows of the same numbers of both tensors."""
+        return self is other or (
+            self.starts == other.starts and self.ranks.group.global_ranks == other.ranks.group.global_ranks
+        )
 
     @property
     def start(self) -> int:
@@ -80,45 +77,63 @@ class Rows:
         """The row after the last of this rank."""
         return self.starts[self.rank + 1]
 
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """The number of rows that each rank has."""
+        return [end - start for start, end in itertools.pairwise(self.starts)]
+
+    @property
+    def holders(self) -> list[int]:
+        """The ranks of the group that have rows."""
+        return [rank for rank, length in enumerate(self.lengths) if length]
+
+    @functools.cached_property
+    def is_even(self) -> bool:
+        """Whether these are the rows of DTensor's ``Shard(0)``."""
+        rows, size = self.starts[-1], len(self.starts) - 1
+        each = -(-rows // size)
+        return bool(self.shape) and all(start == min(rank * each, rows) for rank, start in enumerate(self.starts))
+
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's rows; for a 0-dim tensor ``(1,)`` on its owner and ``(0,)`` elsewhere."""
         return (self.end - self.start, *self.shape[1:])
 
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        """The placements of a :class:`RowDTensor`: replicated over all dimensions of the mesh but the last."""
+        replicas = () if self.ranks.replicas is None else (Replicate(),)
+        return (*replicas, Shard(0) if self.is_even else RowShard(self.starts))
+
     def spec(self, dtype: torch.dtype, device_type: str) -> Any:
         """Return the description of a :class:`RowDTensor`, with these rows as an attribute."""
         spec = self._specs.get((dtype, device_type))
         if spec is None:
-            spec = self._specs[dtype, device_type] = self._new_spec(
-                dtype, device_type, Shard(0) if self.is_even else RowShard(self.starts)
-            )
+            stride = torch.empty(self.shape, device="meta").stride()
+            spec = new_spec(self.ranks.mesh(device_type), self.placements, self.shape, stride, dtype)
             spec.rows = self  # an attribute of each gradient would cost time in each backward
+            self._specs[dtype, device_type] = spec
         return spec
 
-    def plain_spec(self, dtype: torch.dtype, device_type: str) -> Any:
-        """Return DTensor's description of the tensor. Its placements do not tell where uneven rows are cut."""
-        spec = self._plain_specs.get((dtype, device_type))
-        if spec is None:
-            spec = self._plain_specs[dtype, device_type] = self._new_spec(dtype, device_type, Shard(0))
-        return spec
-
-    def _new_spec(self, dtype: torch.dtype, device_type: str, placement: Shard) -> Any:
-        mesh = self.ranks.mesh(device_type)
-        placements = (*(Replicate() for _ in range(mesh.ndim - 1)), placement)
-        return new_spec(mesh, placements, self.shape, torch.empty(self.shape, device="meta").stride(), dtype)
+    def reshaped(self, shape: Sequence[int], starts: Sequence[int] | None = None) -> Rows:
+        """Return the rows of a tensor of another shape, cut between the same rows, or those of other numbers."""
+        key = (tuple(shape), tuple(self.starts if starts is None else starts))
+        if key == (self.shape, tuple(self.starts)):
+            return self
+        rows = self._reshaped.get(key)
+        if rows is None:
+            rows = self._reshaped[key] = copy.copy(self)
+            for name in ("lengths", "is_even"):
+                rows.__dict__.pop(name, None)
+            rows.shape, rows.starts, rows._specs, rows._reshaped = torch.Size(shape), key[1], {}, {}
+            rows.is_reshaped = True
+        return rows
 
     @property
     def place(self) -> tuple[Any, int] | None:
         """The bucket of the parameter and its index there; ``None`` if the model is gone."""
         bucket = None if self._bucket is None else self._bucket()
         return None if bucket is None else (bucket, self._index)
-
-    @functools.cached_property
-    def as_vector(self) -> Rows:
-        """The same rows of a 1-D tensor of one element, for a 0-dim tensor."""
-        vector = copy.copy(self)
-        vector.shape, vector._specs, vector._plain_specs = torch.Size((1,)), {}, {}
-        return vector
 
     @property
     def is_on_all_ranks(self) -> bool:
@@ -140,21 +155,49 @@ class Rows:
             ScheduleDisagreement: other ranks do something else.
         """
         group = self.ranks.group
-        bucket, _ = self.place or (None, 0)
-        device = local.device if bucket is None else bucket.spec.device
-        group.check_sends(device, f"the rows of {self.label!r}")
-        control = None if bucket is None else bucket.base.control
-        if control is not None and bucket is not None and control.is_on_all_ranks(bucket):
-            control.rendezvous("gathering for a state dict the parameter", self.label)
-        local = local.detach()
-        whole = local.new_empty(self.shape or (1,), device=device)
-        whole[self.start : self.end].copy_(local)
-        with control.doing(f"gathering {self.label}") if control is not None else contextlib.nullcontext():
+        with self._collective("gathering", local.device) as device:
+            local = local.detach()
+            whole = local.new_empty(self.shape or (1,), device=device)
+            whole[self.start : self.end].copy_(local)
             for rank, source in enumerate(group.global_ranks):
                 piece = whole[self.starts[rank] : self.starts[rank + 1]]
                 if piece.numel():
                     dist.broadcast(piece, src=source, group=group.process_group)
         return whole.reshape(self.shape)
+
+    def exchange(self, part: torch.Tensor, what: str, *labels: str) -> torch.Tensor:
+        """Return the tensors of all ranks, of the same shape, stacked in the order of ranks; a collective.
+
+        Args:
+            what: the operator, for messages.
+            labels: the parameters that it concerns, unless it is this one.
+
+        Raises:
+            ValueError: the process group cannot send from the parameter's device.
+            ScheduleDisagreement: other ranks do something else.
+        """
+        with self._collective(what, part.device, *labels) as device:
+            sent = part.detach().to(device).contiguous()
+            as_bytes = sent.view(torch.uint8) if sent.dtype is torch.bool else sent
+            parts = [torch.empty_like(as_bytes) for _ in self.lengths]
+            dist.all_gather(parts, as_bytes, group=self.ranks.group.process_group)
+        return torch.stack(parts).view(sent.dtype).to(part.device)
+
+    @contextlib.contextmanager
+    def _collective(self, what: str, device: torch.device, *labels: str) -> Iterator[torch.device]:
+        """Check that all ranks are about to do the same, and yield the device to send from."""
+        bucket, _ = self.place or (None, 0)
+        if bucket is not None:
+            device = bucket.spec.device
+        self.ranks.group.check_sends(device, f"the rows of {self.label!r}")
+        control = None if bucket is None else bucket.base.control
+        if control is None:
+            yield device
+            return
+        if control.is_on_all_ranks(bucket):
+            control.rendezvous(f"{what} of", *(labels or (self.label,)))
+        with control.doing(f"{what} of {self.label}"):
+            yield device
 
     def __deepcopy__(self, memo: Any) -> Rows:
         return self

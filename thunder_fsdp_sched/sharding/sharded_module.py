@@ -44,7 +44,6 @@ from .initial_values import check_initial_values
 from .meta_init import is_blank, make_blank
 from .module_parameters import ModuleParameters, find_owner
 from .module_policies import ModulePolicies
-from .optimizer_rows import look_again
 from .replacement import replace_param, replaced_by
 from .setup import (
     allocate_buckets,
@@ -124,7 +123,6 @@ class ShardedModule:
                     self.locations[name] = (bucket, index)
                     self.shards[name] = bucket.params[index]
         self.module_params = ModuleParameters(module, buckets)
-        look_again()
         self._model: weakref.ref[ThunderModule] | None = None
 
     @classmethod

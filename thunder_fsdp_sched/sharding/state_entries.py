@@ -15,7 +15,6 @@ from torch.utils import dlpack
 from ..runtime.bucket import Bucket
 from ..runtime.row_dtensor import RowDTensor
 from ..runtime.row_pieces import RowPiece
-from ..runtime.rows import Rows
 
 __all__ = ["RowPiece", "as_entry", "loaded_param", "param_entry", "refuse_unshared", "rows_from"]
 
@@ -49,19 +48,18 @@ def refuse_unshared(bucket: Bucket) -> None:
         )
 
 
-def rows_from(bucket: Bucket, index: int, value: torch.Tensor, *, as_rows: bool = False) -> torch.Tensor:
+def rows_from(bucket: Bucket, index: int, value: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows, as a view, of a state dict's value for parameter ``index`` of ``bucket``.
 
     A DTensor that is sharded otherwise is gathered: then all ranks must call this.
 
     Args:
         value: a whole tensor, or an entry with at least this rank's rows.
-        as_rows: a 0-dim parameter's entry has the shape ``(1,)`` (optimizer state).
 
     Raises:
         ValueError: it has another shape, or other rows.
     """
-    rows = _rows(bucket, index, as_rows)
+    rows = bucket.rows[index]
     if value.shape != rows.shape:
         raise ValueError(f"the unsharded parameter has shape {tuple(rows.shape)}, the entry {tuple(value.shape)}")
     value = value.detach()
@@ -87,22 +85,15 @@ def rows_from(bucket: Bucket, index: int, value: torch.Tensor, *, as_rows: bool 
     )
 
 
-def as_entry(bucket: Bucket, index: int, local: torch.Tensor, *, as_rows: bool = False) -> torch.Tensor:
+def as_entry(bucket: Bucket, index: int, local: torch.Tensor) -> torch.Tensor:
     """Return the state dict entry for rows of a tensor that is sharded like parameter ``index`` of ``bucket``.
 
     Args:
         local: the rows, ``(rows, *parameter.shape[1:])``; the entry shares their memory.
-        as_rows: give a 0-dim parameter's entry the shape ``(1,)`` (optimizer state, where it tells such an entry from a
-            number that every rank has).
     """
-    rows = _rows(bucket, index, as_rows)
+    rows = bucket.rows[index]
     if local.storage_offset():
         # The same memory as a storage of its own: a DTensor takes over its local tensor's offset, and dcp.async_save
         # takes one with an offset for a plain tensor, which it cannot copy (torch 2.13).
         local = dlpack.from_dlpack(local) if local.numel() else local.new_empty(local.shape)
     return RowDTensor.wrap(local, rows)
-
-
-def _rows(bucket: Bucket, index: int, as_rows: bool) -> Rows:
-    rows = bucket.rows[index]
-    return rows.as_vector if as_rows and not rows.shape else rows

@@ -32,6 +32,7 @@ from thunder.core.module import ThunderModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..runtime.row_dtensor import RowDTensor
+from ..sharding.optimizer_state import state_to_rows
 from ..transform import find_jitted
 from .parameter_owners import OwnedParam, choose_owners, rows_from_owners, rows_to_owners
 
@@ -245,6 +246,7 @@ _NEED_WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
 
 def _refuse_rows(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise an error on all ranks for optimizers of torch that would mistake rows for whole parameters."""
+    state_to_rows(optimizer)
     if why := _mixes_ranks(optimizer):
         for param in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if isinstance(param, RowDTensor) and param.rows.ranks.group.size > 1:

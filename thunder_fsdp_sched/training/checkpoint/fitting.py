@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.utils._pytree import tree_map_only
 
-from ...runtime.row_dtensor import local_rows
-from ...sharding.sharded_module import ShardedModule
-from ...sharding.state_entries import as_entry
+from ...runtime.row_dtensor import RowDTensor, replicated
 from ...transform import find_jitted
-from .optimizers import misfits
+from .optimizers import misfit
 from .state_dict import group_label, names_of_params, owned_names
 
 __all__ = ["Cast", "blank_optimizer_state", "compare", "optimizer_state_dicts", "tell_casts"]
@@ -58,41 +57,64 @@ def blank_optimizer_state(
     _, sharded = find_jitted(model)
     names = names_of_params(model, optimizers)
     owned = owned_names(names, optimizers)
-    dtypes = {name: param.dtype for param, name in names.items()}
-    aliases = {alias: name for name in names.values() for alias in sharded.names_of(name)}
-    state: dict[str, dict[str, Any]] = {}
-    groups: dict[int, dict[str, Any]] = {}
+    params = {alias: param for param, name in names.items() for alias in sharded.names_of(name)}
+    of_shape = {
+        below[2:]
+        for below, found in saved.items()
+        if below[0] == "state" and below[1] in params and params[below[1]].ndim
+        if isinstance(found, TensorStorageMetadata) and found.size == params[below[1]].shape
+    }
+    blank: dict[Any, Any] = {}
     casts: list[Cast] = []
     for below, found in saved.items():
-        is_tensor = isinstance(found, TensorStorageMetadata)
-        if below[0] == "param_groups":
-            blank = torch.empty(found.size, dtype=found.properties.dtype) if is_tensor else None
-            groups.setdefault(below[1], {})[below[2]] = blank
-        elif below[1] in aliases and owned.get(aliases[below[1]], True):
-            name = aliases[below[1]]
-            state.setdefault(below[1], {})[below[2]] = (
-                _blank_state(sharded, name, below[2], found, whole=name in owned) if is_tensor else None
-            )
-            if is_tensor and below[2] != "step" and found.properties.dtype.is_floating_point:
-                if found.properties.dtype != dtypes[name] and dtypes[name].is_floating_point:
-                    casts.append((f"{below[2]} of {name}", found.properties.dtype, dtypes[name]))
-    return {"state": state, "param_groups": [groups[i] for i in sorted(groups)]}, casts
+        value = (
+            torch.empty(found.size, dtype=found.properties.dtype) if isinstance(found, TensorStorageMetadata) else None
+        )
+        if below[0] == "state":
+            if below[1] not in params or not owned.get(names[params[below[1]]], True):
+                continue
+            param, name, what = params[below[1]], names[params[below[1]]], ".".join(map(str, below[2:]))
+            if value is not None and isinstance(param, RowDTensor) and name not in owned:
+                value = _blank_state(param, value, found, is_rows=below[2:] in of_shape, what=f"{what!r} of {name!r}")
+            if value is not None and what != "step" and value.is_floating_point() and param.is_floating_point():
+                if value.dtype != param.dtype:
+                    casts.append((f"{what} of {name}", value.dtype, param.dtype))
+        container = blank
+        for key in below[:-1]:
+            container = container.setdefault(key, {})
+        container[below[-1]] = value
+    blank = {"state": {}, "param_groups": {}} | blank
+    return {"state": _with_lists(blank["state"]), "param_groups": _with_lists(blank["param_groups"]) or []}, casts
+
+
+def _with_lists(tree: Any) -> Any:
+    """Return nested dictionaries with lists in place of those whose keys are their positions."""
+    if not isinstance(tree, dict):
+        return tree
+    below = {key: _with_lists(value) for key, value in tree.items()}
+    is_list = bool(below) and all(isinstance(key, int) for key in below) and sorted(below) == list(range(len(below)))
+    return [below[number] for number in range(len(below))] if is_list else below
 
 
 def _blank_state(
-    sharded: ShardedModule, name: str, what: str, found: TensorStorageMetadata, *, whole: bool
+    param: RowDTensor, whole: torch.Tensor, found: TensorStorageMetadata, *, is_rows: bool, what: str
 ) -> torch.Tensor:
-    dtype = found.properties.dtype
-    if whole or not found.size or name not in sharded.locations:
-        return torch.empty(found.size, dtype=dtype)
-    bucket, index = sharded.locations[name]
-    expected = bucket.spec.params[index].shape or (1,)
-    if tuple(found.size) != expected:
+    """Return memory for the state of a sharded parameter: rows, a tensor that all ranks have, or a number.
+
+    State of another shape than the parameter's that was saved in several chunks is rows, too (see ``RowDTensor``). State
+    of a 0-dim parameter is rows if that of other parameters is; older versions saved it with the shape ``(1,)``.
+    """
+    rows, local = param.rows, param.to_local()
+    is_vector = not param.ndim and found.size == (1,)
+    if is_rows and not is_vector and found.size != param.shape:
         raise ValueError(
-            f"the checkpoint does not fit the optimizers: {what!r} of {name!r} has shape {tuple(found.size)} there, the "
-            f"parameter {expected}"
+            f"the checkpoint does not fit the optimizers: {what} has shape {tuple(found.size)} there, the parameter "
+            f"{tuple(param.shape)}"
         )
-    return as_entry(bucket, index, torch.empty_like(bucket.shard_views[index], dtype=dtype), as_rows=True)
+    if is_rows or is_vector or (len(found.chunks) > 1 and found.size[0] == rows.starts[-1]):
+        rows = rows.reshaped(found.size)
+        return RowDTensor.wrap(local.new_empty(rows.local_shape, dtype=whole.dtype), rows)
+    return replicated(whole.to(local.device), param.device_mesh) if whole.ndim else whole
 
 
 def optimizer_state_dicts(
@@ -121,20 +143,24 @@ def optimizer_state_dicts(
                 )
             numbered = list(itertools.islice(numbers, len(mine)))
             values = {k: v for k, v in groups[frozenset(mine)].items() if k != "params"}
-            saved = {param: states[name] for param, name in zip(group["params"], mine, strict=True) if name in states}
-            if faults := misfits(optimizer, number, values, saved, names):
+            if why := misfit(optimizer, number, values):
                 raise ValueError(
-                    f"the checkpoint does not fit the optimizers, nothing is changed: {'; '.join(faults)}. Make the "
-                    f"optimizer as it was when the checkpoint was saved, or load the model alone"
+                    f"the checkpoint does not fit the optimizers, nothing is changed: {why}. Make the optimizer as it was "
+                    f"when the checkpoint was saved, or load the model alone"
                 )
             state_dict["param_groups"].append({**group, **values, "params": numbered})
             for i, name in zip(numbered, mine, strict=True):
                 if name in states:
-                    state_dict["state"][i] = {
-                        what: local_rows(v) if isinstance(v, torch.Tensor) else v for what, v in states[name].items()
-                    }
+                    state_dict["state"][i] = tree_map_only(RowDTensor, _of_shape, states[name])
         result.append(state_dict)
     return result
+
+
+def _of_shape(state: RowDTensor) -> RowDTensor:
+    """Return the state of a 0-dim parameter that was saved as a vector as a 0-dim tensor."""
+    rows = state.rows
+    is_scalar = rows.place is not None and not rows.place[0].rows[rows.place[1]].shape
+    return RowDTensor.wrap(state.to_local(), rows.reshaped(())) if is_scalar else state
 
 
 def tell_casts(casts: Sequence[Cast]) -> str:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import inspect
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from thunder.core.module import ThunderModule
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves_with_path
 
 from ...agreement.channel import ranks_by_text
 from ...distributed.process_groups import ProcessGroupRef
+from ...sharding.state_entries import RowPiece
 from .exchange import exchange
 from .state_dict import group_label, names_of_params, owned_names
 
-__all__ = ["different_facts", "kind_of", "misfits", "state_of"]
+__all__ = ["different_facts", "kind_of", "misfit", "state_of"]
 
 Facts = dict[str, str]
 """A fact that must be the same on all ranks: its description and its value."""
@@ -45,8 +45,11 @@ def state_of(model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]) 
             if names[param] not in owned:
                 state = optimizer.state.get(param, {})
                 facts[f"the state of {names[param]!r}"] = ", ".join(sorted(state)) or "none"
-                for key, value in state.items():
-                    if not isinstance(value, torch.Tensor) or not value.ndim:
+                for path, value in tree_leaves_with_path(state):
+                    if not isinstance(value, torch.Tensor) or (
+                        not value.ndim and not isinstance(value, (DTensor, RowPiece))
+                    ):
+                        key = ".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path)
                         facts[f"{key!r} of {names[param]!r}"] = _text(value)
     return facts
 
@@ -70,66 +73,27 @@ def different_facts(group: ProcessGroupRef, what: str, facts: Facts) -> str:
     return "their order"
 
 
-def misfits(
-    optimizer: torch.optim.Optimizer,
-    number: int,
-    loaded: dict[str, Any],
-    states: dict[torch.Tensor, dict[str, Any]],
-    names: dict[torch.Tensor, str],
-) -> list[str]:
-    """Return why a saved state belongs to another kind of optimizer.
-
-    An optimizer that cannot be tried on a parameter of its own (one of another package that needs more than its
-    options), and has no state yet, is taken on trust.
+def misfit(optimizer: torch.optim.Optimizer, number: int, saved: dict[str, Any]) -> str:
+    """Return why a parameter group was saved by another kind of optimizer; empty if it was not.
 
     Args:
         number: of the parameter group.
-        loaded: the group's options in the checkpoint.
-        states: the saved state of its parameters, as far as there is any.
+        saved: its options in the checkpoint.
     """
-    group = optimizer.param_groups[number]
-    own = {key: value for key, value in group.items() if key != "params"}
-    place = group_label(optimizer, number)
-    faults = []
-    for ndim in sorted({param.ndim for param in group["params"]}):
-        here, there = _names_after_a_step(optimizer, own, ndim), _names_after_a_step(optimizer, own | loaded, ndim)
-        if here is not None and there is not None and here != there:
-            options = [
-                f"{key}={value!r} where {place} has {own.get(key)!r}"
-                for key, value in loaded.items()
-                if _names_after_a_step(optimizer, own | {key: value}, ndim) != here
-            ]
-            how = ", ".join(options) or "other options"
-            faults.append(f"it was saved with {how}, and makes state of {_listed(there)} instead of {_listed(here)}")
-            continue
-        for param in group["params"]:
-            saved = frozenset(key for key, value in states.get(param, {}).items() if value is not None)
-            expected = there if there is not None else frozenset(optimizer.state.get(param, {}))
-            if param.ndim == ndim and saved and saved != expected and (there is not None or expected):
-                faults.append(f"it has {_listed(saved)} of {names[param]!r}, {place} would have {_listed(expected)}")
-                break
-    return faults
+    own, label = optimizer.param_groups[number], group_label(optimizer, number)
+    if unknown := sorted(saved.keys() - own.keys() - _ADDED):
+        return f"it was saved by another kind of optimizer: {label} has no option {', '.join(map(repr, unknown))}"
+    for key in _SELECT_STATE & saved.keys() & own.keys():
+        if bool(saved[key]) != bool(own[key]):
+            return f"it was saved with {key}={saved[key]!r} where {label} has {own[key]!r}, and makes other state"
+    return ""
 
 
-def _names_after_a_step(optimizer: torch.optim.Optimizer, options: dict[str, Any], ndim: int) -> frozenset[str] | None:
-    """Return the names of the state that an optimizer creates for a parameter; ``None`` if that cannot be tried.
+_ADDED = {"params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
+"""Keys of parameter groups that are not options of the optimizer, or that schedulers add."""
 
-    It is tried on a parameter of one element. No hooks run, and the optimizer stays as it is.
-    """
-    optimizer = getattr(optimizer, "inner", optimizer)
-    param = torch.nn.Parameter(torch.zeros((1,) * ndim))
-    param.grad = torch.ones_like(param)
-    plain = {k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in options.items()}
-    plain |= {key: False for key in ("capturable", "foreach", "fused") if key in plain}
-    try:
-        trial = copy.copy(optimizer)
-        trial.state = defaultdict(dict)
-        trial.param_groups = [{**plain, "params": [param]}]
-        with torch.no_grad():
-            inspect.unwrap(type(trial).step)(trial)
-    except Exception:
-        return None
-    return frozenset(key for key, value in trial.state[param].items() if value is not None)
+_SELECT_STATE = {"amsgrad", "centered", "momentum"}
+"""Options of optimizers of torch that decide which state they make."""
 
 
 def _groups(
@@ -142,10 +106,6 @@ def _groups(
 
 def _text(value: Any) -> str:
     return repr(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, sorted(names))) or "none"
 
 
 def _short(text: str) -> str:

@@ -9,12 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...private_api import unwrap_fabric
 from ...runtime.row_dtensor import RowDTensor
-from ...sharding.optimizer_rows import is_rows
-from ...sharding.sharded_module import ShardedModule
-from ...sharding.state_entries import RowPiece, as_entry, refuse_unshared
+from ...sharding.state_entries import RowPiece, refuse_unshared
 from ...transform import find_jitted
 
 __all__ = [
@@ -57,14 +56,14 @@ def get_optimizer_state_dict(
 
     Returns:
         ``{"state": {name: {"exp_avg": entry, ...}}, "param_groups": [{"params": [name, ...], "lr": ..., ...}]}``, as
-        torch's function of this name returns it. Tensors of a parameter's shard shape become entries like those of
-        :func:`get_model_state_dict`, and share memory with the optimizer. The state of :class:`WholeParameters` is
-        plain tensors, only on the parameter's owner: DCP saves what each rank has, and loads what it requests.
+        torch's function of this name returns it. Tensors share memory with the optimizer, and are DTensors like those of
+        :func:`get_model_state_dict`, or numbers. The state of :class:`WholeParameters` is plain tensors, only on the
+        parameter's owner: DCP saves what each rank has, and loads what it requests.
 
     Raises:
         TypeError: ``model`` is not sharded by ``fsdp(...)``.
         ValueError: an optimizer has parameters that are not the model's; two optimizers have the same parameter; or a
-            state is neither a number nor of a parameter's shape (factored state, which needs :class:`WholeParameters`).
+            state has a plain tensor that is not a number.
     """
     model, sharded = find_jitted(model)
     for bucket in sharded.buckets:
@@ -79,10 +78,9 @@ def get_optimizer_state_dict(
             for param in group["params"]:
                 if param in optimizer.state:
                     name = names[param]
-                    state[name] = {
-                        key: value if name in owned else _state_entry(sharded, name, param, key, value)
-                        for key, value in optimizer.state[param].items()
-                    }
+                    state[name] = tree_map_only(RowDTensor, _as_vector, optimizer.state[param])
+                    if name in sharded.locations and name not in owned:
+                        _check_state(name, state[name])
     return {"state": state, "param_groups": groups}
 
 
@@ -133,16 +131,18 @@ def owned_names(names: dict[torch.Tensor, str], optimizers: Iterable[torch.optim
     }
 
 
-def _state_entry(sharded: ShardedModule, name: str, param: torch.Tensor, key: str, value: Any) -> Any:
-    if name not in sharded.locations or not isinstance(value, torch.Tensor) or not value.ndim:
-        return value
-    if isinstance(value, (DTensor, RowPiece)):  # loaded, and not stepped yet
-        return value
-    assert isinstance(param, RowDTensor)
-    if not is_rows(value, param):
-        raise ValueError(
-            f"optimizers: state {key!r} of parameter {name!r} has shape {tuple(value.shape)}, not that of this rank's rows "
-            f"{param.rows.local_shape}: which part of a whole tensor it is cannot be told. Optimizers that need whole "
-            f"parameters have to be made by WholeParameters(optimizer_class, model, params)"
-        )
-    return as_entry(*sharded.locations[name], value, as_rows=True)
+def _as_vector(state: RowDTensor) -> RowDTensor:
+    """Return the state of a 0-dim parameter with the shape ``(1,)``, which tells it from a number that all ranks have."""
+    return state if state.ndim else RowDTensor.wrap(state.to_local(), state.rows.reshaped((1,)))
+
+
+def _check_state(name: str, state: dict[str, Any]) -> None:
+    """Raise an error for state of which nobody can tell whether it is whole."""
+    for key, value in ((key, leaf) for key, values in state.items() for leaf in tree_leaves(values)):
+        if isinstance(value, torch.Tensor) and value.ndim and not isinstance(value, (DTensor, RowPiece)):
+            raise ValueError(
+                f"optimizers: state {key!r} of parameter {name!r} is a plain tensor of shape {tuple(value.shape)}, "
+                f"and which part of a whole tensor it is cannot be told: make it from the parameter or its gradient, as "
+                f"torch.zeros_like(p) does. Optimizers that need whole parameters have to be made by "
+                f"WholeParameters(optimizer_class, model, params)"
+            )
