@@ -62,4 +62,4 @@ def _is_owned(function: Any) -> bool:
     function = None if function is None else inspect.unwrap(function)
     if isinstance(function, Symbol):
         function = function.meta
-    return function is None or getattr(function, "__module__", "").partition(".")[0] in _OWNERS
+    return function is None or str(getattr(function, "__module__", None)).partition(".")[0] in _OWNERS
