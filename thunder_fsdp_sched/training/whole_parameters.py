@@ -23,6 +23,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -244,7 +245,32 @@ def _check_class(optimizer_class: object) -> None:
 _NEED_WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
 
 
-def _refuse_rows(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _refuse_rows(optimizer)
+    if len(args) <= 1 and kwargs.get("closure") is None:  # a closure computes gradients later
+        _warn_of_unreduced(optimizer)
+
+
+def _warn_of_unreduced(optimizer: torch.optim.Optimizer) -> None:
+    """Warn of a step that changes nothing because all gradients of sharded parameters are still unreduced."""
+    unreduced = None
+    for param in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        if isinstance(param, RowDTensor):
+            if param.grad is not None:
+                return
+            if unreduced is None and (place := param.rows.place) is not None:
+                bucket, index = place
+                unreduced = param if index in bucket.accumulation.params else None
+    if unreduced is not None:
+        warnings.warn(
+            f"{type(optimizer).__name__}.step: no sharded parameter has a gradient, those of {unreduced.rows.label!r} and "
+            f"others have accumulated under no_sync and are not reduced: call backward of the last micro-batch outside of "
+            f"no_sync",
+            stacklevel=4,
+        )
+
+
+def _refuse_rows(optimizer: torch.optim.Optimizer) -> None:
     """Raise an error on all ranks for optimizers of torch that would mistake rows for whole parameters."""
     state_to_rows(optimizer)
     if why := _mixes_ranks(optimizer):
@@ -276,7 +302,7 @@ def _mixes_ranks(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-register_optimizer_step_pre_hook(_refuse_rows)
+register_optimizer_step_pre_hook(_before_step)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
