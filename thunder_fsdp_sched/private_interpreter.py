@@ -18,8 +18,10 @@ __all__ = [
     "call_interpreted",
     "call_module_as_torch",
     "checks_of",
+    "find_backward_hooks",
     "find_hooks",
     "has_been_modified",
+    "has_old_backward_hooks",
     "is_hooked",
     "look_aside_module_calls",
     "observed_by",
@@ -43,6 +45,17 @@ def find_hooks(modules: Iterable[torch.nn.Module]) -> list[tuple[int, Any]]:
             if hooks := getattr(module, name):
                 found += hooks.items()
     return found
+
+
+def find_backward_hooks(module: torch.nn.Module) -> list[str | None]:
+    """Return the names of the submodules with backward hooks, full or not; ``None`` among them for hooks of all modules."""
+    found: list[str | None] = [None] if any(_global_hooks()[2:]) else []
+    return found + [n for n, m in module.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+
+
+def has_old_backward_hooks(module: torch.nn.Module) -> bool:
+    """Return whether ``module`` has hooks of ``register_backward_hook``, which a full one has replaced."""
+    return bool(module._backward_hooks) and module._is_full_backward_hook is False
 
 
 def _global_hooks() -> list[dict[int, Any]]:

@@ -36,7 +36,7 @@ from ..runtime.row_dtensor import RowDTensor
 from ..runtime.shard_source import finish_copies
 from ..tracing import CollectsLess
 from .adoption import module_param_of, refuse_shards_and_grads, refuse_views
-from .conflicts import refuse_conflicts
+from .conflicts import refuse_backward_hooks, refuse_conflicts, refuse_old_backward_hooks
 from .containers import replace_in_containers
 from .devices import resolve_device
 from .group_assignment import GroupAssignment, find_world_group
@@ -284,9 +284,10 @@ class ShardedModule:
             overrides[name] = tensor
         install_placeholders_on_miss = watch_cache_misses(model, partial(self.before_trace, weakref.ref(model)))
 
-        def before_call(*_: Any) -> None:
+        def before_call(jitted: torch.nn.Module, *_: Any) -> None:
             self._collects_less.end()  # compiling without a call may have failed
             if not self.running_eagerly:
+                refuse_old_backward_hooks(jitted)
                 # Compiling without a call may have failed and left placeholders in the module.
                 self.module_params.install_shards()
                 self.module_params.check()
@@ -308,6 +309,7 @@ class ShardedModule:
         """Check the module and replace its parameters with placeholders of whole shape, before Thunder traces ``model``."""
         if (jitted := model()) is not None:
             refuse_conflicts(jitted)
+        refuse_backward_hooks(self.module)
         self.module_params.install_shards()
         self.module_params.check()
         self.module_params.check_shards()
