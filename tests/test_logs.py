@@ -25,6 +25,7 @@ from models import Stack
 
 NAME = "thunder_fsdp_sched"
 PASSES = (
+    "guard_outputs",
     "shard_prologue",
     "insert_unshard",
     "bucket_communication",

@@ -26,11 +26,9 @@ __all__ = [
     "control_fabric_sync",
     "copy_of_options",
     "dtensor_constructor",
-    "has_saved_tensor_hooks",
     "is_group_name_taken",
     "mesh_over",
     "new_spec",
-    "next_node_number",
     "parameters_of_running_ddp",
     "process_groups",
     "quiet_no_sync",
@@ -40,7 +38,6 @@ __all__ = [
     "register_foreach_type",
     "refuse_foreign_functions",
     "replace_data",
-    "running_node_number",
     "runs_under_torch_compile",
     "schema_of",
     "splits_default_group",
@@ -179,29 +176,6 @@ def splits_default_group() -> bool:
 
     default = _get_default_group()
     return default.bound_device_id is not None and _get_split_source(default) is not None
-
-
-def next_node_number() -> int:
-    """Return the number of the next autograd node that this thread creates."""
-    import torch
-
-    return torch._C._autograd._get_sequence_nr()
-
-
-def running_node_number() -> int | None:
-    """Return the number of the autograd node whose backward this thread runs, ``None`` outside of a backward."""
-    import torch
-
-    node = torch._C._current_autograd_node()
-    return None if node is None else node._sequence_nr()
-
-
-def has_saved_tensor_hooks() -> bool:
-    """Return whether hooks, such as ``torch.autograd.graph.save_on_cpu``, read what this thread saves for backward."""
-    import torch
-
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is None or top(True) is not None
 
 
 def is_group_name_taken(ranks: Collection[int], number: int, store: Store) -> bool:

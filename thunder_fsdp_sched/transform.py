@@ -6,7 +6,8 @@
 once, with the module
     ``transform_module``                      plan buckets, allocate shard buffers, turn parameters into views of them
 for each new set of shapes and flags
-    ``transform_traces_pre_prologue``         refuse_foreign_parameters, shard_prologue, insert_unshard
+    ``transform_traces_pre_prologue``         refuse_foreign_parameters, guard_outputs, shard_prologue,
+                                              insert_unshard
     (Thunder goes on with an empty computation: see [Note: Blocks are differentiated once] in ``transforms.differentiate``
     and [Note: Modes share a joint trace] in ``tracing.traced_computation``)
     ``JointPasses`` before the fusions        differentiate (if Thunder's autograd has made the joint trace:
@@ -59,7 +60,7 @@ from .trace import symbols
 from .trace.descriptions import Call, read_call
 from .trace.schedule import StepSchedule, save_schedules
 from .tracing import Repetition, call_forward, describe, hides_computation, trace_module_calls
-from .transforms import refuse_foreign_parameters
+from .transforms import guard_outputs, refuse_foreign_parameters
 
 __all__ = ["FSDPTransform", "find_jitted", "find_transform"]
 
@@ -181,6 +182,8 @@ class FSDPTransform(Transform):
             "traced for %s, %d bound symbols", call, len(computation_trace.bound_symbols), stage="differentiating"
         )
         compilation = self.begin_compilation(call, no_sync=no_sync)
+        if epilogue_trace is not None:
+            epilogue_trace = compilation.traces.run([partial(guard_outputs, no_sync=no_sync)], epilogue_trace)
         if not self.options.trace_modules_once:
             return *compilation.shard(prologue_trace, computation_trace), epilogue_trace
         describe_here, hides = partial(describe, transform=self), hides_computation(self)

@@ -210,7 +210,7 @@ class Run:
             if bucket is None:
                 continue
             bucket.accumulation.check_complete()
-            if bucket.accumulation.is_empty:
+            if not bucket.ends_window():
                 continue
             collectives = (bucket.accumulation.unsharded is not None) + (bucket.ranks.replicas is not None)
             self._reduced |= (self.control.is_on_all_ranks(bucket) and collectives > 0) << i % _BITS

@@ -25,7 +25,7 @@ import sys
 
 import torch
 
-from ..private_api import has_saved_tensor_hooks
+from ..private_autograd import has_saved_tensor_hooks
 from ..transports.base import labelled
 
 __all__ = ["HostCopy", "copy_to_device", "copy_to_host", "wait_device_copy", "wait_host_copy"]

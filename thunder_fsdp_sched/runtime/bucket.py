@@ -17,6 +17,8 @@ from .accumulation import Accumulation
 from .coordination import Coordinator, IssueCounts
 from .forward_numbers import is_backward_of
 from .memory import Arena, Slot, address, slot_bytes
+from .param_hooks import accumulate
+from .requested_grads import requested
 from .row_operators import RowDTensor
 from .rows import Rows
 from .shard_source import ShardSource, source_of, version_of
@@ -199,6 +201,25 @@ class Bucket:
         """Return numbers that change when the memory of ``slot`` is freed, or with a write to the shard that torch sees."""
         return (slot.arena.times_released, *version_of(self))
 
+    def ends_window(self) -> bool:
+        """Return whether the running backward returns what backwards under ``no_sync`` have accumulated.
+
+        It does not if it was called for other parameters: see [Note: Requested gradients] in ``requested_grads``.
+
+        Raises:
+            RuntimeError: it was called for some of the parameters with accumulated gradients.
+        """
+        if not (accumulated := self.accumulation.params):
+            return False
+        others = accumulated - requested(self.params)
+        if others and others != accumulated:
+            raise RuntimeError(
+                f"backward was called for some of the parameters of bucket {self.spec.name!r}, for which gradients of "
+                f"no_sync have accumulated, but not for {self.spec.params[min(others)].name!r}: call backward without "
+                f"inputs, or with the same in the whole window"
+            )
+        return not others
+
     def offers_reuse(self) -> bool:
         """Return whether this rank could reuse what an earlier micro-batch has gathered into the private slot."""
         window, slot = self.window, self.private_slot
@@ -269,8 +290,7 @@ class Bucket:
 
     def add_to_grad(self, index: int, grad: torch.Tensor) -> None:
         """Add a sharded gradient to ``.grad`` as autograd does."""
-        param = self.params[index]
-        param.grad = grad if param.grad is None else param.grad.add_(grad)
+        accumulate(self.params[index], grad)
 
     def copy_in(self, index: int, unsharded: torch.Tensor) -> None:
         """Copy this rank's rows of the unsharded parameter ``index`` into its shard."""

@@ -20,7 +20,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from ..private_api import next_node_number, running_node_number
+from ..private_autograd import next_node_number, running_node_number
 
 __all__ = [
     "as_backward_of_latest_forward",

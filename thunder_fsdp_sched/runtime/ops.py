@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from thunder.distributed import get_skip_data_parallel_grad_sync
 
-from ..private_api import running_node_number
+from ..private_autograd import running_node_number
 from ..transports.base import Views, labelled
 from .bucket import Bucket
 from .forward_numbers import forward_number
 from .memory import InFlight, Slot, address, failed
+from .requested_grads import requested
 from .row_dtensor import RowDTensor
 from .views import shard_views
 from .window import WINDOW_OPEN
@@ -155,7 +156,7 @@ def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> I
     missing = tuple(i for i, grad in enumerate(grads) if grad is None)
     for index in missing:  # other micro-batches may have gradients there
         unsharded.tensors[index].zero_()
-    if (accumulated := bucket.accumulation.unsharded) is not None:
+    if (accumulated := bucket.accumulation.unsharded) is not None and bucket.ends_window():
         unsharded.flat.add_(accumulated)
     bucket.issue_counts.issued += 1
     # Autograd keeps the sharded gradients as `.grad` without a copy and adds to them, so this must be new memory.
@@ -176,7 +177,9 @@ def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> I
 def all_reduce(bucket: Bucket, flight: InFlight) -> InFlight:
     assert flight.slot is not None and flight.output is not None
     flight.slot.arena.finish(flight)
-    output = bucket.accumulation.with_reduced(flight.output)
+    output = flight.output
+    if bucket.ends_window() and (total := bucket.accumulation.with_reduced(output)) is not output:
+        output.copy_(total)
     return flight._replace(what="all-reduce", slot=None, works=[_average_replicas(bucket, output)])
 
 
@@ -196,14 +199,17 @@ def _average_replicas(bucket: Bucket, shard: torch.Tensor) -> torch.distributed.
 
 def wait_grads(bucket: Bucket, flight: InFlight, *, hook: str | None = None) -> tuple[torch.Tensor, ...]:
     assert flight.output is not None
+    output, ends_window = flight.output, bucket.ends_window()
     if flight.slot is None:
         flight.wait()
     else:
         flight.slot.arena.finish(flight)
-        bucket.accumulation.with_reduced(flight.output)
-    grads = bucket.sharded_grads(flight.output)
-    if not (accumulated := bucket.accumulation.params):
+        if ends_window:
+            output = bucket.accumulation.with_reduced(output)
+    grads = bucket.sharded_grads(output)
+    if not ends_window:
         return grads
+    accumulated = bucket.accumulation.params
     for index in accumulated.difference(flight.missing):
         if not bucket.params[index].requires_grad:  # autograd drops what backward returns for it
             raise RuntimeError(
@@ -216,23 +222,32 @@ def wait_grads(bucket: Bucket, flight: InFlight, *, hook: str | None = None) -> 
 
 def accumulate_grads(bucket: Bucket, *grads: torch.Tensor | None) -> None:
     shapes = [param.shape for param in bucket.spec.params]
-    bucket.accumulation.add(
-        (i, grad if grad.shape == shapes[i] else bucket.sum_to_param(i, grad))
-        for i, grad in enumerate(grads)
-        if grad is not None and bucket.params[i].requires_grad  # as autograd does if it was frozen after forward
-    )
+    given = {i: grad for i, grad in enumerate(grads) if grad is not None}
+    if added := _accumulated_of(bucket, given):
+        bucket.accumulation.add(
+            (i, grad if grad.shape == shapes[i] else bucket.sum_to_param(i, grad))
+            for i, grad in given.items()
+            if i in added
+        )
 
 
 def accumulate_reduced(bucket: Bucket, flight: InFlight) -> None:
     assert flight.slot is not None and flight.output is not None
     flight.slot.arena.finish(flight)
     given = set(range(len(bucket.params))).difference(flight.missing)
-    frozen = {i for i in given if not bucket.params[i].requires_grad}
-    if frozen:
+    added = _accumulated_of(bucket, given)
+    if added != given:
         rows = shard_views(bucket.spec, bucket.rank, flight.output)
-        for index in frozen:
+        for index in given - added:
             rows[index].zero_()
-    bucket.accumulation.add_reduced(flight.output, given - frozen)
+    if added:
+        bucket.accumulation.add_reduced(flight.output, added)
+
+
+def _accumulated_of(bucket: Bucket, indices: Iterable[int]) -> set[int]:
+    """Return the parameters whose gradients accumulate: autograd drops the others, too."""
+    wanted = requested(bucket.params)
+    return {i for i in indices if i in wanted and bucket.params[i].requires_grad}  # it may be frozen since forward
 
 
 def check_no_sync(module: Any, no_sync: bool) -> None:
@@ -243,7 +258,7 @@ def check_no_sync(module: Any, no_sync: bool) -> None:
 def reduce_unreduced(bucket: Bucket, *, hook: str | None = None) -> None:
     accumulation = bucket.accumulation
     accumulation.check_complete()
-    if accumulation.is_empty:
+    if not bucket.ends_window():
         return
     if accumulation.unsharded is not None:
         shard = accumulation.with_reduced(_reduced(bucket, accumulation.unsharded))
@@ -251,6 +266,7 @@ def reduce_unreduced(bucket: Bucket, *, hook: str | None = None) -> None:
         assert accumulation.sharded is not None
         shard = accumulation.sharded.clone()  # if this backward fails it is still needed
     if bucket.ranks.replicas is not None:
+        shard = shard.to(bucket.spec.reduce_dtype)
         InFlight(bucket, "all-reduce", None, [_average_replicas(bucket, shard)]).wait()
     grads = bucket.sharded_grads(shard)
     accumulation.deferred = {index: grads[index] for index in accumulation.params}
@@ -278,7 +294,7 @@ def backward_done(no_sync: bool, *buckets: Bucket) -> None:
     for bucket in buckets:
         if no_sync:
             bucket.accumulation.is_running = False
-        elif not bucket.accumulation.is_empty:
+        elif bucket.ends_window():
             bucket.accumulation.flush(bucket.add_to_grad)
 
 

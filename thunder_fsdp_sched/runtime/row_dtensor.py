@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..private_api import dtensor_constructor, register_foreach_type
+from .param_hooks import guarded_accumulated_hook, guarded_hook
 from .row_pieces import RowPiece, chunk_of, write_items
 from .rows import Rows
 
@@ -131,6 +132,13 @@ class RowDTensor(DTensor):
 
     share_memory_ = numpy = __array__ = __dlpack__ = apply_ = map_ = map2_ = as_subclass = _refuse_memory
     __cuda_array_interface__ = property(_refuse_memory)
+
+    def register_hook(self, hook: Any) -> Any:
+        """Register a tensor hook; that of a parameter runs when there is a gradient: [Note: Hooks of parameters]."""
+        return super().register_hook(guarded_hook(self, hook))
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        return super().register_post_accumulate_grad_hook(guarded_accumulated_hook(self, hook))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowDTensor:
         """Copy the rows. A copy of a parameter belongs to no bucket."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from ..runtime.bucket import Bucket
+from ..runtime.param_hooks import take_hooks
 from ..runtime.rows import Rows
 
 __all__ = [
@@ -25,10 +26,19 @@ _REPLACED = "_fsdp_replaced_by"
 
 
 class ReplacedParameter(torch.nn.Parameter):
-    """A parameter whose place a sharded one has taken. It gets no gradient, so reading its gradient is an error."""
+    """A parameter whose place a sharded one has taken. It gets no gradient, so reading it or adding hooks is an error."""
 
     @property
     def grad(self) -> NoReturn:  # type: ignore[override]
+        self._refuse()
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        self._refuse()
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
         rows: Rows = getattr(self, _REPLACED)
         raise RuntimeError(
             f"parameter {rows.label!r} was taken from the module before thunder.jit or inside unsharded(...), and a sharded "
@@ -46,11 +56,7 @@ def replace_param(old: torch.nn.Parameter, bucket: Bucket, index: int) -> weakre
     """
     new = bucket.params[index]
     new.__dict__.update({key: value for key, value in old.__dict__.items() if key != "_thunder_device"})
-    hooks, accumulated_hooks = old._backward_hooks, old._post_accumulate_grad_hooks
-    if hooks:
-        new._backward_hooks = hooks
-    if accumulated_hooks:
-        new._post_accumulate_grad_hooks = accumulated_hooks
+    take_hooks(old, new)
     if not old.is_meta:
         old.data = old.new_empty(0)
     mark_replaced(old, bucket, index)

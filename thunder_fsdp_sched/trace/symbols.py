@@ -79,6 +79,7 @@ from ..runtime.ops import (
     wait_grads,
     wait_params,
 )
+from ..runtime.requested_grads import guard_backward
 from ..runtime.secondary import copy_secondary_shard
 from .operands import bucket_of
 
@@ -98,6 +99,7 @@ __all__ = [
     "fsdp_check_no_sync",
     "fsdp_copy_secondary_shard",
     "fsdp_cut",
+    "fsdp_guard_backward",
     "fsdp_matmul_into",
     "fsdp_params_unchanged",
     "fsdp_reduce",
@@ -189,6 +191,10 @@ def _check_no_sync_meta(module: Any, no_sync: bool) -> None:
 
 
 def _check_hooks_meta(module: Any, hooks: TracedHooks) -> None:
+    return None
+
+
+def _guard_backward_meta(no_sync: bool, *outputs: TensorProxy) -> None:
     return None
 
 
@@ -285,6 +291,7 @@ fsdp_accumulate_grads = _register("fsdp_accumulate_grads", _none_meta, accumulat
 fsdp_accumulate_reduced = _register("fsdp_accumulate_reduced", _none_meta, accumulate_reduced, keep=True)
 fsdp_check_no_sync = _register("fsdp_check_no_sync", _check_no_sync_meta, check_no_sync, keep=True)
 fsdp_check_hooks = _register("fsdp_check_hooks", _check_hooks_meta, check_hooks, keep=True)
+fsdp_guard_backward = _register("fsdp_guard_backward", _guard_backward_meta, guard_backward, keep=True)
 fsdp_params_unchanged = _register("fsdp_params_unchanged", _none_meta, params_unchanged, keep=True)
 fsdp_reduce_unreduced = _register("fsdp_reduce_unreduced", _none_meta, reduce_unreduced, keep=True)
 fsdp_release = _register("fsdp_release", _release_meta, release, keep=True)

@@ -16,6 +16,7 @@ from .extend_arena import release_extension
 from .fuse_downcast import fuse_downcast
 from .gather_from_secondary import gather_from_secondary
 from .guard_kept import guard_first, guard_kept
+from .guard_outputs import guard_outputs
 from .insert_agreement import insert_agreement
 from .insert_unshard import insert_unshard
 from .keep_fusions_apart import keep_fusions_apart, remove_cuts
@@ -44,6 +45,7 @@ __all__ = [
     "gather_from_secondary",
     "guard_first",
     "guard_kept",
+    "guard_outputs",
     "insert_agreement",
     "insert_unshard",
     "keep_fusions_apart",

@@ -1,0 +1,307 @@
+"""Hooks, and backwards that ask for some gradients only: as without sharding, or an error on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from thunder_fsdp_sched import discard_unreduced, fsdp
+
+import pytest
+import thunder
+import torch
+from ranks import Ranks
+from reference import loss_of
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.modules import module as modules
+
+WAYS = [("zero2", "unsharded"), ("zero3", "unsharded"), ("zero2", "sharded"), ("zero3", "sharded")]
+each_way = pytest.mark.parametrize(("strategy", "accumulate"), WAYS)
+
+
+class Halves(nn.Module):
+    """One of two layers runs, depending on a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3, bias=number == 0) for number in range(2))
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
+        return torch.tanh(self.layers[0].forward(x) * self.scale if first else self.layers[1].forward(x))
+
+
+def _batch(seed: int) -> torch.Tensor:
+    """A batch that is the same on all ranks, so that gradients need no averaging."""
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _both(module: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """Return an unsharded copy of a module and the sharded one."""
+    reference = copy.deepcopy(module)
+    return reference, thunder.jit(module, transforms=[fsdp(**options)])
+
+
+def _waiting(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    return model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext()
+
+
+def _whole(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
+
+
+def _grads(model: nn.Module) -> list[torch.Tensor | None]:
+    return _whole([param.grad for param in model.parameters()])
+
+
+def _close(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+def _hooks_in_windows(rank: int, world_size: int, strategy: str, accumulate: str) -> None:
+    torch.manual_seed(0)
+    module = Halves().double()
+    early: list[str] = []
+    handles = [
+        module.scale.register_hook(lambda grad: early.append("grad")),
+        module.scale.register_post_accumulate_grad_hook(lambda param: early.append("accumulated")),
+    ]
+    before = module.scale
+    reference, model = _both(module, sharding_strategy=strategy, accumulate=accumulate)
+    for register in (before.register_hook, before.register_post_accumulate_grad_hook):
+        with pytest.raises(RuntimeError, match=r"parameter 'scale' was taken .* before thunder.jit"):
+            register(print)
+    for net in (reference, model):
+        for param in net.parameters():
+            param.register_hook(lambda grad: 2 * grad)
+    calls: list[tuple[str, torch.Tensor | None]] = []
+    for name, param in model.named_parameters():
+        param.register_hook(lambda grad, name=name: calls.append((f"{name} grad", grad.clone())))
+        param.register_post_accumulate_grad_hook(lambda p, name=name: calls.append((name, p.grad.clone())))
+    register_multi_grad_hook(tuple(model.parameters()), lambda grads: calls.append(("all", None)))
+    names = [name for name, _ in model.named_parameters()]
+
+    # In the second window, only earlier micro-batches have gradients of the first layer, as in the third for the other.
+    for number, window in enumerate(([True, True], [True, False], [False, True, True])):
+        for micro_batch, first in enumerate(window):
+            last = micro_batch == len(window) - 1
+            for net in (reference, model):
+                with contextlib.nullcontext() if last else _waiting(net):
+                    loss_of(net(_batch(10 * number + micro_batch), first)).backward()
+            assert last or not calls
+        used = [name for name in names if name.startswith("layers.1") in {not first for first in window}]
+        expected = dict(zip(names, _grads(reference), strict=True))
+        found = {what: grad for what, grad in calls if what != "all"}
+        assert sorted(what for what, _ in calls if what != "all") == sorted([*used, *(f"{name} grad" for name in used)])
+        for name in used:
+            for seen in (found[name], found[f"{name} grad"]):
+                _close(seen.full_tensor(), expected[name])
+        _close(_grads(model), _grads(reference))
+        calls.clear()
+        for net in (reference, model):
+            net.zero_grad()
+    assert early == ["grad", "accumulated"] * 3
+    for handle in handles:
+        handle.remove()
+    loss_of(model(_batch(0), True)).backward()
+    assert len(early) == 6
+    assert calls
+
+
+@each_way
+def test_a_hook_of_a_parameter_sees_the_reduced_gradient_once_in_a_window(
+    ranks: Ranks, strategy: str, accumulate: str
+) -> None:
+    ranks.run(_hooks_in_windows, strategy, accumulate)
+
+
+def _partly_requested(rank: int, world_size: int, strategy: str, accumulate: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    reference, model = _both(module, sharding_strategy=strategy, accumulate=accumulate)
+
+    def of_input(net: nn.Module, seed: int) -> torch.Tensor:
+        x = _batch(seed).requires_grad_()
+        return torch.autograd.grad(loss_of(net(x)), x)[0]
+
+    def window(net: nn.Module) -> list[Any]:
+        found = []
+        with _waiting(net):
+            loss_of(net(_batch(0))).backward()
+            found.append(of_input(net, 1))
+        # Outside of no_sync, while gradients wait for their reduction.
+        found.append(of_input(net, 2))
+        found += _whole(torch.autograd.grad(loss_of(net(_batch(3))), list(net.parameters())))
+        with _waiting(net):
+            x = _batch(4).requires_grad_()
+            loss_of(net(x)).backward(inputs=[x])
+            found.append(x.grad)
+        loss_of(net(_batch(5))).backward()
+        return found + _grads(net)
+
+    def some(net: nn.Module) -> list[Any]:
+        net.zero_grad()
+        inputs = list(net.parameters())[:1]
+        with _waiting(net):
+            loss_of(net(_batch(6))).backward(inputs=inputs)
+        loss_of(net(_batch(7))).backward(inputs=inputs)
+        return _grads(net)
+
+    for run in (window, some):
+        _close(run(model), run(reference))
+    assert _grads(model)[1] is None
+
+    model.zero_grad()
+    weight = model.get_parameter("0.weight")
+    with model.no_sync():
+        loss = loss_of(model(_batch(0)))
+        with pytest.raises(RuntimeError, match=r"autograd.grad was called for parameter '0.weight' under no_sync"):
+            torch.autograd.grad(loss, weight)
+        loss_of(model(_batch(0))).backward()
+    with pytest.raises(RuntimeError, match=r"bucket '0', for which gradients of no_sync have .* but not for '0.bias'"):
+        loss_of(model(_batch(1))).backward(inputs=[weight])
+    discard_unreduced(model)
+    reference.zero_grad()
+    model.zero_grad()
+    for net in (model, reference):
+        loss_of(net(_batch(0))).backward()
+    _close(_grads(model), _grads(reference))
+
+
+@each_way
+def test_only_requested_gradients_accumulate(ranks: Ranks, strategy: str, accumulate: str) -> None:
+    ranks.run(_partly_requested, strategy, accumulate)
+
+
+class Outputs(nn.Module):
+    """A module with views, containers, and an input among its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        h = torch.tanh(self.linear.forward(x))
+        return {"x": x, "halves": h.chunk(2, 1), "row": h[0].view(2, 2)}
+
+
+def _twice(rank: int, world_size: int) -> None:
+    model = thunder.jit(Outputs().double(), transforms=[fsdp()])
+    x = _batch(0).requires_grad_()
+
+    def of(out: dict[str, Any]) -> list[torch.Tensor]:
+        return [*out["halves"], out["row"]]
+
+    for number in range(3):
+        loss = of(model(x))[number].square().sum()
+        with pytest.raises(NotImplementedError, match="create_graph=True: the backward of a module that Thunder"):
+            torch.autograd.grad(loss, x, create_graph=True)
+    for context in (contextlib.nullcontext(), model.no_sync()):
+        with context, pytest.raises(NotImplementedError, match="create_graph=True"):
+            loss_of(model(x)).backward(create_graph=True)
+    with pytest.raises(NotImplementedError, match="create_graph=True"):
+        torch.autograd.functional.hessian(lambda x: loss_of(of(model(x))), x)
+    assert x.grad is None and all(param.grad is None for param in model.parameters())
+    out = model(x)
+    torch.autograd.grad(out["x"].square().sum(), x, create_graph=True)  # nothing of the model is in its graph
+    loss_of(of(out)).backward()
+    assert x.grad is not None and all(param.grad is not None for param in model.parameters())
+
+
+def test_create_graph_is_refused(ranks: Ranks) -> None:
+    ranks.run(_twice)
+
+
+class Triple(torch.autograd.Function):
+    """The identity with three times the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 3 * grad
+
+
+def _tripled(module: nn.Module, grads: Any, *others: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(3 * grad for grad in grads)
+
+
+def _backward_hooks(rank: int, world_size: int) -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    module[0].register_forward_hook(lambda module, args, output: Triple.apply(output))
+    reference, model = _both(module)
+    x = _batch(0).requires_grad_()
+    wheres: dict[str, tuple[str, Callable[[], Any]]] = {
+        "full": ("submodule '1'", lambda: module[1].register_full_backward_hook(_tripled)),
+        "pre": ("submodule '2'", lambda: module[2].register_full_backward_pre_hook(_tripled)),
+        "old": ("submodule '1'", lambda: module[1].register_backward_hook(_tripled)),
+        "root": ("the module that was given to thunder.jit", lambda: module.register_full_backward_hook(_tripled)),
+        "all": ("all modules", lambda: modules.register_module_full_backward_hook(_tripled)),
+        "all, pre": ("all modules", lambda: modules.register_module_full_backward_pre_hook(_tripled)),
+    }
+
+    def refused() -> None:
+        for where, register in wheres.values():
+            module[1]._is_full_backward_hook = None
+            handle = register()
+            with pytest.raises(NotImplementedError, match=f"backward hooks of {where}"):
+                model(x)
+            handle.remove()
+
+    refused()
+    model(x)
+    refused()  # those that are added after the first call
+    handle = model.register_backward_hook(_tripled)
+    with pytest.raises(NotImplementedError, match="register_full_backward_hook of the jitted module"):
+        model(x)
+    handle.remove()
+    model._is_full_backward_hook = None
+
+    # What the errors name instead.
+    inputs = []
+    for net in (reference, model):
+        net.register_full_backward_hook(_tripled)
+        net.register_full_backward_pre_hook(_tripled)
+        net.get_parameter("2.weight").register_hook(lambda grad: 3 * grad)
+        inputs.append(_batch(0).requires_grad_())
+        out = net(inputs[-1])
+        out.register_hook(lambda grad: 3 * grad)
+        loss_of(out).backward()
+    _close([inputs[1].grad, *_grads(model)], [inputs[0].grad, *_grads(reference)])
+
+
+def test_backward_hooks_that_thunder_ignores_are_refused(ranks: Ranks) -> None:
+    ranks.run(_backward_hooks)
+
+
+def _step_too_early(rank: int, world_size: int) -> None:
+    model = thunder.jit(nn.Linear(3, 2).double(), transforms=[fsdp()])
+    optimizer = torch.optim.AdamW(model.parameters())
+    with model.no_sync():
+        loss_of(model(_batch(0))).backward()
+    with pytest.warns(
+        UserWarning, match=r"AdamW.step: no sharded parameter has a gradient, those of 'weight'"
+    ) as caught:
+        optimizer.step()
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+    def closure() -> torch.Tensor:
+        loss = loss_of(model(_batch(0)))
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        optimizer.step(closure)  # reduces them
+        optimizer.zero_grad()
+        optimizer.step()  # there is nothing to reduce
+
+
+def test_a_step_without_reduced_gradients_warns(ranks: Ranks) -> None:
+    ranks.run(_step_too_early)

@@ -1,0 +1,35 @@
+"""Guard the backward of a compiled forward against requests that it cannot fulfil."""
+
+from __future__ import annotations
+
+import time
+
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx, tracectx
+
+from ..trace.inspection import return_of, with_bound_symbols
+from ..trace.symbols import fsdp_guard_backward
+
+__all__ = ["guard_outputs"]
+
+
+def guard_outputs(epilogue: TraceCtx, *, no_sync: bool) -> TraceCtx:
+    """Insert ``fsdp_guard_backward`` into the epilogue, which gets the outputs when they are connected to autograd.
+
+    Runs on the epilogue after ``insert_unshard``. Before::
+
+        return {'h': h, 'loss': t52}
+
+    After::
+
+        fsdp_guard_backward(False, h, t52)
+        return {'h': h, 'loss': t52}
+
+    See [Note: Requested gradients] in ``runtime.requested_grads``.
+    """
+    started = time.perf_counter()
+    outputs = [argument for argument in epilogue.args if isinstance(argument, TensorProxy)]
+    new = with_bound_symbols(epilogue, epilogue.bound_symbols[:-1], "fsdp: guard outputs", started)
+    with tracectx(new):
+        new.bound_symbols += [fsdp_guard_backward.bind(no_sync, *outputs, output=None), return_of(epilogue)]
+    return new
