@@ -114,9 +114,9 @@ def fsdp(
             only if kernels of others change parameters within a window, which torch cannot see.
         accumulate: how gradients accumulate under ``no_sync``. ``"unsharded"``: whole, without communication; the backward
             that ends the window reduces the sum, so the fewest bytes are sent. ``"sharded"``: each backward reduces its
-            own, and this rank's rows accumulate, which needs the least memory. Across replicas both are reduced once, at
-            the end. The default is ``"unsharded"``; with ``max_memory``, whichever of the two fits and is faster in the
-            simulator.
+            own, and this rank's rows accumulate in the parameters' dtype, which needs the least memory. Across replicas
+            both are reduced once, at the end. The default is ``"unsharded"``; with ``max_memory``, whichever of the two
+            fits and is faster in the simulator.
         max_gathers_in_flight: limit on the all-gathers that are issued and not waited for, whatever their size. A gather
             that ``prefetch`` would issue earlier is issued right after the wait that makes room for it, so with 1 a
             gather still overlaps the compute of the step before. Each trace is proved to keep the limit, also one with
@@ -135,13 +135,13 @@ def fsdp(
             would need several collectives. The plan gives the reason.
         mp_policy: a :class:`~torch.distributed.fsdp.MixedPrecisionPolicy` of torch. Shards are cast to ``param_dtype``
             and then gathered. Gradients are averaged in ``reduce_dtype`` (default ``param_dtype``), and accumulated in
-            it under ``no_sync``. Shards, their gradients and the optimizer's state keep the parameters' dtype.
-            ``cast_forward_inputs`` and ``output_dtype`` apply to the inputs and outputs of the jitted module. A callable
-            ``(module name, module) -> policy`` decides for each module and the parameters that it owns directly, such as
-            norms in float32; ``None`` means as for the module that contains it (for the root: no mixed precision). Like
-            a module that FSDP2 wraps with the policy, a module for which it returns one also casts its inputs and
-            outputs, which takes Thunder some tenths of a second to trace. Parameters with different dtypes are in
-            different buckets.
+            it under ``no_sync`` unless ``accumulate="sharded"``. Shards, their gradients and the optimizer's state keep
+            the parameters' dtype. ``cast_forward_inputs`` and ``output_dtype`` apply to the inputs and outputs of the
+            jitted module. A callable ``(module name, module) -> policy`` decides for each module and the parameters
+            that it owns directly, such as norms in float32; ``None`` means as for the module that contains it (for the
+            root: no mixed precision). Like a module that FSDP2 wraps with the policy, a module for which it returns one
+            also casts its inputs and outputs, which takes Thunder some tenths of a second to trace. Parameters with
+            different dtypes are in different buckets.
         gradient_divide_factor: divide the sum of the gradients over ranks by this number, or a callable ``(module name,
             module) -> number`` that decides for each module, such as experts that are sharded over fewer ranks; ``None``
             means as for the module that contains it. The default is the number of ranks that share the parameter,
@@ -151,8 +151,9 @@ def fsdp(
             place, for reductions over ranks that ``mesh`` does not have, as FSDP2's ``set_all_reduce_hook``. It runs on
             the current stream in the wait for each reduction, which the trace marks with its name, so what it sends
             overlaps no compute of backward unless the in-flight limit moves the wait forward. ``gradients`` is one flat
-            vector in ``reduce_dtype``, the mean over ranks and replicas, before ``gradient_divide_factor``; its elements
-            are in the same order on all ranks with this rank's index. The agreement of ranks includes the order of these
+            vector in ``reduce_dtype`` (without replicas, sums of ``accumulate="sharded"`` are in the parameters' dtype
+            if that is wider), the mean over ranks and replicas, before ``gradient_divide_factor``; its elements are in
+            the same order on all ranks with this rank's index. The agreement of ranks includes the order of these
             calls, but not what they send, and the simulator does not know what they cost. An exception in it is one in
             backward. Under ``no_sync`` it does not run.
         offload_policy: a :class:`~torch.distributed.fsdp.CPUOffloadPolicy` of torch. Shards and their gradients, and

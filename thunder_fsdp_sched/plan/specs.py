@@ -143,6 +143,16 @@ class BucketSpec:
         return self.comm.reduce_dtype or self.param_dtype
 
     @property
+    def accumulate_dtype(self) -> torch.dtype:
+        """The dtype in which reduced gradients are added up under ``no_sync``."""
+        return torch.promote_types(self.reduce_dtype, self.dtype)
+
+    @property
+    def accumulated_bytes(self) -> int:
+        """Bytes of this rank's rows of reduced gradients as they are added up under ``no_sync``."""
+        return self.layout.shard_numel * self.accumulate_dtype.itemsize
+
+    @property
     def device(self) -> torch.device:
         """The device of unsharded parameters and gradients, and of the collectives."""
         return self.params[0].device

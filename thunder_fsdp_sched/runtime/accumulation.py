@@ -7,6 +7,10 @@ micro-batch and adds this rank's rows to :attr:`Accumulation.sharded`: the least
 ``no_sync``. Across replicas, both are reduced once, at the end. So the divide factor and the ``all_reduce_hook``, which
 apply to what a window has accumulated, do so once in both cases. One window may contain both, because traces of different
 shapes may accumulate differently.
+
+Rounding to bfloat16 after each addition costs accuracy. So reduced rows are added up in the dtype of the parameters, or in
+that of reductions if it is wider, as FSDP2 adds to ``.grad``. Across replicas, the sum is sent in the dtype of reductions.
+Unsharded gradients are added up in the dtype of reductions, as by FSDP2.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ class Accumulation:
 
     Attributes:
         unsharded: flat unsharded gradients, not reduced yet.
-        sharded: this rank's flat rows, reduced within the sharding group but not across replicas.
+        sharded: this rank's flat rows, reduced within the sharding group but not across replicas, in
+            ``spec.accumulate_dtype``.
         is_running: whether a ``no_sync`` backward has added gradients and has not run to its end.
         deferred: sharded gradients of parameters that only earlier ``no_sync`` backwards had; added to ``.grad`` at the end
             of backward.
@@ -77,7 +82,10 @@ class Accumulation:
     def add_reduced(self, shard: torch.Tensor, indices: Iterable[int]) -> None:
         """Add the flat reduced gradients of these parameters, of which the rows of all others are 0; may keep ``shard``."""
         self._begin()
-        self.sharded = shard if self.sharded is None else self.sharded.add_(shard)
+        if self.sharded is None:
+            self.sharded = shard.to(self._spec.accumulate_dtype)
+        else:
+            self.sharded.add_(shard)
         self.sharded_params.update(indices)
 
     def _begin(self) -> None:
@@ -101,11 +109,12 @@ class Accumulation:
             )
 
     def with_reduced(self, shard: torch.Tensor) -> torch.Tensor:
-        """Add :attr:`sharded` to the flat reduced gradients of the running backward, and return them."""
-        return shard if self.sharded is None else shard.add_(self.sharded)
+        """Add :attr:`sharded` to the flat reduced gradients of the running backward, in place unless the sum is wider."""
+        return shard if self.sharded is None else shard.to(self._spec.accumulate_dtype).add_(self.sharded)
 
     def flush(self, add_to_grad: Callable[[int, torch.Tensor], None]) -> None:
         """Drop all gradients, after passing those that backward cannot return to ``add_to_grad``."""
-        for index, grad in self.deferred.items():
-            add_to_grad(index, grad)
+        deferred = self.deferred
         self.discard()
+        for index, grad in deferred.items():
+            add_to_grad(index, grad)

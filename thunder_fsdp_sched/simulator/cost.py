@@ -205,7 +205,7 @@ def _extra_bytes_moved(bsym: BoundSymbol, *, on_stream: bool) -> int:
         casts = not on_stream if spec.comm.offload else spec.param_dtype != spec.dtype and not again
         return copied + (shard * (spec.dtype.itemsize + spec.param_dtype.itemsize) if casts else 0)
     if name == fsdp_accumulate_reduced.name:
-        copied += 3 * shard * spec.reduce_dtype.itemsize
+        copied += shard * spec.reduce_dtype.itemsize + 2 * spec.accumulated_bytes
     if name == fsdp_wait_grads.name:
         divides = spec.divide_factor not in (None, spec.layout.world_size * spec.replicas)
         copied += 2 * shard * spec.reduce_dtype.itemsize if divides else 0

@@ -10,8 +10,8 @@ as it reduces.
 
 Gradients that ``no_sync`` accumulates outlive their backward, unsharded or reduced (see [Note: Two ways to accumulate] in
 ``runtime.accumulation``). The first backward of a window allocates them where it accumulates them; reduced ones stay where
-the reduction has put them. Later ones, and the one that returns them, find them allocated. Which buckets have such gradients
-depends on the micro-batches that ran before, so the caller names these buckets.
+the reduction has put them, unless they are added up in a wider dtype. Later ones, and the one that returns them, find them
+allocated. Which buckets have such gradients depends on the micro-batches that ran before, so the caller names these buckets.
 """
 
 from __future__ import annotations
@@ -131,8 +131,15 @@ def allocated_in_step(
             end = position if on_stream else max((v.last_use for v in live.outs[position]), default=position)
             name = f"temporary memory of {bucket.spec.comm.transport}"
             yield from _at(end, bucket, name, bucket.transport.reduce_temporary(bucket.spec))
+        elif bsym.sym is fsdp_all_reduce:
+            bucket = bucket_of(bsym)
+            if bucket in accumulated.reduced and bucket.spec.accumulate_dtype != bucket.spec.reduce_dtype:
+                yield from _at(position, bucket, "sum of sharded gradients", bucket.spec.accumulated_bytes)
         elif bsym.sym is fsdp_wait_grads:
             spec = bucket_of(bsym).spec
+            if bucket_of(bsym) in accumulated.reduced and bucket_of(bsym).ranks.replicas is None:
+                if spec.accumulate_dtype not in (spec.reduce_dtype, spec.dtype):
+                    yield from _at(position, bucket_of(bsym), "sum of sharded gradients", spec.accumulated_bytes)
             if spec.comm.offload and spec.reduce_dtype != spec.dtype:
                 nbytes = spec.layout.shard_numel * spec.dtype.itemsize
                 yield from _at(position, bucket_of(bsym), "cast of sharded gradients", nbytes)
@@ -207,15 +214,17 @@ def _unreduced(bsyms: Sequence[BoundSymbol], accumulated: LeftGradients) -> Iter
     for position, bsym in enumerate(bsyms):
         if bsym.sym is fsdp_accumulate_grads:
             unsharded.setdefault(bucket_of(bsym), (position, last))
-        elif bsym.sym is fsdp_accumulate_reduced:  # until then it is the result of the reduction
-            after = next(i for i in range(position + 1, last + 1) if is_statement(bsyms[i]))
-            reduced.setdefault(bucket_of(bsym), (after, last))
+        elif bsym.sym is fsdp_accumulate_reduced:
+            spec, start = bucket_of(bsym).spec, position
+            if spec.accumulate_dtype == spec.reduce_dtype:  # until then it is the result of the reduction
+                start = next(i for i in range(position + 1, last + 1) if is_statement(bsyms[i]))
+            reduced.setdefault(bucket_of(bsym), (start, last))
     for bucket, (start, end) in unsharded.items():
         name = f"unreduced gradients of {bucket.spec.name}"
         yield _memory("gradients", name, bucket.spec.grad_bytes, start, end, bucket)
     for bucket, (start, end) in reduced.items():
         name = f"reduced gradients of {bucket.spec.name}"
-        yield _memory("gradients", name, payload(fsdp_all_reduce.name, bucket.spec)[0], start, end, bucket)
+        yield _memory("gradients", name, bucket.spec.accumulated_bytes, start, end, bucket)
 
 
 def _in_order(buckets: Collection[Bucket]) -> list[Bucket]:
@@ -225,14 +234,17 @@ def _in_order(buckets: Collection[Bucket]) -> list[Bucket]:
 def _reduced(bucket: Bucket, accumulated: LeftGradients, position: int, last: int) -> Iterator[RuntimeMemory]:
     """Return what the reduction of gradients allocates that only earlier backwards have computed."""
     spec, transport = bucket.spec, bucket.transport
-    temporary = 0
+    if bucket not in accumulated.unsharded | accumulated.reduced:
+        return
+    temporary, flat = 0, spec.layout.shard_numel * spec.dtype.itemsize
+    is_wider = spec.accumulate_dtype != spec.reduce_dtype
     if bucket in accumulated.unsharded:
         staging = spec.sent_numel * spec.reduce_dtype.itemsize if spec.comm.staging else 0
         temporary = spec.grad_bytes + staging + transport.reduce_temporary(spec)
-    elif bucket not in accumulated.reduced:
-        return
-    flat = spec.layout.shard_numel * spec.dtype.itemsize
-    if spec.reduce_dtype != spec.dtype or spec.comm.offload:
+    if bucket in accumulated.reduced and (spec.accumulate_dtype != spec.dtype or spec.comm.offload):
+        temporary += spec.accumulated_bytes
+    sends = bucket in accumulated.unsharded or (is_wider and bucket.ranks.replicas is not None)
+    if sends and (spec.reduce_dtype != spec.dtype or spec.comm.offload):
         temporary += payload(fsdp_all_reduce.name, spec)[0]
     yield from _at(position, bucket, "copy of accumulated gradients", temporary)
     name = f"sharded gradients of {spec.name}"

@@ -164,7 +164,7 @@ class _Walk:
         for bucket in left.unsharded:
             self._leave(_unreduced_name(bucket), bucket.spec.grad_bytes, bucket)
         for bucket in left.reduced:
-            self._leave(_reduced_name(bucket), payload(fsdp_all_reduce.name, bucket.spec)[0], bucket)
+            self._leave(_reduced_name(bucket), bucket.spec.accumulated_bytes, bucket)
 
     def _leave(self, name: str, nbytes: int, bucket: Bucket) -> None:
         """Let the bucket keep gradients."""
@@ -274,10 +274,13 @@ class _Walk:
             if (name := _unreduced_name(bucket_of(bsym))) not in self.nbytes:
                 self._leave(name, bucket_of(bsym).spec.grad_bytes, bucket_of(bsym))
         elif bsym.sym is fsdp_accumulate_reduced:  # keeps the result of the first reduction, and adds others to it
-            future = Wait(bsym).future.name
+            future, bucket = Wait(bsym).future.name, bucket_of(bsym)
             self.reductions.pop(future, None)
-            if (name := _reduced_name(bucket_of(bsym))) not in self.memory_of:
-                self.share(name, [future])
+            if bucket not in self.left.reduced and (name := _reduced_name(bucket)) not in self.memory_of:
+                if bucket.spec.accumulate_dtype != bucket.spec.reduce_dtype:
+                    self.allocate(name, bucket.spec.accumulated_bytes, bucket.spec.device.type)
+                else:
+                    self.share(name, [future])
                 self.share(_CALLER, [name])
         elif bsym.sym is fsdp_reduce_unreduced and bucket_of(bsym) in self.left.unsharded | self.left.reduced:
             spec, name = bucket_of(bsym).spec, f"sharded gradients of {bucket_of(bsym).handle}"

@@ -96,16 +96,25 @@ def passing_bytes(bsym: BoundSymbol, issues: dict[str, BoundSymbol], left: LeftG
             nbytes += _temporary(bucket)
         if bsym.sym is fsdp_wait_grads and spec.comm.offload and spec.reduce_dtype != spec.dtype:
             nbytes = max(nbytes, rounded(spec.layout.shard_numel * spec.dtype.itemsize, spec.device.type))
+        is_added = bsym.sym is (fsdp_wait_grads if bucket.ranks.replicas is None else fsdp_all_reduce)
+        if is_added and bucket in left.reduced and spec.accumulate_dtype != spec.reduce_dtype:
+            if bsym.sym is fsdp_all_reduce or spec.accumulate_dtype != spec.dtype:
+                nbytes += rounded(spec.accumulated_bytes, spec.device.type)
     return nbytes
 
 
 def _reduced_apart(bucket: Bucket, left: LeftGradients) -> int:
     """Return the bytes that the reduction of gradients needs that only earlier micro-batches have."""
     spec, nbytes = bucket.spec, 0
+    sends = bucket in left.unsharded
     if bucket in left.unsharded:
         staging = spec.sent_numel * spec.reduce_dtype.itemsize if spec.comm.staging else 0
         nbytes = rounded(spec.grad_bytes, spec.device.type) + rounded(staging, spec.device.type) + _temporary(bucket)
-    if bucket in left.unsharded | left.reduced and (spec.reduce_dtype != spec.dtype or spec.comm.offload):
+    if bucket in left.reduced:
+        if spec.accumulate_dtype != spec.dtype or spec.comm.offload:
+            nbytes += rounded(spec.accumulated_bytes, spec.device.type)
+        sends |= spec.accumulate_dtype != spec.reduce_dtype and bucket.ranks.replicas is not None
+    if sends and (spec.reduce_dtype != spec.dtype or spec.comm.offload):
         nbytes += rounded(spec.layout.shard_numel * spec.reduce_dtype.itemsize, spec.device.type)
     return nbytes
 
