@@ -41,6 +41,7 @@ __all__ = [
     "runs_under_torch_compile",
     "schema_of",
     "splits_default_group",
+    "state_name",
     "timeout_of",
     "unwrap_fabric",
     "watch_cache_misses",
@@ -176,6 +177,13 @@ def splits_default_group() -> bool:
 
     default = _get_default_group()
     return default.bound_device_id is not None and _get_split_source(default) is not None
+
+
+def state_name(name: str) -> str:
+    """Return a parameter's name in a state dict: torch's wrappers for activation checkpointing remove their prefix."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+
+    return name.replace(_CHECKPOINT_PREFIX, "")
 
 
 def is_group_name_taken(ranks: Collection[int], number: int, store: Store) -> bool:

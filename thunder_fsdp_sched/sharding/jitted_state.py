@@ -1,23 +1,27 @@
-"""State dicts of a jitted module, and of modules that contain it: entries that record which rows they hold.
+"""State dicts of a jitted module, and of modules that contain it: those of the original module.
 
-Thunder's ``state_dict`` would return this rank's rows as plain tensors, which ``dcp.save``, ``torch.save`` and all
-other code would mistake for whole parameters. It runs no hooks. So a sharded jitted module has attributes that hide the
-methods of its class. A module that contains it calls ``state_dict`` of each child, so it uses them, too.
+Thunder's own ``state_dict`` and ``load_state_dict`` know neither hooks nor tied names, and their rows are plain tensors,
+which ``dcp.save``, ``torch.save`` and all other code would mistake for whole parameters. So a sharded jitted module has
+attributes that hide these methods of its class and call those of the original module, whose guards turn rows into
+entries and back (see [Note: The module's own parameters] in ``module_parameters``). A module that contains the jitted one
+calls ``state_dict`` of each child, so it uses them, too.
+
+[Note: Names in state dicts]
+torch's wrappers for activation checkpointing are modules of their own: their prefix is part of a parameter's name, but
+not of its name in a state dict. Thunder, traces and buckets use the former, :func:`state_name` returns the latter.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 from thunder.core.module import ThunderModule
 
-from .module_parameters import refuse_assign, refuse_keep_vars
+from ..private_api import state_name
 from .sharded_module import ShardedModule
-from .state_entries import loaded_param, param_entry
 
 __all__ = ["hold_entries", "rows_by_name"]
 
@@ -26,12 +30,15 @@ _ORIGINAL = "_model."
 
 
 def hold_entries(model: ThunderModule, sharded: ShardedModule) -> None:
-    """Make ``state_dict`` of ``model`` return entries instead of rows, and ``load_state_dict`` accept both."""
+    """Make ``model`` have the state dict of its original module."""
     state = _JittedState(model, sharded)
     model.state_dict = state.state_dict
     model.original_state_dict = state.original_state_dict
     model.load_state_dict = state.load_state_dict
+    model.load_original_state_dict = state.load_original_state_dict
+    model.set_buffer = state.set_buffer
     model.register_load_state_dict_pre_hook(state.before_load)
+    model.register_load_state_dict_post_hook(state.after_load)
     model.__reduce_ex__ = _refuse_copies
     model._fqn_modifiers = _fqn_modifiers
 
@@ -42,8 +49,8 @@ def _fqn_modifiers() -> dict[str, str]:
 
 
 def rows_by_name(model: ThunderModule) -> dict[str, torch.Tensor]:
-    """Return the result of Thunder's own ``state_dict``: rows and buffers, each once, sharing their memory."""
-    return ThunderModule.state_dict(model)
+    """Return rows and buffers by their names in a state dict, each once; they share the memory of the model."""
+    return {state_name(name): value for name, value in ThunderModule.state_dict(model).items()}
 
 
 class _JittedState:
@@ -53,72 +60,95 @@ class _JittedState:
         self._reference = weakref.ref(model)
         self._sharded = sharded
         self._gives_rows = False
+        self._prefix = ""
 
-    def state_dict(
-        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        """Return the entries of the original module's state dict; no communication. They share memory with the model.
-
-        Parameters are DTensors where their rows are spread evenly, else :class:`RowPiece`, under all of their names.
+    def state_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """Return the original module's state dict, whose entries share memory with the model; no communication.
 
         Raises:
+            NotImplementedError: another transform has created parameters or buffers.
             ValueError: ``keep_vars`` is set, or ranks have different parameters under one name.
         """
         if self._gives_rows:
-            return rows_by_name(self._model)
-        refuse_keep_vars(keep_vars)
-        self._sharded.module_params.check()
-        if destination is None:
-            destination = OrderedDict()
-            destination._metadata = OrderedDict()  # type: ignore[attr-defined]
-        for name, value in rows_by_name(self._model).items():
-            for known_as in self._sharded.names_of(name):
-                place = self._sharded.locations.get(known_as)
-                destination[prefix + known_as] = value if place is None else param_entry(*place)
-        return destination
+            return ThunderModule.state_dict(self._model)  # type: ignore[no-any-return]
+        return self._module().state_dict(**kwargs)
 
     def original_state_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Do the same as Thunder's method, which passes the rows of ``state_dict`` to transforms."""
         self._gives_rows = True
         try:
-            return ThunderModule.original_state_dict(self._model, **kwargs)
+            original = ThunderModule.original_state_dict(self._model, **kwargs)
         finally:
             self._gives_rows = False
+        for name in [name for name in original if state_name(name) != name]:
+            original[state_name(name)] = original.pop(name)
+        return original  # type: ignore[no-any-return]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load entries with this rank's rows, or its rows of whole tensors.
+        """Load entries with this rank's rows, or its rows of whole tensors, into the original module.
+
+        Returns:
+            The names that are missing and those that are unexpected, as the unsharded module's method.
 
         Raises:
+            NotImplementedError: another transform has created parameters or buffers.
             RuntimeError: an entry has another shape or holds other rows, or (``strict``) names differ. In the first
                 case nothing is changed.
             ValueError: ``assign``.
         """
-        self._sharded.module_params.check()
-        model, errors = self._model, []
-        loaded = dict(state_dict)
-        for name in rows_by_name(model):
-            for known_as in self._sharded.names_of(name):
-                place, value = self._sharded.locations.get(known_as), loaded.get(known_as)
-                if place is None or not isinstance(value, torch.Tensor):
-                    continue
-                if assign:
-                    refuse_assign(known_as)
-                del loaded[known_as]  # Thunder has one name for each
-                try:
-                    loaded[name] = loaded_param(*place, value)
-                except ValueError as error:
-                    errors.append(f"size mismatch for {known_as}: {error}")
-        if errors:
-            raise RuntimeError("Error(s) in loading state_dict:\n\t" + "\n\t".join(errors))
-        return ThunderModule.load_state_dict(model, loaded, strict, assign)
+        return self._module().load_state_dict(state_dict, strict, assign)
+
+    def load_original_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Do the same as Thunder's method for the names of a state dict."""
+        model = self._model
+        known = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        own_names = {state_name(name): name for name, _ in known}
+        ThunderModule.load_original_state_dict(model, {own_names.get(n, n): v for n, v in state_dict.items()})
+        for name, buffer in list(model._overrides_buffers.items()):  # those of another dtype were replaced
+            self.set_buffer(name, buffer)
+
+    def set_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Replace a buffer that forward has assigned, in the original module as well.
+
+        Thunder's own method would leave it in the last step's graph, and the root module's buffers under another name.
+        """
+        name, value = name.removeprefix("."), value.detach()
+        ThunderModule.set_buffer(self._model, name, value)
+        path, _, leaf = name.rpartition(".")
+        owner = self._sharded.module.get_submodule(path)
+        owner._buffers[leaf] = value
 
     def before_load(self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Rename entries to the names that torch expects in a module that contains the jitted one."""
+        self._prefix = prefix
         names = [name for name in state_dict if name.startswith(prefix)]
         if all(name.startswith(prefix + _ORIGINAL) for name in names):
             return
         for name in names:
             state_dict[prefix + _ORIGINAL + name[len(prefix) :]] = state_dict.pop(name)
+
+    def after_load(self, module: torch.nn.Module, incompatible: Any) -> None:
+        """Rename missing and unexpected entries back."""
+        for names in (incompatible.missing_keys, incompatible.unexpected_keys):
+            names[:] = [
+                self._prefix + name.removeprefix(self._prefix + _ORIGINAL)
+                if name.startswith(self._prefix + _ORIGINAL)
+                else name
+                for name in names
+            ]
+
+    def _module(self) -> torch.nn.Module:
+        """Return the original module, whose state dict is complete."""
+        self._sharded.module_params.check()
+        model, module = self._model, self._sharded.module
+        own = {name for named in (module.named_parameters, module.named_buffers) for name, _ in named()}
+        for name in (*model._overrides_parameters, *model._overrides_buffers):
+            if name not in own and name not in self._sharded.module_params.placeholders:
+                raise NotImplementedError(
+                    f"state_dict: another transform has created {name!r}, for which the original module's state dict has no "
+                    f"entry: read it by model.named_parameters()"
+                )
+        return module
 
     @property
     def _model(self) -> ThunderModule:

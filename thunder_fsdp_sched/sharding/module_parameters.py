@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..private_api import state_name
 from ..runtime.bucket import Bucket
 from ..runtime.memory import address
 from ..runtime.module_hooks import UntracedHook
@@ -90,7 +91,7 @@ class ModuleParameters:
         self._dicts, self._keys, self._values, self._names = ([link[i] for link in links] for i in range(4))
         owners = {id(e.owner) for e in self._entries}
         self._guarded = [
-            (path or "the module", m)
+            (f"{path}." if path else "", m)
             for path, m in module.named_modules()
             if any(id(child) in owners for child in m.modules())
         ]
@@ -223,6 +224,13 @@ class ModuleParameters:
             return None
         return place
 
+    def places_below(self, path: str) -> Iterator[tuple[str, tuple[Bucket, int]]]:
+        """The name in a state dict, and the bucket and index, of each parameter of a submodule that is sharded now."""
+        for entry in self._entries:
+            place = self.locate(entry.owner, entry.leaf)
+            if place is not None and entry.name.startswith(path):
+                yield state_name(entry.name[len(path) :]), place
+
     def in_containers(self) -> dict[str, str]:
         """Return the names of sharded parameters that modules keep in lists, tuples or dicts, keyed by path."""
         return params_in_containers(self._module, {id(e.shard): e.name for e in reversed(self._entries)})
@@ -238,13 +246,14 @@ class _Guard(UntracedHook):
 
     def __init__(self, path: str, params: ModuleParameters) -> None:
         self._path = path
+        self._label = path.rstrip(".") or "the module"
         self._params = params
 
     def __call__(self, module: nn.Module, args: Any) -> NoReturn:
         if self._params.whole:
             self._params.check()
         raise RuntimeError(
-            f"{self._path} ({type(module).__name__}) of a sharded model was called by itself, but its parameters are this "
+            f"{self._label} ({type(module).__name__}) of a sharded model was called by itself, but its parameters are this "
             f"rank's rows. Call the jitted model, but not in a function that thunder.jit compiles again; its forward may "
             f"take an argument that says which part to run. Or, without gradients, use `with "
             f"thunder_fsdp_sched.eager(model) as module:`"
@@ -253,7 +262,7 @@ class _Guard(UntracedHook):
     @property
     def __name__(self) -> str:
         raise AttributeError(
-            f"{self._path} of a sharded model has hooks that cannot be scripted (torch.jit.script): script the module "
+            f"{self._label} of a sharded model has hooks that cannot be scripted (torch.jit.script): script the module "
             f"before thunder.jit"
         )
 
@@ -272,32 +281,26 @@ class _Guard(UntracedHook):
                 state_dict[prefix + leaf] = param_entry(*location)
 
     def shard_loaded_entries(
-        self,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
     ) -> None:
-        """Replace loaded entries with this rank's rows, before torch copies them into the shards."""
-        for leaf in module._parameters:
-            location, value = self._params.locate(module, leaf), state_dict.get(prefix + leaf)
-            if location is None or not isinstance(value, torch.Tensor):
+        """Replace loaded entries with this rank's rows, all of them before torch copies the first into its shard."""
+        errors = []
+        for name, place in self._params.places_below(self._path):
+            value = state_dict.get(prefix + name)
+            if not isinstance(value, torch.Tensor):
                 continue
             if local_metadata.get("assign_to_params_buffers", False):
-                refuse_assign(prefix + leaf)
+                refuse_assign(prefix + name)
             try:
-                state_dict[prefix + leaf] = loaded_param(*location, value)
+                state_dict[prefix + name] = loaded_param(*place, value)
             except ValueError as error:
-                errors.append(f"size mismatch for {prefix + leaf}: {error}")
-                del state_dict[prefix + leaf]
+                errors.append(f"size mismatch for {prefix + name}: {error}")
+        if errors:
+            raise RuntimeError("Error(s) in loading state_dict:\n\t" + "\n\t".join(errors))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"{self._path} belongs to a sharded model, which cannot be copied or pickled: its parameters are views of shard "
+            f"{self._label} belongs to a sharded model, which cannot be copied or pickled: its parameters are views of shard "
             f"buffers. Copy the module before thunder.jit, or save full_state_dict(model)"
         )
 

@@ -29,7 +29,7 @@ from ..options import Options
 from ..plan.bucketing import make_plan
 from ..plan.plan import Plan
 from ..plan.specs import BucketSpec
-from ..private_api import parameters_of_running_ddp, refuse_ddp, replace_data, timeout_of, watch_cache_misses
+from ..private_api import parameters_of_running_ddp, refuse_ddp, replace_data, state_name, timeout_of, watch_cache_misses
 from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
 from ..runtime.row_dtensor import RowDTensor
@@ -78,7 +78,8 @@ class ShardedModule:
         world_group: all ranks that share parameters with this one.
         control: agrees with these ranks on what runs next.
         kept: the buckets that stay unsharded between forward and backward.
-        locations: the bucket of each sharded parameter and its index there, keyed by each of its names.
+        locations: the bucket of each sharded parameter and its index there, keyed by each of its names, also those in a
+            state dict (see [Note: Names in state dicts] in ``jitted_state``).
         shards: each sharded parameter, a DTensor over this rank's rows in the shard buffer, keyed by each of its names.
         kept_is_final: whether ``max_unsharded_bytes`` has settled that already.
         former_memory: the memory in which the parameters were stored before.
@@ -120,7 +121,7 @@ class ShardedModule:
             bucket.issue_counts = control.issue_counts
             for index, param in enumerate(bucket.spec.params):
                 for name in param.names:
-                    self.locations[name] = (bucket, index)
+                    self.locations[name] = self.locations[state_name(name)] = (bucket, index)
                     self.shards[name] = bucket.params[index]
         self.module_params = ModuleParameters(module, buckets)
         self._model: weakref.ref[ThunderModule] | None = None
@@ -340,11 +341,11 @@ class ShardedModule:
             )
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """Return all names of a parameter, the leading one first; for one that is not sharded, only ``name``."""
+        """Return all names of a parameter in a state dict, the leading one first; if it is not sharded, only ``name``."""
         if name not in self.locations:
             return (name,)
         bucket, index = self.locations[name]
-        return bucket.spec.params[index].names
+        return tuple(map(state_name, bucket.spec.params[index].names))
 
     def check_initialized(self) -> None:
         """Raise an error on all ranks if parameters or buffers have not been initialized; only before the first run.

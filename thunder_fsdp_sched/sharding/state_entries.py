@@ -51,7 +51,7 @@ def refuse_unshared(bucket: Bucket) -> None:
 def rows_from(bucket: Bucket, index: int, value: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows, as a view, of a state dict's value for parameter ``index`` of ``bucket``.
 
-    A DTensor that is sharded otherwise is gathered: then all ranks must call this.
+    A DTensor that is sharded otherwise is gathered, and its rows are copied: then all ranks must call this.
 
     Args:
         value: a whole tensor, or an entry with at least this rank's rows.
@@ -69,7 +69,8 @@ def rows_from(bucket: Bucket, index: int, value: torch.Tensor) -> torch.Tensor:
         is_same = (
             rows.is_even and value.placements[-1] == Shard(0) and value.device_mesh.shape[-1] == rows.ranks.group.size
         )
-        return value.to_local() if is_same and not isinstance(value, RowDTensor) else rows.of(value.full_tensor())
+        is_same = is_same and not isinstance(value, RowDTensor)
+        return value.to_local() if is_same else rows.of(value.full_tensor()).clone()
     if not isinstance(value, RowPiece):
         return rows.of(value)
     local = value.to_local()

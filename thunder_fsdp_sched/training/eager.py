@@ -220,7 +220,8 @@ def _restore(
     now = owner.get(leaf)
     if now is not None and now is not given and not isinstance(now, nn.Parameter):
         model.set_buffer(name, now)  # forward has replaced a buffer: a cache, a counter
-    owner[leaf] = own
+    else:
+        owner[leaf] = own
 
 
 def _refuse_compiled(*_: Any) -> None:

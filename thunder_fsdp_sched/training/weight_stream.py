@@ -7,6 +7,7 @@ from collections.abc import Generator
 import torch
 from thunder.core.module import ThunderModule
 
+from ..private_api import state_name
 from ..runtime.bucket import Bucket
 from ..sharding.sharded_module import ShardedModule
 from ..transform import find_jitted
@@ -31,7 +32,7 @@ def stream_full_parameters(
     training. To keep it, copy it (``tensor.clone()``), and wait for an asynchronous send of it within the loop. Writes to
     it are lost.
 
-    Names are those of ``model.named_parameters()``, tied parameters appear once. Sharded parameters come first, in the
+    Names are those of ``model.state_dict()``, tied parameters appear once. Sharded parameters come first, in the
     order of the plan. Then come those that are not sharded (``ignored_params``), which may be this rank's own memory.
     Buffers are not included; every rank has them.
 
@@ -74,8 +75,8 @@ def _stream(
     for bucket, tensors in gather_ahead(sharded, f"stream_full_parameters(dtype={dtype})", wanted):
         for spec, param, tensor in zip(bucket.spec.params, bucket.params, tensors, strict=True):
             if is_wanted(param):
-                yield spec.name, cast(tensor)
+                yield state_name(spec.name), cast(tensor)
         del tensor, tensors
     for name, param in model.named_parameters():
         if name not in sharded.locations and is_wanted(param):
-            yield name, cast(param.detach())
+            yield state_name(name), cast(param.detach())

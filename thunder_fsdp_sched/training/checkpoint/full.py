@@ -9,6 +9,7 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.tensor import DTensor
 
+from ...private_api import state_name
 from ...sharding.sharded_module import ShardedModule
 from ...transform import find_jitted
 
@@ -25,9 +26,9 @@ def full_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
     model, _ = find_jitted(model)
     entries = {key.removeprefix("."): value for key, value in model.original_state_dict().items()}
     for name, tied in model._get_shared_names().items():
-        known = next((entries[other] for other in tied if other in entries), None)
+        known = next((entries[other] for other in map(state_name, tied) if other in entries), None)
         if known is not None:
-            entries.setdefault(name, known)
+            entries.setdefault(state_name(name), known)
     return entries
 
 

@@ -11,7 +11,7 @@ from thunder.core.module import ThunderModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...private_api import unwrap_fabric
+from ...private_api import state_name, unwrap_fabric
 from ...runtime.row_dtensor import RowDTensor
 from ...sharding.state_entries import RowPiece, refuse_unshared
 from ...transform import find_jitted
@@ -98,12 +98,12 @@ def group_label(optimizer: torch.optim.Optimizer, number: int) -> str:
 
 
 def names_of_params(model: ThunderModule, optimizers: Iterable[torch.optim.Optimizer]) -> dict[torch.Tensor, str]:
-    """Return the name of each parameter of some optimizers.
+    """Return the name of each parameter of some optimizers in the model's state dict.
 
     Raises:
         ValueError: a parameter is not the model's, or is in two groups.
     """
-    known = {param: name for name, param in model.named_parameters()}
+    known = {param: state_name(name) for name, param in model.named_parameters()}
     names: dict[torch.Tensor, str] = {}
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):

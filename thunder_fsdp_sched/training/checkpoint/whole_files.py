@@ -26,6 +26,7 @@ import torch
 from thunder.core.module import ThunderModule
 
 from ...distributed.process_groups import ProcessGroupRef
+from ...private_api import state_name
 from ...sharding.jitted_state import rows_by_name
 from ...sharding.sharded_module import ShardedModule
 from ...sharding.state_entries import refuse_unshared
@@ -117,8 +118,8 @@ def _write(
         for index, spec in enumerate(bucket.spec.params):
             whole = bucket.rows[index].gather(bucket.shard_views[index])
             if writes:
-                tensors[spec.name] = whole.cpu()
-            where[spec.name] = file
+                tensors[state_name(spec.name)] = whole.cpu()
+            where[state_name(spec.name)] = file
             total += spec.numel * spec.dtype.itemsize
         run_on_all_ranks(
             sharded.world_group,
@@ -183,9 +184,10 @@ def load_safetensors(
             found |= dict.fromkeys(opened.keys(), opened)
         faults: list[str] = []
         known: set[str] = set()
-        expected = {s.names: s.shape for b in sharded.buckets for s in b.spec.params}
+        specs = {tuple(map(state_name, s.names)): s for b in sharded.buckets for s in b.spec.params}
+        expected = {names: s.shape for names, s in specs.items()}
         expected |= {(name,): tuple(tensor.shape) for name, tensor in rest.items()}
-        dtypes = {s.name: s.dtype for b in sharded.buckets for s in b.spec.params}
+        dtypes = {names[0]: s.dtype for names, s in specs.items()}
         dtypes |= {name: tensor.dtype for name, tensor in rest.items()}
         slices = {}
         for names, shape in expected.items():
@@ -217,7 +219,7 @@ def load_safetensors(
                 starts = bucket.spec.layout.placements[index].row_starts
                 start, end = starts[bucket.rank : bucket.rank + 2]
                 if end > start:
-                    piece = slices[spec.name]
+                    piece = slices[state_name(spec.name)]
                     bucket.write_rows(index, piece[start:end] if spec.shape else piece.reshape(1))
         for name, tensor in rest.items():
             piece = slices[name]
