@@ -55,6 +55,7 @@ from .sharding.huggingface_models import let_accelerate_prepare, refuse_save_pre
 from .sharding.input_casts import attach_casts, cast_inputs
 from .sharding.jitted_state import hold_entries
 from .sharding.replacement import replace_in_optimizers_of
+from .sharding.shard_module import shard_module
 from .sharding.sharded_module import ShardedModule
 from .trace import symbols
 from .trace.descriptions import Call, read_call
@@ -136,7 +137,7 @@ class FSDPTransform(Transform):
         if any(isinstance(transform, FSDPTransform) for transform in model._lc_transforms):
             raise ValueError("fsdp: the module is sharded already; pass one fsdp(...) in transforms=[...]")
         if self._sharded is None:
-            self._sharded = ShardedModule.shard(model, self.options)
+            self._sharded = shard_module(model, self.options)
             plan = self._sharded.plan
             sizes = sum(len(b.params) for b in plan), plan.param_bytes, len(plan), plan.world_size
             self._sharded.progress.say("%d parameters of %d bytes in %d buckets, sharded over %d ranks", *sizes)

@@ -8,7 +8,7 @@ from datetime import timedelta
 from unittest import mock
 
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp
-from thunder_fsdp_sched.sharding import sharded_module
+from thunder_fsdp_sched.sharding import shard_module
 
 import pytest
 import thunder
@@ -139,16 +139,14 @@ def test_ranks_that_shard_differently_raise_before_any_collective(ranks: Ranks, 
 
 
 def _rank_1_does_not_come(rank: int, world_size: int) -> None:
-    with mock.patch.object(sharded_module, "_AGREEMENT_TIMEOUT", timedelta(seconds=1)):
+    with mock.patch.object(shard_module, "_AGREEMENT_TIMEOUT", timedelta(seconds=1)):
         if rank == 0:
             with pytest.raises(
                 ScheduleDisagreement, match=r"rank 1 did not come to thunder\.jit\(.*\) within 1 s of rank 0"
             ):
                 _jit(TwoBranches())
         else:
-            next(
-                sharded_module._numbers[dist.group.WORLD.group_name]
-            )  # so that module numbers stay equal on both ranks
+            next(shard_module._numbers[dist.group.WORLD.group_name])  # so that module numbers stay equal on both ranks
 
 
 def test_the_error_names_a_rank_that_does_not_arrive(ranks: Ranks) -> None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp, full_state_dict
-from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 
 import pytest
 import thunder
 import torch
+from peak_bytes import PeakBytes
 from ranks import Ranks
 from reference import loss_of
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Scaled(nn.Module):
@@ -112,34 +110,13 @@ def test_initialized_parameters_equal_those_of_the_unsharded_module(ranks: Ranks
     ranks.run(_initialize, options)
 
 
-class _PeakBytes(TorchDispatchMode):
-    """Measures the peak bytes of storages created within the context."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                storage = local_rows(tensor).untyped_storage()
-                key = storage._cdata
-                if key not in self.alive:
-                    self.alive[key] = storage.nbytes()
-                    weakref.finalize(storage, self.alive.pop, key, None)
-                    self.peak = max(self.peak, sum(self.alive.values()))
-        return result
-
-
 def _measure_peak(rank: int, world_size: int) -> None:
     width = 64
     module = _on_meta(width)
     total = sum(p.numel() for p in module.parameters()) * 4
     block = sum(p.numel() for p in module.blocks[0].parameters()) * 4
     gc.collect()
-    with _PeakBytes() as peak:
+    with PeakBytes() as peak:
         model = thunder.jit(module, transforms=[fsdp(device="cpu", param_init_fn=_reset)])
     shards = sum(b.shard.untyped_storage().nbytes() for b in model._lc_transforms[-1].sharded.buckets)
     assert total / 2 <= shards < total

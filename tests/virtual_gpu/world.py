@@ -14,7 +14,7 @@ from thunder_fsdp_sched import private_api
 from thunder_fsdp_sched.agreement import consistency
 from thunder_fsdp_sched.distributed import group_creation
 from thunder_fsdp_sched.runtime import activation_offload
-from thunder_fsdp_sched.sharding import meta_init, setup, sharded_module
+from thunder_fsdp_sched.sharding import meta_init, setup, shard_module, sharded_module
 from thunder_fsdp_sched.transports import base
 
 import torch
@@ -198,7 +198,7 @@ def _replacements(recording: Recording, *, assume_agreement: bool) -> Iterator[t
         yield module, "replace_data", _replace_data
     yield sharded_module, "is_blank", lambda tensor: False  # fake tensors have no values
     if assume_agreement:  # ranks run one after the other, so they cannot communicate
-        yield sharded_module, "Agreement", _AssumeAgreement
+        yield shard_module, "Agreement", _AssumeAgreement
         yield consistency, "Agreement", _AssumeAgreement
         yield group_creation, "_level_group_counts", lambda *ranks: []
 

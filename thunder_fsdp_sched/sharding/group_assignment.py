@@ -82,17 +82,17 @@ class GroupAssignment:
             ValueError: ``source`` is not among these ranks, or neither device has a backend.
         """
         ranks = self._of[group_key]
-        if not all(group.backend_for(tensor.device) for group in ranks.groups):
+        can_send = all(group.backend_for(tensor.device) for group in ranks.groups)
+        if not can_send:
             for group in ranks.groups:
                 group.check_sends(via or tensor.device, f"a tensor of shape {tuple(tensor.shape)} for broadcast_from")
-            copy = tensor.to(via)
+        if not can_send or not tensor.is_contiguous():  # bytes are sent, and strides may differ between ranks
+            copy = (tensor if can_send else tensor.to(via)).contiguous()
             self.broadcast(copy, source, group_key)
             tensor.copy_(copy)
             return
+        self.check_source(source, group_key)
         mesh = self._mesh_of.get(ranks)
-        within = ranks.group.global_ranks if mesh is None else mesh.mesh.flatten().tolist()
-        if source not in within:
-            raise ValueError(f"broadcast_from: rank {source} is not in the process group to shard over")
         if mesh is not None and ranks.replicas is not None:
             if source in ranks.replicas.global_ranks:
                 dist.broadcast(tensor, src=source, group=ranks.replicas.process_group)
@@ -101,6 +101,17 @@ class GroupAssignment:
             row = int((mesh.mesh == dist.get_rank()).nonzero()[0, 0])
             source = int(mesh.mesh[row, column])
         dist.broadcast(tensor, src=source, group=ranks.group.process_group)
+
+    def check_source(self, source: int, group_key: GroupKey) -> None:
+        """Raise an error if the global rank ``source`` is not among the ranks that share a parameter.
+
+        Raises:
+            ValueError: it is not.
+        """
+        ranks = self._of[group_key]
+        mesh = self._mesh_of.get(ranks)
+        if source not in (ranks.group.global_ranks if mesh is None else mesh.mesh.flatten().tolist()):
+            raise ValueError(f"broadcast_from: rank {source} is not in the process group to shard over")
 
     def key(self, ranks: Ranks) -> GroupKey:
         """Return the key by which a plan describes these ranks."""

@@ -70,7 +70,7 @@ class _JittedState:
             ValueError: ``keep_vars`` is set, or ranks have different parameters under one name.
         """
         if self._gives_rows:
-            return ThunderModule.state_dict(self._model)  # type: ignore[no-any-return]
+            return ThunderModule.state_dict(self._model)
         return self._module().state_dict(**kwargs)
 
     def original_state_dict(self, **kwargs: Any) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class _JittedState:
             self._gives_rows = False
         for name in [name for name in original if state_name(name) != name]:
             original[state_name(name)] = original.pop(name)
-        return original  # type: ignore[no-any-return]
+        return original
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load entries with this rank's rows, or its rows of whole tensors, into the original module.

@@ -49,6 +49,8 @@ def initialize(
     device: torch.device,
     locations: dict[str, tuple[Bucket, int]],
     take: Callable[[str, torch.Tensor], None],
+    *,
+    keeps: Callable[[str], bool],
 ) -> None:
     """Materialize the tensors that each submodule owns on the meta device, initialize them with ``init``, and shard them.
 
@@ -61,10 +63,16 @@ def initialize(
         device: the device of the materialized tensors.
         locations: bucket and index of each sharded parameter, keyed by each of its names.
         take: called with each name and its initialized tensor: a whole parameter, to be sharded, or a buffer.
+        keeps: whether a name's tensor is not initialized: it has values, which may be those of another rank.
     """
     for path, submodule in module.named_modules():
         owned = (submodule._parameters, submodule._buffers)
-        on_meta = [(own, name, t) for own in owned for name, t in own.items() if t is not None and t.is_meta]
+        on_meta = [
+            (own, name, tensor)
+            for own in owned
+            for name, tensor in own.items()
+            if tensor is not None and tensor.is_meta and not keeps(f"{path}.{name}".lstrip("."))
+        ]
         if not on_meta:
             continue
         for own, name, tensor in on_meta:

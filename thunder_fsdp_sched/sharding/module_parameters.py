@@ -300,8 +300,8 @@ class _Guard(UntracedHook):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"{self._label} belongs to a sharded model, which cannot be copied or pickled: its parameters are views of shard "
-            f"buffers. Copy the module before thunder.jit, or save full_state_dict(model)"
+            f"{self._label} belongs to a sharded model, which cannot be copied or pickled: its parameters are views of "
+            f"shard buffers. Copy the module before thunder.jit, or save full_state_dict(model)"
         )
 
     def __deepcopy__(self, memo: Any) -> NoReturn:

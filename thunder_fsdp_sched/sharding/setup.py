@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterable
 
 import torch
 from thunder.core.module import ThunderModule
@@ -20,6 +19,7 @@ from ..transports.peer_memory import announce_all
 from .devices import resolve_device
 from .group_assignment import GroupAssignment
 from .meta_init import initialize
+from .value_source import ValueSource
 
 __all__ = [
     "allocate_buckets",
@@ -90,7 +90,9 @@ def ignored_names(named: dict[str, torch.nn.Parameter], options: Options) -> set
     return ignored
 
 
-def param_specs(named: dict[str, torch.nn.Parameter], options: Options) -> list[tuple[ParamSpec, torch.nn.Parameter]]:
+def param_specs(
+    named: dict[str, torch.nn.Parameter], options: Options, source: ValueSource
+) -> list[tuple[ParamSpec, torch.nn.Parameter]]:
     """Return a spec for each distinct parameter, with all its tied names, in the order of the module tree."""
     tied: dict[int, list[str]] = {}
     for name, param in named.items():
@@ -113,7 +115,8 @@ def param_specs(named: dict[str, torch.nn.Parameter], options: Options) -> list[
                     f"two Parameter objects: their shards would drift apart. Tie them (assign the same Parameter to "
                     f"both names), or clone one"
                 )
-        device = options.device or resolve_device(torch.device(getattr(param, "_thunder_device", param.device)))
+        own = getattr(param, "_thunder_device", source.device_of(names[0], param))
+        device = options.device or resolve_device(torch.device(own))
         is_plain = param.is_contiguous() and param.storage_offset() == 0
         strided = None if is_plain else Strided(param.stride(), int(param.storage_offset()))
         spec = ParamSpec(tuple(names), tuple(param.shape), param.dtype, device, param.requires_grad, strided)
@@ -121,38 +124,37 @@ def param_specs(named: dict[str, torch.nn.Parameter], options: Options) -> list[
     return specs
 
 
-def move_unsharded(model: ThunderModule, ignored: set[str], options: Options) -> dict[str, torch.Tensor]:
-    """Return ignored parameters and buffers on the requested device."""
+def move_unsharded(
+    model: ThunderModule, ignored: set[str], options: Options, source: ValueSource
+) -> dict[str, torch.Tensor]:
+    """Return ignored parameters and buffers on the requested device, with memory for those that are to be received."""
     moved: dict[str, torch.Tensor] = {}
     copies: dict[int, torch.Tensor] = {}  # a tensor with several names stays one tensor
 
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        if options.device is None or tensor.device == options.device or tensor.is_meta:
+    def move(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        device = options.device or source.device_of(name, tensor)
+        if tensor.device == device or not source.has_value(name):
             return tensor
         if id(tensor) not in copies:
-            copy = tensor.detach().to(options.device)
+            copy = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
             is_param = isinstance(tensor, torch.nn.Parameter)
             copies[id(tensor)] = torch.nn.Parameter(copy, tensor.requires_grad) if is_param else copy
         return copies[id(tensor)]
 
     for name, param in model.named_parameters(remove_duplicate=False):
         if name in ignored:
-            moved[name] = move(param)
+            moved[name] = move(name, param)
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        moved[name] = move(buffer)
+        moved[name] = move(name, buffer)
     return moved
 
 
 def broadcast(
-    tensors: Iterable[tuple[torch.Tensor, GroupKey, torch.device | None]], source: int, assignment: GroupAssignment
+    tensor: torch.Tensor, group_key: GroupKey, via: torch.device | None, source: int, assignment: GroupAssignment
 ) -> None:
-    """Broadcast each tensor over its ranks, from the given device if they cannot send it from its own."""
-    with torch.no_grad():
-        for tensor, group_key, via in tensors:
-            if tensor.is_meta:
-                continue  # param_init_fn will create it
-            with control_of(assignment.world_group).doing("broadcast_from"):
-                assignment.broadcast(tensor.detach(), source, group_key, via=via)
+    """Broadcast a tensor over its ranks, from the given device if they cannot send it from its own."""
+    with torch.no_grad(), control_of(assignment.world_group).doing("broadcast_from"):
+        assignment.broadcast(tensor.detach(), source, group_key, via=via)
 
 
 def allocate_buckets(plan: Plan, assignment: GroupAssignment) -> list[Bucket]:
@@ -187,19 +189,20 @@ def initialize_shards(
     assignment: GroupAssignment,
     locations: dict[str, tuple[Bucket, int]],
     moved: dict[str, torch.Tensor],
+    source: ValueSource,
 ) -> None:
-    """Initialize the shards, buffers and ignored parameters that were on the meta device."""
+    """Initialize the shards, buffers and ignored parameters that have no values anywhere."""
     assert options.param_init_fn is not None and options.device is not None
 
     def take(name: str, tensor: torch.Tensor) -> None:
         bucket, index = locations.get(name, (None, 0))
         group_key = assignment.key(assignment.default_ranks if bucket is None else bucket.ranks)
         if options.broadcast_from is not None:
-            broadcast([(tensor, group_key, options.device)], options.broadcast_from, assignment)
+            broadcast(tensor, group_key, options.device, options.broadcast_from, assignment)
         if bucket is None:
             moved[name] = tensor
         else:
             with torch.no_grad():
                 bucket.copy_in(index, tensor)
 
-    initialize(module, options.param_init_fn, options.device, locations, take)
+    initialize(module, options.param_init_fn, options.device, locations, take, keeps=source.has_value)

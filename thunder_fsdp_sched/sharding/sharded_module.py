@@ -1,7 +1,4 @@
-"""Shard a module: build shard buffers from its parameters, and turn the parameters into views of them.
-
-The module's own parameters become the shards: see [Note: The module's own parameters] in ``module_parameters``.
-"""
+"""The shards of a module, and what Thunder and this package call before and after its calls."""
 
 from __future__ import annotations
 
@@ -9,10 +6,8 @@ import contextlib
 import itertools
 import warnings
 import weakref
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -21,50 +16,28 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..agreement.channel import announce
 from ..agreement.consistency import Agreement
 from ..agreement.control import Control
 from ..logs import Progress
-from ..options import Options
-from ..plan.bucketing import make_plan
 from ..plan.plan import Plan
 from ..plan.specs import BucketSpec
-from ..private_api import parameters_of_running_ddp, refuse_ddp, replace_data, state_name, timeout_of, watch_cache_misses
+from ..private_api import (
+    parameters_of_running_ddp,
+    refuse_ddp,
+    replace_data,
+    state_name,
+    watch_cache_misses,
+)
 from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
 from ..runtime.row_dtensor import RowDTensor
 from ..runtime.shard_source import finish_copies
 from ..tracing import CollectsLess
-from .adoption import module_param_of, refuse_shards_and_grads, refuse_views
 from .conflicts import refuse_backward_hooks, refuse_conflicts, refuse_old_backward_hooks
-from .containers import replace_in_containers
-from .devices import resolve_device
-from .group_assignment import GroupAssignment, find_world_group
-from .initial_values import check_initial_values
-from .meta_init import is_blank, make_blank
+from .meta_init import is_blank
 from .module_parameters import ModuleParameters, find_owner
-from .module_policies import ModulePolicies
-from .replacement import replace_param, replaced_by
-from .setup import (
-    allocate_buckets,
-    broadcast,
-    comm_spec_of,
-    ignored_names,
-    initialize_shards,
-    move_unsharded,
-    param_specs,
-    versions,
-)
 
 __all__ = ["ShardedModule"]
-
-_AGREEMENT_TIMEOUT = timedelta(seconds=300)
-"""How long a rank waits at most for the others to shard or compile the same; tracing may be slower on some ranks. The
-timeout of the process group applies instead if it is shorter."""
-
-_numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
-"""Counters that number the modules of each process group. The ranks of a group shard the same modules in the same
-order, but some of them may shard other modules over another group in between."""
 
 
 class ShardedModule:
@@ -126,113 +99,7 @@ class ShardedModule:
         self.module_params = ModuleParameters(module, buckets)
         self._model: weakref.ref[ThunderModule] | None = None
 
-    @classmethod
-    def shard(cls, model: ThunderModule, options: Options) -> ShardedModule:
-        """Plan the buckets, allocate and fill the shard buffers, and turn the module's parameters into views of them.
-
-        Peak memory is one unsharded parameter more than the module and its shards. The module's memory is freed unless
-        something else refers to it.
-
-        Raises:
-            TypeError: the jitted function is not a module, or a parameter is not a plain strided tensor.
-            ValueError: parameters share memory with buffers, or with other parameters without being tied; parameters
-                have gradients or are already shards; unknown ``ignored_params``; ``broadcast_from`` is not in the
-                process group; a transport cannot send a bucket; parameters of one bucket are sharded over different
-                groups.
-            RuntimeError: there is no process group.
-            ScheduleDisagreement: ranks differ in the versions of this package, Thunder or torch, in options, or in
-                parameters or their values.
-        """
-        if options.device is not None:  # not earlier: fsdp(...) may be called before torch.cuda.set_device
-            options = replace(options, device=resolve_device(options.device))
-        world_group = find_world_group(options)
-        name = f"module {next(_numbers[world_group.name])}"
-        timeout = _AGREEMENT_TIMEOUT
-        if world_group.is_alive and not world_group.is_fake:
-            timeout = min(timeout, timeout_of(world_group.process_group))
-        agreement = Agreement(world_group, name, timeout, compares_computation=not options.allow_different_computation)
-        find_channel = None if agreement.is_single_rank else announce(world_group, f"{world_group.name} {name}")
-        # This precedes everything that ranks do together: creating groups, broadcasting parameters.
-        agreement.check_same("versions and options of fsdp(...)", [*versions(), *options.lines()])
-        title = f"{name} ({type(model._model).__name__})"
-        control = Control(world_group, find_channel and find_channel(), f"{world_group.name} {name}", title)
-        agreement.control = control
-        assignment = GroupAssignment(options, world_group)
-        module = model._model
-        named = dict(model.named_parameters(remove_duplicate=False))
-        default_key = assignment.key(assignment.default_ranks)
-        with agreement.all_or_none("whether the module can be sharded"):
-            refuse_shards_and_grads(named)
-            ignored = ignored_names(named, options)
-            specs = param_specs({n: p for n, p in named.items() if n not in ignored}, options)
-            refuse_views(model, named, ignored, options)
-            module_params = {spec.name: module_param_of(module, spec, param) for spec, param in specs}
-            moved = move_unsharded(model, ignored, options)
-            group_keys = {spec.name: assignment.of(spec.name, param) for spec, param in specs}
-            policies = ModulePolicies(module, options)
-            bucket_options = {spec.name: policies.of(spec) for spec, _ in specs}
-            for spec, _ in specs:
-                assignment.check_sends(spec, group_keys[spec.name])
-            plan = make_plan(
-                module,
-                specs,
-                strategy=options.bucketing,
-                world_size=default_key.size,
-                group=default_key.group,
-                options=bucket_options,
-                group_keys=group_keys,
-                comm_spec=partial(comm_spec_of, options, assignment),
-            )
-            bucket_of = {param.name: bucket for bucket in plan for param in bucket.params}
-        for key in dict.fromkeys(group_keys.values()):  # ranks of different groups may have different experts
-            lines = [
-                f"{spec}{' on meta' * p.is_meta}{policies.line(spec)}, in {_described(bucket_of[spec.name])}"
-                for spec, p in specs
-                if group_keys[spec.name] == key
-            ]
-            agreement.about("parameters", assignment.ranks(key).group).check_same("the parameters to shard", lines)
-        check_initial_values(specs, group_keys, options, assignment, agreement)
-        if options.broadcast_from is not None:
-            if options.param_init_fn is None and any(p.is_meta for _, p in specs):
-                raise ValueError(
-                    "broadcast_from: the module is on the meta device, so there is nothing to broadcast; pass param_init_fn "
-                    "to initialize it"
-                )
-            broadcast(((p, group_keys[s.name], s.device) for s, p in specs), options.broadcast_from, assignment)
-            via = specs[0][0].device if specs else options.device
-            broadcast(((t, default_key, via) for t in moved.values()), options.broadcast_from, assignment)
-        buckets = allocate_buckets(plan, assignment)
-        for bucket in buckets:
-            bucket.all_reduce_hook = options.all_reduce_hook
-        locations = {name: (b, i) for b in buckets for i, param in enumerate(b.spec.params) for name in param.names}
-        began_on_meta = {n for n, p in (*named.items(), *model.named_buffers()) if p.is_meta}
-        for spec, param in specs:
-            bucket, index = locations[spec.name]
-            if param.is_meta:
-                make_blank(bucket.shard_views[index])
-        if options.param_init_fn is not None:
-            initialize_shards(module, options, assignment, locations, moved)
-        former_memory, former_params = FormerMemory(), []
-        for spec, param in specs:
-            bucket, index = locations[spec.name]
-            if not param.is_meta:
-                former_memory.add(spec.name, param)
-                with torch.no_grad():
-                    bucket.copy_in(index, param)
-                param.data = param.new_empty(
-                    0
-                )  # frees its memory if another transform created it besides the module's own
-            former_params.append(replace_param(module_params[spec.name], bucket, index))
-        sharded = cls(module, plan, buckets, agreement, control, policies.root)
-        policies.attach_casts()
-        sharded.former_memory, sharded.former_params = former_memory, former_params
-        sharded.replaced = moved
-        sharded.began_on_meta = began_on_meta
-        replace_in_containers(module, lambda _, tensor: replaced_by(tensor))
-        sharded._update_module()
-        return sharded
-
-    def _update_module(self) -> None:
+    def update_module(self) -> None:
         """Move the module's ignored parameters and buffers to their new device, keeping its parameter objects."""
         for name, tensor in self.replaced.items():
             path, _, leaf = name.rpartition(".")
@@ -249,11 +116,8 @@ class ShardedModule:
                     or module_param.dtype != tensor.dtype
                 ):
                     continue  # a transform has replaced it
-                if module_param.is_meta == tensor.is_meta:
-                    replace_data(module_param, tensor.detach())
-                    self.replaced[name] = module_param
-                else:
-                    owner._parameters[leaf] = tensor
+                replace_data(module_param, tensor.detach())
+                self.replaced[name] = module_param
             else:
                 with contextlib.suppress(AttributeError):  # a transform has added it
                     buffers = self.module.get_submodule(path)._buffers
@@ -384,7 +248,3 @@ class ShardedModule:
             raise ValueError(f"state dict entry {name!r}: expected shape {expected}, got {tuple(value.shape)}")
         rows = bucket.local_rows(index, value).to(device=bucket.spec.shard_device, dtype=bucket.spec.dtype)
         return RowDTensor.wrap(rows, bucket.rows[index])
-
-
-def _described(bucket: BucketSpec) -> str:
-    return f"bucket {bucket.name!r} with transport {bucket.comm.transport!r}"
