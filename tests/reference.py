@@ -121,7 +121,7 @@ class Twins:
     def gathered_grads(self) -> dict[str, torch.Tensor | None]:
         """Return the sharded module's gradients, gathered."""
         grads = {}
-        for name in self.transform.sharded.locations:
+        for name in self.transform.sharded.shards:
             grad = self.sharded.get_parameter(name).grad
             grads[name] = None if grad is None else grad.full_tensor()
         return grads
@@ -129,7 +129,8 @@ class Twins:
     def check_grads(self) -> dict[str, torch.Tensor | None]:
         """Compare this rank's rows of each gradient with those of the mean over ranks, and return the means."""
         means = self.mean_grads()
-        for name, (bucket, index) in self.transform.sharded.locations.items():
+        for name in self.transform.sharded.shards:
+            bucket, index = self.transform.sharded.locations[name]
             grad, mean = self.sharded.get_parameter(name).grad, means[name]
             assert (grad is None) == (mean is None), f"gradient of {name}: {grad}, expected {mean}"
             if grad is not None:

@@ -11,7 +11,7 @@ from ..runtime.row_dtensor import RowDTensor
 from .containers import tensors_in_containers
 from .module_parameters import find_owner
 
-__all__ = ["module_param_of", "refuse_shards_and_grads", "refuse_views"]
+__all__ = ["module_param_of", "refuse_renamed", "refuse_shards_and_grads", "refuse_views"]
 
 
 def module_param_of(module: torch.nn.Module, spec: ParamSpec, param: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -23,6 +23,16 @@ def module_param_of(module: torch.nn.Module, spec: ParamSpec, param: torch.nn.Pa
         if module_param is None or module_param.shape != param.shape or module_param.dtype != param.dtype
         else module_param
     )
+
+
+def refuse_renamed(module: torch.nn.Module) -> None:
+    """Raise an error if ``named_parameters`` gives names under which the module has no parameters."""
+    for name, _ in module.named_parameters():
+        if find_owner(module, name) is None:
+            raise ValueError(
+                f"the module is a {type(module).__name__}, whose named_parameters() gives {name!r} for a parameter that has "
+                f"another name: Thunder would not find it. Wrap submodules (apply_activation_checkpointing), not the model"
+            )
 
 
 def refuse_shards_and_grads(named: dict[str, torch.nn.Parameter]) -> None:

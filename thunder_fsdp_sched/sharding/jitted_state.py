@@ -41,6 +41,7 @@ def hold_entries(model: ThunderModule, sharded: ShardedModule) -> None:
     model.register_load_state_dict_post_hook(state.after_load)
     model.__reduce_ex__ = _refuse_copies
     model._fqn_modifiers = _fqn_modifiers
+    model._non_persistent_buffers_set = sharded.module._non_persistent_buffers_set  # torch lists the root's buffers
 
 
 def _fqn_modifiers() -> dict[str, str]:

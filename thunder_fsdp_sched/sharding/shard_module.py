@@ -27,7 +27,7 @@ from ..plan.specs import BucketSpec, GroupKey, ParamSpec
 from ..private_api import timeout_of
 from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
-from .adoption import module_param_of, refuse_shards_and_grads, refuse_views
+from .adoption import module_param_of, refuse_renamed, refuse_shards_and_grads, refuse_views
 from .containers import replace_in_containers
 from .devices import resolve_device
 from .group_assignment import GroupAssignment, find_world_group
@@ -144,6 +144,7 @@ def _plan(model: ThunderModule, options: Options, assignment: GroupAssignment, s
     module = model._model
     named = dict(model.named_parameters(remove_duplicate=False))
     default_key = assignment.key(assignment.default_ranks)
+    refuse_renamed(module)
     refuse_shards_and_grads(named)
     ignored = ignored_names(named, options)
     specs = param_specs({n: p for n, p in named.items() if n not in ignored}, options, source)

@@ -36,6 +36,7 @@ from ..tracing import CollectsLess
 from .conflicts import refuse_backward_hooks, refuse_conflicts, refuse_old_backward_hooks
 from .meta_init import is_blank
 from .module_parameters import ModuleParameters, find_owner
+from .state_entries import rows_from
 
 __all__ = ["ShardedModule"]
 
@@ -243,8 +244,9 @@ class ShardedModule:
         if name not in self.locations:
             return value
         bucket, index = self.locations[name]
-        expected = bucket.spec.params[index].shape
-        if tuple(value.shape) != expected:
-            raise ValueError(f"state dict entry {name!r}: expected shape {expected}, got {tuple(value.shape)}")
-        rows = bucket.local_rows(index, value).to(device=bucket.spec.shard_device, dtype=bucket.spec.dtype)
+        try:
+            rows = rows_from(bucket, index, value)
+        except ValueError as error:
+            raise ValueError(f"state dict entry {name!r}: {error}") from error
+        rows = rows.to(device=bucket.spec.shard_device, dtype=bucket.spec.dtype)
         return RowDTensor.wrap(rows, bucket.rows[index])

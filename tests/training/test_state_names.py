@@ -1,0 +1,295 @@
+"""Names in state dicts are those of the unsharded module: partly loaded, nested, and under activation checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import eager, fsdp, full_state_dict
+
+import pytest
+import thunder
+import torch
+import torch.distributed.checkpoint as dcp
+from models import Layer, Model
+from ranks import Ranks
+from reference import Twins
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+WRAPPED = "_checkpoint_wrapped_module"
+
+
+class Net(Model):
+    """A model with tied parameters, two blocks, and buffers that forward replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("unsaved", torch.ones(4), persistent=False)
+        self.scale = nn.Parameter(torch.full((4,), 1.5))
+        self.embedding = nn.Linear(4, 4, bias=False)
+        self.blocks = nn.ModuleList(Layer(4) for _ in range(2))
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 4)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count = self.count + 1
+        x = self.embedding(x * self.scale * self.unsaved)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class _Holder(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net, self.own = net, nn.Linear(2, 2)
+
+
+def _wrap(module: nn.Module) -> nn.Module:
+    apply_activation_checkpointing(module, check_fn=lambda m: isinstance(m, Layer))
+    return module
+
+
+def _make(seed: int = 0, *, wrap: bool = True) -> Net:
+    torch.manual_seed(seed)
+    net = Net().double()
+    return _wrap(net) if wrap else net
+
+
+def _without(*names: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda state: {n: v for n, v in state.items() if not any(name in n for name in names)}
+
+
+PARTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "all": lambda state: dict(state),
+    "with metadata": lambda state: state,
+    "every second": lambda state: dict(list(state.items())[::2]),
+    "one tied name": _without("embedding.weight"),
+    "the other tied name": _without("head.weight"),
+    "no buffers": _without("norm.running", "norm.num", "count"),
+    "no block": _without("blocks.1."),
+    "nothing": lambda state: {},
+    "more": lambda state: {
+        **state,
+        "x.y": torch.zeros(1),
+        "blocks.0.z": torch.zeros(1),
+        "blocks.7.up.bias": torch.ones(1),
+    },
+}
+
+
+def _load_parts(rank: int, world_size: int) -> None:
+    other, plain, module = _make(1), _make(), _make()
+    other.blocks[0] = getattr(other.blocks[0], WRAPPED)  # blocks with and without a wrapper
+    plain.blocks[0] = getattr(plain.blocks[0], WRAPPED)
+    module.blocks[0] = getattr(module.blocks[0], WRAPPED)
+    jitted = thunder.jit(module, transforms=[fsdp()])
+    pairs = {
+        "jitted": (jitted, plain, other),
+        "original": (module, plain, other),
+        "holder": (_Holder(jitted), _Holder(plain), _Holder(other)),
+        "list": (nn.ModuleList([module]), nn.ModuleList([plain]), nn.ModuleList([other])),
+        "blocks": (module.blocks, plain.blocks, other.blocks),
+        "block": (module.blocks[0], plain.blocks[0], other.blocks[0]),
+        "wrapped block": (module.blocks[1], plain.blocks[1], other.blocks[1]),
+    }
+    for case, (ours, theirs, source) in pairs.items():
+        for part, take in PARTS.items():
+            state = take(source.state_dict())
+            for owner in (ours, theirs):
+                with torch.no_grad():
+                    for param in owner.parameters():
+                        param.zero_()
+            actual, expected = (owner.load_state_dict(state, strict=False) for owner in (ours, theirs))
+            assert actual.missing_keys == expected.missing_keys, (case, part)
+            assert actual.unexpected_keys == expected.unexpected_keys, (case, part)
+            for name, value in full_state_dict(jitted).items():
+                torch.testing.assert_close(
+                    value, plain.state_dict()[name], rtol=0, atol=0, msg=f"{case}, {part}: {name}"
+                )
+            messages = []
+            for owner in (ours, theirs):
+                try:
+                    owner.load_state_dict(state)
+                except RuntimeError as error:
+                    messages.append(str(error).partition("\n")[2])
+            assert messages[:1] == messages[1:], (case, part)  # as nested modules name them
+
+
+def test_missing_and_unexpected_keys_are_those_of_the_unsharded_module(ranks: Ranks) -> None:
+    ranks.run(_load_parts)
+
+
+def _full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(_full(value), _full(theirs[name]), rtol=0, atol=0, msg=name)
+
+
+def _names_and_files(rank: int, world_size: int, folder: Path) -> None:
+    plain = _make(wrap=False)
+    expected = plain.state_dict()
+    trained = {name for name, _ in plain.named_parameters()}
+    model = thunder.jit(_make(), transforms=[fsdp()])
+    assert any(WRAPPED in name for name, _ in model.named_parameters())  # as with FSDP2
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    for names in (tfs.get_optimizer_state_dict(model, optimizer), get_optimizer_state_dict(model, optimizer)):
+        assert names["state"].keys() == trained
+        assert {name for group in names["param_groups"] for name in group["params"]} == trained
+    values = full_state_dict(model)
+    assert values.keys() == expected.keys()
+    for state in (
+        model.state_dict(),
+        get_model_state_dict(model),
+        model._model.state_dict(),
+        tfs.get_model_state_dict(model),
+    ):
+        _assert_equal({n: v for n, v in state.items()}, values)
+    assert {name for name, _ in tfs.stream_full_parameters(model)} == trained
+    tfs.save_safetensors(model, folder / "whole")
+    tfs.save_checkpoint(folder / "rows", model, optimizer)
+
+    # Any of them is loaded into a model with wrappers and into one without.
+    for wrap in (True, False):
+        other = thunder.jit(_make(5, wrap=wrap), transforms=[fsdp(transport="coalesced")])
+        second = torch.optim.AdamW(other.parameters(), lr=0.1)
+        for load in (
+            lambda: tfs.load_safetensors(other, folder / "whole"),  # noqa: B023
+            lambda: tfs.load_checkpoint(folder / "rows", other, second),  # noqa: B023
+            lambda: other.load_original_state_dict(values),  # noqa: B023
+            lambda: other.load_state_dict(values),  # noqa: B023
+            lambda: set_model_state_dict(other, dict(values), options=StateDictOptions(full_state_dict=True)),  # noqa: B023
+        ):
+            for param in other.parameters():
+                param.detach().zero_()
+            load()
+            _assert_equal(full_state_dict(other), values)
+        states = [tfs.get_optimizer_state_dict(*pair)["state"] for pair in ((model, optimizer), (other, second))]
+        for name in trained:
+            _assert_equal(*(state[name] for state in states))
+
+
+def test_names_leave_out_wrappers_for_activation_checkpointing(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_names_and_files, tmp_path)
+
+
+def _exchange_with_fsdp2(rank: int, world_size: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def make_theirs(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = _make(seed)
+        for block in net.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        return net, torch.optim.AdamW(net.parameters(), lr=0.1)
+
+    def make_ours(seed: int) -> tuple[Any, torch.optim.Optimizer]:
+        model = thunder.jit(_make(seed), transforms=[fsdp(mesh=mesh)])
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def check(first: Any, second: Any) -> None:
+        """Compare models and optimizers now, and after another step."""
+        for _ in range(2):
+            [(model, state), (other, other_state)] = [get_state_dict(*pair) for pair in (first, second)]
+            _assert_equal(model, other)
+            assert state["state"].keys() == other_state["state"].keys()
+            for name, values in state["state"].items():
+                _assert_equal(values, other_state["state"][name])
+            for pair in (first, second):
+                step(*pair)
+
+    for number, (make_saved, make_loaded) in enumerate([(make_theirs, make_ours), (make_ours, make_theirs)]):
+        saved = make_saved(1)
+        step(*saved)
+        model_state, optimizer_state = get_state_dict(*saved)
+        assert not any(WRAPPED in name for name in (*model_state, *optimizer_state["state"]))
+        dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder / str(number))
+        loaded = make_loaded(2)
+        step(*loaded)
+        model_state, optimizer_state = get_state_dict(*loaded)
+        state = {"model": model_state, "optim": optimizer_state}
+        dcp.load(state, checkpoint_id=folder / str(number))
+        set_state_dict(*loaded, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        check(saved, loaded)
+    ours = make_ours(3)
+    tfs.load_checkpoint(folder / "0", *ours)  # of FSDP2
+    again = make_ours(4)
+    tfs.load_checkpoint(folder / "1", *again)
+    check(ours, again)
+
+
+def test_checkpoints_of_wrapped_models_are_exchanged_with_fsdp2(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_exchange_with_fsdp2, tmp_path)
+
+
+def _train_with_wrappers(rank: int, world_size: int) -> None:
+    twins = Twins(rank, world_size, _make())
+    module = twins.sharded._model
+    for step in range(1, 3):
+        twins.train(steps=1)
+        assert {s["count"].item() for s in (twins.sharded.state_dict(), module.state_dict())} == {step}
+    with eager(twins.sharded) as unsharded:
+        unsharded(*twins.inputs())
+    assert {s["count"].item() for s in (twins.sharded.state_dict(), module.state_dict())} == {3}
+    twins.sharded.load_original_state_dict({"count": torch.tensor(7.0), "blocks.0.up.bias": torch.ones(8)})
+    assert module.count.item() == 7 and module.count.dtype is torch.float64
+
+
+def test_wrapped_models_train_and_keep_buffers_that_forward_replaces(ranks: Ranks) -> None:
+    ranks.run(_train_with_wrappers)
+
+
+def _wrap_everything(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=r"the module is a CheckpointWrapper, .*'scale'.* Wrap submodules"):
+        thunder.jit(checkpoint_wrapper(_make()), transforms=[fsdp()])
+
+
+def test_a_wrapper_around_the_whole_model_is_refused(ranks: Ranks) -> None:
+    ranks.run(_wrap_everything)
+
+
+def _create_parameters(rank: int, world_size: int) -> None:
+    class Adds(thunder.Transform):
+        def transform_module(self, model: Any) -> None:
+            model._overrides_parameters["0.weight.added"] = nn.Parameter(torch.zeros(2))
+
+    model = thunder.jit(nn.Sequential(nn.Linear(2, 2)), transforms=[fsdp(), Adds()])
+    for use in (model.state_dict, lambda: model.load_state_dict({}, strict=False)):
+        with pytest.raises(NotImplementedError, match=r"another transform has created '0\.weight\.added'"):
+            use()
+
+
+def test_parameters_that_the_module_does_not_have_are_refused(ranks: Ranks) -> None:
+    ranks.run(_create_parameters)
