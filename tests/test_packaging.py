@@ -17,6 +17,8 @@ import zipfile
 from pathlib import Path
 from types import ModuleType
 
+import thunder_fsdp_sched
+
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -155,7 +157,7 @@ def test_the_work_tree_has_the_symlink():
 
 def test_the_metadata_lists_requirements_and_extras(wheel):
     about = metadata(wheel)
-    assert (about["Name"], about["Version"]) == ("thunder_fsdp_sched", "0.1.0")
+    assert (about["Name"], about["Version"]) == ("thunder_fsdp_sched", thunder_fsdp_sched.__version__)
     assert about["License-Expression"] == "Apache-2.0"
     assert set(about["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
     assert set(about.get_all("Provides-Extra")) == {

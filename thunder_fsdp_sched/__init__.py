@@ -10,6 +10,7 @@ compat.import_thunder()
 
 from .agreement.consistency import ScheduleDisagreement
 from .api import fsdp
+from .compat import __version__ as __version__
 from .pipeline import CompiledTraces
 from .plan.plan import Plan
 from .plan.specs import BucketSpec, ParamSpec

@@ -33,6 +33,9 @@ from typing import Any, NamedTuple, NoReturn
 
 __all__ = ["SUPPORTED", "SupportedVersions", "check_versions", "import_thunder", "prepare"]
 
+__version__ = "0.1.0"
+"""The version of this package. ``pyproject.toml`` reads it here, so it is known without an installation, too."""
+
 
 class SupportedVersions(NamedTuple):
     """The releases of a distribution that work: from ``lowest`` on, below ``limit``."""

@@ -8,7 +8,7 @@ from datetime import timedelta
 from unittest import mock
 
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp
-from thunder_fsdp_sched.sharding import shard_module
+from thunder_fsdp_sched.sharding import setup, shard_module
 
 import pytest
 import thunder
@@ -61,11 +61,23 @@ def _other_order_on_rank_1(rank: int, world_size: int) -> None:
 
 
 def _other_version_on_rank_1(rank: int, world_size: int) -> None:
-    versions = importlib.metadata.version
-    with mock.patch.object(
-        importlib.metadata, "version", lambda name: "9.9" if rank and "fsdp" in name else versions(name)
-    ):
+    with mock.patch.object(setup, "__version__", "9.9" if rank else "0.1"):
         _jit(TwoBranches())
+
+
+def _not_installed(rank: int, world_size: int) -> None:
+    def version(name: str) -> str:
+        if name == "thunder_fsdp_sched":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions(name)
+
+    versions = importlib.metadata.version
+    with mock.patch.object(importlib.metadata, "version", version):
+        thunder.jit(TwoBranches(), transforms=[fsdp()])
+
+
+def test_a_package_that_is_only_on_the_path_shards(ranks: Ranks) -> None:
+    ranks.run(_not_installed)
 
 
 def _another_order_on_rank_1(rank: int, world_size: int) -> None:

@@ -9,6 +9,7 @@ from thunder.core.module import ThunderModule
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..agreement.control import control_of
+from ..compat import __version__
 from ..options import Options, check_transport
 from ..plan.plan import Plan
 from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, Strided
@@ -34,9 +35,8 @@ __all__ = [
 
 
 def versions() -> list[str]:
-    return [
-        f"{name} {importlib.metadata.version(name)}" for name in ("thunder_fsdp_sched", "lightning-thunder", "torch")
-    ]
+    others = [f"{name} {importlib.metadata.version(name)}" for name in ("lightning-thunder", "torch")]
+    return [f"thunder_fsdp_sched {__version__}", *others]
 
 
 def comm_spec_of(
