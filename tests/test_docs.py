@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import inspect
 import re
@@ -16,10 +17,12 @@ from thunder_fsdp_sched.trace.schedule import CommOp, Schedule, StepSchedule
 from thunder_fsdp_sched.transforms import insert_agreement
 
 import pytest
+import thunder
 import torch
 from models import Stack
 from ranks import Ranks
-from reference import Twins
+from reference import Twins, loss_of, saved_for_backward
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, _fully_shard
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -239,3 +242,83 @@ def test_the_readme_is_short_and_its_code_is_part_of_the_tested_examples() -> No
             assert line in ("", "...") or line in lines, (
                 f"{line!r} is not in examples/{example}.py, or in another order"
             )
+
+
+class _Words(torch.nn.Module):
+    """A language model without attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(8, 4)
+        self.block = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+        self.head = torch.nn.Linear(4, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.embedding(tokens)))
+
+
+def _batches_of(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Two micro-batches, of which some ranks have more tokens than others."""
+    generator = torch.Generator().manual_seed(rank)
+    batches = []
+    for counted in ((5, 1), (0, 4))[rank]:
+        inputs, targets = (torch.randint(8, (2, 3), generator=generator) for _ in range(2))
+        targets.flatten()[counted:] = -100
+        batches.append((inputs, targets))
+    return batches
+
+
+def _normalize_by_tokens(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    module = _Words().double()
+    expected = copy.deepcopy(module)
+    names = {"tfs": thunder_fsdp_sched, "thunder": thunder, "torch": torch, "dist": torch.distributed, "module": module}
+    [block] = blocks_of(section("training.md", "Normalize by tokens"))
+    exec(block, names)
+    optimizer = torch.optim.AdamW(expected.parameters())
+    for _ in range(2):
+        names["train_step"](_batches_of(rank))
+        inputs, targets = map(torch.cat, zip(*(_batches_of(0) + _batches_of(1)), strict=True))
+        logits = expected(inputs).flatten(0, -2)
+        torch.nn.functional.cross_entropy(
+            logits, targets.flatten(), ignore_index=-100
+        ).backward()  # the mean over tokens
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in thunder_fsdp_sched.full_state_dict(names["model"]).items():
+        torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-9, atol=1e-9)
+
+
+def test_the_recipe_for_tokens_gives_the_mean_over_all_tokens(ranks: Ranks) -> None:
+    ranks.run(_normalize_by_tokens)
+
+
+def _recompute_activations(rank: int, world_size: int) -> None:
+    names = {"tfs": thunder_fsdp_sched, "thunder": thunder, "Block": torch.nn.Sequential}
+    names["apply_activation_checkpointing"] = apply_activation_checkpointing
+    [block] = blocks_of(section("training.md", "Recompute activations"))
+    saved_bytes, gathers = [], []
+    for is_wrapped in (False, True):
+        torch.manual_seed(0)
+        names["module"] = module = _Words().double()
+        expected = copy.deepcopy(module)
+        exec(block if is_wrapped else block.splitlines()[-1], names)
+        tokens, _ = _batches_of(rank)[0]
+        with saved_for_backward() as saved:
+            output = names["model"](tokens)
+        for result in (output, expected(tokens)):
+            loss_of(result).backward()
+        for name, grad in thunder_fsdp_sched.full_state_dict(names["model"]).items():
+            assert torch.equal(grad, expected.state_dict()[name])
+        for name, param in names["model"].named_parameters():
+            mean = expected.get_parameter(name.replace("_checkpoint_wrapped_module.", "")).grad
+            torch.distributed.all_reduce(mean)
+            torch.testing.assert_close(param.grad.full_tensor(), mean / world_size)
+        saved_bytes.append(sum(tensor.nbytes for tensor in saved))
+        schedule = names["model"]._lc_transforms[-1].schedules[-1]
+        gathers.append([len(part.of("fsdp_all_gather")) for part in (schedule.forward, schedule.backward)])
+    assert saved_bytes[1] < saved_bytes[0] and gathers[1] == gathers[0]
+
+
+def test_wrapped_blocks_are_recomputed_without_more_communication(ranks: Ranks) -> None:
+    ranks.run(_recompute_activations)

@@ -174,8 +174,9 @@ def fsdp(
             called once for each submodule and sets the parameters and buffers that this submodule owns directly. They
             are materialized on ``device`` one at a time, so the whole module is never in memory. Without it, parameters
             on the meta device must be loaded (:func:`load_checkpoint`, :func:`load_safetensors`) before the first call.
-        broadcast_from: global rank whose parameters and buffers all ranks copy. By default every rank must initialize
-            the same values.
+        broadcast_from: global rank whose parameters and buffers all ranks copy. The others may have made the module on the
+            meta device; a rank then receives one parameter at a time, and keeps its rows. What that rank has on the meta
+            device, too, ``param_init_fn`` initializes. By default every rank must initialize the same values.
         ignored_params: parameters, or their names, that stay whole on every rank. Their gradients are not reduced.
         allow_different_computation: let ranks compute different things, as long as their collectives agree. By default
             :class:`ScheduleDisagreement` is raised if the traces of ranks differ in an operator, an argument or the

@@ -51,6 +51,7 @@ from .pipeline import CompiledTraces, JointPasses, without
 from .plan.plan import Plan
 from .private_api import quiet_no_sync, refuse_foreign_functions, unwrap_fabric
 from .runtime.row_dtensor import local_rows
+from .sharding.fsdp2_names import refuse_fsdp2_methods
 from .sharding.huggingface_models import let_accelerate_prepare, refuse_save_pretrained, transformers_lookasides
 from .sharding.input_casts import attach_casts, cast_inputs
 from .sharding.jitted_state import hold_entries
@@ -154,6 +155,7 @@ class FSDPTransform(Transform):
         refuse_foreign_functions(model._model, self._sharded.locations)
         refuse_save_pretrained(model._model)
         let_accelerate_prepare(model)
+        refuse_fsdp2_methods(model)
         quiet_no_sync(model)
         self._stats.add(thunder.compile_stats(model))
         compile_data = thunder.compile_data(model)

@@ -87,6 +87,28 @@ def test_what_cannot_be_compiled_is_refused_and_works_in_eager(ranks: Ranks) -> 
     ranks.run(_refuse_and_generate)
 
 
+def _load_on_one_rank(rank: int, world_size: int) -> None:
+    reference = _llama(tie_word_embeddings=True, use_cache=False)
+    model = copy.deepcopy(reference)
+    if rank != 0:
+        with torch.device("meta"):
+            model = _llama(tie_word_embeddings=True, use_cache=False)
+    sharded = thunder.jit(model, transforms=[fsdp(broadcast_from=0)])
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for ours, theirs in (
+        (full_state_dict(sharded), reference.state_dict()),
+        (dict(model.named_buffers()), dict(reference.named_buffers())),  # tables of rotary embeddings
+    ):
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            torch.testing.assert_close(value, theirs[name], rtol=0, atol=0)
+    torch.testing.assert_close(sharded(_tokens(rank)).logits, reference(_tokens(rank)).logits)
+
+
+def test_a_model_that_one_rank_has_is_broadcast_to_models_on_meta(ranks: Ranks) -> None:
+    ranks.run(_load_on_one_rank)
+
+
 def _save(rank: int, world_size: int, folder: Path) -> None:
     from transformers import LlamaForCausalLM
 

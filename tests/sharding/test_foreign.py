@@ -108,6 +108,28 @@ def test_cuda_graphs_are_refused(ranks: Ranks) -> None:
     ranks.run(_cuda_graphs)
 
 
+class _WithReshard(nn.Linear):
+    def reshard(self) -> str:
+        return "its own"
+
+
+def _call_methods_of_fsdp2(rank: int, world_size: int) -> None:
+    model = thunder.jit(_WithReshard(4, 6), transforms=[fsdp()])
+    assert model.reshard() == "its own"
+    for call, instead in (
+        (lambda: model.set_requires_gradient_sync(False), r"with model\.no_sync\(\):"),
+        (lambda: model.set_reshard_after_forward(True, recurse=False), r"sharding_strategy='zero2' or 'zero3'"),
+        (lambda: model.unshard(async_op=True), r"with tfs\.unsharded\(model, \.\.\.\)"),
+        (lambda: model.set_post_optim_event(None), r"table of methods under 'From FSDP2'"),
+    ):
+        with pytest.raises(NotImplementedError, match=instead):
+            call()
+
+
+def test_methods_of_fsdp2_name_their_replacements(ranks: Ranks) -> None:
+    ranks.run(_call_methods_of_fsdp2)
+
+
 def _under_torch_compile(rank: int, world_size: int) -> None:
     model = thunder.jit(nn.Linear(4, 6), transforms=[fsdp()])
     with pytest.raises(RuntimeError, match=r"leave torch\.compile out, because Thunder compiles the module"):

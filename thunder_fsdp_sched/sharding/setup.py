@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from thunder.core.module import ThunderModule
@@ -29,6 +31,7 @@ __all__ = [
     "initialize_shards",
     "move_unsharded",
     "param_specs",
+    "receiver",
     "comm_spec_of",
     "versions",
 ]
@@ -155,6 +158,26 @@ def broadcast(
     """Broadcast a tensor over its ranks, from the given device if they cannot send it from its own."""
     with torch.no_grad(), control_of(assignment.world_group).doing("broadcast_from"):
         assignment.broadcast(tensor.detach(), source, group_key, via=via)
+
+
+def receiver(
+    specs: list[tuple[ParamSpec, torch.nn.Parameter]], source: ValueSource
+) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """Return a function that gives a parameter's memory to receive it, which the next parameter reuses.
+
+    Memory of its own would be freed too late: gloo refers to it for a while after the broadcast.
+    """
+    nbytes: dict[torch.device, int] = defaultdict(int)
+    for spec, param in specs:
+        if param.is_meta and source.has_value(spec.name):
+            device = source.device_of(spec.name, param)
+            nbytes[device] = max(nbytes[device], param.nbytes)
+    buffers = {device: torch.empty(size, dtype=torch.uint8, device=device) for device, size in nbytes.items()}
+
+    def receive(name: str, param: torch.Tensor) -> torch.Tensor:
+        return buffers[source.device_of(name, param)][: param.nbytes].view(param.dtype).view(param.shape)
+
+    return receive
 
 
 def allocate_buckets(plan: Plan, assignment: GroupAssignment) -> list[Bucket]:

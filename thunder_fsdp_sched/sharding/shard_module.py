@@ -43,6 +43,7 @@ from .setup import (
     initialize_shards,
     move_unsharded,
     param_specs,
+    receiver,
     versions,
 )
 from .sharded_module import ShardedModule
@@ -218,15 +219,15 @@ def _fill(
             if source.has_value(name):
                 broadcast(tensor, key, first, source.rank, assignment)
     former_memory, former_params = FormerMemory(), []
+    receive = receiver(planned.specs, source)
     for spec, param in planned.specs:
         bucket, index = locations[spec.name]
         if source.has_value(spec.name):
+            whole = receive(spec.name, param) if param.is_meta else param
+            if source.rank is not None:
+                broadcast(whole, planned.group_keys[spec.name], spec.device, source.rank, assignment)
             with torch.no_grad():
-                whole = torch.empty_like(param, device=source.device_of(spec.name, param)) if param.is_meta else param
-                if source.rank is not None:
-                    broadcast(whole, planned.group_keys[spec.name], spec.device, source.rank, assignment)
                 bucket.copy_in(index, whole)
-                del whole
         if not param.is_meta:
             former_memory.add(spec.name, param)
             # Frees its memory if another transform created it besides the module's own.

@@ -3,8 +3,8 @@
 [Note: One rank has the values]
 With ``broadcast_from``, all other ranks may have made the module on the meta device, so that a host holds its values
 once. The rank that broadcasts tells the others on which device it has each tensor. Tensors that it has on the meta
-device are initialized by ``param_init_fn`` on all ranks; the others are broadcast. A rank receives a parameter in memory
-of its own, keeps its rows, and frees the rest before the next one. Buffers and ``ignored_params`` it receives whole.
+device are initialized by ``param_init_fn`` on all ranks; the others are broadcast. A rank receives the parameters one
+after the other in the same memory, and keeps its rows. Buffers and ``ignored_params`` it receives whole.
 """
 
 from __future__ import annotations
