@@ -50,7 +50,6 @@ from .options import Options
 from .pipeline import CompiledTraces, JointPasses, without
 from .plan.plan import Plan
 from .private_api import quiet_no_sync, refuse_foreign_functions, unwrap_fabric
-from .runtime.row_dtensor import local_rows
 from .sharding.fsdp2_names import refuse_fsdp2_methods
 from .sharding.huggingface_models import let_accelerate_prepare, refuse_save_pretrained, transformers_lookasides
 from .sharding.input_casts import attach_casts, cast_inputs
@@ -150,7 +149,7 @@ class FSDPTransform(Transform):
         # Adding a transform to a jitted module creates a new ThunderModule, which gets the same shards.
         self._sharded.attach(model)
         replace_in_optimizers_of(self._sharded.former_params)
-        hold_entries(model, self._sharded)
+        hold_entries(model, self._sharded, to_cpu=self.options.move_state_dict_to_cpu)
         attach_casts(model, self._sharded.mp_policy)
         refuse_foreign_functions(model._model, self._sharded.locations)
         refuse_save_pretrained(model._model)
@@ -245,30 +244,6 @@ class FSDPTransform(Transform):
         for kept in (self.compiled, *(stats.interpreter_cache for stats in self._stats)):
             del kept[: max(len(kept) - MAX_COMPILED + 1, 0)]
 
-    def transform_state_dict_for_submodule(
-        self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return this rank's rows of each unsharded entry (for ``load_original_state_dict``)."""
-        self.sharded.module_params.check()
-        return {k: self.sharded.shard_entry(_join(submodule_name, k), v) for k, v in state_dict.items()}
-
-    def reverse_transform_state_dict_for_submodule(
-        self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Gather each sharded entry (for ``original_state_dict``). A collective: all ranks must call it."""
-        self.sharded.module_params.check()
-        self.sharded.check_initialized()
-        unsharded = {}
-        for key, value in state_dict.items():
-            name = _join(submodule_name, key)
-            if name in self.sharded.locations:
-                bucket, index = self.sharded.locations[name]
-                value = bucket.rows[index].gather(local_rows(value))
-                if self.options.move_state_dict_to_cpu:
-                    value = value.cpu()
-            unsharded[key] = value
-        return unsharded
-
 
 def find_transform(model: object) -> FSDPTransform:
     """Return the transform that shards ``model``, a jitted module or Lightning Fabric's wrapper of one.
@@ -297,7 +272,3 @@ def find_jitted(model: object) -> tuple[ThunderModule, ShardedModule]:
     """
     sharded = find_transform(model).sharded
     return unwrap_fabric(model), sharded
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name

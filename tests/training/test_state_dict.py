@@ -161,8 +161,10 @@ def test_loading_some_unsharded_entries_leaves_the_others_unchanged(ranks: Ranks
 def _load_wrong_shape(rank: int, world_size: int) -> None:
     twins = _make_twins(rank, world_size)
     state = {**twins.reference.state_dict(), "mix": torch.zeros(4, 5)}
-    with pytest.raises(ValueError, match=r"state dict entry 'mix': the unsharded .* \(5, 4\), the entry \(4, 5\)"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for mix: the unsharded .* \(5, 4\), the entry \(4, 5\)"):
         twins.sharded.load_original_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"load_original_state_dict: the module has no 'other'"):
+        twins.sharded.load_original_state_dict({"other": torch.zeros(1)})
     shard = {**twins.sharded.state_dict(), "mix": torch.zeros(9, 9)}
     with pytest.raises(RuntimeError, match="size mismatch for mix"):
         twins.sharded.load_state_dict(shard)
@@ -192,7 +194,7 @@ def _replace_parameters(rank: int, world_size: int) -> None:
         check_error_names(name)
         param._local_tensor = ours
         loss_of(sharded(x)).backward()
-    with pytest.raises(ValueError, match=r"load_state_dict\(assign=True\): 'scale' is sharded"):
+    with pytest.raises(ValueError, match=r"load_state_dict\(assign=True\): 'scale' of a sharded model cannot be"):
         sharded.load_state_dict({name: value.clone() for name, value in sharded.state_dict().items()}, assign=True)
 
 
@@ -418,6 +420,10 @@ def _refuse_entries(rank: int, world_size: int) -> None:
             owner.state_dict(keep_vars=True)
         with pytest.raises(ValueError, match=r"assign=True.*load without assign"):
             owner.load_state_dict(copy.deepcopy(own), assign=True)
+        buffers = {name: value.clone() for name, value in own.items() if name.endswith(("offset", "running_mean"))}
+        if buffers:
+            with pytest.raises(ValueError, match=r"(offset|running_mean)' of a sharded model cannot be replaced"):
+                owner.load_state_dict(buffers, strict=False, assign=True)
         if prefix == "":
             for wrong, error in (
                 (rows, "the unsharded parameter has shape"),

@@ -14,11 +14,13 @@ not of its name in a state dict. Thunder, traces and buckets use the former, :fu
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 from thunder.core.module import ThunderModule
+from torch.distributed.tensor import DTensor
 
 from ..private_api import state_name
 from .sharded_module import ShardedModule
@@ -29,9 +31,13 @@ _ORIGINAL = "_model."
 """The prefix of the original module's names in a jitted module."""
 
 
-def hold_entries(model: ThunderModule, sharded: ShardedModule) -> None:
-    """Make ``model`` have the state dict of its original module."""
-    state = _JittedState(model, sharded)
+def hold_entries(model: ThunderModule, sharded: ShardedModule, *, to_cpu: bool) -> None:
+    """Make ``model`` have the state dict of its original module.
+
+    Args:
+        to_cpu: whether ``original_state_dict`` moves each parameter to the CPU as soon as it is gathered.
+    """
+    state = _JittedState(model, sharded, to_cpu)
     model.state_dict = state.state_dict
     model.original_state_dict = state.original_state_dict
     model.load_state_dict = state.load_state_dict
@@ -57,10 +63,10 @@ def rows_by_name(model: ThunderModule) -> dict[str, torch.Tensor]:
 class _JittedState:
     """The replacements for methods of a jitted module's class. They do not keep the module alive."""
 
-    def __init__(self, model: ThunderModule, sharded: ShardedModule) -> None:
+    def __init__(self, model: ThunderModule, sharded: ShardedModule, to_cpu: bool) -> None:
         self._reference = weakref.ref(model)
         self._sharded = sharded
-        self._gives_rows = False
+        self._to_cpu = to_cpu
         self._prefix = ""
 
     def state_dict(self, **kwargs: Any) -> dict[str, Any]:
@@ -70,20 +76,23 @@ class _JittedState:
             NotImplementedError: another transform has created parameters or buffers.
             ValueError: ``keep_vars`` is set, or ranks have different parameters under one name.
         """
-        if self._gives_rows:
-            return ThunderModule.state_dict(self._model)
         return self._module().state_dict(**kwargs)
 
-    def original_state_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """Do the same as Thunder's method, which passes the rows of ``state_dict`` to transforms."""
-        self._gives_rows = True
-        try:
-            original = ThunderModule.original_state_dict(self._model, **kwargs)
-        finally:
-            self._gives_rows = False
-        for name in [name for name in original if state_name(name) != name]:
-            original[state_name(name)] = original.pop(name)
-        return original
+    def original_state_dict(
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Return the original module's state dict with whole parameters, each gathered once; a collective."""
+        entries = self.state_dict(keep_vars=keep_vars)
+        self._sharded.check_initialized()
+        whole: dict[str, torch.Tensor] = {}  # by leading name
+        destination = OrderedDict() if destination is None else destination
+        for name, value in entries.items():
+            leading = self._sharded.names_of(name)[0]
+            if leading not in whole and isinstance(value, DTensor):
+                value = value.full_tensor()
+                whole[leading] = value.cpu() if self._to_cpu else value
+            destination[prefix + name] = whole.get(leading, value)
+        return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load entries with this rank's rows, or its rows of whole tensors, into the original module.
@@ -100,13 +109,14 @@ class _JittedState:
         return self._module().load_state_dict(state_dict, strict, assign)
 
     def load_original_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do the same as Thunder's method for the names of a state dict."""
-        model = self._model
-        known = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-        own_names = {state_name(name): name for name, _ in known}
-        ThunderModule.load_original_state_dict(model, {own_names.get(n, n): v for n, v in state_dict.items()})
-        for name, buffer in list(model._overrides_buffers.items()):  # those of another dtype were replaced
-            self.set_buffer(name, buffer)
+        """Load whole parameters and buffers, or some of them; each rank takes its rows.
+
+        Raises:
+            RuntimeError: a shape is another one, or the module has no such entry.
+        """
+        whole = {name.removeprefix("."): value for name, value in state_dict.items()}  # as Thunder names the root's
+        if unexpected := self.load_state_dict(whole, strict=False).unexpected_keys:
+            raise RuntimeError(f"load_original_state_dict: the module has no {unexpected[0]!r}")
 
     def set_buffer(self, name: str, value: torch.Tensor) -> None:
         """Replace a buffer that forward has assigned, in the original module as well.

@@ -41,8 +41,6 @@ from .state_entries import loaded_param, param_entry
 __all__ = [
     "ModuleParameters",
     "find_owner",
-    "refuse_assign",
-    "refuse_keep_vars",
 ]
 
 
@@ -267,7 +265,11 @@ class _Guard(UntracedHook):
         )
 
     def check_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        refuse_keep_vars(keep_vars)
+        if keep_vars:
+            raise ValueError(
+                "state_dict(keep_vars=True): an entry of a sharded parameter stands for the whole parameter, and is not the "
+                "parameter, which holds this rank's rows: named_parameters() gives it"
+            )
         if self._params.is_root(module) and not self._params.whole:  # once for all submodules
             self._params.check()
 
@@ -284,15 +286,18 @@ class _Guard(UntracedHook):
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
     ) -> None:
         """Replace loaded entries with this rank's rows, all of them before torch copies the first into its shard."""
+        if local_metadata.get("assign_to_params_buffers", False) and not self._params.whole:
+            for name in state_dict:
+                if name.startswith(prefix):
+                    raise ValueError(
+                        f"load_state_dict(assign=True): {name!r} of a sharded model cannot be replaced; load without assign"
+                    )
         errors = []
         for name, place in self._params.places_below(self._path):
             value = state_dict.get(prefix + name)
-            if not isinstance(value, torch.Tensor):
-                continue
-            if local_metadata.get("assign_to_params_buffers", False):
-                refuse_assign(prefix + name)
             try:
-                state_dict[prefix + name] = loaded_param(*place, value)
+                if isinstance(value, torch.Tensor):
+                    state_dict[prefix + name] = loaded_param(*place, value)
             except ValueError as error:
                 errors.append(f"size mismatch for {prefix + name}: {error}")
         if errors:
@@ -306,22 +311,6 @@ class _Guard(UntracedHook):
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.__reduce_ex__(4)
-
-
-def refuse_keep_vars(keep_vars: bool) -> None:
-    """Raise an error if a state dict is requested with the parameters themselves."""
-    if keep_vars:
-        raise ValueError(
-            "state_dict(keep_vars=True): an entry of a sharded parameter stands for the whole parameter, and is not the "
-            "parameter, which holds this rank's rows: named_parameters() gives it"
-        )
-
-
-def refuse_assign(name: str) -> NoReturn:
-    """Raise an error because loading would replace a sharded parameter."""
-    raise ValueError(
-        f"load_state_dict(assign=True): {name!r} is sharded, and its memory belongs to a bucket; load without assign"
-    )
 
 
 def find_owner(module: nn.Module, name: str) -> tuple[nn.Module, str] | None:

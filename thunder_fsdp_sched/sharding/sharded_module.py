@@ -36,7 +36,6 @@ from ..tracing import CollectsLess
 from .conflicts import refuse_backward_hooks, refuse_conflicts, refuse_old_backward_hooks
 from .meta_init import is_blank
 from .module_parameters import ModuleParameters, find_owner
-from .state_entries import rows_from
 
 __all__ = ["ShardedModule"]
 
@@ -234,19 +233,3 @@ class ShardedModule:
                     f"parameters (load_checkpoint, load_safetensors) before the first call"
                 )
         self.began_on_meta.clear()
-
-    def shard_entry(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of an unsharded state dict entry; other entries are returned unchanged.
-
-        Raises:
-            ValueError: the entry's shape is not that of the parameter.
-        """
-        if name not in self.locations:
-            return value
-        bucket, index = self.locations[name]
-        try:
-            rows = rows_from(bucket, index, value)
-        except ValueError as error:
-            raise ValueError(f"state dict entry {name!r}: {error}") from error
-        rows = rows.to(device=bucket.spec.shard_device, dtype=bucket.spec.dtype)
-        return RowDTensor.wrap(rows, bucket.rows[index])

@@ -9,7 +9,6 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.tensor import DTensor
 
-from ...private_api import state_name
 from ...sharding.sharded_module import ShardedModule
 from ...transform import find_jitted
 
@@ -19,17 +18,11 @@ __all__ = ["full_state_dict", "gather_entries"]
 def full_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
     """Return whole parameters under the keys of the original, unsharded module; a collective.
 
-    It is the result of ``model.original_state_dict()``, with the keys that ``load_state_dict(strict=True)`` of the
-    original module expects: including tied names, and without the leading dot that Thunder 0.2.6 adds to names of the
-    root module.
+    It is the result of ``model.original_state_dict()``, which ``load_state_dict(strict=True)`` of the original module
+    accepts.
     """
     model, _ = find_jitted(model)
-    entries = {key.removeprefix("."): value for key, value in model.original_state_dict().items()}
-    for name, tied in model._get_shared_names().items():
-        known = next((entries[other] for other in map(state_name, tied) if other in entries), None)
-        if known is not None:
-            entries.setdefault(state_name(name), known)
-    return entries
+    return dict(model.original_state_dict())
 
 
 def gather_entries(entries: Mapping[str, Any], sharded: ShardedModule | None, *, keeps: bool) -> dict[str, Any]:
