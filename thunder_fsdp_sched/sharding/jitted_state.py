@@ -13,6 +13,7 @@ not of its name in a state dict. Thunder, traces and buckets use the former, :fu
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -82,7 +83,12 @@ class _JittedState:
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Return the original module's state dict with whole parameters, each gathered once; a collective."""
-        entries = self.state_dict(keep_vars=keep_vars)
+        params = self._sharded.module_params
+        params.is_gathering = True
+        try:
+            entries = self.state_dict(keep_vars=keep_vars)
+        finally:
+            params.is_gathering = False
         self._sharded.check_initialized()
         whole: dict[str, torch.Tensor] = {}  # by leading name
         destination = OrderedDict() if destination is None else destination
@@ -118,12 +124,12 @@ class _JittedState:
         if unexpected := self.load_state_dict(whole, strict=False).unexpected_keys:
             raise RuntimeError(f"load_original_state_dict: the module has no {unexpected[0]!r}")
 
-    def set_buffer(self, name: str, value: torch.Tensor) -> None:
+    def set_buffer(self, name: str, value: torch.Tensor | None) -> None:
         """Replace a buffer that forward has assigned, in the original module as well.
 
         Thunder's own method would leave it in the last step's graph, and the root module's buffers under another name.
         """
-        name, value = name.removeprefix("."), value.detach()
+        name, value = name.removeprefix("."), value if value is None else value.detach()
         ThunderModule.set_buffer(self._model, name, value)
         path, _, leaf = name.rpartition(".")
         owner = self._sharded.module.get_submodule(path)
@@ -152,9 +158,10 @@ class _JittedState:
         """Return the original module, whose state dict is complete."""
         self._sharded.module_params.check()
         model, module = self._model, self._sharded.module
-        own = {name for named in (module.named_parameters, module.named_buffers) for name, _ in named()}
+        named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+        own = {name for name, _ in itertools.chain(*named)}
         for name in (*model._overrides_parameters, *model._overrides_buffers):
-            if name not in own and name not in self._sharded.module_params.placeholders:
+            if name not in own:
                 raise NotImplementedError(
                     f"state_dict: another transform has created {name!r}, for which the original module's state dict has no "
                     f"entry: read it by model.named_parameters()"

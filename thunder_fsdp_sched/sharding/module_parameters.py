@@ -36,7 +36,7 @@ from ..runtime.memory import address
 from ..runtime.module_hooks import UntracedHook
 from ..runtime.row_dtensor import local_rows
 from .containers import params_in_containers, replace_in_containers
-from .state_entries import loaded_param, param_entry
+from .state_entries import as_entry, loaded_param, refuse_unshared
 
 __all__ = [
     "ModuleParameters",
@@ -66,11 +66,13 @@ class ModuleParameters:
     Attributes:
         has_placeholders: whether placeholders are in the module now.
         placeholders: parameters of whole shape on the meta device, keyed by each name.
+        is_gathering: whether entries are for this rank alone, which gathers them: ranks may have different parameters.
         whole: the whole parameters that are in the module now (``unsharded``), keyed by the ``id`` of the shard.
     """
 
     def __init__(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
         self.has_placeholders = False
+        self.is_gathering = False
         self.whole: Mapping[int, nn.Parameter] = {}
         self._module = module
         self._buckets = buckets
@@ -280,7 +282,10 @@ class _Guard(UntracedHook):
             if location is not None:
                 if module._parameters[leaf] is not location[0].params[location[1]]:
                     self._params.check()
-                state_dict[prefix + leaf] = param_entry(*location)
+                bucket, index = location
+                if not self._params.is_gathering:
+                    refuse_unshared(bucket)
+                state_dict[prefix + leaf] = as_entry(bucket, index, bucket.shard_views[index])
 
     def shard_loaded_entries(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any

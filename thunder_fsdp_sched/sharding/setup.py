@@ -15,6 +15,7 @@ from ..compat import __version__
 from ..options import Options, check_transport
 from ..plan.plan import Plan
 from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, Strided
+from ..private_api import state_name
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.memory import Arena
 from ..transports import TRANSPORTS, choose_transport
@@ -85,7 +86,9 @@ def comm_spec_of(
 def ignored_names(named: dict[str, torch.nn.Parameter], options: Options) -> set[str]:
     ignored = set()
     for wanted in options.ignored_params:
-        matches = {n for n, p in named.items() if (n == wanted if isinstance(wanted, str) else p is wanted)}
+        matches = {
+            n for n, p in named.items() if (wanted in (n, state_name(n)) if isinstance(wanted, str) else p is wanted)
+        }
         if not matches:
             what = repr(wanted) if isinstance(wanted, str) else f"a parameter of shape {tuple(wanted.shape)}"
             raise ValueError(f"ignored_params: {what} is not a parameter of the module")

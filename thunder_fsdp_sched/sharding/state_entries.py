@@ -16,17 +16,7 @@ from ..runtime.bucket import Bucket
 from ..runtime.row_dtensor import RowDTensor
 from ..runtime.row_pieces import RowPiece
 
-__all__ = ["RowPiece", "as_entry", "loaded_param", "param_entry", "refuse_unshared", "rows_from"]
-
-
-def param_entry(bucket: Bucket, index: int) -> torch.Tensor:
-    """Return the entry of a parameter in a state dict; it shares the memory of this rank's rows.
-
-    Raises:
-        ValueError: other ranks have another parameter of this name.
-    """
-    refuse_unshared(bucket)
-    return as_entry(bucket, index, bucket.shard_views[index])
+__all__ = ["RowPiece", "as_entry", "loaded_param", "refuse_unshared", "rows_from"]
 
 
 def loaded_param(bucket: Bucket, index: int, value: torch.Tensor) -> RowDTensor:
