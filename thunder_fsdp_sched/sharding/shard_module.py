@@ -90,7 +90,7 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
             gradients or are already shards; unknown ``ignored_params``; ``broadcast_from`` is not in the process group,
             or that rank has no values; a transport cannot send a bucket; parameters of one bucket are sharded over
             different groups.
-        RuntimeError: there is no process group, or a package is not installed.
+        RuntimeError: there is no process group.
         ScheduleDisagreement: ranks differ in the versions of this package, Thunder or torch, in options, or in
             parameters or their values.
     """
