@@ -45,6 +45,12 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def _assign(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    x[mask] = 2
+    x[x.sign().eq(-1)] = torch.tensor(-3.0)
+    return x
+
+
 ROWS: dict[str, Callable[..., Any]] = {
     "scaled": lambda x, y: x * 2 + 1,
     "sum of two": lambda x, y: x + y * x.sigmoid(),
@@ -65,12 +71,13 @@ ROWS: dict[str, Callable[..., Any]] = {
     "softmax": lambda x, y: x.softmax(-1),
     "cumulative sum": lambda x, y: x.cumsum(-1),
     "sorted": lambda x, y: x.sort(-1).values,
-    "flattened": lambda x, y: x.flatten() if x.ndim else x + 0,
+    "flattened": lambda x, y: x.flatten(),
     "flattened rows": lambda x, y: x.flatten(1) if x.ndim else x + 0,
-    "back in shape": lambda x, y: x.flatten().view(x.shape) + x if x.ndim else x + 0,
+    "back in shape": lambda x, y: x.flatten().view(x.shape) + x,
     "column": lambda x, y: x[:, 1],
     "all of it": lambda x, y: x[:] + x[...],
     "with a new dimension": lambda x, y: x.unsqueeze(-1).expand(*x.shape, 3) if x.ndim else x + 0,
+    "where a mask says": lambda x, y: _assign(x.clone(), x > y),
     "dropout": lambda x, y: torch.nn.functional.dropout(x, 0.5),
 }
 """Functions whose result is rows."""

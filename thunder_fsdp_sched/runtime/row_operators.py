@@ -428,6 +428,8 @@ def _item(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _view_rows(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensor, rows, local = args[0], args[0].rows, args[0]._local_tensor
+    if not tensor.ndim:
+        return _view(func, args, kwargs)
     expected = func(torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs)
     dims = _dims(func, args, kwargs, added=func is aten.unsqueeze.default)
     if func is aten.permute.default and dims[0] == 0:
@@ -449,11 +451,25 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if len(shape) == tensor.ndim and shape[:1] == tensor.shape[:1]:
             return _wrapped(local.expand(len(local), *shape[1:]), rows.reshaped(shape))
         return _on_single_rank(func, args, kwargs)
+    if len(shape) + tensor.ndim == 1 and shape.numel() == 1:  # a 0-dim tensor counts as one row
+        return _wrapped(aten.alias.default(local), rows.reshaped(shape))
     old, new = math.prod(tensor.shape[1:]), math.prod(shape[1:])
     if not tensor.ndim or not shape or not new or any(start * old % new for start in rows.starts):
         return _on_single_rank(func, args, kwargs)
     other = rows.reshaped(shape, [start * old // new for start in rows.starts])
     return _wrapped(func(local, list(other.local_shape)), other)
+
+
+def _put_where(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Assign a number to elements that a mask chooses: ``p[p > 1] = 1``."""
+    tensor, (*others, mask), value = args[0], args[1], args[2]
+    if tensor.shape == (1,) and not isinstance(mask, DTensor):  # what torch makes of a 0-dim tensor and mask
+        if len(tensor._local_tensor):
+            func(tensor._local_tensor, *args[1:], **kwargs)
+        return tensor
+    if others or mask is None or mask.dtype is not torch.bool or mask.shape != tensor.shape or args[3:] or kwargs:
+        return _on_single_rank(func, args, kwargs)
+    return _on_elements(aten.masked_fill_.Tensor, (tensor, mask, value.reshape(())), {})
 
 
 def _squeeze(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -532,6 +548,7 @@ _HANDLERS: dict[Any, Handler] = {
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.squeeze.default: _squeeze,
+    aten.index_put_.default: _put_where,
     aten.new_empty.default: _new,
     aten.new_zeros.default: _new,
     aten.new_ones.default: _new,

@@ -247,6 +247,7 @@ _NEED_WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _refuse_rows(optimizer)
+    state_to_rows(optimizer)
     if len(args) <= 1 and kwargs.get("closure") is None:  # a closure computes gradients later
         _warn_of_unreduced(optimizer)
 
@@ -272,7 +273,6 @@ def _warn_of_unreduced(optimizer: torch.optim.Optimizer) -> None:
 
 def _refuse_rows(optimizer: torch.optim.Optimizer) -> None:
     """Raise an error on all ranks for optimizers of torch that would mistake rows for whole parameters."""
-    state_to_rows(optimizer)
     if why := _mixes_ranks(optimizer):
         for param in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if isinstance(param, RowDTensor) and param.rows.ranks.group.size > 1:

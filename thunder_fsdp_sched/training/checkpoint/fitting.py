@@ -111,7 +111,7 @@ def _blank_state(
             f"the checkpoint does not fit the optimizers: {what} has shape {tuple(found.size)} there, the parameter "
             f"{tuple(param.shape)}"
         )
-    if is_rows or is_vector or (len(found.chunks) > 1 and found.size[0] == rows.starts[-1]):
+    if is_rows or is_vector or (found.size[:1] == rows.starts[-1:] and (len(found.chunks) > 1 or found.size[0] == 1)):
         rows = rows.reshaped(found.size)
         return RowDTensor.wrap(local.new_empty(rows.local_shape, dtype=whole.dtype), rows)
     return replicated(whole.to(local.device), param.device_mesh) if whole.ndim else whole

@@ -1,0 +1,364 @@
+"""Optimizers of torch and of users on sharded parameters, beside an unsharded run: each case is a row of data.
+
+Gradients are set directly, so nothing is traced.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import thunder_fsdp_sched as tfs
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import Ranks
+from test_optimizers import ShardedAndReference
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+Make = Callable[[Any], Optimizer]
+
+
+class ScalarState(Optimizer):
+    """An optimizer with a number of state for each parameter, that of the whole parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state, power = self.state[param], param.grad.pow(2).sum()
+                    state["power"] = 0.9 * state.get("power", power) + 0.1 * power
+                    param.sub_(param.grad / (state["power"].sqrt() + 1e-3), alpha=group["lr"])
+
+
+class FactoredState(Optimizer):
+    """An optimizer with state for each row and each column of a matrix."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state, square = self.state[param], param.grad.square() + 1e-8
+                if param.ndim == 2:
+                    if not state:
+                        state["row"], state["column"] = (
+                            torch.zeros_like(square.mean(1)),
+                            torch.zeros_like(square.mean(0)),
+                        )
+                    state["row"].lerp_(square.mean(1), 0.1)
+                    state["column"].lerp_(square.mean(0), 0.1)
+                    square = state["row"].unsqueeze(1) * (state["column"] / state["row"].mean()).unsqueeze(0)
+                param.addcdiv_(param.grad, square.sqrt(), value=-group["lr"])
+
+
+class NestedState(Optimizer):
+    """An optimizer whose state contains dictionaries and lists."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    if not state:
+                        state["slow"] = {"value": param.clone(), "steps": 0}
+                        state["history"] = [torch.zeros_like(param), torch.zeros_like(param)]
+                    state["history"] = [state["history"][1], param.grad.clone()]
+                    state["slow"]["steps"] += 1
+                    state["slow"]["value"].lerp_(param, 0.5)
+                    param.sub_(state["history"][0] + state["history"][1], alpha=group["lr"])
+                    param.copy_(state["slow"]["value"] + param).mul_(0.5)
+
+
+class Derived(AdamW):
+    """A class derived from AdamW that changes gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param.ndim > 1:
+                    param.grad = param.grad - param.grad.mean(1, keepdim=True)
+        return super().step(closure)
+
+
+TORCH: dict[str, tuple[type[Optimizer], dict[str, Any], tuple[str, ...]]] = {
+    "ASGD": (ASGD, {"lr": 0.1, "weight_decay": 0.1}, ("foreach",)),
+    "Adadelta": (Adadelta, {"lr": 0.5}, ("foreach",)),
+    "Adagrad": (Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1}, ("foreach", "fused")),
+    "Adam": (Adam, {"lr": 0.1, "amsgrad": True}, ("foreach", "fused")),
+    "AdamW": (AdamW, {"lr": 0.1, "maximize": True}, ("foreach", "fused")),
+    "AdamW, lr tensor": (AdamW, {"lr": torch.tensor(0.1)}, ("fused",)),
+    "Adamax": (Adamax, {"lr": 0.1}, ("foreach",)),
+    "NAdam": (NAdam, {"lr": 0.1, "decoupled_weight_decay": True, "weight_decay": 0.1}, ("foreach",)),
+    "RAdam": (RAdam, {"lr": 0.1}, ("foreach",)),
+    "RMSprop": (RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.5}, ("foreach",)),
+    "Rprop": (Rprop, {"lr": 0.01}, ("foreach",)),
+    "SGD": (SGD, {"lr": 0.1}, ("foreach", "fused")),
+    "SGD, momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, ("foreach", "fused")),
+}
+
+OWN: dict[str, Make] = {"scalar": ScalarState, "factored": FactoredState, "nested": NestedState, "derived": Derived}
+
+
+def _optimizers() -> Iterator[tuple[str, Make]]:
+    for name, (cls, options, kernels) in TORCH.items():
+        for kernel in ("plain", *kernels):
+            chosen = {"foreach": False} if kernel == "plain" else {kernel: True}
+            yield (
+                f"{name}, {kernel}",
+                partial(cls, **options, **chosen),
+            )
+    yield from OWN.items()
+
+
+def _lr_hook(optimizer: Optimizer, step: int) -> None:
+    if step == 0:
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+
+        optimizer.register_step_pre_hook(before)
+
+
+def _grad_hook(optimizer: Optimizer, step: int) -> None:
+    if step == 0:
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.grad = param.grad.clamp(-0.5, 0.5) * 3
+
+        optimizer.register_step_pre_hook(before)
+
+
+def _post_hook(optimizer: Optimizer, step: int) -> None:
+    """Clear the momentum after each second step, which a hook of the state sees."""
+    if step == 0:
+
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            assert optimizer.state
+            for state in optimizer.state.values():
+                state["calls"] = state.get("calls", 0) + 1
+                for key, value in state.items():
+                    if key.startswith("exp_avg") and state["calls"] % 2 == 0:
+                        value.zero_()
+
+        optimizer.register_step_post_hook(after)
+
+
+def _add_group(optimizer: Optimizer, step: int) -> None:
+    if step == 1:
+        last = optimizer.param_groups[0]["params"].pop()
+        optimizer.state.pop(last, None)
+        optimizer.add_param_group({"params": [last], "lr": 0.03})
+
+
+def _freeze(optimizer: Optimizer, step: int) -> None:
+    if step in (1, 3):
+        for param in optimizer.param_groups[0]["params"][:2]:
+            param.requires_grad_(step == 3)
+            param.grad = param.grad if step == 3 else None
+
+
+def _reload(optimizer: Optimizer, step: int) -> None:
+    if step == 2:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _shard_another(optimizer: Optimizer, step: int) -> None:
+    if step == 1:
+        ShardedAndReference(seed=3)
+
+
+ACTIONS = {
+    "hook of lr": _lr_hook,
+    "hook of gradients": _grad_hook,
+    "hook after": _post_hook,
+    "new group": _add_group,
+    "frozen": _freeze,
+    "reloaded": _reload,
+    "another model": _shard_another,
+}
+
+
+class _Both(ShardedAndReference):
+    """A sharded model and its reference with one optimizer each."""
+
+    def __init__(self, make: Make, without: str = "", **options: Any) -> None:
+        super().__init__(**options)
+        names = [n for n, p in self.reference.named_parameters() if p.requires_grad and n != without]
+        self.optimizers.append(make([self.model.get_parameter(n) for n in names]))
+        self.reference_optimizers.append(make([self.reference.get_parameter(n) for n in names]))
+
+    def pair(self) -> tuple[Optimizer, Optimizer]:
+        return self.optimizers[0], self.reference_optimizers[0]
+
+    def check_states(self) -> None:
+        """Compare the optimizers' state dicts: values, names, options."""
+        ours, theirs = (optimizer.state_dict() for optimizer in self.pair())
+        assert ours["state"].keys() == theirs["state"].keys()
+        assert repr(ours["param_groups"]) == repr(theirs["param_groups"])
+        whole = tree_map_only(DTensor, lambda t: t.full_tensor(), ours["state"])
+        for number, state in theirs["state"].items():
+            assert state.keys() == whole[number].keys()
+            for mine, other in zip(tree_leaves(whole[number]), tree_leaves(state), strict=True):
+                torch.testing.assert_close(mine, other, msg=lambda text, n=number: f"state of {n}: {text}")
+
+    def check(self, *, exact: bool = True) -> None:
+        whole = tfs.full_state_dict(self.model)
+        for name, param in self.reference.state_dict().items():
+            tolerance = {"rtol": 0, "atol": 0} if exact else {}
+            torch.testing.assert_close(whole[name], param, **tolerance, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def _train(rank: int, world_size: int) -> dict[str, str]:
+    failures = {}
+    for name, make in _optimizers():
+        actions = (
+            ACTIONS if name in ("AdamW, foreach", "AdamW, fused", "SGD, momentum, plain", "scalar") else {"none": None}
+        )
+        for action, act in actions.items():
+            try:
+                both = _Both(make)
+                for step in range(4):
+                    for optimizer in both.pair():
+                        if act is not None:
+                            act(optimizer, step)
+                    both.gradients(step)
+                    both.step()
+                # Sums, and the elements that fused kernels do not vectorize, round otherwise.
+                both.check(exact=name not in OWN and "fused" not in name)
+                both.check_states()
+            except Exception as error:
+                failures[f"{name} / {action}"] = f"{type(error).__name__}: {str(error)[:300]}"
+    return failures
+
+
+def test_each_optimizer_trains_shards_as_it_trains_the_unsharded_model(ranks: Ranks) -> None:
+    assert ranks.run(_train) == [{}, {}]
+
+
+def _train_otherwise(rank: int, world_size: int) -> None:
+    """Closures, schedulers, and losses that a step returns."""
+    both = _Both(lambda params: AdamW(params, lr=0.1, foreach=True))
+    schedulers = [
+        (OneCycleLR(optimizer, 0.2, total_steps=8), CosineAnnealingLR(optimizer, 8)) for optimizer in both.pair()
+    ]
+    for step in range(4):
+        losses = []
+        for optimizer in both.pair():
+
+            def closure(optimizer: Optimizer = optimizer, step: int = step) -> float:
+                both.gradients(step)
+                optimizer.param_groups[0]["weight_decay"] = 0.1 * step
+                return 0.5 * step
+
+            losses.append(optimizer.step(closure))
+        for pair in schedulers:
+            for scheduler in pair:
+                scheduler.step()
+        assert losses == [0.5 * step] * 2
+        both.check()
+    both.check_states()
+
+
+def test_closures_and_schedulers_change_the_step(ranks: Ranks) -> None:
+    ranks.run(_train_otherwise)
+
+
+SAVED: dict[str, Make] = {
+    "AdamW": lambda params: AdamW(params, lr=0.1, foreach=True),
+    "SGD": lambda params: SGD(params, lr=0.1, momentum=0.9),
+    **OWN,
+}
+
+
+def _make_saved(name: str, group: Any) -> _Both:
+    # torch's functions make state of each parameter, whether it has a gradient or not.
+    return _Both(SAVED[name], without="unused", process_group=group)
+
+
+def _save_and_load(rank: int, world_size: int, folder: Path) -> None:
+    groups = [dist.new_group(list(range(size))) for size in (1, 2, 3)]
+    for saving, group in enumerate(groups):
+        if rank <= saving:
+            for name in SAVED:
+                both = _make_saved(name, group)
+                for step in range(2):
+                    both.gradients(step)
+                    both.step()
+                tfs.save_checkpoint(folder / f"{name} {saving}", both.model, both.optimizers)
+                state = get_optimizer_state_dict(both.model, both.optimizers[0])
+                dcp.save(state, checkpoint_id=folder / f"{name} {saving} dcp", process_group=group)
+    dist.barrier()
+    for loading, group in enumerate(groups):
+        for saving in range(3):
+            if rank > loading:
+                continue
+            for name in SAVED:
+                expected = _make_saved(name, group)
+                for step in range(3):
+                    expected.gradients(step)
+                    expected.step()
+                for by in ("ours", "dcp"):
+                    both = _make_saved(name, group)
+                    tfs.load_checkpoint(
+                        folder / f"{name} {saving}", both.model, both.optimizers if by == "ours" else []
+                    )
+                    if by == "dcp":
+                        state = get_optimizer_state_dict(both.model, both.optimizers[0])
+                        dcp.load(state, checkpoint_id=folder / f"{name} {saving} dcp", process_group=group)
+                        set_optimizer_state_dict(both.model, both.optimizers[0], state)
+                    both.gradients(2)
+                    both.optimizers[0].step()
+                    both.reference = expected.reference
+                    both.check(exact=name not in OWN)
+                    both.reference_optimizers = expected.reference_optimizers
+                    both.check_states()
+
+
+def test_state_of_each_shape_is_saved_and_loaded_on_any_number_of_ranks(four_ranks: Ranks, tmp_path: Path) -> None:
+    four_ranks.run(_save_and_load, tmp_path)
+
+
+def _save_before_a_step(rank: int, world_size: int, folder: Path) -> None:
+    both = _Both(SAVED["AdamW"])
+    both.gradients(0)
+    both.step()
+    tfs.save_checkpoint(folder / "ours", both.model, both.optimizers)
+    other = _Both(SAVED["AdamW"])
+    tfs.load_checkpoint(folder / "ours", other.model, other.optimizers)
+    other.reference_optimizers = both.reference_optimizers
+    other.check_states()
+    dcp.save(get_optimizer_state_dict(other.model, other.optimizers[0]), checkpoint_id=folder / "theirs")
+    sizes = dcp.FileSystemReader(folder / "theirs").read_metadata().state_dict_metadata
+    for name, param in both.reference.named_parameters():
+        if param.grad is not None or name in ("row", "scale"):
+            assert sizes[f"state.{name}.exp_avg"].size == param.shape, name
+
+
+def test_state_that_was_loaded_and_not_stepped_is_saved_whole(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(_save_before_a_step, tmp_path)
