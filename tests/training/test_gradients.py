@@ -8,7 +8,7 @@ import math
 import pickle
 from typing import Any
 
-from thunder_fsdp_sched import clip_grad_norm_, fsdp, full_state_dict
+from thunder_fsdp_sched import ScheduleDisagreement, clip_grad_norm_, fsdp, full_state_dict
 from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
 from thunder_fsdp_sched.sharding.jitted_state import rows_by_name
 
@@ -278,6 +278,66 @@ def _compute_norms_of_derived_tensors(rank: int, world_size: int) -> None:
 
 def test_norms_of_gradients_and_of_tensors_derived_from_them_are_those_of_whole_gradients(ranks: Ranks) -> None:
     ranks.run(_compute_norms_of_derived_tensors)
+
+
+def _penalize(rank: int, world_size: int) -> None:
+    """A loss with a penalty: gradients of the data are averaged over ranks, those of the penalty are the same on all."""
+    torch.manual_seed(0)
+    module = _Float32Model()
+    unsharded, model = copy.deepcopy(module), thunder.jit(module, transforms=[fsdp()])
+    batches = [torch.full((2, 4), 1.0 + r) for r in range(world_size)]
+
+    def loss_on(net: Any, batch: torch.Tensor) -> Any:
+        penalty = sum(p.pow(2).sum() + p.abs().mean() for p in net.parameters())
+        return loss_of(net(batch)) + 0.1 * penalty
+
+    ours = loss_on(model, batches[rank])
+    ours.backward()
+    theirs = [loss_on(unsharded, batch) for batch in batches]
+    (sum(theirs) / world_size).backward()
+    torch.testing.assert_close(ours.detach(), theirs[rank].detach(), check_dtype=False)
+    for name, param in unsharded.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad, msg=name)
+
+
+def test_a_penalty_in_the_loss_has_its_gradient_once(ranks: Ranks) -> None:
+    ranks.run(_penalize)
+
+
+def _clip_by_hand(rank: int, world_size: int) -> None:
+    """Numbers are those of whole gradients on every rank; ranks with other gradients get an error, not a crash."""
+    model = thunder.jit(_Float32Model(), transforms=[fsdp()])
+    loss_of(model(torch.ones(2, 4))).backward()
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    norms = [float(grad.norm()) for grad in grads.values()]
+    everyones: list[Any] = [None] * world_size
+    dist.all_gather_object(everyones, norms)
+    assert everyones[0] == everyones[1] == pytest.approx([g.full_tensor().norm().item() for g in grads.values()])
+    if rank == 1:
+        next(model.parameters()).grad = None
+    for foreach in (True, False):
+        with pytest.raises(ScheduleDisagreement, match=r"_foreach_norm|linalg_vector_norm"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
+
+
+def test_norms_are_numbers_of_whole_gradients_and_different_gradients_are_an_error(ranks: Ranks) -> None:
+    ranks.run(_clip_by_hand)
+
+
+def _clip_several_meshes(rank: int, world_size: int) -> None:
+    alone = [dist.new_group([r]) for r in range(world_size)]
+    pick = {"process_group_for": lambda name, param: alone[rank] if name.endswith("bias") else None}
+    model = thunder.jit(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), transforms=[fsdp(**pick)])
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    for foreach in (True, False):
+        with pytest.raises(RuntimeError, match=r"'0.bias' is sharded over ranks .*thunder_fsdp_sched.clip_grad_norm_"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
+    assert clip_grad_norm_(model, 1.0) > 0
+
+
+def test_clipping_over_several_meshes_names_the_function_that_can(ranks: Ranks) -> None:
+    ranks.run(_clip_several_meshes)
 
 
 def _clip_on_the_host(rank: int, world_size: int) -> None:

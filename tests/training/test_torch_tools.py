@@ -162,6 +162,32 @@ def test_averages_are_those_of_fsdp2(ranks: Ranks, transport: str) -> None:
     ranks.run(_average, transport)
 
 
+def _average_buffers(rank: int, world_size: int) -> None:
+    """EMA and SWA of a module with batch norms, beside the unsharded module."""
+    for average_fn in ({}, {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}, {"avg_fn": lambda a, b, n: a * 0.5 + b * 0.5}):
+        torch.manual_seed(0)
+        whole = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
+        averages = [AveragedModel(copy.deepcopy(whole), use_buffers=True, **average_fn) for _ in range(2)]
+        model = thunder.jit(copy.deepcopy(whole), transforms=[fsdp()])
+        averages[0].module = thunder.jit(averages[0].module, transforms=[fsdp()])
+        for step in range(3):
+            for average, net in zip(averages, (model, whole), strict=True):
+                torch.manual_seed(step)
+                with torch.no_grad():
+                    for tensor in (*net.parameters(), *net.buffers()):
+                        tensor.copy_(torch.randn_like(tensor) if tensor.is_floating_point() else tensor + 1)
+                average.update_parameters(net)
+        ours, theirs = (average.state_dict() for average in averages)
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            actual = ours[name].full_tensor() if isinstance(ours[name], DTensor) else ours[name]
+            torch.testing.assert_close(actual, value, msg=name)
+
+
+def test_buffers_are_averaged_with_parameters(ranks: Ranks) -> None:
+    ranks.run(_average_buffers)
+
+
 def _scale(rank: int, world_size: int, transport: str) -> None:
     for scaler_class in (torch.amp.GradScaler, ShardedGradScaler):
         both = _Both(world_size, transport, OPTIMIZERS["sgd"])
