@@ -145,9 +145,7 @@ def test_a_call_under_torch_compile_is_refused(ranks: Ranks) -> None:
 def _replicate(rank: int, world_size: int) -> None:
     for wrap in (lambda m: m, nn.Sequential, lambda m: nn.Sequential(nn.Linear(4, 4), nn.Sequential(m))):
         model = thunder.jit(nn.Linear(4, 4, bias=False), transforms=[fsdp()])
-        with pytest.raises(
-            RuntimeError, match=r"DistributedDataParallel would copy|got mixed torch.Tensor and DTensor|c10d"
-        ):
+        with pytest.raises(RuntimeError, match=r"DistributedDataParallel would copy|needs rows of other ranks|c10d"):
             nn.parallel.DistributedDataParallel(wrap(model))(torch.randn(2, 4))
     holder = nn.Sequential(nn.Linear(4, 4), thunder.jit(nn.Linear(4, 4, bias=False), transforms=[fsdp()]))
     sharded = [name for name, _ in holder.named_parameters() if "_model" in name]

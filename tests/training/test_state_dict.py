@@ -365,7 +365,7 @@ def _check_optimizer_entries(rank: int, world_size: int, folder: Path, options: 
 
 def _rows_of_state(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]:
     return [
-        {key: value.as_subclass(torch.Tensor) for key, value in optimizer.state[param].items()}
+        {key: local_rows(value) for key, value in optimizer.state[param].items()}
         for group in optimizer.param_groups
         for param in group["params"]
     ]

@@ -25,6 +25,7 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.utils.data import DataLoader
 
+from ..runtime.row_dtensor import RowDTensor
 from ..sharding.sharded_module import ShardedModule
 from ..training.checkpoint import load_checkpoint, save_checkpoint
 from ..training.checkpoint.claim import METADATA
@@ -272,7 +273,10 @@ def _rows_of(whole: Mapping[str, Any], parts: _State, optimizer: torch.optim.Opt
                         f"the checkpoint does not fit the optimizers: {what!r} of {name!r} has shape {tuple(value.shape)} "
                         f"there, the parameter {expected}"
                     )
-                value = bucket.rows[index].of(value).clone()  # not a view, which would keep the whole file mapped
+                rows = bucket.rows[index].reshaped(value.shape)
+                value = RowDTensor.wrap(
+                    rows.of(value).clone(), rows
+                )  # not a view, which would keep the whole file mapped
             state[name][what] = value
     groups = [{**group, "params": list(map(name_of, group["params"]))} for group in whole["param_groups"]]
     [loaded] = optimizer_state_dicts({"state": state, "param_groups": groups}, parts.model, [optimizer])

@@ -110,15 +110,8 @@ class RowDTensor(DTensor):
             f"p.to_local().copy_(rows)"
         )
 
-    # It has no memory itself, and its address is 0, as those of DTensors. What reads or exports memory gets that of the
-    # rows, or an error: torch's own methods would read addresses that do not exist.
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the storage of the rows, which they share with the other parameters of the bucket."""
-        return self._local_tensor.untyped_storage()
-
-    def _typed_storage(self) -> Any:
-        return self._local_tensor._typed_storage()
+    # It has no memory itself: its address is 0 and its storage is empty, as those of DTensors. What exports memory raises an
+    # error, where torch's own methods would read addresses that do not exist.
 
     def is_shared(self) -> bool:
         return self._local_tensor.is_shared()

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from ..runtime.row_dtensor import RowDTensor
 from .state_entries import RowPiece, rows_from
 
-__all__ = ["state_to_rows"]
+__all__ = ["forget_state", "state_to_rows"]
 
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 """The dictionary of state of each optimizer that was found to be rows."""
@@ -42,10 +42,15 @@ def state_to_rows(optimizer: torch.optim.Optimizer) -> None:
             if isinstance(param, RowDTensor):
                 for key, value in state.items():
                     as_rows = partial(
-                        _as_rows, param, f"{type(optimizer).__name__}: state {key!r} of {param.rows.label!r}"
+                        _as_rows, param, f"{type(optimizer).__name__}: state {key!r} of parameter {param.rows.label!r}"
                     )
                     state[key] = tree_map_only(torch.Tensor, as_rows, value)
     _checked[optimizer] = optimizer.state
+
+
+def forget_state(optimizer: torch.optim.Optimizer) -> None:
+    """Look at the optimizer's state again before its next step."""
+    _checked.pop(optimizer, None)
 
 
 def _as_rows(param: RowDTensor, what: str, value: torch.Tensor) -> torch.Tensor:
@@ -56,13 +61,12 @@ def _as_rows(param: RowDTensor, what: str, value: torch.Tensor) -> torch.Tensor:
             f"rows {rows.local_shape}: it was created and stepped before thunder.jit, or has loaded the state of an "
             f"unsharded run. Create a new optimizer, and load its state with thunder_fsdp_sched.load_checkpoint"
         )
-    is_sharded = isinstance(value, RowPiece) or (
-        isinstance(value, DTensor)
-        and not isinstance(value, RowDTensor)
-        and not all(placement.is_replicate() for placement in value.placements)
-    )
     place = rows.place
-    if not is_sharded or place is None:
+    if not isinstance(value, (DTensor, RowPiece)) or place is None:
+        return value
+    if isinstance(value, RowDTensor) and value.rows.has_cuts_of(rows):
+        return value
+    if isinstance(value, DTensor) and all(placement.is_replicate() for placement in value.placements):
         return value
     if isinstance(value, DTensor) and value.shape != rows.shape and value.shape[:1] == rows.shape[:1]:
         rows = rows.reshaped(value.shape)

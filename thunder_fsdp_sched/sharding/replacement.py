@@ -12,6 +12,7 @@ import torch
 from ..runtime.bucket import Bucket
 from ..runtime.param_hooks import take_hooks
 from ..runtime.rows import Rows
+from .optimizer_state import forget_state
 
 __all__ = [
     "mark_replaced",
@@ -97,3 +98,4 @@ def replace_in_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 group["params"][number] = new
                 if old in optimizer.state:
                     optimizer.state[new] = optimizer.state.pop(old)
+                    forget_state(optimizer)
