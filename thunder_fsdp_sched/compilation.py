@@ -30,6 +30,7 @@ from .transforms import (
     assign_slots,
     claim_operators,
     differentiate,
+    draw_once,
     end_backward,
     gather_from_secondary,
     guard_first,
@@ -37,9 +38,11 @@ from .transforms import (
     insert_agreement,
     insert_unshard,
     keep_fusions_apart,
+    mark_draws,
     mark_retained_by_forward,
     offload_activations,
     offloadable,
+    refuse_merged_draws,
     refuse_redrawn_gradients,
     regather_for_backward,
     release_extension,
@@ -106,6 +109,7 @@ class Compilation:
         self._stats = stats
         self._agrees = agrees
         self._same: CompiledTraces | None = None
+        self._traced: TraceCtx | None = None
         self._computation: TraceCtx | None = None  # that Thunder does not see
         self._pinned: StepSchedule | None = None
 
@@ -129,7 +133,7 @@ class Compilation:
             if getattr(value, "name", None) in unpacked
         }
         traces, run = self.traces, self.traces.run
-        traces.parameters = inputs
+        traces.parameters, self._traced = inputs, computation
         if describe is not None:
             traces.traced = describe(computation, inputs)
             self._same = next((e for e in self._compiled if e.traced is not None and e.traced == traces.traced), None)
@@ -141,7 +145,8 @@ class Compilation:
             traces.shares = self._same.number
             return prologue, without_computation(computation)
         computation = with_caches(computation)
-        computation = run([partial(insert_unshard, inputs=inputs, buckets=locations, shards=shards)], computation)
+        insert = partial(insert_unshard, inputs=inputs, buckets=locations, shards=shards)
+        computation = run([draw_once, insert], computation)
         if hides:
             self._computation = computation
             computation = without_computation(computation)
@@ -170,7 +175,7 @@ class Compilation:
         passes = [again, partial(guard_kept, kept=kept)]
         if self._fusions:
             can_fuse = partial(can_fuse_any, self._fusions)
-            passes.append(partial(keep_fusions_apart, can_fuse=can_fuse))
+            passes += [partial(keep_fusions_apart, can_fuse=can_fuse), mark_draws]
         traces.joint = traces.run(passes, bucketed)
         return traces.joint
 
@@ -179,6 +184,7 @@ class Compilation:
         passes: list[Pass] = []
         assert self.traces.joint is not None, "passes have run before fusion"
         if self._fusions:
+            passes.append(partial(refuse_merged_draws, before=self.traces.joint))
             passes += [remove_cuts, partial(regather_for_backward, kept=self._sharded.kept)]
         joint = self.traces.run([*passes, gather_from_secondary], joint)
         if self.traces.offloaded:
@@ -193,7 +199,10 @@ class Compilation:
         traces, kept = self.traces, self._sharded.kept
         name, size = "backward" if backward else "forward", len(unscheduled.bound_symbols)
         self._sharded.progress.log_phase("scheduling %s, %d bound symbols", name, size, stage=f"scheduling {name}")
-        checks: list[Pass] = [refuse_redrawn_gradients] if backward else []
+        checks: list[Pass] = []
+        if backward:
+            assert traces.forward is not None and self._traced is not None
+            checks.append(partial(refuse_redrawn_gradients, forward=traces.forward, computation=self._traced))
         copies: list[Pass] = []
         if traces.offloaded:
             cost = self._cost

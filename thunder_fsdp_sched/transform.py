@@ -6,7 +6,7 @@
 once, with the module
     ``transform_module``                      plan buckets, allocate shard buffers, turn parameters into views of them
 for each new set of shapes and flags
-    ``transform_traces_pre_prologue``         refuse_foreign_parameters, guard_outputs, shard_prologue,
+    ``transform_traces_pre_prologue``         refuse_foreign_parameters, guard_outputs, shard_prologue, draw_once,
                                               insert_unshard
     (Thunder goes on with an empty computation: see [Note: Blocks are differentiated once] in ``transforms.differentiate``
     and [Note: Modes share a joint trace] in ``tracing.traced_computation``)

@@ -43,6 +43,9 @@ _UNINITIALIZED = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
 )
 
+_SEEDS = frozenset({"philox_seed", "seed"})
+"""Names of arguments for a state of the generator: an operator that takes it draws the same numbers again."""
+
 _DEVICE = re.compile(r"(cpu|cuda|meta|xpu|mps|hpu|privateuseone)(:\d+)?")
 
 _OTHER_FORMATS = (torch.channels_last, torch.channels_last_3d)
@@ -63,6 +66,7 @@ class Observed(NamedTuple):
         storages: for each returned tensor, the index of the first one in the same storage, and the storage's bytes.
         temporary_bytes: the most bytes that exist at once during the call, besides the inputs and what is returned.
         operators: names of the base operators that it calls, without namespace.
+        draws: whether it draws random numbers. Operators outside of torch's own namespaces may draw without a sign of it.
     """
 
     aliases: tuple[frozenset[int], ...]
@@ -73,6 +77,7 @@ class Observed(NamedTuple):
     storages: tuple[tuple[int, int], ...] = ()
     temporary_bytes: int = 0
     operators: frozenset[str] = frozenset()
+    draws: bool = False
 
 
 _cache: dict[Any, Observed | None] = {}
@@ -134,6 +139,7 @@ def observe(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Observed
         storages,
         recorder.peak_bytes - returned,
         frozenset(recorder.operators),
+        recorder.draws,
     )
 
 
@@ -146,6 +152,7 @@ class _Recorder(TorchDispatchMode):
         for index, tensor in enumerate(inputs):
             self.inputs[_storage(tensor)] = self.inputs.get(_storage(tensor), frozenset()) | {index}
         self.deterministic = True
+        self.draws = False
         self.custom_alias = False
         self.writes: set[int] = set()
         self.by_position: set[int] = set()
@@ -175,8 +182,12 @@ class _Recorder(TorchDispatchMode):
         if func.namespace not in _TRUSTED_NAMESPACES:
             self.deterministic = False
             self.custom_alias |= any(r.alias_info is not None for r in schema.returns)
-        elif torch.Tag.nondeterministic_seeded in func.tags and named.get("dropout_p", None) != 0.0:
-            self.deterministic = False
+        if (
+            torch.Tag.nondeterministic_seeded in func.tags
+            and named.get("dropout_p", None) != 0.0
+            and not any(a.name in _SEEDS for a in schema.arguments)
+        ):
+            self.deterministic, self.draws = False, True
         if schema.name.removeprefix("aten::") in _UNINITIALIZED:
             self.uninitialized.update(_storage(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor))
         return out
@@ -210,7 +221,8 @@ def _try(
     for other in found[1:]:
         aliases = tuple(a | b for a, b in zip(first.aliases, other.aliases, strict=True))
         writes, by_position = first.writes | other.writes, first.by_position | other.by_position
-        first = Observed(aliases, first.pure and other.pure, writes, by_position)
+        pure, draws = first.pure and other.pure, first.draws or other.draws
+        first = Observed(aliases, pure, writes, by_position, draws=draws)
     return first
 
 

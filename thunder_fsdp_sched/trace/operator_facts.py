@@ -39,6 +39,7 @@ class Facts(NamedTuple):
         known: whether the facts come from a reliable source. If not, ``aliases`` and ``pure`` are the safe assumptions,
             and it may write any of its inputs.
         by_position: names of the inputs whose memory it is known to address by position in the storage.
+        draws: whether it is known to draw random numbers. If it is not pure, it may draw in any case.
     """
 
     aliases: dict[str, tuple[str, ...]]
@@ -46,6 +47,7 @@ class Facts(NamedTuple):
     writes: frozenset[str] = frozenset()
     known: bool = True
     by_position: frozenset[str] = frozenset()
+    draws: bool = False
 
 
 _OUR_EXECUTOR = "fsdp_sched"
@@ -93,17 +95,10 @@ _FRESH_PRIMS = frozenset(p for p in PrimIDs if p.name == "_GROUPED_MM") | frozen
 # fmt: on
 """Prims that return new memory, return equal values for equal inputs, and modify nothing."""
 
-_IMPURE_PRIMS = frozenset(
-    {
-        PrimIDs.EMPTY,  # uninitialized memory
-        PrimIDs.GET_AND_UPDATE_RNG_STATE,
-        PrimIDs.MULTINOMIAL,
-        PrimIDs.RANDINT,
-        PrimIDs.RANDN,
-        PrimIDs.UNIFORM,
-    }
+_RANDOM_PRIMS = frozenset(
+    {PrimIDs.GET_AND_UPDATE_RNG_STATE, PrimIDs.MULTINOMIAL, PrimIDs.RANDINT, PrimIDs.RANDN, PrimIDs.UNIFORM}
 )
-"""Prims that return new memory, but different values each time."""
+"""Prims that return new memory with random numbers."""
 
 _KEPT, _KEPT_CALLS, _LIKE = FACTS
 
@@ -117,8 +112,9 @@ def facts_of(bsym: BoundSymbol) -> Facts:
     only tags are added to it. Copies keep them, too, if they are a ``CachingBoundSymbol``.
     """
     facts = _kept_facts(bsym)
-    if facts.pure and not _IMPURE_TAGS.isdisjoint((*bsym.tags, *(bsym.sym.tags or ()))):
-        return facts._replace(pure=False)
+    tags = _IMPURE_TAGS.intersection((*bsym.tags, *(bsym.sym.tags or ())))
+    if tags and (facts.pure or not facts.draws):
+        return facts._replace(pure=False, draws=facts.draws or OpTags.RANDOM_OP in tags)
     return facts
 
 
@@ -146,6 +142,7 @@ def _renamed(facts: Facts, names: Mapping[str, Proxy]) -> Facts:
         frozenset(names[name].name for name in facts.writes),
         facts.known,
         frozenset(names[name].name for name in facts.by_position),
+        facts.draws,
     )
 
 
@@ -201,8 +198,10 @@ def _of_prim(prim: Hashable, bsym: BoundSymbol) -> Facts:
         )
     if prim in _VIEW_PRIMS:
         return Facts(dict.fromkeys(_outs(bsym), tensors) if tensors else {}, pure=True)
-    if prim in _FRESH_PRIMS or prim in _IMPURE_PRIMS:
-        return Facts({}, pure=prim in _FRESH_PRIMS)
+    if prim in _FRESH_PRIMS:
+        return Facts({}, pure=True)
+    if prim is PrimIDs.EMPTY or prim in _RANDOM_PRIMS:  # new memory, with other values each time
+        return Facts({}, pure=False, draws=prim in _RANDOM_PRIMS)
     return _unknown(bsym)
 
 
@@ -211,11 +210,12 @@ def _look_through(bsym: BoundSymbol) -> Facts:
     roots: dict[str, frozenset[str]] = {}
     inputs = {p.name for p in bsym.flat_proxy_args}
     pure = known = True
+    draws = False
     writes: frozenset[str] = frozenset()
     by_position: frozenset[str] = frozenset()
     for sub in bsym.subsymbols:
         facts = facts_of(sub)
-        pure, known = pure and facts.pure, known and facts.known
+        pure, known, draws = pure and facts.pure, known and facts.known, draws or facts.draws
         for written in facts.writes:
             writes |= roots.get(written, frozenset({written})) & inputs
         for addressed in facts.by_position:
@@ -223,7 +223,7 @@ def _look_through(bsym: BoundSymbol) -> Facts:
         for out, read in facts.aliases.items():
             roots[out] = frozenset().union(*(roots.get(name, frozenset({name})) for name in read))
     aliases = {out: tuple(sorted(of)) for out in _outs(bsym) if (of := roots.get(out, frozenset()) & inputs)}
-    return Facts(aliases, pure, writes, known, by_position)
+    return Facts(aliases, pure, writes, known, by_position, draws)
 
 
 class Output(NamedTuple):
@@ -317,7 +317,7 @@ def _named(observed: Observed, bsym: BoundSymbol) -> Facts:
         if of and out in defined
     }
     writes, by_position = (frozenset(inputs[i] for i in found) for found in (observed.writes, observed.by_position))
-    return Facts(aliases, observed.pure, writes, by_position=by_position)
+    return Facts(aliases, observed.pure, writes, by_position=by_position, draws=observed.draws)
 
 
 def _of_implemented(bsym: BoundSymbol) -> Facts | None:
@@ -346,6 +346,7 @@ def _either(a: Facts, b: Facts) -> Facts:
         a.pure and b.pure,
         a.writes | b.writes,
         by_position=a.by_position | b.by_position,
+        draws=a.draws or b.draws,
     )
 
 

@@ -11,6 +11,7 @@ from .assign_slots import assign_slots
 from .bucket_communication import bucket_communication
 from .claim_operators import claim_operators
 from .differentiate import differentiate
+from .draw_once import draw_once, mark_draws, refuse_merged_draws, refuse_redrawn_gradients
 from .end_backward import end_backward
 from .extend_arena import release_extension
 from .fuse_downcast import fuse_downcast
@@ -21,7 +22,7 @@ from .insert_agreement import insert_agreement
 from .insert_unshard import insert_unshard
 from .keep_fusions_apart import keep_fusions_apart, remove_cuts
 from .offload_activations import offload_activations, offloadable
-from .regather_for_backward import refuse_redrawn_gradients, regather_for_backward
+from .regather_for_backward import regather_for_backward
 from .release_slots import release_slots
 from .replay_schedule import ScheduleMismatch, replay_schedule
 from .reuse_from_forward import mark_retained_by_forward, reuse_from_forward
@@ -40,6 +41,7 @@ __all__ = [
     "bucket_communication",
     "claim_operators",
     "differentiate",
+    "draw_once",
     "end_backward",
     "fuse_downcast",
     "gather_from_secondary",
@@ -49,11 +51,13 @@ __all__ = [
     "insert_agreement",
     "insert_unshard",
     "keep_fusions_apart",
+    "mark_draws",
     "mark_retained_by_forward",
     "assign_slots",
     "offload_activations",
     "offloadable",
     "refuse_foreign_parameters",
+    "refuse_merged_draws",
     "refuse_redrawn_gradients",
     "regather_for_backward",
     "release_extension",

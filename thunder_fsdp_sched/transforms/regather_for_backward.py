@@ -6,7 +6,8 @@
 backward. So recomputation is by value, not by module: an operator runs again only if something in backward needs it.
 Operators and inputs are those of forward, so the values have the same bits. Only operators qualify that are known to be
 pure, so none that draws random numbers, writes to an input or communicates; what they return is saved. Regions of
-``torch.utils.checkpoint`` are recomputed by Thunder, before this pass, and stay as they are.
+``torch.utils.checkpoint`` are recomputed by Thunder, before this pass, and stay as they are; see [Note: One sample] in
+``draw_once``.
 
 [Note: Twice, before and after fusion]
 The pass runs on the joint trace before the fusion executors, so that regions of backward already read parameters that
@@ -39,39 +40,9 @@ from ..trace.inspection import (
     with_bound_symbols,
 )
 from ..trace.operands import bucket_of
-from ..trace.operator_facts import facts_of
 from ..trace.symbols import fsdp_all_gather, fsdp_wait_params
 
-__all__ = ["refuse_redrawn_gradients", "regather_for_backward"]
-
-
-def refuse_redrawn_gradients(trace: TraceCtx) -> TraceCtx:
-    """Raise an error if backward runs a random operator of forward again, which would draw another sample.
-
-    Runs first on the backward trace, before ``write_grads_in_place``, and changes nothing. Thunder computes the
-    gradient of an operator that it registered automatically by running the operator again. For a random operator that
-    is a different sample from the one in forward, so the gradient is wrong, with and without sharding. Such a line is
-    refused, if a gradient that backward returns depends on it::
-
-        (t42,) = gumbel_softmax_vjp(((t31,), {}), t20)
-
-    Raises:
-        NotImplementedError: names the operator.
-    """
-    needed: set[str] = set()  # by gradients that are returned: that of a detached value is zero for any input
-    for bsym in reversed(trace.bound_symbols):
-        outs = set(outs_of(bsym))
-        if (outs and outs.isdisjoint(needed)) or bsym.sym.name == "detach_vjp" or bsym.sym.id is PrimIDs.DEL:
-            continue
-        needed.update(args_of(bsym))
-        if bsym.sym.name.endswith("_vjp") and (facts := facts_of(bsym)).known and not facts.pure:
-            name = bsym.sym.name.removesuffix("_vjp")
-            raise NotImplementedError(
-                f"fsdp: thunder runs the random operator {name!r} again to compute its gradient, with another sample than "
-                f"forward's, so gradients would be wrong. Use an operator that thunder implements, such as "
-                f"torch.nn.functional.dropout or torch.rand_like, or call {name!r} under torch.no_grad()."
-            )
-    return trace
+__all__ = ["regather_for_backward"]
 
 
 def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket], recomputed: Collection[str] = ()) -> TraceCtx:

@@ -1,0 +1,153 @@
+"""Draw random numbers once: backward gets forward's sample.
+
+[Note: One sample]
+A gradient belongs to the sample that forward has drawn. There are four ways in which another one could take part:
+
+1. ``torch.utils.checkpoint`` and ``max_memory`` recompute values of forward. ``draw_once`` takes every operator that is not
+   known to be pure out of a region of ``checkpoint``: what it returns is saved, and what follows is recomputed from it.
+   ``max_memory`` chooses among pure operators only.
+2. Fusion executors rematerialize: they move operators of forward into regions of backward, except those that Thunder
+   has tagged as random. ``mark_draws`` tags the others.
+3. nvFuser merges operators that have the same arguments, also two that draw. ``refuse_merged_draws`` finds that.
+4. Thunder computes the gradient of an operator that it registered automatically by running the operator again, and other
+   grad rules could. ``refuse_redrawn_gradients`` looks for all operators that draw in the backward trace that runs.
+
+Thunder's tags would not do, because many random operators have none. These passes go by facts about operators.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.proxies import ProxyTag
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.trace import TraceCtx
+from thunder.extend import TemporaryExecutor
+
+from ..trace.inspection import UNPACKING, args_of, is_pure, outs_of, source_of, with_bound_symbols
+from ..trace.operator_facts import facts_of
+from ..trace.symbols import executor
+
+__all__ = ["draw_once", "mark_draws", "refuse_merged_draws", "refuse_redrawn_gradients"]
+
+
+def draw_once(trace: TraceCtx) -> TraceCtx:
+    """Keep operators that may draw random numbers, or are not pure otherwise, out of recomputation.
+
+    Runs first on the computation that Thunder has traced, before ``insert_unshard`` and before it is differentiated. Does
+    nothing outside of ``torch.utils.checkpoint``. It changes the tags by which Thunder knows what to recompute, so the
+    sample that forward has drawn is saved for backward; see [Note: One sample].
+    """
+    started = time.perf_counter()
+    found = [bsym for bsym in trace.bound_symbols if _is_recomputed(bsym) and not is_pure(bsym)]
+    if not found:
+        return trace
+    for bsym in found:
+        bsym.tags.discard(BoundSymbolTag.RECOMPUTE_IN_BACKWARD)
+        for out in bsym.flat_proxy_outs:
+            out.tags.discard(ProxyTag.RECOMPUTE_IN_BACKWARD)
+    return with_bound_symbols(trace, trace.bound_symbols, "fsdp: draw once", started)
+
+
+def mark_draws(trace: TraceCtx) -> TraceCtx:
+    """Tag operators that draw random numbers, so that fusion executors do not run them again in backward.
+
+    Runs last before the fusion executors, and adds nothing but tags.
+    """
+    for bsym in trace.bound_symbols:
+        if facts_of(bsym).draws:
+            bsym.tags.add(OpTags.RANDOM_OP)
+    return trace
+
+
+def refuse_merged_draws(trace: TraceCtx, *, before: TraceCtx) -> TraceCtx:
+    """Raise an error if a fusion executor has dropped an operator that draws random numbers, as equal to another one.
+
+    Runs first after the fusion executors, and changes nothing.
+
+    Args:
+        before: the joint trace before fusion.
+
+    Raises:
+        NotImplementedError: names the operator.
+    """
+    left = frozenset(out for part in _parts(trace) for out in outs_of(part))
+    for bsym in before.bound_symbols:
+        if facts_of(bsym).draws and left.isdisjoint(outs_of(bsym)):
+            raise NotImplementedError(
+                f"fsdp: the random operator {_described(bsym)} has the same arguments as another one, and a fusion executor "
+                f"draws only once for both. Use thunder.jit(..., executors=[...]) without that executor, or draw both "
+                f"samples at once and split them"
+            )
+    return trace
+
+
+def refuse_redrawn_gradients(trace: TraceCtx, *, forward: TraceCtx, computation: TraceCtx) -> TraceCtx:
+    """Raise an error if gradients depend on random numbers that backward draws in place of forward's.
+
+    Runs first on the backward trace, before ``write_grads_in_place``, and changes nothing. It refuses an operator of
+    forward that runs again and is not known to be pure, and one that draws without having run in forward, unless the
+    model has a backward of its own (``torch.autograd.Function``) that may draw. For example::
+
+        (t42,) = gumbel_softmax_vjp(((t31,), {}), t20)
+
+    Args:
+        forward: the forward trace that runs.
+        computation: the program that was differentiated.
+
+    Raises:
+        NotImplementedError: names the operator.
+    """
+    needed: set[str] = set()  # by gradients that are returned: that of a detached value is zero for any input
+    in_forward = frozenset(out for part in _parts(forward) for out in outs_of(part))
+    for part in reversed(list(_parts(trace))):
+        outs = set(outs_of(part))
+        if (outs and outs.isdisjoint(needed)) or part.sym.name == "detach_vjp" or part.sym.id in _NO_OPERATORS:
+            continue
+        needed.update(args_of(part))
+        if is_pure(part) or part.sym.executor is executor:
+            continue
+        if part.sym.name.endswith("_vjp") or any(out.removeprefix("bw_") in in_forward for out in outs):
+            _refuse(part, "again")
+        if facts_of(part).draws and not _has_own_backward(computation.bound_symbols):
+            _refuse(part, "in backward")
+    return trace
+
+
+_NO_OPERATORS = UNPACKING | {PrimIDs.DEL}
+
+
+def _refuse(bsym: BoundSymbol, reason: str) -> None:
+    raise NotImplementedError(
+        f"fsdp: thunder runs the random operator {_described(bsym)} {reason} to compute a gradient, with another sample "
+        f"than forward's, so gradients would be wrong. Use an operator that thunder implements, such as "
+        f"torch.nn.functional.dropout or torch.rand_like, or call {_name(bsym)!r} under torch.no_grad() or on a detached "
+        f"tensor. Regions of torch.utils.checkpoint keep their samples, those of thunder.torch.checkpoint do not."
+    )
+
+
+def _name(bsym: BoundSymbol) -> str:
+    return bsym.sym.name.removesuffix("_vjp")
+
+
+def _described(bsym: BoundSymbol) -> str:
+    source = source_of(bsym)
+    return f"{_name(bsym)!r} ({source})" if source else repr(_name(bsym))
+
+
+def _is_recomputed(bsym: BoundSymbol) -> bool:
+    return BoundSymbolTag.RECOMPUTE_IN_BACKWARD in bsym.tags or any(
+        ProxyTag.RECOMPUTE_IN_BACKWARD in out.tags for out in bsym.flat_proxy_outs
+    )
+
+
+def _parts(trace: TraceCtx) -> Iterator[BoundSymbol]:
+    """Yield the bound symbols of a trace, in place of fusions those that they consist of."""
+    for bsym in trace.bound_symbols:
+        yield from bsym.subsymbols if bsym.sym.is_fusion else (bsym,)
+
+
+def _has_own_backward(bsyms: Iterable[BoundSymbol]) -> bool:
+    return any(isinstance(b.sym.executor, TemporaryExecutor) or _has_own_backward(b.subsymbols) for b in bsyms)
