@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
@@ -20,6 +21,7 @@ from thunder.core.interpreter import (
 from thunder.core.proxies import Proxy
 
 from ..private_interpreter import observed_by, uses_grad_mode
+from .native_code import CONTAINERS, READING_METHODS, checks_natively, is_plain, is_pure
 from .paths import ATTRIBUTE, COMPUTED, ITEM, Path, Paths, is_hashable
 
 __all__ = ["Observer", "Unrepeatable"]
@@ -74,7 +76,7 @@ class Observer:
         """Note a value that the program makes. The interpreter also wraps attributes that the program does not read."""
         wrap(value)
         plain = value.value
-        is_display = value.provenance.inst is PseudoInst.CONSTANT and isinstance(plain, _CONTAINERS)
+        is_display = value.provenance.inst is PseudoInst.CONSTANT and isinstance(plain, CONTAINERS)
         if is_display or self.paths.of(value.provenance) is None:
             self._made.setdefault(id(plain), (plain, len(self.reads)))
 
@@ -85,6 +87,7 @@ class Observer:
             self._modify(name, stack.getitem_wrapped(_STORES[name]))
         elif name in _FOREIGN_STORES or (name in _CELL_STORES and inst.argval in state["co"].co_freevars):
             self.effects.append((f"{name} {inst.argval}", None))
+        self._operands(inst, stack)
         result = interpret(inst, **state)
         if len(stack):
             self._read(stack.getitem_wrapped(-1))
@@ -96,7 +99,7 @@ class Observer:
             for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
                 self._made.setdefault(id(default), (default, -1))
         lookaside = look_aside(function, *args, **kwargs)
-        self._call(function, lookaside, args)
+        self._call(function, lookaside, args, kwargs)
         if not callable(lookaside):
             return lookaside
 
@@ -105,7 +108,7 @@ class Observer:
             result = lookaside(*args, **kwargs)
             self._read(result)
             if function in (getattr, hasattr):
-                self._access(ATTRIBUTE, args[0], args[1], result)
+                self._access(ATTRIBUTE, args[0], args[1], result, is_seen=function is getattr)
             elif getattr(function, "__name__", None) == "__getitem__" and len(args) == 2:
                 self._access(ITEM, args[0], args[1], result)
             return result
@@ -120,8 +123,12 @@ class Observer:
             elif path is not None and path is not COMPUTED:
                 self.reads.append(path)
 
-    def _access(self, kind: str, source: Any, key: Any, result: Any) -> None:
-        """Log an attribute or an item that was read; it may be known under another path, from where it was read first."""
+    def _access(self, kind: str, source: Any, key: Any, result: Any, is_seen: bool = False) -> None:
+        """Log an attribute or an item that was read; it may be known under another path, from where it was read first.
+
+        Args:
+            is_seen: whether the function of a property was interpreted.
+        """
         self.uses_of_grad_mode += isinstance(source.value, CompileData)  # Thunder's own functions read it there
         path = self.paths.of(source.provenance)
         if path is None or path is COMPUTED or (kind == ITEM and isinstance(source.value, Proxy)):
@@ -129,8 +136,8 @@ class Observer:
         if not is_hashable(key.value) or isinstance(key.value, Proxy):
             self.effects.append(("a read under a computed name", None))
             return
-        if kind == ATTRIBUTE and isinstance(inspect.getattr_static(type(source.value), str(key.value), None), property):
-            return  # its function is interpreted
+        if is_seen and isinstance(inspect.getattr_static(type(source.value), str(key.value), None), property):
+            return
         path = (*path, (kind, key.value))
         own = self.paths.of(result.provenance) if isinstance(result, WrappedValue) else None
         if own is not None and own != path:
@@ -142,18 +149,37 @@ class Observer:
         if not isinstance(plain, Proxy):  # an assignment to elements of a tensor is an operator of the trace
             self.effects.append((effect, self._made.get(id(plain), (None, -1))[1]))
 
-    def _call(self, function: Any, lookaside: Any, args: tuple[Any, ...]) -> None:
+    def _call(self, function: Any, lookaside: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = getattr(function, "__name__", "")
         owner = getattr(function, "__objclass__", None)
+        is_seen = True
         if isinstance(function, BuiltinFunctionType) and uses_grad_mode(function):
             self.uses_of_grad_mode += 1
         elif isinstance(function, _SETTERS) and function in (setattr, delattr, object.__setattr__, object.__delattr__):
             self._modify(name, args[0])
-        elif isinstance(function, _SETTERS) and isinstance(owner, type) and issubclass(owner, _CONTAINERS):
-            if name not in _READING_METHODS:
-                self._modify(f"{owner.__name__}.{name}", args[0])
-        elif lookaside is None and is_opaque(function) and not _is_pure(function, name, owner, args):
+        elif isinstance(function, BuiltinFunctionType) and function in (isinstance, issubclass):
+            is_seen = checks_natively(_unwrapped(args[1]))
+        elif isinstance(owner, type) and issubclass(owner, CONTAINERS) and name not in READING_METHODS:
+            self._modify(f"{owner.__name__}.{name}", args[0])
+            is_seen = lookaside is not None or all(map(_is_plain, args[1:]))
+        elif lookaside is None and is_opaque(function):
+            is_seen = is_pure(function, tuple(map(_unwrapped, args)), {k: _unwrapped(v) for k, v in kwargs.items()})
+        if is_seen and name in _KEYED and isinstance(owner, type) and len(args) > 1:
+            is_seen = is_plain(_unwrapped(args[1]), identities=True)
+        if not (is_seen or _is_called_by_thunder()):
             self.effects.append((f"a call of {getattr(function, '__qualname__', function)}", None))
+
+    def _operands(self, inst: Any, stack: Any) -> None:
+        """Log an instruction whose operands may run Python code that the interpreter does not see."""
+        name = inst.opname
+        if name not in _NATIVE:
+            return
+        values = [_unwrapped(stack.getitem_wrapped(i)) for i in _NATIVE[name](inst.arg)]
+        identities = name in ("BUILD_MAP", "MAP_ADD", "DICT_UPDATE") or "==" in inst.argrepr or "!=" in inst.argrepr
+        if name == "DICT_UPDATE" and type(values[0]) in (dict, OrderedDict):
+            values = list(values[0])
+        if not all(is_plain(value, identities) for value in values) and not _is_called_by_thunder():
+            self.effects.append((f"{name} of objects that may run code", None))
 
 
 _SETTERS = (MethodDescriptorType, WrapperDescriptorType, BuiltinFunctionType)
@@ -162,70 +188,35 @@ _STORES = {"STORE_ATTR": -1, "DELETE_ATTR": -1, "STORE_SUBSCR": -2, "DELETE_SUBS
 
 _FOREIGN_STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME", "DELETE_NAME", "IMPORT_STAR"})
 _CELL_STORES = frozenset({"STORE_DEREF", "DELETE_DEREF"})
-_CONTAINERS = (list, dict, set)
-_VALUES = (bool, int, float, complex, str, bytes, tuple, frozenset, range, slice, type(None))
-_PURE_MODULES = frozenset({"_operator", "operator", "math", "optree"})
-_PURE_BUILTINS = frozenset(
-    (
-        abs,
-        all,
-        any,
-        ascii,
-        bin,
-        bool,
-        callable,
-        chr,
-        complex,
-        dict,
-        divmod,
-        enumerate,
-        float,
-        format,
-        frozenset,
-        getattr,
-    )
-    + (hasattr, hash, hex, int, isinstance, issubclass, iter, len, list, max, min, oct, ord, pow, range, repr, reversed)
-    + (round, set, slice, sorted, str, sum, super, tuple, type, zip)
-)
-_READING_METHODS = frozenset(
-    ("get", "keys", "values", "items", "copy", "index", "count", "union", "intersection", "difference", "issubset")
-    + ("issuperset", "isdisjoint", "__len__", "__contains__", "__iter__", "__getitem__", "__eq__", "__ne__", "__get__")
-    + ("__reversed__", "__or__", "__add__", "__mul__", "__str__", "__repr__", "__hash__", "__length_hint__")
-    + ("__class_getitem__",)
-)
+_NATIVE: dict[str, Callable[[int], Iterable[int]]] = {
+    "COMPARE_OP": lambda arg: (-1, -2),
+    "BUILD_MAP": lambda arg: range(-2 * arg, 0, 2),
+    "BUILD_SET": lambda arg: range(-arg, 0),
+    **dict.fromkeys(("SET_ADD", "SET_UPDATE", "DICT_UPDATE"), lambda arg: (-1,)),
+    "MAP_ADD": lambda arg: (-2,),
+}
+"""Instructions that the interpreter does not interpret further, and where on the stack the values are that they compare
+or take hashes of, by their argument."""
+
+_KEYED = frozenset({"__getitem__", "__setitem__", "__delitem__", "__contains__"})
+"""Methods of dictionaries and sequences that look up their first argument."""
 
 
-def _is_pure(function: Any, name: str, owner: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether a function that is not interpreted gives the same result for equal arguments, and has no effect."""
-    if _is_called_by_thunder():
-        return True
-    if function in _PURE_BUILTINS:
-        return function in (callable, isinstance, issubclass, super, type) or all(map(_runs_no_code, args))
-    if str(getattr(function, "__module__", None)).partition(".")[0] in _PURE_MODULES:
-        return True
-    if name in ("__new__", "__init__"):
-        made = getattr(function, "__self__", owner)
-        kinds = (*_VALUES, *_CONTAINERS, BaseException)
-        return made is object or made is type or (isinstance(made, type) and issubclass(made, kinds))
-    return isinstance(owner, type) and (issubclass(owner, _VALUES) or name in _READING_METHODS)
+def _unwrapped(value: Any) -> Any:
+    return value.value if isinstance(value, WrappedValue) else value
 
 
-def _runs_no_code(wrapped: Any) -> bool:
-    """Return whether a builtin that is called with the value, such as ``str``, runs no Python code of its class."""
-    value = wrapped.value if isinstance(wrapped, WrappedValue) else wrapped
-    items = (
-        value if isinstance(value, list | tuple | set | frozenset) else value.values() if type(value) is dict else ()
-    )
-    return all(
-        isinstance(each, Proxy | type)
-        or type(each).__module__.partition(".")[0] in ("builtins", "collections", "thunder", "torch")
-        for each in (value, *items)
-    )
+def _is_plain(wrapped: Any) -> bool:
+    return is_plain(_unwrapped(wrapped))
 
 
 def _is_called_by_thunder() -> bool:
-    """Return whether the innermost function that is not the interpreter's own belongs to Thunder's operators."""
+    """Return whether the innermost function that is not the interpreter's own belongs to Thunder's operators.
+
+    These flatten their arguments with ``optree``.
+    """
     for frame in reversed(get_interpreterruntimectx().frame_stack):
-        if frame.module not in ("thunder.core.interpreter", "thunder.core.jit_ext"):
-            return str(frame.module).startswith("thunder.")
+        module = str(frame.module)
+        if module not in ("thunder.core.interpreter", "thunder.core.jit_ext") and not module.startswith("optree."):
+            return module.startswith("thunder.")
     return False

@@ -5,11 +5,12 @@ The interpretation of a module's ``forward`` depends on what it reads: its argum
 submodules, globals, closures. While a module call is traced, an observer logs the paths of all that is read. Another
 module that has the same values in the same places takes the same way through the same code, so it gets copies of the
 recorded bound symbols, with its own parameters, buffers and inputs. Tensors are the same if their metadata are, since a
-trace has proxies in their place. Tensors that are one object in two places must be so again.
+trace has proxies in their place. Tensors and modules that are one object in two places must be so again.
 
 A call that does more than read and compute is not repeated, but interpreted each time: if it writes to an object that it
 did not make (a counter, a cache), calls a function that is not known to be pure (random numbers of Python, the time, an
-iterator that it did not make), reads under a computed name, defines an operator (``torch.autograd.Function``),
+iterator that it did not make) or one that may call the program back (see [Note: Code that is not seen] in ``native_code``),
+reads under a computed name, defines an operator (``torch.autograd.Function``),
 leaves another grad mode than it found, or reads or returns what comes from elsewhere.
 
 A record may hold with gradients only, or without them only: see [Note: Records and the grad mode] in ``grad_modes``.
@@ -100,10 +101,10 @@ class Record(NamedTuple):
 
     def fits(self, place: Path, roots: Mapping[Path, Any]) -> bool:
         """Return whether the program would read the same for the module at ``place``."""
-        known, tensors = dict(roots), dict[int, int]()
+        known, objects = dict(roots), dict[int, int]()
         for read in self.reads:
             alias = read.alias.at(place) if read.alias else None
-            if _token(read.at(place), alias, known, tensors) != read.token:
+            if _token(read.at(place), alias, known, objects) != read.token:
                 return False
         return True
 
@@ -138,13 +139,13 @@ def make_record(
     Raises:
         Unrepeatable: the call depends on something, or returns something, that a repetition could not reproduce.
     """
-    seen, known, tensors = [], dict(roots), dict[int, int]()
+    seen, known, objects = [], dict(roots), dict[int, int]()
     parts = _parts_of(evaluate(place, known))
     for path in dict.fromkeys(part for whole in reads for part in (whole[:-1], whole) if part):
         if path[0] in INPUTS or any(isinstance(known.get(path[:n]), torch.Tensor) for n in range(1, len(path))):
             continue  # compared with the arguments, or with the metadata of the tensor
         alias = aliases.get(path)
-        token = _token(path, alias, known, tensors)
+        token = _token(path, alias, known, objects)
         read = _read(path, place)._replace(token=token, alias=_read(alias, place) if alias else None)
         if not read.is_inside and id(known.get(path)) in parts:
             raise Unrepeatable(f"a part of the module is read from elsewhere: {path[1:]}")
@@ -188,7 +189,7 @@ def _path_of(proxy: Any, paths: Paths) -> Path:
     return path
 
 
-def _token(path: Path, alias: Path | None, known: dict[Path, Any], tensors: dict[int, int]) -> Any:
+def _token(path: Path, alias: Path | None, known: dict[Path, Any], objects: dict[int, int]) -> Any:
     try:
         value = evaluate(path, known)
     except Exception:  # reading may run any code
@@ -201,8 +202,8 @@ def _token(path: Path, alias: Path | None, known: dict[Path, Any], tensors: dict
         return token_of(value) if isinstance(value, torch.nn.Module) else "namespace"
     if path[-1] == (ATTRIBUTE, "__dict__"):
         return "names", tuple(name for name in value if name != _WRITTEN_BY_WARNINGS)
-    if isinstance(value, torch.Tensor):
-        return token_of(value), tensors.setdefault(id(value), len(tensors))
+    if isinstance(value, torch.Tensor | torch.nn.Module):
+        return token_of(value), objects.setdefault(id(value), len(objects))
     if isinstance(value, _METHODS) and path[-1][0] == ATTRIBUTE and value.__self__ is evaluate(path[:-1], known):
         return "method of the object before", getattr(value, "__func__", value.__name__)
     if path[-1] in _MEMBERS and isinstance(value, dict):
