@@ -47,6 +47,7 @@ from .setup import (
     versions,
 )
 from .sharded_module import ShardedModule
+from .unsupported_modules import refuse_reparametrized
 from .value_source import ValueSource
 
 __all__ = ["shard_module"]
@@ -147,6 +148,7 @@ def _plan(model: ThunderModule, options: Options, assignment: GroupAssignment, s
     default_key = assignment.key(assignment.default_ranks)
     refuse_renamed(module)
     refuse_shards_and_grads(named)
+    refuse_reparametrized(module)
     ignored = ignored_names(named, options)
     specs = param_specs({n: p for n, p in named.items() if n not in ignored}, options, source)
     source.check({spec.name for spec, _ in specs}, initializes=options.param_init_fn is not None)

@@ -36,6 +36,7 @@ from ..tracing import CollectsLess
 from .conflicts import refuse_backward_hooks, refuse_conflicts, refuse_old_backward_hooks
 from .meta_init import is_blank
 from .module_parameters import ModuleParameters, find_owner
+from .unsupported_modules import refuse_normalizations
 
 __all__ = ["ShardedModule"]
 
@@ -174,6 +175,7 @@ class ShardedModule:
         """Check the module and replace its parameters with placeholders of whole shape, before Thunder traces ``model``."""
         if (jitted := model()) is not None:
             refuse_conflicts(jitted)
+            refuse_normalizations(self.module, {n: b.spec.param_dtype for n, (b, _) in self.locations.items()})
         refuse_backward_hooks(self.module)
         self.module_params.install_shards()
         self.module_params.check()

@@ -165,7 +165,7 @@ class Observer:
         elif lookaside is None and is_opaque(function):
             is_seen = is_pure(function, tuple(map(_unwrapped, args)), {k: _unwrapped(v) for k, v in kwargs.items()})
         if is_seen and name in _KEYED and isinstance(owner, type) and len(args) > 1:
-            is_seen = is_plain(_unwrapped(args[1]), identities=True)
+            is_seen = is_plain(_unwrapped(args[1]), identities=issubclass(owner, dict))
         if not (is_seen or _is_called_by_thunder()):
             self.effects.append((f"a call of {getattr(function, '__qualname__', function)}", None))
 

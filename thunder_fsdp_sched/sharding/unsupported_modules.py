@@ -1,0 +1,81 @@
+"""Modules of torch that Thunder cannot trace, with what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import parametrize
+
+from ..private_interpreter import find_hooks
+
+__all__ = ["refuse_normalizations", "refuse_reparametrized"]
+
+_HOOKS = {"torch.nn.utils.weight_norm": "weight_norm", "torch.nn.utils.spectral_norm": "spectral_norm"}
+"""The functions that add a hook which computes a parameter, by the module of the hook's class."""
+
+_PARAMETRIZATIONS = {"_WeightNorm": "weight_norm", "_SpectralNorm": "spectral_norm", "_Orthogonal": "orthogonal"}
+"""Those of ``torch.nn.utils.parametrizations``, by their classes."""
+
+
+def refuse_reparametrized(module: torch.nn.Module) -> None:
+    """Raise an error if a parameter is computed by ``weight_norm``, ``spectral_norm`` or ``orthogonal`` of torch.
+
+    Raises:
+        NotImplementedError: names the module and what to do before ``thunder.jit``.
+    """
+    for path, child in module.named_modules():
+        name = repr(path) if path else "the root module"
+        for _, hook in find_hooks([child]):
+            if (function := _HOOKS.get(type(hook).__module__)) is not None:
+                remove = f"torch.nn.utils.remove_{function}({_expression(path)}, {getattr(hook, 'name', 'weight')!r})"
+                raise NotImplementedError(_reparametrized(name, f"torch.nn.utils.{function}", remove))
+        if not parametrize.is_parametrized(child):
+            continue
+        for tensor, applied in child.parametrizations.items():  # type: ignore[union-attr,operator]
+            for each in applied:
+                kind = type(each)
+                if kind.__module__ == "torch.nn.utils.parametrizations" and kind.__name__ in _PARAMETRIZATIONS:
+                    function = f"torch.nn.utils.parametrizations.{_PARAMETRIZATIONS[kind.__name__]}"
+                    remove = f"torch.nn.utils.parametrize.remove_parametrizations({_expression(path)}, {tensor!r})"
+                    raise NotImplementedError(_reparametrized(name, function, remove))
+
+
+def refuse_normalizations(module: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Raise an error if a batch norm needs the number of batches as a Python number, or computes in two dtypes.
+
+    Args:
+        dtypes: the dtypes of unsharded parameters, by name.
+
+    Raises:
+        NotImplementedError: names the module and what to do.
+    """
+    for path, child in module.named_modules():
+        if not isinstance(child, _NormBase) or child.running_mean is None:
+            continue
+        kind = f"module {path!r} ({type(child).__name__})"
+        if child.training and child.momentum is None:
+            raise NotImplementedError(
+                f"{kind} has momentum=None, so it needs the number of batches as a Python number, which no trace has. Set "
+                f"a momentum. torch.optim.swa_utils.update_bn sets None for a while; give it the module that runs without "
+                f"compiling: with thunder_fsdp_sched.eager(model) as module: update_bn(loader, module)"
+            )
+        dtype, stats = dtypes.get(f"{path}.weight".lstrip(".")), child.running_mean.dtype
+        if dtype is not None and dtype != stats:
+            raise NotImplementedError(
+                f"{kind} has parameters in {dtype} and running statistics in {stats}, which thunder cannot trace. Let it "
+                f"compute in {stats}: mp_policy=lambda name, module: MixedPrecisionPolicy() if isinstance(module, "
+                f"torch.nn.{type(child).__name__}) else policy; or convert the module as a whole before thunder.jit"
+            )
+
+
+def _reparametrized(name: str, function: str, remove: str) -> str:
+    return (
+        f"module {name}: {function} computes its parameter in a way that thunder cannot trace. Before thunder.jit, call "
+        f"{remove}, which makes the present value the parameter, or normalize the weight in the module's forward"
+    )
+
+
+def _expression(path: str) -> str:
+    return f"model.get_submodule({path!r})" if path else "model"
