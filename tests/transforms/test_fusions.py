@@ -14,6 +14,7 @@ from typing import Any
 from thunder_fsdp_sched import fsdp, full_state_dict, testing, transforms
 from thunder_fsdp_sched.trace.host_copies import fsdp_copy_to_host
 from thunder_fsdp_sched.trace.inspection import args_of, forward_part, outs_of
+from thunder_fsdp_sched.trace.operator_facts import facts_of
 from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_cut, fsdp_wait_params
 
 import nvfuser_standin
@@ -477,3 +478,45 @@ def _offload(rank: int, world_size: int) -> None:
 
 def test_activations_that_regions_save_are_offloaded_with_the_same_bits(ranks: Ranks) -> None:
     ranks.run(_offload)
+
+
+#
+# Random operators
+#
+
+
+class Draws(nn.Module):
+    def __init__(self, first: tuple[int, ...], second: tuple[int, ...]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.shapes = first, second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for shape in self.shapes:
+            x = torch.sin(torch.tanh(self.linear(x)) * torch.randn(shape))
+        return x
+
+
+def parts_of(trace: TraceCtx) -> list[BoundSymbol]:
+    return [part for bsym in trace.bound_symbols for part in (bsym.subsymbols if bsym.sym.is_fusion else [bsym])]
+
+
+def _draw(rank: int, world_size: int, fuser: str) -> None:
+    options = jit_options(fuser)
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    transform = fsdp()
+    jitted = thunder.jit(Draws((2, 4), (1, 4)), transforms=[transform], **options)
+    torch.manual_seed(3)
+    jitted(x).sum().backward()
+    compiled = transform.compiled[-1]
+    drawn = [sum(facts_of(part).draws for part in parts_of(trace)) for trace in (compiled.forward, compiled.backward)]
+    assert drawn == [2, 0], drawn
+    if fuser.startswith("nvfuser"):
+        jitted = thunder.jit(Draws((2, 4), (2, 4)), transforms=[fsdp()], **options)
+        with pytest.raises(NotImplementedError, match=r"the random operator 'randn'.* draws only once for both"):
+            jitted(x)
+
+
+@pytest.mark.parametrize("fuser", ["nvfuser", "aot_eager"])
+def test_fusion_executors_neither_repeat_nor_merge_draws(ranks: Ranks, fuser: str) -> None:
+    ranks.run(_draw, fuser, timeout=300)

@@ -33,7 +33,7 @@ def refuse_reparametrized(module: torch.nn.Module) -> None:
                 raise NotImplementedError(_reparametrized(name, f"torch.nn.utils.{function}", remove))
         if not parametrize.is_parametrized(child):
             continue
-        for tensor, applied in child.parametrizations.items():  # type: ignore[union-attr,operator]
+        for tensor, applied in child.parametrizations.items():
             for each in applied:
                 kind = type(each)
                 if kind.__module__ == "torch.nn.utils.parametrizations" and kind.__name__ in _PARAMETRIZATIONS:
