@@ -54,19 +54,19 @@ def refuse_normalizations(module: torch.nn.Module, dtypes: Mapping[str, torch.dt
     for path, child in module.named_modules():
         if not isinstance(child, _NormBase) or child.running_mean is None:
             continue
-        kind = f"module {path!r} ({type(child).__name__})"
+        kind = type(child).__name__
         if child.training and child.momentum is None:
             raise NotImplementedError(
-                f"{kind} has momentum=None, so it needs the number of batches as a Python number, which no trace has. Set "
-                f"a momentum. torch.optim.swa_utils.update_bn sets None for a while; give it the module that runs without "
-                f"compiling: with thunder_fsdp_sched.eager(model) as module: update_bn(loader, module)"
+                f"module {path!r} ({kind}) has momentum=None, so it needs the number of batches as a Python number, which "
+                f"no trace has. Set a momentum. torch.optim.swa_utils.update_bn sets None for a while; give it the module "
+                f"that runs without compiling: with thunder_fsdp_sched.eager(model) as module: update_bn(loader, module)"
             )
         dtype, stats = dtypes.get(f"{path}.weight".lstrip(".")), child.running_mean.dtype
         if dtype is not None and dtype != stats:
             raise NotImplementedError(
-                f"{kind} has parameters in {dtype} and running statistics in {stats}, which thunder cannot trace. Let it "
-                f"compute in {stats}: mp_policy=lambda name, module: MixedPrecisionPolicy() if isinstance(module, "
-                f"torch.nn.{type(child).__name__}) else policy; or convert the module as a whole before thunder.jit"
+                f"module {path!r} ({kind}) has parameters in {dtype} and running statistics in {stats}, which thunder "
+                f"cannot trace. Let it compute in {stats}: mp_policy=lambda name, module: MixedPrecisionPolicy() if "
+                f"isinstance(module, torch.nn.{kind}) else policy; or convert the module as a whole before thunder.jit"
             )
 
 

@@ -87,7 +87,8 @@ class Observer:
             self._modify(name, stack.getitem_wrapped(_STORES[name]))
         elif name in _FOREIGN_STORES or (name in _CELL_STORES and inst.argval in state["co"].co_freevars):
             self.effects.append((f"{name} {inst.argval}", None))
-        self._operands(inst, stack)
+        if name in _NATIVE:
+            self._operands(inst, stack)
         result = interpret(inst, **state)
         if len(stack):
             self._read(stack.getitem_wrapped(-1))
@@ -172,8 +173,6 @@ class Observer:
     def _operands(self, inst: Any, stack: Any) -> None:
         """Log an instruction whose operands may run Python code that the interpreter does not see."""
         name = inst.opname
-        if name not in _NATIVE:
-            return
         values = [_unwrapped(stack.getitem_wrapped(i)) for i in _NATIVE[name](inst.arg)]
         identities = name in ("BUILD_MAP", "MAP_ADD", "DICT_UPDATE") or "==" in inst.argrepr or "!=" in inst.argrepr
         if name == "DICT_UPDATE" and type(values[0]) in (dict, OrderedDict):
