@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
+from torch import nn
 from torch.nn.utils import parametrize
 
 from ..private_interpreter import find_hooks
 
 __all__ = ["refuse_normalizations", "refuse_reparametrized"]
+
+_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 
 _HOOKS = {"torch.nn.utils.weight_norm": "weight_norm", "torch.nn.utils.spectral_norm": "spectral_norm"}
 """The functions that add a hook which computes a parameter, by the module of the hook's class."""
@@ -19,7 +24,7 @@ _PARAMETRIZATIONS = {"_WeightNorm": "weight_norm", "_SpectralNorm": "spectral_no
 """Those of ``torch.nn.utils.parametrizations``, by their classes."""
 
 
-def refuse_reparametrized(module: torch.nn.Module) -> None:
+def refuse_reparametrized(module: nn.Module) -> None:
     """Raise an error if a parameter is computed by ``weight_norm``, ``spectral_norm`` or ``orthogonal`` of torch.
 
     Raises:
@@ -42,7 +47,7 @@ def refuse_reparametrized(module: torch.nn.Module) -> None:
                     raise NotImplementedError(_reparametrized(name, function, remove))
 
 
-def refuse_normalizations(module: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+def refuse_normalizations(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
     """Raise an error if a batch norm needs the number of batches as a Python number, or computes in two dtypes.
 
     Args:
@@ -52,7 +57,7 @@ def refuse_normalizations(module: torch.nn.Module, dtypes: Mapping[str, torch.dt
         NotImplementedError: names the module and what to do.
     """
     for path, child in module.named_modules():
-        if not isinstance(child, _NormBase) or child.running_mean is None:
+        if not isinstance(child, _NORMS) or child.running_mean is None:
             continue
         kind = type(child).__name__
         if child.training and child.momentum is None:
