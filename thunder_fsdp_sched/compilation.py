@@ -200,8 +200,8 @@ class Compilation:
         name, size = "backward" if backward else "forward", len(unscheduled.bound_symbols)
         self._sharded.progress.log_phase("scheduling %s, %d bound symbols", name, size, stage=f"scheduling {name}")
         checks: list[Pass] = []
-        if backward:
-            assert traces.forward is not None and self._traced is not None
+        if backward and self._traced is not None:  # a step that is planned again was checked when it was traced
+            assert traces.forward is not None
             checks.append(partial(refuse_redrawn_gradients, forward=traces.forward, computation=self._traced))
         copies: list[Pass] = []
         if traces.offloaded:
