@@ -29,7 +29,7 @@ __all__ = ["guard_backward", "requested"]
 
 
 class _Request(NamedTuple):
-    """What a backward of one compiled forward was called for.
+    """The gradients that one backward of a compiled forward was asked for.
 
     Attributes:
         number: the number of the backward.
