@@ -20,7 +20,7 @@ from unittest import mock
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import compilation
 from thunder_fsdp_sched.demo.model import GPT
-from thunder_fsdp_sched.trace import operator_facts
+from thunder_fsdp_sched.ir import operator_facts
 from thunder_fsdp_sched.transforms import audit
 
 import thunder

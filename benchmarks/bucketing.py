@@ -118,7 +118,7 @@ def count(system: Any, tokens: Any, world_size: int) -> dict[str, Any]:
 
 def latency(system: Any) -> float:
     """Run the collectives of a step in their order, with one element per rank; return the seconds on this rank."""
-    from thunder_fsdp_sched.trace.symbols import WAITS, fsdp_all_gather, group_of, issues_collective
+    from thunder_fsdp_sched.ir.symbols import WAITS, fsdp_all_gather, group_of, issues_collective
     from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
 
     import torch

@@ -156,7 +156,7 @@ def count(system: Any, tokens: Any, world_size: int, whole_bytes: int, arguments
 
 def copied_gradients(backward: Any) -> dict[str, int]:
     """Return the bytes of each gradient that is not written in place, keyed by the parameter's name."""
-    from thunder_fsdp_sched.trace.symbols import GRAD_WRITERS, fsdp_reduce_scatter
+    from thunder_fsdp_sched.ir.symbols import GRAD_WRITERS, fsdp_reduce_scatter
 
     written = {b.output.name for b in backward.bound_symbols if b.sym.name in GRAD_WRITERS}
     copied = {}

@@ -275,8 +275,8 @@ def measured(activities: list[Any]) -> dict[str, Any]:
 
 
 def _preset(setup: Setup) -> Any:
-    from thunder_fsdp_sched.simulator.clusters import preset_of_gpu
-    from thunder_fsdp_sched.simulator.cost import AnalyticCost
+    from thunder_fsdp_sched.planning.clusters import preset_of_gpu
+    from thunder_fsdp_sched.planning.cost import AnalyticCost
 
     import torch
 
@@ -289,7 +289,7 @@ def _preset(setup: Setup) -> Any:
 
 def simulated(compiled: Any, cost: Any) -> dict[str, Any]:
     """Simulate a step of a compiled pair of traces and return its figures."""
-    from thunder_fsdp_sched.simulator.simulate import simulate
+    from thunder_fsdp_sched.planning.simulate import simulate
 
     timeline = simulate(compiled.forward, compiled.backward, cost)
     return {

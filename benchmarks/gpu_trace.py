@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from thunder_fsdp_sched.simulator.timeline import _outside, _union
+from thunder_fsdp_sched.planning.timeline import _outside, _union
 
 __all__ = [
     "Activity",

@@ -250,8 +250,8 @@ def count(system: Any, tokens: Any, kernels: Any) -> dict[str, Any]:
 
 def simulate_ours(spec: Any, built: Any, tokens: Any, results: Any, repeats: int) -> None:
     """Add to the figures of ours the step time by the description of this cluster, and by one measured profile."""
-    from thunder_fsdp_sched.simulator.cost import AnalyticCost
-    from thunder_fsdp_sched.simulator.simulate import simulate
+    from thunder_fsdp_sched.planning.cost import AnalyticCost
+    from thunder_fsdp_sched.planning.simulate import simulate
     from thunder_fsdp_sched.tools.profiler import MeasuredCost, measure
 
     from systems import say

@@ -103,9 +103,9 @@ def figures_of(
     seconds: dict[str, list[float]], built: dict[str, Any], sent: dict[str, float], arguments: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
     """Return for each system its seconds, its ratio to ours, its traffic, its memory and its prediction."""
-    from thunder_fsdp_sched.simulator.clusters import cluster
-    from thunder_fsdp_sched.simulator.cost import AnalyticCost
-    from thunder_fsdp_sched.simulator.simulate import simulate
+    from thunder_fsdp_sched.planning.clusters import cluster
+    from thunder_fsdp_sched.planning.cost import AnalyticCost
+    from thunder_fsdp_sched.planning.simulate import simulate
 
     import torch
     from systems import Shape, ratio

@@ -138,7 +138,7 @@ def report(
     profile: Any, jitted: dict[tuple[str, int], Any], times: dict[tuple[str, int], list[tuple[float, float]]]
 ) -> None:
     """Print a line for each configuration: compute and communication by the profile, measured times, the prediction."""
-    from thunder_fsdp_sched.simulator.simulate import simulate
+    from thunder_fsdp_sched.planning.simulate import simulate
     from thunder_fsdp_sched.tools.profiler import MeasuredCost
 
     import thunder

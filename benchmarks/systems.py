@@ -20,9 +20,9 @@ from typing import Any
 import thunder_fsdp_sched
 from thunder_fsdp_sched.compat import prepare  # noqa: F401  # before thunder
 from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
-from thunder_fsdp_sched.simulator.clusters import ClusterSpec, cluster
-from thunder_fsdp_sched.simulator.flops import flops_of
-from thunder_fsdp_sched.trace.symbols import ISSUES, WAITS, fsdp_all_gather
+from thunder_fsdp_sched.ir.symbols import ISSUES, WAITS, fsdp_all_gather
+from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster
+from thunder_fsdp_sched.planning.flops import flops_of
 
 import thunder
 import torch

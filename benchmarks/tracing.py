@@ -101,8 +101,8 @@ def measure(kind: str, blocks: int, *, collector: str = "ours") -> dict[str, flo
     import gc
 
     import thunder_fsdp_sched  # first: it prepares torch for Thunder
+    from thunder_fsdp_sched.capture import garbage_collection
     from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
-    from thunder_fsdp_sched.tracing import garbage_collection
 
     import thunder
     import torch

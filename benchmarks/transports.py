@@ -139,7 +139,7 @@ def measure(arguments: argparse.Namespace, ways: dict[str, dict[str, Any]]) -> d
 
 def by_formula(transform: Any) -> dict[str, int]:
     """Return the bytes and launches of the collectives in the traces, according to the transports."""
-    from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_reduce_scatter
+    from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter
     from thunder_fsdp_sched.transports import TRANSPORTS
 
     schedule = transform.compiled[-1].schedule

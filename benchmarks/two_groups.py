@@ -266,7 +266,7 @@ class Alone:
     """
 
     def __init__(self, transform: Any, groups: dict[str, Any]) -> None:
-        from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_reduce_scatter
+        from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter
 
         self.groups = groups
         self.calls: list[tuple[str, bool, torch.Tensor, torch.Tensor]] = []

@@ -160,7 +160,7 @@ def only_communicate(system: Any, micro_batches: int) -> float:
 
 def simulated(system: Any, micro_batches: int, cost: Any) -> float:
     """Return the simulated seconds of a window."""
-    from thunder_fsdp_sched.simulator.simulate import simulate
+    from thunder_fsdp_sched.planning.simulate import simulate
 
     waiting, last = compiled_traces(system)
     first, later, end = (
@@ -207,7 +207,7 @@ def figures_of(
     seconds: dict[str, list[float]], built: dict[str, Any], counted: dict[str, Any], arguments: argparse.Namespace
 ) -> dict[str, dict[str, float]]:
     """Return for each system its seconds, its ratios to others (medians over rounds), its traffic and its prediction."""
-    from thunder_fsdp_sched.simulator.cost import AnalyticCost
+    from thunder_fsdp_sched.planning.cost import AnalyticCost
 
     from systems import ratio, these_ranks
 

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched.planning.clusters import cluster
+from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.runtime.views import with_own_storage
-from thunder_fsdp_sched.simulator.clusters import cluster
-from thunder_fsdp_sched.simulator.cost import AnalyticCost
 from thunder_fsdp_sched.transports.base import labelled
 
 import gpu

@@ -12,8 +12,8 @@ from typing import Any
 
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import private_api, private_autograd, private_interpreter, private_traces, transforms
-from thunder_fsdp_sched.trace import host_copies, symbols
-from thunder_fsdp_sched.trace.schedule import CommOp, Schedule, StepSchedule
+from thunder_fsdp_sched.ir import host_copies, symbols
+from thunder_fsdp_sched.ir.schedule import CommOp, Schedule, StepSchedule
 from thunder_fsdp_sched.transforms import insert_agreement
 
 import pytest

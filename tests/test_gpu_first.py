@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.demo.model import GPT
-from thunder_fsdp_sched.simulator.cost import AnalyticCost
+from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
 
 import gpu_first

@@ -43,7 +43,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import thunder_fsdp_sched  # noqa: F401  before thunder
-from thunder_fsdp_sched.tracing import module_calls
+from thunder_fsdp_sched.capture import module_calls
 
 import optree
 from thunder.core import codeutils, interpreter, jit_ext, pytree, symbol, transform_common, utils

@@ -11,12 +11,12 @@ compat.import_thunder()
 from .agreement.consistency import ScheduleDisagreement
 from .api import fsdp
 from .compat import __version__ as __version__
+from .ir.schedule import CommOp, Schedule, StepSchedule
+from .ir.step_memory import StepMemory
 from .pipeline import CompiledTraces
 from .plan.plan import Plan
 from .plan.specs import BucketSpec, ParamSpec
 from .plugin import FSDPSched
-from .trace.schedule import CommOp, Schedule, StepSchedule
-from .trace.step_memory import StepMemory
 from .training.checkpoint import (
     CheckpointError,
     full_state_dict,

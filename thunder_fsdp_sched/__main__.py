@@ -15,9 +15,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .demo import DemoOptions, run_demo
 from .demo.show import make_console
+from .ir.schedule import load_schedules
 from .logs import following_stages
-from .simulator.cluster_files import read_cluster
-from .simulator.clusters import CLUSTERS
+from .planning.cluster_files import read_cluster
+from .planning.clusters import CLUSTERS
 from .sizes import parse_bytes
 from .tools.dry_run import DryRun, dry_run_step, find_model
 from .tools.fit import describe_fit, optimizer_state_bytes
@@ -26,7 +27,6 @@ from .tools.plot import plot_timelines, save_perfetto
 from .tools.plot_memory import plot_memory
 from .tools.report import before_and_after, dry_run_table, plan_table, window_table
 from .tools.suggestions import HEADROOM, suggest
-from .trace.schedule import load_schedules
 from .transports import TRANSPORTS
 
 __all__ = ["app"]

@@ -12,10 +12,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from .ir.schedule import StepSchedule
 from .options import check_options, refuse_positional
 from .plan.specs import ParamSpec
-from .simulator.clusters import ClusterSpec
-from .trace.schedule import StepSchedule
+from .planning.clusters import ClusterSpec
 from .transform import FSDPTransform
 
 __all__ = ["fsdp"]

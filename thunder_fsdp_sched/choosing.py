@@ -20,18 +20,18 @@ from typing import NamedTuple, get_args
 
 from thunder.core.trace import TraceCtx
 
+from .ir.inspection import split_joint
+from .ir.left_gradients import NOTHING_LEFT, LeftGradients, gradients_left
+from .ir.step_memory import StepMemory
 from .logs import LOGGER
 from .options import Options
 from .pipeline import CompiledTraces
+from .planning.autotune import Choice, MemoryLimitError, choose
+from .planning.cost import CostModel
+from .planning.limits import Limits
 from .runtime.accumulation import Way
 from .runtime.bucket import Bucket
 from .sharding.sharded_module import ShardedModule
-from .simulator.autotune import Choice, MemoryLimitError, choose
-from .simulator.cost import CostModel
-from .simulator.limits import Limits
-from .trace.inspection import split_joint
-from .trace.left_gradients import NOTHING_LEFT, LeftGradients, gradients_left
-from .trace.step_memory import StepMemory
 from .transforms import bucket_communication, fuse_downcast
 
 __all__ = ["Settings", "choose_settings"]

@@ -11,20 +11,20 @@ from thunder.executors.passes import del_last_used
 from thunder.extend import Executor, FusionExecutor
 
 from .agreement.control import Run
+from .capture import TracedComputation, needs_backward, without_computation
 from .choosing import choose_settings
+from .ir.caching import with_caches
+from .ir.computation import computation_of
+from .ir.descriptions import count_issues
+from .ir.inspection import is_backward_trace, snapshot, split_joint, statements
+from .ir.left_gradients import NOTHING_LEFT
+from .ir.schedule import StepSchedule, compute_digest, read_program, read_schedule
 from .options import Options
 from .pipeline import CompiledTraces, JointPasses, Pass, can_fuse_any
+from .planning.clusters import cluster_of_this_process
+from .planning.cost import AnalyticCost, compute_seconds
 from .runtime.module_hooks import TracedHooks
 from .sharding.sharded_module import ShardedModule
-from .simulator.clusters import cluster_of_this_process
-from .simulator.cost import AnalyticCost, compute_seconds
-from .trace.caching import with_caches
-from .trace.computation import computation_of
-from .trace.descriptions import count_issues
-from .trace.inspection import is_backward_trace, snapshot, split_joint, statements
-from .trace.left_gradients import NOTHING_LEFT
-from .trace.schedule import StepSchedule, compute_digest, read_program, read_schedule
-from .tracing import TracedComputation, needs_backward, without_computation
 from .transforms import (
     ScheduleMismatch,
     assign_slots,
@@ -121,7 +121,7 @@ class Compilation:
         Args:
             describe: returns tokens of the computation, given the names of parameters by those of arguments. If an
                 earlier compilation had the same, its joint trace is used again, and the returned computation is empty;
-                see [Note: Modes share a joint trace] in ``tracing.traced_computation``.
+                see [Note: Modes share a joint trace] in ``capture.traced_computation``.
             hides: whether ``differentiate`` takes the place of Thunder's autograd, so that the returned computation is
                 empty in any case; see [Note: Blocks are differentiated once] in ``transforms.differentiate``.
         """

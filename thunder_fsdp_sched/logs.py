@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable, Iterator
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from .ir.inspection import statements
+from .ir.schedule import is_communication
 from .runtime.memory import Slot
-from .trace.inspection import statements
-from .trace.schedule import is_communication
 
 __all__ = ["LOGGER", "Progress", "describe_change", "following_stages", "log_pass"]
 

@@ -15,14 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from .distributed.process_groups import ProcessGroupRef
+from .ir.schedule import StepSchedule, load_schedules
 from .module_options import check_factor, check_precision, check_secondary_size, check_strategy
 from .plan.bucketing import BucketingStrategy
 from .plan.specs import ParamSpec
+from .planning.clusters import ClusterSpec
+from .planning.clusters import cluster as cluster_by_name
 from .runtime.accumulation import Way
-from .simulator.clusters import ClusterSpec
-from .simulator.clusters import cluster as cluster_by_name
 from .sizes import parse_bytes
-from .trace.schedule import StepSchedule, load_schedules
 from .transports import TRANSPORTS
 
 __all__ = [

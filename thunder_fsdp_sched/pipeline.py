@@ -13,14 +13,14 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.extend import Executor, FusionExecutor
 
+from .capture import TracedComputation
+from .ir.descriptions import NO_CALL, Call
+from .ir.left_gradients import NOTHING_LEFT, LeftGradients, gradients_left
+from .ir.schedule import Schedule, StepSchedule
+from .ir.step_memory import StepMemory
 from .logs import log_pass
+from .planning.autotune import Choice
 from .runtime.bucket import Bucket
-from .simulator.autotune import Choice
-from .trace.descriptions import NO_CALL, Call
-from .trace.left_gradients import NOTHING_LEFT, LeftGradients, gradients_left
-from .trace.schedule import Schedule, StepSchedule
-from .trace.step_memory import StepMemory
-from .tracing import TracedComputation
 from .transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 
 __all__ = ["CompiledTraces", "JointPasses", "Pass", "can_fuse_any", "without"]

@@ -35,8 +35,8 @@ def schedule_snapshot(request: pytest.FixtureRequest) -> Callable[..., None]:
 
     def compare(subject: Any, *, name: str = "") -> None:
         __tracebackhide__ = True
+        from thunder_fsdp_sched.ir.schedule import load_schedules, save_schedules
         from thunder_fsdp_sched.testing import step_schedule
-        from thunder_fsdp_sched.trace.schedule import load_schedules, save_schedules
 
         schedule = step_schedule(subject)
         stem = re.sub(r"\W+", "_", f"{request.path.stem}_{request.node.name}_{name}").strip("_")

@@ -19,13 +19,10 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from .api import fsdp
-from .pipeline import CompiledTraces
-from .sizes import parse_bytes
-from .tools.fake_ranks import Made, compile_as_rank
-from .trace.inspection import Aliases, args_of, outs_of, statement, statements
-from .trace.operands import Wait, bucket_of
-from .trace.schedule import StepSchedule, read_schedule
-from .trace.symbols import (
+from .ir.inspection import Aliases, args_of, outs_of, statement, statements
+from .ir.operands import Wait, bucket_of
+from .ir.schedule import StepSchedule, read_schedule
+from .ir.symbols import (
     GRAD_WAITS,
     fsdp_all_gather,
     fsdp_all_reduce,
@@ -33,6 +30,9 @@ from .trace.symbols import (
     fsdp_release,
     fsdp_wait_params,
 )
+from .pipeline import CompiledTraces
+from .sizes import parse_bytes
+from .tools.fake_ranks import Made, compile_as_rank
 from .transform import FSDPTransform, find_transform
 from .transforms.sort_communication import issue_points
 

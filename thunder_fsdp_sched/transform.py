@@ -9,7 +9,7 @@ for each new set of shapes and flags
     ``transform_traces_pre_prologue``         refuse_foreign_parameters, guard_outputs, shard_prologue, draw_once,
                                               insert_unshard
     (Thunder goes on with an empty computation: see [Note: Blocks are differentiated once] in ``transforms.differentiate``
-    and [Note: Modes share a joint trace] in ``tracing.traced_computation``)
+    and [Note: Modes share a joint trace] in ``capture.traced_computation``)
     ``JointPasses`` before the fusions        differentiate (if Thunder's autograd has made the joint trace:
                                               claim_operators), bucket_communication, fuse_downcast, [choose],
                                               regather_for_backward, guard_kept, keep_fusions_apart
@@ -45,7 +45,11 @@ from thunder.core.transform_common import Transform
 from thunder.distributed import get_skip_data_parallel_grad_sync
 from thunder.extend import Executor
 
+from .capture import Repetition, call_forward, describe, hides_computation, trace_module_calls
 from .compilation import Compilation
+from .ir import symbols
+from .ir.descriptions import Call, read_call
+from .ir.schedule import StepSchedule, save_schedules
 from .options import Options
 from .pipeline import CompiledTraces, JointPasses, without
 from .plan.plan import Plan
@@ -57,10 +61,6 @@ from .sharding.jitted_state import hold_entries
 from .sharding.replacement import replace_in_optimizers_of
 from .sharding.shard_module import shard_module
 from .sharding.sharded_module import ShardedModule
-from .trace import symbols
-from .trace.descriptions import Call, read_call
-from .trace.schedule import StepSchedule, save_schedules
-from .tracing import Repetition, call_forward, describe, hides_computation, trace_module_calls
 from .transforms import guard_outputs, refuse_foreign_parameters
 
 __all__ = ["FSDPTransform", "find_jitted", "find_transform"]

@@ -6,8 +6,8 @@ from collections import Counter
 from unittest import mock
 
 from thunder_fsdp_sched import choosing, fsdp, full_state_dict, testing
-from thunder_fsdp_sched.trace.inspection import args_of, outs_of
-from thunder_fsdp_sched.trace.symbols import fsdp_wait_params
+from thunder_fsdp_sched.ir.inspection import args_of, outs_of
+from thunder_fsdp_sched.ir.symbols import fsdp_wait_params
 
 import pytest
 import thunder

@@ -7,16 +7,16 @@ import re
 
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import fsdp, testing
+from thunder_fsdp_sched.ir.inspection import split_joint
+from thunder_fsdp_sched.ir.liveness import slot_bytes_of
+from thunder_fsdp_sched.planning.autotune import MemoryLimitError, choose
+from thunder_fsdp_sched.planning.candidate_traces import CandidateTraces
+from thunder_fsdp_sched.planning.clusters import cluster
+from thunder_fsdp_sched.planning.cost import AnalyticCost
+from thunder_fsdp_sched.planning.limits import Limits
+from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.runtime.memory import Arena
-from thunder_fsdp_sched.simulator.autotune import MemoryLimitError, choose
-from thunder_fsdp_sched.simulator.candidate_traces import CandidateTraces
-from thunder_fsdp_sched.simulator.clusters import cluster
-from thunder_fsdp_sched.simulator.cost import AnalyticCost
-from thunder_fsdp_sched.simulator.limits import Limits
-from thunder_fsdp_sched.simulator.simulate import simulate
 from thunder_fsdp_sched.sizes import parse_bytes
-from thunder_fsdp_sched.trace.inspection import split_joint
-from thunder_fsdp_sched.trace.liveness import slot_bytes_of
 from thunder_fsdp_sched.transforms import (
     assign_slots,
     mark_retained_by_forward,

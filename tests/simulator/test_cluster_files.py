@@ -6,8 +6,8 @@ import dataclasses
 import json
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.simulator.cluster_files import read_cluster, save_cluster
-from thunder_fsdp_sched.simulator.clusters import CLUSTERS
+from thunder_fsdp_sched.planning.cluster_files import read_cluster, save_cluster
+from thunder_fsdp_sched.planning.clusters import CLUSTERS
 
 import pytest
 import torch

@@ -11,11 +11,16 @@ from unittest import mock
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.distributed.process_groups import ProcessGroupRef, Ranks
+from thunder_fsdp_sched.ir.symbols import (
+    fsdp_all_gather,
+    fsdp_reduce_scatter,
+    fsdp_wait_grads,
+    fsdp_wait_params,
+    is_resident,
+)
 from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.plan.specs import BucketSpec, CommSpec, ParamSpec
-from thunder_fsdp_sched.runtime.bucket import Bucket
-from thunder_fsdp_sched.runtime.memory import Arena
-from thunder_fsdp_sched.simulator.clusters import (
+from thunder_fsdp_sched.planning.clusters import (
     CLUSTERS,
     ClusterSpec,
     Efficiency,
@@ -24,20 +29,15 @@ from thunder_fsdp_sched.simulator.clusters import (
     cluster_of_this_process,
     preset_of_gpu,
 )
-from thunder_fsdp_sched.simulator.cost import AnalyticCost, bytes_of, ring_seconds
-from thunder_fsdp_sched.simulator.flops import flops_of
-from thunder_fsdp_sched.simulator.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes
-from thunder_fsdp_sched.simulator.simulate import simulate
+from thunder_fsdp_sched.planning.cost import AnalyticCost, bytes_of, ring_seconds
+from thunder_fsdp_sched.planning.flops import flops_of
+from thunder_fsdp_sched.planning.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes
+from thunder_fsdp_sched.planning.simulate import simulate
+from thunder_fsdp_sched.runtime.bucket import Bucket
+from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
 from thunder_fsdp_sched.tools.clocks import Clock
 from thunder_fsdp_sched.tools.profiler import measure
-from thunder_fsdp_sched.trace.symbols import (
-    fsdp_all_gather,
-    fsdp_reduce_scatter,
-    fsdp_wait_grads,
-    fsdp_wait_params,
-    is_resident,
-)
 from thunder_fsdp_sched.transports import TRANSPORTS, Traffic
 from thunder_fsdp_sched.transports.all_to_all import AllToAll
 from thunder_fsdp_sched.transports.flat import Flat

@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.distributed.process_groups import ProcessGroupRef, Ranks
-from thunder_fsdp_sched.plan.layout import make_layout
-from thunder_fsdp_sched.plan.specs import BucketSpec, ParamSpec
-from thunder_fsdp_sched.runtime.bucket import Bucket
-from thunder_fsdp_sched.runtime.memory import Arena
-from thunder_fsdp_sched.simulator.cost import Seconds, runs_nothing
-from thunder_fsdp_sched.simulator.simulate import COMPUTE, Timeline, simulate
-from thunder_fsdp_sched.trace.host_copies import (
+from thunder_fsdp_sched.ir.host_copies import (
     fsdp_copy_to_device,
     fsdp_copy_to_host,
     fsdp_wait_device_copy,
     fsdp_wait_host_copy,
 )
-from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from thunder_fsdp_sched.plan.layout import make_layout
+from thunder_fsdp_sched.plan.specs import BucketSpec, ParamSpec
+from thunder_fsdp_sched.planning.cost import Seconds, runs_nothing
+from thunder_fsdp_sched.planning.simulate import COMPUTE, Timeline, simulate
+from thunder_fsdp_sched.runtime.bucket import Bucket
+from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.transforms import assign_slots, sort_communication
 from thunder_fsdp_sched.transports.flat import Flat
 

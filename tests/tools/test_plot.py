@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.simulator.clusters import cluster
-from thunder_fsdp_sched.simulator.cost import AnalyticCost
-from thunder_fsdp_sched.simulator.simulate import simulate
-from thunder_fsdp_sched.trace.symbols import fsdp_all_gather
+from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
+from thunder_fsdp_sched.planning.clusters import cluster
+from thunder_fsdp_sched.planning.cost import AnalyticCost
+from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.transforms import assign_slots, sort_communication
 
 import pytest

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.simulator.clusters import ClusterSpec, cluster
-from thunder_fsdp_sched.simulator.cost import AnalyticCost
+from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster
+from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.tools.blocks import describe_origins, origins_of
 from thunder_fsdp_sched.tools.dry_run import dry_run_step, replan
 from thunder_fsdp_sched.tools.fit import optimizer_state_bytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.simulator.cost import AnalyticCost
-from thunder_fsdp_sched.simulator.simulate import simulate
+from thunder_fsdp_sched.planning.cost import AnalyticCost
+from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.tools.dry_run import DryRun, dry_run_step, replan
 from thunder_fsdp_sched.tools.fake_ranks import fake_rank, jit
 from thunder_fsdp_sched.tools.suggestions import suggest

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.capture.bsym_copies import BoundSymbolCopies
+from thunder_fsdp_sched.ir.caching import caching, with_caches
 from thunder_fsdp_sched.private_traces import CachingBoundSymbol, renamed
 from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
-from thunder_fsdp_sched.trace.caching import caching, with_caches
-from thunder_fsdp_sched.tracing.bsym_copies import BoundSymbolCopies
 
 import pytest
 import torch

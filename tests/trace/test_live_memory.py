@@ -12,17 +12,17 @@ from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp, set_gradient_divide_factor
+from thunder_fsdp_sched.ir.operands import Issue
+from thunder_fsdp_sched.ir.step_memory import KINDS, TensorMemory
+from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
+from thunder_fsdp_sched.ir.unknown_memory import unknown_memory
 from thunder_fsdp_sched.pipeline import CompiledTraces
-from thunder_fsdp_sched.simulator.clusters import cluster
-from thunder_fsdp_sched.simulator.cost import AnalyticCost
-from thunder_fsdp_sched.simulator.simulate import simulate
+from thunder_fsdp_sched.planning.clusters import cluster
+from thunder_fsdp_sched.planning.cost import AnalyticCost
+from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.testing import assert_peak_memory_at_most, compile_on_fake_ranks, gathers
 from thunder_fsdp_sched.tools.memory_files import load_memory, save_memory
 from thunder_fsdp_sched.tools.plot_memory import plot_memory
-from thunder_fsdp_sched.trace.operands import Issue
-from thunder_fsdp_sched.trace.step_memory import KINDS, TensorMemory
-from thunder_fsdp_sched.trace.symbols import fsdp_all_gather
-from thunder_fsdp_sched.trace.unknown_memory import unknown_memory
 from thunder_fsdp_sched.transforms import VerificationError, verify_memory
 from thunder_fsdp_sched.transports import TRANSPORTS
 

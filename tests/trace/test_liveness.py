@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
-from thunder_fsdp_sched.runtime.bucket import Bucket
-from thunder_fsdp_sched.trace.inspection import aliased_inputs, args_of, outs_of
-from thunder_fsdp_sched.trace.liveness import BEFORE_TRACE, Liveness
-from thunder_fsdp_sched.trace.symbols import (
+from thunder_fsdp_sched.ir.inspection import aliased_inputs, args_of, outs_of
+from thunder_fsdp_sched.ir.liveness import BEFORE_TRACE, Liveness
+from thunder_fsdp_sched.ir.symbols import (
     fsdp_all_gather,
     fsdp_matmul_into,
     fsdp_reduce_scatter,
     fsdp_wait_grads,
     fsdp_wait_params,
 )
+from thunder_fsdp_sched.runtime.bucket import Bucket
 
 import pytest
 import torch

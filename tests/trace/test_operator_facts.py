@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.trace.caching import caching
-from thunder_fsdp_sched.trace.inspection import Aliases
-from thunder_fsdp_sched.trace.operator_facts import facts_of
+from thunder_fsdp_sched.ir.caching import caching
+from thunder_fsdp_sched.ir.inspection import Aliases
+from thunder_fsdp_sched.ir.operator_facts import facts_of
 
 import pytest
 import thunder.torch as ltorch
@@ -199,7 +199,7 @@ def test_only_unchanged_copies_keep_the_facts_of_the_original(monkeypatch: pytes
     swapped = original.from_bsym(args=(y, 0, 1))
     assert [*facts_of(swapped).aliases.values()] == [("y",)]
     of_others = original.from_bsym(subsymbols=[sub.from_bsym() for sub in original.subsymbols])
-    monkeypatch.setattr("thunder_fsdp_sched.trace.operator_facts._facts_of", lambda bsym: pytest.fail("not kept"))
+    monkeypatch.setattr("thunder_fsdp_sched.ir.operator_facts._facts_of", lambda bsym: pytest.fail("not kept"))
     assert facts_of(original.from_bsym()) is facts
     assert facts_of(original.from_bsym(tags={BoundSymbolTag.BACKWARD})) is facts
     with pytest.raises(pytest.fail.Exception):

@@ -6,8 +6,8 @@ import gc
 from collections.abc import Iterator
 
 from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.capture.garbage_collection import THRESHOLD
 from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
-from thunder_fsdp_sched.tracing.garbage_collection import THRESHOLD
 
 import pytest
 import thunder

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from thunder_fsdp_sched.tracing import Repetition, call_forward, trace_module_calls
-from thunder_fsdp_sched.tracing.trace_tokens import TraceTokens
+from thunder_fsdp_sched.capture import Repetition, call_forward, trace_module_calls
+from thunder_fsdp_sched.capture.trace_tokens import TraceTokens
 
 import pytest
 import thunder

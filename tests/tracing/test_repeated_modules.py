@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched.tracing import Repetition, call_forward, trace_module_calls
+from thunder_fsdp_sched.capture import Repetition, call_forward, trace_module_calls
 
 import pytest
 import thunder

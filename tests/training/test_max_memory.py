@@ -8,10 +8,10 @@ from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.simulator.autotune import MemoryLimitError
-from thunder_fsdp_sched.simulator.clusters import ClusterSpec, cluster
+from thunder_fsdp_sched.ir.inspection import is_pure
+from thunder_fsdp_sched.planning.autotune import MemoryLimitError
+from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster
 from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
-from thunder_fsdp_sched.trace.inspection import is_pure
 from thunder_fsdp_sched.transforms import VerificationError, verify_memory
 
 import pytest

@@ -6,10 +6,10 @@ from typing import Any
 
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import testing
+from thunder_fsdp_sched.ir.inspection import args_of
+from thunder_fsdp_sched.ir.symbols import fsdp_release, fsdp_wait_params
 from thunder_fsdp_sched.options import check_options
 from thunder_fsdp_sched.runtime import ops
-from thunder_fsdp_sched.trace.inspection import args_of
-from thunder_fsdp_sched.trace.symbols import fsdp_release, fsdp_wait_params
 from thunder_fsdp_sched.transforms import VerificationError, verify
 
 import pytest

@@ -10,13 +10,13 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import discard_unreduced, fsdp, full_state_dict, unsharded
+from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, window_of
+from thunder_fsdp_sched.planning.autotune import MemoryLimitError
+from thunder_fsdp_sched.planning.clusters import cluster
+from thunder_fsdp_sched.planning.cost import AnalyticCost
+from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.runtime.accumulation import Accumulation
 from thunder_fsdp_sched.runtime.bucket import Bucket
-from thunder_fsdp_sched.simulator.autotune import MemoryLimitError
-from thunder_fsdp_sched.simulator.clusters import cluster
-from thunder_fsdp_sched.simulator.cost import AnalyticCost
-from thunder_fsdp_sched.simulator.simulate import simulate
-from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, window_of
 
 import pytest
 import thunder

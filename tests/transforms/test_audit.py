@@ -9,8 +9,8 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.trace import inspection, operator_facts
-from thunder_fsdp_sched.trace.operator_facts import Facts
+from thunder_fsdp_sched.ir import inspection, operator_facts
+from thunder_fsdp_sched.ir.operator_facts import Facts
 from thunder_fsdp_sched.transforms import VerificationError, audit
 from thunder_fsdp_sched.transforms.audit import fsdp_audit
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from thunder_fsdp_sched.ir.operator_facts import Facts, facts_of
 from thunder_fsdp_sched.pipeline import JointPasses
 from thunder_fsdp_sched.private_traces import claim
-from thunder_fsdp_sched.trace.operator_facts import Facts, facts_of
 from thunder_fsdp_sched.transforms import claim_operators
 
 import pytest

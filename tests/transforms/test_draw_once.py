@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, testing
+from thunder_fsdp_sched.ir.operator_facts import facts_of
 from thunder_fsdp_sched.runtime.row_dtensor import local_rows
-from thunder_fsdp_sched.trace.operator_facts import facts_of
 
 import pytest
 import thunder

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, full_state_dict, testing, transforms
-from thunder_fsdp_sched.trace.host_copies import fsdp_copy_to_host
-from thunder_fsdp_sched.trace.inspection import args_of, forward_part, outs_of
-from thunder_fsdp_sched.trace.operator_facts import facts_of
-from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_cut, fsdp_wait_params
+from thunder_fsdp_sched.ir.host_copies import fsdp_copy_to_host
+from thunder_fsdp_sched.ir.inspection import args_of, forward_part, outs_of
+from thunder_fsdp_sched.ir.operator_facts import facts_of
+from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_cut, fsdp_wait_params
 
 import nvfuser_standin
 import pytest

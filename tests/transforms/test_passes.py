@@ -5,12 +5,12 @@
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
+from thunder_fsdp_sched.ir.inspection import args_of, outs_of
+from thunder_fsdp_sched.ir.liveness import Liveness
+from thunder_fsdp_sched.ir.schedule import read_schedule
+from thunder_fsdp_sched.ir.slots import filling_bytes, grads_over_params, shared_slots
+from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from thunder_fsdp_sched.runtime.bucket import Bucket
-from thunder_fsdp_sched.trace.inspection import args_of, outs_of
-from thunder_fsdp_sched.trace.liveness import Liveness
-from thunder_fsdp_sched.trace.schedule import read_schedule
-from thunder_fsdp_sched.trace.slots import filling_bytes, grads_over_params, shared_slots
-from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from thunder_fsdp_sched.transforms import (
     VerificationError,
     assign_slots,

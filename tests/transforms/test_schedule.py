@@ -9,8 +9,8 @@ from datetime import timedelta
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.agreement.consistency import Agreement, ScheduleDisagreement
 from thunder_fsdp_sched.distributed.process_groups import ProcessGroupRef
-from thunder_fsdp_sched.trace.deadlock import Action
-from thunder_fsdp_sched.trace.schedule import (
+from thunder_fsdp_sched.ir.deadlock import Action
+from thunder_fsdp_sched.ir.schedule import (
     _OP_TYPES,
     CommOp,
     StepSchedule,
@@ -18,7 +18,7 @@ from thunder_fsdp_sched.trace.schedule import (
     read_schedule,
     save_schedules,
 )
-from thunder_fsdp_sched.trace.symbols import fsdp_all_gather
+from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
 from thunder_fsdp_sched.transforms import ScheduleMismatch, assign_slots, replay_schedule, sort_communication, verify
 
 import pytest

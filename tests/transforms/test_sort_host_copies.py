@@ -6,16 +6,16 @@ from functools import cache
 from pathlib import Path
 
 from thunder_fsdp_sched import testing
-from thunder_fsdp_sched.trace.host_copies import (
+from thunder_fsdp_sched.ir.host_copies import (
     HOST_COPIES,
     fsdp_copy_to_device,
     fsdp_copy_to_host,
     fsdp_wait_device_copy,
     fsdp_wait_host_copy,
 )
-from thunder_fsdp_sched.trace.inspection import args_of, nbytes_of, outs_of, statements
-from thunder_fsdp_sched.trace.live_memory import memory_intervals
-from thunder_fsdp_sched.trace.schedule import save_schedules
+from thunder_fsdp_sched.ir.inspection import args_of, nbytes_of, outs_of, statements
+from thunder_fsdp_sched.ir.live_memory import memory_intervals
+from thunder_fsdp_sched.ir.schedule import save_schedules
 from thunder_fsdp_sched.transforms import VerificationError, sort_host_copies, verify_memory
 from thunder_fsdp_sched.transforms.sort_host_copies import MAX_HOST_COPIES_IN_FLIGHT
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
-from thunder_fsdp_sched.trace.inspection import args_of, outs_of, return_of
-from thunder_fsdp_sched.trace.symbols import (
+from thunder_fsdp_sched.ir.inspection import args_of, outs_of, return_of
+from thunder_fsdp_sched.ir.symbols import (
     GRAD_WRITERS,
     fsdp_all_gather,
     fsdp_params_unchanged,

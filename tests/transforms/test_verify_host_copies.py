@@ -7,13 +7,13 @@ from functools import cache
 from typing import Any
 
 from thunder_fsdp_sched import testing
-from thunder_fsdp_sched.trace.host_copies import (
+from thunder_fsdp_sched.ir.host_copies import (
     fsdp_copy_to_device,
     fsdp_copy_to_host,
     fsdp_wait_device_copy,
     fsdp_wait_host_copy,
 )
-from thunder_fsdp_sched.trace.inspection import return_of
+from thunder_fsdp_sched.ir.inspection import return_of
 from thunder_fsdp_sched.transforms import VerificationError, verify
 
 import pytest

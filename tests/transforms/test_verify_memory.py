@@ -13,8 +13,8 @@ from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
-from thunder_fsdp_sched.trace.inspection import args_of
-from thunder_fsdp_sched.trace.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_release, fsdp_wait_params
+from thunder_fsdp_sched.ir.inspection import args_of
+from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_release, fsdp_wait_params
 from thunder_fsdp_sched.transforms import VerificationError, verify_memory
 
 import pytest

@@ -9,16 +9,16 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import compilation, fsdp, full_state_dict, testing
+from thunder_fsdp_sched.ir.liveness import Liveness
+from thunder_fsdp_sched.ir.slots import grads_over_params, shared_slots
+from thunder_fsdp_sched.ir.symbols import GRAD_WRITERS, fsdp_all_gather, fsdp_reduce_scatter
+from thunder_fsdp_sched.planning.cost import AnalyticCost
+from thunder_fsdp_sched.planning.flops import flops_of
 from thunder_fsdp_sched.runtime import ops
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Slot
-from thunder_fsdp_sched.simulator.cost import AnalyticCost
-from thunder_fsdp_sched.simulator.flops import flops_of
 from thunder_fsdp_sched.tools.dry_run import dry_run_step
 from thunder_fsdp_sched.tools.report import dry_run_table
-from thunder_fsdp_sched.trace.liveness import Liveness
-from thunder_fsdp_sched.trace.slots import grads_over_params, shared_slots
-from thunder_fsdp_sched.trace.symbols import GRAD_WRITERS, fsdp_all_gather, fsdp_reduce_scatter
 from thunder_fsdp_sched.transforms import share_written_in_place
 from thunder_fsdp_sched.transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 

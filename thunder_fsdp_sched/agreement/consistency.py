@@ -26,8 +26,8 @@ from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import Store
 
 from ..distributed.process_groups import ProcessGroupRef
-from ..trace.computation import NOTHING, Computation, digest_of
-from ..trace.deadlock import Action, find_fault
+from ..ir.computation import NOTHING, Computation, digest_of
+from ..ir.deadlock import Action, find_fault
 from .channel import ScheduleDisagreement
 from .control import Agreed, Control, number_of
 

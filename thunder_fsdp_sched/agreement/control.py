@@ -37,7 +37,7 @@ from .channel import TOKEN, Channel
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ..trace.computation import Computation
+    from ..ir.computation import Computation
 
 __all__ = ["Agreed", "Control", "Run", "control_of", "number_of"]
 

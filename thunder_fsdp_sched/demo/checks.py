@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from thunder.core.trace import TraceCtx
 
+from ..ir.symbols import issues_collective
 from ..plan.plan import Plan
 from ..testing import (
     assert_gathers_in_consumer_order,
@@ -16,7 +17,6 @@ from ..testing import (
     assert_waits_right_before_first_consumer,
 )
 from ..tools.report import human_bytes
-from ..trace.symbols import issues_collective
 from .options import DemoOptions
 from .training import Run, largest_difference, largest_loss_difference
 

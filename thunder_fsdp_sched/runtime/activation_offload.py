@@ -1,4 +1,4 @@
-"""Copies of saved activations to host memory and back: what the symbols of ``trace.host_copies`` run.
+"""Copies of saved activations to host memory and back: what the symbols of ``ir.host_copies`` run.
 
 [Note: Host copies]
 A value that forward saves for backward can wait in host memory. Forward copies it there after its last use, and backward

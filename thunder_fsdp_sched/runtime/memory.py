@@ -9,7 +9,7 @@ Three kinds of memory hold parameters and gradients, each with one rule.
 the same bytes; a change between forward and backward is an error (``fsdp_params_unchanged``). Backward first checks
 each slot: if a forward without gradients, or one that failed, has written it since, the bucket is gathered again. So it
 is if another backward has written its gradients there: see [Note: Gradients in the place of their parameters] in
-``trace.slots``.
+``ir.slots``.
 
 With ``release`` their memory is freed after backward. Tensors that an earlier forward has saved keep what they are views
 of alive, but no gather reaches it any more, so the backward of that forward is an error.

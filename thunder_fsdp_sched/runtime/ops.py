@@ -1,4 +1,4 @@
-"""Run-time implementations of the symbols in ``trace.symbols``."""
+"""Run-time implementations of the symbols in ``ir.symbols``."""
 
 from __future__ import annotations
 

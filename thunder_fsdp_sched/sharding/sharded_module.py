@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..agreement.consistency import Agreement
 from ..agreement.control import Control
+from ..capture import CollectsLess
 from ..logs import Progress
 from ..plan.plan import Plan
 from ..plan.specs import BucketSpec
@@ -32,7 +33,6 @@ from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
 from ..runtime.row_dtensor import RowDTensor
 from ..runtime.shard_source import finish_copies
-from ..tracing import CollectsLess
 from .conflicts import refuse_backward_hooks, refuse_conflicts, refuse_old_backward_hooks
 from .meta_init import is_blank
 from .module_parameters import ModuleParameters, find_owner

@@ -12,10 +12,10 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..trace.inspection import args_of, defined_by, nbytes_of, source_of
-from ..trace.operands import bucket_of
-from ..trace.schedule import is_communication
-from ..trace.symbols import fsdp_wait_params
+from ..ir.inspection import args_of, defined_by, nbytes_of, source_of
+from ..ir.operands import bucket_of
+from ..ir.schedule import is_communication
+from ..ir.symbols import fsdp_wait_params
 
 __all__ = ["Origin", "describe_origins", "origins_of"]
 

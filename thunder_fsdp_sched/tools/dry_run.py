@@ -13,11 +13,11 @@ from thunder.extend import Executor
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..api import fsdp
+from ..ir.step_memory import StepMemory
 from ..pipeline import CompiledTraces
-from ..simulator.clusters import ClusterSpec, cluster
-from ..simulator.cost import AnalyticCost
-from ..simulator.simulate import Timeline, simulate
-from ..trace.step_memory import StepMemory
+from ..planning.clusters import ClusterSpec, cluster
+from ..planning.cost import AnalyticCost
+from ..planning.simulate import Timeline, simulate
 from ..transform import FSDPTransform
 from . import gpu_attention
 from .fake_ranks import Made, compile_as_rank, fake_rank, jit

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..ir.step_memory import StepMemory
 from ..runtime.bucket import Bucket
-from ..trace.step_memory import StepMemory
 
 __all__ = ["describe_fit", "optimizer_state_bytes", "readable_bytes"]
 

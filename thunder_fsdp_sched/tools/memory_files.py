@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..trace.json_fields import field_of, read_json, typed
-from ..trace.step_memory import KINDS, KnownDetails, StepMemory, TensorMemory
-from ..trace.unknown_memory import UnknownMemory
+from ..ir.json_fields import field_of, read_json, typed
+from ..ir.step_memory import KINDS, KnownDetails, StepMemory, TensorMemory
+from ..ir.unknown_memory import UnknownMemory
 
 __all__ = ["load_memory", "save_memory"]
 

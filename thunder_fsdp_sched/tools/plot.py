@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..simulator.simulate import COMPUTE, Interval, Timeline
-from ..trace.symbols import fsdp_all_gather
+from ..ir.symbols import fsdp_all_gather
+from ..planning.simulate import COMPUTE, Interval, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..simulator.timeline import COMPUTE, Timeline
-from ..trace.step_memory import KINDS, StepMemory
+from ..ir.step_memory import KINDS, StepMemory
+from ..planning.timeline import COMPUTE, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

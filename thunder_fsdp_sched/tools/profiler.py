@@ -29,15 +29,15 @@ from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
+from ..ir.inspection import with_bound_symbols
+from ..ir.operands import Issue, Wait, bucket_of
+from ..ir.symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter, issues_collective, payload
+from ..planning.cost import runs_nothing
+from ..planning.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of, symbol_of
 from ..runtime.bucket import Bucket
 from ..runtime.forward_numbers import as_backward_of_latest_forward
 from ..runtime.memory import Arena, InFlight, Slot
 from ..sharding.sharded_module import ShardedModule
-from ..simulator.cost import runs_nothing
-from ..simulator.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of, symbol_of
-from ..trace.inspection import with_bound_symbols
-from ..trace.operands import Issue, Wait, bucket_of
-from ..trace.symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter, issues_collective, payload
 from ..transform import find_jitted, find_transform
 from .clocks import Clock, CudaClock
 

@@ -26,11 +26,11 @@ from thunder.executors.passes import del_last_used, transform_for_execution
 from thunder.transforms.autodiff import split_into_forward_and_backward
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ..ir.inspection import snapshot
+from ..ir.operands import OneParameter
+from ..ir.symbols import fsdp_reduce, fsdp_unshard
 from ..pipeline import CompiledTraces
 from ..runtime.bucket import Bucket
-from ..trace.inspection import snapshot
-from ..trace.operands import OneParameter
-from ..trace.symbols import fsdp_reduce, fsdp_unshard
 from ..transform import FSDPTransform
 from ..transforms.shard_prologue import become_shard
 

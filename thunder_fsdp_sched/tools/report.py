@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 from thunder.core.trace import TraceCtx
 
+from ..ir.inspection import statement, statements
+from ..ir.schedule import Schedule, read_schedule
+from ..ir.slots import shared_slots
+from ..ir.symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_reduce_unreduced
 from ..plan.plan import Plan
-from ..trace.inspection import statement, statements
-from ..trace.schedule import Schedule, read_schedule
-from ..trace.slots import shared_slots
-from ..trace.symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_reduce_unreduced
 from ..transforms import share_written_in_place
 from .dry_run import DryRun
 

@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 from thunder.core.trace import TraceCtx
 
+from ..ir.inspection import has_backward, with_bound_symbols
+from ..ir.liveness import BEFORE_TRACE, Liveness, SlotRange, peak_bytes
+from ..ir.operands import Issue
+from ..ir.slots import grads_over_kept_params, grads_over_params, peak_live_bytes, retained_by_forward
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot
-from ..trace.inspection import has_backward, with_bound_symbols
-from ..trace.liveness import BEFORE_TRACE, Liveness, SlotRange, peak_bytes
-from ..trace.operands import Issue
-from ..trace.slots import grads_over_kept_params, grads_over_params, peak_live_bytes, retained_by_forward
 from .extend_arena import bytes_of_forward, slot_at
 
 __all__ = ["assign_slots"]

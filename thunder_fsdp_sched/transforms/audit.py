@@ -31,14 +31,14 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, from_trace
 
+from ..ir.inspection import UNPACKING, Aliases, args_of, outs_of, statement
+from ..ir.operands import Issue, Wait, bucket_of
+from ..ir.operator_facts import facts_of
+from ..ir.symbols import GRAD_WRITERS, ISSUES, WAITS, executor, fsdp_all_gather, fsdp_wait_params
 from ..private_traces import without_calls
 from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
 from ..runtime.memory import Arena, Slot
-from ..trace.inspection import UNPACKING, Aliases, args_of, outs_of, statement
-from ..trace.operands import Issue, Wait, bucket_of
-from ..trace.operator_facts import facts_of
-from ..trace.symbols import GRAD_WRITERS, ISSUES, WAITS, executor, fsdp_all_gather, fsdp_wait_params
 from . import VerificationError
 
 __all__ = ["Auditor", "audited", "fsdp_audit", "without_audit"]

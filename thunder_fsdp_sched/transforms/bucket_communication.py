@@ -12,11 +12,9 @@ from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..runtime.accumulation import Way
-from ..runtime.bucket import Bucket
-from ..trace.inspection import return_of, with_bound_symbols
-from ..trace.operands import OneParameter, bucket_of
-from ..trace.symbols import (
+from ..ir.inspection import return_of, with_bound_symbols
+from ..ir.operands import OneParameter, bucket_of
+from ..ir.symbols import (
     fsdp_accumulate_grads,
     fsdp_accumulate_reduced,
     fsdp_all_gather,
@@ -28,6 +26,8 @@ from ..trace.symbols import (
     fsdp_wait_grads,
     fsdp_wait_params,
 )
+from ..runtime.accumulation import Way
+from ..runtime.bucket import Bucket
 
 __all__ = ["bucket_communication"]
 

@@ -26,13 +26,13 @@ from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transform_common import dce
 from thunder.extend import Executor
 
+from ..capture.bsym_copies import BoundSymbolCopies
+from ..capture.repeatable_rules import RepeatableRules
+from ..capture.trace_tokens import Indescribable, TraceTokens
+from ..ir import symbols
+from ..ir.caching import caching_throughout, with_caches
+from ..ir.operator_facts import share_facts
 from ..private_traces import claim
-from ..trace import symbols
-from ..trace.caching import caching_throughout, with_caches
-from ..trace.operator_facts import share_facts
-from ..tracing.bsym_copies import BoundSymbolCopies
-from ..tracing.repeatable_rules import RepeatableRules
-from ..tracing.trace_tokens import Indescribable, TraceTokens
 
 __all__ = ["claim_operators", "copies_of"]
 

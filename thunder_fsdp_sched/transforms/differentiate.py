@@ -37,13 +37,13 @@ from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import Executor
 from thunder.transforms.autodiff import grad_transform_on_trace
 
+from ..capture.bsym_copies import BoundSymbolCopies
+from ..capture.repeatable_rules import RepeatableRules
+from ..capture.repeated_runs import Run, find_repeated_runs
+from ..capture.trace_tokens import Parameter
+from ..ir.inspection import args_of, defined_by, forward_part, names, outs_of, return_of
+from ..ir.symbols import executor
 from ..private_traces import renamed, requiring_gradient
-from ..trace.inspection import args_of, defined_by, forward_part, names, outs_of, return_of
-from ..trace.symbols import executor
-from ..tracing.bsym_copies import BoundSymbolCopies
-from ..tracing.repeatable_rules import RepeatableRules
-from ..tracing.repeated_runs import Run, find_repeated_runs
-from ..tracing.trace_tokens import Parameter
 from .claim_operators import claim_operators, copies_of
 
 __all__ = ["differentiate"]

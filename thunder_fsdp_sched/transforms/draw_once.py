@@ -26,9 +26,9 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx
 from thunder.extend import TemporaryExecutor
 
-from ..trace.inspection import UNPACKING, args_of, is_pure, outs_of, source_of, with_bound_symbols
-from ..trace.operator_facts import facts_of
-from ..trace.symbols import executor
+from ..ir.inspection import UNPACKING, args_of, is_pure, outs_of, source_of, with_bound_symbols
+from ..ir.operator_facts import facts_of
+from ..ir.symbols import executor
 
 __all__ = ["draw_once", "mark_draws", "refuse_merged_draws", "refuse_redrawn_gradients"]
 

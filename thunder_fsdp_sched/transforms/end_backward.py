@@ -6,9 +6,9 @@ import time
 
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..trace.inspection import return_of, with_bound_symbols
-from ..trace.operands import bucket_of
-from ..trace.symbols import ACCUMULATORS, fsdp_backward_done, fsdp_reduce_scatter, fsdp_reduce_unreduced
+from ..ir.inspection import return_of, with_bound_symbols
+from ..ir.operands import bucket_of
+from ..ir.symbols import ACCUMULATORS, fsdp_backward_done, fsdp_reduce_scatter, fsdp_reduce_unreduced
 
 __all__ = ["end_backward"]
 

@@ -22,11 +22,11 @@ from collections.abc import Callable, Collection
 from thunder.core.prims import PrimIDs
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..ir.inspection import has_backward, with_bound_symbols
+from ..ir.operands import Issue, bucket_of
+from ..ir.symbols import fsdp_all_gather, fsdp_release
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot
-from ..trace.inspection import has_backward, with_bound_symbols
-from ..trace.operands import Issue, bucket_of
-from ..trace.symbols import fsdp_all_gather, fsdp_release
 
 __all__ = ["bytes_of_forward", "release_extension", "slot_at"]
 

@@ -14,11 +14,11 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..ir.inspection import args_of, swap_args, with_bound_symbols
+from ..ir.operands import Gather, Wait, bucket_of
+from ..ir.symbols import fsdp_all_gather, fsdp_wait_params
 from ..runtime.bucket import Bucket
 from ..runtime.bucket_aliases import alias_bytes, alias_in_dtype, alias_of_params
-from ..trace.inspection import args_of, swap_args, with_bound_symbols
-from ..trace.operands import Gather, Wait, bucket_of
-from ..trace.symbols import fsdp_all_gather, fsdp_wait_params
 
 __all__ = ["fuse_downcast"]
 

@@ -8,11 +8,11 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..ir.inspection import forward_part, return_of, with_bound_symbols
+from ..ir.operands import Gather, Wait, bucket_of
+from ..ir.symbols import fsdp_all_gather, fsdp_copy_secondary_shard, fsdp_wait_params
 from ..runtime.bucket import Bucket
 from ..runtime.secondary import secondary_of
-from ..trace.inspection import forward_part, return_of, with_bound_symbols
-from ..trace.operands import Gather, Wait, bucket_of
-from ..trace.symbols import fsdp_all_gather, fsdp_copy_secondary_shard, fsdp_wait_params
 
 __all__ = ["gather_from_secondary"]
 
@@ -40,7 +40,7 @@ def gather_from_secondary(trace: TraceCtx) -> TraceCtx:
         (bw_t109,) = fsdp_wait_params(bucket_blocks_1_secondary, ft157)
 
     A bucket that only backward reads is gathered among all ranks. See [Note: Secondary shards] in ``runtime.secondary``
-    and [Note: Tokens of host copies] in ``trace.host_copies``.
+    and [Note: Tokens of host copies] in ``ir.host_copies``.
     """
     started = time.perf_counter()
     forward = forward_part(trace)

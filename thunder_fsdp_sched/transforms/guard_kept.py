@@ -8,10 +8,10 @@ from collections.abc import Collection
 from thunder.core.symbol import BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..ir.inspection import args_of, forward_part, outs_of, return_of, with_bound_symbols
+from ..ir.operands import Gather, bucket_of
+from ..ir.symbols import fsdp_all_gather, fsdp_params_unchanged
 from ..runtime.bucket import Bucket
-from ..trace.inspection import args_of, forward_part, outs_of, return_of, with_bound_symbols
-from ..trace.operands import Gather, bucket_of
-from ..trace.symbols import fsdp_all_gather, fsdp_params_unchanged
 
 __all__ = ["guard_kept", "guard_first"]
 

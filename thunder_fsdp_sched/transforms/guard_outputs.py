@@ -7,8 +7,8 @@ import time
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..trace.inspection import return_of, with_bound_symbols
-from ..trace.symbols import fsdp_guard_backward
+from ..ir.inspection import return_of, with_bound_symbols
+from ..ir.symbols import fsdp_guard_backward
 
 __all__ = ["guard_outputs"]
 

@@ -13,9 +13,9 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..agreement.control import Run
-from ..trace.inspection import AGREEMENT, with_bound_symbols
-from ..trace.operands import Wait, bucket_of
-from ..trace.symbols import (
+from ..ir.inspection import AGREEMENT, with_bound_symbols
+from ..ir.operands import Wait, bucket_of
+from ..ir.symbols import (
     WAITS,
     executor,
     fsdp_params_unchanged,

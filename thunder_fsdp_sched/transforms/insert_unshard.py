@@ -14,12 +14,12 @@ from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..capture.alike_operators import AlikeOperators
+from ..ir.inspection import Aliases, args_of, is_pure, outs_of, return_of, with_bound_symbols
+from ..ir.operator_facts import facts_of
+from ..ir.symbols import fsdp_unshard
 from ..plan.specs import Strided
 from ..runtime.bucket import Bucket
-from ..trace.inspection import Aliases, args_of, is_pure, outs_of, return_of, with_bound_symbols
-from ..trace.operator_facts import facts_of
-from ..trace.symbols import fsdp_unshard
-from ..tracing.alike_operators import AlikeOperators
 from .shard_prologue import become_shard
 
 __all__ = ["insert_unshard"]

@@ -28,11 +28,10 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag, has_tags
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..runtime.bucket import Bucket
-from ..trace.inspection import args_of, communicates, forward_part, outs_of, swap_args, with_bound_symbols
-from ..trace.liveness import Liveness
-from ..trace.operands import Wait, bucket_of
-from ..trace.symbols import (
+from ..ir.inspection import args_of, communicates, forward_part, outs_of, swap_args, with_bound_symbols
+from ..ir.liveness import Liveness
+from ..ir.operands import Wait, bucket_of
+from ..ir.symbols import (
     GRAD_WAITS,
     executor,
     fsdp_accumulate_grads,
@@ -42,6 +41,7 @@ from ..trace.symbols import (
     fsdp_reduce_scatter,
     fsdp_wait_params,
 )
+from ..runtime.bucket import Bucket
 
 __all__ = ["keep_fusions_apart", "remove_cuts"]
 

@@ -21,8 +21,8 @@ from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..trace.host_copies import fsdp_copy_to_device, fsdp_copy_to_host, fsdp_wait_device_copy, fsdp_wait_host_copy
-from ..trace.inspection import (
+from ..ir.host_copies import fsdp_copy_to_device, fsdp_copy_to_host, fsdp_wait_device_copy, fsdp_wait_host_copy
+from ..ir.inspection import (
     UNPACKING,
     args_of,
     copy_for_backward,
@@ -35,10 +35,10 @@ from ..trace.inspection import (
     unused_name,
     with_bound_symbols,
 )
-from ..trace.live_memory import owners_of
-from ..trace.liveness import Liveness, Value
-from ..trace.operator_facts import facts_of
-from ..trace.symbols import executor, fsdp_wait_params
+from ..ir.live_memory import owners_of
+from ..ir.liveness import Liveness, Value
+from ..ir.operator_facts import facts_of
+from ..ir.symbols import executor, fsdp_wait_params
 
 __all__ = ["MIN_OFFLOADED_BYTES", "offload_activations", "offloadable"]
 

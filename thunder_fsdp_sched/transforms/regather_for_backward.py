@@ -2,7 +2,7 @@
 
 [Note: Recomputation of values]
 ``max_memory`` chooses values of forward that backward computes again instead of reading what forward has saved
-(``simulator.saved_values``). This pass repeats the operators that compute them, right before their first reader in
+(``planning.saved_values``). This pass repeats the operators that compute them, right before their first reader in
 backward. So recomputation is by value, not by module: an operator runs again only if something in backward needs it.
 Operators and inputs are those of forward, so the values have the same bits. Only operators qualify that are known to be
 pure, so none that draws random numbers, writes to an input or communicates; what they return is saved. Regions of
@@ -27,8 +27,7 @@ from thunder.core.proxies import NumberProxy, Proxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..runtime.bucket import Bucket
-from ..trace.inspection import (
+from ..ir.inspection import (
     args_of,
     copy_for_backward,
     derivation,
@@ -39,8 +38,9 @@ from ..trace.inspection import (
     unused_name,
     with_bound_symbols,
 )
-from ..trace.operands import bucket_of
-from ..trace.symbols import fsdp_all_gather, fsdp_wait_params
+from ..ir.operands import bucket_of
+from ..ir.symbols import fsdp_all_gather, fsdp_wait_params
+from ..runtime.bucket import Bucket
 
 __all__ = ["regather_for_backward"]
 

@@ -23,11 +23,11 @@ from typing import Literal
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..ir.inspection import with_bound_symbols
+from ..ir.liveness import Liveness
+from ..ir.operands import bucket_of
+from ..ir.symbols import fsdp_params_unchanged, fsdp_release
 from ..runtime.memory import Arena, Slot
-from ..trace.inspection import with_bound_symbols
-from ..trace.liveness import Liveness
-from ..trace.operands import bucket_of
-from ..trace.symbols import fsdp_params_unchanged, fsdp_release
 
 __all__ = ["release_slots"]
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..trace.inspection import statements, with_bound_symbols
-from ..trace.operands import Wait, bucket_of
-from ..trace.schedule import THEN_HOOK, Schedule, compute_digest, is_communication
-from ..trace.symbols import ISSUES, fsdp_wait_params, payload
+from ..ir.inspection import statements, with_bound_symbols
+from ..ir.operands import Wait, bucket_of
+from ..ir.schedule import THEN_HOOK, Schedule, compute_digest, is_communication
+from ..ir.symbols import ISSUES, fsdp_wait_params, payload
 
 __all__ = ["ScheduleMismatch", "replay_schedule"]
 

@@ -23,12 +23,12 @@ from collections import defaultdict
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..ir.inspection import has_backward, with_bound_symbols
+from ..ir.liveness import Liveness
+from ..ir.operands import Issue, bucket_of
+from ..ir.slots import retained_by_forward
+from ..ir.symbols import fsdp_all_gather, fsdp_reduce_scatter
 from ..runtime.memory import Arena, Slot
-from ..trace.inspection import has_backward, with_bound_symbols
-from ..trace.liveness import Liveness
-from ..trace.operands import Issue, bucket_of
-from ..trace.slots import retained_by_forward
-from ..trace.symbols import fsdp_all_gather, fsdp_reduce_scatter
 
 __all__ = ["mark_retained_by_forward", "reuse_from_forward"]
 

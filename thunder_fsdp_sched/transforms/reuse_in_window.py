@@ -6,10 +6,10 @@ import time
 
 from thunder.core.trace import TraceCtx
 
+from ..ir.inspection import has_backward, with_bound_symbols
+from ..ir.operands import Issue, bucket_of
+from ..ir.symbols import fsdp_all_gather
 from ..runtime.window import WINDOW_LAST, WINDOW_OPEN
-from ..trace.inspection import has_backward, with_bound_symbols
-from ..trace.operands import Issue, bucket_of
-from ..trace.symbols import fsdp_all_gather
 
 __all__ = ["reuse_in_window"]
 

@@ -12,10 +12,10 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..ir.inspection import with_bound_symbols
+from ..ir.symbols import fsdp_check_hooks, fsdp_check_no_sync
 from ..runtime.module_hooks import TracedHooks
 from ..runtime.row_dtensor import local_rows
-from ..trace.inspection import with_bound_symbols
-from ..trace.symbols import fsdp_check_hooks, fsdp_check_no_sync
 
 __all__ = ["refuse_foreign_parameters", "shard_prologue", "unpacked_parameters"]
 

@@ -11,10 +11,10 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..distributed.process_groups import ProcessGroupRef
-from ..trace.inspection import args_of, communicates, outs_of, short_form, statements, with_bound_symbols
-from ..trace.liveness import Liveness, slot_bytes_of
-from ..trace.operands import Wait, bucket_of
-from ..trace.symbols import GRAD_WAITS, fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_params
+from ..ir.inspection import args_of, communicates, outs_of, short_form, statements, with_bound_symbols
+from ..ir.liveness import Liveness, slot_bytes_of
+from ..ir.operands import Wait, bucket_of
+from ..ir.symbols import GRAD_WAITS, fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_params
 
 __all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "MAX_SMALL_STAGES", "bytes_in_flight", "issue_points", "sort_communication"]
 

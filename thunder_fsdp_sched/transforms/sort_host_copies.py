@@ -12,11 +12,11 @@ from itertools import accumulate
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..trace.host_copies import HOST_COPIES, HOST_COPY_ISSUES, fsdp_copy_to_host, without_token
-from ..trace.inspection import UNPACKING, nbytes_of, outs_of, short_form, statements, with_bound_symbols
-from ..trace.live_memory import owners_of
-from ..trace.liveness import Liveness
-from ..trace.symbols import fsdp_params_unchanged
+from ..ir.host_copies import HOST_COPIES, HOST_COPY_ISSUES, fsdp_copy_to_host, without_token
+from ..ir.inspection import UNPACKING, nbytes_of, outs_of, short_form, statements, with_bound_symbols
+from ..ir.live_memory import owners_of
+from ..ir.liveness import Liveness
+from ..ir.symbols import fsdp_params_unchanged
 
 __all__ = ["MAX_HOST_COPIES_IN_FLIGHT", "sort_host_copies"]
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection
 
 from thunder.core.trace import TraceCtx
 
+from ..ir.liveness import slot_bytes_of
+from ..ir.operands import bucket_of
+from ..ir.slots import filling_bytes, grads_over_kept_params
+from ..ir.symbols import fsdp_all_gather, fsdp_reduce_scatter
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, slot_bytes
-from ..trace.liveness import slot_bytes_of
-from ..trace.operands import bucket_of
-from ..trace.slots import filling_bytes, grads_over_kept_params
-from ..trace.symbols import fsdp_all_gather, fsdp_reduce_scatter
 from .assign_slots import assign_slots
 from .sort_communication import MAX_REDUCTIONS_IN_FLIGHT, bytes_in_flight
 

@@ -11,9 +11,7 @@ from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..runtime.bucket import Bucket
-from ..runtime.memory import Slot
-from ..trace.inspection import (
+from ..ir.inspection import (
     Aliases,
     args_of,
     communicates,
@@ -24,10 +22,10 @@ from ..trace.inspection import (
     statement,
     with_bound_symbols,
 )
-from ..trace.liveness import BEFORE_TRACE
-from ..trace.operands import GradWrite, Issue, Wait, bucket_of
-from ..trace.slots import retained_by_forward
-from ..trace.symbols import (
+from ..ir.liveness import BEFORE_TRACE
+from ..ir.operands import GradWrite, Issue, Wait, bucket_of
+from ..ir.slots import retained_by_forward
+from ..ir.symbols import (
     GRAD_WRITERS,
     ISSUES,
     fsdp_accumulate_reduced,
@@ -42,6 +40,8 @@ from ..trace.symbols import (
     residency_marks,
     window_of,
 )
+from ..runtime.bucket import Bucket
+from ..runtime.memory import Slot
 from .verify_host_copies import host_copy_faults
 from .verify_secondary import secondary_faults
 

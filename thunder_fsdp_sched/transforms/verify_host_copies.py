@@ -9,7 +9,7 @@ from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..trace.host_copies import (
+from ..ir.host_copies import (
     HOST_COPIES,
     HOST_COPY_ISSUES,
     fsdp_copy_to_device,
@@ -17,8 +17,8 @@ from ..trace.host_copies import (
     fsdp_wait_device_copy,
     fsdp_wait_host_copy,
 )
-from ..trace.inspection import UNPACKING, Aliases, args_of, has_backward, names
-from ..trace.operator_facts import facts_of
+from ..ir.inspection import UNPACKING, Aliases, args_of, has_backward, names
+from ..ir.operator_facts import facts_of
 
 __all__ = ["host_copy_faults"]
 

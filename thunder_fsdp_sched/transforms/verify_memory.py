@@ -13,16 +13,14 @@ from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..runtime.bucket import Bucket
-from ..runtime.memory import Arena
-from ..trace.host_copies import (
+from ..ir.host_copies import (
     HOST_COPIES,
     fsdp_copy_to_device,
     fsdp_copy_to_host,
     fsdp_wait_device_copy,
     fsdp_wait_host_copy,
 )
-from ..trace.inspection import (
+from ..ir.inspection import (
     UNPACKING,
     args_of,
     defined_by,
@@ -33,10 +31,10 @@ from ..trace.inspection import (
     statement,
     with_bound_symbols,
 )
-from ..trace.left_gradients import NOTHING_LEFT, LeftGradients
-from ..trace.operands import Wait, bucket_of
-from ..trace.operator_facts import facts_of, observed_call
-from ..trace.symbols import (
+from ..ir.left_gradients import NOTHING_LEFT, LeftGradients
+from ..ir.operands import Wait, bucket_of
+from ..ir.operator_facts import facts_of, observed_call
+from ..ir.symbols import (
     GRAD_WRITERS,
     fsdp_accumulate_grads,
     fsdp_accumulate_reduced,
@@ -51,6 +49,8 @@ from ..trace.symbols import (
     is_resident,
     payload,
 )
+from ..runtime.bucket import Bucket
+from ..runtime.memory import Arena
 from .verify import VerificationError
 from .verify_runtime_memory import ReceiveBuffers, kept_arenas, lasting_bytes, passing_bytes, rounded, slot_used_by
 
@@ -75,7 +75,7 @@ def verify_memory(
     """Check the memory of a trace that is about to run, and return it unchanged.
 
     Runs last, after ``del_last_used``, whose ``del`` statements tell until when values are in memory. A forward trace
-    that has a backward is checked together with it. This shares no code with the prediction (``trace.step_memory``), only
+    that has a backward is checked together with it. This shares no code with the prediction (``ir.step_memory``), only
     facts about operators, buckets and transports: it executes the traces on a table of names instead of tensors.
 
     * Memory counts until the last name of it is deleted. If it is not known whether an operator returns a view, its

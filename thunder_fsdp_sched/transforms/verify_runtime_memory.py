@@ -9,12 +9,10 @@ import torch
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from ..runtime.bucket import Bucket
-from ..runtime.memory import Arena, Slot
-from ..trace.inspection import nbytes_of
-from ..trace.left_gradients import LeftGradients
-from ..trace.operands import Issue, Reduction, Wait, bucket_of
-from ..trace.symbols import (
+from ..ir.inspection import nbytes_of
+from ..ir.left_gradients import LeftGradients
+from ..ir.operands import Issue, Reduction, Wait, bucket_of
+from ..ir.symbols import (
     GRAD_WAITS,
     GRAD_WRITERS,
     fsdp_accumulate_grads,
@@ -25,6 +23,8 @@ from ..trace.symbols import (
     fsdp_release,
     fsdp_wait_grads,
 )
+from ..runtime.bucket import Bucket
+from ..runtime.memory import Arena, Slot
 
 __all__ = ["ReceiveBuffers", "kept_arenas", "lasting_bytes", "passing_bytes", "rounded", "slot_used_by"]
 

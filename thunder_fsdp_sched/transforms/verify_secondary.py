@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..ir.inspection import names, outs_of
+from ..ir.operands import Gather, Wait, bucket_of
+from ..ir.symbols import fsdp_all_gather, fsdp_copy_secondary_shard, fsdp_wait_params
 from ..runtime.bucket import Bucket
-from ..trace.inspection import names, outs_of
-from ..trace.operands import Gather, Wait, bucket_of
-from ..trace.symbols import fsdp_all_gather, fsdp_copy_secondary_shard, fsdp_wait_params
 
 __all__ = ["secondary_faults"]
 

@@ -26,11 +26,11 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 from thunder.executors import torchex
 
+from ..ir.inspection import statements, with_bound_symbols
+from ..ir.liveness import BEFORE_TRACE, Liveness
+from ..ir.operands import Reduction, bucket_of
+from ..ir.symbols import GRAD_WRITERS, fsdp_matmul_into, fsdp_reduce_scatter, fsdp_sum_into
 from ..runtime.bucket import Bucket
-from ..trace.inspection import statements, with_bound_symbols
-from ..trace.liveness import BEFORE_TRACE, Liveness
-from ..trace.operands import Reduction, bucket_of
-from ..trace.symbols import GRAD_WRITERS, fsdp_matmul_into, fsdp_reduce_scatter, fsdp_sum_into
 
 __all__ = ["share_written_in_place", "write_grads_in_place"]
 

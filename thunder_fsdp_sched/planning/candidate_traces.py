@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from thunder.core.trace import TraceCtx, from_trace
 
+from ..ir.inspection import split_joint
+from ..ir.left_gradients import LeftGradients
+from ..ir.operands import bucket_of
+from ..ir.step_memory import StepMemory
+from ..ir.symbols import ACCUMULATORS, fsdp_all_gather
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena
-from ..trace.inspection import split_joint
-from ..trace.left_gradients import LeftGradients
-from ..trace.operands import bucket_of
-from ..trace.step_memory import StepMemory
-from ..trace.symbols import ACCUMULATORS, fsdp_all_gather
 from ..transforms import (
     assign_slots,
     gather_from_secondary,

@@ -18,10 +18,10 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..trace.inspection import communicates, is_pure, return_of
-from ..trace.live_memory import analyze_memory
-from ..trace.liveness import BEFORE_TRACE, Value
-from ..trace.operator_facts import facts_of
+from ..ir.inspection import communicates, is_pure, return_of
+from ..ir.live_memory import analyze_memory
+from ..ir.liveness import BEFORE_TRACE, Value
+from ..ir.operator_facts import facts_of
 
 __all__ = ["Operator", "SavedValues", "Segment", "Span"]
 

@@ -15,10 +15,9 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..runtime.bucket import Bucket
-from ..trace.inspection import is_backward_trace
-from ..trace.operands import bucket_of
-from ..trace.symbols import (
+from ..ir.inspection import is_backward_trace
+from ..ir.operands import bucket_of
+from ..ir.symbols import (
     GRAD_WRITERS,
     ISSUES,
     WAITS,
@@ -28,6 +27,7 @@ from ..trace.symbols import (
     fsdp_reduce_unreduced,
     fsdp_release,
 )
+from ..runtime.bucket import Bucket
 from .cost import Seconds, runs_nothing
 
 __all__ = ["CollectiveTime", "MeasuredCost", "OpTime", "Profile", "computes", "shapes_of", "symbol_of"]

@@ -1,7 +1,7 @@
 """Machines as data: FLOP/s, memory and network bandwidth of one device, and the sources of these figures.
 
 ``CLUSTERS`` holds presets by name. Another machine is another :class:`ClusterSpec`; ``dataclasses.replace`` changes
-one. ``python -m thunder_fsdp_sched.simulator.clusters`` lists the presets, ``... measure`` measures this machine.
+one. ``python -m thunder_fsdp_sched.planning.clusters`` lists the presets, ``... measure`` measures this machine.
 
 [Note: Figures of a preset]
 Peaks are the vendor's, for dense matrices and one direction of a link. The share that a program reaches is separate, in
@@ -255,7 +255,7 @@ _PRESETS = (
     ),
     ClusterSpec(
         name="cpu-2core",
-        source="measured (`python -m thunder_fsdp_sched.simulator.clusters measure`) on 2 cores of a shared AMD EPYC server"
+        source="measured (`python -m thunder_fsdp_sched.planning.clusters measure`) on 2 cores of a shared AMD EPYC server"
         " with 25 GB: 2 ranks, a thread and a core each, torch 2.13.0, gloo over the loopback device",
         devices_per_node=2,
         memory=12_600_000_000,

@@ -6,7 +6,7 @@ from typing import Any
 
 from thunder.core.symbol import BoundSymbol
 
-from ..trace.operator_facts import share_facts
+from ..ir.operator_facts import share_facts
 from .trace_tokens import Indescribable, TraceTokens
 
 __all__ = ["AlikeOperators"]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from ..trace.inspection import args_of, defined_by, outs_of
+from ..ir.inspection import args_of, defined_by, outs_of
 from .trace_tokens import Indescribable, Parameter, TraceTokens
 
 __all__ = ["Run", "find_repeated_runs"]

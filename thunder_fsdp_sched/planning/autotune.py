@@ -36,9 +36,9 @@ from dataclasses import dataclass
 
 from thunder.core.trace import TraceCtx
 
+from ..ir.left_gradients import NOTHING_LEFT, LeftGradients
+from ..ir.symbols import fsdp_all_gather
 from ..runtime.bucket import Bucket
-from ..trace.left_gradients import NOTHING_LEFT, LeftGradients
-from ..trace.symbols import fsdp_all_gather
 from ..transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 from .activation_plan import ActivationPlan
 from .candidate_traces import CandidateStep, CandidateTraces, Setting

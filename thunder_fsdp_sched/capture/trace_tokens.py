@@ -9,9 +9,9 @@ from thunder.core.dtypes import dtype
 from thunder.core.proxies import FutureTensorProxy, NumberProxy, Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
+from ..ir.operands import OneParameter
+from ..ir.symbols import fsdp_reduce, fsdp_unshard
 from ..runtime.bucket import Bucket
-from ..trace.operands import OneParameter
-from ..trace.symbols import fsdp_reduce, fsdp_unshard
 from .tokens import Same, token_of
 
 __all__ = ["Indescribable", "Parameter", "TraceTokens"]

@@ -30,11 +30,10 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..runtime.bucket import Bucket
-from ..trace.host_copies import HOST_COPIES, HOST_COPY_ISSUES
-from ..trace.inspection import AGREEMENT, nbytes_of, outs_of
-from ..trace.operands import bucket_of
-from ..trace.symbols import (
+from ..ir.host_copies import HOST_COPIES, HOST_COPY_ISSUES
+from ..ir.inspection import AGREEMENT, nbytes_of, outs_of
+from ..ir.operands import bucket_of
+from ..ir.symbols import (
     GRAD_WAITS,
     GRAD_WRITERS,
     ISSUES,
@@ -51,6 +50,7 @@ from ..trace.symbols import (
     is_resident,
     payload,
 )
+from ..runtime.bucket import Bucket
 from ..transports import Traffic
 from .clusters import ClusterSpec, cluster
 from .flops import _key, flops_of, tensors
@@ -66,7 +66,7 @@ class Seconds(NamedTuple):
 
 
 class CostModel(Protocol):
-    """The interface between cost models and :func:`thunder_fsdp_sched.simulator.simulate.simulate`. Times are in seconds.
+    """The interface between cost models and :func:`thunder_fsdp_sched.planning.simulate.simulate`. Times are in seconds.
 
     Attributes:
         synchronous: whether the host itself computes (CPU), so that issuing and computing coincide.

@@ -32,13 +32,11 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..runtime.bucket import Bucket
-from ..runtime.memory import Slot
-from ..trace.host_copies import HOST_COPIES, HOST_COPY_ISSUES, fsdp_copy_to_host, fsdp_wait_host_copy
-from ..trace.inspection import AGREEMENT, nbytes_of
-from ..trace.liveness import BEFORE_TRACE, Liveness, SlotRange
-from ..trace.operands import Wait, bucket_of
-from ..trace.symbols import (
+from ..ir.host_copies import HOST_COPIES, HOST_COPY_ISSUES, fsdp_copy_to_host, fsdp_wait_host_copy
+from ..ir.inspection import AGREEMENT, nbytes_of
+from ..ir.liveness import BEFORE_TRACE, Liveness, SlotRange
+from ..ir.operands import Wait, bucket_of
+from ..ir.symbols import (
     ISSUES,
     WAITS,
     fsdp_all_gather,
@@ -48,6 +46,8 @@ from ..trace.symbols import (
     payload,
     window_of,
 )
+from ..runtime.bucket import Bucket
+from ..runtime.memory import Slot
 from .cost import CostModel, Seconds
 from .timeline import COMPUTE, TO_DEVICE, TO_HOST, Interval, SlotUse, Timeline
 

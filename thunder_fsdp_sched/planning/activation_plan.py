@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy
 from thunder.core.trace import TraceCtx
 
-from ..trace.liveness import Value
-from ..trace.symbols import fsdp_all_gather
+from ..ir.liveness import Value
+from ..ir.symbols import fsdp_all_gather
 from .cost import CostModel
 from .recomputation import Cut, SegmentChoice
 from .saved_values import Operator, SavedValues, Segment, Span
@@ -60,7 +60,7 @@ class ActivationPlans:
     """All plans for the activations of one step.
 
     Args:
-        halves: forward and backward, as :func:`~..trace.inspection.split_joint` returns them, with backward's gathers.
+        halves: forward and backward, as :func:`~..ir.inspection.split_joint` returns them, with backward's gathers.
         cost: gives the time of operators and copies.
         offloadable: names of the values that may move to host memory.
     """

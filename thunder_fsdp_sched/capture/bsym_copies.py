@@ -9,9 +9,9 @@ from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..ir.operands import OneParameter
+from ..ir.symbols import fsdp_reduce, fsdp_unshard
 from ..private_traces import CachingBoundSymbol, renamed
-from ..trace.operands import OneParameter
-from ..trace.symbols import fsdp_reduce, fsdp_unshard
 from .trace_tokens import Parameter
 
 __all__ = ["BoundSymbolCopies"]
