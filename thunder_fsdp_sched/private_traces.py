@@ -25,6 +25,7 @@ from thunder.executors.passes import _transform_for_operator_executor_execution
 
 __all__ = [
     "DEFINED",
+    "EFFECTS",
     "FACTS",
     "NAMES_OF_ARGS",
     "CachingBoundSymbol",
@@ -136,6 +137,9 @@ def _is_library_function(function: Any) -> bool:
 FACTS = ("_fsdp_facts", "_fsdp_calls", "_fsdp_like")
 """Attributes of a bound symbol for what this package knows about its operator."""
 
+EFFECTS = "_fsdp_effects"
+"""Attribute of a bound symbol for its effects."""
+
 NAMES_OF_ARGS, DEFINED = "_fsdp_args", "_fsdp_defined"
 """Attributes of a bound symbol for the names of its arguments, and for its results that are no arguments."""
 
@@ -192,7 +196,7 @@ class CachingBoundSymbol(BoundSymbol):
         if keeps_args and keeps_output and is_same_symbol:
             kept = (*kept, "_is_plain", DEFINED)
             if self._is_same_operator(new):
-                kept = (*kept, *FACTS)
+                kept = (*kept, *FACTS, EFFECTS)
         state.update({name: known[name] for name in kept if name in known})
         if new.sym._bind_postprocess:
             new.sym._bind_postprocess(new)

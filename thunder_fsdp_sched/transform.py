@@ -47,8 +47,8 @@ from thunder.extend import Executor
 
 from .capture import Repetition, call_forward, describe, hides_computation, trace_module_calls
 from .compilation import Compilation
-from .ir import symbols
 from .ir.descriptions import Call, read_call
+from .ir.registry import executor as own_executor
 from .ir.schedule import StepSchedule, save_schedules
 from .options import Options
 from .pipeline import CompiledTraces, JointPasses, without
@@ -161,8 +161,8 @@ class FSDPTransform(Transform):
         compile_data.executor_lookasides |= transformers_lookasides()
         trace_module_calls(compile_data, self._repetition if self.options.trace_modules_once else call_forward)
         first_executor, last_executor = self._executors
-        others = without(compile_data.executors_list, (symbols.executor, first_executor, last_executor))
-        self._claiming = (symbols.executor, *others)
+        others = without(compile_data.executors_list, (own_executor, first_executor, last_executor))
+        self._claiming = (own_executor, *others)
         compile_data.executors_list = (first_executor, *self._claiming, last_executor)
 
     def transform_traces_pre_prologue(

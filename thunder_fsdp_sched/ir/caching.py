@@ -6,7 +6,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..private_traces import CachingBoundSymbol
-from .symbols import executor
+from .registry import executor
 
 __all__ = ["caching", "caching_throughout", "with_caches"]
 

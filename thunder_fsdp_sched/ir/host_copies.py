@@ -17,26 +17,15 @@ symbol that returns one as forward: ``(host_t5, x) = fsdp_wait_host_copy(ft0, t5
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
-from thunder.core import codeutils, devices
+from thunder.core import devices
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
-from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.symbol import BoundSymbol
 
 from ..runtime.activation_offload import copy_to_device, copy_to_host, wait_device_copy, wait_host_copy
-from .symbols import executor
-
-__all__ = [
-    "HOST_COPIES",
-    "HOST_COPY_ISSUES",
-    "fsdp_copy_to_device",
-    "fsdp_copy_to_host",
-    "fsdp_wait_device_copy",
-    "fsdp_wait_host_copy",
-    "without_token",
-]
+from .effects import Effects, Issue, Memory, Wait
+from .inspection import nbytes_of
+from .registry import register
 
 
 def _copy_to_host_meta(source: TensorProxy) -> FutureTensorProxy:
@@ -58,22 +47,53 @@ def _wait_device_copy_meta(future: FutureTensorProxy) -> TensorProxy:
     return TensorProxy(like=future, requires_grad=False)
 
 
-def _print(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    outs = [p.name for p in bsym.flat_proxy_outs]
-    result = outs[0] if len(outs) == 1 else f"({', '.join(outs)})"
-    return f"{result} = {bsym.sym.name}({', '.join(map(codeutils.prettyprint, bsym.args))})"
+def _copy_to_host_effects(bsym: BoundSymbol) -> Effects:
+    source, copy = bsym.args[0], bsym.output
+    issue = Issue(bsym.sym.name, copy.name, None, None, nbytes_of(source), None)
+    return Effects(issues=issue, views={copy.name: ()}, requires=((source.name, None),))
 
 
-def _register(name: str, meta: Callable[..., Any], fn: Callable[..., Any]) -> Symbol:
-    symbol = executor.register_operator(name, meta=meta, fn=fn, python_printer=_print)
-    executor.register_implementation(symbol, symbol)
-    return symbol
+fsdp_copy_to_host = register("fsdp_copy_to_host", _copy_to_host_meta, copy_to_host, _copy_to_host_effects)
 
 
-fsdp_copy_to_host = _register("fsdp_copy_to_host", _copy_to_host_meta, copy_to_host)
-fsdp_wait_host_copy = _register("fsdp_wait_host_copy", _wait_host_copy_meta, wait_host_copy)
-fsdp_copy_to_device = _register("fsdp_copy_to_device", _copy_to_device_meta, copy_to_device)
-fsdp_wait_device_copy = _register("fsdp_wait_device_copy", _wait_device_copy_meta, wait_device_copy)
+def _wait_host_copy_effects(bsym: BoundSymbol) -> Effects:
+    (future, source, *_), host = bsym.args, bsym.flat_proxy_outs[0]
+    return Effects(
+        waits=Wait(future.name, (fsdp_copy_to_host.name,), source.name),
+        on_host=(host.name,),
+        gives={host.name: ("activation", source.shape, source.dtype, source.device)},
+        views={host.name: ()},
+        frees_value=source.name,
+    )
+
+
+fsdp_wait_host_copy = register("fsdp_wait_host_copy", _wait_host_copy_meta, wait_host_copy, _wait_host_copy_effects)
+
+
+def _copy_to_device_effects(bsym: BoundSymbol) -> Effects:
+    (host, device), copy = bsym.args, bsym.output.name
+    return Effects(
+        issues=Issue(bsym.sym.name, copy, None, None, nbytes_of(host), None),
+        reads_host=True,
+        allocates=(Memory(copy, nbytes_of(host), str(device).partition(":")[0], kind="temporaries", label=copy),),
+    )
+
+
+fsdp_copy_to_device = register("fsdp_copy_to_device", _copy_to_device_meta, copy_to_device, _copy_to_device_effects)
+
+
+def _wait_device_copy_effects(bsym: BoundSymbol) -> Effects:
+    future, copy = bsym.args[0].name, bsym.output
+    return Effects(
+        waits=Wait(future, (fsdp_copy_to_device.name,)),
+        views={copy.name: (future,)},
+        gives={copy.name: ("activation", copy.shape, copy.dtype, copy.device)},
+    )
+
+
+fsdp_wait_device_copy = register(
+    "fsdp_wait_device_copy", _wait_device_copy_meta, wait_device_copy, _wait_device_copy_effects
+)
 
 HOST_COPY_ISSUES = frozenset({fsdp_copy_to_host.name, fsdp_copy_to_device.name})
 HOST_COPIES = HOST_COPY_ISSUES | {fsdp_wait_host_copy.name, fsdp_wait_device_copy.name}

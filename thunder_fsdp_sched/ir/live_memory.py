@@ -30,9 +30,9 @@ from .inspection import UNPACKING, names, nbytes_of
 from .liveness import BEFORE_TRACE, Liveness, Value
 from .operands import Gather, bucket_of
 from .operator_facts import ObservedCall, facts_of, observed_call
+from .registry import executor
 from .symbols import (
     GRAD_WRITERS,
-    executor,
     fsdp_all_gather,
     fsdp_all_reduce,
     fsdp_reduce_scatter,

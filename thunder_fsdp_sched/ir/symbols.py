@@ -48,15 +48,14 @@ token, exist only around the fusion executors: see [Note: Cuts] in ``transforms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
-from thunder.core import codeutils, devices, dtypes, prims
-from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
-from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core import devices, dtypes
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
 from thunder.core.transforms import get_grad, put_grad
-from thunder.extend import OperatorExecutor, register_executor
 
 from ..distributed.process_groups import ProcessGroupRef
 from ..plan.specs import BucketSpec
@@ -81,62 +80,23 @@ from ..runtime.ops import (
 )
 from ..runtime.requested_grads import guard_backward
 from ..runtime.secondary import copy_secondary_shard
+from .effects import Effects, Issue, Memory, Place, Wait
+from .inspection import nbytes_of
 from .operands import bucket_of
-
-__all__ = [
-    "ACCUMULATORS",
-    "GRAD_WRITERS",
-    "ISSUES",
-    "WAITS",
-    "GRAD_WAITS",
-    "executor",
-    "fsdp_accumulate_grads",
-    "fsdp_accumulate_reduced",
-    "fsdp_all_gather",
-    "fsdp_all_reduce",
-    "fsdp_backward_done",
-    "fsdp_check_hooks",
-    "fsdp_check_no_sync",
-    "fsdp_copy_secondary_shard",
-    "fsdp_cut",
-    "fsdp_guard_backward",
-    "fsdp_matmul_into",
-    "fsdp_params_unchanged",
-    "fsdp_reduce",
-    "fsdp_reduce_scatter",
-    "fsdp_reduce_unreduced",
-    "fsdp_release",
-    "fsdp_sum_into",
-    "fsdp_unshard",
-    "fsdp_wait_grads",
-    "fsdp_wait_params",
-    "group_of",
-    "is_resident",
-    "residency_marks",
-    "window_of",
-    "payload",
-    "issues_collective",
-    "awaited_kind",
-]
-
-executor = OperatorExecutor("fsdp_sched", version="0.1")
-register_executor(executor)
-
+from .registry import executor, register
 
 #
-# Meta functions and printing
+# Gathers
 #
-
-
-def _params_meta(bucket: Bucket, requires_grad: bool) -> tuple[TensorProxy, ...]:
-    device, dtype = devices.to_device(bucket.spec.device), dtypes.to_dtype(bucket.spec.param_dtype)
-    return tuple(
-        TensorProxy(shape=p.shape, device=device, dtype=dtype, requires_grad=requires_grad) for p in bucket.spec.params
-    )
 
 
 def _future(bucket: Bucket, numel: int, dtype: torch.dtype) -> FutureTensorProxy:
     return FutureTensorProxy(shape=(numel,), device=devices.to_device(bucket.spec.device), dtype=dtypes.to_dtype(dtype))
+
+
+def _slot_of(bsym: BoundSymbol) -> Slot | None:
+    """Return the slot of an issue or a gradient in place, ``None`` before ``assign_slots``."""
+    return bsym.args[1] if isinstance(bsym.args[1], Slot) else None
 
 
 def _all_gather_meta(
@@ -152,6 +112,63 @@ def _all_gather_meta(
     return _future(bucket, bucket.spec.layout.unsharded_numel, bucket.spec.param_dtype)
 
 
+def _all_gather_effects(bsym: BoundSymbol) -> Effects:
+    bucket, slot, future, marks = bucket_of(bsym), _slot_of(bsym), bsym.output.name, bsym.kwargs
+    spec, resident = bucket.spec, marks.get("preceded_by") is not None
+    secondary = None if (sent := marks.get("secondary")) is None else sent.name
+    shard, memory = spec.layout.shard_numel * spec.param_dtype.itemsize, []
+    if spec.comm.offload and not resident:
+        memory.append(Memory(future, shard, spec.device.type, label=f"copy of {spec.name}"))
+    if spec.param_dtype != spec.dtype and not spec.comm.offload:
+        memory.append(Memory(("cast", bucket), shard, spec.device.type, "steps", label=f"cast of {spec.name}"))
+    return Effects(
+        issues=Issue(
+            bsym.sym.name,
+            future,
+            bucket,
+            bucket.ranks.group,
+            spec.unsharded_bytes,
+            spec.param_dtype,
+            Place(bucket, slot, spec.param_dtype),
+            gathers=True,
+            transport=spec.comm.transport,
+            resident=resident,
+            followed_by=marks.get("followed_by"),
+            preceded_by=marks.get("preceded_by"),
+            window=marks.get("window"),
+        ),
+        in_schedule=True,
+        bucket=bucket,
+        uses=slot,
+        in_place=(future,),
+        requires=((secondary, None if bucket is bucket.primary else ("secondary", bucket)),),
+        views={future: () if secondary is None or resident else (secondary,)},
+        allocates=tuple(memory),
+    )
+
+
+fsdp_all_gather = register("fsdp_all_gather", _all_gather_meta, all_gather, _all_gather_effects)
+
+
+def _wait_params_meta(
+    bucket: Bucket, future: FutureTensorProxy, token: TensorProxy | None = None
+) -> tuple[TensorProxy, ...]:
+    spec = bucket.spec
+    device, dtype = devices.to_device(spec.device), dtypes.to_dtype(spec.param_dtype)
+    return tuple(
+        TensorProxy(shape=p.shape, device=device, dtype=dtype, requires_grad=spec.requires_grad) for p in spec.params
+    )
+
+
+def _wait_params_effects(bsym: BoundSymbol) -> Effects:
+    params = tuple(p.name for p in bsym.output)
+    wait = Wait(bsym.args[1].name, (fsdp_all_gather.name,))
+    return Effects(waits=wait, in_schedule=True, bucket=bucket_of(bsym), in_place=params)
+
+
+fsdp_wait_params = register("fsdp_wait_params", _wait_params_meta, wait_params, _wait_params_effects)
+
+
 def _copy_secondary_shard_meta(
     bucket: Bucket, future: FutureTensorProxy, token: TensorProxy, *params: TensorProxy
 ) -> tuple[TensorProxy, TensorProxy]:
@@ -159,14 +176,126 @@ def _copy_secondary_shard_meta(
     return TensorProxy(shape=(bucket.spec.layout.shard_numel,), device=device, dtype=dtype, requires_grad=False), token
 
 
-def _wait_params_meta(
-    bucket: Bucket, future: FutureTensorProxy, token: TensorProxy | None = None
-) -> tuple[TensorProxy, ...]:
-    return _params_meta(bucket, bucket.spec.requires_grad)
+def _copy_secondary_shard_effects(bsym: BoundSymbol) -> Effects:
+    bucket, (_, future, _, *params), copy = bucket_of(bsym), bsym.args, bsym.output[0]
+    read: list[tuple[str | None, Hashable]] = [(future.name, ("params", bucket.primary, None))]
+    read += [(param.name, ("params", bucket.primary, index)) for index, param in enumerate(params)]
+    return Effects(
+        bucket=bucket,
+        requires=tuple(read),
+        gives={copy.name: ("secondary", bucket)},
+        allocates=(Memory(copy.name, nbytes_of(copy), bucket.spec.device.type, label=copy.name),),
+    )
+
+
+fsdp_copy_secondary_shard = register(
+    "fsdp_copy_secondary_shard", _copy_secondary_shard_meta, copy_secondary_shard, _copy_secondary_shard_effects
+)
+
+
+def _none_meta(bucket: Bucket, *tensors: TensorProxy | None, hook: str | None = None) -> None:
+    return None
+
+
+def _params_unchanged_effects(bsym: BoundSymbol) -> Effects:
+    bucket = bucket_of(bsym)
+    return Effects(bucket=bucket, ensures=Place(bucket, bucket.private_slot, bucket.spec.param_dtype))
+
+
+fsdp_params_unchanged = register(
+    "fsdp_params_unchanged", _none_meta, params_unchanged, _params_unchanged_effects, keep=True
+)
+
+#
+# Reductions
+#
+
+
+def _unsharded(bucket: Bucket) -> Hashable:
+    """Return the key of the gradients that ``no_sync`` has left unsharded."""
+    return "unsharded gradients", bucket
+
+
+def _reduced(bucket: Bucket) -> Hashable:
+    """Return the key of this rank's rows of the gradients that ``no_sync`` has reduced and left."""
+    return "reduced gradients", bucket
+
+
+def _call(bucket: Bucket, label: str, nbytes: int, if_kept: Hashable = None) -> tuple[Memory, ...]:
+    """Return memory that exists only during a call."""
+    memory = Memory(
+        None, nbytes, bucket.spec.device.type, "call", label=f"{label} ({bucket.spec.name})", if_kept=if_kept
+    )
+    return (memory,) if nbytes else ()
+
+
+def _broadcast(bucket: Bucket, grads: Sequence[TensorProxy | None]) -> tuple[Memory, ...]:
+    """Return the memory of the sums of gradients that do not have the shape of their parameters."""
+    pairs = zip(bucket.spec.params, grads, strict=False)
+    sums = (
+        param.numel * grad.dtype.bytes
+        for param, grad in pairs
+        if grad is not None and tuple(map(int, grad.shape)) != param.shape and nbytes_of(grad)
+    )
+    return _call(bucket, "sum of broadcast gradients", sum(sums))
+
+
+def _transport_temporary(bucket: Bucket, *, in_wait: bool) -> tuple[Memory, ...]:
+    """Return the memory that a transport needs after its collective: on a GPU in the issue, elsewhere in the wait."""
+    if in_wait is (bucket.spec.device.type == "cuda"):
+        return ()
+    label = f"temporary memory of {bucket.spec.comm.transport}"
+    return _call(bucket, label, bucket.transport.reduce_temporary(bucket.spec))
+
+
+def _transport_memory(bucket: Bucket, future: str | None, if_kept: Hashable = None) -> tuple[Memory, ...]:
+    """Return the receive buffers and the workspace of a reduction."""
+    spec, transport = bucket.spec, bucket.transport
+    device, key = spec.device.type, ("workspace", spec.comm.transport, bucket.ranks.reductions.description)
+    buffers = [
+        Memory(future, n, device, "pool", label="receive buffer", if_kept=if_kept)
+        for n in transport.reduce_buffers(spec)
+    ]
+    workspace = transport.reduce_workspace(spec)
+    if workspace and spec.requires_grad:
+        label = f"workspace of {spec.comm.transport}"
+        return (*buffers, Memory(key, workspace, device, "steps", label=label))
+    return tuple(buffers)
 
 
 def _reduce_scatter_meta(bucket: Bucket, slot: Slot | None, *grads: TensorProxy | None) -> FutureTensorProxy:
     return _future(bucket, bucket.spec.layout.shard_numel, bucket.spec.reduce_dtype)
+
+
+def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
+    bucket, slot, future = bucket_of(bsym), _slot_of(bsym), bsym.output.name
+    spec, dtype, grads = bucket.spec, bucket.spec.reduce_dtype, bsym.args[2:]
+    flat = spec.layout.shard_numel * dtype.itemsize
+    return Effects(
+        issues=Issue(
+            bsym.sym.name,
+            future,
+            bucket,
+            bucket.ranks.reductions,
+            spec.grad_bytes,
+            dtype,
+            Place(bucket, slot, dtype),
+            transport=spec.comm.transport,
+        ),
+        in_schedule=True,
+        bucket=bucket,
+        uses=slot,
+        collects={grad.name: Place(bucket, slot, dtype, i) for i, grad in enumerate(grads) if grad is not None},
+        allocates=(
+            Memory(future, flat, spec.device.type, kind="gradients", label=future),
+            *_broadcast(bucket, grads),
+            *_transport_temporary(bucket, in_wait=False),
+            *_transport_memory(bucket, future),
+        ),
+    )
+
+
+fsdp_reduce_scatter = register("fsdp_reduce_scatter", _reduce_scatter_meta, reduce_scatter, _reduce_scatter_effects)
 
 
 def _grad_meta(bucket: Bucket, slot: Slot | None, index: int, *args: Any) -> TensorProxy:
@@ -174,8 +303,40 @@ def _grad_meta(bucket: Bucket, slot: Slot | None, index: int, *args: Any) -> Ten
     return TensorProxy(shape=bucket.spec.params[index].shape, device=device, dtype=dtype, requires_grad=False)
 
 
+def _grad_effects(bsym: BoundSymbol) -> Effects:
+    bucket, slot, index = bucket_of(bsym), _slot_of(bsym), bsym.args[2]
+    place = Place(bucket, slot, bucket.spec.reduce_dtype, index)
+    return Effects(bucket=bucket, uses=slot, fills=place, in_place=(bsym.output.name,))
+
+
+fsdp_matmul_into = register("fsdp_matmul_into", _grad_meta, matmul_into, _grad_effects)
+fsdp_sum_into = register("fsdp_sum_into", _grad_meta, sum_into, _grad_effects)
+
+
 def _all_reduce_meta(bucket: Bucket, future: FutureTensorProxy) -> FutureTensorProxy:
     return _future(bucket, bucket.spec.layout.shard_numel, bucket.spec.reduce_dtype)
+
+
+def _all_reduce_effects(bsym: BoundSymbol) -> Effects:
+    bucket, future, result = bucket_of(bsym), bsym.args[1].name, bsym.output.name
+    spec, added = bucket.spec, 0
+    if spec.accumulate_dtype != spec.reduce_dtype:
+        added = spec.accumulated_bytes
+    nbytes, group = spec.layout.shard_numel * spec.reduce_dtype.itemsize, bucket.ranks.replicas
+    return Effects(
+        waits=Wait(future, (fsdp_reduce_scatter.name,)),
+        issues=Issue(bsym.sym.name, result, bucket, group, nbytes, spec.reduce_dtype, transport="all_reduce"),
+        in_schedule=True,
+        bucket=bucket,
+        views={result: (future,)},
+        allocates=(
+            *_call(bucket, "sum of sharded gradients", added, _reduced(bucket)),
+            *_transport_temporary(bucket, in_wait=True),
+        ),
+    )
+
+
+fsdp_all_reduce = register("fsdp_all_reduce", _all_reduce_meta, all_reduce, _all_reduce_effects)
 
 
 def _wait_grads_meta(bucket: Bucket, future: FutureTensorProxy, *, hook: str | None = None) -> tuple[TensorProxy, ...]:
@@ -184,6 +345,130 @@ def _wait_grads_meta(bucket: Bucket, future: FutureTensorProxy, *, hook: str | N
         TensorProxy(shape=p.shard_shape(bucket.rank), device=device, dtype=dtype, requires_grad=False)
         for p in bucket.spec.layout.placements
     )
+
+
+def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
+    bucket, future, hook = bucket_of(bsym), bsym.args[1].name, bsym.kwargs.get("hook")
+    spec, (first, *rest) = bucket.spec, [p.name for p in bsym.output]
+    flat = spec.layout.shard_numel * spec.dtype.itemsize
+    memory: list[Memory] = []
+    views: dict[str, tuple[str, ...]] = dict.fromkeys((first, *rest), (future,))
+    if spec.reduce_dtype != spec.dtype or spec.comm.offload:
+        offload = spec.comm.offload
+        memory.append(Memory(first, flat, spec.shard_device.type, kind="gradients", label=first, on_host=offload))
+        views = {first: (), **dict.fromkeys(rest, (first,))}
+    if bucket.ranks.replicas is None:
+        memory += _transport_temporary(bucket, in_wait=True)
+        if spec.accumulate_dtype not in (spec.reduce_dtype, spec.dtype):
+            memory += _call(bucket, "sum of sharded gradients", spec.accumulated_bytes, _reduced(bucket))
+    if spec.comm.offload and spec.reduce_dtype != spec.dtype:
+        memory += _call(bucket, "cast of sharded gradients", flat)
+    expected = bucket.hook_name
+    return Effects(
+        waits=Wait(future, ((fsdp_reduce_scatter if bucket.ranks.replicas is None else fsdp_all_reduce).name,)),
+        in_schedule=True,
+        bucket=bucket,
+        hook=hook,
+        views=views,
+        allocates=tuple(memory),
+        faults=() if hook == expected else (f"calls the all_reduce_hook {hook}, expected {expected}",),
+    )
+
+
+fsdp_wait_grads = register("fsdp_wait_grads", _wait_grads_meta, wait_grads, _wait_grads_effects)
+
+
+def _accumulate_grads_effects(bsym: BoundSymbol) -> Effects:
+    bucket, spec = bucket_of(bsym), bucket_of(bsym).spec
+    label = f"unreduced gradients of {spec.name}"
+    kept = Memory(_unsharded(bucket), spec.grad_bytes, spec.device.type, "kept", "gradients", label)
+    return Effects(in_schedule=True, bucket=bucket, allocates=(kept, *_broadcast(bucket, bsym.args[1:])))
+
+
+fsdp_accumulate_grads = register(
+    "fsdp_accumulate_grads", _none_meta, accumulate_grads, _accumulate_grads_effects, keep=True
+)
+
+
+def _accumulate_reduced_effects(bsym: BoundSymbol) -> Effects:
+    bucket, spec, future = bucket_of(bsym), bucket_of(bsym).spec, bsym.args[1].name
+    label = f"reduced gradients of {spec.name}"
+    keeps: tuple[tuple[Hashable, str], ...] = ()
+    memory = _transport_temporary(bucket, in_wait=True)
+    if spec.accumulate_dtype == spec.reduce_dtype:  # the first ones stay where the reduction has put them
+        keeps = ((_reduced(bucket), future),)
+    else:
+        kept = Memory(_reduced(bucket), spec.accumulated_bytes, spec.device.type, "kept", "gradients", label)
+        memory = (*memory, kept)
+    wait = Wait(future, (fsdp_reduce_scatter.name,))
+    return Effects(waits=wait, in_schedule=True, bucket=bucket, allocates=memory, keeps=keeps)
+
+
+fsdp_accumulate_reduced = register(
+    "fsdp_accumulate_reduced", _none_meta, accumulate_reduced, _accumulate_reduced_effects, keep=True
+)
+
+
+def _reduce_unreduced_effects(bsym: BoundSymbol) -> Effects:
+    bucket, spec = bucket_of(bsym), bucket_of(bsym).spec
+    unsharded, reduced, label = _unsharded(bucket), _reduced(bucket), "copy of accumulated gradients"
+    staging = spec.sent_numel * spec.reduce_dtype.itemsize if spec.comm.staging else 0
+    own = spec.accumulated_bytes if spec.accumulate_dtype != spec.dtype or spec.comm.offload else 0
+    # The result of a reduction is cast or copied. Reduced gradients alone are sent if replicas add them up in a narrower
+    # dtype than they have been accumulated in.
+    cast = spec.reduce_dtype != spec.dtype or spec.comm.offload
+    result = spec.layout.shard_numel * spec.reduce_dtype.itemsize if cast else 0
+    resent = spec.accumulate_dtype != spec.reduce_dtype and bucket.ranks.replicas is not None
+    whole = spec.grad_bytes + staging + bucket.transport.reduce_temporary(spec) + result
+    flat, device = spec.layout.shard_numel * spec.dtype.itemsize, spec.shard_device.type
+    grads = f"sharded gradients of {spec.name}"
+    return Effects(
+        bucket=bucket,
+        hook=bsym.kwargs.get("hook"),
+        allocates=(
+            *_call(bucket, label, whole, unsharded),
+            *_call(bucket, label, own + (result if resent else 0), reduced),
+            *_transport_memory(bucket, None, unsharded),
+            *(
+                Memory(("sharded gradients", bucket), flat, device, "kept", "gradients", grads, key, spec.comm.offload)
+                for key in (unsharded, reduced)
+            ),
+        ),
+    )
+
+
+fsdp_reduce_unreduced = register(
+    "fsdp_reduce_unreduced", _none_meta, reduce_unreduced, _reduce_unreduced_effects, keep=True
+)
+
+
+def _backward_done_meta(no_sync: bool, *buckets: Bucket) -> None:
+    return None
+
+
+def _backward_done_effects(bsym: BoundSymbol) -> Effects:
+    no_sync, *buckets = bsym.args
+    return Effects(forgets=() if no_sync else tuple(key(b) for b in buckets for key in (_unsharded, _reduced)))
+
+
+fsdp_backward_done = register(
+    "fsdp_backward_done", _backward_done_meta, backward_done, _backward_done_effects, keep=True
+)
+
+#
+# Others
+#
+
+
+def _release_meta(*slots: Slot) -> None:
+    return None
+
+
+def _release_effects(bsym: BoundSymbol) -> Effects:
+    return Effects(frees=tuple(dict.fromkeys(slot.arena for slot in bsym.args)))
+
+
+fsdp_release = register("fsdp_release", _release_meta, release, _release_effects, keep=True)
 
 
 def _check_no_sync_meta(module: Any, no_sync: bool) -> None:
@@ -198,20 +483,25 @@ def _guard_backward_meta(no_sync: bool, *outputs: TensorProxy) -> None:
     return None
 
 
-def _none_meta(bucket: Bucket, *tensors: TensorProxy | None, hook: str | None = None) -> None:
-    return None
+fsdp_check_no_sync = register("fsdp_check_no_sync", _check_no_sync_meta, check_no_sync, keep=True)
+fsdp_check_hooks = register("fsdp_check_hooks", _check_hooks_meta, check_hooks, keep=True)
+fsdp_guard_backward = register("fsdp_guard_backward", _guard_backward_meta, guard_backward, keep=True)
 
 
-def _backward_done_meta(no_sync: bool, *buckets: Bucket) -> None:
-    return None
-
-
-def _release_meta(*slots: Slot) -> None:
-    return None
+def _only_in_between(*args: Any) -> None:
+    raise AssertionError("fsdp_unshard, fsdp_reduce and fsdp_cut must be removed before a trace runs")
 
 
 def _cut_meta(*tensors: TensorProxy) -> tuple[TensorProxy, ...]:
     return tuple(TensorProxy(like=t) for t in tensors)
+
+
+def _cut_effects(bsym: BoundSymbol) -> Effects:
+    aliases = {out.name: (arg.name,) for out, arg in zip(bsym.output, bsym.args, strict=True)}
+    return Effects(aliases=aliases, views=aliases)
+
+
+fsdp_cut = register("fsdp_cut", _cut_meta, _only_in_between, _cut_effects)
 
 
 def _unshard_meta(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy:
@@ -228,77 +518,17 @@ def _reduce_meta(bucket: Bucket, index: int, grad: TensorProxy) -> TensorProxy:
     return TensorProxy(shape=shape, like=grad, device=device, dtype=dtype)
 
 
-_NAMED = (Bucket, Slot, TracedHooks)
-"""Arguments that print their names."""
+fsdp_unshard = register("fsdp_unshard", _unshard_meta, _only_in_between)
+fsdp_reduce = register("fsdp_reduce", _reduce_meta, _only_in_between)
 
 
-def _print(
-    bsym: BoundSymbol, out_printables: Any, arg_printables: Sequence[Any], kwarg_printables: dict[str, Any]
-) -> str:
-    """Print ``out = symbol(bucket, slot, tensors)  # bytes``, with bucket, slot and hooks by name."""
-
-    def show(arg: Any) -> str:
-        if isinstance(arg, _NAMED):
-            return str(arg)
-        return codeutils.prettyprint(arg)
-
-    args = list(bsym.args)
-    while args and args[-1] is None and bsym.sym is fsdp_wait_params:
-        args.pop()  # no token
-    named = {key: value for key, value in bsym.kwargs.items() if value is not None}
-    shown = [*map(show, args), *(f"{key}={codeutils.prettyprint(value)}" for key, value in named.items())]
-    call = f"{bsym.sym.name}({', '.join(shown)})"
-    if isinstance(bsym.output, Proxy):
-        call = f"{bsym.output.name} = {call}"
-    elif bsym.output:
-        call = f"({', '.join(o.name for o in bsym.output)},) = {call}"
-    if bsym.sym.name in ISSUES:
-        nbytes, dtype = payload(bsym.sym.name, bucket_of(bsym).spec)
-        call += f"  # {nbytes:,} bytes {str(dtype).removeprefix('torch.')}{', already resident' * is_resident(bsym)}"
-    return call
+def _unshard_grad(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy:
+    unsharded = fsdp_unshard(bucket, index, shard)
+    put_grad(shard, fsdp_reduce(bucket, index, get_grad(unsharded)))
+    return unsharded
 
 
-def _bind_handles(bsym: BoundSymbol) -> None:
-    bsym._call_ctx = {**(bsym._call_ctx or {}), **{str(a): a for a in bsym.args if isinstance(a, _NAMED)}}
-
-
-def _register(name: str, meta: Callable, fn: Callable, *, keep: bool = False) -> Symbol:
-    symbol = executor.register_operator(
-        name,
-        meta=meta,
-        fn=fn,
-        tags=[prims.OpTags.DONT_DCE] if keep else None,
-        bind_postprocess=_bind_handles,
-        python_printer=_print,
-    )
-    executor.register_implementation(symbol, symbol)
-    return symbol
-
-
-def _only_in_between(*args: Any) -> None:
-    raise AssertionError("fsdp_unshard, fsdp_reduce and fsdp_cut must be removed before a trace runs")
-
-
-fsdp_all_gather = _register("fsdp_all_gather", _all_gather_meta, all_gather)
-fsdp_wait_params = _register("fsdp_wait_params", _wait_params_meta, wait_params)
-fsdp_copy_secondary_shard = _register("fsdp_copy_secondary_shard", _copy_secondary_shard_meta, copy_secondary_shard)
-fsdp_reduce_scatter = _register("fsdp_reduce_scatter", _reduce_scatter_meta, reduce_scatter)
-fsdp_matmul_into = _register("fsdp_matmul_into", _grad_meta, matmul_into)
-fsdp_sum_into = _register("fsdp_sum_into", _grad_meta, sum_into)
-fsdp_all_reduce = _register("fsdp_all_reduce", _all_reduce_meta, all_reduce)
-fsdp_wait_grads = _register("fsdp_wait_grads", _wait_grads_meta, wait_grads)
-fsdp_accumulate_grads = _register("fsdp_accumulate_grads", _none_meta, accumulate_grads, keep=True)
-fsdp_accumulate_reduced = _register("fsdp_accumulate_reduced", _none_meta, accumulate_reduced, keep=True)
-fsdp_check_no_sync = _register("fsdp_check_no_sync", _check_no_sync_meta, check_no_sync, keep=True)
-fsdp_check_hooks = _register("fsdp_check_hooks", _check_hooks_meta, check_hooks, keep=True)
-fsdp_guard_backward = _register("fsdp_guard_backward", _guard_backward_meta, guard_backward, keep=True)
-fsdp_params_unchanged = _register("fsdp_params_unchanged", _none_meta, params_unchanged, keep=True)
-fsdp_reduce_unreduced = _register("fsdp_reduce_unreduced", _none_meta, reduce_unreduced, keep=True)
-fsdp_release = _register("fsdp_release", _release_meta, release, keep=True)
-fsdp_backward_done = _register("fsdp_backward_done", _backward_done_meta, backward_done, keep=True)
-fsdp_cut = _register("fsdp_cut", _cut_meta, _only_in_between)
-fsdp_unshard = _register("fsdp_unshard", _unshard_meta, _only_in_between)
-fsdp_reduce = _register("fsdp_reduce", _reduce_meta, _only_in_between)
+executor.register_implementation(fsdp_unshard, fsdp_unshard, grad_transform=_unshard_grad)
 
 ISSUES = frozenset({fsdp_all_gather.name, fsdp_reduce_scatter.name, fsdp_all_reduce.name})
 GRAD_WAITS = (fsdp_wait_grads, fsdp_accumulate_reduced)
@@ -358,12 +588,3 @@ def group_of(kind: str, bucket: Bucket) -> ProcessGroupRef:
         return bucket.ranks.reductions
     assert bucket.ranks.replicas is not None
     return bucket.ranks.replicas
-
-
-def _unshard_grad(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy:
-    unsharded = fsdp_unshard(bucket, index, shard)
-    put_grad(shard, fsdp_reduce(bucket, index, get_grad(unsharded)))
-    return unsharded
-
-
-executor.register_implementation(fsdp_unshard, fsdp_unshard, grad_transform=_unshard_grad)

@@ -24,8 +24,8 @@ from ..runtime.bucket import Bucket
 from .inspection import AGREEMENT, UNPACKING, nbytes_of, outs_of
 from .operands import bucket_of
 from .operator_facts import ObservedCall, facts_of
+from .registry import executor
 from .symbols import (
-    executor,
     fsdp_all_gather,
     fsdp_all_reduce,
     fsdp_matmul_into,

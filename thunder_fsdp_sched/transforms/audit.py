@@ -34,7 +34,8 @@ from thunder.core.trace import TraceCtx, from_trace
 from ..ir.inspection import UNPACKING, Aliases, args_of, outs_of, statement
 from ..ir.operands import Issue, Wait, bucket_of
 from ..ir.operator_facts import facts_of
-from ..ir.symbols import GRAD_WRITERS, ISSUES, WAITS, executor, fsdp_all_gather, fsdp_wait_params
+from ..ir.registry import executor
+from ..ir.symbols import GRAD_WRITERS, ISSUES, WAITS, fsdp_all_gather, fsdp_wait_params
 from ..private_traces import without_calls
 from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory

@@ -29,9 +29,9 @@ from thunder.extend import Executor
 from ..capture.bsym_copies import BoundSymbolCopies
 from ..capture.repeatable_rules import RepeatableRules
 from ..capture.trace_tokens import Indescribable, TraceTokens
-from ..ir import symbols
 from ..ir.caching import caching_throughout, with_caches
 from ..ir.operator_facts import share_facts
+from ..ir.registry import executor as own_executor
 from ..private_traces import claim
 
 __all__ = ["claim_operators", "copies_of"]
@@ -99,7 +99,7 @@ def copies_of(bsyms: Sequence[BoundSymbol], copies: BoundSymbolCopies) -> list[B
 def _stays(bsym: BoundSymbol) -> bool:
     """Return whether no executor has to claim a bound symbol, or it is this package's and so claimed already."""
     sym = bsym.sym
-    return sym.python_impl is not None or sym.id is PrimIDs.GET_GRAD or sym.executor is symbols.executor
+    return sym.python_impl is not None or sym.id is PrimIDs.GET_GRAD or sym.executor is own_executor
 
 
 def _claim(

@@ -42,7 +42,7 @@ from ..capture.repeatable_rules import RepeatableRules
 from ..capture.repeated_runs import Run, find_repeated_runs
 from ..capture.trace_tokens import Parameter
 from ..ir.inspection import args_of, defined_by, forward_part, names, outs_of, return_of
-from ..ir.symbols import executor
+from ..ir.registry import executor
 from ..private_traces import renamed, requiring_gradient
 from .claim_operators import claim_operators, copies_of
 

@@ -28,7 +28,7 @@ from thunder.extend import TemporaryExecutor
 
 from ..ir.inspection import UNPACKING, args_of, is_pure, outs_of, source_of, with_bound_symbols
 from ..ir.operator_facts import facts_of
-from ..ir.symbols import executor
+from ..ir.registry import executor
 
 __all__ = ["draw_once", "mark_draws", "refuse_merged_draws", "refuse_redrawn_gradients"]
 

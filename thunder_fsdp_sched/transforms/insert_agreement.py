@@ -13,11 +13,12 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..agreement.control import Run
+from ..ir.effects import NOTHING, declare
 from ..ir.inspection import AGREEMENT, with_bound_symbols
 from ..ir.operands import Wait, bucket_of
+from ..ir.registry import executor
 from ..ir.symbols import (
     WAITS,
-    executor,
     fsdp_params_unchanged,
     fsdp_reduce_unreduced,
     issues_collective,
@@ -96,6 +97,7 @@ def _register(name: str, fn: Callable[[Run], None]) -> Symbol:
         python_printer=_print,
     )
     executor.register_implementation(symbol, symbol)
+    declare(symbol, lambda bsym: NOTHING)
     return symbol
 
 

@@ -31,9 +31,9 @@ from thunder.core.trace import TraceCtx, tracectx
 from ..ir.inspection import args_of, communicates, forward_part, outs_of, swap_args, with_bound_symbols
 from ..ir.liveness import Liveness
 from ..ir.operands import Wait, bucket_of
+from ..ir.registry import executor
 from ..ir.symbols import (
     GRAD_WAITS,
-    executor,
     fsdp_accumulate_grads,
     fsdp_all_gather,
     fsdp_all_reduce,

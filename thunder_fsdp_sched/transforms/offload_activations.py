@@ -38,7 +38,8 @@ from ..ir.inspection import (
 from ..ir.live_memory import owners_of
 from ..ir.liveness import Liveness, Value
 from ..ir.operator_facts import facts_of
-from ..ir.symbols import executor, fsdp_wait_params
+from ..ir.registry import executor
+from ..ir.symbols import fsdp_wait_params
 
 __all__ = ["MIN_OFFLOADED_BYTES", "offload_activations", "offloadable"]
 

@@ -1,0 +1,287 @@
+"""What each bound symbol does to memory and communication, as data.
+
+[Note: Effects]
+Each symbol of this package declares its effects next to its definition, in ``gathers``, ``reductions`` and
+``host_copies``. Everything that sorts, allocates, predicts, simulates, prints or proves reads them through
+:func:`effects`, and knows no symbol by name. So a new kind of communication is one declaration and one function that runs.
+
+The effects of all other operators follow from the facts about them (``operator_facts``): they read and write values, some
+results are views, and the others are new memory. A result's memory may depend on strides (a reshape copies a transposed
+tensor), so an operator is observed with the strides that earlier operators have returned.
+
+A bound symbol keeps its effects, as it keeps its facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+
+from ..distributed.process_groups import ProcessGroupRef
+from ..private_traces import EFFECTS
+from ..runtime.bucket import Bucket
+from ..runtime.memory import Arena, Slot, slot_bytes
+from .inspection import UNPACKING, args_of, communicates, defined_by, nbytes_of
+from .operator_facts import facts_of, observed_call
+
+
+class Place(NamedTuple):
+    """The bytes of a slot that hold one parameter of a bucket, or its gradient; or all of them.
+
+    Attributes:
+        bucket: whose bytes these are.
+        slot: ``None`` before ``assign_slots``.
+        dtype: of the parameters or gradients.
+        param: the number of the parameter in the bucket; ``None`` for the whole slot.
+    """
+
+    bucket: Bucket
+    slot: Slot | None
+    dtype: torch.dtype
+    param: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole slot, including alignment and staging."""
+        return slot_bytes(self.bucket.spec, self.dtype)
+
+    @property
+    def is_private(self) -> bool:
+        """Whether this is in the slot in which the bucket stays from forward to backward."""
+        return self.slot is not None and self.slot is self.bucket.private_slot
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The offsets (bytes) in the arena, the second one excluded."""
+        assert self.slot is not None, "assign_slots has run"
+        if self.param is None:
+            return self.slot.offset, self.slot.end
+        begin = self.slot.offset + self.bucket.spec.layout.placements[self.param].unsharded_offset * self.dtype.itemsize
+        return begin, begin + self.bucket.spec.params[self.param].numel * self.dtype.itemsize
+
+
+class Issue(NamedTuple):
+    """An asynchronous operation, which a later bound symbol waits for.
+
+    Attributes:
+        kind: the name of the symbol that issues it.
+        future: the name of its future.
+        bucket: the bucket that it sends; ``None`` for a copy of an activation.
+        group: the ranks that take part; ``None`` for copies between device and host.
+        nbytes: bytes of the whole tensor that it operates on, with padding.
+        dtype: dtype of that tensor.
+        place: the slot that it uses until the wait; ``None`` if it uses none.
+        gathers: whether the slot then holds the bucket's parameters.
+        transport: how it is sent; the name of a transport, or of the collective.
+        resident: whether the bucket is expected to be in the slot already, so that nothing is sent.
+        followed_by: how many issues on the arena follow in the trace, if the bucket is still there at its end.
+        preceded_by: how many issues on the arena precede it in the trace, if it is ``resident``.
+        window: whether an earlier micro-batch may have left the bucket; see [Note: Gathered once in a window].
+    """
+
+    kind: str
+    future: str
+    bucket: Bucket | None
+    group: ProcessGroupRef | None
+    nbytes: int
+    dtype: torch.dtype | None
+    place: Place | None = None
+    gathers: bool = False
+    transport: str = ""
+    resident: bool = False
+    followed_by: int | None = None
+    preceded_by: int | None = None
+    window: str | None = None
+
+    @property
+    def marks(self) -> dict[str, int]:
+        """The marks of a gather whose bucket stays resident between forward and backward."""
+        marks = {"followed_by": self.followed_by, "preceded_by": self.preceded_by}
+        return {name: number for name, number in marks.items() if number is not None}
+
+
+class Wait(NamedTuple):
+    """A wait for an asynchronous operation.
+
+    Attributes:
+        future: the name of its future.
+        kinds: the kinds of operation that it can wait for.
+        of: the value that the operation must copy, if it is one of those that the wait names.
+    """
+
+    future: str
+    kinds: tuple[str, ...]
+    of: str | None = None
+
+
+class Memory(NamedTuple):
+    """Memory that a symbol allocates.
+
+    Attributes:
+        owner: the name of the result that it belongs to, or a key.
+        nbytes: its bytes, without rounding.
+        device: the type of its device.
+        scope: until when it exists. ``"value"``: the last use of the result or a view of it; ``"call"``: only while the
+            symbol runs; ``"pool"``: it is taken from idle memory of that key, and given back by the wait; ``"steps"``: in
+            all steps; ``"kept"``: until a symbol ``forgets`` the key.
+        kind: what it counts as in reports.
+        label: what it is, for reports.
+        if_kept: it is allocated only if this key has memory.
+        on_host: whether it is in host memory, also in a plan on a CPU for a GPU.
+    """
+
+    owner: Hashable
+    nbytes: int
+    device: str
+    scope: Literal["value", "call", "pool", "steps", "kept"] = "value"
+    kind: str = "communication"
+    label: str = ""
+    if_kept: Hashable = None
+    on_host: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """The effects of one bound symbol. Values are known by their names.
+
+    Attributes:
+        issues: the operation that it issues.
+        waits: the operation that it waits for.
+        in_schedule: whether it is communication of a bucket, and so a line of the schedule.
+        bucket: the bucket of a symbol of this package.
+        hook: the user's function that it calls, which may communicate.
+        communicates: whether it communicates with other ranks and is not ours, so nothing may be moved across it.
+        uses: the slot whose memory it needs, allocated if it is free.
+        frees: the arenas whose memory it frees.
+        ensures: a place that holds the bucket's parameters afterwards, gathered again if need be.
+        fills: the place where it writes a gradient, which only the issue that collects it may read.
+        collects: the places where the gradients that it reads must be, if they were written in place.
+        in_place: results that are views of the place of the future that it waits for, in the order of parameters.
+        requires: contents that values must have: the token that earlier effects ``give`` them.
+        gives: contents of results, for ``requires``.
+        aliases: results that may share memory with others, by the safe facts.
+        views: results that keep the memory of others and own none, by exact facts.
+        strides: strides of results.
+        writes: values that it writes in place.
+        allocates: memory that it allocates.
+        keeps: keys that keep the memory of a value.
+        forgets: keys whose memory it frees.
+        on_host: results in host memory, which only symbols that read the host may read.
+        reads_host: whether it does.
+        frees_value: a value whose memory may be freed afterwards, so nothing may read it.
+        faults: contradictions to the settings of the bucket.
+    """
+
+    issues: Issue | None = None
+    waits: Wait | None = None
+    in_schedule: bool = False
+    bucket: Bucket | None = None
+    hook: str | None = None
+    communicates: bool = False
+    uses: Slot | None = None
+    frees: tuple[Arena, ...] = ()
+    ensures: Place | None = None
+    fills: Place | None = None
+    collects: Mapping[str, Place] = field(default_factory=dict)
+    in_place: tuple[str, ...] = ()
+    requires: tuple[tuple[str | None, Hashable], ...] = ()
+    gives: Mapping[str, Hashable] = field(default_factory=dict)
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    views: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    writes: frozenset[str] = frozenset()
+    allocates: tuple[Memory, ...] = ()
+    keeps: tuple[tuple[Hashable, str], ...] = ()
+    forgets: tuple[Hashable, ...] = ()
+    on_host: tuple[str, ...] = ()
+    reads_host: bool = False
+    frees_value: str | None = None
+    faults: tuple[str, ...] = ()
+
+
+NOTHING = Effects()
+
+_DECLARED: dict[Symbol, Callable[[BoundSymbol], Effects]] = {}
+
+
+def declare(symbol: Symbol, function: Callable[[BoundSymbol], Effects]) -> None:
+    """Declare the effects of a symbol: a function from a bound symbol to its effects."""
+    _DECLARED[symbol] = function
+
+
+def effects(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]] | None = None) -> Effects:
+    """Return the effects of a bound symbol; see [Note: Effects].
+
+    Args:
+        strides: strides by name, of inputs that are not contiguous. They change the effects of operators that are not ours
+            only. Without them it is not observed which results are views, so ``views``, ``strides`` and ``allocates`` are
+            empty.
+    """
+    known = vars(bsym)
+    declared = _DECLARED.get(bsym.sym)
+    if declared is not None:
+        kept: Effects | None = known.get(EFFECTS)
+        if kept is None:
+            kept = known[EFFECTS] = declared(bsym)
+        return kept
+    if bsym.sym.id in UNPACKING or bsym.sym.id in (PrimIDs.DEL, PrimIDs.RETURN):
+        return NOTHING
+    if strides is None:
+        kept = known.get(EFFECTS)
+        if kept is None:
+            facts = facts_of(bsym)
+            writes = facts.writes if facts.known else frozenset(args_of(bsym))
+            kept = known[EFFECTS] = Effects(aliases=facts.aliases, writes=writes, communicates=communicates(bsym))
+        return kept
+    return _observed(bsym, strides)
+
+
+def is_declared(symbol: Symbol) -> bool:
+    """Return whether a symbol is one whose effects are declared."""
+    return symbol in _DECLARED
+
+
+def _observed(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> Effects:
+    """Return the effects of an operator that is not ours, on inputs with these strides."""
+    facts, call = facts_of(bsym), observed_call(bsym, strides)
+    by_name = {p.name: p for p in bsym.flat_proxy_args}
+    views: dict[str, tuple[str, ...]] = {}
+    found: dict[str, tuple[int, ...]] = {}
+    memory = []
+    for out in defined_by(bsym):
+        nbytes = nbytes_of(out) if isinstance(out, TensorProxy) else 0
+        of: tuple[str, ...] = ()
+        if call is not None and out.name in call.outputs:
+            observed = call.outputs[out.name]
+            found[out.name], of, nbytes = observed.strides, observed.views, observed.nbytes
+            is_new = not of
+        else:
+            of = tuple(name for name in facts.aliases.get(out.name, ()) if _may_be_view(out, by_name[name]))
+            is_new = not (of and facts.known)
+        views[out.name] = of
+        if is_new:
+            memory.append(Memory(out.name, nbytes, _device_of(out), kind="temporaries", label=out.name))
+    if call is not None and call.temporary_bytes:
+        tensors = (p for p in (*bsym.flat_proxy_outs, *bsym.flat_proxy_args) if isinstance(p, TensorProxy))
+        device = next(map(_device_of, tensors), "cpu")
+        memory.append(Memory(None, call.temporary_bytes, device, "call", "temporaries", bsym.sym.name))
+    return Effects(views=views, strides=found, allocates=tuple(memory))
+
+
+def _device_of(proxy: object) -> str:
+    return proxy.device.type if isinstance(proxy, TensorProxy) else "cpu"
+
+
+def _may_be_view(value: object, of: object) -> bool:
+    """Return whether dtype and device allow that a value, whose operator may return a view, is one."""
+    return (
+        isinstance(value, TensorProxy)
+        and isinstance(of, TensorProxy)
+        and (value.dtype, value.device) == (of.dtype, of.device)
+    )
