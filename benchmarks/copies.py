@@ -114,7 +114,7 @@ def count(system: Any, tokens: Any, world_size: int, whole_bytes: int, arguments
     """
     from thunder_fsdp_sched.tools.step_counter import StepCounter
 
-    from live_memory import LiveMemory
+    from analysis import LiveMemory
     from netns import sent_bytes
     from systems import arenas, local, step, wire_bytes
 

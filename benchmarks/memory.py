@@ -195,7 +195,7 @@ def count(system: Any, tokens: Any, kernels: Any) -> dict[str, Any]:
     """Return the bytes and FLOPs of one step; of the ranks, the bytes of the one with the largest peak."""
     import torch
     import torch.distributed as dist
-    from live_memory import LiveMemory
+    from analysis import LiveMemory
     from systems import arenas, local, step
 
     class Phases(LiveMemory):

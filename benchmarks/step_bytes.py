@@ -91,7 +91,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 def count(system: Any, tokens: Any, whole: int) -> dict[str, float]:
     """Return the figures of the third step of a system, in units of ``whole`` bytes."""
-    from live_memory import LiveMemory
+    from analysis import LiveMemory
     from systems import arenas, local, step
 
     for _ in range(2):

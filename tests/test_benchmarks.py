@@ -29,6 +29,7 @@ import systems
 import torch
 import torch.distributed as dist
 import windows
+from analysis import LiveMemory
 from forked import run_python
 from gpu_trace import (
     Activity,
@@ -43,7 +44,6 @@ from gpu_trace import (
     seconds_in,
     split,
 )
-from live_memory import LiveMemory
 from on_gpus import NoAttention
 from paced_kernels import PacedKernels
 from profiles import LONG_ONLY

@@ -20,8 +20,8 @@ from typing import NamedTuple, get_args
 
 from thunder.core.trace import TraceCtx
 
+from .ir.analysis import NOTHING_LEFT, LeftGradients, gradients_left
 from .ir.inspection import split_joint
-from .ir.left_gradients import NOTHING_LEFT, LeftGradients, gradients_left
 from .ir.step_memory import StepMemory
 from .logs import LOGGER
 from .options import Options

@@ -13,11 +13,11 @@ from thunder.extend import Executor, FusionExecutor
 from .agreement.control import Run
 from .capture import TracedComputation, needs_backward, without_computation
 from .choosing import choose_settings
+from .ir.analysis import NOTHING_LEFT
 from .ir.caching import with_caches
 from .ir.computation import computation_of
 from .ir.descriptions import count_issues
 from .ir.inspection import is_backward_trace, snapshot, split_joint, statements
-from .ir.left_gradients import NOTHING_LEFT
 from .ir.schedule import StepSchedule, compute_digest, read_program, read_schedule
 from .options import Options
 from .pipeline import CompiledTraces, JointPasses, Pass, can_fuse_any

@@ -14,8 +14,8 @@ from thunder.core.trace import TraceCtx
 from thunder.extend import Executor, FusionExecutor
 
 from .capture import TracedComputation
+from .ir.analysis import NOTHING_LEFT, LeftGradients, gradients_left
 from .ir.descriptions import NO_CALL, Call
-from .ir.left_gradients import NOTHING_LEFT, LeftGradients, gradients_left
 from .ir.schedule import Schedule, StepSchedule
 from .ir.step_memory import StepMemory
 from .logs import log_pass

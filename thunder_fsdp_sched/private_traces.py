@@ -28,6 +28,7 @@ __all__ = [
     "EFFECTS",
     "FACTS",
     "NAMES_OF_ARGS",
+    "OBSERVED_EFFECTS",
     "CachingBoundSymbol",
     "claim",
     "function_called_by",
@@ -137,8 +138,8 @@ def _is_library_function(function: Any) -> bool:
 FACTS = ("_fsdp_facts", "_fsdp_calls", "_fsdp_like")
 """Attributes of a bound symbol for what this package knows about its operator."""
 
-EFFECTS = "_fsdp_effects"
-"""Attribute of a bound symbol for its effects."""
+EFFECTS, OBSERVED_EFFECTS = "_fsdp_effects", "_fsdp_observed_effects"
+"""Attributes of a bound symbol for its effects, in general and on inputs of certain strides."""
 
 NAMES_OF_ARGS, DEFINED = "_fsdp_args", "_fsdp_defined"
 """Attributes of a bound symbol for the names of its arguments, and for its results that are no arguments."""
@@ -196,7 +197,7 @@ class CachingBoundSymbol(BoundSymbol):
         if keeps_args and keeps_output and is_same_symbol:
             kept = (*kept, "_is_plain", DEFINED)
             if self._is_same_operator(new):
-                kept = (*kept, *FACTS, EFFECTS)
+                kept = (*kept, *FACTS, EFFECTS, OBSERVED_EFFECTS)
         state.update({name: known[name] for name in kept if name in known})
         if new.sym._bind_postprocess:
             new.sym._bind_postprocess(new)

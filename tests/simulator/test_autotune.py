@@ -7,8 +7,8 @@ import re
 
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import fsdp, testing
+from thunder_fsdp_sched.ir.effects import effects
 from thunder_fsdp_sched.ir.inspection import split_joint
-from thunder_fsdp_sched.ir.liveness import slot_bytes_of
 from thunder_fsdp_sched.planning.autotune import MemoryLimitError, choose
 from thunder_fsdp_sched.planning.candidate_traces import CandidateTraces
 from thunder_fsdp_sched.planning.clusters import cluster
@@ -72,7 +72,10 @@ ISSUES = ("fsdp_all_gather", "fsdp_reduce_scatter")
 def test_a_budget_keeps_the_buckets_that_fit_and_gathers_the_others_again():
     frugal = compiled(5, max_unsharded_bytes="1GB", prefetch=1)
     bytes_of_everything = slot_bytes(frugal)  # gradients take the place of their parameters
-    assert bytes_of_everything == sum(slot_bytes_of(b) for b in frugal.forward.bound_symbols if b.sym.name in ISSUES)
+    places = [e.slot_issue.place for e in map(effects, frugal.forward.bound_symbols) if e.slot_issue is not None]
+    assert bytes_of_everything == sum(place.nbytes for place in places)
+        effects(b).slot_issue.place.nbytes for b in frugal.forward.bound_symbols if b.sym.name in ISSUES
+    )
     assert set(frugal.choice.chosen.kept) == {g.bucket for g in testing.gathers(frugal.forward)}
     assert not testing.gathers(frugal.backward)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp, set_gradient_divide_factor
+from thunder_fsdp_sched.ir.analysis import Analysis
 from thunder_fsdp_sched.ir.operands import Issue
 from thunder_fsdp_sched.ir.step_memory import KINDS, TensorMemory
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
@@ -339,7 +340,7 @@ def test_a_fusion_allocates_at_most_what_it_computes_inside() -> None:
         b, c = prims.exp(a), prims.sin(a)
         d = prims.add(b, c)
     fusion = Symbol("fusion0", lambda a: None, is_fusion=True).bind(a, output=d, subsymbols=tuple(trace.bound_symbols))
-    [unknown] = unknown_memory([fusion], {}, lambda bsym: 5, "cpu")
+    [unknown] = unknown_memory(Analysis([fusion]), lambda bsym: 5, "cpu")
     assert (unknown.name, unknown.nbytes, unknown.positions) == ("fusion0", 2 * 32, (5,))
 
 

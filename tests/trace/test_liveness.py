@@ -1,4 +1,4 @@
-"""Liveness beside brute force: on random traces, and on real ones."""
+"""Analysis beside brute force: on random traces, and on real ones."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
+from thunder_fsdp_sched.ir.analysis import BEFORE_TRACE, Analysis
 from thunder_fsdp_sched.ir.inspection import aliased_inputs, args_of, outs_of
-from thunder_fsdp_sched.ir.liveness import BEFORE_TRACE, Liveness
 from thunder_fsdp_sched.ir.symbols import (
     fsdp_all_gather,
     fsdp_matmul_into,
@@ -106,7 +106,7 @@ def uses(bsyms: Sequence[BoundSymbol], root: str) -> list[int]:
 @given(bound_symbols(), st.data())
 def test_values_and_slots_are_those_of_brute_force(bsyms: list[BoundSymbol], data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(bsyms)))
-    live = Liveness(bsyms[:cut], bsyms[cut:])
+    live = Analysis(bsyms[:cut], bsyms[cut:])
     read = [bsym for bsym in bsyms if bsym.sym.id is not PrimIDs.DEL]
     names = {name for bsym in read for name in (*args_of(bsym), *outs_of(bsym))}
     assert {value.proxy.name for value in live.values} == names
@@ -117,12 +117,12 @@ def test_values_and_slots_are_those_of_brute_force(bsyms: list[BoundSymbol], dat
             position for position, bsym in enumerate(bsyms) if bsym in read for arg in args_of(bsym) if arg == name
         ]
         roots = roots_of(bsyms, name)
-        assert value.defined == live.defined([name]) == (made[0] if made else BEFORE_TRACE)
+        assert value.first == live.defined([name]) == (made[0] if made else BEFORE_TRACE)
         assert value.reads == reads
         assert live.first_read([name]) == (reads[0] if reads else None)
         assert live.roots([name]) == {root.proxy.name for root in value.roots} == roots
         if roots == {name}:
-            assert value.last_use == live.last_use([name]) == max(uses(bsyms, name), default=value.defined)
+            assert value.used == live.last_use([name]) == max(uses(bsyms, name), default=value.first)
 
     issues = [p for p, bsym in enumerate(bsyms) if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter)]
     assert list(live.slots) == issues
@@ -132,16 +132,16 @@ def test_values_and_slots_are_those_of_brute_force(bsyms: list[BoundSymbol], dat
         params = outs_of(bsyms[wait]) if bsym.sym is fsdp_all_gather and wait > issue else ()
         writers = [p for p, b in enumerate(bsyms) if b.sym is fsdp_matmul_into and set(outs_of(b)) & set(args_of(bsym))]
         writers = writers if bsym.sym is fsdp_reduce_scatter else []
-        assert (found.bucket, found.kind, found.issue, sorted(set(found.grads))) == (
+        assert (found.bucket, found.is_gather, found.issue, sorted(set(found.writes))) == (
             bsym.args[0],
-            bsym.sym.name,
+            bsym.sym is fsdp_all_gather,
             issue,
             sorted(set(writers)),
         )
-        assert found.start == min([issue, *writers])
-        assert found.end == max([wait, *(p for param in params for p in uses(bsyms, param))])
+        assert found.first == min([issue, *writers])
+        assert found.last == max([wait, *(p for param in params for p in uses(bsyms, param))])
         for index, param in enumerate(params):
-            assert found.last_access[index] == max([wait, *uses(bsyms, param)])
+            assert found.accesses[index] == max([wait, *uses(bsyms, param)])
 
 
 @pytest.mark.parametrize("case", ["gpt", "views_of_parameters", "shared_blocks", "expanded_parameters"])
@@ -154,11 +154,11 @@ def test_consumers_are_those_that_the_assertions_find(case: str, strategy: str) 
     [traces] = testing.compile_on_fake_ranks(make, 2, sharding_strategy=strategy)
     for trace in (traces.forward, traces.backward):
         bsyms = testing.statements(trace)
-        slots = Liveness(bsyms).slots
+        slots = Analysis(bsyms).slots
         for gather in testing.gathers(trace):
             live = slots[gather.issue]
-            assert live.end == max(gather.wait, gather.last_consumer or 0)
-            assert Liveness(bsyms).first_read(outs_of(bsyms[gather.wait])) == gather.first_consumer
+            assert live.last == max(gather.wait, gather.last_consumer or 0)
+            assert Analysis(bsyms).first_read(outs_of(bsyms[gather.wait])) == gather.first_consumer
         assert {g.issue for g in testing.gathers(trace)} == {p for p, live in slots.items() if live.is_gather}
 
 
@@ -168,11 +168,11 @@ def test_a_resident_bucket_keeps_its_slot_from_forward_to_its_last_reader_in_bac
 
     [traces] = testing.compile_on_fake_ranks(make, 2)
     forward, backward = traces.forward.bound_symbols, traces.backward.bound_symbols
-    alone, step = Liveness(backward).slots, Liveness(forward, backward).slots
-    resident = {issue: live for issue, live in alone.items() if live.start == BEFORE_TRACE}
+    alone, step = Analysis(backward).slots, Analysis(forward, backward).slots
+    resident = {issue: live for issue, live in alone.items() if live.first == BEFORE_TRACE}
     assert resident
     for issue, live in resident.items():
         assert len(forward) + issue not in step
         [whole] = [s for s in step.values() if (s.bucket, s.slot) == (live.bucket, live.slot) and s.is_gather]
-        assert 0 <= whole.start < len(forward) < whole.end == len(forward) + live.end
-        assert {i: len(forward) + p for i, p in live.last_access.items()} == whole.last_access
+        assert 0 <= whole.first < len(forward) < whole.last == len(forward) + live.last
+        assert {i: len(forward) + p for i, p in live.accesses.items()} == whole.accesses

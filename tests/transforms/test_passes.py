@@ -5,8 +5,8 @@
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
+from thunder_fsdp_sched.ir.analysis import Analysis
 from thunder_fsdp_sched.ir.inspection import args_of, outs_of
-from thunder_fsdp_sched.ir.liveness import Liveness
 from thunder_fsdp_sched.ir.schedule import read_schedule
 from thunder_fsdp_sched.ir.slots import filling_bytes, grads_over_params, shared_slots
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
@@ -168,12 +168,12 @@ def test_sorting_twice_changes_nothing(trace, prefetch):
 @given(traces(), st.integers(0, 3))
 def test_slots_never_overlap_while_both_are_live(trace, prefetch):
     sorted_trace = assign_slots(sort_communication(write_grads_in_place(trace), prefetch=prefetch))
-    ranges = Liveness(sorted_trace.bound_symbols).slots
+    ranges = Analysis(sorted_trace.bound_symbols).slots
     slots = {position: sorted_trace.bound_symbols[position].args[1] for position in ranges}
     gather_of = grads_over_params(ranges.values())
     for a, one in ranges.items():
         for b, other in ranges.items():
-            if a != b and one.start <= other.start <= one.end and gather_of.get(other) is not one:
+            if a != b and one.first <= other.first <= one.last and gather_of.get(other) is not one:
                 assert not slots[a].overlaps(slots[b]), (one, other)
     used, least = shared_slots(sorted_trace)
     assert least <= used <= 1.5 * least
@@ -188,13 +188,13 @@ def test_slots_being_filled_with_gradients_stay_within_filling_bytes(trace, pref
     assert filling_bytes(sorted_trace) == filling_bytes(unsorted)
     reductions = {
         p: r
-        for p, r in Liveness(sorted_trace.bound_symbols).slots.items()
+        for p, r in Analysis(sorted_trace.bound_symbols).slots.items()
         if sorted_trace.bound_symbols[p].sym is fsdp_reduce_scatter
     }
-    assert (share_written_in_place(sorted_trace)[0] == 0) == all(not r.grads for r in reductions.values())
+    assert (share_written_in_place(sorted_trace)[0] == 0) == all(not r.writes for r in reductions.values())
     in_flight = sorted((r.nbytes for r in reductions.values()), reverse=True)[: max(most, 1)]
     for position in range(len(sorted_trace.bound_symbols)):
-        held = sum(r.nbytes for r in reductions.values() if r.start <= position <= r.end)
+        held = sum(r.nbytes for r in reductions.values() if r.first <= position <= r.last)
         assert held <= filling_bytes(unsorted) + sum(in_flight)
 
 

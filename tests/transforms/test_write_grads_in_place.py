@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import compilation, fsdp, full_state_dict, testing
-from thunder_fsdp_sched.ir.liveness import Liveness
+from thunder_fsdp_sched.ir.analysis import Analysis
 from thunder_fsdp_sched.ir.slots import grads_over_params, shared_slots
 from thunder_fsdp_sched.ir.symbols import GRAD_WRITERS, fsdp_all_gather, fsdp_reduce_scatter
 from thunder_fsdp_sched.planning.cost import AnalyticCost
@@ -143,10 +143,10 @@ def test_gradients_that_are_reduced_in_another_dtype_are_copied(reduced: torch.d
 
 def test_a_slot_is_live_from_its_first_gradient() -> None:
     trace = compiled(CASES["gpt"]).backward
-    for position, live in Liveness(trace.bound_symbols).slots.items():
-        if trace.bound_symbols[position].sym is fsdp_reduce_scatter and live.grads:
-            assert live.start == min(live.grads) < position
-            slots = {trace.bound_symbols[i].args[1] for i in (*live.grads, position)}
+    for position, live in Analysis(trace.bound_symbols).slots.items():
+        if trace.bound_symbols[position].sym is fsdp_reduce_scatter and live.writes:
+            assert live.first == min(live.writes) < position
+            slots = {trace.bound_symbols[i].args[1] for i in (*live.writes, position)}
             assert len(slots) == 1
 
 
@@ -168,7 +168,7 @@ def test_gradients_reuse_the_slot_of_their_parameters(prefetch: int) -> None:
 def test_gradients_of_another_dtype_have_separate_slots() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     trace = compiled(lambda: Stack(8), mp_policy=policy).backward
-    assert not grads_over_params(Liveness(trace.bound_symbols).slots.values())
+    assert not grads_over_params(Analysis(trace.bound_symbols).slots.values())
 
 
 def test_a_replayed_schedule_writes_the_same_gradients_in_place() -> None:

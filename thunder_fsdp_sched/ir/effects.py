@@ -15,8 +15,8 @@ A bound symbol keeps its effects, as it keeps its facts.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from thunder.core.prims import PrimIDs
@@ -24,7 +24,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 
 from ..distributed.process_groups import ProcessGroupRef
-from ..private_traces import EFFECTS
+from ..private_traces import EFFECTS, OBSERVED_EFFECTS
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot, slot_bytes
 from .inspection import UNPACKING, args_of, communicates, defined_by, nbytes_of
@@ -124,13 +124,14 @@ class Memory(NamedTuple):
     """Memory that a symbol allocates.
 
     Attributes:
-        owner: the name of the result that it belongs to, or a key.
+        owner: the name of the result that it belongs to, or a key. Idle memory of a pool is used again by an equal key.
         nbytes: its bytes, without rounding.
         device: the type of its device.
         scope: until when it exists. ``"value"``: the last use of the result or a view of it; ``"call"``: only while the
-            symbol runs; ``"pool"``: it is taken from idle memory of that key, and given back by the wait; ``"steps"``: in
+            symbol runs; ``"pool"``: it is taken from idle memory, and given back by the wait; ``"steps"``: in
             all steps; ``"kept"``: until a symbol ``forgets`` the key.
-        kind: what it counts as in reports.
+        kind: what it counts as in reports: ``"communication"``, ``"gradients"``, ``"temporaries"``, or ``"values"`` for what
+            depends on its lifetime.
         label: what it is, for reports.
         if_kept: it is allocated only if this key has memory.
         on_host: whether it is in host memory, also in a plan on a CPU for a GPU.
@@ -146,6 +147,20 @@ class Memory(NamedTuple):
     on_host: bool = False
 
 
+def unsharded_gradients(bucket: Bucket) -> Memory:
+    """Return the memory of the gradients that ``no_sync`` leaves unsharded."""
+    spec = bucket.spec
+    label, key = f"unreduced gradients of {spec.name}", ("unsharded gradients", bucket)
+    return Memory(key, spec.grad_bytes, spec.device.type, "kept", "gradients", label)
+
+
+def reduced_gradients(bucket: Bucket) -> Memory:
+    """Return the memory of this rank's rows of the gradients that ``no_sync`` reduces and leaves."""
+    spec = bucket.spec
+    label, key = f"reduced gradients of {spec.name}", ("reduced gradients", bucket)
+    return Memory(key, spec.accumulated_bytes, spec.device.type, "kept", "gradients", label)
+
+
 @dataclass(frozen=True, slots=True)
 class Effects:
     """The effects of one bound symbol. Values are known by their names.
@@ -153,6 +168,8 @@ class Effects:
     Attributes:
         issues: the operation that it issues.
         waits: the operation that it waits for.
+        runs: an operation that it issues and waits for, if earlier micro-batches have left gradients to reduce.
+        shards: the shards that it sends.
         in_schedule: whether it is communication of a bucket, and so a line of the schedule.
         bucket: the bucket of a symbol of this package.
         hook: the user's function that it calls, which may communicate.
@@ -168,9 +185,11 @@ class Effects:
         aliases: results that may share memory with others, by the safe facts.
         views: results that keep the memory of others and own none, by exact facts.
         strides: strides of results.
+        layouts: results with the strides of another value.
+        operators: names of the base operators of torch that it calls; ``None`` if they cannot be observed.
         writes: values that it writes in place.
         allocates: memory that it allocates.
-        keeps: keys that keep the memory of a value.
+        keeps: memory that it does not allocate, but keeps: that of the operation that it waits for.
         forgets: keys whose memory it frees.
         on_host: results in host memory, which only symbols that read the host may read.
         reads_host: whether it does.
@@ -180,6 +199,8 @@ class Effects:
 
     issues: Issue | None = None
     waits: Wait | None = None
+    runs: Issue | None = None
+    shards: tuple[str, ...] = ()
     in_schedule: bool = False
     bucket: Bucket | None = None
     hook: str | None = None
@@ -195,14 +216,27 @@ class Effects:
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     views: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    operators: frozenset[str] | None = None
     writes: frozenset[str] = frozenset()
     allocates: tuple[Memory, ...] = ()
-    keeps: tuple[tuple[Hashable, str], ...] = ()
+    keeps: tuple[Memory, ...] = ()
     forgets: tuple[Hashable, ...] = ()
     on_host: tuple[str, ...] = ()
     reads_host: bool = False
     frees_value: str | None = None
     faults: tuple[str, ...] = ()
+
+    @property
+    def leaves(self) -> tuple[Hashable, ...]:
+        """The keys of the gradients that it leaves for a later micro-batch."""
+        kept = (m for m in self.allocates if m.scope == "kept" and m.if_kept is None)
+        return tuple(m.owner for m in (*kept, *self.keeps))
+
+    @property
+    def slot_issue(self) -> Issue | None:
+        """The operation that it issues, if that uses a slot."""
+        return self.issues if self.issues is not None and self.issues.place is not None else None
 
 
 NOTHING = Effects()
@@ -232,14 +266,18 @@ def effects(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]] | None = N
         return kept
     if bsym.sym.id in UNPACKING or bsym.sym.id in (PrimIDs.DEL, PrimIDs.RETURN):
         return NOTHING
+    kept = known.get(EFFECTS)
+    if kept is None:
+        facts = facts_of(bsym)
+        writes = facts.writes if facts.known else frozenset(args_of(bsym))
+        kept = known[EFFECTS] = Effects(aliases=facts.aliases, writes=writes, communicates=communicates(bsym))
     if strides is None:
-        kept = known.get(EFFECTS)
-        if kept is None:
-            facts = facts_of(bsym)
-            writes = facts.writes if facts.known else frozenset(args_of(bsym))
-            kept = known[EFFECTS] = Effects(aliases=facts.aliases, writes=writes, communicates=communicates(bsym))
         return kept
-    return _observed(bsym, strides)
+    observed: dict[Any, Effects] = known.setdefault(OBSERVED_EFFECTS, {})
+    key = tuple([strides.get(name) for name in args_of(bsym)])
+    if key not in observed:
+        observed[key] = _observed(bsym, kept, strides)
+    return observed[key]
 
 
 def is_declared(symbol: Symbol) -> bool:
@@ -247,7 +285,7 @@ def is_declared(symbol: Symbol) -> bool:
     return symbol in _DECLARED
 
 
-def _observed(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> Effects:
+def _observed(bsym: BoundSymbol, known: Effects, strides: Mapping[str, tuple[int, ...]]) -> Effects:
     """Return the effects of an operator that is not ours, on inputs with these strides."""
     facts, call = facts_of(bsym), observed_call(bsym, strides)
     by_name = {p.name: p for p in bsym.flat_proxy_args}
@@ -266,12 +304,13 @@ def _observed(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]]) -> Effe
             is_new = not (of and facts.known)
         views[out.name] = of
         if is_new:
-            memory.append(Memory(out.name, nbytes, _device_of(out), kind="temporaries", label=out.name))
+            memory.append(Memory(out.name, nbytes, _device_of(out), kind="values", label=out.name))
     if call is not None and call.temporary_bytes:
         tensors = (p for p in (*bsym.flat_proxy_outs, *bsym.flat_proxy_args) if isinstance(p, TensorProxy))
         device = next(map(_device_of, tensors), "cpu")
         memory.append(Memory(None, call.temporary_bytes, device, "call", "temporaries", bsym.sym.name))
-    return Effects(views=views, strides=found, allocates=tuple(memory))
+    operators = None if call is None else call.operators
+    return replace(known, views=views, strides=found, operators=operators, allocates=tuple(memory))
 
 
 def _device_of(proxy: object) -> str:

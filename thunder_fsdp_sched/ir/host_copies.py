@@ -50,7 +50,7 @@ def _wait_device_copy_meta(future: FutureTensorProxy) -> TensorProxy:
 def _copy_to_host_effects(bsym: BoundSymbol) -> Effects:
     source, copy = bsym.args[0], bsym.output
     issue = Issue(bsym.sym.name, copy.name, None, None, nbytes_of(source), None)
-    return Effects(issues=issue, views={copy.name: ()}, requires=((source.name, None),))
+    return Effects(issues=issue, views={copy.name: ()}, layouts={copy.name: source.name})
 
 
 fsdp_copy_to_host = register("fsdp_copy_to_host", _copy_to_host_meta, copy_to_host, _copy_to_host_effects)
@@ -63,6 +63,7 @@ def _wait_host_copy_effects(bsym: BoundSymbol) -> Effects:
         on_host=(host.name,),
         gives={host.name: ("activation", source.shape, source.dtype, source.device)},
         views={host.name: ()},
+        layouts={host.name: source.name},
         frees_value=source.name,
     )
 
@@ -74,8 +75,9 @@ def _copy_to_device_effects(bsym: BoundSymbol) -> Effects:
     (host, device), copy = bsym.args, bsym.output.name
     return Effects(
         issues=Issue(bsym.sym.name, copy, None, None, nbytes_of(host), None),
+        layouts={copy: host.name},
         reads_host=True,
-        allocates=(Memory(copy, nbytes_of(host), str(device).partition(":")[0], kind="temporaries", label=copy),),
+        allocates=(Memory(copy, nbytes_of(host), str(device).partition(":")[0], kind="values", label=copy),),
     )
 
 
@@ -87,6 +89,7 @@ def _wait_device_copy_effects(bsym: BoundSymbol) -> Effects:
     return Effects(
         waits=Wait(future, (fsdp_copy_to_device.name,)),
         views={copy.name: (future,)},
+        layouts={copy.name: future},
         gives={copy.name: ("activation", copy.shape, copy.dtype, copy.device)},
     )
 

@@ -15,10 +15,10 @@ from typing import Any
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from .analysis import Analysis
 from .deadlock import Action
 from .inspection import outs_of, statements
 from .json_fields import field_of, read_json, typed
-from .liveness import Liveness
 from .operands import Issue, Wait, bucket_of
 from .symbols import (
     ISSUES,
@@ -180,7 +180,7 @@ class StepSchedule:
 def read_schedule(trace: TraceCtx) -> Schedule:
     """Return the schedule of a trace with slots."""
     bsyms = statements(trace)
-    live = Liveness(bsyms)
+    live = Analysis(bsyms)
     ops = []
     issued: dict[str, tuple[str, str]] = {}  # kind and slot by future
     for position, bsym in enumerate(bsyms):

@@ -18,44 +18,24 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
-from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot
 from ..runtime.window import WINDOW_OPEN
+from .analysis import Analysis, Lifetime, peak_bytes
+from .effects import Effects, effects
 from .inspection import args_of
-from .liveness import Liveness, SlotRange, peak_bytes
-from .operands import Issue, bucket_of
-from .symbols import (
-    GRAD_WRITERS,
-    fsdp_all_gather,
-    fsdp_params_unchanged,
-    fsdp_reduce_scatter,
-    fsdp_release,
-    residency_marks,
-    window_of,
-)
-
-__all__ = [
-    "arena_allocations",
-    "filling_bytes",
-    "grads_over_kept_params",
-    "grads_over_params",
-    "peak_live_bytes",
-    "retained_by_forward",
-    "shared_slots",
-    "slots_in_use",
-]
 
 
 def retained_by_forward(forward: TraceCtx) -> dict[Bucket, Slot]:
     """Return the buckets that are still resident in shared slots after a marked forward trace, with their slots."""
-    gathers = (b for b in forward.bound_symbols if b.sym is fsdp_all_gather)
-    return {bucket_of(b).primary: Issue(b).slot for b in gathers if "followed_by" in residency_marks(b)}
+    issues = [e.issues for e in map(effects, forward.bound_symbols) if e.issues is not None]
+    found = {i.place.bucket.primary: i.place.slot for i in issues if i.place is not None and i.followed_by is not None}
+    return {bucket: slot for bucket, slot in found.items() if slot is not None}
 
 
-def grads_over_params(ranges: Iterable[SlotRange]) -> dict[SlotRange, SlotRange]:
+def grads_over_params(ranges: Iterable[Lifetime]) -> dict[Lifetime, Lifetime]:
     """Return the reductions that can use the slot of a gather of their bucket, each with that gather.
 
     See [Note: Gradients in the place of their parameters].
@@ -63,14 +43,14 @@ def grads_over_params(ranges: Iterable[SlotRange]) -> dict[SlotRange, SlotRange]
     Args:
         ranges: those of shared slots, in the order of their issues.
     """
-    gathers: dict[Bucket, SlotRange] = {}
+    gathers: dict[Bucket, Lifetime] = {}
     found = {}
     for live in ranges:
         if live.is_gather:
             gathers[live.bucket.primary] = live
             continue
         gather = gathers.get(live.bucket)
-        if gather is not None and gather.start < live.start <= gather.end and _may_replace(live, gather):
+        if gather is not None and gather.first < live.first <= gather.last and _may_replace(live, gather):
             found[live] = gathers.pop(live.bucket)
     return found
 
@@ -86,34 +66,32 @@ def grads_over_kept_params(forward: TraceCtx, backward: TraceCtx) -> set[int]:
         backward: the sorted backward trace, with or without slots.
     """
     begin = len(forward.bound_symbols)
-    guards = {bucket_of(b): i for i, b in enumerate(backward.bound_symbols, begin) if b.sym is fsdp_params_unchanged}
-    left = {
-        bucket_of(bsym)
-        for bsym in forward.bound_symbols
-        if bsym.sym is fsdp_all_gather and window_of(bsym) == WINDOW_OPEN
-    }
-    gathers: dict[Bucket, SlotRange] = {}
+    analysis = Analysis(forward, backward)
+    guards = {e.ensures.bucket: i for i, e in enumerate(analysis.effects) if e.ensures is not None and i >= begin}
+    issues = [e.issues for e in analysis.effects[:begin] if e.issues is not None]
+    left = {issue.bucket for issue in issues if issue.window == WINDOW_OPEN}
+    gathers: dict[Bucket, Lifetime] = {}
     found = set()
-    for live in Liveness(forward.bound_symbols, backward.bound_symbols).slots.values():
-        if live.issue < begin and live.is_gather and live.slot is live.bucket.private_slot:
+    for live in analysis.slots.values():
+        if live.issue < begin and live.is_gather and live.place is not None and live.place.is_private:
             if live.bucket not in left:
                 gathers[live.bucket] = live
         elif live.issue >= begin and live.bucket in gathers:
             gather = gathers.pop(live.bucket)  # one reduction at most, and none after another gather
             # A gradient that backward receives may be reduced before the guard, which may gather the bucket again.
-            if not live.is_gather and guards.get(live.bucket, -1) < live.start and _may_replace(live, gather):
+            if not live.is_gather and guards.get(live.bucket, -1) < live.first and _may_replace(live, gather):
                 found.add(live.issue - begin)
     return found
 
 
-def _may_replace(reduction: SlotRange, gather: SlotRange) -> bool:
+def _may_replace(reduction: Lifetime, gather: Lifetime) -> bool:
     """Return whether each gradient is written after the last read of its parameter, and can take its place."""
     spec = reduction.bucket.spec
-    writes = [reduction.last_access.get(index, reduction.issue) for index in gather.last_access]
+    writes = [reduction.accesses.get(index, reduction.issue) for index in gather.accesses]
     return (
         spec.param_dtype == spec.reduce_dtype
-        and gather.end < reduction.issue
-        and all(read < write for read, write in zip(gather.last_access.values(), writes, strict=True))
+        and gather.last < reduction.issue
+        and all(read < write for read, write in zip(gather.accesses.values(), writes, strict=True))
     )
 
 
@@ -122,32 +100,30 @@ def peak_live_bytes(trace: TraceCtx) -> int:
 
     Where gradients have the place of their parameters, both count once.
     """
-    ranges = Liveness(trace.bound_symbols).slots.values()
-    shared = [live for live in ranges if live.slot is None or live.slot is not live.bucket.private_slot]
+    shared = [live for live in Analysis(trace).slots.values() if live.place is not None and not live.place.is_private]
     ends = {
-        gather: reduction.start - 1
+        gather: reduction.first - 1
         for reduction, gather in grads_over_params(shared).items()
         if gather.slot is not None and reduction.slot is not None and gather.slot.overlaps(reduction.slot)
     }
-    return peak_bytes((live.start, ends.get(live, live.end), live.nbytes) for live in shared)
+    return peak_bytes((live.first, ends.get(live, live.last), live.nbytes) for live in shared)
 
 
-def slots_in_use(live: Liveness, length: int) -> list[int]:
+def slots_in_use(analysis: Analysis) -> list[int]:
     """Return the bytes of arenas that hold unsharded parameters or gradients at each position, each byte counted once.
 
     Args:
-        live: the liveness of traces with slots.
-        length: the number of positions.
+        analysis: that of traces with slots.
     """
     changes: dict[int, tuple[list[Slot], list[Slot]]] = {}
-    for used in live.slots.values():
+    for used in analysis.slots.values():
         if used.slot is not None:
-            changes.setdefault(max(used.start, 0), ([], []))[0].append(used.slot)
-            changes.setdefault(used.end + 1, ([], []))[1].append(used.slot)
+            changes.setdefault(max(used.first, 0), ([], []))[0].append(used.slot)
+            changes.setdefault(used.last + 1, ([], []))[1].append(used.slot)
     found: list[int] = []
     in_use: Counter[Slot] = Counter()
     nbytes = 0
-    for position in range(length):
+    for position in range(len(analysis.bsyms)):
         if position in changes:
             begin, end = changes[position]
             in_use.update(begin)
@@ -169,35 +145,33 @@ def _union_bytes(slots: Iterable[Slot]) -> int:
 
 def shared_slots(trace: TraceCtx) -> tuple[int, int]:
     """Return the bytes of arena that the shared slots of a trace occupy, and a lower bound for any allocation."""
-    ends: dict[Arena, int] = {}
-    for bsym in trace.bound_symbols:
-        if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter):
-            slot = Issue(bsym).slot
-            if slot is not bucket_of(bsym).private_slot:
-                ends[slot.arena] = max(ends.get(slot.arena, 0), slot.end)
+    ends: dict[Arena, int] = defaultdict(int)
+    for e in map(effects, trace.bound_symbols):
+        place = e.issues.place if e.issues is not None else None
+        if place is not None and place.slot is not None and not place.is_private:
+            ends[place.slot.arena] = max(ends[place.slot.arena], place.slot.end)
     return sum(ends.values()), peak_live_bytes(trace)
 
 
-def arena_allocations(bsyms: Sequence[BoundSymbol]) -> dict[Arena, list[tuple[int, int]]]:
+def arena_allocations(step: Sequence[Effects]) -> dict[Arena, list[tuple[int, int]]]:
     """Return for each arena the positions, first and last included, between which its memory is allocated.
 
-    An arena that ``fsdp_release`` frees is allocated from its next use on; one that nothing frees, all the time.
+    An arena that is freed is allocated from its next use on; one that nothing frees, all the time.
 
     Args:
-        bsyms: those of the traces of a step, with slots.
+        step: the effects of the traces of a step, with slots.
     """
     begins: dict[Arena, int] = {}
     found: dict[Arena, list[tuple[int, int]]] = defaultdict(list)
-    for position, bsym in enumerate(bsyms):
-        if bsym.sym is fsdp_release:
-            for arena in {slot.arena for slot in bsym.args} & begins.keys():
+    for position, e in enumerate(step):
+        for arena in e.frees:
+            if arena in begins:
                 found[arena].append((begins.pop(arena), position))
-        elif bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter) or bsym.sym.name in GRAD_WRITERS:
-            if (slot := Issue(bsym).planned_slot) is not None:
-                begins.setdefault(slot.arena, position)
+        if e.uses is not None:
+            begins.setdefault(e.uses.arena, position)
     for arena, begin in begins.items():
         since = begin if arena in found else 0
-        found[arena].append((since, len(bsyms) - 1))
+        found[arena].append((since, len(step) - 1))
     return dict(found)
 
 
@@ -209,7 +183,7 @@ def filling_bytes(trace: TraceCtx, *, without: Collection[int] = ()) -> int:
     Args:
         without: positions of reductions that do not count.
     """
-    live = Liveness(trace.bound_symbols)
-    counted = [r for r in live.slots.values() if r.grads and r.issue not in without]
-    filling = ((r, live.defined(args_of(trace.bound_symbols[r.issue]))) for r in counted)
-    return peak_bytes((r.start, last_grad, r.nbytes) for r, last_grad in filling)
+    analysis = Analysis(trace)
+    counted = [r for r in analysis.slots.values() if r.writes and r.issue not in without]
+    filling = ((r, analysis.defined(args_of(trace.bound_symbols[r.issue]))) for r in counted)
+    return peak_bytes((r.first, last_grad, r.nbytes) for r, last_grad in filling)

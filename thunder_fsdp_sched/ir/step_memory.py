@@ -14,13 +14,10 @@ from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena
-from .communication_memory import RuntimeMemory, allocated_for_all_steps, allocated_in_step
+from .analysis import NOTHING_LEFT, Analysis, LeftGradients, Lifetime, bytes_at
+from .effects import Effects, effects
 from .inspection import source_of, statement, statements
-from .left_gradients import NOTHING_LEFT, LeftGradients
-from .live_memory import MemoryAnalysis, MemoryInterval, analyze_memory
-from .operands import Gather, Issue, bucket_of
 from .slots import arena_allocations, slots_in_use
-from .symbols import fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_grads
 from .unknown_memory import UnknownMemory, unknown_memory
 
 __all__ = ["KINDS", "KnownDetails", "MemoryPeak", "StepMemory", "TensorMemory"]
@@ -43,8 +40,6 @@ _MOST_SHOWN = 10
 
 _CUDA_BLOCK = 512
 """Bytes to a multiple of which CUDA's caching allocator rounds each allocation."""
-
-_REDUCTIONS = (fsdp_reduce_scatter, fsdp_all_reduce, fsdp_wait_grads)
 
 
 class TensorMemory(NamedTuple):
@@ -131,73 +126,61 @@ class StepMemory:
             others: the traces of other steps that have run; what they keep allocated counts.
         """
         buckets = tuple(buckets)
-        analysis = analyze_memory(traces)
-        bsyms, live = analysis.bsyms, analysis.live
+        analysis = Analysis(*traces)
+        bsyms = analysis.bsyms
         per_trace = [statements(trace) for trace in traces]
         counted = list(itertools.chain.from_iterable(per_trace))
         numbers = {id(bsym): number for number, bsym in enumerate(counted)}
         types = {bucket.spec.device.type for bucket in buckets}
         device = device or ("cuda" if "cuda" in types else min(types, default="cpu"))
         rounded = _rounding(device)
-        issues = [bsym for bsym in bsyms if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter)]
-        slots = [slot for slot in (Issue(bsym).planned_slot for bsym in issues) if slot is not None]
+        issues = [e.issues for e in analysis.effects if e.issues is not None and e.issues.place is not None]
         always = [(0, len(bsyms) - 1)]
-        of_others = [[bsym for trace in other for bsym in trace.bound_symbols] for other in others]
-        allocations = _kept_arenas(of_others, always) | arena_allocations(bsyms)
-        names = {slot.arena: str(slot) for slot in reversed(slots)}
-        before = list(allocated_for_all_steps(bsyms, of_others, accumulated=accumulated))
-        freed = [m for m in before if m.end < len(bsyms) - 1]
+        of_others = [[effects(bsym) for trace in other for bsym in trace.bound_symbols] for other in others]
+        allocations = _kept_arenas(of_others, always) | arena_allocations(analysis.effects)
+        names = {
+            i.place.slot.arena: str(i.place.slot) for i in reversed(issues) if i.place and i.place.slot is not None
+        }
+        before = list(analysis.allocated_before(of_others, accumulated))
+        freed = [m for m in before if m.last < len(bsyms) - 1]
         lasting = [m for m in before if m.device in types and m not in freed]
         allocated = sum(rounded(arena.nbytes) for arena, spans in allocations.items() if spans == always)
         # Values of offloaded buckets on the host: on a CPU that plans for a GPU their device does not tell.
-        hosted = [b for b in buckets if b.spec.comm.offload and device != "cpu"]
-        on_host = {f"sharded gradients of {bucket.spec.name}" for bucket in hosted} | {
-            p.name for b in bsyms if b.sym is fsdp_wait_grads and bucket_of(b) in hosted for p in b.flat_proxy_outs
-        }
-        in_memory = [b for b in buckets if b not in hosted and b.spec.shard_device.type in types]
+        plans_device = device != "cpu"
+        in_memory = [
+            b for b in buckets if b.spec.shard_device.type in types and not (b.spec.comm.offload and plans_device)
+        ]
         fixed = {
             "shards": sum(rounded(b.shard.nbytes) for b in in_memory),
             "unsharded buckets": allocated,
             "communication": sum(rounded(memory.nbytes) for memory in lasting),
         }
+
+        def tensor(kind: str, name: str, nbytes: int, first: int, last: int, source: str = "") -> TensorMemory:
+            begin = numbers[id(bsyms[first])] if first >= 0 else -1
+            return TensorMemory(kind, name, rounded(nbytes), begin, numbers[id(bsyms[last])], source)
+
         released = [
-            TensorMemory(
-                "unsharded buckets",
-                names[arena],
-                rounded(arena.nbytes),
-                numbers[id(bsyms[begin])],
-                numbers[id(bsyms[end])],
-                "",
-            )
+            tensor("unsharded buckets", names[arena], arena.nbytes, begin, end)
             for arena, spans in allocations.items()
             if spans != always
             for begin, end in spans
         ]
-        gathers = [Gather(bsym) for bsym in issues if bsym.sym is fsdp_all_gather]
-        shards = {p.name for gather in gathers for p in gather.shards if p is not None}
+        shards = {name for e in analysis.effects for name in e.shards}
         backward = len(traces[0].bound_symbols)
-        found: list[tuple[str, MemoryInterval | RuntimeMemory, str]] = [
-            (
-                _kind(interval, bsyms, backward),
-                interval,
-                source_of(bsyms[interval.start]) if interval.start >= 0 else "",
-            )
-            for interval in analysis.intervals
-            if interval.name not in shards
-        ]
-        in_step = allocated_in_step(live, bsyms, accumulated=accumulated)
-        found += [(memory.kind, memory, "") for memory in itertools.chain(in_step, freed)]
+        found = [memory for memory in analysis.memory if memory.name not in shards]
+        found += [*analysis.allocated(accumulated), *freed]
         tensors = tuple(
-            TensorMemory(
-                kind,
+            tensor(
+                _kind(memory, backward, len(bsyms)),
                 memory.name,
-                rounded(memory.nbytes),
-                numbers[id(bsyms[memory.start])] if memory.start >= 0 else -1,
-                numbers[id(bsyms[memory.end])],
-                source,
+                memory.nbytes,
+                memory.first,
+                memory.last,
+                source_of(bsyms[memory.first]) if memory.proxy is not None and memory.first >= 0 else "",
             )
-            for kind, memory, source in found
-            if (not types or memory.device in types) and memory.name not in on_host
+            for memory in found
+            if (not types or memory.device in types) and not (memory.on_host and plans_device)
         )
         details = _Details(analysis, numbers, device, allocations)
         return cls(fixed, (*released, *tensors), len(per_trace[0]), _Statements(counted), details)
@@ -284,11 +267,7 @@ class StepMemory:
 
     def _timeline(self, tensors: Iterable[TensorMemory]) -> list[int]:
         """Return the bytes of these tensors at each position."""
-        changes = [0] * (len(self.statements) + 1)
-        for tensor in tensors:
-            changes[max(tensor.start, 0)] += tensor.nbytes
-            changes[tensor.end + 1] -= tensor.nbytes
-        return list(itertools.accumulate(changes[:-1]))
+        return bytes_at(((t.start, t.end, t.nbytes) for t in tensors), len(self.statements))
 
     def __str__(self) -> str:
         peak = self.peak
@@ -316,7 +295,7 @@ class _Details:
 
     def __init__(
         self,
-        analysis: MemoryAnalysis,
+        analysis: Analysis,
         numbers: Mapping[int, int],
         device: str,
         allocations: Mapping[Arena, Sequence[tuple[int, int]]],
@@ -325,12 +304,12 @@ class _Details:
 
     @cached_property
     def unknowns(self) -> tuple[UnknownMemory, ...]:
-        return unknown_memory(self._analysis.bsyms, self._analysis.calls, self._number, self._device)
+        return unknown_memory(self._analysis, self._number, self._device)
 
     @cached_property
     def wasted(self) -> tuple[int, ...]:
         bsyms = self._analysis.bsyms
-        wasted = [-nbytes for nbytes in slots_in_use(self._analysis.live, len(bsyms))]
+        wasted = [-nbytes for nbytes in slots_in_use(self._analysis)]
         for arena, spans in self._allocations.items():
             for begin, end in spans:
                 for position in range(begin, end + 1):
@@ -358,10 +337,10 @@ class _Statements(Sequence[str]):
 
 
 def _kept_arenas(
-    steps: Iterable[Sequence[BoundSymbol]], spans: list[tuple[int, int]]
+    steps: Iterable[Sequence[Effects]], spans: list[tuple[int, int]]
 ) -> dict[Arena, list[tuple[int, int]]]:
     """Return the arenas that other steps keep allocated, each with ``spans``."""
-    found = ((arena, at, len(bsyms)) for bsyms in steps for arena, at in arena_allocations(bsyms).items())
+    found = ((arena, at, len(step)) for step in steps for arena, at in arena_allocations(step).items())
     return {arena: spans for arena, at, length in found if at == [(0, length - 1)]}
 
 
@@ -371,14 +350,13 @@ def _rounding(device: str) -> Callable[[int], int]:
     return lambda nbytes: -(-nbytes // unit) * unit
 
 
-def _kind(interval: MemoryInterval, bsyms: Sequence[BoundSymbol], backward: int) -> str:
-    if interval.kind != "value":
-        return "inputs" if interval.kind == "input" else "temporaries"
-    if interval.start >= 0 and bsyms[interval.start].sym in _REDUCTIONS:
-        return "gradients"
-    is_returned = interval.end == len(bsyms) - 1
-    if interval.start < backward:
+def _kind(memory: Lifetime, backward: int, length: int) -> str:
+    """Return what memory counts as; that of values by when they are used."""
+    if memory.kind != "values":
+        return memory.kind
+    is_returned = memory.last == length - 1
+    if memory.first < backward:
         if is_returned:
             return "outputs"
-        return "saved for backward" if interval.end >= backward else "temporaries"
+        return "saved for backward" if memory.last >= backward else "temporaries"
     return "gradients" if is_returned else "temporaries"

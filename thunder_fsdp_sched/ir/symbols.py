@@ -80,7 +80,7 @@ from ..runtime.ops import (
 )
 from ..runtime.requested_grads import guard_backward
 from ..runtime.secondary import copy_secondary_shard
-from .effects import Effects, Issue, Memory, Place, Wait
+from .effects import Effects, Issue, Memory, Place, Wait, reduced_gradients, unsharded_gradients
 from .inspection import nbytes_of
 from .operands import bucket_of
 from .registry import executor, register
@@ -137,6 +137,7 @@ def _all_gather_effects(bsym: BoundSymbol) -> Effects:
             preceded_by=marks.get("preceded_by"),
             window=marks.get("window"),
         ),
+        shards=tuple(shard.name for shard in bsym.args[2:] if shard is not None),
         in_schedule=True,
         bucket=bucket,
         uses=slot,
@@ -169,6 +170,11 @@ def _wait_params_effects(bsym: BoundSymbol) -> Effects:
 fsdp_wait_params = register("fsdp_wait_params", _wait_params_meta, wait_params, _wait_params_effects)
 
 
+def without_token(bsym: BoundSymbol) -> BoundSymbol:
+    """Return a wait for parameters without the token that keeps fusions apart; any other bound symbol as it is."""
+    return bsym.from_bsym(args=bsym.args[:2]) if bsym.sym is fsdp_wait_params and len(bsym.args) > 2 else bsym
+
+
 def _copy_secondary_shard_meta(
     bucket: Bucket, future: FutureTensorProxy, token: TensorProxy, *params: TensorProxy
 ) -> tuple[TensorProxy, TensorProxy]:
@@ -184,7 +190,7 @@ def _copy_secondary_shard_effects(bsym: BoundSymbol) -> Effects:
         bucket=bucket,
         requires=tuple(read),
         gives={copy.name: ("secondary", bucket)},
-        allocates=(Memory(copy.name, nbytes_of(copy), bucket.spec.device.type, label=copy.name),),
+        allocates=(Memory(copy.name, nbytes_of(copy), bucket.spec.device.type, kind="values", label=copy.name),),
     )
 
 
@@ -209,16 +215,6 @@ fsdp_params_unchanged = register(
 #
 # Reductions
 #
-
-
-def _unsharded(bucket: Bucket) -> Hashable:
-    """Return the key of the gradients that ``no_sync`` has left unsharded."""
-    return "unsharded gradients", bucket
-
-
-def _reduced(bucket: Bucket) -> Hashable:
-    """Return the key of this rank's rows of the gradients that ``no_sync`` has reduced and left."""
-    return "reduced gradients", bucket
 
 
 def _call(bucket: Bucket, label: str, nbytes: int, if_kept: Hashable = None) -> tuple[Memory, ...]:
@@ -248,12 +244,12 @@ def _transport_temporary(bucket: Bucket, *, in_wait: bool) -> tuple[Memory, ...]
     return _call(bucket, label, bucket.transport.reduce_temporary(bucket.spec))
 
 
-def _transport_memory(bucket: Bucket, future: str | None, if_kept: Hashable = None) -> tuple[Memory, ...]:
+def _transport_memory(bucket: Bucket, if_kept: Hashable = None) -> tuple[Memory, ...]:
     """Return the receive buffers and the workspace of a reduction."""
     spec, transport = bucket.spec, bucket.transport
     device, key = spec.device.type, ("workspace", spec.comm.transport, bucket.ranks.reductions.description)
     buffers = [
-        Memory(future, n, device, "pool", label="receive buffer", if_kept=if_kept)
+        Memory((spec.reduce_dtype, n), n, device, "pool", label="receive buffer", if_kept=if_kept)
         for n in transport.reduce_buffers(spec)
     ]
     workspace = transport.reduce_workspace(spec)
@@ -267,21 +263,19 @@ def _reduce_scatter_meta(bucket: Bucket, slot: Slot | None, *grads: TensorProxy 
     return _future(bucket, bucket.spec.layout.shard_numel, bucket.spec.reduce_dtype)
 
 
+def _reduction(bucket: Bucket, slot: Slot | None, future: str) -> Issue:
+    spec, dtype = bucket.spec, bucket.spec.reduce_dtype
+    place, group = Place(bucket, slot, dtype), bucket.ranks.reductions
+    kind, transport = "fsdp_reduce_scatter", spec.comm.transport
+    return Issue(kind, future, bucket, group, spec.grad_bytes, dtype, place, transport=transport)
+
+
 def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
     bucket, slot, future = bucket_of(bsym), _slot_of(bsym), bsym.output.name
     spec, dtype, grads = bucket.spec, bucket.spec.reduce_dtype, bsym.args[2:]
     flat = spec.layout.shard_numel * dtype.itemsize
     return Effects(
-        issues=Issue(
-            bsym.sym.name,
-            future,
-            bucket,
-            bucket.ranks.reductions,
-            spec.grad_bytes,
-            dtype,
-            Place(bucket, slot, dtype),
-            transport=spec.comm.transport,
-        ),
+        issues=_reduction(bucket, slot, future),
         in_schedule=True,
         bucket=bucket,
         uses=slot,
@@ -290,7 +284,7 @@ def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
             Memory(future, flat, spec.device.type, kind="gradients", label=future),
             *_broadcast(bucket, grads),
             *_transport_temporary(bucket, in_wait=False),
-            *_transport_memory(bucket, future),
+            *_transport_memory(bucket),
         ),
     )
 
@@ -306,7 +300,8 @@ def _grad_meta(bucket: Bucket, slot: Slot | None, index: int, *args: Any) -> Ten
 def _grad_effects(bsym: BoundSymbol) -> Effects:
     bucket, slot, index = bucket_of(bsym), _slot_of(bsym), bsym.args[2]
     place = Place(bucket, slot, bucket.spec.reduce_dtype, index)
-    return Effects(bucket=bucket, uses=slot, fills=place, in_place=(bsym.output.name,))
+    operators = frozenset({"mm"} if bsym.sym.name == "fsdp_matmul_into" else {"sum"})
+    return Effects(bucket=bucket, uses=slot, fills=place, in_place=(bsym.output.name,), operators=operators)
 
 
 fsdp_matmul_into = register("fsdp_matmul_into", _grad_meta, matmul_into, _grad_effects)
@@ -330,7 +325,7 @@ def _all_reduce_effects(bsym: BoundSymbol) -> Effects:
         bucket=bucket,
         views={result: (future,)},
         allocates=(
-            *_call(bucket, "sum of sharded gradients", added, _reduced(bucket)),
+            *_call(bucket, "sum of sharded gradients", added, reduced_gradients(bucket).owner),
             *_transport_temporary(bucket, in_wait=True),
         ),
     )
@@ -360,7 +355,7 @@ def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
     if bucket.ranks.replicas is None:
         memory += _transport_temporary(bucket, in_wait=True)
         if spec.accumulate_dtype not in (spec.reduce_dtype, spec.dtype):
-            memory += _call(bucket, "sum of sharded gradients", spec.accumulated_bytes, _reduced(bucket))
+            memory += _call(bucket, "sum of sharded gradients", spec.accumulated_bytes, reduced_gradients(bucket).owner)
     if spec.comm.offload and spec.reduce_dtype != spec.dtype:
         memory += _call(bucket, "cast of sharded gradients", flat)
     expected = bucket.hook_name
@@ -379,10 +374,9 @@ fsdp_wait_grads = register("fsdp_wait_grads", _wait_grads_meta, wait_grads, _wai
 
 
 def _accumulate_grads_effects(bsym: BoundSymbol) -> Effects:
-    bucket, spec = bucket_of(bsym), bucket_of(bsym).spec
-    label = f"unreduced gradients of {spec.name}"
-    kept = Memory(_unsharded(bucket), spec.grad_bytes, spec.device.type, "kept", "gradients", label)
-    return Effects(in_schedule=True, bucket=bucket, allocates=(kept, *_broadcast(bucket, bsym.args[1:])))
+    bucket = bucket_of(bsym)
+    memory = (unsharded_gradients(bucket), *_broadcast(bucket, bsym.args[1:]))
+    return Effects(in_schedule=True, bucket=bucket, allocates=memory)
 
 
 fsdp_accumulate_grads = register(
@@ -392,16 +386,11 @@ fsdp_accumulate_grads = register(
 
 def _accumulate_reduced_effects(bsym: BoundSymbol) -> Effects:
     bucket, spec, future = bucket_of(bsym), bucket_of(bsym).spec, bsym.args[1].name
-    label = f"reduced gradients of {spec.name}"
-    keeps: tuple[tuple[Hashable, str], ...] = ()
-    memory = _transport_temporary(bucket, in_wait=True)
-    if spec.accumulate_dtype == spec.reduce_dtype:  # the first ones stay where the reduction has put them
-        keeps = ((_reduced(bucket), future),)
-    else:
-        kept = Memory(_reduced(bucket), spec.accumulated_bytes, spec.device.type, "kept", "gradients", label)
-        memory = (*memory, kept)
-    wait = Wait(future, (fsdp_reduce_scatter.name,))
-    return Effects(waits=wait, in_schedule=True, bucket=bucket, allocates=memory, keeps=keeps)
+    wait, kept = Wait(future, (fsdp_reduce_scatter.name,)), (reduced_gradients(bucket),)
+    # The first ones stay where the reduction has put them, unless they are added up in a wider dtype.
+    stays = spec.accumulate_dtype == spec.reduce_dtype
+    memory = (*_transport_temporary(bucket, in_wait=True), *(() if stays else kept))
+    return Effects(waits=wait, in_schedule=True, bucket=bucket, allocates=memory, keeps=kept if stays else ())
 
 
 fsdp_accumulate_reduced = register(
@@ -411,7 +400,8 @@ fsdp_accumulate_reduced = register(
 
 def _reduce_unreduced_effects(bsym: BoundSymbol) -> Effects:
     bucket, spec = bucket_of(bsym), bucket_of(bsym).spec
-    unsharded, reduced, label = _unsharded(bucket), _reduced(bucket), "copy of accumulated gradients"
+    unsharded, reduced = unsharded_gradients(bucket).owner, reduced_gradients(bucket).owner
+    label = "copy of accumulated gradients"
     staging = spec.sent_numel * spec.reduce_dtype.itemsize if spec.comm.staging else 0
     own = spec.accumulated_bytes if spec.accumulate_dtype != spec.dtype or spec.comm.offload else 0
     # The result of a reduction is cast or copied. Reduced gradients alone are sent if replicas add them up in a narrower
@@ -423,12 +413,13 @@ def _reduce_unreduced_effects(bsym: BoundSymbol) -> Effects:
     flat, device = spec.layout.shard_numel * spec.dtype.itemsize, spec.shard_device.type
     grads = f"sharded gradients of {spec.name}"
     return Effects(
+        runs=_reduction(bucket, None, ""),
         bucket=bucket,
         hook=bsym.kwargs.get("hook"),
         allocates=(
             *_call(bucket, label, whole, unsharded),
             *_call(bucket, label, own + (result if resent else 0), reduced),
-            *_transport_memory(bucket, None, unsharded),
+            *_transport_memory(bucket, unsharded),
             *(
                 Memory(("sharded gradients", bucket), flat, device, "kept", "gradients", grads, key, spec.comm.offload)
                 for key in (unsharded, reduced)
@@ -448,7 +439,8 @@ def _backward_done_meta(no_sync: bool, *buckets: Bucket) -> None:
 
 def _backward_done_effects(bsym: BoundSymbol) -> Effects:
     no_sync, *buckets = bsym.args
-    return Effects(forgets=() if no_sync else tuple(key(b) for b in buckets for key in (_unsharded, _reduced)))
+    left = [kept(bucket).owner for bucket in buckets for kept in (unsharded_gradients, reduced_gradients)]
+    return Effects(forgets=() if no_sync else tuple(left))
 
 
 fsdp_backward_done = register(
@@ -518,8 +510,13 @@ def _reduce_meta(bucket: Bucket, index: int, grad: TensorProxy) -> TensorProxy:
     return TensorProxy(shape=shape, like=grad, device=device, dtype=dtype)
 
 
-fsdp_unshard = register("fsdp_unshard", _unshard_meta, _only_in_between)
-fsdp_reduce = register("fsdp_reduce", _reduce_meta, _only_in_between)
+def _new_tensor(bsym: BoundSymbol) -> Effects:
+    out = bsym.output
+    return Effects(allocates=(Memory(out.name, nbytes_of(out), out.device.type, kind="values", label=out.name),))
+
+
+fsdp_unshard = register("fsdp_unshard", _unshard_meta, _only_in_between, _new_tensor)
+fsdp_reduce = register("fsdp_reduce", _reduce_meta, _only_in_between, _new_tensor)
 
 
 def _unshard_grad(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy:

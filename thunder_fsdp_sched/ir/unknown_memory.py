@@ -12,7 +12,7 @@ Bytes are those of one bound symbol; on one stream two do not run at the same ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,23 +20,10 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from ..runtime.bucket import Bucket
+from .analysis import Analysis
+from .effects import Effects, Issue, is_declared
 from .inspection import AGREEMENT, UNPACKING, nbytes_of, outs_of
-from .operands import bucket_of
-from .operator_facts import ObservedCall, facts_of
-from .registry import executor
-from .symbols import (
-    fsdp_all_gather,
-    fsdp_all_reduce,
-    fsdp_matmul_into,
-    fsdp_reduce_scatter,
-    fsdp_reduce_unreduced,
-    group_of,
-    issues_collective,
-    payload,
-)
-
-__all__ = ["UnknownMemory", "unknown_memory"]
+from .operator_facts import facts_of
 
 _CUBLAS_BYTES = 4096 * 8 * 1024
 """Bytes of torch's largest default workspace of cuBLAS, that for Hopper; see ``CUBLAS_WORKSPACE_CONFIG``."""
@@ -88,22 +75,21 @@ class UnknownMemory(NamedTuple):
 
 
 def unknown_memory(
-    bsyms: Sequence[BoundSymbol],
-    calls: Mapping[int, ObservedCall],
+    analysis: Analysis,
     position_of: Callable[[BoundSymbol], int | None],
     device_type: str,
 ) -> tuple[UnknownMemory, ...]:
     """Return the memory that is unknown, grouped by name and reason; see [Note: Unknown memory].
 
     Args:
-        calls: the calls that could be observed, by index in ``bsyms``.
+        analysis: that of the traces of a step.
         position_of: returns the schedule position of a bound symbol, ``None`` if it has none.
         device_type: the type of the device on which the step runs.
     """
     found: dict[tuple[str, str], tuple[int | None, list[int]]] = {}
-    for index, bsym in enumerate(bsyms):
+    for bsym, e in zip(analysis.bsyms, analysis.observed, strict=True):
         position = position_of(bsym)
-        for name, reason, nbytes in _of(bsym, calls.get(index), device_type) if position is not None else ():
+        for name, reason, nbytes in _of(bsym, e, device_type) if position is not None else ():
             assert position is not None
             most, positions = found.get((name, reason), (0, []))
             bound = None if most is None or nbytes is None else max(most, nbytes)
@@ -115,7 +101,7 @@ def unknown_memory(
     return tuple(UnknownMemory(*key, bound, tuple(positions)) for key, (bound, positions) in found.items())
 
 
-def _of(bsym: BoundSymbol, call: ObservedCall | None, device_type: str) -> Iterator[tuple[str, str, int | None]]:
+def _of(bsym: BoundSymbol, e: Effects, device_type: str) -> Iterator[tuple[str, str, int | None]]:
     """Return the names, reasons and bounds of what one bound symbol may allocate."""
     name = bsym.sym.name
     if (
@@ -125,19 +111,19 @@ def _of(bsym: BoundSymbol, call: ObservedCall | None, device_type: str) -> Itera
         or name == "clear_mutable_collection"
     ):
         return
-    if bsym.sym.executor is executor:
-        yield from _of_communication(bsym, device_type)
+    if is_declared(bsym.sym):
+        yield from _of_communication(e, device_type)
         return
     if bsym.sym.is_fusion:
         yield name, "a fusion allocates at most what it computes inside", _inside(bsym)
         return
-    if call is None:
+    if e.operators is None:
         if not facts_of(bsym).known and bsym.flat_proxy_outs:
             yield name, "an operator without known facts; its outputs count as views and as new memory", None
         elif any(isinstance(p, TensorProxy) for p in bsym.flat_proxy_outs):
             yield name, "the call cannot be observed", None
         return
-    for operator in sorted(call.operators):
+    for operator in sorted(e.operators):
         if operator in _MATMULS and device_type == "cuda":
             yield "cuBLAS", "a workspace for each handle and stream, which stays allocated", _CUBLAS_BYTES
         elif operator.startswith(_ATTENTION):
@@ -150,38 +136,36 @@ def _of(bsym: BoundSymbol, call: ObservedCall | None, device_type: str) -> Itera
             yield name, f"the kernel of {operator} may allocate a buffer", None
 
 
-def _of_communication(bsym: BoundSymbol, device_type: str) -> Iterator[tuple[str, str, int | None]]:
-    if bsym.sym is fsdp_matmul_into and device_type == "cuda":
+def _of_communication(e: Effects, device_type: str) -> Iterator[tuple[str, str, int | None]]:
+    if e.operators and e.operators & _MATMULS and device_type == "cuda":
         yield "cuBLAS", "a workspace for each handle and stream, which stays allocated", _CUBLAS_BYTES
-    if bsym.kwargs.get("hook"):
+    if e.hook:
         yield "all_reduce_hook", "what the user's function allocates", None
-    if not issues_collective(bsym) and bsym.sym is not fsdp_reduce_unreduced:
+    issue, bucket = e.issues or e.runs, e.bucket
+    if issue is None or issue.group is None or issue.resident or bucket is None:
         return
-    bucket = bucket_of(bsym)
     transport = bucket.transport
-    is_replicas = bsym.sym is fsdp_all_reduce
-    if not type(transport).__module__.startswith(__package__.partition(".")[0] + ".") and not is_replicas:
+    if issue.place is not None and not type(transport).__module__.startswith(__package__.partition(".")[0] + "."):
         yield f"transport {transport.name}", "a transport that is not of this package may allocate", None
-    kind = fsdp_reduce_scatter.name if bsym.sym is fsdp_reduce_unreduced else bsym.sym.name
-    if group_of(kind, bucket).backend_for(bucket.spec.device) != "gloo":
-        return
-    if is_replicas or transport.name != "symmetric_memory":
-        yield "gloo", f"{kind} sends from copies and receives into copies", _gloo_bytes(kind, bucket)
+    if issue.group.backend_for(bucket.spec.device) == "gloo" and not (
+        issue.place is not None and transport.name == "symmetric_memory"
+    ):
+        yield "gloo", f"{issue.kind} sends from copies and receives into copies", _gloo_bytes(issue)
 
 
-def _gloo_bytes(kind: str, bucket: Bucket) -> int:
+def _gloo_bytes(issue: Issue) -> int:
     """Return the most bytes that gloo allocates in one collective of a bucket; see :data:`_GLOO_BYTES`."""
-    name, (whole, _) = bucket.spec.comm.transport, payload(kind, bucket.spec)
-    part = -(-whole // group_of(kind, bucket).size)
-    if kind == fsdp_all_reduce.name:
+    assert issue.group is not None and issue.bucket is not None
+    part = -(-issue.nbytes // issue.group.size)
+    if issue.place is None:  # across replicas
         return part + _GLOO_BYTES
-    if name == "all_to_all" and kind == fsdp_reduce_scatter.name:
+    if issue.bucket.transport.name == "all_to_all" and not issue.gathers:
         copied = 0
-    elif name == "all_reduce" and kind == fsdp_all_gather.name:
+    elif issue.bucket.transport.name == "all_reduce" and issue.gathers:
         copied = part
     else:
-        copied = whole + part
-    return copied + len(bucket.spec.layout.segments) * _GLOO_BYTES
+        copied = issue.nbytes + part
+    return copied + len(issue.bucket.spec.layout.segments) * _GLOO_BYTES
 
 
 def _inside(fusion: BoundSymbol) -> int:

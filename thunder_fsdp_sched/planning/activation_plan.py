@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy
 from thunder.core.trace import TraceCtx
 
-from ..ir.liveness import Value
+from ..ir.analysis import Lifetime as Value
 from ..ir.symbols import fsdp_all_gather
 from .cost import CostModel
 from .recomputation import Cut, SegmentChoice
@@ -151,7 +151,7 @@ class _Division:
         followed = {
             saved.owner[out].proxy.name for s in self.segments for o in s.operators for out in _followed(saved, o)
         }
-        rest = [Span(max(i.start, 0), i.end, i.nbytes) for i in saved.intervals if i.name not in followed]
+        rest = [Span(max(i.first, 0), i.last, i.nbytes) for i in saved.intervals if i.name not in followed]
         self.others = _timeline(saved.length, rest)
 
     def unchanged(self) -> ActivationPlan:
@@ -231,7 +231,7 @@ class _Division:
 
     def _undo(self, state: _State, limit: int) -> None:
         """Take back what is not needed, first the copies, which need host memory, then the most expensive choices."""
-        for value, number in sorted(state.offloaded.items(), key=lambda item: item[0].defined, reverse=True):
+        for value, number in sorted(state.offloaded.items(), key=lambda item: item[0].first, reverse=True):
             self._offload(state, number, value, -1)
             if int(state.total.max()) > limit:
                 self._offload(state, number, value, 1)
@@ -268,7 +268,7 @@ class _Division:
 
 
 def _followed(saved: SavedValues, operator: Operator) -> list[Value]:
-    return [value for value in operator.outputs if value not in saved.free and saved.owner[value].defined >= 0]
+    return [value for value in operator.outputs if value not in saved.free and saved.owner[value].first >= 0]
 
 
 class _Uses:
@@ -315,10 +315,10 @@ class _Uses:
                     ends[owner] = max(ends[owner], last)
                     before = self.kept.get(owner, (saved.last_in_forward[owner], first))
                     self.kept[owner] = before[0], min(before[1], first)
-        spans = [Span(owner.defined, end, saved.nbytes[owner]) for owner, end in ends.items()]
+        spans = [Span(owner.first, end, saved.nbytes[owner]) for owner, end in ends.items()]
         spans += [Span(first, last, saved.nbytes[owner]) for owner, (first, last) in repeated.items() if first < last]
         for value, (_, last) in uses.items():
-            if saved.owner.get(value) not in inside and value not in saved.free and saved.owner[value].defined >= 0:
+            if saved.owner.get(value) not in inside and value not in saved.free and saved.owner[value].first >= 0:
                 before = max([saved.last_in_forward[saved.owner[value]], *saved.reads.get(value, ())])
                 if last > before:
                     spans.append(Span(before + 1, last, saved.nbytes[saved.owner[value]]))

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 
 from thunder.core.trace import TraceCtx
 
-from ..ir.left_gradients import NOTHING_LEFT, LeftGradients
+from ..ir.analysis import NOTHING_LEFT, LeftGradients
 from ..ir.symbols import fsdp_all_gather
 from ..runtime.bucket import Bucket
 from ..transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from thunder.core.trace import TraceCtx, from_trace
 
+from ..ir.analysis import LeftGradients
 from ..ir.inspection import split_joint
-from ..ir.left_gradients import LeftGradients
 from ..ir.operands import bucket_of
 from ..ir.step_memory import StepMemory
 from ..ir.symbols import ACCUMULATORS, fsdp_all_gather

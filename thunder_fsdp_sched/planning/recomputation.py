@@ -16,7 +16,7 @@ from typing import NamedTuple
 import networkx
 from networkx.algorithms.flow import boykov_kolmogorov
 
-from ..ir.liveness import Value
+from ..ir.analysis import Lifetime as Value
 from .saved_values import SavedValues, Segment
 
 __all__ = ["Cut", "SegmentChoice"]

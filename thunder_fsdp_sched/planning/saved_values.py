@@ -18,9 +18,8 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..ir.analysis import BEFORE_TRACE, Analysis, Lifetime
 from ..ir.inspection import communicates, is_pure, return_of
-from ..ir.live_memory import analyze_memory
-from ..ir.liveness import BEFORE_TRACE, Value
 from ..ir.operator_facts import facts_of
 
 __all__ = ["Operator", "SavedValues", "Segment", "Span"]
@@ -49,8 +48,8 @@ class Operator:
     position: int
     seconds: float
     repeatable: bool
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
+    inputs: tuple[Lifetime, ...]
+    outputs: tuple[Lifetime, ...]
 
 
 @dataclass(eq=False)
@@ -63,7 +62,7 @@ class Segment:
     """
 
     operators: list[Operator] = field(default_factory=list)
-    crossing: set[Value] = field(default_factory=set)
+    crossing: set[Lifetime] = field(default_factory=set)
 
 
 class SavedValues:
@@ -85,34 +84,35 @@ class SavedValues:
 
     def __init__(self, halves: Sequence[TraceCtx], seconds: Mapping[int, float]) -> None:
         forward = halves[0].bound_symbols
-        memory = analyze_memory(halves)
-        bsyms, live = memory.bsyms, memory.live
+        memory = Analysis(*halves)
+        bsyms, live = memory.bsyms, memory
         self.begin, self.length = len(forward), len(bsyms)
         self.live = live
-        self.intervals = memory.intervals
-        self.owner: dict[Value, Value] = {}
-        self.nbytes: dict[Value, int] = {}
-        for value, shared in memory.owners.items():
-            owner = max(shared, key=lambda o: shared[o])
-            self.owner[value] = owner
-            self.nbytes[owner] = shared[owner]
+        self.intervals = memory.memory
+        self.owner: dict[Lifetime, Lifetime] = {}
+        self.nbytes: dict[Lifetime, int] = {}
+        for value in memory.values:
+            if owners := memory.owners_of(value):
+                owner = max(owners, key=lambda o: o.nbytes)
+                self.owner[value] = owner
+                self.nbytes[owner] = owner.nbytes
         returns = len(forward) - 1
         self.reads = {
             value: [p for p in value.reads if p >= self.begin]
             for value in live.values
-            if value.defined < self.begin and value.reads and value.reads[-1] >= self.begin
+            if value.first < self.begin and value.reads and value.reads[-1] >= self.begin
         }
-        self.last_in_forward: dict[Value, int] = {}  # by owner
+        self.last_in_forward: dict[Lifetime, int] = {}  # by owner
         for value in live.values:
-            if value.defined < self.begin and value in self.owner:
-                last = max([value.defined, *(p for p in value.reads if p < returns)])
+            if value.first < self.begin and value in self.owner:
+                last = max([value.first, *(p for p in value.reads if p < returns)])
                 owner = self.owner[value]
                 self.last_in_forward[owner] = max(self.last_in_forward.get(owner, BEFORE_TRACE), last)
-        outputs = {interval.name for interval in self.intervals if interval.end == self.length - 1}
+        outputs = {interval.name for interval in self.intervals if interval.last == self.length - 1}
         self.free = {
             value
             for value in self.owner
-            if self.owner[value].defined == BEFORE_TRACE
+            if self.owner[value].first == BEFORE_TRACE
             or not self.nbytes[self.owner[value]]
             or self.owner[value].proxy.name in outputs
         }
@@ -129,7 +129,7 @@ class SavedValues:
         ]
         assert return_of(halves[0]) is forward[-1]
 
-    def _operator(self, position: int, bsym: BoundSymbol, seconds: float, written: set[Value]) -> Operator:
+    def _operator(self, position: int, bsym: BoundSymbol, seconds: float, written: set[Lifetime]) -> Operator:
         args = self.live.args[position]
         repeatable = is_pure(bsym) and not communicates(bsym) and not bsym.sym.name.startswith("fsdp_")
         repeatable = repeatable and written.isdisjoint(self.owner[value] for value in args)
@@ -140,7 +140,7 @@ class SavedValues:
         """Return the segments between gaps, each given by the position of the bound symbol after it."""
         bounds = sorted(set(gaps))
         segments = [Segment() for _ in range(len(bounds) + 1)]
-        of_value: dict[Value, Segment] = {}
+        of_value: dict[Lifetime, Segment] = {}
         current = 0
         for operator in self.operators:
             while current < len(bounds) and operator.position >= bounds[current]:
@@ -160,11 +160,11 @@ class SavedValues:
         changes = [0] * (self.begin + 1)
         saved = [0] * (self.begin + 1)
         for owner, last in self.last_in_forward.items():
-            if owner.defined >= 0 and owner not in self.free:
-                changes[owner.defined + 1] += self.nbytes[owner]
+            if owner.first >= 0 and owner not in self.free:
+                changes[owner.first + 1] += self.nbytes[owner]
                 changes[last + 1] -= self.nbytes[owner]
         for owner in {self.owner[value] for value in self.reads if value not in self.free}:
-            saved[owner.defined] += self.nbytes[owner]
+            saved[owner.first] += self.nbytes[owner]
         crossing, before = list(itertools.accumulate(changes)), list(itertools.accumulate(saved))
         total = before[-1]
         found = []

@@ -32,9 +32,9 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..ir.analysis import BEFORE_TRACE, Analysis, Lifetime
 from ..ir.host_copies import HOST_COPIES, HOST_COPY_ISSUES, fsdp_copy_to_host, fsdp_wait_host_copy
 from ..ir.inspection import AGREEMENT, nbytes_of
-from ..ir.liveness import BEFORE_TRACE, Liveness, SlotRange
 from ..ir.operands import Wait, bucket_of
 from ..ir.symbols import (
     ISSUES,
@@ -79,7 +79,7 @@ def simulate(
     simulator = _Simulator(cost, in_window)
     for number, trace in enumerate(traces):
         simulator.run(number, trace)
-    return simulator.timeline(Liveness(*(trace.bound_symbols for trace in traces)).slots.values())
+    return simulator.timeline(Analysis(*(trace.bound_symbols for trace in traces)).slots.values())
 
 
 @dataclass(eq=False)
@@ -256,7 +256,7 @@ class _Simulator:
             self.times.append((began, used))
             position += 1
 
-    def timeline(self, slots: Iterable[SlotRange]) -> Timeline:
+    def timeline(self, slots: Iterable[Lifetime]) -> Timeline:
         for link in self.links.values():
             while link.active or link.waiting:
                 link.advance(link.next_change)
@@ -337,7 +337,7 @@ class _Simulator:
                 link.advance(now)
 
 
-def _slot_uses(slots: Iterable[SlotRange], times: Sequence[tuple[float, float]]) -> tuple[SlotUse, ...]:
+def _slot_uses(slots: Iterable[Lifetime], times: Sequence[tuple[float, float]]) -> tuple[SlotUse, ...]:
     """Return when each slot is in use, in issue order.
 
     Args:
@@ -347,8 +347,8 @@ def _slot_uses(slots: Iterable[SlotRange], times: Sequence[tuple[float, float]])
     uses: list[SlotUse] = []
     gathered: dict[tuple[Slot, Bucket], int] = {}
     for live in slots:
-        start = 0.0 if live.start == BEFORE_TRACE else times[live.start][0]
-        end = start if live.end == live.start else times[live.end][1]
+        start = 0.0 if live.first == BEFORE_TRACE else times[live.first][0]
+        end = start if live.last == live.first else times[live.last][1]
         if live.slot is not None:
             if live.is_gather:
                 gathered[live.slot, live.bucket.primary] = len(uses)
@@ -356,6 +356,7 @@ def _slot_uses(slots: Iterable[SlotRange], times: Sequence[tuple[float, float]])
                 number = gathered[live.slot, live.bucket]
                 params = uses[number]
                 uses[number] = params._replace(end=max(min(params.end, start), params.start))
-        nbytes, _ = payload(live.kind, live.bucket.spec)
-        uses.append(SlotUse(str(live.slot or ""), live.bucket.spec.name, live.kind, nbytes, start, end))
+        kind = "fsdp_all_gather" if live.is_gather else "fsdp_reduce_scatter"
+        nbytes, _ = payload(kind, live.bucket.spec)
+        uses.append(SlotUse(str(live.slot or ""), live.bucket.spec.name, kind, nbytes, start, end))
     return tuple(uses)

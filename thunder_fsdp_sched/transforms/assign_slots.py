@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from thunder.core.trace import TraceCtx
 
+from ..ir.analysis import BEFORE_TRACE, Analysis, Lifetime, peak_bytes
 from ..ir.inspection import has_backward, with_bound_symbols
-from ..ir.liveness import BEFORE_TRACE, Liveness, SlotRange, peak_bytes
 from ..ir.operands import Issue
 from ..ir.slots import grads_over_kept_params, grads_over_params, peak_live_bytes, retained_by_forward
 from ..runtime.bucket import Bucket
@@ -78,7 +78,7 @@ def assign_slots(
             See [Note: Memory that only backward needs] in ``extend_arena``.
     """
     started = time.perf_counter()
-    ranges = Liveness(trace.bound_symbols).slots
+    ranges = Analysis(trace).slots
     private = {issue for issue, live in ranges.items() if live.is_gather and live.bucket.base in kept}
     if kept and forward is not None:
         private |= grads_over_kept_params(forward, trace)
@@ -95,7 +95,7 @@ def assign_slots(
     arena_bytes, gathered_bytes = _end(shared, offsets), plan.gathered_bytes
     candidates: list[_Candidate] = []
     if has_backward(trace):
-        candidates = [_Candidate(replace(live, end=len(trace.bound_symbols))) for live in reversed(gathers)]
+        candidates = [_Candidate(replace(live, last=len(trace.bound_symbols))) for live in reversed(gathers)]
     elif forward is not None:
         retained = retained_by_forward(forward)
         needed = max([arena_bytes, *(slot.end for slot in retained.values())])
@@ -104,7 +104,7 @@ def assign_slots(
         gathered_bytes = max(gathered_bytes, peak_live_bytes(forward))
         first = {live.bucket.primary: live for live in reversed(gathers)}
         candidates = [
-            _Candidate(replace(live, start=BEFORE_TRACE), retained[primary].offset)
+            _Candidate(replace(live, first=BEFORE_TRACE), retained[primary].offset)
             for primary, live in reversed(first.items())
             if primary in retained
         ]
@@ -118,18 +118,16 @@ def assign_slots(
     return _with_slots(trace, ranges, slots, started)
 
 
-def _separate_slot(live: SlotRange, *, over_params: bool) -> Slot:
+def _separate_slot(live: Lifetime, *, over_params: bool) -> Slot:
     spec = live.bucket.spec
     dtype = spec.param_dtype if live.is_gather else spec.reduce_dtype
     return live.bucket.separate_slot(dtype, is_reduction=not (live.is_gather or over_params))
 
 
-def _with_slots(
-    trace: TraceCtx, ranges: Mapping[int, SlotRange], slots: Mapping[int, Slot], started: float
-) -> TraceCtx:
+def _with_slots(trace: TraceCtx, ranges: Mapping[int, Lifetime], slots: Mapping[int, Slot], started: float) -> TraceCtx:
     bsyms = list(trace.bound_symbols)
     for issue, live in ranges.items():
-        for user in (*live.grads, issue):
+        for user in (*live.writes, issue):
             bsyms[user] = Issue(bsyms[user]).with_slot(slots[issue], live.bucket)
     return with_bound_symbols(trace, bsyms, "fsdp: assign slots", started)
 
@@ -140,7 +138,7 @@ class _Candidate(NamedTuple):
     ``offset`` is the one (bytes) that it must have to be resident from forward.
     """
 
-    longer: SlotRange
+    longer: Lifetime
     offset: int | None = None
 
 
@@ -189,7 +187,7 @@ class _Plan:
         border: an offset (bytes) that no slot may cross.
     """
 
-    ranges: Sequence[SlotRange]
+    ranges: Sequence[Lifetime]
     gather_of: Mapping[int, int]
     fixed: Mapping[int, int] = field(default_factory=dict)
     border: int | None = None
@@ -206,7 +204,7 @@ class _Plan:
     @property
     def gathered_bytes(self) -> int:
         """The most bytes of gathered buckets that are live at once."""
-        return peak_bytes((live.start, live.end, live.nbytes) for live in self.ranges if live.is_gather)
+        return peak_bytes((live.first, live.last, live.nbytes) for live in self.ranges if live.is_gather)
 
     def offsets_within(self, limits: _Limits) -> dict[int, int] | None:
         """Return :meth:`offsets`, or ``None`` if they exceed the limits."""
@@ -219,13 +217,13 @@ class _Plan:
         """Return an offset for each issue, with gradients in the place of their parameters if that needs less memory."""
         apart = _allocate(self.ranges, self.fixed, self.border)
         by_issue = {live.issue: live for live in self.ranges}
-        joined: dict[int, SlotRange] = {}  # a range for both, by the issue of the gather
+        joined: dict[int, Lifetime] = {}  # a range for both, by the issue of the gather
         over: dict[int, int] = {}
         for reduction, gather in self.gather_of.items():
             grads, params = by_issue[reduction], by_issue[gather]
             if gather not in self.fixed or grads.nbytes <= params.nbytes:
                 over[reduction] = gather
-                joined[gather] = replace(params, end=grads.end, nbytes=max(params.nbytes, grads.nbytes))
+                joined[gather] = replace(params, last=grads.last, nbytes=max(params.nbytes, grads.nbytes))
         alone = [live for live in self.ranges if live.issue not in over and live.issue not in joined]
         ranges = [*alone, *joined.values()]
         together = _allocate(ranges, self.fixed, self.border)
@@ -234,12 +232,12 @@ class _Plan:
         return together | {reduction: together[gather] for reduction, gather in over.items()}
 
 
-def _allocate(ranges: Sequence[SlotRange], fixed: Mapping[int, int], border: int | None) -> dict[int, int]:
+def _allocate(ranges: Sequence[Lifetime], fixed: Mapping[int, int], border: int | None) -> dict[int, int]:
     """Return an offset for each range, by its issue; those in ``fixed`` keep theirs, and none crosses ``border``."""
-    active: list[SlotRange] = []
-    neighbours: dict[int, list[SlotRange]] = {live.issue: [] for live in ranges}
-    for live in sorted(ranges, key=lambda r: r.start):
-        active = [other for other in active if other.end >= live.start]
+    active: list[Lifetime] = []
+    neighbours: dict[int, list[Lifetime]] = {live.issue: [] for live in ranges}
+    for live in sorted(ranges, key=lambda r: r.first):
+        active = [other for other in active if other.last >= live.first]
         for other in active:
             if other.bucket.arena is live.bucket.arena:
                 neighbours[other.issue].append(live)
@@ -250,23 +248,23 @@ def _allocate(ranges: Sequence[SlotRange], fixed: Mapping[int, int], border: int
     return min(found, key=lambda offsets: _end(ranges, offsets))
 
 
-def _end(ranges: Iterable[SlotRange], offsets: Mapping[int, int]) -> int:
+def _end(ranges: Iterable[Lifetime], offsets: Mapping[int, int]) -> int:
     """Return the bytes of arena that the ranges need at these offsets."""
     return max((offsets[live.issue] + live.nbytes for live in ranges), default=0)
 
 
-_ORDERS: tuple[Callable[[SlotRange], tuple[int, ...]], ...] = (
-    lambda r: (-r.nbytes, r.start),
-    lambda r: (-r.nbytes, r.start - r.end, r.start),
-    lambda r: (r.start, -r.nbytes),
-    lambda r: ((r.start - r.end) * r.nbytes, r.start),
-    lambda r: (-r.end, r.start),
+_ORDERS: tuple[Callable[[Lifetime], tuple[int, ...]], ...] = (
+    lambda r: (-r.nbytes, r.first),
+    lambda r: (-r.nbytes, r.first - r.last, r.first),
+    lambda r: (r.first, -r.nbytes),
+    lambda r: ((r.first - r.last) * r.nbytes, r.first),
+    lambda r: (-r.last, r.first),
 )
 
 
 def _first_fit(
-    ranges: Sequence[SlotRange],
-    neighbours: Mapping[int, Sequence[SlotRange]],
+    ranges: Sequence[Lifetime],
+    neighbours: Mapping[int, Sequence[Lifetime]],
     fixed: Mapping[int, int],
     border: int | None,
 ) -> dict[int, int]:

@@ -6,9 +6,9 @@ import time
 
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..ir.effects import effects
 from ..ir.inspection import return_of, with_bound_symbols
-from ..ir.operands import bucket_of
-from ..ir.symbols import ACCUMULATORS, fsdp_backward_done, fsdp_reduce_scatter, fsdp_reduce_unreduced
+from ..ir.symbols import fsdp_backward_done
 
 __all__ = ["end_backward"]
 
@@ -31,8 +31,7 @@ def end_backward(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
     See [Note: State after an exception] in ``memory``.
     """
     started = time.perf_counter()
-    takers = ACCUMULATORS if no_sync else (fsdp_reduce_scatter, fsdp_reduce_unreduced)
-    buckets = [bucket_of(b) for b in trace.bound_symbols if b.sym in takers]
+    buckets = [e.bucket for e in map(effects, trace.bound_symbols) if (e.leaves if no_sync else e.collects or e.runs)]
     if not buckets:
         return trace
     new = with_bound_symbols(trace, trace.bound_symbols[:-1], "fsdp: end of backward", started)

@@ -22,9 +22,9 @@ from collections.abc import Callable, Collection
 from thunder.core.prims import PrimIDs
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..ir.effects import effects
 from ..ir.inspection import has_backward, with_bound_symbols
-from ..ir.operands import Issue, bucket_of
-from ..ir.symbols import fsdp_all_gather, fsdp_release
+from ..ir.symbols import fsdp_release
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot
 
@@ -33,9 +33,8 @@ __all__ = ["bytes_of_forward", "release_extension", "slot_at"]
 
 def bytes_of_forward(forward: TraceCtx, arena_of: Callable[[Bucket], Arena]) -> int:
     """Return the bytes of arena that the shared slots of a forward trace occupy."""
-    gathers = [b for b in forward.bound_symbols if b.sym is fsdp_all_gather]
-    shared = ((bucket_of(b), Issue(b).slot) for b in gathers)
-    return max((slot.end for bucket, slot in shared if slot.arena is arena_of(bucket)), default=0)
+    used = ((e.bucket, e.uses) for e in map(effects, forward.bound_symbols))
+    return max((slot.end for bucket, slot in used if bucket and slot and slot.arena is arena_of(bucket)), default=0)
 
 
 def slot_at(arena: Arena, offset: int, nbytes: int, border: int | None) -> Slot:

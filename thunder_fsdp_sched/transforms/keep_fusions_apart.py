@@ -28,8 +28,8 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag, has_tags
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..ir.analysis import Analysis
 from ..ir.inspection import args_of, communicates, forward_part, outs_of, swap_args, with_bound_symbols
-from ..ir.liveness import Liveness
 from ..ir.operands import Wait, bucket_of
 from ..ir.registry import executor
 from ..ir.symbols import (
@@ -147,7 +147,7 @@ class _Params:
     """The gathered parameters of a trace, their buckets and their views."""
 
     def __init__(self, trace: TraceCtx) -> None:
-        self.live = Liveness(trace.bound_symbols)
+        self.live = Analysis(trace.bound_symbols)
         waits = (b for b in trace.bound_symbols if b.sym is fsdp_wait_params)
         self.bucket_of = {param: bucket_of(wait) for wait in waits for param in outs_of(wait)}
 
@@ -299,7 +299,7 @@ class _Uses:
 
     def __init__(self, compute: Sequence[BoundSymbol], params: _Params) -> None:
         self.count = len(compute)
-        self.live = Liveness(compute)
+        self.live = Analysis(compute)
         self.buckets = [params.read_by(bsym) for bsym in compute]
         self.barriers = {i for i, bsym in enumerate(compute) if communicates(bsym)}
         last_use: dict[Bucket, int] = {}

@@ -21,6 +21,8 @@ from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..ir.analysis import Analysis, Lifetime
+from ..ir.effects import is_declared
 from ..ir.host_copies import fsdp_copy_to_device, fsdp_copy_to_host, fsdp_wait_device_copy, fsdp_wait_host_copy
 from ..ir.inspection import (
     UNPACKING,
@@ -35,11 +37,7 @@ from ..ir.inspection import (
     unused_name,
     with_bound_symbols,
 )
-from ..ir.live_memory import owners_of
-from ..ir.liveness import Liveness, Value
 from ..ir.operator_facts import facts_of
-from ..ir.registry import executor
-from ..ir.symbols import fsdp_wait_params
 
 __all__ = ["MIN_OFFLOADED_BYTES", "offload_activations", "offloadable"]
 
@@ -127,18 +125,17 @@ def _find(trace: TraceCtx) -> dict[str, _Activation]:
     """Return the offloadable memory of a joint trace, by the owner's name."""
     bsyms = trace.bound_symbols
     forward = forward_part(trace)
-    live = Liveness(bsyms)
-    owners = owners_of(live, bsyms)
+    live = Analysis(bsyms)
     producers = {out: bsym for bsym in bsyms for out in outs_of(bsym)}
-    refused = _refused(trace, live, owners)
-    last_use: dict[Value, int] = {}
-    saved: dict[Value, list[Value]] = defaultdict(list)
+    refused = _refused(trace, live)
+    last_use: dict[Lifetime, int] = {}
+    saved: dict[Lifetime, list[Lifetime]] = defaultdict(list)
     for value in live.values:
-        if not 0 <= value.defined < len(bsyms) or not forward[value.defined]:
+        if not 0 <= value.first < len(bsyms) or not forward[value.first]:
             continue
-        uses = [value.defined, *(p for p in value.reads if forward[p])]
+        uses = [value.first, *(p for p in value.reads if forward[p])]
         in_backward = any(_reads(bsyms[p]) and not forward[p] for p in value.reads)
-        for owner in owners.get(value, {}):
+        for owner in live.owners_of(value):
             last_use[owner] = max(last_use.get(owner, -1), *uses)
             if in_backward:
                 saved[owner].append(value)
@@ -147,11 +144,9 @@ def _find(trace: TraceCtx) -> dict[str, _Activation]:
         proxy = owner.proxy
         if owner in refused or owner not in saved or not isinstance(proxy, TensorProxy):
             continue
-        activation = _Activation(proxy, owners[owner][owner], last_use[owner])
+        activation = _Activation(proxy, owner.nbytes, last_use[owner])
         activation.saved = {value.proxy.name for value in saved[owner]}
-        chains = {
-            value: _derivation(value.proxy.name, proxy.name, owner, live, owners, producers) for value in saved[owner]
-        }
+        chains = {value: _derivation(value.name, owner, live, producers) for value in saved[owner]}
         if any(chain is None for chain in chains.values()):
             continue
         activation.derivations = {value.proxy.name: chain for value, chain in chains.items() if chain}
@@ -159,58 +154,53 @@ def _find(trace: TraceCtx) -> dict[str, _Activation]:
     return found
 
 
-def _refused(trace: TraceCtx, live: Liveness, owners: dict[Value, dict[Value, int]]) -> set[Value]:
+def _refused(trace: TraceCtx, live: Analysis) -> set[Lifetime]:
     """Return the owners of memory that must stay where it is."""
     returned = set(names(tree_iter(return_of(trace).args)))
     params: set[str] = set()
     where: set[Device] = set()
-    refused: set[Value] = set()
+    refused: set[Lifetime] = set()
     for position, bsym in enumerate(trace.bound_symbols):
         facts, args, outs = facts_of(bsym), live.args[position], live.outs[position]
-        if bsym.sym is fsdp_wait_params:
+        if (e := live.effects[position]).waits is not None and e.in_place:
             params.update(outs_of(bsym))
             where.update(p.device for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy))
         elif facts.pure and (inputs := args_of(bsym)) and all(name in params for name in inputs):
             params.update(outs_of(bsym))
-        kept: list[Value] = []
-        if bsym.sym.id in UNPACKING or bsym.sym.executor is executor or not facts.known:
+        kept: list[Lifetime] = []
+        if bsym.sym.id in UNPACKING or is_declared(bsym.sym) or not facts.known:
             kept += outs
         if bsym.sym.id is not PrimIDs.RETURN:
             written = facts.writes | facts.by_position
             kept += [value for value in args if not facts.known or value.proxy.name in written]
         for value in kept:
-            refused.update(owners.get(value, {}))
+            refused.update(live.owners_of(value))
     for value in live.values:
-        proxy, of = value.proxy, owners.get(value, {})
+        proxy, of = value.proxy, live.owners_of(value)
         is_plain = isinstance(proxy, TensorProxy) and proxy.device in where and not is_complex_dtype(proxy.dtype)
-        if proxy.name in returned or proxy.name in params or value.defined < 0 or not is_plain or len(of) != 1:
+        if proxy.name in returned or proxy.name in params or value.first < 0 or not is_plain or len(of) != 1:
             refused.update(of)
     return refused
 
 
 def _derivation(
-    name: str,
-    of: str,
-    owner: Value,
-    live: Liveness,
-    owners: dict[Value, dict[Value, int]],
-    producers: dict[str, BoundSymbol],
+    name: str, owner: Lifetime, live: Analysis, producers: dict[str, BoundSymbol]
 ) -> list[BoundSymbol] | None:
-    """Return the bound symbols that compute ``name`` from ``of`` alone, in order; ``None`` if there are none such."""
+    """Return the bound symbols that compute ``name`` from ``owner`` alone, in order; ``None`` if there are none such."""
     chain: dict[int, BoundSymbol] = {}
     pending = [name]
     while pending:
         current = pending.pop()
-        if current == of:
+        if current == owner.name:
             continue
         value = live.value(current)
         producer = producers.get(current)
-        if value is None or producer is None or owner not in owners.get(value, {}):
+        if value is None or producer is None or owner not in live.owners_of(value):
             return None
         if producer.sym.is_fusion or not facts_of(producer).pure:
             return None
-        if value.defined not in chain:
-            chain[value.defined] = producer
+        if value.first not in chain:
+            chain[value.first] = producer
             pending += args_of(producer)
     return [chain[position] for position in sorted(chain)]
 

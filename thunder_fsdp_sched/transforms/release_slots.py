@@ -23,10 +23,9 @@ from typing import Literal
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..ir.analysis import Analysis
 from ..ir.inspection import with_bound_symbols
-from ..ir.liveness import Liveness
-from ..ir.operands import bucket_of
-from ..ir.symbols import fsdp_params_unchanged, fsdp_release
+from ..ir.symbols import fsdp_release
 from ..runtime.memory import Arena, Slot
 
 __all__ = ["release_slots"]
@@ -60,15 +59,16 @@ def release_slots(
     if when == "step" and waits_for_backward:
         return trace
     ends: dict[Arena, tuple[int, Slot]] = {}
-    for live in Liveness(before, bsyms).slots.values():
-        assert live.slot is not None
-        if waits_for_backward and live.slot is live.bucket.private_slot:
+    analysis = Analysis(before, bsyms)
+    for live in analysis.slots.values():
+        assert live.place is not None and live.slot is not None
+        if waits_for_backward and live.place.is_private:
             continue
-        if live.end < len(before) and when == "bucket" and live.slot is not live.bucket.private_slot:
+        if live.last < len(before) and when == "bucket" and not live.place.is_private:
             continue  # forward frees it
-        end = max(live.end, ends.get(live.slot.arena, (-1, None))[0])
+        end = max(live.last, ends.get(live.slot.arena, (-1, None))[0])
         ends[live.slot.arena] = end, live.slot
-    guards = {bucket_of(b).private_slot: i for i, b in enumerate(bsyms, len(before)) if b.sym is fsdp_params_unchanged}
+    guards = {e.ensures.slot: i for i, e in enumerate(analysis.effects) if e.ensures is not None and i >= len(before)}
     released: dict[int, list[Slot]] = defaultdict(list)
     for end, slot in ends.values():
         last = len(bsyms) - 2 if when == "step" else max(end, guards.get(slot, -1)) - len(before)

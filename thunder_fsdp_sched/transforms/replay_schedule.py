@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..ir.effects import effects
 from ..ir.inspection import statements, with_bound_symbols
-from ..ir.operands import Wait, bucket_of
+from ..ir.operands import bucket_of
 from ..ir.schedule import THEN_HOOK, Schedule, compute_digest, is_communication
-from ..ir.symbols import ISSUES, fsdp_wait_params, payload
+from ..ir.symbols import without_token
 
 __all__ = ["ScheduleMismatch", "replay_schedule"]
 
@@ -49,8 +50,7 @@ def replay_schedule(trace: TraceCtx, *, schedule: Schedule) -> TraceCtx:
     ours: dict[tuple[str, str], deque[BoundSymbol]] = defaultdict(deque)
     for bsym in statements(trace):
         if is_communication(bsym):
-            if bsym.sym is fsdp_wait_params:
-                bsym = Wait(bsym).with_token(None)
+            bsym = without_token(bsym)
             ours[bsym.sym.name, bucket_of(bsym).spec.name].append(bsym)
         else:
             compute.append(bsym)
@@ -77,9 +77,10 @@ def _interleave(
             why = "the trace has no such op" if not known else f"the trace ends at {len(out)}"
             raise ScheduleMismatch(f"schedule: line {number} does not fit, {why}:\n    {op}")
         bsym = known.popleft()
-        if bsym.sym.name in ISSUES and (nbytes := payload(op.kind, bucket_of(bsym).spec)[0]) != op.nbytes:
+        issue = effects(bsym).issues
+        if issue is not None and issue.nbytes != op.nbytes:
             raise ScheduleMismatch(
-                f"schedule: line {number} does not fit, the bucket has {nbytes:,} bytes here:\n    {op}"
+                f"schedule: line {number} does not fit, the bucket has {issue.nbytes:,} bytes here:\n    {op}"
             )
         out.append(bsym.from_bsym(header=op.reason.partition(THEN_HOOK)[0]))
     left = [bsym for known in ours.values() for bsym in known]

@@ -23,11 +23,10 @@ from collections import defaultdict
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..ir.analysis import Analysis
+from ..ir.effects import Place, effects
 from ..ir.inspection import has_backward, with_bound_symbols
-from ..ir.liveness import Liveness
-from ..ir.operands import Issue, bucket_of
 from ..ir.slots import retained_by_forward
-from ..ir.symbols import fsdp_all_gather, fsdp_reduce_scatter
 from ..runtime.memory import Arena, Slot
 
 __all__ = ["mark_retained_by_forward", "reuse_from_forward"]
@@ -55,12 +54,12 @@ def mark_retained_by_forward(trace: TraceCtx) -> TraceCtx:
     later_slots: dict[Arena, list[Slot]] = defaultdict(list)
     if has_backward(trace):
         for position, bsym in reversed(list(enumerate(bsyms))):
-            if bsym.sym is fsdp_all_gather:
-                bucket, slot = bucket_of(bsym), Issue(bsym).slot
-                slots = later_slots[slot.arena]
-                if bucket.private_slot is not slot and not any(map(slot.overlaps, slots)):
+            place = _gathered_place(bsym)
+            if place is not None and place.slot is not None:
+                slots = later_slots[place.slot.arena]
+                if not place.is_private and not any(map(place.slot.overlaps, slots)):
                     bsyms[position] = _marked(bsym, followed_by=len(slots))
-                slots.append(slot)
+                slots.append(place.slot)
     return with_bound_symbols(trace, bsyms, "fsdp: mark what is retained for backward", started)
 
 
@@ -87,17 +86,21 @@ def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
     bsyms = list(trace.bound_symbols)
     retained = retained_by_forward(forward)
     before: dict[Arena, int] = defaultdict(int)
-    ranges = Liveness(trace.bound_symbols).slots if retained else {}
-    for position, bsym in enumerate(trace.bound_symbols):
-        if bsym.sym not in (fsdp_all_gather, fsdp_reduce_scatter):
-            continue
-        bucket, slot = bucket_of(bsym), Issue(bsym).slot
-        if bsym.sym is fsdp_all_gather and retained.pop(bucket.primary, None) == slot:
-            others = (Issue(bsyms[i]).slot for i, live in ranges.items() if i != position and live.start < position)
-            if not any(map(slot.overlaps, others)):
-                bsyms[position] = _marked(bsym, preceded_by=before[slot.arena])
+    slots = Analysis(trace).slots if retained else {}
+    for position, live in slots.items():
+        slot = live.slot
+        assert slot is not None
+        if live.is_gather and retained.pop(live.bucket.primary, None) == slot:
+            others = (other.slot for i, other in slots.items() if i != position and other.first < position)
+            if not any(other is not None and slot.overlaps(other) for other in others):
+                bsyms[position] = _marked(bsyms[position], preceded_by=before[slot.arena])
         before[slot.arena] += 1
     return with_bound_symbols(trace, bsyms, "fsdp: reuse what forward left", started)
+
+
+def _gathered_place(bsym: BoundSymbol) -> Place | None:
+    issue = effects(bsym).issues
+    return issue.place if issue is not None and issue.gathers else None
 
 
 def _marked(bsym: BoundSymbol, **issues: int) -> BoundSymbol:

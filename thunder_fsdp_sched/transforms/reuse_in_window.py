@@ -6,9 +6,8 @@ import time
 
 from thunder.core.trace import TraceCtx
 
+from ..ir.effects import effects
 from ..ir.inspection import has_backward, with_bound_symbols
-from ..ir.operands import Issue, bucket_of
-from ..ir.symbols import fsdp_all_gather
 from ..runtime.window import WINDOW_LAST, WINDOW_OPEN
 
 __all__ = ["reuse_in_window"]
@@ -36,6 +35,7 @@ def reuse_in_window(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
     mark = WINDOW_OPEN if no_sync else WINDOW_LAST
     if has_backward(trace):
         for position, bsym in enumerate(bsyms):
-            if bsym.sym is fsdp_all_gather and Issue(bsym).slot is bucket_of(bsym).private_slot:
+            issue = effects(bsym).issues
+            if issue is not None and issue.gathers and issue.place is not None and issue.place.is_private:
                 bsyms[position] = bsym.from_bsym(kwargs=bsym.kwargs | {"window": mark})
     return with_bound_symbols(trace, bsyms, "fsdp: reuse in an accumulation window", started)

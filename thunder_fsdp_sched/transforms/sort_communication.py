@@ -11,10 +11,10 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..distributed.process_groups import ProcessGroupRef
-from ..ir.inspection import args_of, communicates, outs_of, short_form, statements, with_bound_symbols
-from ..ir.liveness import Liveness, slot_bytes_of
-from ..ir.operands import Wait, bucket_of
-from ..ir.symbols import GRAD_WAITS, fsdp_all_gather, fsdp_all_reduce, fsdp_reduce_scatter, fsdp_wait_params
+from ..ir.analysis import Analysis
+from ..ir.effects import Issue, effects
+from ..ir.inspection import args_of, outs_of, short_form, statements, with_bound_symbols
+from ..ir.symbols import without_token
 
 __all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "MAX_SMALL_STAGES", "bytes_in_flight", "issue_points", "sort_communication"]
 
@@ -47,13 +47,17 @@ class _Gather:
     stage: int = -1
 
     @property
+    def of(self) -> Issue:
+        return _issue_of(self.issue)
+
+    @property
     def name(self) -> str:
-        return bucket_of(self.issue).spec.name
+        return _name_of(self.issue)
 
     @property
     def nbytes(self) -> int:
         """Bytes of its slot, padding included."""
-        return slot_bytes_of(self.issue)
+        return _slot_bytes(self.issue)
 
 
 @dataclass(eq=False)
@@ -67,19 +71,44 @@ class _Reduction:
 
     @property
     def name(self) -> str:
-        return bucket_of(self.issue).spec.name
+        return _name_of(self.issue)
 
     @property
     def nbytes(self) -> int:
-        return bucket_of(self.issue).spec.grad_bytes
+        return _issue_of(self.issue).nbytes
+
+    @property
+    def slot_bytes(self) -> int:
+        return _slot_bytes(self.issue)
 
     @property
     def group(self) -> ProcessGroupRef:
-        return bucket_of(self.issue).ranks.reductions
+        group = _issue_of(self.issue).group
+        assert group is not None
+        return group
 
     @property
     def holds_slot(self) -> bool:
-        return self.all_reduce is not None or Wait(self.wait).future.name == self.issue.output.name
+        waits = effects(self.wait).waits
+        return self.all_reduce is not None or (waits is not None and waits.future == self.issue.output.name)
+
+
+def _issue_of(bsym: BoundSymbol) -> Issue:
+    issue = effects(bsym).issues
+    assert issue is not None
+    return issue
+
+
+def _name_of(bsym: BoundSymbol) -> str:
+    bucket = _issue_of(bsym).bucket
+    assert bucket is not None
+    return bucket.spec.name
+
+
+def _slot_bytes(bsym: BoundSymbol) -> int:
+    place = _issue_of(bsym).place
+    assert place is not None
+    return place.nbytes
 
 
 def sort_communication(
@@ -150,16 +179,17 @@ def sort_communication(
     return with_bound_symbols(trace, bsyms, "fsdp: sort communication", started)
 
 
-def bytes_in_flight(reductions: Iterable[BoundSymbol], most: int) -> dict[ProcessGroupRef, int]:
+def bytes_in_flight(reductions: Iterable[tuple[ProcessGroupRef, int]], most: int) -> dict[ProcessGroupRef, int]:
     """Return the most bytes of slots that the reductions of each process group may hold between issue and wait.
 
     Args:
+        reductions: the process group and the bytes of the slot of each.
         most: how many equally large ones may be in flight.
     """
     reduced: dict[ProcessGroupRef, list[int]] = defaultdict(list)
-    for issue in reductions:
-        reduced[bucket_of(issue).ranks.reductions].append(slot_bytes_of(issue))
-    return {group: sum(sorted(nbytes, reverse=True)[:most]) for group, nbytes in reduced.items()}
+    for group, nbytes in reductions:
+        reduced[group].append(nbytes)
+    return {group: sum(sorted(slots, reverse=True)[:most]) for group, slots in reduced.items()}
 
 
 def issue_points(stage_bytes: Sequence[int], prefetch: int) -> list[int]:
@@ -212,20 +242,22 @@ class _Sorter:
         gathers: list[_Gather] = []
         self.reductions: list[_Reduction] = []
         for bsym in statements(trace):
-            if bsym.sym in (fsdp_all_gather, fsdp_reduce_scatter):
-                issues[bsym.output.name] = bsym
-            elif bsym.sym is fsdp_all_reduce:
-                all_reduces[bsym.output.name] = bsym
-            elif bsym.sym is fsdp_wait_params:
-                # The token, if any, is no longer needed: it kept fusion regions apart.
-                gathers.append(_Gather(issues[Wait(bsym).future.name], Wait(bsym).with_token(None)))
-            elif bsym.sym in GRAD_WAITS:
-                all_reduce = all_reduces.get(Wait(bsym).future.name)
-                future = Wait(bsym if all_reduce is None else all_reduce).future
-                self.reductions.append(_Reduction(issues[future.name], bsym, all_reduce))
-            else:
+            e = effects(bsym)
+            if e.bucket is None or (e.issues is None and e.waits is None):
                 self.compute.append(bsym)
-        self.in_flight_limit = bytes_in_flight((r.issue for r in self.reductions), self.max_reductions)
+            elif e.slot_issue is not None:
+                issues[e.slot_issue.future] = bsym
+            elif e.issues is not None:
+                all_reduces[e.issues.future] = bsym
+            elif e.waits is not None and e.in_place:
+                # The token, if any, is no longer needed: it kept fusion regions apart.
+                gathers.append(_Gather(issues[e.waits.future], without_token(bsym)))
+            elif e.waits is not None:
+                future, all_reduce = e.waits.future, all_reduces.get(e.waits.future)
+                if all_reduce is not None and (inside := effects(all_reduce).waits) is not None:
+                    future = inside.future
+                self.reductions.append(_Reduction(issues[future], bsym, all_reduce))
+        self.in_flight_limit = bytes_in_flight(((r.group, r.slot_bytes) for r in self.reductions), self.max_reductions)
         self._find_consumers(gathers)
         self.gathers = sorted((g for g in gathers if g.first_consumer >= 0), key=lambda g: g.first_consumer)
         self.stages: list[list[_Gather]] = []
@@ -234,7 +266,7 @@ class _Sorter:
                 self.stages.append([])
             self.stages[-1].append(gather)
             gather.stage = len(self.stages) - 1
-        stage_bytes = [sum(bucket_of(g.issue).spec.unsharded_bytes for g in stage) for stage in self.stages]
+        stage_bytes = [sum(g.of.nbytes for g in stage) for stage in self.stages]
         self.issue_points = issue_points(stage_bytes, prefetch)
 
         self.next_issue = 0  # number of the gather to be issued next
@@ -249,9 +281,9 @@ class _Sorter:
         self.foreign: list[int] = []  # the compute that ends each section, and still belongs to it
         for i, bsym in enumerate(self.compute):
             self.section_of.append(len(self.foreign))
-            if communicates(bsym):
+            if effects(bsym).communicates:
                 self.foreign.append(i)
-        live = self.liveness = Liveness(self.compute)
+        live = self.liveness = Analysis(self.compute)
         of_param: dict[str, _Gather] = {}
         for gather in gathers:
             params = outs_of(gather.wait)
@@ -356,7 +388,7 @@ class _Sorter:
         # Once its all-reduce across replicas is issued, a reduction no longer holds a slot.
         most = self.in_flight_limit[reduction.group]
         while before := [r for r in self.in_flight if r.holds_slot and r.group is reduction.group]:
-            if sum(slot_bytes_of(r.issue) for r in (*before, reduction)) <= most:
+            if sum(r.slot_bytes for r in (*before, reduction)) <= most:
                 break
             reason = f"in-flight limit: the bytes of the {self.max_reductions} largest reductions"
             if before[0].all_reduce is not None:
@@ -385,7 +417,7 @@ class _Sorter:
         """Return whether the next gather would queue behind ``reduction``."""
         if self.next_issue == len(self.gathers):
             return False
-        return bucket_of(self.gathers[self.next_issue].issue).ranks.group is reduction.group
+        return self.gathers[self.next_issue].of.group is reduction.group
 
     def _wait_for_grads(self, until: _Reduction, reason: str) -> None:
         # Earlier reductions of its group have finished by then; those of other groups may still be in flight.

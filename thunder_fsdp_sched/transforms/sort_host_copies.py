@@ -12,10 +12,9 @@ from itertools import accumulate
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..ir.analysis import Analysis
 from ..ir.host_copies import HOST_COPIES, HOST_COPY_ISSUES, fsdp_copy_to_host, without_token
 from ..ir.inspection import UNPACKING, nbytes_of, outs_of, short_form, statements, with_bound_symbols
-from ..ir.live_memory import owners_of
-from ..ir.liveness import Liveness
 from ..ir.symbols import fsdp_params_unchanged
 
 __all__ = ["MAX_HOST_COPIES_IN_FLIGHT", "sort_host_copies"]
@@ -121,12 +120,11 @@ def _limit(copies: Iterable[_Copy]) -> int:
 
 
 def _sort_forward(others: Sequence[BoundSymbol], copies: Sequence[_Copy], begins: Sequence[float]) -> list[BoundSymbol]:
-    live = Liveness(others)
-    owners = owners_of(live, others)
+    live = Analysis(others)
     last_use: dict[str, int] = defaultdict(int)
     for value in live.values:
-        for owner in owners.get(value, {}):
-            last_use[owner.proxy.name] = max(last_use[owner.proxy.name], value.defined, *value.reads, 0)
+        for owner in live.owners_of(value):
+            last_use[owner.name] = max(last_use[owner.name], value.first, *value.reads, 0)
     issued_after: dict[int, list[_Copy]] = defaultdict(list)
     for copy in copies:
         copy.position = last_use[copy.issue.args[0].name]
@@ -157,7 +155,7 @@ def _sort_forward(others: Sequence[BoundSymbol], copies: Sequence[_Copy], begins
 def _sort_backward(
     others: Sequence[BoundSymbol], copies: Sequence[_Copy], begins: Sequence[float]
 ) -> list[BoundSymbol]:
-    live = Liveness(others)
+    live = Analysis(others)
     for copy in copies:
         first = live.first_read(outs_of(copy.wait))
         copy.position = len(others) - 1 if first is None else first

@@ -6,10 +6,8 @@ from collections.abc import Callable, Collection
 
 from thunder.core.trace import TraceCtx
 
-from ..ir.liveness import slot_bytes_of
-from ..ir.operands import bucket_of
+from ..ir.analysis import Analysis
 from ..ir.slots import filling_bytes, grads_over_kept_params
-from ..ir.symbols import fsdp_all_gather, fsdp_reduce_scatter
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, slot_bytes
 from .assign_slots import assign_slots
@@ -55,9 +53,10 @@ def shared_budget(trace: TraceCtx, *, budget: int | None, kept: Collection[Bucke
 
 def private_bytes(trace: TraceCtx, kept: Collection[Bucket]) -> int:
     """Return the bytes of the slots of kept buckets; for those that this trace does not gather, the planned bytes."""
-    gathered = [b for b in trace.bound_symbols if b.sym is fsdp_all_gather and bucket_of(b).base in kept]
-    elsewhere = set(kept) - {bucket_of(b).base for b in gathered}
-    return sum(map(slot_bytes_of, gathered)) + sum(slot_bytes(b.spec, b.spec.param_dtype) for b in elsewhere)
+    slots = Analysis(trace).slots.values()
+    gathered = [live for live in slots if live.is_gather and live.bucket.base in kept]
+    elsewhere = set(kept) - {live.bucket.base for live in gathered}
+    return sum(live.nbytes for live in gathered) + sum(slot_bytes(b.spec, b.spec.param_dtype) for b in elsewhere)
 
 
 def _bytes_of_slots(trace: TraceCtx, budget: int, kept: Collection[Bucket], forward: TraceCtx | None) -> int:
@@ -81,6 +80,6 @@ def _gather_budget(
     without the gradients that replace their parameters in a private slot.
     """
     private = grads_over_kept_params(forward, trace) if kept and forward is not None else set()
-    issues = [b for i, b in enumerate(trace.bound_symbols) if b.sym is fsdp_reduce_scatter and i not in private]
-    in_flight = sum(bytes_in_flight(issues, reductions).values())
+    reduced = [r for i, r in Analysis(trace).slots.items() if not r.is_gather and i not in private]
+    in_flight = sum(bytes_in_flight(((r.bucket.ranks.reductions, r.nbytes) for r in reduced), reductions).values())
     return max(budget - private_bytes(trace, kept) - in_flight - filling_bytes(trace, without=private), 0)

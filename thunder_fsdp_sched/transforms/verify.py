@@ -11,6 +11,7 @@ from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..ir.analysis import BEFORE_TRACE
 from ..ir.inspection import (
     Aliases,
     args_of,
@@ -22,7 +23,6 @@ from ..ir.inspection import (
     statement,
     with_bound_symbols,
 )
-from ..ir.liveness import BEFORE_TRACE
 from ..ir.operands import GradWrite, Issue, Wait, bucket_of
 from ..ir.slots import retained_by_forward
 from ..ir.symbols import (

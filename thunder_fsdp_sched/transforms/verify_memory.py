@@ -13,6 +13,7 @@ from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..ir.analysis import NOTHING_LEFT, LeftGradients
 from ..ir.host_copies import (
     HOST_COPIES,
     fsdp_copy_to_device,
@@ -31,7 +32,6 @@ from ..ir.inspection import (
     statement,
     with_bound_symbols,
 )
-from ..ir.left_gradients import NOTHING_LEFT, LeftGradients
 from ..ir.operands import Wait, bucket_of
 from ..ir.operator_facts import facts_of, observed_call
 from ..ir.symbols import (

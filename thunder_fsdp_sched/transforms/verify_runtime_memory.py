@@ -9,8 +9,8 @@ import torch
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
+from ..ir.analysis import LeftGradients
 from ..ir.inspection import nbytes_of
-from ..ir.left_gradients import LeftGradients
 from ..ir.operands import Issue, Reduction, Wait, bucket_of
 from ..ir.symbols import (
     GRAD_WAITS,

@@ -26,10 +26,10 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 from thunder.executors import torchex
 
+from ..ir.analysis import BEFORE_TRACE, Analysis
+from ..ir.effects import effects
 from ..ir.inspection import statements, with_bound_symbols
-from ..ir.liveness import BEFORE_TRACE, Liveness
-from ..ir.operands import Reduction, bucket_of
-from ..ir.symbols import GRAD_WRITERS, fsdp_matmul_into, fsdp_reduce_scatter, fsdp_sum_into
+from ..ir.symbols import fsdp_matmul_into, fsdp_sum_into
 from ..runtime.bucket import Bucket
 
 __all__ = ["share_written_in_place", "write_grads_in_place"]
@@ -54,31 +54,30 @@ def write_grads_in_place(trace: TraceCtx) -> TraceCtx:
     """
     started = time.perf_counter()
     bsyms = statements(trace)
-    live = Liveness(bsyms)
-    for reduction in [b for b in bsyms if b.sym is fsdp_reduce_scatter]:
-        bucket = bucket_of(reduction)
-        for index, grad in enumerate(Reduction(reduction).grads):
-            value = None if grad is None else live.value(grad.name)
-            if value is None or value.defined == BEFORE_TRACE or len(value.reads) != 1:
+    live = Analysis(bsyms)
+    for e in live.effects:
+        for name, place in e.collects.items():
+            value = live.value(name)
+            if value is None or value.first == BEFORE_TRACE or len(value.reads) != 1 or place.param is None:
                 continue
-            if _fits(grad, bucket, index):
-                bsyms[value.defined] = _into(bsyms[value.defined], bucket, index) or bsyms[value.defined]
+            if _fits(value.proxy, place.bucket, place.param):
+                producer = bsyms[value.first]
+                bsyms[value.first] = _into(producer, place.bucket, place.param) or producer
     return with_bound_symbols(trace, bsyms, "fsdp: write gradients in place", started)
 
 
 def share_written_in_place(trace: TraceCtx) -> tuple[int, int]:
     """Return the bytes of gradients that a trace writes in place, and of all that it reduces, without padding."""
-    written = {b.output.name for b in trace.bound_symbols if b.sym.name in GRAD_WRITERS}
+    written: set[str] = set()
     in_place = total = 0
-    for reduction in trace.bound_symbols:
-        if reduction.sym is not fsdp_reduce_scatter:
-            continue
-        spec = bucket_of(reduction).spec
-        for placement, grad in zip(spec.layout.placements, Reduction(reduction).grads, strict=True):
-            if grad is not None:
-                nbytes = placement.numel * spec.reduce_dtype.itemsize
-                total += nbytes
-                in_place += nbytes * (grad.name in written)
+    for e in map(effects, trace.bound_symbols):
+        if e.fills is not None:
+            written.update(e.in_place)
+        for name, place in e.collects.items():
+            assert place.param is not None
+            nbytes = place.bucket.spec.layout.placements[place.param].numel * place.dtype.itemsize
+            total += nbytes
+            in_place += nbytes * (name in written)
     return in_place, total
 
 

@@ -1,0 +1,502 @@
+"""When values, slots and other memory of traces are in use, computed once for traces that run one after the other.
+
+[Note: Lifetimes]
+Every pass that moves communication, assigns memory or predicts times and bytes asks the same questions, and
+:class:`Analysis` answers them. ``proof`` and ``testing`` do not use it: they check its results.
+
+*Positions* count the analyzed bound symbols from 0, over all traces that run one after the other. ``BEFORE_TRACE``
+stands for everything earlier. ``del`` statements have positions and read nothing.
+
+*Views* keep the memory of others in use. The ``roots`` of a value are the values whose memory it may share, by the safe
+facts about operators: reading a view also uses its roots. Its ``owners`` are those whose memory it does share, by
+observation with the strides that values have.
+
+*Names* may appear in several traces. Backward unpacks by the same name what forward has saved; that is one value. If a
+bound symbol computes a name again, as in two traces of the same step, that is a new value.
+
+[Note: Bytes of values]
+A value occupies memory from the bound symbol that defines it to the last one that reads it or a view of it: there
+Thunder deletes it. What a trace returns lives on, outputs to the end of the last trace, and what is saved for backward
+until backward has read it. Inputs count as contiguous. If nothing is known about an operator, its outputs count as views
+of all inputs and as new memory, so the bytes are an upper bound. What a function of torch allocates and frees again
+counts, too: the most bytes of what its base operators return. What a base operator or a fusion allocates inside itself is
+in ``unknown_memory``.
+
+[Note: Memory of communication]
+What this package's symbols allocate is declared in their effects. Casts of shards and workspaces of transports stay
+allocated for all steps. A reduction takes an idle buffer to receive into, or allocates one, and its wait gives it back; a
+release frees the idle ones, and those in use when they have been waited for. Without a release they stay for all steps.
+
+Gradients that ``no_sync`` accumulates outlive their backward, unsharded or reduced (see [Note: Two ways to accumulate] in
+``runtime.accumulation``). The first backward of a window allocates them where it accumulates them; reduced ones stay where
+the reduction has put them, unless they are added up in a wider dtype. Later ones, and the one that returns them, find them
+allocated. Which buckets have such gradients depends on the micro-batches that ran before, so the caller names them
+(:class:`LeftGradients`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.pytree import tree_iter
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from ..runtime.bucket import Bucket
+from ..runtime.memory import Slot
+from .effects import Effects, Memory, Place, effects, reduced_gradients, unsharded_gradients
+from .inspection import UNPACKING, defined_by, is_statement, names, nbytes_of
+
+BEFORE_TRACE = -1
+"""The position of what exists when the trace begins, and the start of a slot that is resident then."""
+
+
+@dataclass(eq=False, slots=True)
+class Lifetime:
+    """When a value, a slot or other memory is in use, from position to position, both included.
+
+    Attributes:
+        name: the name of the value; of other memory, what it is.
+        first: the position that defines, writes or allocates it; ``BEFORE_TRACE`` for what exists earlier. For a reduction
+            that is the first gradient that is written in place, for a gather of a resident bucket ``BEFORE_TRACE``.
+        used: the last read of a value or, unless it is a view itself, of what may be a view of it; ``first`` without reads.
+        last: the last position at which it occupies bytes.
+        nbytes: the bytes that it owns; 0 for a view and for what is in a slot. Of a slot, including alignment and staging.
+        device: the type of its device.
+        kind: ``"inputs"``, ``"values"``, ``"temporaries"``, ``"communication"``, ``"gradients"`` or ``"slot"``.
+        on_host: whether it is in host memory, also in a plan on a CPU for a GPU.
+        proxy: of a value.
+        reads: positions of the bound symbols that read it, ascending, one for each operand.
+        roots: the values whose memory it may share; itself if it is not a view.
+        owners: the values whose memory it shares; itself if it owns some. See :meth:`Analysis.owners_of`.
+        place: of a slot.
+        issue: position of the issue that uses the slot.
+        writes: positions of the bound symbols that write gradients into the slot, in the order of parameters.
+        accesses: a position for each parameter of the bucket in the slot. For a gather, the last read of the parameter, or
+            the wait if nothing reads it. For a reduction, the write of its gradient, if it is written in place.
+    """
+
+    name: str
+    first: int
+    used: int
+    last: int
+    nbytes: int = 0
+    device: str = "cpu"
+    kind: str = "values"
+    on_host: bool = False
+    proxy: Any = None
+    reads: list[int] = field(default_factory=list)
+    roots: tuple[Lifetime, ...] = ()
+    owners: tuple[Lifetime, ...] = ()
+    place: Place | None = None
+    issue: int = BEFORE_TRACE
+    writes: tuple[int, ...] = ()
+    accesses: dict[int, int] = field(default_factory=dict)
+    is_gather: bool = False
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket that is in the slot."""
+        assert self.place is not None
+        return self.place.bucket
+
+    @property
+    def slot(self) -> Slot | None:
+        """The slot, ``None`` before ``assign_slots``."""
+        assert self.place is not None
+        return self.place.slot
+
+
+class LeftGradients(NamedTuple):
+    """The buckets for which backwards under ``no_sync`` have left gradients.
+
+    Attributes:
+        unsharded: those with unsharded gradients.
+        reduced: those with this rank's rows of reduced gradients.
+    """
+
+    unsharded: frozenset[Bucket] = frozenset()
+    reduced: frozenset[Bucket] = frozenset()
+
+    def union(self, *others: LeftGradients) -> LeftGradients:
+        """Return the gradients that these and the others have left together."""
+        return LeftGradients(
+            self.unsharded.union(*(other.unsharded for other in others)),
+            self.reduced.union(*(other.reduced for other in others)),
+        )
+
+    def memory(self) -> Iterator[Memory]:
+        """Return their memory."""
+        yield from map(unsharded_gradients, sorted(self.unsharded, key=lambda bucket: bucket.handle))
+        yield from map(reduced_gradients, sorted(self.reduced, key=lambda bucket: bucket.handle))
+
+
+NOTHING_LEFT = LeftGradients()
+
+
+def gradients_left(bsyms: Iterable[BoundSymbol]) -> LeftGradients:
+    """Return the gradients that a backward leaves under ``no_sync``.
+
+    Those that it reduces and returns count as unsharded: it would leave them so under ``no_sync``.
+    """
+    found: set[Bucket] = set()
+    reduced: set[Bucket] = set()
+    for e in map(effects, bsyms):
+        if e.bucket is None:
+            continue
+        if reduced_gradients(e.bucket).owner in e.leaves:
+            reduced.add(e.bucket)
+        elif e.collects or unsharded_gradients(e.bucket).owner in e.leaves:
+            found.add(e.bucket)
+    return LeftGradients(frozenset(found - reduced), frozenset(reduced))
+
+
+class Analysis:
+    """The lifetimes in traces that run one after the other; see [Note: Lifetimes].
+
+    The cost is linear in the number of bound symbols. Slots and memory are computed when they are first asked for.
+
+    Args:
+        *traces: the bound symbols of each trace, or any part of them in order. A value that none of them defines counts
+            as defined before.
+
+    Attributes:
+        bsyms: the bound symbols of all traces, which positions count.
+        effects: those of each bound symbol, without observation.
+        values: all values, in the order in which they appear.
+        args: for each position, the values that the bound symbol reads, one for each operand.
+        outs: for each position, the values that it defines.
+    """
+
+    def __init__(self, *traces: Sequence[BoundSymbol] | TraceCtx) -> None:
+        parts = [trace.bound_symbols if isinstance(trace, TraceCtx) else trace for trace in traces]
+        self.bsyms: list[BoundSymbol] = list(itertools.chain(*parts))
+        self.effects: list[Effects] = list(map(effects, self.bsyms))
+        self.values: list[Lifetime] = []
+        self.args: list[tuple[Lifetime, ...]] = []
+        self.outs: list[tuple[Lifetime, ...]] = []
+        self._begins = list(itertools.accumulate(map(len, parts[:-1]), initial=0))
+        self._latest: dict[str, Lifetime] = {}
+        for position, bsym in enumerate(self.bsyms):
+            reads = bsym.sym.id is not PrimIDs.DEL
+            self.args.append(tuple([self._read(p, position) for p in bsym.flat_proxy_args]) if reads else ())
+            self.outs.append(tuple(self._define(bsym, position)))
+
+    def _read(self, proxy: Any, position: int) -> Lifetime:
+        value = self._latest.get(proxy.name) or self._add(proxy, BEFORE_TRACE)
+        value.reads.append(position)
+        value.used = position
+        for root in value.roots:
+            root.used = position
+        return value
+
+    def _define(self, bsym: BoundSymbol, position: int) -> Iterator[Lifetime]:
+        aliases = self.effects[position].aliases
+        for proxy in defined_by(bsym):
+            if bsym.sym.id in UNPACKING and proxy.name in self._latest:
+                continue  # saved by an earlier trace
+            shared = {root: None for name in aliases.get(proxy.name, ()) for root in self._latest[name].roots}
+            yield self._add(proxy, position, tuple(shared))
+
+    def _add(self, proxy: Any, position: int, roots: tuple[Lifetime, ...] = ()) -> Lifetime:
+        value = self._latest[proxy.name] = Lifetime(proxy.name, position, position, position, proxy=proxy)
+        value.roots = roots or (value,)
+        self.values.append(value)
+        return value
+
+    def value(self, name: str) -> Lifetime | None:
+        """Return the value with this name, the latest if there are several; ``None`` if it does not appear."""
+        return self._latest.get(name)
+
+    def roots(self, names: Iterable[str]) -> set[str]:
+        """Return the names of the values whose memory the named values may share, their own if they are no views."""
+        found: set[str] = set()
+        for name in names:
+            value = self._latest.get(name)
+            found.update((root.name for root in value.roots) if value is not None else (name,))
+        return found
+
+    def defined(self, names: Iterable[str]) -> int:
+        """Return the position at which the last of the named values is defined."""
+        return max((value.first for value in self._known(names)), default=BEFORE_TRACE)
+
+    def first_read(self, names: Iterable[str]) -> int | None:
+        """Return the position of the first bound symbol that reads one of the named values; ``None`` if none does."""
+        return min((value.reads[0] for value in self._known(names) if value.reads), default=None)
+
+    def last_use(self, names: Iterable[str]) -> int:
+        """Return the position of the last bound symbol that reads one of the named values or a view of one."""
+        return max((value.used for value in self._known(names)), default=BEFORE_TRACE)
+
+    def _known(self, names: Iterable[str]) -> Iterator[Lifetime]:
+        return (self._latest[name] for name in names if name in self._latest)
+
+    @cached_property
+    def slots(self) -> dict[int, Lifetime]:
+        """The lifetime of each slot, keyed by the position of the issue, ascending.
+
+        A gather whose bucket is resident from an earlier one of these traces has none of its own: it continues that of the
+        earlier gather.
+        """
+        found: dict[int, Lifetime] = {}
+        of_future: dict[Lifetime, Lifetime] = {}
+        gathers: dict[tuple[Bucket, Slot | None], Lifetime] = {}
+        for position, e in enumerate(self.effects):
+            if e.waits is not None and (used := of_future.get(self.args[position][0])) is not None:
+                used.last = position
+                if used.is_gather:
+                    used.accesses = {index: param.used for index, param in enumerate(self.outs[position])}
+                    used.last = max(position, *used.accesses.values())
+            if e.issues is None or e.issues.place is None:
+                continue
+            place = e.issues.place
+            key = place.bucket.primary, place.slot
+            if e.issues.resident and key in gathers:
+                used = gathers[key]
+            else:
+                used = found[position] = self._slot(position, e, place)
+            if used.is_gather:
+                gathers[key] = used
+            of_future[self.outs[position][0]] = used
+        return found
+
+    def _slot(self, position: int, e: Effects, place: Place) -> Lifetime:
+        """Return the lifetime of the slot of an issue, up to the issue itself."""
+        assert e.issues is not None
+        written: dict[int, int] = {}
+        for value in self.args[position]:
+            grad = e.collects.get(value.name)
+            if grad is not None and grad.param is not None and value.first >= 0:
+                if self.effects[value.first].fills is not None:
+                    written[grad.param] = value.first
+        first = BEFORE_TRACE if e.issues.resident else min([*written.values(), position])
+        return Lifetime(
+            str(place.slot or ""),
+            first,
+            position,
+            position,
+            place.nbytes,
+            place.bucket.spec.device.type,
+            "slot",
+            place=place,
+            issue=position,
+            writes=tuple(written.values()),
+            accesses=written,
+            is_gather=e.issues.gathers,
+        )
+
+    @cached_property
+    def observed(self) -> list[Effects]:
+        """The effects of each bound symbol on inputs with the strides that they have."""
+        found: list[Effects] = []
+        strides: dict[str, tuple[int, ...]] = {}
+        for position, bsym in enumerate(self.bsyms):
+            e = effects(bsym, strides)
+            found.append(e)
+            for value in self.outs[position]:
+                known = e.strides.get(value.name) or strides.get(e.layouts.get(value.name, ""))
+                if known is None:
+                    strides.pop(value.name, None)
+                else:
+                    strides[value.name] = known
+        return found
+
+    @cached_property
+    def memory(self) -> list[Lifetime]:
+        """The memory of values, without slots, and what operators allocate and free again; see [Note: Bytes of values].
+
+        It also sets the owners and the bytes of values.
+        """
+        on_host = {  # perhaps by an earlier trace
+            name for e, bsym in zip(self.effects, self.bsyms, strict=True) if e.reads_host for name in names(bsym.args)
+        }
+        temporary = []
+        for position, (bsym, e) in enumerate(zip(self.bsyms, self.observed, strict=True)):
+            by_name = {value.name: value for value in (*self.args[position], *self.outs[position])}
+            for value in self.args[position]:
+                if not value.owners:
+                    _own(value, None, 0 if value.name in on_host else _bytes(value))
+            own = {m.owner: m for m in e.allocates if m.scope == "value"}
+            for value in self.outs[position]:
+                shared = dict.fromkeys(o for name in e.views.get(value.name, ()) for o in by_name[name].owners)
+                if value.name in own or not shared:
+                    hosted = value.name in on_host or bsym.sym.id not in UNPACKING
+                    _own(value, own.get(value.name), 0 if hosted else _bytes(value))
+                    shared = {value: None, **shared}
+                value.owners = tuple(shared)
+            temporary += [
+                _lifetime(m, position, position) for m in e.allocates if m.scope == "call" and m.kind == "temporaries"
+            ]
+        return [*self._memory_of_values(), *temporary]
+
+    def owners_of(self, value: Lifetime) -> tuple[Lifetime, ...]:
+        """Return the values whose memory a value shares, itself if it owns some."""
+        _ = self.memory
+        return value.owners
+
+    def _memory_of_values(self) -> Iterator[Lifetime]:
+        end = len(self.bsyms) - 1
+        begins: dict[Lifetime, int] = {}
+        ends: dict[Lifetime, int] = {}
+        for value in self.values:
+            for owner in value.owners:
+                last = value.reads[-1] if value.reads else value.first
+                ends[owner] = max(ends.get(owner, BEFORE_TRACE), last)
+        for position, bsym in enumerate(self.bsyms):
+            if bsym.sym.id is PrimIDs.RETURN:
+                outputs = set(_outputs(bsym))
+                for value in self.args[position]:
+                    if value.name in outputs:
+                        ends.update(dict.fromkeys(value.owners, end))
+            elif bsym.sym.id in UNPACKING:
+                begin = max(start for start in self._begins if start <= position)
+                begins.update(dict.fromkeys(self.outs[position], begin or BEFORE_TRACE))
+        for owner, last in ends.items():
+            first = begins.get(owner, owner.first)
+            owner.last = end if first == BEFORE_TRACE else last  # the caller keeps the arguments of the first trace
+            if owner.nbytes:
+                kind = "inputs" if first == BEFORE_TRACE or owner in begins else owner.kind
+                yield replace(owner, first=first, kind=kind)
+
+    def allocated(self, left: LeftGradients = NOTHING_LEFT) -> Iterator[Lifetime]:
+        """Return what this package's symbols allocate during a part of the step, besides values and slots.
+
+        Args:
+            left: the gradients that earlier backwards under ``no_sync`` have left.
+        """
+        end = len(self.bsyms) - 1
+        kept = {m.owner: _lifetime(m, BEFORE_TRACE, end) for m in left.memory()}
+        before = frozenset(kept)
+        found = list(kept.values())
+        for position, e in enumerate(self.effects):
+            for m in e.allocates:
+                if m.if_kept is not None and m.if_kept not in before:
+                    continue
+                if m.scope == "call":
+                    found.append(_lifetime(m, position, position))
+                elif m.scope == "kept" and m.owner not in kept:
+                    kept[m.owner] = _lifetime(m, position, end)
+                    found.append(kept[m.owner])
+            for m in e.keeps:
+                if m.owner not in kept:  # until then it is the result of the reduction
+                    first = next(i for i in range(position + 1, end + 1) if is_statement(self.bsyms[i]))
+                    kept[m.owner] = _lifetime(m, first, end)
+                    found.append(kept[m.owner])
+            for key in e.forgets:
+                if key in kept:
+                    kept[key].last = position
+        yield from found
+        if releases(self.effects):
+            yield from _receive_buffers(self.effects, before)
+
+    def allocated_before(
+        self, others: Sequence[Sequence[Effects]] = (), left: LeftGradients = NOTHING_LEFT
+    ) -> Iterator[Lifetime]:
+        """Return the casts, receive buffers and workspaces that earlier steps have allocated.
+
+        Receive buffers that other steps have left stay until the first release of this one.
+
+        Args:
+            others: the effects of other steps that have run.
+            left: further gradients that backwards under ``no_sync`` have left.
+        """
+        end = len(self.bsyms) - 1
+        everything = [*self.effects, *itertools.chain(*others)]
+        lasting: dict[Hashable, Memory] = {}
+        for m in (m for e in everything for m in e.allocates if m.scope == "steps"):
+            if m.owner not in lasting or m.nbytes > lasting[m.owner].nbytes:
+                lasting[m.owner] = m
+        yield from (_lifetime(m, BEFORE_TRACE, end) for m in lasting.values() if m.nbytes)
+        kept = {m.owner for m in left.memory()}
+        kept.update(m.owner for e in everything for m in e.allocates if m.scope == "kept" and m.if_kept is None)
+        leaving = [e for step in (self.effects, *others) if not releases(step) for e in step]
+        released = next((position for position, e in enumerate(self.effects) if e.frees), end)
+        yield from (replace(m, first=BEFORE_TRACE, last=released) for m in _receive_buffers(leaving, kept))
+
+
+def releases(step: Sequence[Effects]) -> bool:
+    """Return whether a step frees memory of arenas."""
+    return any(e.frees for e in step)
+
+
+def _receive_buffers(step: Sequence[Effects], kept: Collection[Hashable]) -> Iterator[Lifetime]:
+    """Return the buffers into which reductions receive, each from its first use until it is freed.
+
+    A reduction uses an idle buffer again. A release frees the idle ones, and those in use when they have been waited for.
+
+    Args:
+        kept: keys of the gradients that exist before.
+    """
+    idle: dict[Hashable, list[tuple[Memory, int]]] = defaultdict(list)  # each with the position of its allocation
+    taken: dict[str, tuple[dict[Hashable, list[tuple[Memory, int]]], list[tuple[Memory, int]]]] = {}  # by the future
+    for position, e in enumerate(step):
+        pools = [m for m in e.allocates if m.scope == "pool" and (m.if_kept is None or m.if_kept in kept)]
+        used = [idle[m.owner].pop() if idle[m.owner] else (m, position) for m in pools]
+        if e.issues is not None:
+            taken[e.issues.future] = idle, used
+        else:  # it waits for what it issues
+            for buffer in used:
+                idle[buffer[0].owner].append(buffer)
+        if e.waits is not None:
+            pool, buffers = taken.pop(e.waits.future, (idle, []))
+            for m, begin in buffers:
+                if pool is idle:
+                    idle[m.owner].append((m, begin))
+                else:
+                    yield _lifetime(m, begin, position)
+        if e.frees:
+            yield from (_lifetime(m, begin, position) for m, begin in itertools.chain(*idle.values()))
+            idle = defaultdict(list)
+    yield from (_lifetime(m, begin, len(step) - 1) for m, begin in itertools.chain(*idle.values()))
+
+
+def _own(value: Lifetime, memory: Memory | None, nbytes: int) -> None:
+    """Let a value own memory."""
+    value.owners = (value,)
+    value.nbytes, value.device = nbytes, _device_of(value.proxy)
+    if memory is not None:
+        value.nbytes, value.device = memory.nbytes, memory.device
+        value.kind, value.on_host = memory.kind, memory.on_host
+
+
+def _lifetime(m: Memory, first: int, last: int) -> Lifetime:
+    return Lifetime(m.label, first, first, last, m.nbytes, m.device, m.kind, m.on_host)
+
+
+def _bytes(value: Lifetime) -> int:
+    return nbytes_of(value.proxy) if isinstance(value.proxy, TensorProxy) else 0
+
+
+def _device_of(proxy: Any) -> str:
+    return proxy.device.type if isinstance(proxy, (TensorProxy, FutureTensorProxy)) else "cpu"
+
+
+def _outputs(last: BoundSymbol) -> Iterator[str]:
+    """Return the names of the values that a trace returns to its caller, without those that it saves for backward."""
+    returned = last.args[0] if last.args else None
+    return names(tree_iter(returned["output"] if isinstance(returned, dict) and "output" in returned else last.args))
+
+
+def peak_bytes(spans: Iterable[tuple[int, int, int]]) -> int:
+    """Return the most bytes at one position, of spans ``(first, last, bytes)`` with both ends included."""
+    changes: dict[int, int] = defaultdict(int)
+    for first, last, nbytes in spans:
+        changes[first] += nbytes
+        changes[last + 1] -= nbytes
+    return max(itertools.accumulate((changes[position] for position in sorted(changes)), initial=0))
+
+
+def bytes_at(spans: Iterable[tuple[int, int, int]], length: int) -> list[int]:
+    """Return the bytes at each position, of spans ``(first, last, bytes)`` with both ends included."""
+    changes = [0] * (length + 1)
+    for first, last, nbytes in spans:
+        changes[max(first, 0)] += nbytes
+        changes[last + 1] -= nbytes
+    return list(itertools.accumulate(changes[:-1]))
