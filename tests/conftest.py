@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import thunder_fsdp_sched  # noqa: F401  before thunder
 
+import profiles
 import pytest
 import torch.distributed as dist
-from hypothesis import settings
 from ranks import Ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracing_shortcuts import tracing_shortcuts
 
-# --hypothesis-profile=long: twenty times as many random models as usual.
-settings.register_profile("long", max_examples=2000)
+
+def pytest_configure(config: pytest.Config) -> None:
+    profiles.LONG = "long" in config.option.markexpr.replace("not long", "")
 
 
 def pytest_collection_finish() -> None:
@@ -40,19 +41,28 @@ def _tracing_shortcuts() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    """Two worker processes in a gloo process group, shared by all tests: starting them takes longer than most tests."""
-    workers = Ranks(2)
-    yield workers
-    workers.close()
+def workers() -> Iterator[Callable[[int], Ranks]]:
+    """Worker processes in a gloo process group, by their number. Tests share them: starting them takes longer than most."""
+    started: dict[int, Ranks] = {}
+
+    def of_size(world_size: int) -> Ranks:
+        if world_size not in started:
+            started[world_size] = Ranks(world_size)
+        return started[world_size]
+
+    yield of_size
+    for of_number in started.values():
+        of_number.close()
 
 
 @pytest.fixture(scope="session")
-def four_ranks() -> Iterator[Ranks]:
-    """Four worker processes in a gloo process group, shared by all tests: starting them takes longer than most tests."""
-    workers = Ranks(4)
-    yield workers
-    workers.close()
+def ranks(workers: Callable[[int], Ranks]) -> Ranks:
+    return workers(2)
+
+
+@pytest.fixture(scope="session")
+def four_ranks(workers: Callable[[int], Ranks]) -> Ranks:
+    return workers(4)
 
 
 @pytest.fixture

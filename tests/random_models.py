@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import profiles
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -30,12 +31,12 @@ KINDS = ("linear", "mlp", "branches", "norm", "scale", "nested", "twice", "slice
 
 
 def quiet(examples: int = 100) -> settings:
-    """Return settings for a search with ``examples`` examples in ordinary runs, more with another hypothesis profile.
+    """Return settings for a search with ``examples`` examples in ordinary runs, twenty times as many in long ones.
 
     Failures are not shrunk: each attempt compiles, and a search for a smaller example would take minutes.
     """
     return settings(
-        max_examples=examples * max(settings().max_examples // 100, 1),
+        max_examples=examples * (20 if profiles.LONG else 1),
         phases=[Phase.explicit, Phase.reuse, Phase.generate],
         deadline=None,
         suppress_health_check=list(HealthCheck),

@@ -1,16 +1,20 @@
 """Worker processes for tests on several ranks, started once and reused by all tests.
 
-A test takes the fixture ``ranks`` (or ``four_ranks``) and calls ``ranks.run(fn, *args)``. This calls
-``fn(rank, world_size, *args)`` in each worker, in a process group, and returns the results in the order of ranks. ``fn``
-must be a function at the top level of a module. If it fails on a rank, the test fails with that rank's traceback, and all
-workers are replaced, so that the next test starts with undamaged ones.
+A test under :func:`on_ranks` runs on every rank. One that needs to do more in the test process takes the fixture ``ranks``
+(or ``four_ranks``, or ``workers``) and calls ``ranks.run(fn, *args)``. This calls ``fn(rank, world_size, *args)`` in each
+worker, in a process group, and returns the results in the order of ranks. ``fn`` must be a function at the top level of a
+module. If it fails on a rank, the test fails with that rank's traceback, and all workers are replaced, so that the next
+test starts with undamaged ones.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
+import importlib
+import inspect
 import itertools
 import os
 import pickle
@@ -20,6 +24,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.forkserver import ensure_running
@@ -35,7 +40,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from tracing_shortcuts import tracing_shortcuts
 
-__all__ = ["RankError", "Ranks", "fork_server"]
+__all__ = ["RankError", "Ranks", "fork_server", "on_ranks"]
 
 _GRACE = 5.0  # seconds that the other ranks have to report after one has failed
 
@@ -162,6 +167,47 @@ class Ranks:
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
+
+
+@dataclass(frozen=True)
+class _OnRank:
+    """The function under :func:`on_ranks`, found by name: the name in its module is the test."""
+
+    module: str
+    __name__: str
+
+    def __call__(self, rank: int, world_size: int, **arguments: Any) -> Any:
+        function = getattr(importlib.import_module(self.module), self.__name__).on_rank
+        own = {"rank": rank, "world_size": world_size}
+        taken = inspect.signature(function).parameters
+        return function(**{name: value for name, value in own.items() if name in taken}, **arguments)
+
+
+def on_ranks(count: int | Callable[..., int] = 2, *, timeout: float = 240.0) -> Callable[..., Callable[..., None]]:
+    """Turn a function into a test that runs on the session's worker ranks.
+
+    The function may take ``rank`` and ``world_size``; its other arguments are parameters and fixtures of the test, whose
+    values are sent to the ranks. Nothing of what it returns is looked at.
+
+    Args:
+        count: the number of ranks, or a function of the other arguments that returns it.
+        timeout: see :meth:`Ranks.run`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def test(request: Any, **arguments: Any) -> None:
+            size = count(**arguments) if callable(count) else count
+            on_rank = _OnRank(function.__module__, function.__name__)
+            request.getfixturevalue("workers")(size).run(on_rank, timeout=timeout, **arguments)
+
+        others = [p for name, p in inspect.signature(function).parameters.items() if name not in ("rank", "world_size")]
+        request = inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([request, *others])  # type: ignore[attr-defined]
+        test.on_rank = function  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def _destroy_groups() -> None:

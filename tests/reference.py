@@ -1,4 +1,4 @@
-"""The sharded model and an unsharded copy, trained on the same batches and compared: the base of most numerical tests.
+"""The sharded model and an unsharded copy, trained on the same batches and compared. New tests use ``scenario``.
 
 A function that a test runs on several ranks creates ``Twins(rank, world_size, model, **options)`` and calls ``train()``.
 Each step compares outputs, gradients and parameters. The expected gradients are the unsharded copies' means over ranks.
@@ -6,30 +6,18 @@ Each step compares outputs, gradients and parameters. The expected gradients are
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 from thunder_fsdp_sched import fsdp, full_state_dict
-from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 
 import thunder
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
+from scenario import loss_of, saved_for_backward
 
 __all__ = ["Twins", "loss_of", "saved_for_backward"]
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """Return a loss: the sum of scalar outputs and of weighted mean squares of others, so that every element matters."""
-    terms = []
-    for leaf in tree_leaves(output):
-        weights = torch.linspace(0.5, 1.5, leaf.numel(), dtype=leaf.dtype).view(leaf.shape)
-        terms.append(leaf if leaf.ndim == 0 else (leaf.square() * weights).mean())
-    return sum(terms)
 
 
 class Twins:
@@ -155,17 +143,3 @@ class Twins:
     def reduced(self, index: int = -1) -> list[str]:
         """Return the names of the buckets that a compiled backward reduces, in the order of reductions."""
         return [op.bucket for op in self.transform.compiled[index].backward_schedule.of("fsdp_reduce_scatter")]
-
-
-@contextlib.contextmanager
-def saved_for_backward() -> Iterator[list[torch.Tensor]]:
-    """Collect the tensors that compiled forwards save for backward."""
-    saved: list[torch.Tensor] = []
-    connect = thunder.connect_to_autograd
-
-    def spy(*args: Any, saved_tensors: Sequence[torch.Tensor], **kwargs: Any) -> Any:
-        saved.extend(map(local_rows, saved_tensors))
-        return connect(*args, saved_tensors=saved_tensors, **kwargs)
-
-    with mock.patch.object(thunder, "connect_to_autograd", spy):
-        yield saved

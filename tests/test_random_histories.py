@@ -1,6 +1,6 @@
 """Random orders of calls: the sharded model has the values of the unsharded one, or every rank raises.
 
-``--hypothesis-profile=long`` tries about 2,000 histories. A failure prints a call of :func:`replay` that reproduces it.
+``-m long`` tries about 2,000 histories. A failure prints a call of :func:`replay` that reproduces it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from history_runner import HistoryRunner
-from profiles import LONG
+from profiles import LONG, LONG_ONLY
 from random_histories import Action, Deviation, Scenario, deviating_scenarios, draw_numbered, scenarios
 from random_models import options_of
 from ranks import RankError, Ranks
@@ -150,7 +150,7 @@ def test_any_order_of_calls_gives_the_values_of_the_unsharded_model(ranks: Ranks
     _run_scenarios(ranks, range(34) if LONG else range(1), 60 if LONG else 20)
 
 
-@pytest.mark.skipif(not LONG, reason="many processes: --hypothesis-profile=long")
+@LONG_ONLY
 @pytest.mark.parametrize("world_size", [3, 4, 8])
 def test_any_order_of_calls_on_more_ranks(world_size: int) -> None:
     workers = Ranks(world_size)

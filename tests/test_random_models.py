@@ -1,6 +1,6 @@
 """Random models and options: schedules keep their promises on fake ranks, and results are unsharded ones on real ranks.
 
-``--hypothesis-profile=long`` tries thousands.
+``-m long`` tries thousands.
 """
 
 from __future__ import annotations

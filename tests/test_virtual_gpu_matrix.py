@@ -1,6 +1,6 @@
 """Typical uses of a sharded model on a virtual GPU: precision, offload, meshes, groups, no_sync, exceptions and more.
 
-``--hypothesis-profile=long`` runs the full matrix, ordinary runs a few cases.
+``-m long`` runs the full matrix, ordinary runs a few cases.
 """
 
 from __future__ import annotations

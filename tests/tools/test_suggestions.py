@@ -56,7 +56,7 @@ def check_promise(suggestion: Suggestion, nbytes: int, **options: Any) -> None:
 
 
 def check_promises(suggestions: Sequence[Suggestion], nbytes: int, **options: Any) -> None:
-    """Check the first suggestion of every second set of options, or all with ``--hypothesis-profile=long``."""
+    """Check the first suggestion of every second set of options, or all with ``-m long``."""
     first = {frozenset(change.partition("=")[0] for change in s.changes): s for s in reversed(suggestions)}
     for suggestion in suggestions if LONG else list(first.values())[::2]:
         check_promise(suggestion, nbytes, **options)

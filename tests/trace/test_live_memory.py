@@ -64,7 +64,7 @@ TRANSPORT_CASES: dict[str, dict[str, Any]] = {
 
 
 def half_of(cases: Iterable[str]) -> list[Any]:
-    """Leave two of four successive cases to the long profile: the second and the third, which differ in both options."""
+    """Leave two of four successive cases to long runs: the second and the third, which differ in both options."""
     return [pytest.param(case, marks=[LONG_ONLY] if number % 4 in (1, 2) else []) for number, case in enumerate(cases)]
 
 

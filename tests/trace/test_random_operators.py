@@ -3,7 +3,7 @@
 Each operator first runs unsharded under plain ``thunder.jit``. If it fails there or differs from eager torch, the defect is
 Thunder's and the operator is skipped. So are operators whose results are uninitialized memory. Random operators are
 compared with plain ``thunder.jit`` from the same seed. Where backward would draw again, gradients would belong to another
-sample, so the error that names the operator is the right outcome. ``--hypothesis-profile=long -s`` tries hundreds, and
+sample, so the error that names the operator is the right outcome. ``-m long -s`` tries hundreds, and
 shows the count of each outcome.
 """
 

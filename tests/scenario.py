@@ -1,0 +1,437 @@
+"""The harness of numerical tests: the same actions on a sharded model and on what it must equal.
+
+A *scenario* is data: how to make a model, the options of ``fsdp``, the number of ranks, a list of actions, and oracles. A
+table of scenarios is a test::
+
+    SCENARIOS = {
+        "accumulation": Scenario(stack, [do.micro_batch(0), do.micro_batch(1, no_sync=False), do.step()], {"prefetch": 2}),
+        "no prefetch": Scenario(stack, options={"prefetch": 0}, others=[{"prefetch": 9}], ranks=4, long=True),
+    }
+
+    @each(SCENARIOS)
+    def test_trains_like_the_unsharded_model(name: str) -> None:
+        SCENARIOS[name].run()
+
+An action is ``do.<method of Run>(...)``, or a function of the :class:`Run` for what needs more than data. Two oracles say
+what is right, and every action compares what it has computed with both: the *unsharded* model, which each rank trains on
+the batches of all ranks, so that comparing needs no communication; and *others*, the same model with other options, whose
+bits must be the same. A test with a single scenario may drive a :class:`Run` itself, in a function under ``ranks.on_ranks``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched.runtime.row_dtensor import local_rows
+
+import pytest
+import thunder
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Action", "Run", "Scenario", "Unsharded", "do", "each", "everywhere", "loss_of", "saved_for_backward", "sgd"]
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """Return a loss: the sum of scalar outputs and of weighted mean squares of others, so that every element matters."""
+    terms = []
+    for leaf in tree_leaves(output):
+        weights = torch.linspace(0.5, 1.5, leaf.numel(), dtype=leaf.dtype).view(leaf.shape)
+        terms.append(leaf if leaf.ndim == 0 else (leaf.square() * weights).mean())
+    return sum(terms)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def everywhere(value: Any) -> list[Any]:
+    """Return the values of all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@dataclass(frozen=True)
+class Action:
+    """A call of a method of :class:`Run`. Write ``do.step(set_to_none=False)``."""
+
+    kind: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __call__(self, run: Run) -> Any:
+        return getattr(run, self.kind)(*self.args, **self.kwargs)
+
+
+class _Actions:
+    def __getattr__(self, kind: str) -> Callable[..., Action]:
+        assert hasattr(Run, kind), f"Run has no method {kind}"
+        return lambda *args, **kwargs: Action(kind, args, kwargs)
+
+
+do = _Actions()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A model, how it is sharded, what is done with it, and what it must equal. See :class:`Run` for what is not said here.
+
+    Attributes:
+        model: makes the model. Its method ``inputs(generator, **size)`` makes a batch.
+        options: of ``fsdp``, or a function that makes them on a rank, for process groups.
+        long: whether only ``-m long`` runs it: a combination that adds no code path.
+    """
+
+    model: Callable[[], nn.Module]
+    actions: Sequence[Callable[[Run], Any]] = (Action("train"),)
+    options: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(default_factory=dict)
+    others: Sequence[Mapping[str, Any] | Callable[[nn.Module], nn.Module]] = ()
+    oracle: str | None = "unsharded"
+    tolerance: float | None = None
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
+    ranks: int = 2
+    long: bool = False
+
+    def run(self, **more: Any) -> Run:
+        """Run all actions on this rank and return the :class:`Run`, for further assertions."""
+        torch.manual_seed(0)
+        options = self.options() if callable(self.options) else self.options
+        own = {name: getattr(self, name) for name in ("others", "oracle", "tolerance", "optimizer")}
+        run = Run(self.model(), **own, **options, **more)
+        for action in self.actions:
+            action(run)
+        return run
+
+
+def each(table: Mapping[str, Scenario]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Turn a function with an argument ``name`` into a test that runs on the ranks of each scenario of a table."""
+    names = [pytest.param(name, marks=pytest.mark.long if s.long else ()) for name, s in table.items()]
+    ranks = on_ranks(lambda name, **_: table[name].ranks)
+    return lambda function: pytest.mark.parametrize("name", names)(ranks(function))
+
+
+@dataclass
+class Pending:
+    """Losses whose backward has not run yet: one for each sharded model, and the unsharded model's by rank."""
+
+    losses: list[torch.Tensor]
+    expected: dict[int, torch.Tensor]
+    no_sync: bool
+
+
+class Unsharded:
+    """The unsharded model, trained on the batches of all ranks in one process.
+
+    Attributes:
+        models: by rank. They share parameters, and each has its own buffers.
+        params: parameters by each of their names.
+        unreduced: by rank, the gradients that are not in ``.grad`` yet.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], model: nn.Module, compiled: Callable[[nn.Module], nn.Module] | None
+    ) -> None:
+        if compiled is None:
+            self.models = {rank: copy.deepcopy(model, {id(p): p for p in model.parameters()}) for rank in ranks}
+        else:
+            self.models = dict.fromkeys(ranks, compiled(model))
+        self.params = dict(self.models[ranks[0]].named_parameters(remove_duplicate=False))
+        self.unreduced: dict[int, dict[nn.Parameter, torch.Tensor]] = {rank: {} for rank in ranks}
+
+    def backward(self, losses: Mapping[int, torch.Tensor], *, retain: bool = False) -> None:
+        """Add the gradients of each rank's loss to those that are unreduced."""
+        params = dict.fromkeys(self.params.values())
+        kept = {param: param.grad for param in params}
+        for rank, loss in losses.items():
+            for param in params:
+                param.grad = None
+            loss.backward(retain_graph=retain)
+            of_rank = self.unreduced[rank]
+            for param in params:
+                if param.grad is not None:
+                    of_rank[param] = of_rank[param] + param.grad if param in of_rank else param.grad
+        for param, grad in kept.items():
+            param.grad = grad
+
+    def reduce(self) -> None:
+        """Add the means over ranks to ``.grad``."""
+        for param in dict.fromkeys(self.params.values()):
+            terms = [of_rank.pop(param) for of_rank in self.unreduced.values() if param in of_rank]
+            if terms:
+                mean = sum(terms) / len(self.unreduced)
+                param.grad = mean if param.grad is None else param.grad + mean
+
+
+class Run:
+    """Models that are driven by the same actions and compared after each. Create it on every rank.
+
+    Args:
+        model: the model to shard. Its copies become the oracles.
+        others: for each further sharded model its options of ``fsdp``, or a function that makes it from a copy of the
+            module (such as ``fully_shard``). Its bits must be those of the first.
+        oracle: ``"unsharded"``, ``"compiled"`` (the unsharded model compiled by Thunder), or ``None``.
+        tolerance: relative and absolute, between the sharded and the unsharded model; 0 requires equal bits. By default
+            the model's ``tolerance`` or 1e-11: Thunder's decompositions round differently from eager torch, in float64 by
+            about 1e-15, which three steps amplify a little.
+        optimizer: makes an optimizer of a list of parameters.
+        before, after: transforms around ``fsdp``'s.
+        dtype: of floating-point inputs, if not the one that the model makes.
+        options: of ``fsdp``. A tuple as ``mesh`` becomes a mesh of that shape.
+
+    Attributes:
+        model, transform: the first sharded model, and the ``fsdp(...)`` in use.
+        models: all sharded models.
+        unsharded, reference: the unsharded model, and its module for this rank.
+        pending: losses whose backward has not run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        others: Sequence[Mapping[str, Any] | Callable[[nn.Module], nn.Module]] = (),
+        oracle: str | None = "unsharded",
+        tolerance: float | None = None,
+        optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+        before: Sequence[Any] = (),
+        after: Sequence[Any] = (),
+        jit_options: Mapping[str, Any] | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        if isinstance(options.get("mesh"), tuple):
+            options["mesh"] = init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicate", "shard"))
+        self.rank, self.dtype = dist.get_rank(), dtype
+        self.ranks = _ranks_of(options)
+        self.tolerance = getattr(model, "tolerance", 1e-11) if tolerance is None else tolerance
+        self.make_inputs = copy.deepcopy(model).inputs
+        self.unsharded: Unsharded | None = None
+        if oracle is not None:
+            jit = lambda module: thunder.jit(module, transforms=[*before, *after], **(jit_options or {}))  # noqa: E731
+            self.unsharded = Unsharded(self.ranks, copy.deepcopy(model), jit if oracle == "compiled" else None)
+        copies = [copy.deepcopy(model) for _ in others]
+        self.transform = tfs.fsdp(**options)
+        self.model = thunder.jit(model, transforms=[*before, self.transform, *after], **(jit_options or {}))
+        self.models = [self.model]
+        for other, module in zip(others, copies, strict=True):
+            sharded = other(module) if callable(other) else thunder.jit(module, transforms=[tfs.fsdp(**other)])
+            self.models.append(sharded)
+        self.pending: list[Pending] = []
+        self.use(optimizer)
+
+    @property
+    def reference(self) -> nn.Module:
+        assert self.unsharded is not None
+        return self.unsharded.models[self.rank]
+
+    @property
+    def every(self) -> list[nn.Module]:
+        """The sharded models and all unsharded ones."""
+        unsharded = [] if self.unsharded is None else dict.fromkeys(self.unsharded.models.values())
+        return [*self.models, *unsharded]
+
+    def inputs(self, step: int = 0, *, rank: int | None = None, **size: Any) -> tuple[torch.Tensor, ...]:
+        """Return a rank's batch for a step: the same for all models, different for each rank."""
+        rank = self.rank if rank is None else rank
+        size = {
+            name: value[self.ranks.index(rank)] if isinstance(value, tuple) else value for name, value in size.items()
+        }
+        made = self.make_inputs(torch.Generator().manual_seed(1000 * step + rank), **size)
+        return tuple(x.to(self.dtype) if self.dtype and x.is_floating_point() else x for x in made)
+
+    #
+    # Actions
+    #
+
+    def use(self, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+        """Create an optimizer for the trainable parameters of each model."""
+        self.make_optimizer = optimizer
+        models = [*self.models, *([] if self.unsharded is None else [self.reference])]
+        self.optimizers = [optimizer([p for p in model.parameters() if p.requires_grad]) for model in models]
+
+    def train(self, steps: int = 3, *args: Any, first: int = 0, **size: Any) -> None:
+        """Run whole steps, whose number is the seed of their batches."""
+        for step in range(first, first + steps):
+            self.micro_batch(step, *args, no_sync=False, **size)
+            self.step()
+
+    def micro_batch(self, step: int = 0, *args: Any, no_sync: bool = True, **size: Any) -> None:
+        """Run forward and backward."""
+        self.forward(step, *args, no_sync=no_sync, **size)
+        self.backward()
+
+    def forward(self, step: int = 0, *args: Any, no_sync: bool = False, grad: bool = True, **size: Any) -> Any:
+        """Run forward, compare outputs, and return the first model's. ``args`` follow the inputs.
+
+        A tuple as a size holds one value for each rank.
+        """
+        outputs = []
+        for model in self.models:
+            with _no_sync(model, no_sync), torch.set_grad_enabled(grad):
+                outputs.append(model(*self.inputs(step, **size), *args))
+        for other in outputs[1:]:
+            self.close(other, outputs[0], "output", tolerance=0)
+        expected = {}
+        if self.unsharded is not None:
+            for rank, model in self.unsharded.models.items():
+                with torch.set_grad_enabled(grad):
+                    expected[rank] = model(*self.inputs(step, rank=rank, **size), *args)
+            self.close(outputs[0], expected[self.rank], "output")
+        if grad:
+            losses = {rank: loss_of(output) for rank, output in expected.items()}
+            self.pending.append(Pending([loss_of(output) for output in outputs], losses, no_sync))
+        return outputs[0]
+
+    def backward(self, which: int = -1, *, retain: bool = False) -> None:
+        """Run the backward of a pending loss, and reduce gradients unless its forward ran under ``no_sync``."""
+        pending = self.pending[which] if retain else self.pending.pop(which)
+        for model, loss in zip(self.models, pending.losses, strict=True):
+            with _no_sync(model, pending.no_sync):
+                loss.backward(retain_graph=retain)
+        if self.unsharded is not None:
+            self.unsharded.backward(pending.expected, retain=retain)
+            if not pending.no_sync:
+                self.unsharded.reduce()
+
+    def clip(self, max_norm: float = 0.05) -> None:
+        """Clip gradients and compare their norms."""
+        norms = [tfs.clip_grad_norm_(model, max_norm) for model in self.models]
+        for norm in norms[1:]:
+            self.close(norm, norms[0], "norm", tolerance=0)
+        if self.unsharded is not None:
+            expected = torch.nn.utils.clip_grad_norm_(dict.fromkeys(self.unsharded.params.values()), max_norm)
+            self.close(norms[0], expected, "norm")
+
+    def step(self, *, set_to_none: bool = True) -> None:
+        """Compare gradients, step optimizers, zero gradients, and compare parameters."""
+        self.compare_gradients()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        self.compare_parameters()
+
+    def mode(self, *, training: bool) -> None:
+        for model in self.every:
+            model.train(training)
+
+    def freeze(self, *names: str, frozen: bool = True) -> None:
+        for model in self.every:
+            for name in names:
+                model.get_parameter(name).requires_grad_(not frozen)
+
+    def change(self, change: Callable[[torch.Tensor], Any], *names: str) -> None:
+        """Change parameters in place, all if no name is given, by an elementwise function."""
+        models = [*self.models, *([] if self.unsharded is None else [self.reference])]
+        for model in models:
+            for param in map(model.get_parameter, names) if names else model.parameters():
+                with torch.no_grad():
+                    change(param)
+
+    def save_and_load(self) -> None:
+        """Save checkpoints, zero parameters, create new optimizers, load, and compare."""
+        folder = Path(everywhere(tempfile.mkdtemp())[0])
+        for number, model in enumerate(self.models):
+            tfs.save_checkpoint(folder / str(number), model, self.optimizers[number])
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.zero_()
+            self.optimizers[number] = self.make_optimizer([p for p in model.parameters() if p.requires_grad])
+            tfs.load_checkpoint(folder / str(number), model, self.optimizers[number])
+        self.compare_parameters()
+        dist.barrier()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    #
+    # Comparisons
+    #
+
+    def rows(self, name: str, unsharded_value: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of a parameter's value."""
+        bucket, index = self.transform.sharded.locations[name]
+        return bucket.local_rows(index, unsharded_value)
+
+    def compare_gradients(self) -> None:
+        """Compare this rank's rows with those of the mean over ranks, and whole gradients between sharded models."""
+        for name in self.transform.sharded.shards:
+            grad = self.model.get_parameter(name).grad
+            if self.unsharded is not None:
+                mean = self.unsharded.params[name].grad
+                assert (grad is None) == (mean is None), f"gradient of {name}: {grad}, expected {mean}"
+                if grad is not None:
+                    self.close(grad.to_local(), self.rows(name, mean), f"gradient of {name}")
+            for model in self.models[1:]:
+                other = model.get_parameter(name).grad
+                assert (grad is None) == (other is None), f"gradient of {name}: {grad}, expected {other}"
+                if grad is not None:
+                    self.close(other.full_tensor(), grad.full_tensor(), f"gradient of {name}", tolerance=0)
+
+    def compare_parameters(self) -> None:
+        """Compare parameters and buffers."""
+        ours = tfs.full_state_dict(self.model)
+        for model in self.models[1:]:
+            for name, value in _whole(model).items():
+                self.close(value, ours[name], name, tolerance=0)
+        if self.unsharded is not None:
+            theirs = self.reference.state_dict()
+            for name, value in ours.items():
+                self.close(value, theirs[name], name)
+
+    def close(self, actual: Any, expected: Any, what: str, *, tolerance: float | None = None) -> None:
+        bound = self.tolerance if tolerance is None else tolerance
+        message = lambda text: f"{what} on rank {self.rank}: {text}"  # noqa: E731
+        torch.testing.assert_close(actual, expected, rtol=bound, atol=bound, msg=message)
+
+    #
+    # What has been compiled
+    #
+
+    def buckets(self, symbol: str, *, backward: bool = False, index: int = -1) -> list[str]:
+        """Return the buckets of a kind of communication in a compiled trace, in the order of the trace."""
+        compiled = self.transform.compiled[index]
+        schedule = compiled.backward_schedule if backward else compiled.forward_schedule
+        return [op.bucket for op in schedule.of(symbol)]
+
+
+def _ranks_of(options: Mapping[str, Any]) -> list[int]:
+    """Return the ranks over which gradients are averaged."""
+    if options.get("mesh") is not None:
+        return options["mesh"].mesh.flatten().tolist()
+    return dist.get_process_group_ranks(options.get("process_group") or dist.group.WORLD)
+
+
+def _no_sync(model: Any, no_sync: bool) -> contextlib.AbstractContextManager[Any]:
+    return model.no_sync() if no_sync else contextlib.nullcontext()
+
+
+def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    if isinstance(model, thunder.core.module.ThunderModule):
+        return tfs.full_state_dict(model)
+    return {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.state_dict().items()}
+
+
+@contextlib.contextmanager
+def saved_for_backward() -> Iterator[list[torch.Tensor]]:
+    """Collect the tensors that compiled forwards save for backward."""
+    saved: list[torch.Tensor] = []
+    connect = thunder.connect_to_autograd
+
+    def spy(*args: Any, saved_tensors: Sequence[torch.Tensor], **kwargs: Any) -> Any:
+        saved.extend(map(local_rows, saved_tensors))
+        return connect(*args, saved_tensors=saved_tensors, **kwargs)
+
+    with mock.patch.object(thunder, "connect_to_autograd", spy):
+        yield saved
