@@ -92,7 +92,7 @@ class Scenario:
 
     Attributes:
         model: makes the model. Its method ``inputs(generator, **size)`` makes a batch.
-        options: of ``fsdp``, or a function that makes them on a rank, for process groups.
+        options: of ``fsdp``, and further arguments of :class:`Run`; or a function that makes them on a rank.
         long: whether only ``-m long`` runs it: a combination that adds no code path.
     """
 
@@ -112,7 +112,8 @@ class Scenario:
         options = self.options() if callable(self.options) else self.options
         own = {name: getattr(self, name) for name in ("others", "oracle", "tolerance", "optimizer")}
         run = Run(self.model(), **own, **options, **more)
-        for action in self.actions:
+        for number, action in enumerate(self.actions):
+            run.at = f"action {number}, {action}"
             action(run)
         return run
 
@@ -197,6 +198,7 @@ class Run:
         models: all sharded models.
         unsharded, reference: the unsharded model, and its module for this rank.
         pending: losses whose backward has not run.
+        at: the current action, for messages.
     """
 
     def __init__(
@@ -218,7 +220,8 @@ class Run:
         self.rank, self.dtype = dist.get_rank(), dtype
         self.ranks = _ranks_of(options)
         self.tolerance = getattr(model, "tolerance", 1e-11) if tolerance is None else tolerance
-        self.make_inputs = copy.deepcopy(model).inputs
+        original = copy.deepcopy(model)
+        self.make_inputs, self.initial = original.inputs, original.state_dict()
         self.unsharded: Unsharded | None = None
         if oracle is not None:
             jit = lambda module: thunder.jit(module, transforms=[*before, *after], **(jit_options or {}))  # noqa: E731
@@ -231,6 +234,7 @@ class Run:
             sharded = other(module) if callable(other) else thunder.jit(module, transforms=[tfs.fsdp(**other)])
             self.models.append(sharded)
         self.pending: list[Pending] = []
+        self.at = ""
         self.use(optimizer)
 
     @property
@@ -262,6 +266,15 @@ class Run:
         self.make_optimizer = optimizer
         models = [*self.models, *([] if self.unsharded is None else [self.reference])]
         self.optimizers = [optimizer([p for p in model.parameters() if p.requires_grad]) for model in models]
+
+    def reset(self) -> None:
+        """Restore the initial parameters and buffers, forget gradients and losses, and create new optimizers."""
+        for model in self.every:
+            (model.load_original_state_dict if _is_jitted(model) else model.load_state_dict)(self.initial)
+            for param in model.parameters():
+                param.grad = None
+        self.pending.clear()
+        self.use(self.make_optimizer)
 
     def train(self, steps: int = 3, *args: Any, first: int = 0, **size: Any) -> None:
         """Run whole steps, whose number is the seed of their batches."""
@@ -392,7 +405,7 @@ class Run:
 
     def close(self, actual: Any, expected: Any, what: str, *, tolerance: float | None = None) -> None:
         bound = self.tolerance if tolerance is None else tolerance
-        message = lambda text: f"{what} on rank {self.rank}: {text}"  # noqa: E731
+        message = lambda text: f"{what} on rank {self.rank}, {self.at}: {text}"  # noqa: E731
         torch.testing.assert_close(actual, expected, rtol=bound, atol=bound, msg=message)
 
     #
@@ -417,8 +430,12 @@ def _no_sync(model: Any, no_sync: bool) -> contextlib.AbstractContextManager[Any
     return model.no_sync() if no_sync else contextlib.nullcontext()
 
 
+def _is_jitted(model: nn.Module) -> bool:
+    return isinstance(model, thunder.core.module.ThunderModule)
+
+
 def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    if isinstance(model, thunder.core.module.ThunderModule):
+    if _is_jitted(model):
         return tfs.full_state_dict(model)
     return {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.state_dict().items()}
 
