@@ -20,7 +20,7 @@ import pytest
 import thunder
 import torch
 from models import Stack
-from ranks import Ranks
+from ranks import Ranks, on_ranks
 from reference import Twins, loss_of, saved_for_backward
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, _fully_shard
@@ -66,7 +66,8 @@ def test_the_code_under_extending_runs(title: str) -> None:
     run_blocks(INTRODUCTION, section("extending.md", title))
 
 
-def _train_through_the_documented_transport(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_documented_transport_trains_like_the_unsharded_model(rank: int, world_size: int) -> None:
     from thunder_fsdp_sched.transports import TRANSPORTS
 
     before = dict(TRANSPORTS)
@@ -78,10 +79,6 @@ def _train_through_the_documented_transport(rank: int, world_size: int) -> None:
     finally:
         TRANSPORTS.clear()
         TRANSPORTS.update(before)
-
-
-def test_the_documented_transport_trains_like_the_unsharded_model(ranks: Ranks) -> None:
-    ranks.run(_train_through_the_documented_transport)
 
 
 def _record_collectives(rank: int, world_size: int) -> list[str]:
@@ -268,7 +265,8 @@ def _batches_of(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return batches
 
 
-def _normalize_by_tokens(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_recipe_for_tokens_gives_the_mean_over_all_tokens(rank: int) -> None:
     torch.manual_seed(0)
     module = _Words().double()
     expected = copy.deepcopy(module)
@@ -289,11 +287,8 @@ def _normalize_by_tokens(rank: int, world_size: int) -> None:
         torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-9, atol=1e-9)
 
 
-def test_the_recipe_for_tokens_gives_the_mean_over_all_tokens(ranks: Ranks) -> None:
-    ranks.run(_normalize_by_tokens)
-
-
-def _recompute_activations(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_wrapped_blocks_are_recomputed_without_more_communication(rank: int, world_size: int) -> None:
     names = {"tfs": thunder_fsdp_sched, "thunder": thunder, "Block": torch.nn.Sequential}
     names["apply_activation_checkpointing"] = apply_activation_checkpointing
     [block] = blocks_of(section("training.md", "Recompute activations"))
@@ -318,7 +313,3 @@ def _recompute_activations(rank: int, world_size: int) -> None:
         schedule = names["model"]._lc_transforms[-1].schedules[-1]
         gathers.append([len(part.of("fsdp_all_gather")) for part in (schedule.forward, schedule.backward)])
     assert saved_bytes[1] < saved_bytes[0] and gathers[1] == gathers[0]
-
-
-def test_wrapped_blocks_are_recomputed_without_more_communication(ranks: Ranks) -> None:
-    ranks.run(_recompute_activations)

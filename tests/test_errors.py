@@ -12,7 +12,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from models import Model, Stack
-from ranks import Ranks
+from ranks import Ranks, on_ranks
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -147,7 +147,29 @@ class _Subclassed(nn.Parameter):
     pass
 
 
-def _shard_invalid_module(rank: int, world_size: int, case: str) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        "shared memory",
+        "two dtypes",
+        "subclass",
+        "sparse",
+        "unknown ignored name",
+        "foreign ignored parameter",
+        "rule gives no name",
+        "broadcast from outside",
+        "broadcast of meta",
+        "three-dimensional mesh",
+        "mesh and process group",
+        pytest.param(
+            "GPU without CUDA", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+        ),
+        "sharded twice",
+        "used for another module",
+    ],
+)
+@on_ranks(2)
+def test_invalid_modules_and_options_are_refused_on_every_rank(rank: int, world_size: int, case: str) -> None:
     model: nn.Module = Stack(2)
     options: dict[str, Any] = {}
     if case == "shared memory":
@@ -210,31 +232,6 @@ def _shard_invalid_module(rank: int, world_size: int, case: str) -> None:
             torch.testing.assert_close(param.detach(), before[name], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "shared memory",
-        "two dtypes",
-        "subclass",
-        "sparse",
-        "unknown ignored name",
-        "foreign ignored parameter",
-        "rule gives no name",
-        "broadcast from outside",
-        "broadcast of meta",
-        "three-dimensional mesh",
-        "mesh and process group",
-        pytest.param(
-            "GPU without CUDA", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-        ),
-        "sharded twice",
-        "used for another module",
-    ],
-)
-def test_invalid_modules_and_options_are_refused_on_every_rank(ranks: Ranks, case: str) -> None:
-    ranks.run(_shard_invalid_module, case)
-
-
 class _WritesParameter(Model):
     """A model that changes a parameter in forward."""
 
@@ -248,7 +245,8 @@ class _WritesParameter(Model):
         return self.first.forward(x) + self.steps
 
 
-def _change_a_parameter_in_forward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_error_names_a_parameter_that_forward_changes() -> None:
     sharded = thunder.jit(_WritesParameter(), transforms=[fsdp()])
     with pytest.raises(NotImplementedError, match=r"parameter 'steps' in place during forward.*buffer.*ignored_params"):
         sharded(torch.ones(2, 4))
@@ -258,11 +256,8 @@ def _change_a_parameter_in_forward(rank: int, world_size: int) -> None:
         assert corrected.get_parameter("steps").tolist() == [expected] * 4
 
 
-def test_the_error_names_a_parameter_that_forward_changes(ranks: Ranks) -> None:
-    ranks.run(_change_a_parameter_in_forward)
-
-
-def _convert_after_sharding(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_module_that_is_converted_after_sharding_is_refused() -> None:
     sharded = thunder.jit(Stack(2), transforms=[fsdp()])
     sharded.double()
     with pytest.raises(
@@ -271,11 +266,8 @@ def _convert_after_sharding(rank: int, world_size: int) -> None:
         sharded(torch.ones(2, 4, dtype=torch.float64))
 
 
-def test_a_module_that_is_converted_after_sharding_is_refused(ranks: Ranks) -> None:
-    ranks.run(_convert_after_sharding)
-
-
-def _shard_outside_of_the_group(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_rank_outside_of_the_process_group_raises(rank: int) -> None:
     group = dist.new_group([0])
     if rank == 0:
         thunder.jit(Stack(1), transforms=[fsdp(process_group=group)])
@@ -284,20 +276,13 @@ def _shard_outside_of_the_group(rank: int, world_size: int) -> None:
             thunder.jit(Stack(1), transforms=[fsdp(process_group=group)])
 
 
-def test_a_rank_outside_of_the_process_group_raises(ranks: Ranks) -> None:
-    ranks.run(_shard_outside_of_the_group)
-
-
-def _shard_different_modules(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_error_of_different_modules_on_ranks_shows_the_difference(rank: int) -> None:
     width = 4 + 4 * rank
     with pytest.raises(
         RuntimeError, match=r"(?s)disagree: the parameters to shard.*rank 0: .*\[4, 4\].*rank 1: .*\[8, 8\]"
     ):
         thunder.jit(Stack(1, width=width), transforms=[fsdp()])
-
-
-def test_the_error_of_different_modules_on_ranks_shows_the_difference(ranks: Ranks) -> None:
-    ranks.run(_shard_different_modules)
 
 
 class _Layouts(Model):

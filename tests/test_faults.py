@@ -19,7 +19,7 @@ import thunder
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from ranks import RankError, Ranks, fork_server
+from ranks import RankError, Ranks, fork_server, on_ranks
 from torch import nn
 from tracing_shortcuts import tracing_shortcuts
 
@@ -200,7 +200,8 @@ def test_a_rank_slower_than_the_timeout_of_the_group_is_an_error(ranks: Ranks) -
         ranks.run(_exceed_the_timeout, timeout=MAX_SECONDS)
 
 
-def _two_models(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_two_interleaved_models_train_as_they_do_separately(rank: int) -> None:
     both = [_model(seed) for seed in (0, 1)]
     alone = [_model(seed) for seed in (0, 1)]
     for step in range(2):  # both forwards before both backwards
@@ -218,10 +219,6 @@ def _two_models(rank: int, world_size: int) -> None:
     for (together, _), (single, _) in zip(both, alone, strict=True):
         ours, theirs = full_state_dict(together), full_state_dict(single)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_two_interleaved_models_train_as_they_do_separately(ranks: Ranks) -> None:
-    ranks.run(_two_models)
 
 
 def _twenty_steps(rank: int, world_size: int) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import pytest
 import thunder
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from ranks import on_ranks
 from thunder.extend import get_executor
 from thunder.recipes import BaseRecipe
 from torch import nn
@@ -49,7 +49,9 @@ def _check(ours: nn.Module, reference: nn.Module, x: torch.Tensor) -> None:
                 torch.testing.assert_close(grad.full_tensor(), param.grad)
 
 
-def _compile_and_train(rank: int, world_size: int) -> None:
+@WITHOUT_NVFUSER
+@on_ranks(2)
+def test_compile_with_the_default_recipe_trains_like_the_unsharded_model(rank: int) -> None:
     model = _Model().double()
     reference = copy.deepcopy(model)
     with pytest.warns(UserWarning, match=r"Thunder's default executors .* are used instead") as caught:
@@ -94,11 +96,6 @@ def _compile_and_train(rank: int, world_size: int) -> None:
         fused = thunder.compile(_Model(), recipe=recipe, plugins=FSDPSched(sharding_strategy="zero2"))
     assert get_executor("torchcompile") in thunder.compile_data(fused).executors_list
     assert not any(bucket.reshard_after_forward for bucket in find_transform(fused).plan)
-
-
-@WITHOUT_NVFUSER
-def test_compile_with_the_default_recipe_trains_like_the_unsharded_model(ranks: Ranks) -> None:
-    ranks.run(_compile_and_train)
 
 
 def test_a_recipe_for_thunder_fx_is_refused() -> None:

@@ -9,7 +9,7 @@ from thunder_fsdp_sched import fsdp
 import pytest
 import thunder
 import torch
-from ranks import Ranks
+from ranks import on_ranks
 from torch import nn
 
 WAYS = ("closure", "class", "object", "function", "argument")
@@ -48,7 +48,9 @@ def _holding(way: str, view: torch.Tensor) -> type[nn.Module]:
     return Derived
 
 
-def _refuse(rank: int, world_size: int, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_forward_must_not_read_a_view_created_before_sharding(way: str) -> None:
     weight, x = nn.Parameter(torch.ones(4, 4)), torch.ones(2, 4)
     view = weight.detach().t()
     torch.manual_seed(0)
@@ -63,8 +65,3 @@ def _refuse(rank: int, world_size: int, way: str) -> None:
             model(x, view)
     expected = with_copy(x, copy)
     assert torch.allclose(thunder.jit(with_copy, transforms=[fsdp()])(x, copy), expected)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_forward_must_not_read_a_view_created_before_sharding(ranks: Ranks, way: str) -> None:
-    ranks.run(_refuse, way)

@@ -23,7 +23,7 @@ import thunder
 import torch
 from models import Stack
 from profiles import LONG, LONG_ONLY
-from ranks import Ranks
+from ranks import Ranks, on_ranks
 from reference import Twins
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -169,7 +169,11 @@ def _swap_around_a_forward(rank: int, world_size: int, strategy: str) -> None:
     twins.check_grads()
 
 
-def _swap_parameters(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@on_ranks(2)
+def test_parameters_swapped_in_temporarily_do_not_affect_other_forwards_or_backwards(
+    rank: int, world_size: int, strategy: str
+) -> None:
     _swap_around_a_forward(rank, world_size, strategy)
     policy = MixedPrecisionPolicy(torch.float32, torch.float64, output_dtype=torch.float64)
     for options, tolerance in (({}, 1e-11), ({"mp_policy": policy}, 1e-5)):
@@ -209,14 +213,8 @@ def _swap_parameters(rank: int, world_size: int, strategy: str) -> None:
             twins.update()
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_parameters_swapped_in_temporarily_do_not_affect_other_forwards_or_backwards(
-    ranks: Ranks, strategy: str
-) -> None:
-    ranks.run(_swap_parameters, strategy)
-
-
-def _fail_while_accumulating(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_unreduced_gradients_survive_a_failed_backward_or_must_be_discarded(rank: int, world_size: int) -> None:
     twins = Twins(rank, world_size, Stack(1).double(), transport="flat")
     injector = _FaultInjector(rank)
     with injector.installed("flat"):
@@ -266,11 +264,8 @@ def _fail_while_accumulating(rank: int, world_size: int) -> None:
         twins.update()
 
 
-def test_unreduced_gradients_survive_a_failed_backward_or_must_be_discarded(ranks: Ranks) -> None:
-    ranks.run(_fail_while_accumulating)
-
-
-def _interrupt_an_issue(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_memory_of_an_interrupted_collective_is_never_reused() -> None:
     transform = fsdp(bucketing_strategy="layer", transport="flat")
     thunder.jit(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), transforms=[transform])
     first, second = transform.sharded.buckets
@@ -293,10 +288,6 @@ def _interrupt_an_issue(rank: int, world_size: int) -> None:
     assert (
         vars(alias).keys() == vars(first).keys() and alias.shard is first.shard and alias.params[0] is first.params[0]
     )
-
-
-def test_memory_of_an_interrupted_collective_is_never_reused(ranks: Ranks) -> None:
-    ranks.run(_interrupt_an_issue)
 
 
 class _FailingWork:

@@ -17,7 +17,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from models import Stack
-from ranks import Ranks
+from ranks import on_ranks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
@@ -31,7 +31,9 @@ def _resources() -> dict[str, Any]:
     }
 
 
-def _make_and_drop(rank: int, world_size: int) -> None:
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts through /proc")
+@on_ranks(2)
+def test_dropped_models_release_all_resources() -> None:
     pair = dist.new_group([0, 1])
     for options in (
         {"separate_reduce_scatter_group": True, "process_group": pair},
@@ -59,12 +61,8 @@ def _make_and_drop(rank: int, world_size: int) -> None:
     assert after["threads"] < before["threads"] and after["descriptors"] < before["descriptors"]
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts through /proc")
-def test_dropped_models_release_all_resources(ranks: Ranks) -> None:
-    ranks.run(_make_and_drop)
-
-
-def _level_group_counts(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_groups_created_to_level_group_counts_are_destroyed(rank: int) -> None:
     known = len(process_groups())
     if rank == 0:
         mine = [dist.new_group([0], use_local_synchronization=True) for _ in range(2)]
@@ -90,11 +88,8 @@ def _level_group_counts(rank: int, world_size: int) -> None:
     dist.destroy_process_group(another)
 
 
-def test_groups_created_to_level_group_counts_are_destroyed(ranks: Ranks) -> None:
-    ranks.run(_level_group_counts)
-
-
-def _many_shapes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_oldest_shapes_are_evicted_after_a_warning(rank: int) -> None:
     ours = fsdp()
     model = thunder.jit(torch.nn.Sequential(torch.nn.Linear(4, 4)), transforms=[ours])
     limits = pytest.MonkeyPatch()
@@ -117,11 +112,8 @@ def _many_shapes(rank: int, world_size: int) -> None:
         limits.undo()
 
 
-def test_the_oldest_shapes_are_evicted_after_a_warning(ranks: Ranks) -> None:
-    ranks.run(_many_shapes)
-
-
-def _fail_to_compile(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_failed_compile_leaves_no_traces() -> None:
     ours = fsdp()
     model = thunder.jit(Stack(1).double(), transforms=[ours])
     with pytest.MonkeyPatch.context() as patch:
@@ -146,11 +138,8 @@ def _fail_to_compile(rank: int, world_size: int) -> None:
     assert len(ours.compiled) == 2 and ours.schedules[1].backward is None
 
 
-def test_a_failed_compile_leaves_no_traces(ranks: Ranks) -> None:
-    ranks.run(_fail_to_compile)
-
-
-def _free_shared_memory(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_shared_memory_is_unmapped_with_its_buckets_and_group(rank: int) -> None:
     transport = shared_memory.register()
     handles: weakref.WeakSet[Any] = weakref.WeakSet()
     rendezvous = transport.memory.rendezvous
@@ -184,7 +173,3 @@ def _free_shared_memory(rank: int, world_size: int) -> None:
     del pair
     gc.collect()
     assert not len(handles), "the allocation must be freed with the group"
-
-
-def test_shared_memory_is_unmapped_with_its_buckets_and_group(ranks: Ranks) -> None:
-    ranks.run(_free_shared_memory)

@@ -13,7 +13,7 @@ import pytest
 import thunder
 import torch
 from models import Stack
-from ranks import Ranks
+from ranks import Ranks, on_ranks
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 
@@ -82,7 +82,8 @@ def test_offloaded_shards_give_the_same_bits(
     ranks.run(_offload, strategy, policy, tmp_path if strategy == "zero3" else None)
 
 
-def _compare_with_fsdp2(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_offloaded_parameters_are_bit_equal_to_those_of_fsdp2(rank: int) -> None:
     policy = CPUOffloadPolicy(pin_memory=False)
     ours = thunder.jit(_model(), transforms=[fsdp(offload_policy=policy)])
     theirs = _model()
@@ -100,11 +101,8 @@ def _compare_with_fsdp2(rank: int, world_size: int) -> None:
         assert torch.equal(state[name], param.full_tensor()), name
 
 
-def test_offloaded_parameters_are_bit_equal_to_those_of_fsdp2(ranks: Ranks) -> None:
-    ranks.run(_compare_with_fsdp2)
-
-
-def _track_shard_copies(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_no_copy_of_a_shard_outlives_its_gather(rank: int) -> None:
     model = thunder.jit(_model(), transforms=[transform := fsdp(offload_policy=CPUOffloadPolicy())])
     sent = []
     load = shard_source.OffloadedShardSource.shard
@@ -121,10 +119,6 @@ def _track_shard_copies(rank: int, world_size: int) -> None:
             model(_inputs(step, rank)).square().mean().backward()
     assert len(sent) > len(transform.plan)
     assert all(torch.UntypedStorage._expired(ref) for ref in sent)
-
-
-def test_no_copy_of_a_shard_outlives_its_gather(ranks: Ranks) -> None:
-    ranks.run(_track_shard_copies)
 
 
 def test_invalid_offload_policies_are_refused(ranks: Ranks) -> None:

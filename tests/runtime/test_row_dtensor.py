@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Ranks
+from ranks import Ranks, on_ranks
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -202,7 +202,9 @@ def test_operators_give_what_they_give_on_whole_tensors_on_four_ranks(four_ranks
     four_ranks.run(_check_operators, False)
 
 
-def _check_losses(rank: int, world_size: int, even: bool) -> None:
+@pytest.mark.parametrize("even", [True, False])
+@on_ranks(2)
+def test_penalties_in_a_loss_have_the_gradient_of_the_whole_tensor(even: bool) -> None:
     losses: dict[str, Callable[[Any], Any]] = {
         "penalty": lambda p: p.pow(2).sum(),
         "linear": lambda p: p.sum() + p.mean(),
@@ -228,11 +230,6 @@ def _check_losses(rank: int, world_size: int, even: bool) -> None:
         torch.sum(torch.nn.Parameter(_pairs(even=even)[0][0]))
 
 
-@pytest.mark.parametrize("even", [True, False])
-def test_penalties_in_a_loss_have_the_gradient_of_the_whole_tensor(ranks: Ranks, even: bool) -> None:
-    ranks.run(_check_losses, even)
-
-
 def _check_placements(rank: int, world_size: int) -> None:
     for x, whole in _pairs(even=False):
         if not x.ndim:
@@ -253,7 +250,9 @@ def test_placements_tell_where_rows_are_cut(ranks: Ranks, four_ranks: Ranks) -> 
     four_ranks.run(_check_placements)
 
 
-def _check_changes_and_views(rank: int, world_size: int, even: bool) -> None:
+@pytest.mark.parametrize("even", [True, False])
+@on_ranks(2)
+def test_changes_reach_the_rows_and_views_of_other_rows_are_refused(even: bool) -> None:
     for x, whole in _pairs(even=even):
         version, local_version = x._version, x.to_local()._version
         for tensor in (x, whole):
@@ -281,11 +280,8 @@ def _check_changes_and_views(rank: int, world_size: int, even: bool) -> None:
 
 
 @pytest.mark.parametrize("even", [True, False])
-def test_changes_reach_the_rows_and_views_of_other_rows_are_refused(ranks: Ranks, even: bool) -> None:
-    ranks.run(_check_changes_and_views, even)
-
-
-def _check_autograd(rank: int, world_size: int, even: bool) -> None:
+@on_ranks(2)
+def test_gradients_flow_through_local_and_full_tensors(even: bool) -> None:
     for x, whole in _pairs(even=even):
         x, whole = torch.nn.Parameter(x), torch.nn.Parameter(whole)
         assert isinstance(x, RowDTensor) and isinstance(x, torch.nn.Parameter)
@@ -298,11 +294,8 @@ def _check_autograd(rank: int, world_size: int, even: bool) -> None:
 
 
 @pytest.mark.parametrize("even", [True, False])
-def test_gradients_flow_through_local_and_full_tensors(ranks: Ranks, even: bool) -> None:
-    ranks.run(_check_autograd, even)
-
-
-def _check_tools(rank: int, world_size: int, even: bool) -> None:
+@on_ranks(2)
+def test_gradients_are_clipped_by_the_norm_of_whole_gradients(even: bool) -> None:
     for norm_type, foreach in itertools.product([1.0, 2.0, torch.inf], [None, False]):
         both = _pairs(even=even, scale=5)
         params = [[torch.nn.Parameter(torch.zeros_like(pair[side])) for pair in both] for side in (0, 1)]
@@ -322,11 +315,8 @@ def _check_tools(rank: int, world_size: int, even: bool) -> None:
 
 
 @pytest.mark.parametrize("even", [True, False])
-def test_gradients_are_clipped_by_the_norm_of_whole_gradients(ranks: Ranks, even: bool) -> None:
-    ranks.run(_check_tools, even)
-
-
-def _check_optimizers(rank: int, world_size: int, even: bool) -> None:
+@on_ranks(2)
+def test_optimizers_of_torch_train_them_like_whole_tensors(even: bool) -> None:
     for make in (
         lambda p: torch.optim.AdamW(p, 0.1),
         lambda p: torch.optim.AdamW(p, 0.1, foreach=True),
@@ -346,12 +336,8 @@ def _check_optimizers(rank: int, world_size: int, even: bool) -> None:
             assert torch.equal(_whole(sharded), whole)
 
 
-@pytest.mark.parametrize("even", [True, False])
-def test_optimizers_of_torch_train_them_like_whole_tensors(ranks: Ranks, even: bool) -> None:
-    ranks.run(_check_optimizers, even)
-
-
-def _check_scaler(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(rank: int, world_size: int) -> None:
     for is_finite in (True, False):
         pairs = _pairs(even=False)
         params = [torch.nn.Parameter(pair[0].clone()) for pair in pairs]
@@ -368,21 +354,14 @@ def _check_scaler(rank: int, world_size: int) -> None:
             torch.testing.assert_close(_whole(param), pair[1] * (0.9 if is_finite else 1.0))
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(ranks: Ranks) -> None:
-    ranks.run(_check_scaler)
-
-
-def _check_dcp(rank: int, world_size: int, folder: Path, even: bool) -> None:
+@pytest.mark.parametrize("even", [True, False])
+@on_ranks(2)
+def test_distributed_checkpoints_hold_whole_tensors(tmp_path: Path, even: bool) -> None:
     saved = {str(i): pair[0] for i, pair in enumerate(_pairs(even=even))}
-    dcp.save(saved, checkpoint_id=folder / str(even))
+    dcp.save(saved, checkpoint_id=tmp_path / str(even))
     loaded = {str(i): pair[0] for i, pair in enumerate(_pairs(even=not even, seed=1))}
-    dcp.load(loaded, checkpoint_id=folder / str(even))
+    dcp.load(loaded, checkpoint_id=tmp_path / str(even))
     whole = {str(i): torch.zeros_like(pair[1]) for i, pair in enumerate(_pairs(even=even))}
-    dcp.load(whole, checkpoint_id=folder / str(even))
+    dcp.load(whole, checkpoint_id=tmp_path / str(even))
     for i, (_, expected) in enumerate(_pairs(even=even)):
         assert torch.equal(_whole(loaded[str(i)]), expected) and torch.equal(whole[str(i)], expected)
-
-
-@pytest.mark.parametrize("even", [True, False])
-def test_distributed_checkpoints_hold_whole_tensors(ranks: Ranks, tmp_path: Path, even: bool) -> None:
-    ranks.run(_check_dcp, tmp_path, even)

@@ -35,7 +35,7 @@ from models import GPT, Block, Model, Stack
 from offloading import offloading
 from profiles import LONG_ONLY
 from random_models import Case, RandomModel, cases, options_of, quiet
-from ranks import Ranks
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
@@ -152,7 +152,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _train(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_training_with_offloaded_activations_gives_the_same_bits(rank: int) -> None:
     for name, option in (("varied", "zero3"), ("attention", "zero2"), ("stack", "bf16")):
         expected, plain = _run(rank, name, **OPTIONS[option])
         assert not any(b.sym.name in HOST_COPIES for b in plain.compiled[0].forward.bound_symbols)
@@ -164,11 +165,8 @@ def _train(rank: int, world_size: int) -> None:
             assert _assert_split(traces) >= 4, (name, option)
 
 
-def test_training_with_offloaded_activations_gives_the_same_bits(ranks: Ranks) -> None:
-    ranks.run(_train)
-
-
-def _different(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_must_offload_the_same_values_but_may_copy_them_at_other_positions(rank: int) -> None:
     def run(rows: int) -> None:
         model = _model("stack").to(torch.float64)
         jitted = thunder.jit(model, transforms=[fsdp(device="cpu")])
@@ -181,11 +179,13 @@ def _different(rank: int, world_size: int) -> None:
         run(rows=3)
 
 
-def test_ranks_must_offload_the_same_values_but_may_copy_them_at_other_positions(ranks: Ranks) -> None:
-    ranks.run(_different)
-
-
-def _random(rank: int, world_size: int, case: Case, seed: int) -> None:
+@quiet(3)
+@given(case=cases(numeric=True), seed=st.integers(0, 1000))
+@LONG_ONLY
+@on_ranks(2)
+def test_random_models_with_half_of_their_activations_offloaded_give_the_same_bits(
+    rank: int, world_size: int, case: Case, seed: int
+) -> None:
     def some(found: dict[str, int]) -> Iterable[str]:
         return random.Random(seed).sample(sorted(found), (len(found) + 1) // 2)
 
@@ -208,15 +208,6 @@ def _random(rank: int, world_size: int, case: Case, seed: int) -> None:
     with offloading(some):
         actual = run()
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-
-
-@quiet(3)
-@given(case=cases(numeric=True), seed=st.integers(0, 1000))
-@LONG_ONLY
-def test_random_models_with_half_of_their_activations_offloaded_give_the_same_bits(
-    ranks: Ranks, case: Case, seed: int
-) -> None:
-    ranks.run(_random, case, seed)
 
 
 def _joint(model: nn.Module) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from models import Stack
-from ranks import Ranks
+from ranks import on_ranks
 from reference import loss_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -63,7 +63,8 @@ def _below(prefix: str, factor: float) -> Callable[[str, torch.nn.Module], float
     return lambda name, module: factor if name == prefix else None
 
 
-def _compare(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gradients_are_divided_by_any_factor_as_in_fsdp2(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     both = _Both(rank, mesh, gradient_divide_factor=3.0)
     both.set_theirs(3.0)
@@ -99,10 +100,6 @@ def _compare(rank: int, world_size: int) -> None:
     both.compare(0)
 
 
-def test_gradients_are_divided_by_any_factor_as_in_fsdp2(ranks: Ranks) -> None:
-    ranks.run(_compare)
-
-
 def _compare_with_replicas(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     both = _Both(rank, mesh, gradient_divide_factor=3.0)
@@ -131,13 +128,10 @@ def _divide_experts(rank: int, world_size: int) -> None:
         assert torch.equal(grads[1][name], mean / 2 if name.startswith("blocks.1.") else mean), name
 
 
-def _check_on_four_ranks(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_gradients_of_replicas_and_of_experts_are_divided_by_any_factor_as_in_fsdp2(rank: int, world_size: int) -> None:
     _compare_with_replicas(rank, world_size)
     _divide_experts(rank, world_size)
-
-
-def test_gradients_of_replicas_and_of_experts_are_divided_by_any_factor_as_in_fsdp2(four_ranks: Ranks) -> None:
-    four_ranks.run(_check_on_four_ranks)
 
 
 def test_parameters_with_other_factors_are_in_other_buckets() -> None:
@@ -158,7 +152,8 @@ def test_a_factor_must_be_a_positive_number(factor: Any) -> None:
         fsdp(gradient_divide_factor=factor)
 
 
-def _refuse(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_bucket_is_not_divided_in_part() -> None:
     ours = thunder.jit(Stack(1), transforms=[fsdp()])
     with pytest.raises(
         ValueError, match=r"bucket 'blocks\.0' also has 'blocks\.0\.down\.weight', .*not below 'blocks\.0"
@@ -168,7 +163,3 @@ def _refuse(rank: int, world_size: int) -> None:
         tfs.set_gradient_divide_factor(ours, 2.0, module_name="block")
     with pytest.raises(ValueError, match="expected a positive number or None, got -1"):
         tfs.set_gradient_divide_factor(ours, -1)
-
-
-def test_a_bucket_is_not_divided_in_part(ranks: Ranks) -> None:
-    ranks.run(_refuse)

@@ -19,7 +19,7 @@ import pytest
 import thunder
 import torch
 from models import GPT, Block, Layer, Model
-from ranks import Ranks
+from ranks import Ranks, on_ranks
 from reference import Twins
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -96,7 +96,23 @@ class LM(nn.Module):
         return tokens, logits
 
 
-def _generate(rank: int, world_size: int, options: dict[str, Any], tied: bool, dtype: torch.dtype | None) -> None:
+def _number_of_hooks(model: Any) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in (model, *model._model.modules()))
+
+
+@pytest.mark.parametrize(
+    ("options", "tied", "dtype"),
+    [
+        ({}, False, None),
+        ({"bucketing_strategy": "layer"}, True, torch.bfloat16),
+        ({"mesh": "hybrid", "transport": "staged", "ignored_params": ["norm.weight"]}, True, None),
+    ],
+    ids=["blocks", "tied-layers-bfloat16", "tied-hybrid-staged-ignored"],
+)
+@on_ranks(2)
+def test_generation_is_bit_equal_to_the_unsharded_module(
+    rank: int, world_size: int, options: dict[str, Any], tied: bool, dtype: torch.dtype | None
+) -> None:
     if "mesh" in options:
         options["mesh"] = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
     if dtype is not None:
@@ -129,26 +145,8 @@ def _generate(rank: int, world_size: int, options: dict[str, Any], tied: bool, d
     assert not transform.compiled
 
 
-def _number_of_hooks(model: Any) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in (model, *model._model.modules()))
-
-
-@pytest.mark.parametrize(
-    ("options", "tied", "dtype"),
-    [
-        ({}, False, None),
-        ({"bucketing_strategy": "layer"}, True, torch.bfloat16),
-        ({"mesh": "hybrid", "transport": "staged", "ignored_params": ["norm.weight"]}, True, None),
-    ],
-    ids=["blocks", "tied-layers-bfloat16", "tied-hybrid-staged-ignored"],
-)
-def test_generation_is_bit_equal_to_the_unsharded_module(
-    ranks: Ranks, options: dict[str, Any], tied: bool, dtype: torch.dtype | None
-) -> None:
-    ranks.run(_generate, options, tied, dtype)
-
-
-def _check_unsharded_bytes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_at_most_one_block_and_the_root_bucket_are_unsharded() -> None:
     transform = fsdp()
     model = thunder.jit(LM(tied=True).eval(), transforms=[transform])
     sizes = {b.name: slot_bytes(b, b.param_dtype) for b in transform.plan}
@@ -177,11 +175,8 @@ def _check_unsharded_bytes(rank: int, world_size: int) -> None:
         assert alive[0] == sizes["embedding"]
 
 
-def test_at_most_one_block_and_the_root_bucket_are_unsharded(ranks: Ranks) -> None:
-    ranks.run(_check_unsharded_bytes)
-
-
-def _misuse(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_misuse_is_refused_and_an_exception_restores_the_module(rank: int) -> None:
     model = thunder.jit(LM().eval(), transforms=[fsdp()])
     tokens = torch.zeros(1, 4, dtype=torch.long)
     own = dict(model._model.named_parameters(remove_duplicate=False))
@@ -220,11 +215,8 @@ def _misuse(rank: int, world_size: int) -> None:
                 module.embedding(tokens)
 
 
-def test_misuse_is_refused_and_an_exception_restores_the_module(ranks: Ranks) -> None:
-    ranks.run(_misuse)
-
-
-def _train_around_eager(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_training_continues_after_eager_without_compiling(rank: int, world_size: int) -> None:
     twins = Twins(rank, world_size, Chain(1).double())
     twins.train(steps=1)
     for step, batch in enumerate((3, 5, 6)):
@@ -238,11 +230,8 @@ def _train_around_eager(rank: int, world_size: int) -> None:
     assert len(twins.transform.compiled) == 1
 
 
-def test_training_continues_after_eager_without_compiling(ranks: Ranks) -> None:
-    ranks.run(_train_around_eager)
-
-
-def _alternate(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_batch_sizes_seen_before_are_not_compiled_again(rank: int, world_size: int) -> None:
     twins = Twins(rank, world_size, Chain(1).double())
     for step, batch in enumerate((4, 8, 4, 8, 8, 4)):
         twins.train(steps=1, batch=4)
@@ -251,11 +240,8 @@ def _alternate(rank: int, world_size: int) -> None:
     assert len(twins.transform.compiled) == 3  # training, and evaluation with two sizes
 
 
-def test_batch_sizes_seen_before_are_not_compiled_again(ranks: Ranks) -> None:
-    ranks.run(_alternate)
-
-
-def _train_on_growing_lengths(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_symbolic_values_compile_changing_lengths_once(rank: int, world_size: int) -> None:
     # Position embeddings are sliced to the length and expanded. ZeRO-3 gathers their parameter again in backward.
     twins = Twins(rank, world_size, GPT(blocks=1, block=Layer).double(), jit_options={"cache": "symbolic values"})
     for step, length in enumerate((3, 4, 8, 1)):
@@ -269,10 +255,6 @@ def _train_on_growing_lengths(rank: int, world_size: int) -> None:
             batch = tuple(tensor[:, :length].contiguous() for tensor in twins.inputs())
             twins.close(twins.sharded(*batch), twins.reference(*batch), f"loss of {length} tokens")
     assert len(twins.transform.compiled) == 2
-
-
-def test_symbolic_values_compile_changing_lengths_once(ranks: Ranks) -> None:
-    ranks.run(_train_on_growing_lengths)
 
 
 def _run_readme(rank: int, world_size: int, code: str) -> None:

@@ -13,7 +13,7 @@ from thunder_fsdp_sched import discard_unreduced, fsdp
 import pytest
 import thunder
 import torch
-from ranks import Ranks
+from ranks import on_ranks
 from reference import loss_of
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
@@ -62,7 +62,9 @@ def _close(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
-def _hooks_in_windows(rank: int, world_size: int, strategy: str, accumulate: str) -> None:
+@each_way
+@on_ranks(2)
+def test_a_hook_of_a_parameter_sees_the_reduced_gradient_once_in_a_window(strategy: str, accumulate: str) -> None:
     torch.manual_seed(0)
     module = Halves().double()
     early: list[str] = []
@@ -113,13 +115,8 @@ def _hooks_in_windows(rank: int, world_size: int, strategy: str, accumulate: str
 
 
 @each_way
-def test_a_hook_of_a_parameter_sees_the_reduced_gradient_once_in_a_window(
-    ranks: Ranks, strategy: str, accumulate: str
-) -> None:
-    ranks.run(_hooks_in_windows, strategy, accumulate)
-
-
-def _partly_requested(rank: int, world_size: int, strategy: str, accumulate: str) -> None:
+@on_ranks(2)
+def test_only_requested_gradients_accumulate(strategy: str, accumulate: str) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     reference, model = _both(module, sharding_strategy=strategy, accumulate=accumulate)
@@ -172,11 +169,6 @@ def _partly_requested(rank: int, world_size: int, strategy: str, accumulate: str
     _close(_grads(model), _grads(reference))
 
 
-@each_way
-def test_only_requested_gradients_accumulate(ranks: Ranks, strategy: str, accumulate: str) -> None:
-    ranks.run(_partly_requested, strategy, accumulate)
-
-
 class Outputs(nn.Module):
     """A module with views, containers, and an input among its outputs."""
 
@@ -189,7 +181,8 @@ class Outputs(nn.Module):
         return {"x": x, "halves": h.chunk(2, 1), "row": h[0].view(2, 2)}
 
 
-def _twice(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_create_graph_is_refused() -> None:
     model = thunder.jit(Outputs().double(), transforms=[fsdp()])
     x = _batch(0).requires_grad_()
 
@@ -212,10 +205,6 @@ def _twice(rank: int, world_size: int) -> None:
     assert x.grad is not None and all(param.grad is not None for param in model.parameters())
 
 
-def test_create_graph_is_refused(ranks: Ranks) -> None:
-    ranks.run(_twice)
-
-
 class Triple(torch.autograd.Function):
     """The identity with three times the gradient."""
 
@@ -232,7 +221,8 @@ def _tripled(module: nn.Module, grads: Any, *others: Any) -> tuple[torch.Tensor,
     return tuple(3 * grad for grad in grads)
 
 
-def _backward_hooks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_backward_hooks_that_thunder_ignores_are_refused() -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     module[0].register_forward_hook(lambda module, args, output: Triple.apply(output))
     reference, model = _both(module)
@@ -276,11 +266,8 @@ def _backward_hooks(rank: int, world_size: int) -> None:
     _close([inputs[1].grad, *_grads(model)], [inputs[0].grad, *_grads(reference)])
 
 
-def test_backward_hooks_that_thunder_ignores_are_refused(ranks: Ranks) -> None:
-    ranks.run(_backward_hooks)
-
-
-def _step_too_early(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_step_without_reduced_gradients_warns() -> None:
     model = thunder.jit(nn.Linear(3, 2).double(), transforms=[fsdp()])
     optimizer = torch.optim.AdamW(model.parameters())
     with model.no_sync():
@@ -301,7 +288,3 @@ def _step_too_early(rank: int, world_size: int) -> None:
         optimizer.step(closure)  # reduces them
         optimizer.zero_grad()
         optimizer.step()  # there is nothing to reduce
-
-
-def test_a_step_without_reduced_gradients_warns(ranks: Ranks) -> None:
-    ranks.run(_step_too_early)

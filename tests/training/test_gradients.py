@@ -17,7 +17,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from models import FrozenParameters, Model, Stack
-from ranks import Ranks
+from ranks import Ranks, on_ranks
 from reference import Twins, loss_of
 from test_state_dict import Everything
 from torch import nn
@@ -82,7 +82,8 @@ def test_the_norm_counts_replicas_once_and_allows_ranks_without_rows(
     four_ranks.run(_clip, "everything", options)
 
 
-def _clip_over_groups(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_the_norm_counts_parameters_of_several_groups_once(rank: int, world_size: int) -> None:
     # Ranks 0 and 2 share parameters that have the same name as those of ranks 1 and 3. All ranks have the ignored ones.
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     pair = pairs[rank % 2]
@@ -108,11 +109,8 @@ def _clip_over_groups(rank: int, world_size: int) -> None:
     torch.testing.assert_close(clip_grad_norm_(twins.sharded, 1e9), total.sqrt(), rtol=1e-12, atol=0)
 
 
-def test_the_norm_counts_parameters_of_several_groups_once(four_ranks: Ranks) -> None:
-    four_ranks.run(_clip_over_groups)
-
-
-def _scale_over_separate_groups(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_without_a_parameter_on_all_ranks_only_the_sharded_scaler_is_accepted(rank: int) -> None:
     # No rank shares a parameter with the ranks of the other pair, so only a scaler that asks all ranks can be right.
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model = thunder.jit(_Float32Model(), transforms=[fsdp(process_group_for=lambda name, param: pairs[rank // 2])])
@@ -136,11 +134,8 @@ def _scale_over_separate_groups(rank: int, world_size: int) -> None:
         assert all(torch.equal(local_rows(v), local_rows(before[n])) for n, v in rows_by_name(model).items())
 
 
-def test_without_a_parameter_on_all_ranks_only_the_sharded_scaler_is_accepted(four_ranks: Ranks) -> None:
-    four_ranks.run(_scale_over_separate_groups)
-
-
-def _clip_nonfinite_gradients(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_nonfinite_gradients_raise_on_every_rank(rank: int, world_size: int) -> None:
     twins = Twins(rank, world_size, Stack(2).double())
     twins.backward()
     [name_of_nan] = [n for n, p in twins.sharded.named_parameters() if n.startswith("blocks.1") and p.numel()][-1:]
@@ -166,10 +161,6 @@ def _clip_nonfinite_gradients(rank: int, world_size: int) -> None:
         clip_grad_norm_(nn.Linear(2, 2), 1.0)
 
 
-def test_nonfinite_gradients_raise_on_every_rank(ranks: Ranks) -> None:
-    ranks.run(_clip_nonfinite_gradients)
-
-
 class _Float32Model(Model):
     """A float32 model, because gradient scalers cast the scale to float32."""
 
@@ -184,7 +175,8 @@ class _Float32Model(Model):
         return self.second.forward(torch.tanh(self.first.forward(x)))
 
 
-def _scale(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sharded_grad_scaler_skips_a_step_on_all_ranks(rank: int, world_size: int) -> None:
     # torch's scaler for sharded gradients: an overflow on one rank makes all ranks skip the step.
     twins = Twins(rank, world_size, _Float32Model(), tolerance=1e-5)
     optimizer = twins.optimizers[0]
@@ -213,11 +205,8 @@ def _scale(rank: int, world_size: int) -> None:
     assert any(not torch.equal(t, start[n]) for n, t in full_state_dict(twins.sharded).items())
 
 
-def test_sharded_grad_scaler_skips_a_step_on_all_ranks(ranks: Ranks) -> None:
-    ranks.run(_scale)
-
-
-def _scale_on_each_rank(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_overflow_on_one_rank_makes_every_rank_skip_the_step(rank: int) -> None:
     model = thunder.jit(_Float32Model(), transforms=[fsdp()])
     params = list(model.parameters())
     for fused in (False, True):
@@ -236,11 +225,8 @@ def _scale_on_each_rank(rank: int, world_size: int) -> None:
             assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
 
 
-def test_overflow_on_one_rank_makes_every_rank_skip_the_step(ranks: Ranks) -> None:
-    ranks.run(_scale_on_each_rank)
-
-
-def _compute_norms_of_derived_tensors(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_norms_of_gradients_and_of_tensors_derived_from_them_are_those_of_whole_gradients() -> None:
     model = thunder.jit(_Float32Model(), transforms=[fsdp()])
     params = list(model.parameters())
     loss_of(model(torch.ones(2, 4))).backward()
@@ -276,11 +262,8 @@ def _compute_norms_of_derived_tensors(rank: int, world_size: int) -> None:
     assert torch.equal(pickle.loads(pickle.dumps(momentum)).to_local(), momentum.to_local())
 
 
-def test_norms_of_gradients_and_of_tensors_derived_from_them_are_those_of_whole_gradients(ranks: Ranks) -> None:
-    ranks.run(_compute_norms_of_derived_tensors)
-
-
-def _penalize(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_penalty_in_the_loss_has_its_gradient_once(rank: int, world_size: int) -> None:
     """A loss with a penalty: gradients of the data are averaged over ranks, those of the penalty are the same on all."""
     torch.manual_seed(0)
     module = _Float32Model()
@@ -300,11 +283,8 @@ def _penalize(rank: int, world_size: int) -> None:
         torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad, msg=name)
 
 
-def test_a_penalty_in_the_loss_has_its_gradient_once(ranks: Ranks) -> None:
-    ranks.run(_penalize)
-
-
-def _clip_by_hand(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_norms_are_numbers_of_whole_gradients_and_different_gradients_are_an_error(rank: int, world_size: int) -> None:
     """Numbers are those of whole gradients on every rank; ranks with other gradients get an error, not a crash."""
     model = thunder.jit(_Float32Model(), transforms=[fsdp()])
     loss_of(model(torch.ones(2, 4))).backward()
@@ -320,11 +300,8 @@ def _clip_by_hand(rank: int, world_size: int) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
 
 
-def test_norms_are_numbers_of_whole_gradients_and_different_gradients_are_an_error(ranks: Ranks) -> None:
-    ranks.run(_clip_by_hand)
-
-
-def _clip_several_meshes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_clipping_over_several_meshes_names_the_function_that_can(rank: int, world_size: int) -> None:
     alone = [dist.new_group([r]) for r in range(world_size)]
     pick = {"process_group_for": lambda name, param: alone[rank] if name.endswith("bias") else None}
     model = thunder.jit(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), transforms=[fsdp(**pick)])
@@ -336,11 +313,8 @@ def _clip_several_meshes(rank: int, world_size: int) -> None:
     assert clip_grad_norm_(model, 1.0) > 0
 
 
-def test_clipping_over_several_meshes_names_the_function_that_can(ranks: Ranks) -> None:
-    ranks.run(_clip_several_meshes)
-
-
-def _clip_on_the_host(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gradients_on_a_device_that_the_process_group_lacks_are_clipped_through_another(rank: int) -> None:
     """Pretend that the group has only NCCL, which cannot reduce CPU gradients, here those of ``ignored_params``."""
     names = [name for name, _ in Stack(1).named_parameters()]
     for norm_type in (2.0, math.inf):
@@ -354,10 +328,6 @@ def _clip_on_the_host(rank: int, world_size: int) -> None:
                 norms.append(clip_grad_norm_(model, 1.0, norm_type))
             assert len(issued) == 1
         assert norms[0] == norms[1] > 0
-
-
-def test_gradients_on_a_device_that_the_process_group_lacks_are_clipped_through_another(ranks: Ranks) -> None:
-    ranks.run(_clip_on_the_host)
 
 
 #
@@ -382,7 +352,8 @@ class BroadcastGradients(nn.Module):
         return (torch.randn(3, 5, generator=generator, dtype=torch.float64),)
 
 
-def _sum_broadcast_gradients(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_broadcast_gradients_of_scalars_are_summed_as_by_autograd(rank: int, world_size: int) -> None:
     for strategy in ("zero2", "zero3"):
         twins = Twins(rank, world_size, BroadcastGradients().double(), sharding_strategy=strategy)
         twins.train(2)
@@ -392,15 +363,8 @@ def _sum_broadcast_gradients(rank: int, world_size: int) -> None:
         twins.update()
 
 
-def test_broadcast_gradients_of_scalars_are_summed_as_by_autograd(ranks: Ranks) -> None:
-    ranks.run(_sum_broadcast_gradients)
-
-
-def test_the_error_of_a_gradient_with_another_shape_names_its_parameter(ranks: Ranks) -> None:
-    ranks.run(_refuse_another_shape)
-
-
-def _refuse_another_shape(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_error_of_a_gradient_with_another_shape_names_its_parameter(rank: int, world_size: int) -> None:
     twins = Twins(rank, world_size, BroadcastGradients().double())
     bucket, index = twins.transform.sharded.locations["weight"]
     with pytest.raises(

@@ -16,7 +16,7 @@ import thunder_fsdp_sched as tfs
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import Ranks
+from ranks import Ranks, on_ranks
 from test_optimizers import ShardedAndReference
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
@@ -261,7 +261,8 @@ def test_each_optimizer_trains_shards_as_it_trains_the_unsharded_model(ranks: Ra
     assert ranks.run(_train) == [{}, {}]
 
 
-def _train_otherwise(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_closures_and_schedulers_change_the_step() -> None:
     """Closures, schedulers, and losses that a step returns."""
     both = _Both(lambda params: AdamW(params, lr=0.1, foreach=True))
     schedulers = [
@@ -285,10 +286,6 @@ def _train_otherwise(rank: int, world_size: int) -> None:
     both.check_states()
 
 
-def test_closures_and_schedulers_change_the_step(ranks: Ranks) -> None:
-    ranks.run(_train_otherwise)
-
-
 SAVED: dict[str, Make] = {
     "AdamW": lambda params: AdamW(params, lr=0.1, foreach=True),
     "SGD": lambda params: SGD(params, lr=0.1, momentum=0.9),
@@ -301,7 +298,8 @@ def _make_saved(name: str, group: Any) -> _Both:
     return _Both(SAVED[name], without="unused", process_group=group)
 
 
-def _save_and_load(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(4)
+def test_state_of_each_shape_is_saved_and_loaded_on_any_number_of_ranks(rank: int, tmp_path: Path) -> None:
     groups = [dist.new_group(list(range(size))) for size in (1, 2, 3)]
     for saving, group in enumerate(groups):
         if rank <= saving:
@@ -310,9 +308,9 @@ def _save_and_load(rank: int, world_size: int, folder: Path) -> None:
                 for step in range(2):
                     both.gradients(step)
                     both.step()
-                tfs.save_checkpoint(folder / f"{name} {saving}", both.model, both.optimizers)
+                tfs.save_checkpoint(tmp_path / f"{name} {saving}", both.model, both.optimizers)
                 state = get_optimizer_state_dict(both.model, both.optimizers[0])
-                dcp.save(state, checkpoint_id=folder / f"{name} {saving} dcp", process_group=group)
+                dcp.save(state, checkpoint_id=tmp_path / f"{name} {saving} dcp", process_group=group)
     dist.barrier()
     for loading, group in enumerate(groups):
         for saving in range(3):
@@ -326,11 +324,11 @@ def _save_and_load(rank: int, world_size: int, folder: Path) -> None:
                 for by in ("ours", "dcp"):
                     both = _make_saved(name, group)
                     tfs.load_checkpoint(
-                        folder / f"{name} {saving}", both.model, both.optimizers if by == "ours" else []
+                        tmp_path / f"{name} {saving}", both.model, both.optimizers if by == "ours" else []
                     )
                     if by == "dcp":
                         state = get_optimizer_state_dict(both.model, both.optimizers[0])
-                        dcp.load(state, checkpoint_id=folder / f"{name} {saving} dcp", process_group=group)
+                        dcp.load(state, checkpoint_id=tmp_path / f"{name} {saving} dcp", process_group=group)
                         set_optimizer_state_dict(both.model, both.optimizers[0], state)
                     both.gradients(2)
                     both.optimizers[0].step()
@@ -340,25 +338,18 @@ def _save_and_load(rank: int, world_size: int, folder: Path) -> None:
                     both.check_states()
 
 
-def test_state_of_each_shape_is_saved_and_loaded_on_any_number_of_ranks(four_ranks: Ranks, tmp_path: Path) -> None:
-    four_ranks.run(_save_and_load, tmp_path)
-
-
-def _save_before_a_step(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_state_that_was_loaded_and_not_stepped_is_saved_whole(tmp_path: Path) -> None:
     both = _Both(SAVED["AdamW"])
     both.gradients(0)
     both.step()
-    tfs.save_checkpoint(folder / "ours", both.model, both.optimizers)
+    tfs.save_checkpoint(tmp_path / "ours", both.model, both.optimizers)
     other = _Both(SAVED["AdamW"])
-    tfs.load_checkpoint(folder / "ours", other.model, other.optimizers)
+    tfs.load_checkpoint(tmp_path / "ours", other.model, other.optimizers)
     other.reference_optimizers = both.reference_optimizers
     other.check_states()
-    dcp.save(get_optimizer_state_dict(other.model, other.optimizers[0]), checkpoint_id=folder / "theirs")
-    sizes = dcp.FileSystemReader(folder / "theirs").read_metadata().state_dict_metadata
+    dcp.save(get_optimizer_state_dict(other.model, other.optimizers[0]), checkpoint_id=tmp_path / "theirs")
+    sizes = dcp.FileSystemReader(tmp_path / "theirs").read_metadata().state_dict_metadata
     for name, param in both.reference.named_parameters():
         if param.grad is not None or name in ("row", "scale"):
             assert sizes[f"state.{name}.exp_avg"].size == param.shape, name
-
-
-def test_state_that_was_loaded_and_not_stepped_is_saved_whole(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(_save_before_a_step, tmp_path)

@@ -19,7 +19,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from models import Model
-from ranks import Ranks
+from ranks import Ranks, on_ranks
 from reference import loss_of
 from test_gradients import _RecordCollectives
 from torch import nn
@@ -133,7 +133,9 @@ def _always(name: str, param: torch.Tensor) -> bool:
 #
 
 
-def _muon_and_adamw(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"mesh": (2, 2), "transport": "coalesced"}], ids=["flat", "hybrid"])
+@on_ranks(4)
+def test_muon_with_adamw_is_bit_equal_to_the_unsharded_model(rank: int, options: dict[str, Any]) -> None:
     if options.get("mesh"):
         options = {**options, "mesh": init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicate", "shard"))}
     both = ShardedAndReference(**options)
@@ -155,12 +157,8 @@ def _muon_and_adamw(rank: int, world_size: int, options: dict[str, Any]) -> None
     assert lrs[0] == lrs[1] != 0.05
 
 
-@pytest.mark.parametrize("options", [{}, {"mesh": (2, 2), "transport": "coalesced"}], ids=["flat", "hybrid"])
-def test_muon_with_adamw_is_bit_equal_to_the_unsharded_model(four_ranks: Ranks, options: dict[str, Any]) -> None:
-    four_ranks.run(_muon_and_adamw, options)
-
-
-def _several_classes_and_layouts(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_several_optimizers_and_layouts_are_bit_equal_to_the_unsharded_model(rank: int, world_size: int) -> None:
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     alone = [dist.new_group([r]) for r in range(world_size)]
     layouts: list[dict[str, Any]] = [
@@ -182,11 +180,8 @@ def _several_classes_and_layouts(rank: int, world_size: int) -> None:
     both.train(range(3))
 
 
-def test_several_optimizers_and_layouts_are_bit_equal_to_the_unsharded_model(four_ranks: Ranks) -> None:
-    four_ranks.run(_several_classes_and_layouts)
-
-
-def _use_without_whole_parameters(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_optimizers_that_need_more_than_rows_are_refused(rank: int) -> None:
     for cls in (Muon, Adafactor):
         both = ShardedAndReference(transport="coalesced")
         ours = both.add_optimizer(lambda name, param: name == "blocks.1.weight", cls, whole=False, lr=0.05)
@@ -210,11 +205,8 @@ def _use_without_whole_parameters(rank: int, world_size: int) -> None:
         tfs.save_checkpoint("nowhere", both.model, ours)
 
 
-def test_optimizers_that_need_more_than_rows_are_refused(ranks: Ranks) -> None:
-    ranks.run(_use_without_whole_parameters)
-
-
-def _check_owners_and_collectives(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_each_parameter_has_one_owner_and_a_step_issues_two_collectives(rank: int, world_size: int) -> None:
     both = ShardedAndReference()
     muon = both.add_optimizer(_is_matrix, Muon)
     both.gradients(0)
@@ -238,11 +230,8 @@ def _check_owners_and_collectives(rank: int, world_size: int) -> None:
     assert all(p.grad is None and p.untyped_storage().nbytes() == 4 for p in wholes)
 
 
-def test_each_parameter_has_one_owner_and_a_step_issues_two_collectives(four_ranks: Ranks) -> None:
-    four_ranks.run(_check_owners_and_collectives)
-
-
-def _behave_like_an_optimizer(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_whole_parameters_behaves_like_a_torch_optimizer(rank: int, world_size: int) -> None:
     both = ShardedAndReference()
     muon = both.add_optimizer(lambda name, param: name in ("row", "blocks.0.weight"), Muon)
     rest = [m.get_parameter("blocks.1.weight") for m in (both.model, both.reference)]
@@ -286,10 +275,6 @@ def _behave_like_an_optimizer(rank: int, world_size: int) -> None:
     dist.all_gather_object(states, saved)
     with pytest.raises(ValueError, match=r"it has the state of '\S+', which another rank owns.*save_checkpoint"):
         muon.load_state_dict(states[1 - rank])
-
-
-def test_whole_parameters_behaves_like_a_torch_optimizer(ranks: Ranks) -> None:
-    ranks.run(_behave_like_an_optimizer)
 
 
 #
@@ -359,7 +344,8 @@ def test_training_on_another_number_of_ranks_continues_bit_equal(four_ranks: Ran
 #
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_errors_name_the_invalid_argument(rank: int) -> None:
     both = ShardedAndReference(ignored_params=["row"])
     matrices = [p for p in both.model.parameters() if p.ndim == 2 and p is not both.model.get_parameter("row")]
     with pytest.raises(TypeError, match=r"optimizer_class: expected a class of torch\.optim.*, got AdamW"):
@@ -392,11 +378,8 @@ def _refused(rank: int, world_size: int) -> None:
     assert len(muon.param_groups) == 2
 
 
-def test_errors_name_the_invalid_argument(ranks: Ranks) -> None:
-    ranks.run(_refused)
-
-
-def _update_fails(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_update_that_fails_on_one_rank_does_not_block_the_others(rank: int) -> None:
     both = ShardedAndReference()
     muon = both.add_optimizer(_is_matrix, Muon)
     both.gradients(0)
@@ -406,7 +389,3 @@ def _update_fails(rank: int, world_size: int) -> None:
             muon.step()
     else:
         muon.step()
-
-
-def test_an_update_that_fails_on_one_rank_does_not_block_the_others(ranks: Ranks) -> None:
-    ranks.run(_update_fails)

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from memory_count import compare, count_on_fake_ranks
 from models import GPT, Layer, Stack
 from profiles import LONG_ONLY
-from ranks import Ranks
+from ranks import Ranks, on_ranks
 from reference import Twins, loss_of
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
@@ -127,16 +127,14 @@ def test_numbers_of_tied_weights_are_those_of_gathering_among_all_ranks(four_ran
     four_ranks.run(_train, partial(GPT, blocks=2, tied=True, block=Layer), {})
 
 
-def _train_unsharded(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_numbers_are_those_of_the_unsharded_model(rank: int, world_size: int) -> None:
     twins = Twins(rank, world_size, GPT(blocks=2, tied=True, block=Layer).double(), reshard_after_forward=2)
     twins.train(steps=2)
 
 
-def test_numbers_are_those_of_the_unsharded_model(four_ranks: Ranks) -> None:
-    four_ranks.run(_train_unsharded)
-
-
-def _compare_with_fsdp2(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_parameters_are_those_of_fsdp2_with_the_same_option(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = Stack(2, width=8, activation=torch.relu)
     peer = copy.deepcopy(model)
@@ -157,11 +155,8 @@ def _compare_with_fsdp2(rank: int, world_size: int) -> None:
         torch.testing.assert_close(param, theirs[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_parameters_are_those_of_fsdp2_with_the_same_option(four_ranks: Ranks) -> None:
-    four_ranks.run(_compare_with_fsdp2)
-
-
-def _histories(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_any_history_of_forwards_and_backwards(rank: int) -> None:
     pair = Pair(rank, _small, bucketing_strategy="layer")
     first, second = pair.forward(1), pair.forward(2)  # each backward has the secondary shards of its own forward
     for loss in (*first, *second):
@@ -191,11 +186,8 @@ def _histories(rank: int, world_size: int) -> None:
     pair.step()
 
 
-def test_any_history_of_forwards_and_backwards(four_ranks: Ranks) -> None:
-    four_ranks.run(_histories)
-
-
-def _some_modules(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_function_decides_for_each_module(rank: int, world_size: int) -> None:
     def size(name: str, module: nn.Module) -> int | None:
         return 2 if name == "blocks.1" else None
 
@@ -206,10 +198,6 @@ def _some_modules(rank: int, world_size: int) -> None:
     among = {bucket_of(b).base.spec.name: bucket_of(b).ranks.group.size for b in _gathers(compiled.backward)}
     assert among.pop("blocks.1") == 2 and set(among.values()) == {4}
     assert "backward gathers among 2 ranks, from secondary shards: blocks.1" in str(twins.transform.plan)
-
-
-def test_a_function_decides_for_each_module(four_ranks: Ranks) -> None:
-    four_ranks.run(_some_modules)
 
 
 #

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from models import Stack
 from profiles import LONG_ONLY
-from ranks import Ranks
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -81,7 +81,9 @@ class _Both:
                 self.check(ours.grad, theirs.grad, f"gradient of {name}")
 
 
-def _clip(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_clipping_gives_what_fsdp2_gives(world_size: int, transport: str) -> None:
     both = _Both(world_size, transport)
     for norm_type in (1.0, 2.0, math.inf):
         both.set_grads()
@@ -92,11 +94,6 @@ def _clip(rank: int, world_size: int, transport: str) -> None:
     for model in (both.ours, both.theirs):
         nn.utils.clip_grad_value_(model.parameters(), 0.1)
     both.check_params()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_clipping_gives_what_fsdp2_gives(ranks: Ranks, transport: str) -> None:
-    ranks.run(_clip, transport)
 
 
 OPTIMIZERS = {
@@ -117,7 +114,9 @@ class _Centralized(torch.optim.SGD):
                 param.sub_(grad, alpha=group["lr"])
 
 
-def _step(rank: int, world_size: int, transport: str) -> None:
+@mostly_coalesced
+@on_ranks(2)
+def test_optimizers_give_what_they_give_with_fsdp2(world_size: int, transport: str) -> None:
     for make in (*OPTIMIZERS.values(), lambda params: _Centralized(params, 0.1)):
         both = _Both(world_size, transport, make)
         both.is_exact &= not isinstance(both.optimizers[0], _Centralized)  # whose means round differently
@@ -129,11 +128,8 @@ def _step(rank: int, world_size: int, transport: str) -> None:
 
 
 @mostly_coalesced
-def test_optimizers_give_what_they_give_with_fsdp2(ranks: Ranks, transport: str) -> None:
-    ranks.run(_step, transport)
-
-
-def _average(rank: int, world_size: int, transport: str) -> None:
+@on_ranks(2)
+def test_averages_are_those_of_fsdp2(world_size: int, transport: str) -> None:
     both = _Both(world_size, transport, OPTIMIZERS["sgd"])
     for model in (both.ours, both.theirs):
         with pytest.raises((TypeError, AssertionError), match=r"copied|deepcopy"):
@@ -157,12 +153,8 @@ def _average(rank: int, world_size: int, transport: str) -> None:
     assert not torch.equal(both.ours.get_parameter(name).full_tensor(), ours[f"module.{name}"].full_tensor())
 
 
-@mostly_coalesced
-def test_averages_are_those_of_fsdp2(ranks: Ranks, transport: str) -> None:
-    ranks.run(_average, transport)
-
-
-def _average_buffers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_buffers_are_averaged_with_parameters() -> None:
     """EMA and SWA of a module with batch norms, beside the unsharded module."""
     for average_fn in ({}, {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}, {"avg_fn": lambda a, b, n: a * 0.5 + b * 0.5}):
         torch.manual_seed(0)
@@ -184,11 +176,9 @@ def _average_buffers(rank: int, world_size: int) -> None:
             torch.testing.assert_close(actual, value, msg=name)
 
 
-def test_buffers_are_averaged_with_parameters(ranks: Ranks) -> None:
-    ranks.run(_average_buffers)
-
-
-def _scale(rank: int, world_size: int, transport: str) -> None:
+@mostly_coalesced
+@on_ranks(2)
+def test_scalers_skip_the_steps_that_they_skip_with_fsdp2(rank: int, world_size: int, transport: str) -> None:
     for scaler_class in (torch.amp.GradScaler, ShardedGradScaler):
         both = _Both(world_size, transport, OPTIMIZERS["sgd"])
         scalers = [scaler_class("cpu", init_scale=8.0, growth_interval=2) for _ in range(2)]
@@ -206,12 +196,9 @@ def _scale(rank: int, world_size: int, transport: str) -> None:
         assert scalers[0].get_scale() == 4.0
 
 
-@mostly_coalesced
-def test_scalers_skip_the_steps_that_they_skip_with_fsdp2(ranks: Ranks, transport: str) -> None:
-    ranks.run(_scale, transport)
-
-
-def _state_dicts(rank: int, world_size: int, transport: str, folder: Path) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_state_dicts_are_exchanged_with_fsdp2(rank: int, world_size: int, transport: str, tmp_path: Path) -> None:
     both = _Both(world_size, transport, OPTIMIZERS["foreach"])
     both.set_grads()
     for optimizer in both.optimizers:
@@ -244,9 +231,9 @@ def _state_dicts(rank: int, world_size: int, transport: str, folder: Path) -> No
         model, optimizer = get_state_dict(both.theirs, both.optimizers[1], options=saving)
         assert bool(model) == (case != "broadcast" or rank == 0)
         if case == "sharded":
-            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
             model, optimizer = get_state_dict(other.ours, other.optimizers[0])
-            dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+            dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
         model, optimizer = copy.deepcopy((model, optimizer))  # they share memory with what they were taken from
         if case == "sharded":
             with torch.no_grad():
@@ -262,8 +249,3 @@ def _state_dicts(rank: int, world_size: int, transport: str, folder: Path) -> No
             each.zero_grad()
         other.check_params()
     assert isinstance(next(iter(get_model_state_dict(other.ours).values())), DTensor)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_state_dicts_are_exchanged_with_fsdp2(ranks: Ranks, transport: str, tmp_path: Path) -> None:
-    ranks.run(_state_dicts, transport, tmp_path)

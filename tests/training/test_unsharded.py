@@ -16,7 +16,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from models import Layer, LoRALinear, Stack, TinyParameters
-from ranks import Ranks
+from ranks import on_ranks
 from reference import Twins
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,7 +64,31 @@ def _operate(module: Any) -> None:
     module.ln_f.bias.fill_(0.1)  # ignored
 
 
-def _train_around_surgery(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@on_ranks(2)
+def test_a_change_of_one_ranks_rows_counts_as_a_change_on_all_ranks(rank: int, world_size: int) -> None:
+    twins = Twins(rank, world_size, TinyParameters().double())
+    names = [
+        name for name, (bucket, index) in twins.transform.sharded.locations.items() if bucket.shard_views[index].numel()
+    ]
+    everywhere: list[Any] = [None] * world_size
+    dist.all_gather_object(everywhere, names)
+    name = min(set(everywhere[0]).difference(everywhere[1]))  # rank 1 has no rows of it
+    first, _ = twins.forward(0)
+    with tfs.unsharded(twins.sharded, name) as module, torch.no_grad():
+        module.get_parameter(name).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.backward()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sharding_strategy": "zero2", "transport": "coalesced", "bucketing_strategy": "none"}],
+    ids=["zero3", "zero2-coalesced"],
+)
+@on_ranks(2)
+def test_training_after_surgery_is_bit_equal_to_the_unsharded_model(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> None:
     model = Words().double()
     model.ln_f.bias.requires_grad_(False)
     twins = TiedTwins(rank, world_size, model, tolerance=0, jit_reference=True, ignored_params=["ln_f.bias"], **options)
@@ -110,35 +134,8 @@ def _train_around_surgery(rank: int, world_size: int, options: dict[str, Any]) -
     twins.check_parameters()
 
 
-def _change_rows_of_one_rank(rank: int, world_size: int) -> None:
-    twins = Twins(rank, world_size, TinyParameters().double())
-    names = [
-        name for name, (bucket, index) in twins.transform.sharded.locations.items() if bucket.shard_views[index].numel()
-    ]
-    everywhere: list[Any] = [None] * world_size
-    dist.all_gather_object(everywhere, names)
-    name = min(set(everywhere[0]).difference(everywhere[1]))  # rank 1 has no rows of it
-    first, _ = twins.forward(0)
-    with tfs.unsharded(twins.sharded, name) as module, torch.no_grad():
-        module.get_parameter(name).add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        first.backward()
-
-
-def test_a_change_of_one_ranks_rows_counts_as_a_change_on_all_ranks(ranks: Ranks) -> None:
-    ranks.run(_change_rows_of_one_rank)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"sharding_strategy": "zero2", "transport": "coalesced", "bucketing_strategy": "none"}],
-    ids=["zero3", "zero2-coalesced"],
-)
-def test_training_after_surgery_is_bit_equal_to_the_unsharded_model(ranks: Ranks, options: dict[str, Any]) -> None:
-    ranks.run(_train_around_surgery, options)
-
-
-def _merge_adapters(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_adapters_are_merged_in_the_dtype_of_the_shards() -> None:
     for options in (
         {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
         {"offload_policy": CPUOffloadPolicy(pin_memory=False), "transport": "staged"},
@@ -158,11 +155,8 @@ def _merge_adapters(rank: int, world_size: int) -> None:
         assert all(torch.equal(merged[name], value) for name, value in plain.state_dict().items())
 
 
-def test_adapters_are_merged_in_the_dtype_of_the_shards(ranks: Ranks) -> None:
-    ranks.run(_merge_adapters)
-
-
-def _make_different_changes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_that_make_different_changes_get_an_error_or_those_of_one_rank(rank: int) -> None:
     transform = fsdp()
     model = thunder.jit(Stack(2), transforms=[transform])
     before = tfs.full_state_dict(model)
@@ -210,11 +204,8 @@ def _make_different_changes(rank: int, world_size: int) -> None:
     check()
 
 
-def test_ranks_that_make_different_changes_get_an_error_or_those_of_one_rank(ranks: Ranks) -> None:
-    ranks.run(_make_different_changes)
-
-
-def _misuse(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_misuse_is_refused_and_restores_the_module() -> None:
     module = Stack(2)
     model = thunder.jit(module, transforms=[transform := fsdp()])
     x = torch.randn(3, 4)
@@ -280,10 +271,6 @@ def _misuse(rank: int, world_size: int) -> None:
     assert len(transform.compiled) == 1
 
 
-def test_misuse_is_refused_and_restores_the_module(ranks: Ranks) -> None:
-    ranks.run(_misuse)
-
-
 class Experts(nn.Module):
     """A layer that all ranks have, and an expert that differs between groups of ranks."""
 
@@ -297,7 +284,8 @@ class Experts(nn.Module):
         raise AssertionError("it is not called")
 
 
-def _change_experts(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_parameters_of_several_groups_are_changed_by_their_ranks(rank: int) -> None:
     group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     torch.manual_seed(1)
     plain = Experts(rank % 2)
@@ -326,7 +314,3 @@ def _change_experts(rank: int, world_size: int) -> None:
             module.first.bias.fill_(rank // 2)  # replicas differ
     whole = tfs.full_state_dict(replicated)
     assert whole["first.weight"].eq(3).all() and torch.equal(whole["first.bias"], plain.first.bias)
-
-
-def test_parameters_of_several_groups_are_changed_by_their_ranks(four_ranks: Ranks) -> None:
-    four_ranks.run(_change_experts)

@@ -20,7 +20,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from models import LoRALinear, Stack
-from ranks import Ranks
+from ranks import on_ranks
 from reference import Twins
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -66,7 +66,8 @@ def _same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return ours.shape == theirs.shape and ours.dtype == theirs.dtype and torch.equal(*views)
 
 
-def _compare_options(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_every_parameter_is_given_once_and_bit_equal(world_size: int) -> None:
     shared_memory.register()
     for options in OPTIONS:
         if options.get("mesh") == "hybrid":
@@ -88,10 +89,6 @@ def _compare_options(rank: int, world_size: int) -> None:
         assert sorted(adapters) == sorted(name for name, param in expected.items() if param.requires_grad)
 
 
-def test_every_parameter_is_given_once_and_bit_equal(ranks: Ranks) -> None:
-    ranks.run(_compare_options)
-
-
 class Experts(nn.Module):
     """Blocks that all ranks have, and an expert that differs between groups of ranks."""
 
@@ -105,7 +102,8 @@ class Experts(nn.Module):
         raise AssertionError("it is not called")
 
 
-def _stream_experts(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_parameters_of_several_groups_and_of_replicas_are_given(rank: int) -> None:
     members = [dist.new_group([0, 2], group_desc="experts"), dist.new_group([1, 3], group_desc="experts")]
     torch.manual_seed(1)
     plain = Experts(rank % 2)
@@ -120,10 +118,6 @@ def _stream_experts(rank: int, world_size: int) -> None:
         for name, param in plain.named_parameters():
             assert _same_bits(given.pop(name), param.to(torch.bfloat16))
         assert not given
-
-
-def test_parameters_of_several_groups_and_of_replicas_are_given(four_ranks: Ranks) -> None:
-    four_ranks.run(_stream_experts)
 
 
 class _PeakBytes(TorchDispatchMode):
@@ -174,7 +168,8 @@ class Growing(nn.Module):
         return sum(block.forward(x).sum() for block in self.blocks)
 
 
-def _measure(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_peak_memory_is_two_successive_buckets_or_that_of_the_training_step(world_size: int) -> None:
     model = thunder.jit(Growing(), transforms=[transform := fsdp(transport="flat")])
     arena = transform.sharded.buckets[0].arena
     for dtype in (torch.float32, torch.bfloat16):
@@ -204,10 +199,6 @@ def _measure(rank: int, world_size: int) -> None:
     assert arena._memory is memory, "the model must have its memory back"
 
 
-def test_peak_memory_is_two_successive_buckets_or_that_of_the_training_step(ranks: Ranks) -> None:
-    ranks.run(_measure)
-
-
 def _check_stream(twins: Twins, **options: Any) -> None:
     expected = tfs.full_state_dict(twins.sharded)
     names = []
@@ -217,7 +208,9 @@ def _check_stream(twins: Twins, **options: Any) -> None:
     assert names == list(expected)
 
 
-def _train(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@on_ranks(2)
+def test_training_goes_on_around_and_inside_of_streams(rank: int, world_size: int, strategy: str) -> None:
     twins = Twins(rank, world_size, Stack(2).double(), sharding_strategy=strategy)
     twins.train(steps=1)
     for step in range(2):
@@ -251,12 +244,8 @@ def _train(rank: int, world_size: int, strategy: str) -> None:
     twins.train(steps=1)
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_training_goes_on_around_and_inside_of_streams(ranks: Ranks, strategy: str) -> None:
-    ranks.run(_train, strategy)
-
-
-def _stop(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_that_stop_early_or_ask_for_different_things_get_errors(rank: int, world_size: int) -> None:
     twins = Twins(rank, world_size, Stack(3).double())
     model = twins.sharded
 
@@ -295,7 +284,3 @@ def _stop(rank: int, world_size: int) -> None:
         tfs.stream_full_parameters(twins.reference)
     twins.train(steps=1)
     _check_stream(twins)
-
-
-def test_ranks_that_stop_early_or_ask_for_different_things_get_errors(ranks: Ranks) -> None:
-    ranks.run(_stop)

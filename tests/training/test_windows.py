@@ -24,7 +24,7 @@ import torch
 from memory_count import compare, count_on_fake_ranks
 from models import GPT, Layer, Model, Stack
 from profiles import LONG
-from ranks import Ranks
+from ranks import Ranks, on_ranks
 from reference import Twins, loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -155,7 +155,8 @@ def _evaluate(pair: Pair) -> None:
         pair.forward(7, no_sync=False)
 
 
-def _disturb(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_has_changed_is_gathered_again_on_all_ranks(rank: int) -> None:
     pair = Pair(rank, lambda: Stack(2).double(), sharding_strategy="zero2", bucketing_strategy="layer")
     each = Counter(pair.names)
     changed, _ = pair.transforms[0].sharded.locations[WEIGHT]
@@ -197,11 +198,8 @@ def _disturb(rank: int, world_size: int) -> None:
     pair.step()
 
 
-def test_what_has_changed_is_gathered_again_on_all_ranks(ranks: Ranks) -> None:
-    ranks.run(_disturb)
-
-
-def _fail(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_window_goes_on_after_an_exception_in_forward(rank: int) -> None:
     pair = Pair(rank, lambda: Stack(2).double(), sharding_strategy="zero2")
     each = Counter(pair.names)
     pair.micro_batch(0)
@@ -213,10 +211,6 @@ def _fail(rank: int, world_size: int) -> None:
     assert not sent - each
     assert pair.micro_batch(2, no_sync=False) == Counter()
     pair.step()
-
-
-def test_a_window_goes_on_after_an_exception_in_forward(ranks: Ranks) -> None:
-    ranks.run(_fail)
 
 
 #
@@ -292,7 +286,8 @@ def test_reducing_in_each_micro_batch_gives_the_bits_of_training_without_no_sync
     ranks.run(_reduce_each_time, {"zero2": every if LONG else ("block",), "zero3": every})
 
 
-def _reduce_across_replicas_once(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_window_reduces_across_replicas_once(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     calls: list[str] = []
     twins = Twins(
@@ -320,11 +315,8 @@ def _reduce_across_replicas_once(rank: int, world_size: int) -> None:
     assert not waiting.backward_schedule.of("fsdp_all_reduce")
 
 
-def test_a_window_reduces_across_replicas_once(four_ranks: Ranks) -> None:
-    four_ranks.run(_reduce_across_replicas_once)
-
-
-def _fail_between(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_backward_that_fails_after_reducing_some_gradients_spoils_the_sum(rank: int, world_size: int) -> None:
     twins = Twins(rank, world_size, Stack(1).double(), accumulate="sharded")
     with twins.sharded.no_sync():
         twins.backward(0)
@@ -342,10 +334,6 @@ def _fail_between(rank: int, world_size: int) -> None:
         twins.backward(2)
     twins.backward(3)
     twins.update()
-
-
-def test_a_backward_that_fails_after_reducing_some_gradients_spoils_the_sum(ranks: Ranks) -> None:
-    ranks.run(_fail_between)
 
 
 @pytest.mark.parametrize(("strategy", "reduce_dtype"), [("zero2", None), ("zero3", None), ("zero3", torch.bfloat16)])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from models import Model, Stack, UnevenRows
 from profiles import LONG, LONG_ONLY, mostly_zero3
 from ranks import Ranks as Workers
+from ranks import on_ranks
 from reference import Twins
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -133,7 +134,8 @@ def test_bfloat16_training_is_correct_with_every_transport_on_4_ranks(four_ranks
     four_ranks.run(_train_bfloat16, strategy)
 
 
-def _train_with_a_transport_per_bucket(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_each_bucket_may_have_its_own_transport(rank: int, world_size: int) -> None:
     chosen = {"first": "all_reduce", "blocks.0": "coalesced", "blocks.1": "staged", "last": "flat"}
     twins = Twins(rank, world_size, Stack(2).double(), transport=lambda bucket, params: chosen[bucket])
     assert {b.name: b.comm.transport for b in twins.transform.plan} == chosen
@@ -144,11 +146,8 @@ def _train_with_a_transport_per_bucket(rank: int, world_size: int) -> None:
     twins.update()
 
 
-def test_each_bucket_may_have_its_own_transport(ranks: Workers) -> None:
-    ranks.run(_train_with_a_transport_per_bucket)
-
-
-def _accumulate_with_staging(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_unreduced_gradients_are_reduced_by_the_staged_transport(rank: int, world_size: int) -> None:
     twins = Twins(rank, world_size, UnevenRows().double(), transport="staged")
     with twins.sharded.no_sync():
         twins.backward()
@@ -156,11 +155,8 @@ def _accumulate_with_staging(rank: int, world_size: int) -> None:
     twins.update()
 
 
-def test_unreduced_gradients_are_reduced_by_the_staged_transport(ranks: Workers) -> None:
-    ranks.run(_accumulate_with_staging)
-
-
-def _train_on_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_training_works_in_a_group_of_one_rank(rank: int) -> None:
     for transport in ("all_to_all", "flat"):
         group = dist.new_group([rank], use_local_synchronization=True)
         twins = Twins(
@@ -175,16 +171,16 @@ def _train_on_one_rank(rank: int, world_size: int) -> None:
         twins.train(steps=2)
 
 
-def test_training_works_in_a_group_of_one_rank(ranks: Workers) -> None:
-    ranks.run(_train_on_one_rank)
-
-
 #
 # Invalid choices
 #
 
 
-def _expect_refusal(rank: int, world_size: int, case: str) -> None:
+@pytest.mark.parametrize(
+    "case", ["symmetric memory", "unknown", "unknown by callable", "dtype", "no float", "no policy"]
+)
+@on_ranks(2)
+def test_invalid_transports_and_precisions_are_refused_by_jit(case: str) -> None:
     options = {}
     if case == "symmetric memory":
         options = {"transport": "symmetric_memory"}
@@ -206,13 +202,6 @@ def _expect_refusal(rank: int, world_size: int, case: str) -> None:
         expected = TypeError, "mp_policy: expected a MixedPrecisionPolicy"
     with pytest.raises(expected[0], match=expected[1]):
         thunder.jit(Stack(1), transforms=[fsdp(**options)])
-
-
-@pytest.mark.parametrize(
-    "case", ["symmetric memory", "unknown", "unknown by callable", "dtype", "no float", "no policy"]
-)
-def test_invalid_transports_and_precisions_are_refused_by_jit(ranks: Workers, case: str) -> None:
-    ranks.run(_expect_refusal, case)
 
 
 def test_auto_chooses_flat_unless_it_needs_several_collectives():
