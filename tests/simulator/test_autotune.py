@@ -74,8 +74,6 @@ def test_a_budget_keeps_the_buckets_that_fit_and_gathers_the_others_again():
     bytes_of_everything = slot_bytes(frugal)  # gradients take the place of their parameters
     places = [e.slot_issue.place for e in map(effects, frugal.forward.bound_symbols) if e.slot_issue is not None]
     assert bytes_of_everything == sum(place.nbytes for place in places)
-        effects(b).slot_issue.place.nbytes for b in frugal.forward.bound_symbols if b.sym.name in ISSUES
-    )
     assert set(frugal.choice.chosen.kept) == {g.bucket for g in testing.gathers(frugal.forward)}
     assert not testing.gathers(frugal.backward)
 
