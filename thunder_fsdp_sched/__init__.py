@@ -10,14 +10,7 @@ compat.import_thunder()
 
 from .agreement.consistency import ScheduleDisagreement
 from .api import fsdp
-from .compat import __version__ as __version__
-from .ir.schedule import CommOp, Schedule, StepSchedule
-from .ir.step_memory import StepMemory
-from .pipeline import CompiledTraces
-from .plan.plan import Plan
-from .plan.specs import BucketSpec, ParamSpec
-from .plugin import FSDPSched
-from .training.checkpoint import (
+from .checkpoint import (
     CheckpointError,
     full_state_dict,
     get_model_state_dict,
@@ -28,6 +21,13 @@ from .training.checkpoint import (
     save_checkpoint,
     save_safetensors,
 )
+from .compat import __version__ as __version__
+from .ir.schedule import CommOp, Schedule, StepSchedule
+from .ir.step_memory import StepMemory
+from .pipeline import CompiledTraces
+from .plan.plan import Plan
+from .plan.specs import BucketSpec, ParamSpec
+from .plugin import FSDPSched
 from .training.eager import eager
 from .training.gradients import clip_grad_norm_, discard_unreduced, set_gradient_divide_factor
 from .training.unsharded import unsharded

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from .agreement.control import control_of
+from .checkpoint.on_all_ranks import run_on_all_ranks
+from .checkpoint.state_dict import gather_entries
 from .sharding.state_entries import refuse_unshared
-from .training.checkpoint.exchange import exchange
-from .training.checkpoint.files import run_on_all_ranks
-from .training.checkpoint.full import gather_entries
 from .transform import find_jitted
 
 __all__ = ["save_pretrained"]
@@ -60,7 +60,7 @@ def save_pretrained(model: torch.nn.Module, folder: str | os.PathLike[str], **op
 
     entries, own_names = run_on_all_ranks(group, "save_pretrained", find_entries)
     # Those of the first rank: PEFT looks for some of them on the network.
-    names = exchange(group, "save_pretrained", own_names)[0]
+    names = control_of(group).exchange("save_pretrained", own_names)[0]
     values = gather_entries({name: entries[name] for name in names}, sharded, keeps=group.rank == 0)
 
     def save() -> None:

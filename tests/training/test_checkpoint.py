@@ -11,9 +11,9 @@ from typing import Any
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp, full_state_dict, get_model_state_dict, load_checkpoint, save_checkpoint
+from thunder_fsdp_sched.checkpoint import RowPiece
 from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
 from thunder_fsdp_sched.sharding.jitted_state import rows_by_name
-from thunder_fsdp_sched.training.checkpoint import RowPiece
 
 import pytest
 import thunder

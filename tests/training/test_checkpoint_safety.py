@@ -20,10 +20,9 @@ from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp, full_state_dict, load_checkpoint, save_checkpoint
-from thunder_fsdp_sched.sharding.jitted_state import rows_by_name
-from thunder_fsdp_sched.training.checkpoint import claim as claims
-from thunder_fsdp_sched.training.checkpoint import extra as extras
-from thunder_fsdp_sched.training.checkpoint.claim import (
+from thunder_fsdp_sched.checkpoint import claim as claims
+from thunder_fsdp_sched.checkpoint import extra as extras
+from thunder_fsdp_sched.checkpoint.claim import (
     INDEX,
     METADATA,
     check_claim,
@@ -31,7 +30,8 @@ from thunder_fsdp_sched.training.checkpoint.claim import (
     complete_folder,
     release_claim,
 )
-from thunder_fsdp_sched.training.checkpoint.metadata import read_metadata, seal
+from thunder_fsdp_sched.checkpoint.metadata import read_metadata, seal
+from thunder_fsdp_sched.sharding.jitted_state import rows_by_name
 
 import numpy as np
 import pytest
@@ -624,7 +624,7 @@ def test_a_claim_is_held_while_its_process_lives(tmp_path: Path) -> None:
         "import sys, time; sys.path.insert(0, sys.argv[2])\n"
         "from pathlib import Path\n"
         "import thunder_fsdp_sched\n"
-        "from thunder_fsdp_sched.training.checkpoint.claim import claim\n"
+        "from thunder_fsdp_sched.checkpoint.claim import claim\n"
         "run = claim(Path(sys.argv[1]), '.metadata')\n"
         "(Path(sys.argv[1]) / f'__0_{run}_0.distcp').write_bytes(b'half')\n"
         "print(run, flush=True); time.sleep(600)\n"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from thunder_fsdp_sched import eager, fsdp, full_state_dict, get_optimizer_state_dict
+from thunder_fsdp_sched.checkpoint import RowPiece
 from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
-from thunder_fsdp_sched.training.checkpoint import RowPiece
 
 import pytest
 import thunder

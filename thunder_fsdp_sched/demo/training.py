@@ -16,10 +16,10 @@ from thunder.core.trace import TraceCtx
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
 
 from ..api import fsdp
+from ..checkpoint import full_state_dict
 from ..pipeline import CompiledTraces
 from ..plan.plan import Plan
 from ..tools.step_counter import StepCounter, StepCounts
-from ..training.checkpoint import full_state_dict
 from .model import GPT
 from .options import DemoOptions
 from .text import sample

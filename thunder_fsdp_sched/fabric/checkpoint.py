@@ -25,14 +25,13 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.utils.data import DataLoader
 
+from ..checkpoint import load_checkpoint, save_checkpoint
+from ..checkpoint.fitting import optimizer_state_dicts
+from ..checkpoint.folder import METADATA
+from ..checkpoint.on_all_ranks import run_on_all_ranks
+from ..checkpoint.state_dict import gather_entries, get_model_state_dict, get_optimizer_state_dict, names_of_params
 from ..runtime.row_dtensor import RowDTensor
 from ..sharding.sharded_module import ShardedModule
-from ..training.checkpoint import load_checkpoint, save_checkpoint
-from ..training.checkpoint.claim import METADATA
-from ..training.checkpoint.files import run_on_all_ranks
-from ..training.checkpoint.fitting import optimizer_state_dicts
-from ..training.checkpoint.full import gather_entries
-from ..training.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, names_of_params
 from ..transform import find_jitted
 
 __all__ = ["load", "load_module", "save"]

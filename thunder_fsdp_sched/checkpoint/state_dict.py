@@ -1,9 +1,9 @@
-"""Sharded state dicts of model and optimizers, in the format of torch.distributed.checkpoint.state_dict."""
+"""State dicts of model and optimizers: sharded, in the format of torch.distributed.checkpoint.state_dict, and whole."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -11,19 +11,11 @@ from thunder.core.module import ThunderModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...private_api import state_name, unwrap_fabric
-from ...runtime.row_dtensor import RowDTensor
-from ...sharding.state_entries import RowPiece, refuse_unshared
-from ...transform import find_jitted
-
-__all__ = [
-    "get_model_state_dict",
-    "get_optimizer_state_dict",
-    "group_label",
-    "listed",
-    "names_of_params",
-    "owned_names",
-]
+from ..private_api import state_name, unwrap_fabric
+from ..runtime.row_dtensor import RowDTensor
+from ..sharding.sharded_module import ShardedModule
+from ..sharding.state_entries import RowPiece, refuse_unshared
+from ..transform import find_jitted
 
 
 @runtime_checkable
@@ -82,6 +74,35 @@ def get_optimizer_state_dict(
                     if name in sharded.locations and name not in owned:
                         _check_state(name, state[name])
     return {"state": state, "param_groups": groups}
+
+
+def full_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
+    """Return whole parameters under the keys of the original, unsharded module; a collective.
+
+    It is the result of ``model.original_state_dict()``, which ``load_state_dict(strict=True)`` of the original module
+    accepts.
+    """
+    model, _ = find_jitted(model)
+    return dict(model.original_state_dict())
+
+
+def gather_entries(entries: Mapping[str, Any], sharded: ShardedModule | None, *, keeps: bool) -> dict[str, Any]:
+    """Gather the DTensors of a state dict one by one; a collective.
+
+    Args:
+        sharded: tells which names are those of one parameter, whose values share memory.
+        keeps: return tensors in host memory on this rank, else ``None`` in place of each tensor.
+    """
+    leading = {name: name if sharded is None else sharded.names_of(name)[0] for name in entries}
+    whole: dict[str, Any] = {}  # by leading name
+    for name, value in entries.items():
+        if leading[name] not in whole:
+            if isinstance(value, DTensor):
+                value = value.full_tensor()
+            if isinstance(value, torch.Tensor):
+                value = value.detach().cpu() if keeps else None
+            whole[leading[name]] = value
+    return {name: whole[leading[name]] for name in entries}
 
 
 def listed(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:

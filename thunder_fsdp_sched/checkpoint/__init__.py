@@ -1,9 +1,9 @@
 """State dicts and checkpoints: whole, sharded, on disk."""
 
-from ...sharding.state_entries import RowPiece
-from .files import CheckpointError, latest_checkpoint, load_checkpoint, save_checkpoint
-from .full import full_state_dict
-from .state_dict import get_model_state_dict, get_optimizer_state_dict
+from ..sharding.state_entries import RowPiece
+from .api import latest_checkpoint, load_checkpoint, save_checkpoint
+from .on_all_ranks import CheckpointError
+from .state_dict import full_state_dict, get_model_state_dict, get_optimizer_state_dict
 from .whole_files import load_safetensors, save_safetensors
 
 __all__ = [

@@ -18,19 +18,18 @@ import io
 import pickle
 import re
 import zlib
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
-from .claim import METADATA, is_complete
+from .folder import METADATA, is_complete
 
-__all__ = ["Contents", "check_files", "contents_of", "read_metadata", "seal"]
-
-Contents = dict[str, dict[tuple[Any, ...], Any]]
-"""For each top-level name, the path below it and the metadata of each leaf."""
+Paths = Mapping[tuple[Any, ...], str]
+"""For each path below a top-level name, the name under which DCP has saved the value."""
 
 _SEAL = re.compile(rb"\nthunder_fsdp_sched crc32 ([0-9a-f]{8})\n\Z")
 
@@ -49,15 +48,15 @@ def read_metadata(folder: Path) -> tuple[Metadata, str]:
     """
     file = folder / METADATA
     if not is_complete(folder, METADATA):
-        begun = folder.is_dir() and any(folder.iterdir())
-        raise ValueError(f"{folder} is {'a checkpoint whose save did not end' if begun else 'no checkpoint'}")
+        has_begun = folder.is_dir() and any(folder.iterdir())
+        raise ValueError(f"{folder} is {'a checkpoint whose save did not end' if has_begun else 'no checkpoint'}")
     try:
         data = file.read_bytes()
         sealed = _SEAL.search(data)
         if sealed is not None and int(sealed[1], 16) != zlib.crc32(data[: sealed.start()]):
             raise ValueError("its checksum is wrong: the file was damaged")
         found = _Unpickler(io.BytesIO(data)).load()
-        _check_types(found)
+        _check_files(found)
         if sealed is None and any(hasattr(info, "crc32") for info in found.storage_data.values()):
             raise ValueError("its checksum is missing: the file was damaged")
     except Exception as error:
@@ -65,15 +64,26 @@ def read_metadata(folder: Path) -> tuple[Metadata, str]:
     return found, hashlib.sha256(data).hexdigest()
 
 
-def contents_of(found: Metadata) -> Contents:
-    """Arrange the contents of a checkpoint by top-level name."""
-    contents: Contents = {}
+def paths_of(found: Metadata) -> dict[str, dict[tuple[Any, ...], str]]:
+    """Return the contents of a checkpoint: for each top-level name, the :data:`Paths` below it."""
+    paths: dict[str, dict[tuple[Any, ...], str]] = {}
     for name, (top, *below) in (found.planner_data or {}).items():
-        contents.setdefault(str(top), {})[tuple(below)] = found.state_dict_metadata[name]
-    return contents
+        paths.setdefault(str(top), {})[tuple(below)] = name
+    return paths
 
 
-def check_files(folder: Path, found: Metadata) -> None:
+def nested(values: Mapping[tuple[Any, ...], Any]) -> Any:
+    """Return nested dictionaries and lists of values, given by their paths; keys of dictionaries are texts."""
+    if () in values:
+        return values[()]
+    below: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for (key, *rest), value in values.items():
+        below.setdefault(key, {})[tuple(rest)] = value
+    tree = {key: nested(inner) for key, inner in below.items()}
+    return [tree[key] for key in sorted(tree)] if tree and all(isinstance(key, int) for key in tree) else tree
+
+
+def check_lengths(folder: Path, found: Metadata) -> None:
     """Raise an error unless all data files exist with the length in the list.
 
     Raises:
@@ -85,7 +95,7 @@ def check_files(folder: Path, found: Metadata) -> None:
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for name, end in ends.items():
         if (folder / name).stat().st_size < end:
-            raise ValueError(f"{folder / name} is cut")
+            raise ValueError(f"{folder / name} is truncated")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -96,7 +106,7 @@ class _Unpickler(pickle.Unpickler):
             known = dtype if isinstance(dtype, torch.dtype) else None
         if known is None:
             raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which no list of a checkpoint's contents is made of; it was not called"
+                f"it references {module}.{name}, a class that is not allowed; it was not called"
             )
         return known
 
@@ -121,54 +131,28 @@ def _path(*parts: str) -> PurePosixPath:
     return PurePosixPath(*parts)
 
 
+_METADATA_CLASSES = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")
+_TENSOR_CLASSES = ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
+_PATH_CLASSES = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 _KNOWN: dict[tuple[str, str], Any] = {
-    **{
-        ("torch.distributed.checkpoint.metadata", name): getattr(metadata, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    },
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): getattr(filesystem, "_StorageInfo"),  # noqa: B009
+    **{(metadata.__name__, name): getattr(metadata, name) for name in _METADATA_CLASSES + _TENSOR_CLASSES},
+    (filesystem.__name__, "_StorageInfo"): getattr(filesystem, "_StorageInfo"),  # noqa: B009
     ("torch", "Size"): torch.Size,
     ("builtins", "getattr"): _member,
     ("torch.serialization", "_get_layout"): _layout,
     ("collections", "OrderedDict"): dict,
     # The path where it was saved, which is unused.
-    **{
-        (module, name): _path
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
-    },
+    **{(module, name): _path for module in ("pathlib", "pathlib._local") for name in _PATH_CLASSES},
 }
 
 
-def _check_types(found: object) -> None:
-    """Raise an error unless the list has the expected structure, on which all later code relies."""
+def _check_files(found: object) -> None:
+    """Raise an error unless the list refers to ranges of files in its folder."""
     if not isinstance(found, Metadata):
         raise ValueError(f"it holds a {type(found).__name__}")
-    planner_data = found.planner_data or {}
-    if not isinstance(planner_data, dict) or not all(isinstance(p, tuple) and p for p in planner_data.values()):
-        raise ValueError("its planner_data are no paths")
-    if not isinstance(found.state_dict_metadata, dict) or not all(
-        isinstance(entry, (TensorStorageMetadata, BytesStorageMetadata)) for entry in found.state_dict_metadata.values()
-    ):
-        raise ValueError("its state_dict_metadata describe no tensors and bytes")
-    if missing := planner_data.keys() - found.state_dict_metadata.keys():
-        raise ValueError(f"it describes no {sorted(missing)[0]!r}")
-    if not isinstance(found.storage_data, dict):
-        raise ValueError("it has no storage_data")
-    for index, info in found.storage_data.items():
-        path = getattr(info, "relative_path", None)
-        if not isinstance(index, MetadataIndex) or not isinstance(path, str):
-            raise ValueError("its storage_data name no files")
-        if Path(path).is_absolute() or ".." in Path(path).parts:
-            raise ValueError(f"it names a file outside its folder, {path!r}")
-        if not isinstance(info.offset, int) or not isinstance(info.length, int) or min(info.offset, info.length) < 0:
-            raise ValueError(f"it names no range of {path!r}")
+    for info in found.storage_data.values():
+        path = Path(info.relative_path)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"it names a file outside its folder, {info.relative_path!r}")
+        if min(info.offset, info.length) < 0:
+            raise ValueError(f"it names no range of {info.relative_path!r}")

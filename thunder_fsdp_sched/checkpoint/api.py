@@ -1,0 +1,245 @@
+"""Checkpoints on disk in the format of torch.distributed.checkpoint (DCP), saved and loaded completely or not at all.
+
+[Note: All or nothing]
+DCP first writes a file for every rank, and last the list of their contents, ``.metadata``. So a folder is a checkpoint
+if that file exists. Each checkpoint has its own folder (see [Note: Two runs, one folder] in ``folder``). Before reading
+data, loading compares the lists that the ranks see, and names and shapes with that list. It reads into separate memory,
+verifies the data, and changes model and optimizers only after every rank has read everything.
+
+[Note: What is trusted]
+No code in a checkpoint is run. Its list is read by a restricted unpickler (see ``contents``). Values other than
+tensors, which DCP pickles, are read by ``torch.load(weights_only=True)``. ``extra`` is JSON and tensors (see
+``extra``).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from thunder.core.module import ThunderModule
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from ..agreement.control import control_of
+from ..sharding.jitted_state import rows_by_name
+from ..transform import find_jitted
+from . import extra as extras
+from .contents import Paths, check_lengths, paths_of, read_metadata
+from .extra import EXTRA
+from .fitting import (
+    Cast,
+    blank_optimizer_state,
+    compare,
+    describe_optimizers,
+    loaded_optimizer_state,
+    optimizer_state_dicts,
+    tell_casts,
+)
+from .folder import METADATA, refuse_complete, saving_into
+from .on_all_ranks import CheckpointError, find_difference, reason_of, refuse_different, run_on_all_ranks
+from .state_dict import get_model_state_dict, get_optimizer_state_dict, listed
+from .storage import CheckedReader, RunWriter, check_plain, load_values
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+_log = logging.getLogger(__name__)
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: ThunderModule,
+    optimizers: Optimizers = (),
+    *,
+    extra: dict[str, Any] | None = None,
+    keys: tuple[str, str] = ("model", "optim"),
+    checksums: bool = True,
+) -> Path:
+    """Save model and optimizers; each rank saves its rows. A collective.
+
+    It is ``dcp.save({"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizers)})``
+    with checks, checksums and ``extra``. FSDP2, and any other number of ranks, can load it.
+
+    Args:
+        folder: a folder without a checkpoint, on a disk that all ranks see. If another run saves into it, one of the two
+            gets an error, and no file is overwritten.
+        optimizers: one or several; none saves only the model.
+        extra: additional values by name, such as the number of the step and the state dicts of schedulers and data
+            loaders: numbers, strings, bytes, tensors, NumPy arrays, ``None``, and lists, tuples and dictionaries of
+            them. They must be equal on all ranks.
+        keys: names under which model and optimizers are saved.
+        checksums: save checksums of the files as they were written.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: on all ranks, if any rank failed: the folder has a checkpoint, or another run saves into it;
+            the disk is full; an optimizer has other parameters; optimizers, their options or ``extra`` differ between
+            ranks; or ``extra`` has values that cannot be stored without pickle. The folder is then not a checkpoint,
+            and other checkpoints are unchanged.
+    """
+    path, chosen = Path(folder), listed(optimizers)
+    model, sharded = find_jitted(model)
+    sharded.check_initialized()
+    group = sharded.world_group
+
+    def collect() -> tuple[dict[str, Any], dict[str, str]]:
+        _check_extra(extra)
+        refuse_complete(path, METADATA)
+        state: dict[str, Any] = {keys[0]: get_model_state_dict(model)}
+        if chosen:
+            state[keys[1]] = get_optimizer_state_dict(model, chosen)
+            check_plain(state[keys[1]], keys[1])
+        if taken := state.keys() & (extra or {}).keys():
+            raise ValueError(f"extra: the name {sorted(taken)[0]!r} is taken by the model or its optimizers (keys)")
+        if EXTRA in keys:
+            raise ValueError(f"keys: the name {EXTRA!r} is taken by extra")
+        facts = describe_optimizers(model, chosen, values=True)
+        if extra:
+            text, tensors = extras.encode(extra)
+            state[EXTRA] = {"json": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), "tensors": tensors}
+            facts |= extras.facts_of(text, tensors)
+        return state, facts
+
+    state, facts = run_on_all_ranks(group, "save_checkpoint", collect)
+    if difference := find_difference(group, "save_checkpoint, what one rank saves for all", facts):
+        raise CheckpointError(
+            f"fsdp: values that one rank saves for all differ between ranks: {difference}. Give equal ones on all ranks, "
+            f"or collect them before (all_gather_object)"
+        )
+    with saving_into(group, path, METADATA) as run:
+        writer = RunWriter(run, checksums=checksums)
+        save(state, storage_writer=writer, process_group=control_of(group).process_group(group))
+    return path
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    model: ThunderModule,
+    optimizers: Optimizers = (),
+    *,
+    extra: dict[str, Any] | None = None,
+    keys: tuple[str, str] = ("model", "optim"),
+    strict: bool = True,
+    verify_checksums: bool = True,
+) -> dict[str, Any]:
+    """Load a checkpoint of :func:`save_checkpoint`, or of ``dcp.save`` with FSDP2's state dicts; a collective.
+
+    The number of ranks, the strategy and the buckets may differ from those at saving. While reading, it needs as much
+    additional memory as the model's shards. Entries of another dtype are cast, as by DCP, with a warning on the first
+    rank.
+
+    Args:
+        folder: the checkpoint.
+        optimizers: optimizers of the jitted module's parameters; none loads only the model.
+        extra: names and structure of the additional values to load. Keys of dictionaries must be in the checkpoint;
+            numbers and strings are placeholders.
+        keys: names under which model and optimizers were saved.
+        strict: raise an error if the checkpoint has parameters that the model does not have.
+        verify_checksums: verify all data before anything is changed. Each rank verifies the chunks that it reads.
+
+    Returns:
+        The values of ``extra``, as they were saved.
+
+    Raises:
+        CheckpointError: on all ranks, if the folder is not a checkpoint; if the checkpoint does not fit (the message
+            has the names and shapes); if it has the state of another kind of optimizer; if ranks passed different
+            checkpoints; or if a file cannot be read or is damaged. Nothing is changed then.
+    """
+    path, chosen = Path(folder), listed(optimizers)
+    model, sharded = find_jitted(model)
+    group = sharded.world_group
+    metadata, digest = run_on_all_ranks(group, "load_checkpoint", lambda: read_metadata(path))
+    refuse_different(group, path, digest)
+    reader = CheckedReader(path, metadata, verify=verify_checksums)
+    if verify_checksums and not reader.has_checksums and group.rank == 0:
+        _log.warning("%s has no checksums of its own: those of its archives are verified", path)
+    found, paths = metadata.state_dict_metadata, paths_of(metadata)
+    casts: list[Cast] = []
+
+    def prepare() -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+        """Return memory by DCP's names, these names of the model's entries, and the structure of ``extra``."""
+        _check_extra(extra)
+        own = _own_extra(paths, reader)
+        names = [*(name for name in paths if not own or name != EXTRA), *own]
+        for name in [keys[0], *([keys[1]] if chosen else []), *(extra or {})]:
+            if name not in names:
+                raise ValueError(f"the checkpoint {path} holds no {name!r}, but {names} (see keys, extra)")
+        entries = get_model_state_dict(model)
+        there = {".".join(map(str, below)): name for below, name in paths[keys[0]].items()}
+        unknown = [name for name in there if strict and name not in entries]
+        casts.extend(compare({n: found[d] for n, d in there.items()}, entries, "the checkpoint", unknown=unknown))
+        memory: dict[str, Any] = {there[name]: torch.empty_like(entry) for name, entry in entries.items()}
+        if chosen:
+            state, more = blank_optimizer_state(paths[keys[1]], found, model, chosen)
+            memory |= state
+            casts.extend(more)
+        values = {}
+        for name, wanted in (extra or {}).items():
+            values[name] = own[name] if name in own else extras.from_dcp(wanted, paths[name], name)
+            extras.memory_for(wanted, values[name], (name,), found, memory)
+        return memory, there, values
+
+    memory, there, values = run_on_all_ranks(group, "load_checkpoint", prepare)
+    facts = describe_optimizers(model, chosen, values=False)
+    if difference := find_difference(group, "load_checkpoint, optimizers", facts):
+        raise CheckpointError(f"fsdp: ranks load into different optimizers, nothing is changed: {difference}")
+    try:
+        load_values(memory, reader, group)
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(
+            f"fsdp: the checkpoint {path} was not loaded, nothing is changed: {reason_of(error)}"
+        ) from error
+
+    def finish() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        loaded = loaded_optimizer_state(paths[keys[1]], memory) if chosen else {}
+        states = optimizer_state_dicts(loaded, model, chosen) if chosen else []
+        return states, {name: extras.filled(value, memory) for name, value in values.items()}
+
+    # Every rank has read everything, and nothing has been changed yet.
+    states, rest = run_on_all_ranks(group, "load_checkpoint", finish)
+    if casts and group.rank == 0:
+        warnings.warn(f"load_checkpoint casts what {path} holds: {tell_casts(casts)}", stacklevel=2)
+    with torch.no_grad():
+        for name, value in rows_by_name(model).items():
+            value.copy_(memory[there[name]])
+    for optimizer, state in zip(chosen, states, strict=True):
+        optimizer.load_state_dict(state)
+    return rest
+
+
+def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the subfolder of ``folder`` with the checkpoint that was completed last, if there is one.
+
+    All ranks must see the same disk. Folders with an incomplete save do not count, nor do those whose list of contents
+    is damaged or has files that are missing or truncated; a warning names the latter.
+    """
+    complete = [p.parent for p in Path(folder).glob(f"*/{METADATA}")]
+    for path in sorted(complete, key=lambda p: ((p / METADATA).stat().st_mtime_ns, p.name), reverse=True):
+        try:
+            check_lengths(path, read_metadata(path)[0])
+        except (OSError, ValueError) as error:
+            warnings.warn(f"latest_checkpoint leaves out {path}: {error}", stacklevel=2)
+        else:
+            return path
+    return None
+
+
+def _check_extra(extra: Any) -> None:
+    if extra is not None and not isinstance(extra, dict):
+        raise ValueError(f"extra: expected a dictionary of values by name, got a {type(extra).__name__}")
+
+
+def _own_extra(paths: Mapping[str, Paths], reader: CheckedReader) -> dict[str, Any]:
+    """Return additional values that :func:`save_checkpoint` saved; empty if there are none, or if ``dcp.save`` did."""
+    of_extra = paths.get(EXTRA, {})
+    if ("json",) not in of_extra:
+        return {}
+    text = reader.read_tensor(of_extra["json",]).numpy().tobytes().decode()
+    return extras.decode(text, {below[1]: name for below, name in of_extra.items() if below[0] == "tensors"})

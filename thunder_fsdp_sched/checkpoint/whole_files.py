@@ -1,0 +1,287 @@
+"""Whole models in safetensors files, written bucket by bucket and read by rows, so no rank holds the whole model.
+
+The folder has the format of Hugging Face: one file per bucket, and ``model.safetensors.index.json``, written last,
+which maps parameters to files. As usual in that format, only the first name of tied parameters is written. The index
+also contains the checksum of each file (``metadata``, ``crc32``), which other tools ignore.
+
+[Note: Verifying whole files]
+A rank reads rows, but a checksum is that of a whole file. So ranks verify whole files before anything is changed. If
+all ranks see the same files, each rank verifies some of them; otherwise (copies on disks of several hosts) each
+verifies all. Files are the same if inode, size and modification time are equal on all ranks. Files without checksums
+that are not the same are compared by content.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from thunder.core.module import ThunderModule
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from ..agreement.control import control_of
+from ..distributed.process_groups import ProcessGroupRef
+from ..private_api import state_name
+from ..sharding.jitted_state import rows_by_name
+from ..sharding.sharded_module import ShardedModule
+from ..sharding.state_entries import refuse_unshared
+from ..transform import find_jitted
+from .fitting import Cast, compare, tell_casts
+from .folder import INDEX, checksum, refuse_complete, saving_into
+from .on_all_ranks import CheckpointError, reason_of, refuse_different, run_on_all_ranks
+from .storage import load_values
+
+_log = logging.getLogger(__name__)
+
+
+def save_safetensors(model: ThunderModule, folder: str | os.PathLike[str], *, checksums: bool = True) -> Path:
+    """Write the whole model into a folder, from the first rank; a collective.
+
+    At most one unsharded bucket is in memory at a time, in the dtype of the shards. If another run saves into the
+    folder, one of the two gets an error, and no file is overwritten.
+
+    Args:
+        folder: a folder that holds no whole model yet, on a disk that all ranks see.
+        checksums: save the checksum of each file.
+
+    Returns:
+        The folder's index file, ``model.safetensors.index.json``.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        CheckpointError: on all ranks, if the folder has an index already, or another run saves into it, or if it cannot
+            be written.
+    """
+    torch_files = _import("safetensors.torch")
+    model, sharded = find_jitted(model)
+    for bucket in sharded.buckets:
+        refuse_unshared(bucket)
+    sharded.check_initialized()
+    path, group = Path(folder), sharded.world_group
+    writes = group.rank == 0
+    run_on_all_ranks(group, "save_safetensors", lambda: refuse_complete(path, INDEX))
+    with saving_into(group, path, INDEX) as run:
+        weight_map: dict[str, str] = {}
+        crcs: dict[str, str] = {}
+        total = 0
+
+        def write(file: str, tensors: dict[str, torch.Tensor]) -> None:
+            if writes:
+                torch_files.save_file(tensors, path / file, metadata={"format": "pt"})
+                if checksums:
+                    crcs[file] = _checksum(path / file)
+
+        for label, tensors in _whole_tensors(model, sharded, keeps=writes):
+            file = f"model-{label}-{run.id}.safetensors"
+            weight_map |= dict.fromkeys(tensors, file)
+            total += sum(tensor.nbytes for tensor in tensors.values())
+            run_on_all_ranks(group, "save_safetensors", partial(write, file, tensors))
+            tensors = {}  # free them before the next bucket is gathered
+
+        def complete() -> None:
+            if writes:
+                if missing := [file for file in sorted(set(weight_map.values())) if not (path / file).exists()]:
+                    raise ValueError(f"folder: {path / missing[0]} was deleted by somebody else")
+                metadata = {"total_size": total, **({"crc32": crcs} if checksums else {})}
+                (run.draft / INDEX).write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2))
+                run.complete()
+
+        run_on_all_ranks(group, "save_safetensors", complete)
+    return path / INDEX
+
+
+def _whole_tensors(
+    model: ThunderModule, sharded: ShardedModule, *, keeps: bool
+) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Yield the whole tensors of each bucket by name, then those that are not sharded; a collective.
+
+    Args:
+        keeps: yield copies in host memory on this rank, else meta tensors.
+    """
+
+    def kept(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cpu() if keeps else tensor.to("meta")
+
+    for number, bucket in enumerate(sharded.buckets, 1):
+        yield (
+            f"{number:05d}",
+            {
+                state_name(spec.name): kept(bucket.rows[index].gather(bucket.shard_views[index]))
+                for index, spec in enumerate(bucket.spec.params)
+            },
+        )
+    rest = {name: tensor for name, tensor in rows_by_name(model).items() if name not in sharded.locations}
+    if rest:
+        yield "rest", {name: kept(tensor.detach()).clone().contiguous() for name, tensor in rest.items()}
+
+
+def load_safetensors(
+    model: ThunderModule, source: str | os.PathLike[str], *, strict: bool = True, verify_checksums: bool = True
+) -> None:
+    """Load a whole model; a collective. Each rank reads the rows that it holds, and verifies its share of the files.
+
+    Tensors of another dtype are cast, with a warning on the first rank.
+
+    Args:
+        source: a ``.safetensors`` file, or a folder with some (with or without an index).
+        strict: refuse files with tensors that the model does not have.
+        verify_checksums: verify the checksums that the index has (those of :func:`save_safetensors`), before anything
+            is changed.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        CheckpointError: on all ranks, if names or shapes do not fit, a file is damaged, or ranks were given different
+            files. Nothing is changed then. Also if a file that was opened cannot be read to its end; then the message says
+            that some values are loaded.
+    """
+    _import("safetensors")
+    model, sharded = find_jitted(model)
+    group, path = sharded.world_group, Path(source)
+    files, crcs = run_on_all_ranks(group, "load_safetensors", lambda: _files(path))
+    _verify(group, path, files, crcs, verify=verify_checksums)
+    casts: list[Cast] = []
+
+    def prepare() -> tuple[Metadata, dict[str, Any]]:
+        metadata = _metadata_of(files)
+        found, rows = metadata.state_dict_metadata, rows_by_name(model)
+        there = {name: next((n for n in sharded.names_of(name) if n in found), name) for name in rows}
+        entries = {there[name]: value for name, value in rows.items()}
+        known = {alias for name in rows for alias in sharded.names_of(name)}
+        unknown = [name for name in found if strict and name not in known]
+        casts.extend(compare(found, entries, str(source), unknown=unknown))
+        return metadata, entries
+
+    metadata, entries = run_on_all_ranks(group, "load_safetensors", prepare)
+    if casts and group.rank == 0:
+        warnings.warn(f"load_safetensors casts what {source} holds: {tell_casts(casts)}", stacklevel=2)
+    try:
+        load_values(entries, _Reader(path, metadata), group)
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(
+            f"fsdp: {source} could be read in part only, and the model has some of its values now: {reason_of(error)}"
+        ) from error
+    for bucket in sharded.buckets:
+        torch.autograd.graph.increment_version(bucket.params)
+
+
+class _Reader(HuggingFaceStorageReader):
+    """The reader of tensors from files whose contents are known."""
+
+    def __init__(self, source: Path, metadata: Metadata) -> None:
+        super().__init__(str(source))
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+class _OneFile(FileSystem):
+    """A file system that lists one file in every folder."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = str(file)
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return [self._file]
+
+
+def _metadata_of(files: Sequence[Path]) -> Metadata:
+    """Return the contents of files, of the last file for a name that is in several.
+
+    Raises:
+        ValueError: a file cannot be read, or holds a part of a tensor.
+    """
+    whole = Metadata(state_dict_metadata={}, storage_data={})
+    for file in files:
+        reader = HuggingFaceStorageReader(str(file.parent))
+        reader.fs = _OneFile(file)
+        try:
+            found = reader.read_metadata()
+        except Exception as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
+        for index, info in found.storage_data.items():
+            if str(info.relative_path) != str(file):
+                raise NotImplementedError(f"torch {torch.__version__} reads {info.relative_path} in place of {file}")
+            tensor = found.state_dict_metadata[index.fqn]
+            if isinstance(tensor, TensorStorageMetadata) and [chunk.sizes for chunk in tensor.chunks] != [tensor.size]:
+                raise ValueError(f"{file} holds a part of {index.fqn!r} only: join the parts of all ranks first")
+        whole.state_dict_metadata |= found.state_dict_metadata
+        whole.storage_data |= found.storage_data
+    return whole
+
+
+def _files(source: Path) -> tuple[list[Path], dict[str, str]]:
+    """Return the files of a whole model, and the checksums that exist."""
+    if source.is_file():
+        return [source], {}
+    index = source / INDEX
+    if index.exists():
+        try:
+            content = json.loads(index.read_text())
+            names = sorted(set(content["weight_map"].values()))
+            crcs = dict(content.get("metadata", {}).get("crc32", {}))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{index} cannot be read: {type(error).__name__} {error}") from error
+        if any(Path(name).name != name for name in names):
+            raise ValueError(f"{index} cannot be read: it names files outside its folder")
+        if crcs and crcs.keys() != set(names):
+            raise ValueError(f"{index} cannot be read: it has checksums of other files than it names")
+        return [source / name for name in names], crcs
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"source: {source} is no .safetensors file and no folder with one")
+    if any(source.glob("model-[0-9]*.safetensors")):
+        raise ValueError(f"source: {source} has no {INDEX}: its export did not end")
+    return files, {}
+
+
+def _verify(group: ProcessGroupRef, source: Path, files: list[Path], crcs: dict[str, str], *, verify: bool) -> None:
+    """Verify that all ranks will read the same files, and that these are undamaged; a collective."""
+
+    def look() -> tuple[list[tuple[int, ...]], str]:
+        stats = [file.stat() for file in files]
+        known = repr([(file.name, stat.st_size, crcs.get(file.name)) for file, stat in zip(files, stats, strict=True)])
+        return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats], known
+
+    identities, digest = run_on_all_ranks(group, "load_safetensors", look)
+    everyones = control_of(group).exchange("load_safetensors", identities)
+    refuse_different(group, source, digest)
+    is_shared = all(other == everyones[0] for other in everyones)
+    if not is_shared and not crcs:
+        contents = run_on_all_ranks(group, "load_safetensors", lambda: list(map(_checksum, files)))
+        refuse_different(group, source, repr(contents))
+
+    def check() -> None:
+        for file in (files[group.rank :: group.size] if is_shared else files) if verify and crcs else ():
+            if _checksum(file) != crcs[file.name]:
+                raise ValueError(
+                    f"{file} is damaged, nothing is changed: its checksum is wrong (verify_checksums=False ignores that)"
+                )
+
+    run_on_all_ranks(group, "load_safetensors", check)
+    if verify and not crcs and group.rank == 0:
+        _log.warning("%s has no checksums", source)
+
+
+def _checksum(file: Path) -> str:
+    return f"{checksum(file, 0, file.stat().st_size):08x}"
+
+
+def _import(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"whole models need safetensors: pip install 'thunder_fsdp_sched[safetensors]' ({error})"
+        ) from None
