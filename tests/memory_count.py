@@ -218,7 +218,7 @@ def count_on_fake_ranks(
 
         def flat(other: Mapping[str, Any] | None = None) -> Sequence[Any]:
             args, kwargs = transform.cast_inputs(inputs, dict(batch or {}) | dict(other or {}))
-            return thunder.compile_data(jitted).get_computation_and_inputs(*args, **kwargs)[1]
+            return transform.sharded.compile(jitted, args, kwargs)[1]
 
         def count(
             compiled: CompiledTraces, args: Sequence[Any], accumulated: bool | Sequence[CompiledTraces] = False

@@ -152,8 +152,11 @@ def _train(rank: int, world_size: int) -> None:
     with launched(rank, world_size, sharding_strategy="zero3") as fabric:
         model = GPT().double()
         reference = copy.deepcopy(model)
-        early = torch.optim.AdamW(model.parameters(), lr=0.05)  # before fabric.setup
-        model, optimizer = fabric.setup(model, early)
+        early = torch.optim.AdamW((early_model := copy.deepcopy(model)).parameters(), lr=0.05)
+        with pytest.raises(RuntimeError, match=r"create optimizers after thunder\.jit"):
+            fabric.setup(early_model, early)
+        model = fabric.setup(model)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.05))
         assert all(isinstance(param, DTensor) for param in model.parameters())
         theirs = torch.optim.AdamW(reference.parameters(), lr=0.05)
         clips = ({"max_norm": 0.1}, {"clip_val": 0.01}, {"max_norm": 0.2, "norm_type": float("inf")})
@@ -259,7 +262,8 @@ def _save_and_load(rank: int, world_size: int, folder: Path) -> None:
     with launched(rank, world_size) as fabric:
         original = GPT().double()
         reference = copy.deepcopy(original)
-        model, optimizer = fabric.setup(original, torch.optim.AdamW(original.parameters(), lr=0.05))
+        model = fabric.setup(original)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.05))
         theirs = torch.optim.AdamW(reference.parameters(), lr=0.05)
         step_without_loss(model, optimizer)
         step_without_loss(reference, theirs)
@@ -366,7 +370,8 @@ def _exchange_with_fsdp2(rank: int, world_size: int, folder: Path) -> None:
     theirs = torch.optim.AdamW(reference.parameters(), lr=0.05)
     with launched(rank, world_size) as fabric:
         model = copy.deepcopy(reference)
-        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+        model = fabric.setup(model)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.05))
         step_without_loss(model, optimizer)
         step_without_loss(reference, theirs)
         fabric.save(folder / "ours", {"model": model, "optimizer": optimizer, "iteration": 4})
@@ -409,11 +414,9 @@ def _init_and_convert(rank: int, world_size: int) -> None:
     with launched(rank, world_size) as fabric:
         with fabric.init_module(empty_init=True):
             model = GPT()
-        early = torch.optim.AdamW(model.parameters())
-        model, optimizer = fabric.setup(model, early)
+        model = fabric.setup(model)
         assert_same(model, expected)
         assert all(map(torch.equal, model.buffers(), expected.buffers()))
-        assert set(optimizer.param_groups[0]["params"]) == set(model.parameters())
         with fabric.init_module(empty_init=True):
             blank = nn.Sequential(nn.Linear(4, 4), Blank())
         blank = fabric.setup(blank)
@@ -454,7 +457,8 @@ def _train_in(rank: int, world_size: int, precision: str, stored: torch.dtype, c
         with fabric.init_module():
             model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
         reference = copy.deepcopy(model).float()
-        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model = fabric.setup(model)
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
         if precision == "16-mixed":
             assert isinstance(fabric.strategy.precision.scaler, ShardedGradScaler)
             assert fabric.strategy.precision.scaler.get_scale() == 1024

@@ -10,7 +10,6 @@ import hashlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import timedelta
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:  # this module is imported before torch and Thunder can be
@@ -33,13 +32,13 @@ __all__ = [
     "process_groups",
     "quiet_no_sync",
     "reduce_scatter_coalesced",
-    "reduces_found_infs",
     "refuse_ddp",
     "register_foreach_type",
     "refuse_foreign_functions",
     "replace_data",
     "runs_under_torch_compile",
     "schema_of",
+    "set_in_call",
     "splits_default_group",
     "state_name",
     "timeout_of",
@@ -214,8 +213,7 @@ def refuse_foreign_functions(module: Any, names: Collection[str]) -> None:
     Instead, the module gets attributes that only these functions read, before they access parameters:
 
     - ``DistributedDataParallel``, which would copy rank 0's rows to all ranks, reads the names of parameters to ignore.
-    - Thunder's ``thunder.distributed.checkpoint`` reads ``use_fsdp`` of each module. Thunder also reads it of the root
-      on other occasions, so the value there depends on the caller.
+    - Thunder's ``thunder.distributed.checkpoint`` reads ``use_fsdp`` of each module.
 
     Args:
         module: the original module.
@@ -231,6 +229,11 @@ def refuse_foreign_functions(module: Any, names: Collection[str]) -> None:
     for path, submodule in module.named_modules(remove_duplicate=False):
         if path in owners:
             submodule.use_fsdp = _RefusedByCheckpoints()
+
+
+def set_in_call(module: Any, is_in_call: bool) -> None:
+    """Let Thunder itself read ``use_fsdp`` of the original module, as it does in each call of the jitted one."""
+    module.__dict__["use_fsdp"] = not is_in_call and _RefusedByCheckpoints()
 
 
 def _refuse_foreign() -> NoReturn:
@@ -265,12 +268,10 @@ def parameters_of_running_ddp() -> list[Any]:
 
 
 class _RefusedByCheckpoints:
-    """The value of ``use_fsdp``: false, and an error for Thunder's checkpoint functions."""
+    """The value of ``use_fsdp``, which Thunder's checkpoint functions read."""
 
-    def __bool__(self) -> bool:
-        if sys._getframe(1).f_globals.get("__name__") == "thunder.distributed.checkpoint":
-            _refuse_foreign()
-        return False
+    def __bool__(self) -> NoReturn:
+        _refuse_foreign()
 
 
 def unwrap_fabric(wrapped: Any) -> Any:
@@ -359,17 +360,6 @@ def quiet_no_sync(model: ThunderModule) -> None:
     from thunder.distributed import skip_data_parallel_grad_sync
 
     model.no_sync = skip_data_parallel_grad_sync
-
-
-def reduces_found_infs() -> bool:
-    """Return whether ranks exchange infs afterwards: whether ``ShardedGradScaler.unscale_`` is among our callers."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__")
-        if module == "torch.distributed.fsdp.sharded_grad_scaler" and frame.f_code.co_name == "unscale_":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def replace_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:

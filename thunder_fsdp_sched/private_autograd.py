@@ -18,7 +18,7 @@ __all__ = [
     "next_node_number",
     "running_node",
     "running_node_number",
-    "share_hooks",
+    "set_hooks",
 ]
 
 
@@ -101,10 +101,9 @@ def hooks_of(leaf: Any) -> tuple[dict[int, Any], dict[int, Any]]:
     return leaf._backward_hooks or {}, leaf._post_accumulate_grad_hooks or {}
 
 
-def share_hooks(old: Any, new: Any) -> None:
-    """Let the leaf ``new`` have the hooks of ``old``, and handles remove them from both."""
-    hooks, accumulated_hooks = hooks_of(old)
+def set_hooks(leaf: Any, hooks: dict[int, Any], accumulated_hooks: dict[int, Any]) -> None:
+    """Give a leaf dictionaries of tensor hooks and post-accumulate-grad hooks, unless they are empty."""
     if hooks:
-        new._backward_hooks = hooks
+        leaf._backward_hooks = hooks
     if accumulated_hooks:
-        new._post_accumulate_grad_hooks = accumulated_hooks
+        leaf._post_accumulate_grad_hooks = accumulated_hooks

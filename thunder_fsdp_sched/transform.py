@@ -58,7 +58,6 @@ from .sharding.fsdp2_names import refuse_fsdp2_methods
 from .sharding.huggingface_models import let_accelerate_prepare, refuse_save_pretrained, transformers_lookasides
 from .sharding.input_casts import attach_casts, cast_inputs
 from .sharding.jitted_state import hold_entries
-from .sharding.replacement import replace_in_optimizers_of
 from .sharding.shard_module import shard_module
 from .sharding.sharded_module import ShardedModule
 from .transforms import guard_outputs, refuse_foreign_parameters
@@ -148,7 +147,6 @@ class FSDPTransform(Transform):
             )
         # Adding a transform to a jitted module creates a new ThunderModule, which gets the same shards.
         self._sharded.attach(model)
-        replace_in_optimizers_of(self._sharded.former_params)
         hold_entries(model, self._sharded, to_cpu=self.options.move_state_dict_to_cpu)
         attach_casts(model, self._sharded.mp_policy)
         refuse_foreign_functions(model._model, self._sharded.locations)

@@ -40,7 +40,6 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
 def _train(rank: int, world_size: int, strategy: str) -> None:
     model = Stack(1).double()
     shapes = {name: param.shape for name, param in model.named_parameters()}
-    early_optimizer = _sgd(model.parameters())
     hook_calls: list[tuple[str, tuple[int, ...]]] = []
     model.first.weight.register_hook(lambda grad: hook_calls.append(("early", tuple(grad.shape))))
     loss_of(model(torch.ones(2, 4, dtype=torch.float64)))  # autograd has seen the unsharded shapes
@@ -51,9 +50,8 @@ def _train(rank: int, world_size: int, strategy: str) -> None:
     assert model.first.weight.to_local().shape[0] < 4
     whole = tuple(model.first.weight.shape)
 
-    # An optimizer and a hook created before thunder.jit, and a hook created after it.
+    # A hook that was registered before thunder.jit, and one after it.
     model.first.weight.register_post_accumulate_grad_hook(lambda p: hook_calls.append(("late", tuple(p.grad.shape))))
-    twins.optimizers[0] = early_optimizer
     twins.train(steps=2)
     assert hook_calls == [("early", whole), ("late", whole)] * 2
 
@@ -165,7 +163,6 @@ def _train_from_meta(rank: int, world_size: int) -> None:
     module.first.weight.register_hook(lambda grad: hook_calls.append("grad"))
     module.last.bias.register_post_accumulate_grad_hook(lambda p: hook_calls.append("accumulated"))
     before = dict(module.named_parameters())
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     torch.manual_seed(3)
     torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)
     options = {"device": "cpu", "param_init_fn": lambda m: m.reset_parameters(), "ignored_params": ["last.weight"]}
@@ -174,12 +171,8 @@ def _train_from_meta(rank: int, world_size: int) -> None:
     assert not any(param.is_meta for param in module.parameters())
     assert module.last.weight is before["last.weight"]
     assert module.first.weight.group == "matrices" and not hasattr(module.first.weight, "_thunder_device")
-    theirs = torch.optim.AdamW(expected.parameters(), lr=0.1)
+    optimizer, theirs = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, expected))
     x = torch.ones(2, 4)  # the same on all ranks, so that gradients need no averaging
-    # The optimizer, made before thunder.jit, has the sharded parameters from the start, not from its first step on.
-    loss_of(model(x)).backward()
-    optimizer.zero_grad()
-    assert all(param.grad is None for param in model.parameters())
     scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
     for _ in range(2):
         for m, o, scaler in zip((model, expected), (optimizer, theirs), scalers, strict=True):
@@ -188,14 +181,12 @@ def _train_from_meta(rank: int, world_size: int) -> None:
             scaler.step(o)
             scaler.update()
             o.zero_grad()
-    assert sorted(hook_calls) == ["accumulated"] * 3 + ["grad"] * 3
-    with pytest.raises(RuntimeError, match=r"'first.weight' .* before thunder.jit"):
-        nn.utils.clip_grad_norm_(before.values(), 1.0)
+    assert sorted(hook_calls) == ["accumulated"] * 2 + ["grad"] * 2
     for name, value in full_state_dict(model).items():
         torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
-def test_parameters_from_the_meta_device_keep_attributes_hooks_and_optimizers(ranks: Ranks) -> None:
+def test_parameters_from_the_meta_device_keep_attributes_and_hooks(ranks: Ranks) -> None:
     ranks.run(_train_from_meta)
 
 
@@ -237,28 +228,97 @@ def test_errors_name_parameters_and_buffers_without_values(ranks: Ranks) -> None
     ranks.run(_use_without_values)
 
 
+FORMER = {
+    "a step": lambda params, optimizer: optimizer.step(),
+    "a step of an optimizer for old and new": lambda params, optimizer: torch.optim.SGD(params, 0.1).step(),
+    "clipping by norm": lambda params, optimizer: nn.utils.clip_grad_norm_(params[-1:], 1.0),
+    "clipping by value": lambda params, optimizer: nn.utils.clip_grad_value_(params, 1.0),
+    "reading a gradient": lambda params, optimizer: params[-1].grad + 1,
+    "a scaler": lambda params, optimizer: _unscale(optimizer),
+    "a loss": lambda params, optimizer: params[-1].sum().backward(),
+    "a hook": lambda params, optimizer: params[-1].register_hook(print),
+    "a hook after accumulation": lambda params, optimizer: params[-1].register_post_accumulate_grad_hook(print),
+    "sharding again": lambda params, optimizer: thunder.jit(_holding(params[-1]), transforms=[fsdp()]),
+}
+
+
+def _unscale(optimizer: torch.optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
+def _holding(param: nn.Parameter) -> nn.Module:
+    module = nn.Linear(1, 1)
+    module.bias = param
+    return module
+
+
+def _use_former_parameters(rank: int, world_size: int, meta: bool) -> None:
+    with torch.device("meta" if meta else "cpu"):
+        module = Plain()
+    former = module.last.bias
+    early = torch.optim.AdamW(module.parameters(), lr=0.1)
+    hidden = _HidesParameters(module.last.parameters())
+    model = thunder.jit(module, transforms=[fsdp(device="cpu", param_init_fn=lambda m: m.reset_parameters())])
+    loss_of(model(torch.ones(2, 4))).backward()
+    before = full_state_dict(model)
+    for use in FORMER.values():
+        with pytest.raises(RuntimeError, match=r"parameter 'last.bias' was taken .* create optimizers after"):
+            use([module.first.weight, former], torch.optim.SGD([former], 0.1))
+    for step in (early.step, hidden.step):
+        with pytest.raises(RuntimeError, match=r"parameter '(first|last).weight' was taken .* create optimizers after"):
+            step()
+    # An optimizer that torch does not know, and that skips parameters without gradients, trains nothing silently.
+    hidden.zero_grad()
+    hidden.step()
+    with pytest.raises(RuntimeError, match=r"parameter 'last.weight' was taken"):
+        model(torch.ones(2, 4))
+    del former, early, hidden, step
+    loss_of(model(torch.ones(2, 4))).backward()
+    for name, value in full_state_dict(model).items():
+        assert torch.equal(value, before[name])
+
+
+class _HidesParameters:
+    """An optimizer that is none of torch's."""
+
+    def __init__(self, params: Any) -> None:
+        self.params = list(params)
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param in self.params:
+            if param.grad is not None:
+                param -= param.grad
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_parameters_from_before_sharding_are_refused_wherever_they_are_used(ranks: Ranks, meta: bool) -> None:
+    ranks.run(_use_former_parameters, meta)
+
+
 def _misuse_sharded_parameters(rank: int, world_size: int) -> None:
     x = torch.ones(2, 4)
     module = Stack(1)
-    early_optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    unsharded = torch.optim.AdamW(module.parameters(), lr=0.1)
     loss_of(module(x)).backward()
-    early_optimizer.step()
+    unsharded.step()
     with pytest.raises(ValueError, match=r"'first\.weight' has a gradient.*zero_grad\(set_to_none=True\) before"):
         thunder.jit(module, transforms=[fsdp()])
-    early_optimizer.zero_grad()
+    unsharded.zero_grad()
     model = thunder.jit(module, transforms=[fsdp()])
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     loss = loss_of(model(x))
     loss.backward()
 
-    # An optimizer that has state of unsharded parameters, or loads it.
-    for wrong in (early_optimizer, optimizer):
-        if wrong is optimizer:
-            optimizer.load_state_dict(early_optimizer.state_dict())
-        with pytest.raises(
-            ValueError, match=r"AdamW: state 'exp_avg' of parameter 'first\.weight' has the shape \(4, 4\)"
-        ):
-            wrong.step()
+    optimizer.load_state_dict(unsharded.state_dict())
+    with pytest.raises(ValueError, match=r"AdamW: state 'exp_avg' of parameter 'first\.weight' has the shape \(4, 4\)"):
+        optimizer.step()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     optimizer.step()
 

@@ -12,7 +12,6 @@ from thunder_fsdp_sched.tools.fake_ranks import fake_rank, jit
 from thunder_fsdp_sched.tools.suggestions import suggest
 
 import pytest
-import thunder
 from test_dry_run import invoke, make_on_meta
 from test_replanning import plan_of
 
@@ -26,8 +25,8 @@ def compiled_as_in_training(options: dict[str, Any]) -> Any:
         module, args = make_on_meta()
         jitted = jit(module, transform)
         with jitted.no_sync():
-            thunder.compile_data(jitted).get_computation_and_inputs(*args)
-        thunder.compile_data(jitted).get_computation_and_inputs(*args)
+            transform.sharded.compile(jitted, args, {})
+        transform.sharded.compile(jitted, args, {})
     return transform
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ..api import fsdp
 from ..private_api import control_fabric_sync
-from ..sharding.replacement import replace_in_optimizer
+from ..sharding.former_parameters import refuse_former
 from ..training.gradients import clip_grad_norm_
 from ..transform import FSDPTransform, find_transform
 from . import checkpoint
@@ -35,8 +35,8 @@ class FSDPSchedStrategy(DerivedFromFabric):
     """Sharded training with Lightning Fabric: ``Fabric(strategy=FSDPSchedStrategy(prefetch=2), devices=8)``.
 
     ``fabric.setup(model)`` runs ``thunder.jit(model, transforms=[fsdp(...)])``. The ranks, the process group and the
-    start of processes are those of Fabric's ``DDPStrategy``, so it runs on CPUs, too. Optimizers may be created before
-    or after ``fabric.setup``.
+    start of processes are those of Fabric's ``DDPStrategy``, so it runs on CPUs, too. Create optimizers after
+    ``fabric.setup(model)``, as with Fabric's ``FSDPStrategy``.
 
     Args:
         state_dict_type: ``fabric.save`` writes ``"sharded"`` a folder, to which each rank writes its rows, or ``"full"``
@@ -144,8 +144,12 @@ class FSDPSchedStrategy(DerivedFromFabric):
         return fsdp(**options)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let an optimizer that was created before its module was sharded train the sharded parameters."""
-        replace_in_optimizer(optimizer)  # its first step would do so, but gradients may be clipped before
+        """Return the optimizer.
+
+        Raises:
+            RuntimeError: it was created before its module was sharded.
+        """
+        refuse_former(param for group in optimizer.param_groups for param in group["params"])
         return optimizer
 
     def module_to_device(self, module: torch.nn.Module) -> None:

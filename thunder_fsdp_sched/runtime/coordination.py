@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -22,6 +22,9 @@ class Coordinator(Protocol):
 
     def rendezvous(self, what: str, *details: str) -> None:
         """Wait until all ranks have reached the same call."""
+
+    def reduce(self, what: str, values: Sequence[float], op: Any) -> list[float]:
+        """Meet the other ranks and reduce numbers over all ranks, on the host."""
 
     def doing(self, what: str) -> AbstractContextManager[Any]:
         """Return a context for a collective that explains its failure."""

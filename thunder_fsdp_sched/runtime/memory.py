@@ -50,11 +50,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import linecache
-import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -171,12 +169,9 @@ class InFlight(NamedTuple):
 def failed(bucket: SlottedBucket, what: str, error: RuntimeError) -> RuntimeError:
     """Return the error for a failed collective of ``bucket``, with this rank, collective and line of the trace."""
     text = f"rank {bucket.ranks.group.global_ranks[bucket.rank]}: the {what} of bucket {bucket.spec.name!r} failed: {error}"
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and not frame.f_code.co_filename.startswith("thunder."):
-        frame = frame.f_back
-    if frame is not None:
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        text += f"\nin line {frame.f_lineno} of {frame.f_code.co_name}: {line}"
+    traces = [frame for frame in traceback.extract_stack() if frame.filename.startswith("thunder.")]
+    if traces:
+        text += f"\nin line {traces[-1].lineno} of {traces[-1].name}: {traces[-1].line}"
     why = bucket.explain(text)
     return RuntimeError(f"{text}\n{why}" if why else text)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..private_autograd import hooks_of, share_hooks
+from ..private_autograd import hooks_of, set_hooks
 
 __all__ = ["accumulate", "guarded_accumulated_hook", "guarded_hook", "take_hooks"]
 
@@ -70,7 +70,7 @@ def take_hooks(old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
     hooks, accumulated_hooks = hooks_of(old)
     for number, hook in hooks.items():
         hooks[number] = _Guarded(hook)
-    share_hooks(old, new)
+    set_hooks(new, hooks, accumulated_hooks)
     for number, hook in accumulated_hooks.items():
         accumulated_hooks[number] = _GuardedAccumulated(hook, _noted(new))
 

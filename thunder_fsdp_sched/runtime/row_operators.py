@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..private_api import reduces_found_infs
 from .operator_kinds import DRAWING, ROW_VIEWS, ROWWISE, acts_on_elements, acts_on_items
 from .row_dtensor import RowDTensor, local_rows, replicated
 from .row_operands import align, check_written, dims_of, run_on_single_rank, with_rows
@@ -290,11 +289,12 @@ def _check_finite(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
     locals_ = [local_rows(g) for g in grads]
     func([g for g in locals_ if g.numel()] or locals_, found_inf, *rest, **kwargs)
     of_groups = {id(g.rows.ranks): g.rows for g in grads if isinstance(g, RowDTensor)}.values()
-    if not any(rows.is_on_all_ranks for rows in of_groups) and not reduces_found_infs():
-        raise RuntimeError(
-            "GradScaler: none of these gradients is sharded over all ranks, so ranks would not agree on skipping a step. "
-            "Use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
-        )
+    if not any(rows.is_on_all_ranks for rows in of_groups):
+        buckets = [rows.place[0] for rows in of_groups if rows.place is not None]
+        for control in {id(bucket.base.control): bucket.base.control for bucket in buckets}.values():
+            (maximum,) = control.reduce("GradScaler", [found_inf.item()], dist.ReduceOp.MAX)
+            found_inf.fill_(maximum)
+        return
     for rows in sorted(of_groups, key=lambda rows: rows.ranks.group.size):  # the group of all ranks comes last
         group = rows.ranks.group
         group.check_sends(found_inf.device, "the result of GradScaler")

@@ -9,9 +9,10 @@ from ..options import Options
 from ..plan.specs import ParamSpec
 from ..runtime.row_dtensor import RowDTensor
 from .containers import tensors_in_containers
+from .former_parameters import refuse_former
 from .module_parameters import find_owner
 
-__all__ = ["module_param_of", "refuse_renamed", "refuse_shards_and_grads", "refuse_views"]
+__all__ = ["module_param_of", "refuse_graph", "refuse_renamed", "refuse_shards_and_grads", "refuse_views"]
 
 
 def module_param_of(module: torch.nn.Module, spec: ParamSpec, param: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -35,8 +36,18 @@ def refuse_renamed(module: torch.nn.Module) -> None:
             )
 
 
+def refuse_graph(module: torch.nn.Module) -> None:
+    """Raise an error if ``thunder.fx`` gives a graph, whose parameters are its inputs."""
+    if isinstance(module, torch.fx.GraphModule) and next(module.parameters(), None) is None:
+        raise TypeError(
+            "fsdp: thunder.fx gives graphs, which have no module to shard; use thunder.jit, and with thunder.compile a "
+            "recipe with interpreter='thunder.jit', the default"
+        )
+
+
 def refuse_shards_and_grads(named: dict[str, torch.nn.Parameter]) -> None:
     """Raise an error for parameters that are already shards, or that have an unsharded gradient."""
+    refuse_former(named.values())
     for name, param in named.items():
         if isinstance(param, RowDTensor):
             raise ValueError(

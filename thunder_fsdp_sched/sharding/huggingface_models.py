@@ -92,24 +92,26 @@ def let_accelerate_prepare(model: ThunderModule) -> None:
 
 
 class _Prepared:
-    """The value of ``_is_accelerate_prepared``: true, and an error for an accelerator with options that would be lost."""
+    """The value of ``_is_accelerate_prepared``: true, and an error if accelerate has options that would be lost."""
 
     def __bool__(self) -> bool:
-        accelerator = sys._getframe(1).f_locals.get("self")
-        kind = getattr(getattr(accelerator, "distributed_type", None), "value", "NO")
+        accelerate: Any = sys.modules.get("accelerate.state")
+        if accelerate is None or not accelerate.is_initialized():
+            return True
+        state = accelerate.AcceleratorState()
+        kind = state.distributed_type.value
         if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
             raise ValueError(
                 f"accelerate: the model is sharded by fsdp(...) already, and the accelerator is configured for {kind}. Use "
                 f"a configuration without it (MULTI_GPU, or MULTI_CPU)"
             )
-        if getattr(accelerator, "native_amp", False):
+        if state.mixed_precision != "no":
             raise ValueError(
                 "accelerate: mixed_precision would wrap the compiled model's forward in autocast. Use "
                 "Accelerator(mixed_precision='no') and fsdp(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) (in "
                 "TrainingArguments leave out bf16 and fp16)"
             )
-        plugin = getattr(getattr(accelerator, "state", None), "dynamo_plugin", None)
-        if getattr(getattr(plugin, "backend", None), "value", "NO") != "NO":
+        if state.dynamo_plugin.backend.value != "NO":
             raise ValueError(
                 "accelerate: the model is compiled by Thunder already; use an Accelerator without dynamo_backend"
             )

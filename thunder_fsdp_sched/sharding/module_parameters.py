@@ -2,10 +2,9 @@
 
 [Note: The module's own parameters]
 The parameters of a sharded module are DTensors (:class:`RowDTensor`) over this rank's rows, which are views of a shard
-buffer. They have the attributes and hooks of the parameters that they have replaced, in the module, in its lists and in
-optimizers (``replacement``). So optimizers, parameter groups by submodule, ``requires_grad_``, hooks and ``zero_grad``
-work as on any other module, whether they were created before or after ``thunder.jit``. Thunder's prologue reads the same
-objects.
+buffer. They have the attributes and hooks of the parameters that they have replaced, in the module and in its lists. So
+optimizers, parameter groups by submodule, ``requires_grad_``, hooks and ``zero_grad`` work as on any other module. Using a
+replaced parameter is an error: see [Note: Former parameters]. Thunder's prologue reads the new objects.
 
 Thunder traces with the shapes in the module, which must then be whole. So during tracing, placeholders on the meta
 device replace the shards. They are inserted after a miss in Thunder's cache (``private_api.watch_cache_misses``), and

@@ -23,8 +23,6 @@ from torch.utils._pytree import tree_map_only
 from ..runtime.row_dtensor import RowDTensor
 from .state_entries import RowPiece, rows_from
 
-__all__ = ["forget_state", "state_to_rows"]
-
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 """The dictionary of state of each optimizer that was found to be rows."""
 
@@ -48,18 +46,13 @@ def state_to_rows(optimizer: torch.optim.Optimizer) -> None:
     _checked[optimizer] = optimizer.state
 
 
-def forget_state(optimizer: torch.optim.Optimizer) -> None:
-    """Look at the optimizer's state again before its next step."""
-    _checked.pop(optimizer, None)
-
-
 def _as_rows(param: RowDTensor, what: str, value: torch.Tensor) -> torch.Tensor:
     rows = param.rows
     if value.ndim and value.shape == rows.shape and type(value) is torch.Tensor:
         raise ValueError(
-            f"{what} has the shape {tuple(rows.shape)} of the unsharded parameter, but the optimizer now trains this rank's "
-            f"rows {rows.local_shape}: it was created and stepped before thunder.jit, or has loaded the state of an "
-            f"unsharded run. Create a new optimizer, and load its state with thunder_fsdp_sched.load_checkpoint"
+            f"{what} has the shape {tuple(rows.shape)} of the unsharded parameter, but it trains this rank's rows "
+            f"{rows.local_shape}: it has loaded the state of an unsharded run. Create a new optimizer, and load its state "
+            f"with thunder_fsdp_sched.load_checkpoint"
         )
     place = rows.place
     if not isinstance(value, (DTensor, RowPiece)) or place is None:

@@ -27,14 +27,15 @@ from ..plan.specs import BucketSpec, GroupKey, ParamSpec
 from ..private_api import timeout_of
 from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
-from .adoption import module_param_of, refuse_renamed, refuse_shards_and_grads, refuse_views
+from ..runtime.param_hooks import take_hooks
+from .adoption import module_param_of, refuse_graph, refuse_renamed, refuse_shards_and_grads, refuse_views
 from .containers import replace_in_containers
 from .devices import resolve_device
+from .former_parameters import FormerParameters, retire
 from .group_assignment import GroupAssignment, find_world_group
 from .initial_values import check_initial_values
 from .meta_init import make_blank
 from .module_policies import ModulePolicies
-from .replacement import replace_param, replaced_by
 from .setup import (
     allocate_buckets,
     broadcast,
@@ -97,6 +98,7 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
     """
     if options.device is not None:  # not earlier: fsdp(...) may be called before torch.cuda.set_device
         options = replace(options, device=resolve_device(options.device))
+    refuse_graph(model._model)
     agreement, control = _agree_on_options(model, options)
     source = ValueSource(model, options, agreement.group, control)
     assignment = GroupAssignment(options, agreement.group)
@@ -108,19 +110,21 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
         bucket.all_reduce_hook = options.all_reduce_hook
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     began_on_meta = {name for name, tensor in named if tensor.is_meta and not source.has_value(name)}
-    buffers_moved = {id(buffer): planned.moved[name] for name, buffer in model.named_buffers()}
-    former_memory, former_params = _fill(model._model, planned, buckets, options, assignment, source)
+    former_memory = _fill(model._model, planned, buckets, options, assignment, source)
+    replaced: dict[int, torch.Tensor] = {id(buffer): planned.moved[name] for name, buffer in model.named_buffers()}
+    former_params: FormerParameters = []
+    for bucket in buckets:
+        for spec, param in zip(bucket.spec.params, bucket.params, strict=True):
+            former = planned.module_params[spec.name]
+            replaced[id(former)] = param
+            former_params.append(_replace(former, param, spec.name))
     sharded = ShardedModule(model._model, planned.plan, buckets, agreement, control, planned.policies.root)
     planned.policies.attach_casts()
     sharded.former_memory, sharded.former_params = former_memory, former_params
     sharded.replaced = planned.moved
     sharded.began_on_meta = began_on_meta
 
-    def replacement_of(_: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        param = replaced_by(tensor)
-        return buffers_moved.get(id(tensor)) if param is None else param
-
-    replace_in_containers(model._model, replacement_of)
+    replace_in_containers(model._model, lambda _, tensor: replaced.get(id(tensor)))
     sharded.update_module()
     return sharded
 
@@ -201,12 +205,8 @@ def _fill(
     options: Options,
     assignment: GroupAssignment,
     source: ValueSource,
-) -> tuple[FormerMemory, list[weakref.ref[torch.nn.Parameter]]]:
-    """Fill shards, ignored parameters and buffers, and free the memory of the module's own parameters.
-
-    Returns:
-        The parameters' former memory, and the parameters.
-    """
+) -> FormerMemory:
+    """Fill shards, ignored parameters and buffers, free the parameters' memory, and return which memory it was."""
     locations = {name: (b, i) for b in buckets for i, param in enumerate(b.spec.params) for name in param.names}
     for spec, _ in planned.specs:
         bucket, index = locations[spec.name]
@@ -220,7 +220,7 @@ def _fill(
         for name, tensor in planned.moved.items():
             if source.has_value(name):
                 broadcast(tensor, key, first, source.rank, assignment)
-    former_memory, former_params = FormerMemory(), []
+    former_memory = FormerMemory()
     receive = receiver(planned.specs, source)
     for spec, param in planned.specs:
         bucket, index = locations[spec.name]
@@ -232,10 +232,17 @@ def _fill(
                 bucket.copy_in(index, whole)
         if not param.is_meta:
             former_memory.add(spec.name, param)
-            # Frees its memory if another transform created it besides the module's own.
-            param.data = param.new_empty(0)
-        former_params.append(replace_param(planned.module_params[spec.name], bucket, index))
-    return former_memory, former_params
+        for former in (param, planned.module_params[spec.name]):  # another transform may have created the first
+            if not former.is_meta:
+                former.data = former.new_empty(0)
+    return former_memory
+
+
+def _replace(former: torch.nn.Parameter, new: torch.nn.Parameter, name: str) -> weakref.ref[torch.nn.Parameter]:
+    """Give a sharded parameter the attributes and hooks of the former one, which ``ModuleParameters`` removes."""
+    new.__dict__.update({key: value for key, value in former.__dict__.items() if key != "_thunder_device"})
+    take_hooks(former, new)
+    return retire(former, name)
 
 
 def _described(bucket: BucketSpec) -> str:

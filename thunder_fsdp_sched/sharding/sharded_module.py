@@ -26,6 +26,7 @@ from ..private_api import (
     parameters_of_running_ddp,
     refuse_ddp,
     replace_data,
+    set_in_call,
     state_name,
     watch_cache_misses,
 )
@@ -34,6 +35,7 @@ from ..runtime.former_memory import FormerMemory
 from ..runtime.row_dtensor import RowDTensor
 from ..runtime.shard_source import finish_copies
 from .conflicts import refuse_backward_hooks, refuse_conflicts, refuse_old_backward_hooks
+from .former_parameters import FormerParameters, check_gradients
 from .meta_init import is_blank
 from .module_parameters import ModuleParameters, find_owner
 from .unsupported_modules import refuse_normalizations
@@ -57,7 +59,7 @@ class ShardedModule:
         shards: each sharded parameter, a DTensor over this rank's rows in the shard buffer, keyed by each of its names.
         kept_is_final: whether ``max_unsharded_bytes`` has settled that already.
         former_memory: the memory in which the parameters were stored before.
-        former_params: the parameters that the sharded ones have replaced.
+        former_params: the parameters that the sharded ones have replaced (see [Note: Former parameters]).
         mp_policy: the mixed precision of the module's own inputs and outputs.
         running_eagerly: whether the module's own forward may be called right now (``eager``).
         progress: logs the progress of compiling.
@@ -82,7 +84,7 @@ class ShardedModule:
         self.locations: dict[str, tuple[Bucket, int]] = {}
         self.shards: dict[str, torch.nn.Parameter] = {}
         self.former_memory = FormerMemory()
-        self.former_params: list[weakref.ref[torch.nn.Parameter]] = []
+        self.former_params: FormerParameters = []
         self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
         self.began_on_meta: set[str] = set()  # until all of them are known to have values
         self.kept = {bucket for bucket in buckets if not bucket.spec.reshard_after_forward}
@@ -152,16 +154,19 @@ class ShardedModule:
 
         def before_call(jitted: torch.nn.Module, *_: Any) -> None:
             self._collects_less.end()  # compiling without a call may have failed
+            set_in_call(self.module, True)
             if not self.running_eagerly:
                 refuse_old_backward_hooks(jitted)
                 # Compiling without a call may have failed and left placeholders in the module.
                 self.module_params.install_shards()
                 self.module_params.check()
+                self.former_params = check_gradients(self.former_params)
                 if any(isinstance(param, RowDTensor) for param in parameters_of_running_ddp()):
                     refuse_ddp()
                 install_placeholders_on_miss()
 
         def after_call(*_: Any) -> None:
+            set_in_call(self.module, False)
             self._collects_less.end()
             finish_copies()
             if not self.running_eagerly and self.module_params.has_placeholders:  # tracing failed
@@ -187,9 +192,11 @@ class ShardedModule:
 
     def compile(self, model: ThunderModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """Compile ``model`` for a call without running it; return Thunder's cache entry, and the inputs of its traces."""
+        set_in_call(self.module, True)
         try:
             entry, inputs, _ = thunder.compile_data(model).get_computation_and_inputs(*args, **kwargs)
         finally:
+            set_in_call(self.module, False)
             self._collects_less.end()
         return entry, inputs
 

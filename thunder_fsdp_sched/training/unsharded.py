@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import weakref
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -23,7 +22,7 @@ from torch import nn
 from ..agreement.consistency import ScheduleDisagreement
 from ..runtime.bucket import Bucket
 from ..runtime.shard_source import version_of
-from ..sharding.replacement import mark_replaced, replace_in_optimizers_of
+from ..sharding.former_parameters import retire
 from ..sharding.sharded_module import ShardedModule
 from ..transform import find_jitted
 from .eager import in_former_place
@@ -57,7 +56,7 @@ def unsharded(
     Memory is needed for all of these parameters, and for two buckets at the beginning. Gradients are disabled inside, and
     the model and its submodules cannot be called. ``module.state_dict()`` and ``module.load_state_dict(...)`` work on the
     whole parameters. Optimizer state and ``.grad`` belong to the shards and do not change. Optimizers that are created
-    inside train the shards.
+    inside raise an error at their first step.
 
     All ranks must make the same changes, which is checked; or those of ``from_rank`` count. If the block raises an
     exception on any rank, nothing is written on any rank. Buffers and parameters that are not sharded are always the
@@ -104,9 +103,7 @@ def unsharded(
         if writeback:
             changes.write_back(failure, from_rank)
     finally:
-        references = changes.mark_replaced()
-        del changes
-        replace_in_optimizers_of(references)  # that were created inside
+        changes.retire()
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,11 +155,9 @@ class _Changes:
         for one in self._whole:
             jitted._overrides_parameters.update(dict.fromkeys(one.names, one.shard))
 
-    def mark_replaced(self) -> list[weakref.ref[nn.Parameter]]:
-        """Let optimizers that have whole parameters train the shards, and return references to these parameters."""
-        for one in self._whole:
-            mark_replaced(one.param, one.bucket, one.index)
-        return [weakref.ref(one.param) for one in self._whole]
+    def retire(self) -> None:
+        """Make it an error to train a whole parameter after the block: see [Note: Former parameters]."""
+        self._sharded.former_params += [retire(one.param, one.name) for one in self._whole]
 
     def find_fault(self) -> str:
         """Return why these parameters cannot be written back; empty if they can."""

@@ -33,6 +33,7 @@ from thunder.core.module import ThunderModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..runtime.row_dtensor import RowDTensor
+from ..sharding.former_parameters import refuse_former
 from ..sharding.optimizer_state import state_to_rows
 from ..transform import find_jitted
 from .parameter_owners import OwnedParam, choose_owners, rows_from_owners, rows_to_owners
@@ -246,6 +247,7 @@ _NEED_WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    refuse_former(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
     _refuse_rows(optimizer)
     state_to_rows(optimizer)
     if len(args) <= 1 and kwargs.get("closure") is None:  # a closure computes gradients later
