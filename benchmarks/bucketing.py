@@ -102,7 +102,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 def count(system: Any, tokens: Any, world_size: int) -> dict[str, Any]:
     """Count the collectives of one step on this rank, the bytes that gloo sends for them, and the bytes copied."""
-    from thunder_fsdp_sched.tools.step_counter import StepCounter
+    from thunder_fsdp_sched.reports.step_counter import StepCounter
 
     from systems import local, step, wire_bytes
 
@@ -185,7 +185,7 @@ def finish(arguments: argparse.Namespace, figures: dict[str, dict[str, Any]], se
 
 
 def table(figures: dict[str, dict[str, Any]]) -> Any:
-    from thunder_fsdp_sched.tools.report import human_bytes
+    from thunder_fsdp_sched.reports.report import human_bytes
 
     from rich import box
     from rich.table import Table

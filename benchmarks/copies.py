@@ -9,7 +9,7 @@ The figures are those of forward and backward of a GPT on rank 0, after two step
 do nothing and everything else runs, so any number of ranks can be examined. Nothing is timed.
 
 * Copied: bytes of parameters and of gradients that operators copy, concatenate, cast or scale, as counted by
-  ``thunder_fsdp_sched.tools.step_counter``, which defines whose bytes they are; and the bytes that gloo itself copies
+  ``thunder_fsdp_sched.reports.step_counter``, which defines whose bytes they are; and the bytes that gloo itself copies
   into its results.
 * Copies, concat., casts: the number of operators that copy, concatenate or cast parameters or gradients.
 * Wire: the bytes that a rank sends, by the formulas of ring collectives. With N bytes in the unsharded tensor, these are
@@ -112,7 +112,7 @@ def count(system: Any, tokens: Any, world_size: int, whole_bytes: int, arguments
     Args:
         whole_bytes: bytes of all unsharded parameters.
     """
-    from thunder_fsdp_sched.tools.step_counter import StepCounter
+    from thunder_fsdp_sched.reports.step_counter import StepCounter
 
     from analysis import LiveMemory
     from netns import sent_bytes
@@ -171,7 +171,7 @@ def copied_gradients(backward: Any) -> dict[str, int]:
 
 def promises(figures: dict[str, dict[str, Any]], blocks: int, world_size: int) -> list[tuple[bool, str]]:
     """Return this project's promises: whether each one holds, and its text with the figure."""
-    from thunder_fsdp_sched.tools.report import human_bytes
+    from thunder_fsdp_sched.reports.report import human_bytes
 
     made = []
     for name, of_one in figures.items():
@@ -203,7 +203,7 @@ def promises(figures: dict[str, dict[str, Any]], blocks: int, world_size: int) -
 
 def finish(arguments: argparse.Namespace, figures: dict[str, dict[str, Any]], world_size: int) -> None:
     from thunder_fsdp_sched.demo.show import make_console
-    from thunder_fsdp_sched.tools.report import human_bytes
+    from thunder_fsdp_sched.reports.report import human_bytes
 
     console = make_console()
     whole = next(iter(figures.values()))["all_parameter_bytes"]
@@ -224,7 +224,7 @@ def finish(arguments: argparse.Namespace, figures: dict[str, dict[str, Any]], wo
 
 
 def moved_table(figures: dict[str, dict[str, Any]]) -> Any:
-    from thunder_fsdp_sched.tools.report import human_bytes
+    from thunder_fsdp_sched.reports.report import human_bytes
 
     def operators(of_one: dict[str, Any]) -> str:
         return " / ".join(str(of_one["operators"][kind][0]) for kind in ("copy", "concatenation", "cast"))
@@ -244,7 +244,7 @@ def moved_table(figures: dict[str, dict[str, Any]]) -> Any:
 
 
 def memory_table(figures: dict[str, dict[str, Any]]) -> Any:
-    from thunder_fsdp_sched.tools.report import human_bytes
+    from thunder_fsdp_sched.reports.report import human_bytes
 
     def part(key: str) -> Callable[[dict[str, Any]], str]:
         return lambda f: f"{f[key] / f['all_parameter_bytes']:.3f}"

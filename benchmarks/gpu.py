@@ -314,7 +314,7 @@ def summarized(results: Results) -> dict[str, dict[str, Any]]:
 
 
 def table(figures: dict[str, dict[str, Any]]) -> Any:
-    from thunder_fsdp_sched.tools.report import human_bytes
+    from thunder_fsdp_sched.reports.report import human_bytes
 
     from rich import box
     from rich.table import Table

@@ -200,7 +200,7 @@ def _distance(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 def profile(setup: Setup, name: str) -> dict[str, Any]:
     """Profile one step of a case, and simulate it."""
-    from thunder_fsdp_sched.tools.profiler import MeasuredCost, measure
+    from thunder_fsdp_sched.reports.profiler import MeasuredCost, measure
 
     import torch.distributed as dist
     from gpu_trace import read

@@ -252,7 +252,7 @@ def simulate_ours(spec: Any, built: Any, tokens: Any, results: Any, repeats: int
     """Add to the figures of ours the step time by the description of this cluster, and by one measured profile."""
     from thunder_fsdp_sched.planning.cost import AnalyticCost
     from thunder_fsdp_sched.planning.simulate import simulate
-    from thunder_fsdp_sched.tools.profiler import MeasuredCost, measure
+    from thunder_fsdp_sched.reports.profiler import MeasuredCost, measure
 
     from systems import say
 

@@ -23,7 +23,7 @@ from thunder_fsdp_sched.agreement.control import Agreed, Control, Run
 from thunder_fsdp_sched.distributed.process_groups import ProcessGroupRef
 from thunder_fsdp_sched.ir.computation import NOTHING
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
-from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
 
 import thunder

@@ -62,7 +62,7 @@ def parse() -> argparse.Namespace:
 
 def run_rank(arguments: argparse.Namespace) -> None:
     import thunder_fsdp_sched
-    from thunder_fsdp_sched.tools.profiler import measure
+    from thunder_fsdp_sched.reports.profiler import measure
 
     import thunder
     import torch
@@ -139,7 +139,7 @@ def report(
 ) -> None:
     """Print a line for each configuration: compute and communication by the profile, measured times, the prediction."""
     from thunder_fsdp_sched.planning.simulate import simulate
-    from thunder_fsdp_sched.tools.profiler import MeasuredCost
+    from thunder_fsdp_sched.reports.profiler import MeasuredCost
 
     import thunder
 

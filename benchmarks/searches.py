@@ -18,7 +18,7 @@ from unittest import mock
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched.pipeline import CompiledTraces
 from thunder_fsdp_sched.planning.candidate_traces import CandidateTraces
-from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 
 import torch
 from overhead_parts import MODELS, WORLD_SIZE

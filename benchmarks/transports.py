@@ -12,7 +12,7 @@ optimizer. All other figures are those of one step on rank 0.
 * Wire by formula: the bytes that a rank sends according to the transports, for each collective in the traces.
 * As gloo reduces: the same, with reduce-scatters as all-reduces, which send twice the bytes.
 * Really sent: the bytes that the operating system's kernel counted on the interface, including headers.
-* Copies, calls and memory are counted in untimed steps, by ``thunder_fsdp_sched.tools.step_counter``.
+* Copies, calls and memory are counted in untimed steps, by ``thunder_fsdp_sched.reports.step_counter``.
 * Casts: casts into memory that collectives read, and casts of the results of reductions. They also count as copies. Casts
   by the model do not count, but are in the JSON file: on a CPU, Thunder's layer norms convert bfloat16 weights that they
   have broadcast.
@@ -164,7 +164,7 @@ def by_formula(transform: Any) -> dict[str, int]:
 
 def counted(system: Any, tokens: Any) -> dict[str, int]:
     """Count the copies, casts, collectives and live bytes of one step on this rank."""
-    from thunder_fsdp_sched.tools.step_counter import StepCounter
+    from thunder_fsdp_sched.reports.step_counter import StepCounter
 
     from systems import step
 
@@ -247,7 +247,7 @@ def report(arguments: argparse.Namespace, tables: dict[str, dict[str, dict[str, 
 
 
 def table(title: str, figures: dict[str, dict[str, Any]]) -> Any:
-    from thunder_fsdp_sched.tools.report import human_bytes
+    from thunder_fsdp_sched.reports.report import human_bytes
 
     from rich import box
     from rich.table import Table

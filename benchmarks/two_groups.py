@@ -312,7 +312,7 @@ def counters(arguments: argparse.Namespace) -> list[int]:
 
 def report(arguments: argparse.Namespace, figures: dict[str, dict[str, Any]], nbytes: dict[str, int]) -> None:
     from thunder_fsdp_sched.demo.show import make_console
-    from thunder_fsdp_sched.tools.report import human_bytes
+    from thunder_fsdp_sched.reports.report import human_bytes
 
     from rich import box
     from rich.table import Table

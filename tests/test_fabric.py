@@ -13,8 +13,8 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched as tfs  # before thunder
+from thunder_fsdp_sched.reports.profiler import measure
 from thunder_fsdp_sched.testing import step_schedule
-from thunder_fsdp_sched.tools.profiler import measure
 
 import pytest
 import thunder

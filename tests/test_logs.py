@@ -15,7 +15,7 @@ from typing import Any
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.logs import describe_change, following_stages
-from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.transform import FSDPTransform
 
 import pytest

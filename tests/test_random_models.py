@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, testing
-from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 
 import pytest
 import torch

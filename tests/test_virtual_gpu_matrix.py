@@ -13,7 +13,7 @@ from unittest import mock
 
 import thunder_fsdp_sched
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.tools.profiler import measure
+from thunder_fsdp_sched.reports.profiler import measure
 
 import pytest
 import thunder

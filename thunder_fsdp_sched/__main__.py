@@ -19,14 +19,14 @@ from .ir.schedule import load_schedules
 from .logs import following_stages
 from .planning.cluster_files import read_cluster
 from .planning.clusters import CLUSTERS
+from .planning.dry_run import DryRun, dry_run_step, find_model
+from .planning.fit import describe_fit, optimizer_state_bytes
+from .planning.suggestions import HEADROOM, suggest
+from .reports.memory_files import save_memory
+from .reports.plot import plot_timelines, save_perfetto
+from .reports.plot_memory import plot_memory
+from .reports.report import before_and_after, dry_run_table, plan_table, window_table
 from .sizes import parse_bytes
-from .tools.dry_run import DryRun, dry_run_step, find_model
-from .tools.fit import describe_fit, optimizer_state_bytes
-from .tools.memory_files import save_memory
-from .tools.plot import plot_timelines, save_perfetto
-from .tools.plot_memory import plot_memory
-from .tools.report import before_and_after, dry_run_table, plan_table, window_table
-from .tools.suggestions import HEADROOM, suggest
 from .transports import TRANSPORTS
 
 __all__ = ["app"]

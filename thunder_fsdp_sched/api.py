@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
@@ -15,8 +15,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from .ir.schedule import StepSchedule
 from .options import check_options, refuse_positional
 from .plan.specs import ParamSpec
-from .planning.clusters import ClusterSpec
 from .transform import FSDPTransform
+
+if TYPE_CHECKING:
+    from .planning.clusters import ClusterSpec
 
 __all__ = ["fsdp"]
 

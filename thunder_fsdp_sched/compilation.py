@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from thunder.core.trace import TraceCtx
@@ -12,7 +12,6 @@ from thunder.extend import Executor, FusionExecutor
 
 from .agreement.control import Run
 from .capture import TracedComputation, needs_backward, without_computation
-from .choosing import choose_settings
 from .ir.analysis import NOTHING_LEFT
 from .ir.caching import with_caches
 from .ir.computation import computation_of
@@ -21,17 +20,17 @@ from .ir.inspection import is_backward_trace, snapshot, split_joint, statements
 from .ir.schedule import StepSchedule, compute_digest, read_program, read_schedule
 from .options import Options
 from .pipeline import CompiledTraces, JointPasses, Pass, can_fuse_any
-from .planning.clusters import cluster_of_this_process
-from .planning.cost import AnalyticCost, compute_seconds
 from .runtime.module_hooks import TracedHooks
 from .sharding.sharded_module import ShardedModule
 from .transforms import (
     ScheduleMismatch,
     assign_slots,
+    bucket_communication,
     claim_operators,
     differentiate,
     draw_once,
     end_backward,
+    fuse_downcast,
     gather_from_secondary,
     guard_first,
     guard_kept,
@@ -53,7 +52,6 @@ from .transforms import (
     reuse_in_window,
     shard_prologue,
     sort_communication,
-    sort_host_copies,
     sort_within_budget,
     unpacked_parameters,
     verify,
@@ -112,6 +110,7 @@ class Compilation:
         self._traced: TraceCtx | None = None
         self._computation: TraceCtx | None = None  # that Thunder does not see
         self._pinned: StepSchedule | None = None
+        self._sort_copies: Pass | None = None  # to and from host memory, if the search offloads values
 
     def shard(
         self, prologue: TraceCtx, computation: TraceCtx, describe: Describe | None = None, *, hides: bool = False
@@ -205,10 +204,8 @@ class Compilation:
             checks.append(partial(refuse_redrawn_gradients, forward=traces.forward, computation=self._traced))
         copies: list[Pass] = []
         if traces.offloaded:
-            cost = self._cost
-            copies.append(
-                partial(sort_host_copies, seconds=partial(compute_seconds, cost), copy_seconds=cost.host_copy_seconds)
-            )
+            assert self._sort_copies is not None, "the search that offloads gives it"
+            copies.append(self._sort_copies)
         unsorted = traces.run([*checks, write_grads_in_place, guard_first, *copies], unscheduled)
         forward = traces.forward if backward else None
         release = self._options.release
@@ -258,25 +255,23 @@ class Compilation:
             trace = audited(trace, forward=forward, former_memory=self._sharded.former_memory, stats=self._stats)
         return with_caches(trace)
 
-    @cached_property
-    def _cost(self) -> AnalyticCost:
-        """The cost model of the machine that the options name, or of this one."""
-        return AnalyticCost(self._options.cluster or cluster_of_this_process())
-
     def _choose(self, joint: TraceCtx) -> TraceCtx:
         """Return the joint trace with bucketed communication, with the settings for it chosen."""
         options, sharded, traces = self._options, self._sharded, self.traces
-        settings = choose_settings(
-            joint, traces, sharded=sharded, options=options, cost=lambda: self._cost, compiled=self._compiled
-        )
-        self._left = settings.left
-        if isinstance(options.prefetch, int):
+        if not options.needs_search:
+            assert options.prefetch != "auto"
             traces.prefetch = options.prefetch
-        if settings.choice is not None:
-            traces.choice, chosen = settings.choice, settings.choice.chosen
-            traces.prefetch, traces.reductions_in_flight = chosen.prefetch, chosen.reductions
-            traces.extends = chosen.extends
-            traces.recomputed, traces.offloaded = chosen.recomputed, chosen.offloaded
+            way = options.accumulate or "unsharded"
+            bucket = partial(bucket_communication, buckets=sharded.buckets, no_sync=traces.no_sync, accumulate=way)
+            return traces.run([bucket, fuse_downcast], joint)
+        from .planning.choosing import choose_settings  # here, because a default step needs no planner
+
+        settings = choose_settings(joint, traces, sharded=sharded, options=options, compiled=self._compiled)
+        self._left, self._sort_copies = settings.left, settings.sort_copies
+        traces.choice, chosen = settings.choice, settings.choice.chosen
+        traces.prefetch, traces.reductions_in_flight = chosen.prefetch, chosen.reductions
+        traces.extends = chosen.extends
+        traces.recomputed, traces.offloaded = chosen.recomputed, chosen.offloaded
         if settings.kept is not None:
             sharded.set_kept_buckets(settings.kept)
             sharded.kept_is_final = True

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from thunder.distributed import FSDPBucketingStrategy
@@ -19,11 +19,12 @@ from .ir.schedule import StepSchedule, load_schedules
 from .module_options import check_factor, check_precision, check_secondary_size, check_strategy
 from .plan.bucketing import BucketingStrategy
 from .plan.specs import ParamSpec
-from .planning.clusters import ClusterSpec
-from .planning.clusters import cluster as cluster_by_name
 from .runtime.accumulation import Way
 from .sizes import parse_bytes
 from .transports import TRANSPORTS
+
+if TYPE_CHECKING:
+    from .planning.clusters import ClusterSpec
 
 __all__ = [
     "Options",
@@ -139,7 +140,11 @@ def _in_flight(number: Any) -> int | None:
 
 
 def _cluster(cluster: Any) -> ClusterSpec | None:
-    return cluster if cluster is None or isinstance(cluster, ClusterSpec) else cluster_by_name(cluster)
+    if cluster is None:
+        return None
+    from .planning.clusters import cluster as cluster_by_name  # here, because a default step needs no planner
+
+    return cluster_by_name(cluster)
 
 
 def _offload(policy: Any) -> OffloadPolicy:
@@ -313,6 +318,11 @@ class Options:
                     f"{name}: cannot be combined with release='bucket', because it plans slots that share memory; use "
                     f"release='step' or 'never'"
                 )
+
+    @property
+    def needs_search(self) -> bool:
+        """Whether the planner chooses settings: the prefetch distance, or what keeps a limit on memory."""
+        return self.prefetch == "auto" or (self.max_memory, self.max_unsharded_bytes) != (None, None)
 
     def lines(self) -> list[str]:
         """Return one line for each option that must be the same on all ranks."""

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -19,9 +19,11 @@ from .ir.descriptions import NO_CALL, Call
 from .ir.schedule import Schedule, StepSchedule
 from .ir.step_memory import StepMemory
 from .logs import log_pass
-from .planning.autotune import Choice
 from .runtime.bucket import Bucket
 from .transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
+
+if TYPE_CHECKING:
+    from .planning.autotune import Choice
 
 __all__ = ["CompiledTraces", "JointPasses", "Pass", "can_fuse_any", "without"]
 

@@ -31,8 +31,8 @@ from .ir.symbols import (
     fsdp_wait_params,
 )
 from .pipeline import CompiledTraces
+from .planning.fake_ranks import Made, compile_as_rank
 from .sizes import parse_bytes
-from .tools.fake_ranks import Made, compile_as_rank
 from .transform import FSDPTransform, find_transform
 from .transforms.sort_communication import issue_points
 

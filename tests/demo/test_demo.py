@@ -21,8 +21,8 @@ from thunder_fsdp_sched.demo.model import GPT
 from thunder_fsdp_sched.demo.show import comparison
 from thunder_fsdp_sched.demo.text import read_text, sample
 from thunder_fsdp_sched.demo.training import Run
-from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
-from thunder_fsdp_sched.tools.report import (
+from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.reports.report import (
     before_and_after,
     communication_lines,
     human_bytes,
@@ -30,7 +30,7 @@ from thunder_fsdp_sched.tools.report import (
     schedule_table,
     summarize_thunder,
 )
-from thunder_fsdp_sched.tools.step_counter import StepCounter, StepCounts
+from thunder_fsdp_sched.reports.step_counter import StepCounter, StepCounts
 
 import pytest
 import thunder

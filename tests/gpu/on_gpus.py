@@ -19,7 +19,7 @@ import thunder_fsdp_sched
 from thunder_fsdp_sched import clip_grad_norm_, fsdp, full_state_dict
 from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
 from thunder_fsdp_sched.planning.simulate import simulate
-from thunder_fsdp_sched.tools.profiler import MeasuredCost, measure
+from thunder_fsdp_sched.reports.profiler import MeasuredCost, measure
 
 import thunder
 import torch

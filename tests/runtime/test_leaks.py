@@ -8,7 +8,7 @@ import warnings
 import weakref
 from typing import Any
 
-from thunder_fsdp_sched import choosing, compilation, fsdp, transform
+from thunder_fsdp_sched import compilation, fsdp, transform
 from thunder_fsdp_sched.private_api import process_groups
 
 import pytest
@@ -120,7 +120,7 @@ def test_a_failed_compile_leaves_no_traces() -> None:
         for module, name in (
             (compilation, "insert_unshard"),
             (compilation, "verify"),
-            (choosing, "bucket_communication"),
+            (compilation, "bucket_communication"),
         ):
 
             def refuse(*args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from unittest import mock
 
-from thunder_fsdp_sched import choosing, fsdp, full_state_dict, testing
+from thunder_fsdp_sched import compilation, fsdp, full_state_dict, testing
 from thunder_fsdp_sched.ir.inspection import args_of, outs_of
 from thunder_fsdp_sched.ir.symbols import fsdp_wait_params
 
@@ -74,7 +74,7 @@ def _train_under_autocast(rank: int, world_size: int, strategy: str, autocast_so
         transforms = {"before": [downcast, ours], "after": [ours, downcast]}.get(autocast_source, [ours])
         sharded = thunder.jit(Blocks(), transforms=transforms)
         optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
-        keep = mock.patch.object(choosing, "fuse_downcast", lambda trace: trace)
+        keep = mock.patch.object(compilation, "fuse_downcast", lambda trace: trace)
         for step in range(3):
             x = torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * step + rank))
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast_source == "context"):

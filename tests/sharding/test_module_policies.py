@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import ScheduleDisagreement, eager, fsdp, full_state_dict, testing
-from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
-from thunder_fsdp_sched.tools.report import plan_table
+from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.reports.report import plan_table
 
 import pytest
 import thunder

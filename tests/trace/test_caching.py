@@ -9,8 +9,8 @@ from typing import Any
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.capture.bsym_copies import BoundSymbolCopies
 from thunder_fsdp_sched.ir.caching import caching, with_caches
+from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.private_traces import CachingBoundSymbol, renamed
-from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
 
 import pytest
 import torch

@@ -21,9 +21,9 @@ from thunder_fsdp_sched.pipeline import CompiledTraces
 from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.simulate import simulate
+from thunder_fsdp_sched.reports.memory_files import load_memory, save_memory
+from thunder_fsdp_sched.reports.plot_memory import plot_memory
 from thunder_fsdp_sched.testing import assert_peak_memory_at_most, compile_on_fake_ranks, gathers
-from thunder_fsdp_sched.tools.memory_files import load_memory, save_memory
-from thunder_fsdp_sched.tools.plot_memory import plot_memory
 from thunder_fsdp_sched.transforms import VerificationError, verify_memory
 from thunder_fsdp_sched.transports import TRANSPORTS
 

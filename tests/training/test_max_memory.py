@@ -11,7 +11,7 @@ from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.ir.inspection import is_pure
 from thunder_fsdp_sched.planning.autotune import MemoryLimitError
 from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster
-from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.transforms import VerificationError, verify_memory
 
 import pytest

@@ -13,9 +13,9 @@ from thunder_fsdp_sched.ir.operands import Gather, bucket_of
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_copy_secondary_shard, issues_collective
 from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.planning.cost import AnalyticCost
+from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.runtime.bucket import Bucket
-from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.transforms import VerificationError, verify, verify_memory
 
 import pytest

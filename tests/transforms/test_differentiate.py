@@ -8,7 +8,7 @@ from typing import Any
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.ir.operator_facts import Facts, facts_of
 from thunder_fsdp_sched.pipeline import CompiledTraces
-from thunder_fsdp_sched.tools.fake_ranks import compile_as_rank
+from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.transforms import differentiate
 
 import pytest

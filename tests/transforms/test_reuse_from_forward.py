@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from thunder_fsdp_sched.ir.inspection import has_backward, return_of
 from thunder_fsdp_sched.ir.slots import shared_slots
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, is_resident
+from thunder_fsdp_sched.reports.step_counter import StepCounter
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
-from thunder_fsdp_sched.tools.step_counter import StepCounter
 from thunder_fsdp_sched.transforms import assign_slots
 
 import pytest

@@ -13,12 +13,12 @@ from thunder_fsdp_sched.ir.analysis import Analysis
 from thunder_fsdp_sched.ir.slots import grads_over_params, shared_slots
 from thunder_fsdp_sched.ir.symbols import GRAD_WRITERS, fsdp_all_gather, fsdp_reduce_scatter
 from thunder_fsdp_sched.planning.cost import AnalyticCost
+from thunder_fsdp_sched.planning.dry_run import dry_run_step
 from thunder_fsdp_sched.planning.flops import flops_of
+from thunder_fsdp_sched.reports.report import dry_run_table
 from thunder_fsdp_sched.runtime import ops
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Slot
-from thunder_fsdp_sched.tools.dry_run import dry_run_step
-from thunder_fsdp_sched.tools.report import dry_run_table
 from thunder_fsdp_sched.transforms import share_written_in_place
 from thunder_fsdp_sched.transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 

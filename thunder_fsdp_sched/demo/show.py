@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from ..tools.report import before_and_after, human_bytes, plan_table, summarize_thunder
+from ..reports.report import before_and_after, human_bytes, plan_table, summarize_thunder
 from .checks import Check, check_run
 from .model import GPT
 from .options import DemoOptions

@@ -19,7 +19,7 @@ from ..api import fsdp
 from ..checkpoint import full_state_dict
 from ..pipeline import CompiledTraces
 from ..plan.plan import Plan
-from ..tools.step_counter import StepCounter, StepCounts
+from ..reports.step_counter import StepCounter, StepCounts
 from .model import GPT
 from .options import DemoOptions
 from .text import sample

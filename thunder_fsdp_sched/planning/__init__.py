@@ -1,1 +1,1 @@
-"""The simulated step: clusters, costs, timelines, and the choices that depend on them."""
+"""Planned steps: clusters, costs, timelines, and the settings that are chosen by them. A default step loads none of it."""

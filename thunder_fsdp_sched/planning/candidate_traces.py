@@ -14,6 +14,7 @@ from ..ir.inspection import split_joint
 from ..ir.operands import bucket_of
 from ..ir.step_memory import StepMemory
 from ..ir.symbols import ACCUMULATORS, fsdp_all_gather
+from ..pipeline import Pass
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena
 from ..transforms import (
@@ -38,7 +39,12 @@ from .cost import CostModel, compute_seconds
 from .limits import Limits
 from .simulate import simulate
 
-__all__ = ["CandidateStep", "CandidateTraces", "Setting"]
+__all__ = ["CandidateStep", "CandidateTraces", "Setting", "sort_copies"]
+
+
+def sort_copies(cost: CostModel) -> Pass:
+    """Return the pass that places copies of offloaded activations by their time and that of compute."""
+    return partial(sort_host_copies, seconds=partial(compute_seconds, cost), copy_seconds=cost.host_copy_seconds)
 
 
 class Setting(NamedTuple):
@@ -202,7 +208,5 @@ class CandidateTraces:
             return self._halves[number]
         joint = self._regathered(number, activations.recomputed)
         joint = offload_activations(joint, offloaded=activations.offloaded)
-        sort = partial(
-            sort_host_copies, seconds=partial(compute_seconds, self.cost), copy_seconds=self.cost.host_copy_seconds
-        )
+        sort = sort_copies(self.cost)
         return [sort(write_grads_in_place(half)) for half in split_joint(joint)]

@@ -18,8 +18,8 @@ from ..ir.schedule import Schedule, read_schedule
 from ..ir.slots import shared_slots
 from ..ir.symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_reduce_unreduced
 from ..plan.plan import Plan
+from ..planning.dry_run import DryRun
 from ..transforms import share_written_in_place
-from .dry_run import DryRun
 
 __all__ = [
     "before_and_after",

@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from ..api import fsdp
 from ..ir.step_memory import StepMemory
 from ..pipeline import CompiledTraces
-from ..planning.clusters import ClusterSpec, cluster
-from ..planning.cost import AnalyticCost
-from ..planning.simulate import Timeline, simulate
 from ..transform import FSDPTransform
 from . import gpu_attention
+from .clusters import ClusterSpec, cluster
+from .cost import AnalyticCost
 from .fake_ranks import Made, compile_as_rank, fake_rank, jit
 from .replanning import NeedsTrace, plan_again
+from .simulate import Timeline, simulate
 
 __all__ = ["DryRun", "check_made", "dry_run_step", "find_model", "replan"]
 

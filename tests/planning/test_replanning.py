@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.tools.dry_run import DryRun, dry_run_step, replan
-from thunder_fsdp_sched.tools.replanning import NeedsTrace
+from thunder_fsdp_sched.planning.dry_run import DryRun, dry_run_step, replan
+from thunder_fsdp_sched.planning.replanning import NeedsTrace
 
 import pytest
 import torch

@@ -18,7 +18,7 @@ from functools import cached_property
 
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from ..planning.autotune import MemoryLimitError
+from .autotune import MemoryLimitError
 from .blocks import describe_origins, origins_of
 from .changes import Change, faster_changes, samples_of, smaller_changes
 from .dry_run import DryRun, dry_run_step, replan

@@ -13,26 +13,28 @@ accumulate are planned unless one is given: whichever fits and is faster for one
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, get_args
 
 from thunder.core.trace import TraceCtx
 
-from .ir.analysis import NOTHING_LEFT, LeftGradients, gradients_left
-from .ir.inspection import split_joint
-from .ir.step_memory import StepMemory
-from .logs import LOGGER
-from .options import Options
-from .pipeline import CompiledTraces
-from .planning.autotune import Choice, MemoryLimitError, choose
-from .planning.cost import CostModel
-from .planning.limits import Limits
-from .runtime.accumulation import Way
-from .runtime.bucket import Bucket
-from .sharding.sharded_module import ShardedModule
-from .transforms import bucket_communication, fuse_downcast
+from ..ir.analysis import NOTHING_LEFT, LeftGradients, gradients_left
+from ..ir.inspection import split_joint
+from ..ir.step_memory import StepMemory
+from ..logs import LOGGER
+from ..options import Options
+from ..pipeline import CompiledTraces, Pass
+from ..runtime.accumulation import Way
+from ..runtime.bucket import Bucket
+from ..sharding.sharded_module import ShardedModule
+from ..transforms import bucket_communication, fuse_downcast
+from .autotune import Choice, MemoryLimitError, choose
+from .candidate_traces import sort_copies
+from .clusters import cluster_of_this_process
+from .cost import AnalyticCost
+from .limits import Limits
 
 __all__ = ["Settings", "choose_settings"]
 
@@ -43,14 +45,16 @@ class Settings(NamedTuple):
     Attributes:
         bucketed: the joint trace with bucketed communication.
         left: the gradients of earlier micro-batches that the step finds in memory.
-        choice: the outcome of the search; ``None`` if there is nothing to choose.
+        choice: the outcome of the search.
+        sort_copies: the pass that places copies of offloaded values.
         kept: names of the buckets that stay unsharded from now on; ``None`` if an earlier compilation has decided that.
         seconds: the simulated time by which the two ways to accumulate are compared; 0 if they are not.
     """
 
     bucketed: TraceCtx
     left: LeftGradients
-    choice: Choice | None = None
+    choice: Choice
+    sort_copies: Pass
     kept: Sequence[str] | None = None
     seconds: float = 0.0
 
@@ -61,7 +65,6 @@ def choose_settings(
     *,
     sharded: ShardedModule,
     options: Options,
-    cost: Callable[[], CostModel],
     compiled: Sequence[CompiledTraces],
 ) -> Settings:
     """Bucket the communication of a joint trace, and choose its settings.
@@ -69,13 +72,12 @@ def choose_settings(
     Args:
         joint: the joint trace with one ``fsdp_unshard`` for each parameter.
         traces: those to be compiled; gets the time of passes and of the search.
-        cost: returns the cost model of the simulator.
         compiled: the traces of the module that were compiled before.
 
     Raises:
         MemoryLimitError, ValueError: the limits are too low.
     """
-    return _Chooser(joint, traces, sharded, options, cost, compiled).choose()
+    return _Chooser(joint, traces, sharded, options, compiled).choose()
 
 
 @dataclass
@@ -92,11 +94,11 @@ class _Chooser:
     traces: CompiledTraces
     sharded: ShardedModule
     options: Options
-    cost: Callable[[], CostModel]
     compiled: Sequence[CompiledTraces]
 
     def __post_init__(self) -> None:
         options = self.options
+        self.cost = AnalyticCost(options.cluster or cluster_of_this_process())
         self.limits = Limits(
             options.max_unsharded_bytes,
             options.max_gathers_in_flight,
@@ -129,10 +131,10 @@ class _Chooser:
         no_sync = self.traces.no_sync
         bucketed = self._bucketed(self.options.accumulate or "unsharded", no_sync=no_sync)
         left = NOTHING_LEFT.union(*(one.gradients_left for one in self.compiled if one.no_sync and not no_sync))
-        if isinstance(self.options.prefetch, int) and not self.limits.any_bytes:
-            return Settings(bucketed, left)
         choice = self._search(bucketed, left, self.sharded.kept, may_keep=self.decides_kept)
-        return Settings(bucketed, left, choice, choice.chosen.kept if self.decides_kept else None)
+        return Settings(
+            bucketed, left, choice, sort_copies(self.cost), choice.chosen.kept if self.decides_kept else None
+        )
 
     def for_window(self, way: Way) -> Settings:
         """Return the settings of a micro-batch under ``no_sync``; see [Note: Planning for the end of a window]."""
@@ -145,7 +147,8 @@ class _Chooser:
         limits = self.limits if self.limits.memory is None else self.limits._replace(slots=last.lasting_bytes)
         choice = self._search(bucketed, left, kept, limits=limits)
         seconds = last.step_seconds + choice.chosen.step_seconds
-        return Settings(bucketed, left, choice, last.kept if self.decides_kept else None, seconds)
+        kept_names = last.kept if self.decides_kept else None
+        return Settings(bucketed, left, choice, sort_copies(self.cost), kept_names, seconds)
 
     def _bucketed(self, way: Way, *, no_sync: bool) -> TraceCtx:
         bucket = partial(bucket_communication, buckets=self.sharded.buckets, no_sync=no_sync, accumulate=way)
@@ -163,7 +166,7 @@ class _Chooser:
         started = time.process_time()
         choice = choose(
             bucketed,
-            cost=self.cost(),
+            cost=self.cost,
             prefetch=None if self.options.prefetch == "auto" else self.options.prefetch,
             kept=frozenset(kept),
             may_keep=may_keep,

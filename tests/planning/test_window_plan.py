@@ -6,10 +6,10 @@ from typing import Any
 
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.planning.cost import AnalyticCost
+from thunder_fsdp_sched.planning.dry_run import DryRun, dry_run_step, replan
+from thunder_fsdp_sched.planning.fake_ranks import fake_rank, jit
 from thunder_fsdp_sched.planning.simulate import simulate
-from thunder_fsdp_sched.tools.dry_run import DryRun, dry_run_step, replan
-from thunder_fsdp_sched.tools.fake_ranks import fake_rank, jit
-from thunder_fsdp_sched.tools.suggestions import suggest
+from thunder_fsdp_sched.planning.suggestions import suggest
 
 import pytest
 from test_dry_run import invoke, make_on_meta

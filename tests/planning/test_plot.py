@@ -24,7 +24,7 @@ def timeline():
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_plot_timelines_draws_each_timeline_with_its_lanes(timeline, tmp_path, ending):
     pytest.importorskip("matplotlib")
-    from thunder_fsdp_sched.tools.plot import plot_timelines
+    from thunder_fsdp_sched.reports.plot import plot_timelines
 
     figure = plot_timelines([("before", timeline), ("after", timeline)], tmp_path / f"steps.{ending}")
     assert (tmp_path / f"steps.{ending}").stat().st_size > 1000
@@ -39,7 +39,7 @@ def test_plot_timelines_draws_each_timeline_with_its_lanes(timeline, tmp_path, e
 
 
 def test_a_perfetto_file_holds_every_collective_with_its_times(timeline, tmp_path):
-    from thunder_fsdp_sched.tools.plot import save_perfetto
+    from thunder_fsdp_sched.reports.plot import save_perfetto
 
     save_perfetto(timeline, tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]

@@ -33,11 +33,11 @@ from thunder_fsdp_sched.planning.cost import AnalyticCost, bytes_of, ring_second
 from thunder_fsdp_sched.planning.flops import flops_of
 from thunder_fsdp_sched.planning.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes
 from thunder_fsdp_sched.planning.simulate import simulate
+from thunder_fsdp_sched.reports.clocks import Clock
+from thunder_fsdp_sched.reports.profiler import measure
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
-from thunder_fsdp_sched.tools.clocks import Clock
-from thunder_fsdp_sched.tools.profiler import measure
 from thunder_fsdp_sched.transports import TRANSPORTS, Traffic
 from thunder_fsdp_sched.transports.all_to_all import AllToAll
 from thunder_fsdp_sched.transports.flat import Flat

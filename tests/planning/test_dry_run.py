@@ -7,8 +7,8 @@ import re
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.__main__ import app
 from thunder_fsdp_sched.ir.schedule import load_schedules
-from thunder_fsdp_sched.tools.dry_run import dry_run_step, find_model
-from thunder_fsdp_sched.tools.memory_files import load_memory
+from thunder_fsdp_sched.planning.dry_run import dry_run_step, find_model
+from thunder_fsdp_sched.reports.memory_files import load_memory
 
 import pytest
 import torch

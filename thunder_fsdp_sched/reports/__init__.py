@@ -1,0 +1,1 @@
+"""Reports of steps: tables, pictures, measured times and counted bytes."""

@@ -1,1 +1,0 @@
-"""Tools that plan, measure, count and draw steps."""
