@@ -18,7 +18,9 @@ import gc
 import hashlib
 import itertools
 import json
+import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -254,7 +256,8 @@ def _statements(trace: Any) -> Iterator[str]:
             if isinstance(proxy, Proxy):
                 numbers.setdefault(proxy.name, f"v{len(numbers)}")
         lines = [line.strip() for line in str(bsym).splitlines()]
-        text = next((line for line in lines if not line.startswith("#")), "")
+        text = " ".join(line.removesuffix("\\") for line in lines if not line.startswith("#"))
+        text = re.sub(r"\s+", " ", text)
         text = re.sub(r"[A-Za-z_]\w*", lambda found: numbers.get(found[0], found[0]), text)
         slots = [arg for arg in bsym.args if hasattr(arg, "arena") and hasattr(arg, "offset")]
         places = [f"{handles.setdefault(id(s.arena), len(handles))}:{s.offset}-{s.end}" for s in slots]
@@ -321,4 +324,6 @@ def versions() -> str:
 
 
 if __name__ == "__main__":
+    if os.environ.get("PYTHONHASHSEED") != "0":  # Thunder iterates over sets of names
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
     main()
