@@ -43,6 +43,7 @@ from tracing_shortcuts import tracing_shortcuts
 __all__ = ["RankError", "Ranks", "fork_server", "on_ranks"]
 
 _GRACE = 5.0  # seconds that the other ranks have to report after one has failed
+_TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", "240"))  # seconds for one function; on an idle machine it takes a few
 
 
 def fork_server() -> Any:
@@ -79,14 +80,13 @@ class Ranks:
         self._connections: list[Connection] = []
 
     def run(
-        self, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, keep_groups: bool = False, **kwargs: Any
+        self, fn: Callable[..., Any], *args: Any, timeout: float = _TIMEOUT, keep_groups: bool = False, **kwargs: Any
     ) -> list[Any]:
         """Call ``fn(rank, world_size, *args, **kwargs)`` on every rank and return the results in the order of ranks.
 
         Args:
             keep_groups: keep the process groups that exist after ``fn``, because a later function trains its models.
-            timeout: seconds after which ranks that have not returned count as hanging. The default suits busy machines;
-                on an idle one a test takes seconds.
+            timeout: seconds after which ranks that have not returned count as hanging.
 
         Raises:
             RankError: a rank failed or hangs. It has the tracebacks of failed ranks and the stacks of hanging ones.
@@ -183,7 +183,7 @@ class _OnRank:
         return function(**{name: value for name, value in own.items() if name in taken}, **arguments)
 
 
-def on_ranks(count: int | Callable[..., int] = 2, *, timeout: float = 240.0) -> Callable[..., Callable[..., None]]:
+def on_ranks(count: int | Callable[..., int] = 2, *, timeout: float = _TIMEOUT) -> Callable[..., Callable[..., None]]:
     """Turn a function into a test that runs on the session's worker ranks.
 
     The function may take ``rank`` and ``world_size``; its other arguments are parameters and fixtures of the test, whose

@@ -26,6 +26,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,10 +40,23 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Action", "Run", "Scenario", "Unsharded", "do", "each", "everywhere", "loss_of", "saved_for_backward", "sgd"]
+__all__ = [
+    "Action",
+    "Run",
+    "Scenario",
+    "Unsharded",
+    "do",
+    "each",
+    "everywhere",
+    "fsdp2",
+    "loss_of",
+    "saved_for_backward",
+    "sgd",
+]
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -102,6 +116,7 @@ class Scenario:
     others: Sequence[Mapping[str, Any] | Callable[[nn.Module], nn.Module]] = ()
     oracle: str | None = "unsharded"
     tolerance: float | None = None
+    others_tolerance: float = 0
     optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
     ranks: int = 2
     long: bool = False
@@ -110,7 +125,7 @@ class Scenario:
         """Run all actions on this rank and return the :class:`Run`, for further assertions."""
         torch.manual_seed(0)
         options = self.options() if callable(self.options) else self.options
-        own = {name: getattr(self, name) for name in ("others", "oracle", "tolerance", "optimizer")}
+        own = {name: getattr(self, name) for name in ("others", "oracle", "tolerance", "others_tolerance", "optimizer")}
         run = Run(self.model(), **own, **options, **more)
         for number, action in enumerate(self.actions):
             run.at = f"action {number}, {action}"
@@ -157,16 +172,23 @@ class Unsharded:
         """Add the gradients of each rank's loss to those that are unreduced."""
         params = dict.fromkeys(self.params.values())
         kept = {param: param.grad for param in params}
-        for rank, loss in losses.items():
-            for param in params:
-                param.grad = None
-            loss.backward(retain_graph=retain)
-            of_rank = self.unreduced[rank]
-            for param in params:
-                if param.grad is not None:
-                    of_rank[param] = of_rank[param] + param.grad if param in of_rank else param.grad
-        for param, grad in kept.items():
-            param.grad = grad
+        try:
+            for rank, loss in losses.items():
+                for param in params:
+                    param.grad = None
+                loss.backward(retain_graph=retain)
+                of_rank = self.unreduced[rank]
+                for param in params:
+                    if param.grad is not None:
+                        of_rank[param] = of_rank[param] + param.grad if param in of_rank else param.grad
+        finally:
+            for param, grad in kept.items():
+                param.grad = grad
+
+    def discard(self) -> None:
+        """Forget unreduced gradients."""
+        for of_rank in self.unreduced.values():
+            of_rank.clear()
 
     def reduce(self) -> None:
         """Add the means over ranks to ``.grad``."""
@@ -182,12 +204,13 @@ class Run:
 
     Args:
         model: the model to shard. Its copies become the oracles.
-        others: for each further sharded model its options of ``fsdp``, or a function that makes it from a copy of the
-            module (such as ``fully_shard``). Its bits must be those of the first.
+        others: for each further sharded model the options of ``fsdp`` that are not those of the first, or a function that
+            makes it from a copy of the module (such as :func:`fsdp2`).
         oracle: ``"unsharded"``, ``"compiled"`` (the unsharded model compiled by Thunder), or ``None``.
         tolerance: relative and absolute, between the sharded and the unsharded model; 0 requires equal bits. By default
             the model's ``tolerance`` or 1e-11: Thunder's decompositions round differently from eager torch, in float64 by
             about 1e-15, which three steps amplify a little.
+        others_tolerance: between the sharded models, which must have the same bits by default.
         optimizer: makes an optimizer of a list of parameters.
         before, after: transforms around ``fsdp``'s.
         dtype: of floating-point inputs, if not the one that the model makes.
@@ -208,6 +231,7 @@ class Run:
         others: Sequence[Mapping[str, Any] | Callable[[nn.Module], nn.Module]] = (),
         oracle: str | None = "unsharded",
         tolerance: float | None = None,
+        others_tolerance: float = 0,
         optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
         before: Sequence[Any] = (),
         after: Sequence[Any] = (),
@@ -220,6 +244,7 @@ class Run:
         self.rank, self.dtype = dist.get_rank(), dtype
         self.ranks = _ranks_of(options)
         self.tolerance = getattr(model, "tolerance", 1e-11) if tolerance is None else tolerance
+        self.others_tolerance = others_tolerance
         original = copy.deepcopy(model)
         self.make_inputs, self.initial = original.inputs, original.state_dict()
         self.unsharded: Unsharded | None = None
@@ -231,7 +256,8 @@ class Run:
         self.model = thunder.jit(model, transforms=[*before, self.transform, *after], **(jit_options or {}))
         self.models = [self.model]
         for other, module in zip(others, copies, strict=True):
-            sharded = other(module) if callable(other) else thunder.jit(module, transforms=[tfs.fsdp(**other)])
+            make = other if callable(other) else partial(_jit, **{**options, **other})
+            sharded = make(module)
             self.models.append(sharded)
         self.pending: list[Pending] = []
         self.at = ""
@@ -273,6 +299,8 @@ class Run:
             (model.load_original_state_dict if _is_jitted(model) else model.load_state_dict)(self.initial)
             for param in model.parameters():
                 param.grad = None
+        if self.unsharded is not None:
+            self.unsharded.discard()
         self.pending.clear()
         self.use(self.make_optimizer)
 
@@ -297,7 +325,7 @@ class Run:
             with _no_sync(model, no_sync), torch.set_grad_enabled(grad):
                 outputs.append(model(*self.inputs(step, **size), *args))
         for other in outputs[1:]:
-            self.close(other, outputs[0], "output", tolerance=0)
+            self.close(other, outputs[0], "output", tolerance=self.others_tolerance)
         expected = {}
         if self.unsharded is not None:
             for rank, model in self.unsharded.models.items():
@@ -324,7 +352,7 @@ class Run:
         """Clip gradients and compare their norms."""
         norms = [tfs.clip_grad_norm_(model, max_norm) for model in self.models]
         for norm in norms[1:]:
-            self.close(norm, norms[0], "norm", tolerance=0)
+            self.close(norm, norms[0], "norm", tolerance=self.others_tolerance)
         if self.unsharded is not None:
             expected = torch.nn.utils.clip_grad_norm_(dict.fromkeys(self.unsharded.params.values()), max_norm)
             self.close(norms[0], expected, "norm")
@@ -374,13 +402,14 @@ class Run:
 
     def rows(self, name: str, unsharded_value: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of a parameter's value."""
-        bucket, index = self.transform.sharded.locations[name]
-        return bucket.local_rows(index, unsharded_value)
+        return self.model.get_parameter(name).rows.of(unsharded_value)
 
     def compare_gradients(self) -> None:
         """Compare this rank's rows with those of the mean over ranks, and whole gradients between sharded models."""
-        for name in self.transform.sharded.shards:
-            grad = self.model.get_parameter(name).grad
+        for name, param in self.model.named_parameters():
+            if not hasattr(param, "rows"):  # ignored by ``fsdp``
+                continue
+            grad = param.grad
             if self.unsharded is not None:
                 mean = self.unsharded.params[name].grad
                 assert (grad is None) == (mean is None), f"gradient of {name}: {grad}, expected {mean}"
@@ -390,14 +419,15 @@ class Run:
                 other = model.get_parameter(name).grad
                 assert (grad is None) == (other is None), f"gradient of {name}: {grad}, expected {other}"
                 if grad is not None:
-                    self.close(other.full_tensor(), grad.full_tensor(), f"gradient of {name}", tolerance=0)
+                    values = other.full_tensor(), grad.full_tensor()
+                    self.close(*values, f"gradient of {name}", tolerance=self.others_tolerance)
 
     def compare_parameters(self) -> None:
         """Compare parameters and buffers."""
         ours = tfs.full_state_dict(self.model)
         for model in self.models[1:]:
             for name, value in _whole(model).items():
-                self.close(value, ours[name], name, tolerance=0)
+                self.close(value, ours[name], name, tolerance=self.others_tolerance)
         if self.unsharded is not None:
             theirs = self.reference.state_dict()
             for name, value in ours.items():
@@ -426,8 +456,29 @@ def _ranks_of(options: Mapping[str, Any]) -> list[int]:
     return dist.get_process_group_ranks(options.get("process_group") or dist.group.WORLD)
 
 
-def _no_sync(model: Any, no_sync: bool) -> contextlib.AbstractContextManager[Any]:
-    return model.no_sync() if no_sync else contextlib.nullcontext()
+def _jit(module: nn.Module, **options: Any) -> nn.Module:
+    return thunder.jit(module, transforms=[tfs.fsdp(**options)])
+
+
+def fsdp2(module: nn.Module, *, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+    """Shard a model and each of its blocks with FSDP2: an oracle for ``others``.
+
+    Use it with ReLU: Thunder decomposes the backward of tanh and GELU, which rounds differently from eager torch.
+    """
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(module, mesh=mesh, **options)
+
+
+@contextlib.contextmanager
+def _no_sync(model: Any, no_sync: bool) -> Iterator[None]:
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(not no_sync)
+        yield
+    else:
+        with model.no_sync() if no_sync else contextlib.nullcontext():
+            yield
 
 
 def _is_jitted(model: nn.Module) -> bool:

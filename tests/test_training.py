@@ -27,13 +27,12 @@ from models import (
     UnusedParameters,
 )
 from ranks import on_ranks
-from scenario import Run, Scenario, do, each, everywhere, loss_of, saved_for_backward
+from scenario import Run, Scenario, do, each, everywhere, fsdp2, loss_of, saved_for_backward
 from thunder.core import prims
 from thunder.core.trace import from_trace
 from thunder.transforms.materialization import MaterializationTransform
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 each_strategy = pytest.mark.parametrize("strategy", ["zero2", "zero3"])
@@ -407,19 +406,11 @@ def test_trains_like_the_unsharded_model(name: str) -> None:
     SCENARIOS[name].run()
 
 
-def _fsdp2(module: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in module.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(module, mesh=mesh)
-
-
 @each_strategy
 @on_ranks(2)
 def test_bits_are_those_of_fsdp2_in_float32(strategy: str) -> None:
-    # ReLU, because Thunder decomposes the backward of tanh and GELU, which rounds differently from eager torch.
     model = Stack(2, width=8, activation=torch.relu)
-    options = {"others": [_fsdp2], "dtype": torch.float32, "optimizer": ADAMW, "oracle": None}
+    options = {"others": [fsdp2], "dtype": torch.float32, "optimizer": ADAMW, "oracle": None}
     Run(model, sharding_strategy=strategy, **options).train(batch=4)
 
 
