@@ -7,13 +7,16 @@ takes half of the time of tracing. Blocks are called as users call them, so hook
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+from thunder_fsdp_sched.demo import model as demo
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["CASES", "GPT", "Block", "FeedForward", "Layer", "Model", "Stack"]
+__all__ = ["CASES", "GPT", "Block", "FeedForward", "Layer", "Model", "Stack", "byte_gpt"]
 
 WIDTH = 4
 
@@ -98,8 +101,8 @@ class GPT(nn.Module):
         logits = self.head.forward(self.ln_f.forward(x))
         return F.cross_entropy(logits.view(-1, self.vocab), targets.view(-1))
 
-    def inputs(self, generator: torch.Generator, batch: int = 2) -> tuple[torch.Tensor, ...]:
-        tokens = torch.randint(self.vocab, (batch, self.length + 1), generator=generator)
+    def inputs(self, generator: torch.Generator, batch: int = 2, length: int | None = None) -> tuple[torch.Tensor, ...]:
+        tokens = torch.randint(self.vocab, (batch, (length or self.length) + 1), generator=generator)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -367,6 +370,15 @@ class ExpandedParameters(Model):
         outputs = torch.einsum("bti,eij->btej", x, self.experts)
         x = (outputs * torch.softmax(self.gate.forward(x), -1).unsqueeze(-1)).sum(2)
         return torch.where(x > 0, x, x * torch.stack([self.gate.weight[0], self.experts[1, 0]]).sum(0))
+
+
+def byte_gpt(shape: Any, device: torch.device | str = "cpu") -> demo.GPT:
+    """Return the demo's GPT with a linear layer for each block: attention takes most of the time of compiling one."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = demo.GPT(blocks=0, width=shape.width, heads=1, length=shape.length)
+        model.blocks.extend(nn.Linear(shape.width, shape.width) for _ in range(shape.blocks))
+    return model
 
 
 CASES: dict[str, type[Model]] = {

@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.planning.clusters import cluster
@@ -44,7 +43,7 @@ from gpu_trace import (
     seconds_in,
     split,
 )
-from on_gpus import NoAttention
+from models import byte_gpt
 from paced_kernels import PacedKernels
 from profiles import LONG_ONLY
 from ranks import Ranks
@@ -243,7 +242,7 @@ class _Event:
 
 
 def _without_attention(shape: systems.Shape) -> torch.nn.Module:
-    return NoAttention(shape.blocks, shape.width, shape.length, shape.batch, "cpu").model()
+    return byte_gpt(shape)
 
 
 @pytest.fixture

@@ -1,26 +1,23 @@
-"""The functions of the GPU tests and of ``benchmarks/gpu.py first`` on a virtual GPU, which checks order."""
+"""The functions of ``benchmarks/gpu.py`` on a virtual GPU, which checks order."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 
 import gpu
 import gpu_steps
-import on_gpus
 import pytest
 import systems
 import torch
 import torch.distributed as dist
 from gpu_cases import CASES, Job
-from on_gpus import NoAttention, Size
+from models import byte_gpt
 from profiles import LONG_ONLY
 from thunder import extend
 from virtual_gpu import guard
@@ -28,14 +25,10 @@ from virtual_gpu.world import Rank, run
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
 
-SIZE, TINY = Size(1, 64, 8, 2, "cuda"), NoAttention(1, 64, 8, 2, "cuda")
-
 
 @pytest.fixture(autouse=True)
 def _skip_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace functions that need values, and do not compile with Inductor."""
-    monkeypatch.setattr(on_gpus, "_assert_near", lambda *args: None)
-    monkeypatch.setattr(on_gpus, "_unsharded", lambda *args: {})
     monkeypatch.setattr(dist, "barrier", lambda: None)
     monkeypatch.setattr(torch.profiler, "profile", _Profiler)
     monkeypatch.setattr(gpu_steps, "_digest", lambda tensors: f"{len(list(tensors))} tensors")
@@ -61,36 +54,7 @@ class _Profiler:
 
 
 def _model(shape: systems.Shape) -> Any:
-    return NoAttention(shape.blocks, shape.width, shape.length, shape.batch, "cuda").model(torch.device(shape.device))
-
-
-def on_rank(rank: Rank, body: Callable[..., Any], size: Size, *args: Any) -> Any:
-    return body(rank.rank, rank.world_size, size, *args)
-
-
-@pytest.mark.parametrize(
-    ("body", "size", "args"),
-    [
-        (on_gpus.trains_like_unsharded, TINY, ("coalesced", "zero2")),
-        (on_gpus.trains_like_unsharded, SIZE, ("symmetric_memory", "zero3", torch.bfloat16)),
-        (on_gpus.accumulates_and_clips_gradients, TINY, ("flat",)),
-        pytest.param(on_gpus.recovers_after_an_exception, TINY, (), marks=LONG_ONLY),
-        (on_gpus.bytes_allocated_after_steps, TINY, ("staged",)),
-        (on_gpus.runs_eagerly, TINY, ()),
-    ],
-    ids=lambda value: getattr(value, "__name__", "-".join(map(str, value)) if isinstance(value, tuple) else None),
-)
-def test_the_functions_of_gpu_tests_run_without_a_race(
-    body: Callable[..., Any], size: Size, args: tuple[Any, ...]
-) -> None:
-    run(on_rank, body, size, *args, ranks=[1]).assert_clean()
-
-
-def test_measuring_runs_on_gpus() -> None:
-    """Races are expected: contention is measured with collectives that write memory which compute reads."""
-    [(step, simulated)] = run(on_rank, on_gpus.measured_and_simulated_seconds, TINY, ranks=[1]).values
-    assert step > 0
-    assert simulated > 0
+    return byte_gpt(shape, shape.device)
 
 
 def _setup(rank: Rank, tmp_path: Path, cases: tuple[str, ...]) -> gpu_steps.Setup:
