@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
@@ -18,58 +17,45 @@ import thunder
 import torch
 import torch.distributed as dist
 from models import Stack
-from ranks import Ranks
-from reference import loss_of
+from ranks import on_ranks
+from scenario import Run, fsdp2, loss_of
 from thunder.core.prims import PrimIDs
 from thunder.core.trace import from_trace
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 WAIT = fsdp_wait_grads.name
 
 
-def _replicate_by_hook(rank: int, world_size: int) -> None:
-    """Shard over pairs of ranks, and average over the pairs in a hook: the gradients of hybrid sharding."""
+@on_ranks(4)
+def test_a_hook_that_averages_over_replicas_gives_the_gradients_of_fsdp2_and_of_hybrid_sharding() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    replicas = mesh.get_group("replicate")
     names: list[str] = []
 
     def average(name: str, gradients: torch.Tensor) -> None:
         names.append(name)
-        dist.all_reduce(gradients, dist.ReduceOp.AVG, group=replicas)
+        dist.all_reduce(gradients, dist.ReduceOp.AVG, group=mesh.get_group("replicate"))
 
-    model = Stack(2, width=8, activation=torch.relu)
-    theirs, hybrid = copy.deepcopy(model), copy.deepcopy(model)
-    for block in theirs.blocks:
-        fully_shard(block, mesh=mesh["shard"])
-    fully_shard(theirs, mesh=mesh["shard"])
-    for module in theirs.modules():
-        if isinstance(module, FSDPModule):
-            module.set_all_reduce_hook(lambda gradients: average("theirs", gradients))
-    transform = fsdp(mesh=mesh["shard"], all_reduce_hook=average)
-    ours = thunder.jit(model, transforms=[transform])
-    hybrid = thunder.jit(hybrid, transforms=[fsdp(mesh=mesh)])
-    for step in range(2):
-        (x,) = Stack(2, width=8).inputs(torch.Generator().manual_seed(10 * step + rank), batch=4)
-        for each in (ours, theirs, hybrid):
-            loss_of(each(x.float())).backward()
-        expected, native = dict(theirs.named_parameters()), dict(hybrid.named_parameters())
-        for name, param in ours.named_parameters():
-            grad = param.grad.full_tensor()
-            assert torch.equal(grad, expected[name].grad.full_tensor()), (step, name)
-            assert torch.equal(grad, native[name].grad.full_tensor()), (step, name)
-        for each in (ours, theirs, hybrid):
-            each.zero_grad()
-    waits = transform.schedules[-1].backward.of("fsdp_wait_grads")
+    def with_fsdp2(module: nn.Module) -> nn.Module:
+        sharded = fsdp2(module, mesh=mesh["shard"])
+        for part in sharded.modules():
+            if isinstance(part, FSDPModule):
+                part.set_all_reduce_hook(lambda gradients: average("theirs", gradients))
+        return sharded
+
+    run = Run(
+        Stack(2, width=8, activation=torch.relu),
+        others=[with_fsdp2, {"mesh": mesh, "all_reduce_hook": None}],
+        oracle=None,
+        dtype=torch.float32,
+        mesh=mesh["shard"],
+        all_reduce_hook=average,
+    )
+    run.train(2, batch=4)
+    waits = run.transform.schedules[-1].backward.of("fsdp_wait_grads")
     assert [name for name in names if name != "theirs"] == 2 * [op.bucket for op in waits]
-    assert all(op.reason.endswith("; then all_reduce_hook _replicate_by_hook.<locals>.average") for op in waits)
-
-
-def test_a_hook_that_averages_over_replicas_gives_the_gradients_of_fsdp2_and_of_hybrid_sharding(
-    four_ranks: Ranks,
-) -> None:
-    four_ranks.run(_replicate_by_hook)
+    assert all(op.reason.endswith(f"; then all_reduce_hook {average.__qualname__}") for op in waits)
 
 
 class Parts(nn.Module):
@@ -96,7 +82,8 @@ class Hook:
         return gradients if self.answers else None
 
 
-def _accumulate_and_fail(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_hook_gets_accumulated_gradients_and_its_errors_leave_the_model_usable(rank: int) -> None:
     x = torch.ones(3, 4) + rank
     grads = []
     for hook in (None, Hook()):
@@ -123,13 +110,9 @@ def _accumulate_and_fail(rank: int, world_size: int) -> None:
     loss_of(model(x, False)).backward()
     assert model.first.weight.grad.full_tensor().any()
 
-    hooks = [Hook(), _accumulate_and_fail]
-    with pytest.raises(tfs.ScheduleDisagreement, match=r"(?s)fsdp.all_reduce_hook=.*Hook.*_accumulate_and_fail"):
+    hooks = [Hook(), loss_of]
+    with pytest.raises(tfs.ScheduleDisagreement, match=r"(?s)fsdp.all_reduce_hook=.*Hook.*loss_of"):
         thunder.jit(Parts(), transforms=[fsdp(all_reduce_hook=hooks[rank])])
-
-
-def test_a_hook_gets_accumulated_gradients_and_its_errors_leave_the_model_usable(ranks: Ranks) -> None:
-    ranks.run(_accumulate_and_fail)
 
 
 def test_verification_and_the_deadlock_proof_include_hooks() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import thunder_fsdp_sched as tfs
@@ -15,48 +15,32 @@ import torch
 import torch.distributed as dist
 from models import Stack
 from ranks import on_ranks
-from reference import loss_of
+from scenario import Run, fsdp2, loss_of
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 
-class _Both:
-    """The same model, sharded by this package and by FSDP2."""
+def _fsdp2_that_sums(module: nn.Module, mesh: Any = None) -> nn.Module:
+    sharded = fsdp2(module, mesh=mesh)
+    for part in _wrapped(sharded):
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, which FSDP2 would use
+    return sharded
 
-    def __init__(self, rank: int, mesh: Any, **options: Any) -> None:
-        self.rank = rank
-        # ReLU, because Thunder decomposes the backward of tanh, which rounds differently from eager torch.
-        self.model = Stack(2, width=8, activation=torch.relu)
-        self.theirs = copy.deepcopy(self.model)
-        for block in self.theirs.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.theirs, mesh=mesh)
-        for module in self._wrapped():
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM, which FSDP2 would use
-        self.transform = fsdp(mesh=mesh, **options)
-        self.ours = thunder.jit(self.model, transforms=[self.transform])
 
-    def _wrapped(self) -> Iterator[FSDPModule]:
-        return (module for module in self.theirs.modules() if isinstance(module, FSDPModule))
+def _wrapped(module: nn.Module) -> Iterator[FSDPModule]:
+    return (part for part in module.modules() if isinstance(part, FSDPModule))
 
-    def set_theirs(self, factor: float, below: str = "") -> None:
-        for module in self.theirs.get_submodule(below).modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(factor)
 
-    def backward(self, step: int) -> None:
-        (x,) = self.model.inputs(torch.Generator().manual_seed(10 * step + self.rank), batch=4)
-        for model in (self.ours, self.theirs):
-            loss_of(model(x.float())).backward()
+def _with_fsdp2(mesh: Any = None, **options: Any) -> Run:
+    others = [partial(_fsdp2_that_sums, mesh=mesh)]
+    model = Stack(2, width=8, activation=torch.relu)
+    return Run(model, others=others, oracle=None, dtype=torch.float32, mesh=mesh, **options)
 
-    def compare(self, step: int) -> None:
-        """Check that gradients have equal bits after a backward, and drop them."""
-        self.backward(step)
-        theirs = dict(self.theirs.named_parameters())
-        for name, param in self.ours.named_parameters():
-            assert torch.equal(param.grad.full_tensor(), theirs[name].grad.full_tensor()), (step, name)
-        for model in (self.ours, self.theirs):
-            model.zero_grad()
+
+def _set_theirs(run: Run, factor: float, below: str = "") -> None:
+    for part in _wrapped(run.models[1].get_submodule(below)):
+        part.set_gradient_divide_factor(factor)
 
 
 def _below(prefix: str, factor: float) -> Callable[[str, torch.nn.Module], float | None]:
@@ -65,52 +49,47 @@ def _below(prefix: str, factor: float) -> Callable[[str, torch.nn.Module], float
 
 @on_ranks(2)
 def test_gradients_are_divided_by_any_factor_as_in_fsdp2(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
-    both = _Both(rank, mesh, gradient_divide_factor=3.0)
-    both.set_theirs(3.0)
-    both.compare(0)
-    tfs.set_gradient_divide_factor(both.ours, 1.0)
-    both.set_theirs(1.0)
-    both.compare(1)
-    tfs.set_gradient_divide_factor(both.ours, 0.7, module_name="blocks")
-    both.set_theirs(0.7, below="blocks")
-    both.compare(2)
-    assert len(both.transform.compiled) == 1, "the factor must not be part of a trace"
-    assert [bucket.divide_factor for bucket in both.transform.plan] == [1.0, 0.7, 0.7, 1.0]
+    run = _with_fsdp2(gradient_divide_factor=3.0)
+    _set_theirs(run, 3.0)
+    run.train(1)
+    tfs.set_gradient_divide_factor(run.model, 1.0)
+    _set_theirs(run, 1.0)
+    run.train(1)
+    tfs.set_gradient_divide_factor(run.model, 0.7, module_name="blocks")
+    _set_theirs(run, 0.7, below="blocks")
+    run.train(1)
+    assert len(run.transform.compiled) == 1, "the factor must not be part of a trace"
+    assert [bucket.divide_factor for bucket in run.transform.plan] == [1.0, 0.7, 0.7, 1.0]
+    run.micro_batch(3)
+    run.train(1)
 
-    for module in both._wrapped():
-        module.set_requires_gradient_sync(False)
-    with both.ours.no_sync():
-        both.backward(3)
-    for module in both._wrapped():
-        module.set_requires_gradient_sync(True)
-    both.compare(4)
-
-    tfs.set_gradient_divide_factor(both.ours, None)
-    both.set_theirs(float(world_size))
-    both.compare(5)
-
+    tfs.set_gradient_divide_factor(run.model, None)
+    _set_theirs(run, float(world_size))
+    run.train(1)
     with pytest.raises(tfs.ScheduleDisagreement, match=r"(?s)set_gradient_divide_factor.*to 1\.0.*to 2\.0"):
-        tfs.set_gradient_divide_factor(both.ours, rank + 1)
-    both.compare(6)
+        tfs.set_gradient_divide_factor(run.model, rank + 1)
+    run.train(1)
 
-    both = _Both(rank, mesh, gradient_divide_factor=_below("blocks.1", 5.0), bucketing_strategy="none")
-    both.set_theirs(float(world_size))
-    both.set_theirs(5.0, below="blocks.1")
-    both.compare(0)
-
-
-def _compare_with_replicas(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    both = _Both(rank, mesh, gradient_divide_factor=3.0)
-    both.set_theirs(3.0)
-    both.compare(0)
-    tfs.set_gradient_divide_factor(both.ours, 4)  # the mean
-    both.set_theirs(4.0)
-    both.compare(1)
+    run = _with_fsdp2(gradient_divide_factor=_below("blocks.1", 5.0), bucketing_strategy="none")
+    _set_theirs(run, float(world_size))
+    _set_theirs(run, 5.0, below="blocks.1")
+    run.train(1)
 
 
-def _divide_experts(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_gradients_of_replicas_are_divided_by_any_factor_as_in_fsdp2() -> None:
+    run = _with_fsdp2(
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), gradient_divide_factor=3.0
+    )
+    _set_theirs(run, 3.0)
+    run.train(1)
+    tfs.set_gradient_divide_factor(run.model, 4)  # the mean
+    _set_theirs(run, 4.0)
+    run.train(1)
+
+
+@on_ranks(4)
+def test_gradients_of_experts_are_divided_by_a_factor_of_their_own(rank: int) -> None:
     """Parameters that are sharded over fewer ranks get the mean over all ranks' batches by a factor of their own."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     of_experts = groups[rank // 2]
@@ -126,12 +105,6 @@ def _divide_experts(rank: int, world_size: int) -> None:
         grads.append({name: param.grad.to_local().clone() for name, param in sharded.named_parameters()})
     for name, mean in grads[0].items():
         assert torch.equal(grads[1][name], mean / 2 if name.startswith("blocks.1.") else mean), name
-
-
-@on_ranks(4)
-def test_gradients_of_replicas_and_of_experts_are_divided_by_any_factor_as_in_fsdp2(rank: int, world_size: int) -> None:
-    _compare_with_replicas(rank, world_size)
-    _divide_experts(rank, world_size)
 
 
 def test_parameters_with_other_factors_are_in_other_buckets() -> None:

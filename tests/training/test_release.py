@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import testing
@@ -16,20 +19,16 @@ import pytest
 import torch
 from extending import extended
 from models import GPT, Layer, Stack
-from profiles import LONG
-from ranks import Ranks
-from reference import Twins, loss_of
+from scenario import Run, Scenario, do, each
 from thunder.core.prims import PrimIDs
 from thunder.core.trace import TraceCtx, from_trace
 
-each_release = pytest.mark.parametrize("release", ["step", "bucket"])
 
-
-def allocated(twins: Twins) -> set[str]:
+def allocated(run: Run) -> set[str]:
     """Return the slots of the compiled traces whose memory is allocated."""
     slots = {
         arg
-        for compiled in twins.transform.compiled
+        for compiled in run.transform.compiled
         for trace in (compiled.forward, compiled.backward)
         if trace is not None
         for bsym in trace.bound_symbols
@@ -43,113 +42,117 @@ class _Failure(Exception):
     pass
 
 
-def _train(rank: int, world_size: int, release: str, strategies: tuple[str, ...]) -> None:
-    for strategy in strategies:
-        options: dict[str, Any] = {"sharding_strategy": strategy, "release": release}
-        if world_size == 2 and strategy == "zero3":  # more ranks add up in another order
-            model = GPT(blocks=1, block=Layer)
-            twins = Twins(rank, world_size, model, tolerance=0, jit_reference=True, **options)
-            twins.use(lambda params: torch.optim.AdamW(params, lr=1e-2))
-            for step in range(3):
-                twins.backward(step)
-                assert not allocated(twins)
-                twins.update()
-
-        twins = Twins(rank, world_size, Stack(2).double(), **options)
-        with twins.sharded.no_sync():
-            twins.backward(0)
-        assert not allocated(twins)
-        twins.backward(1)
-        twins.update()
-
-        losses = twins.forward(2)
-        is_kept = strategy == "zero2"
-        assert bool(allocated(twins)) is (is_kept or release == "step")
-        with torch.no_grad():  # an evaluation between forward and backward
-            twins.forward(3)
-        assert bool(allocated(twins)) is is_kept
-        for loss in losses:
-            loss.backward()
-        twins.update()
-
-        first, second = twins.forward(4), twins.forward(5)
-        if is_kept:
-            second[0].backward()
-            with pytest.raises(RuntimeError, match=r"release: the memory of bucket '\S+', which this backward reads"):
-                first[0].backward()
-            twins.sharded.zero_grad()
-        else:
-            for loss in (*first, *second):
-                loss.backward()
-            twins.update()
-        _fail_in_backward(twins)
-        twins.train(steps=2)
-        assert not allocated(twins)
+def _check_nothing_is_allocated(run: Run) -> None:
+    assert not allocated(run)
 
 
-def _fail_in_backward(twins: Twins) -> None:
-    real, calls = ops._grad_view, 0
+def _evaluate_between_forward_and_backward(run: Run) -> None:
+    is_kept = not run.transform.plan[0].reshard_after_forward
+    frees_at_once = "fsdp_release" in str(run.transform.compiled[-1].forward)
+    run.forward(2)
+    assert bool(allocated(run)) is (is_kept or not frees_at_once)
+    run.forward(3, grad=False)
+    assert bool(allocated(run)) is is_kept
+    run.backward()
+    run.step()
+
+
+def _run_two_forwards(run: Run) -> None:
+    run.forward(4)
+    run.forward(5)
+    if run.transform.plan[0].reshard_after_forward:
+        run.backward(0)
+        run.backward(0)
+        run.step()
+    else:
+        first, second = (pending.losses[0] for pending in run.pending)
+        second.backward()
+        with pytest.raises(RuntimeError, match=r"release: the memory of bucket '\S+', which this backward reads"):
+            first.backward()
+        run.pending.clear()
+        run.model.zero_grad()
+
+
+def _fail_in_backward(run: Run) -> None:
+    calls = itertools.count(1)
+    real = ops._grad_view
 
     def fail_once(*args: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 4:
+        if next(calls) == 4:
             raise _Failure
         return real(*args)
 
-    ours = loss_of(twins.sharded(*twins.inputs(6)))
-    ops._grad_view = fail_once
-    try:
-        with pytest.raises(_Failure):
-            ours.backward()
-    finally:
-        ops._grad_view = real
-    twins.sharded.zero_grad()
+    run.forward(6)
+    with mock.patch.object(ops, "_grad_view", fail_once), pytest.raises(_Failure):
+        run.backward()
+    run.model.zero_grad()
 
 
-@each_release
-def test_training_gives_the_same_bits_and_frees_memory(ranks: Ranks, release: str) -> None:
-    ranks.run(_train, release, ("zero2", "zero3"))
+def _extend(run: Run, *, no_sync: bool) -> None:
+    extended(run.transform, no_sync=no_sync)
 
 
-def _steps_extended(rank: int, world_size: int, strategy: str, extends: bool, no_sync: bool) -> list[torch.Tensor]:
-    """Train with or without an extension, and return the parameters."""
-    torch.manual_seed(0)
-    twins = Twins(rank, world_size, Stack(2).double(), sharding_strategy=strategy, transport="all_to_all")
-    if extends:
-        extended(twins.transform, no_sync=no_sync)
-    for step in range(3):
-        if step == 1:
-            with twins.sharded.no_sync():
-                twins.backward(10)
-        twins.backward(step)
-        assert not any(slot.startswith("more_") for slot in allocated(twins))
-        twins.update()
-    first, second = twins.forward(4), twins.forward(5)
-    for loss in (*second, *first):
-        loss.backward()
-    twins.update()
-    _fail_in_backward(twins)
-    twins.train(steps=2)
-    used = {str(s) for c in twins.transform.compiled for b in c.backward.bound_symbols for s in b.args[1:2]}
-    assert any(slot.startswith("more_slot_") for slot in used) is (extends and strategy == "zero3")
-    return [param.detach().to_local().clone() for param in twins.sharded.parameters()]
+def _check_no_extension_is_allocated(run: Run) -> None:
+    assert not any(slot.startswith("more_") for slot in allocated(run))
 
 
-def _train_extended(rank: int, world_size: int, choices_of: dict[str, tuple[bool, ...]]) -> None:
-    for strategy, choices in choices_of.items():
-        plain = _steps_extended(rank, world_size, strategy, extends=False, no_sync=False)
-        for no_sync in choices:
-            ours = _steps_extended(rank, world_size, strategy, extends=True, no_sync=no_sync)
-            assert len(plain) == len(ours) > 0 and all(map(torch.equal, plain, ours))
+def _check_extension(run: Run) -> None:
+    used = {str(s) for c in run.transform.compiled for b in c.backward.bound_symbols for s in b.args[1:2]}
+    assert any(slot.startswith("more_slot_") for slot in used) is run.transform.plan[0].reshard_after_forward
 
 
-def test_training_with_an_extension_gives_the_same_bits(ranks: Ranks) -> None:
-    ranks.run(_train_extended, {"zero2": (True,), "zero3": (False, True) if LONG else (False,)})
+def _stack() -> torch.nn.Module:
+    return Stack(2).double()
 
 
-def test_training_on_four_ranks_frees_each_bucket(four_ranks: Ranks) -> None:
-    four_ranks.run(_train, "bucket", ("zero3",))
+FREED = [
+    *(do.micro_batch(0), _check_nothing_is_allocated, do.micro_batch(1, no_sync=False), do.step()),
+    *(_evaluate_between_forward_and_backward, _run_two_forwards, _fail_in_backward),
+    *(do.train(2), _check_nothing_is_allocated),
+]
+BITS = [a for n in range(3) for a in (do.micro_batch(n, no_sync=False), _check_nothing_is_allocated, do.step())]
+EXTENDED = [
+    *(do.micro_batch(0, no_sync=False), _check_no_extension_is_allocated, do.step()),
+    *(do.micro_batch(10), do.micro_batch(1, no_sync=False), _check_no_extension_is_allocated, do.step()),
+    *(do.micro_batch(2, no_sync=False), _check_no_extension_is_allocated, do.step()),
+    *(do.forward(4), do.forward(5), do.backward(), do.backward(), do.step()),
+    *(_fail_in_backward, do.train(2), _check_extension),
+]
+
+
+def _extended(strategy: str, no_sync: bool, *, long: bool = False) -> Scenario:
+    """Return a scenario whose first model is extended and whose second has the same options and no extension."""
+    options = {"sharding_strategy": strategy, "transport": "all_to_all"}
+    return Scenario(_stack, [partial(_extend, no_sync=no_sync), *EXTENDED], options, others=[{}], long=long)
+
+
+SCENARIOS = {
+    **{
+        f"{release}, {strategy}": Scenario(_stack, FREED, {"sharding_strategy": strategy, "release": release})
+        for release in ("step", "bucket")
+        for strategy in ("zero2", "zero3")
+    },
+    **{
+        f"bits, {release}": Scenario(
+            partial(GPT, blocks=1, block=Layer),
+            BITS,
+            {"release": release},
+            oracle="compiled",
+            tolerance=0,
+            optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        )
+        for release in ("step", "bucket")
+    },
+    "four ranks": Scenario(_stack, FREED, {"release": "bucket"}, ranks=4),
+    "extension, zero2": _extended("zero2", True),
+    "extension, zero3": _extended("zero3", False),
+    "extension, zero3, no_sync": _extended("zero3", True, long=True),
+}
+
+
+@each(SCENARIOS)
+def test_training_gives_the_same_numbers_and_frees_memory(name: str) -> None:
+    SCENARIOS[name].run()
 
 
 #

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-from thunder_fsdp_sched import fsdp, full_state_dict, testing
+from thunder_fsdp_sched import fsdp, testing
 from thunder_fsdp_sched.ir.operands import Gather, bucket_of
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_copy_secondary_shard, issues_collective
 from thunder_fsdp_sched.plan.layout import make_layout
@@ -19,20 +17,17 @@ from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.transforms import VerificationError, verify, verify_memory
 
 import pytest
-import thunder
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_count import compare, count_on_fake_ranks
 from models import GPT, Layer, Stack
-from profiles import LONG_ONLY
-from ranks import Ranks, on_ranks
-from reference import Twins, loss_of
+from scenario import Run, Scenario, do, each, fsdp2
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 
 def _small() -> nn.Module:
@@ -44,63 +39,45 @@ def _gathers(trace: TraceCtx | None) -> list[BoundSymbol]:
     return [bsym for bsym in trace.bound_symbols if bsym.sym is fsdp_all_gather]
 
 
-class Pair:
-    """A model whose backward gathers among two ranks, and a copy whose backward gathers among all."""
-
-    def __init__(self, rank: int, make: Callable[[], nn.Module], **options: Any) -> None:
-        self.rank = rank
-        self.models, self.transforms = [], []
-        for size in (2, None):
-            torch.manual_seed(0)
-            module = make()
-            self.inputs = module.inputs
-            self.transforms.append(fsdp(reshard_after_forward=size, **options))
-            self.models.append(thunder.jit(module, transforms=[self.transforms[-1]]))
-        self.optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in self.models]
-
-    def forward(self, seed: int) -> list[torch.Tensor]:
-        inputs = [t if t.dtype is torch.int64 else t.float() for t in self.inputs(torch.Generator().manual_seed(seed))]
-        losses = [loss_of(model(*inputs)) for model in self.models]
-        assert torch.equal(*losses), losses
-        return losses
-
-    def backward(self, seed: int, *, no_sync: bool = False) -> None:
-        for model, loss in zip(self.models, self.forward(10 * seed + self.rank), strict=True):
-            with model.no_sync() if no_sync else contextlib.nullcontext():
-                loss.backward()
-
-    def step(self) -> None:
-        """Compare gradients, step both optimizers, and compare parameters."""
-        ours, theirs = ([p.grad for p in model.parameters()] for model in self.models)
-        assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(ours, theirs, strict=True))
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        a, b = map(full_state_dict, self.models)
-        assert all(torch.equal(a[name], b[name]) for name in a)
-
-    def check_groups(self) -> None:
-        """Check that forward gathers among all ranks, and backward among pairs, in its own memory layout."""
-        for compiled in self.transforms[0].compiled:
-            assert {bucket_of(b).ranks.group.size for b in _gathers(compiled.forward)} == {4}
-            for gather in _gathers(compiled.backward):
-                bucket = bucket_of(gather)
-                first = 2 * (torch.distributed.get_rank() // 2)
-                assert bucket.ranks.group.global_ranks == (first, first + 1)
-                layout = bucket.spec.layout
-                assert Gather(gather).secondary.shape == (layout.shard_numel,)
-                assert sum(2 * s.shard_numel for s in layout.segments) <= layout.unsharded_numel
+def _check_groups(run: Run) -> None:
+    """Check that forward gathers among all ranks, and backward among pairs, in its own memory layout."""
+    for compiled in run.transform.compiled:
+        assert {bucket_of(b).ranks.group.size for b in _gathers(compiled.forward)} == {4}
+        for gather in _gathers(compiled.backward):
+            bucket = bucket_of(gather)
+            first = 2 * (run.rank // 2)
+            assert bucket.ranks.group.global_ranks == (first, first + 1)
+            layout = bucket.spec.layout
+            assert Gather(gather).secondary.shape == (layout.shard_numel,)
+            assert sum(2 * s.shard_numel for s in layout.segments) <= layout.unsharded_numel
 
 
-def _train(rank: int, world_size: int, make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
-    pair = Pair(rank, make, **options)
-    for step in range(3):
-        if step:
-            pair.backward(2 * step, no_sync=True)
-        pair.backward(2 * step + 1)
-        pair.step()
-    pair.check_groups()
+def _check_one_module(run: Run) -> None:
+    [compiled] = run.transform.compiled
+    among = {bucket_of(b).base.spec.name: bucket_of(b).ranks.group.size for b in _gathers(compiled.backward)}
+    assert among.pop("blocks.1") == 2 and set(among.values()) == {4}
+    assert "backward gathers among 2 ranks, from secondary shards: blocks.1" in str(run.transform.plan)
 
+
+def _change_under_a_live_graph(run: Run) -> None:
+    """Change a parameter of the first model between forward and backward, which is an error, and change it back."""
+    run.forward(5)
+    loss, other = run.pending.pop().losses
+    weight = run.model.get_parameter("blocks.1.down.weight")
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    other.backward()
+    for model in run.models:
+        model.zero_grad()
+    with torch.no_grad():
+        weight.div_(2)
+
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+AMONG_ALL = [{"reshard_after_forward": None}]
+"""A model whose backward gathers among all ranks: the oracle of those whose backward gathers among two."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "layers": {"bucketing_strategy": "layer", "prefetch": 2, "transport": "flat"},
@@ -112,92 +89,61 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "release": {"release": "bucket"},
     "sharded": {"accumulate": "sharded"},
 }
-
 CASES = [("layers", "sharded"), ("coalesced", "bfloat16"), ("staged", "offload"), ("all_reduce", "release")]
-ALONE = [pytest.param((name,), id=name, marks=LONG_ONLY) for name in OPTIONS]
+
+STEPS = [
+    *(do.micro_batch(1, no_sync=False), do.step()),
+    *(do.micro_batch(2), do.micro_batch(3, no_sync=False), do.step()),
+    *(do.micro_batch(4), do.micro_batch(5, no_sync=False), do.step()),
+    _check_groups,
+]
+HISTORY = [
+    *(do.forward(1), do.forward(2)),  # each backward has the secondary shards of its own forward
+    *(do.backward(0), do.backward(0), do.step()),
+    *(do.forward(3), do.forward(4, grad=False), do.backward(retain=True), do.backward(), do.step()),
+    *(_change_under_a_live_graph, do.micro_batch(6, no_sync=False), do.step()),
+]
+_scenario = partial(Scenario, others=AMONG_ALL, oracle=None, optimizer=ADAMW, ranks=4)
 
 
-@pytest.mark.parametrize("names", [*(pytest.param(names, id="-".join(names)) for names in CASES), *ALONE])
-def test_numbers_are_those_of_gathering_among_all_ranks(four_ranks: Ranks, names: tuple[str, ...]) -> None:
-    four_ranks.run(_train, _small, {key: value for name in names for key, value in OPTIONS[name].items()})
+def _options(*names: str) -> dict[str, Any]:
+    chosen = {key: value for name in names for key, value in OPTIONS[name].items()}
+    return {"reshard_after_forward": 2, "dtype": torch.float32, **chosen}
 
 
-@LONG_ONLY
-def test_numbers_of_tied_weights_are_those_of_gathering_among_all_ranks(four_ranks: Ranks) -> None:
-    four_ranks.run(_train, partial(GPT, blocks=2, tied=True, block=Layer), {})
+def _of_one_block(name: str, module: nn.Module) -> int | None:
+    return 2 if name == "blocks.1" else None
 
 
-@on_ranks(4)
-def test_numbers_are_those_of_the_unsharded_model(rank: int, world_size: int) -> None:
-    twins = Twins(rank, world_size, GPT(blocks=2, tied=True, block=Layer).double(), reshard_after_forward=2)
-    twins.train(steps=2)
+def _tied() -> nn.Module:
+    return GPT(blocks=2, tied=True, block=Layer)
 
 
-@on_ranks(4)
-def test_parameters_are_those_of_fsdp2_with_the_same_option(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    model = Stack(2, width=8, activation=torch.relu)
-    peer = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", (world_size,))
-    for block in peer.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=2)
-    fully_shard(peer, mesh=mesh, reshard_after_forward=2)
-    sharded = thunder.jit(model, transforms=[fsdp(mesh=mesh, reshard_after_forward=2)])
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (sharded, peer)]
-    for step in range(3):
-        (x,) = model.inputs(torch.Generator().manual_seed(10 * step + rank), batch=4)
-        for m, optimizer in zip((sharded, peer), optimizers, strict=True):
-            loss_of(m(x.float())).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    theirs = {name: param.full_tensor() for name, param in peer.state_dict().items()}
-    for name, param in full_state_dict(sharded).items():
-        torch.testing.assert_close(param, theirs[name], msg=lambda text, name=name: f"{name}: {text}")
+SCENARIOS = {
+    **{"-".join(names): _scenario(_small, STEPS, _options(*names)) for names in CASES},
+    **{name: _scenario(_small, STEPS, _options(name), long=True) for name in OPTIONS},
+    "tied weights": _scenario(_tied, STEPS, _options(), long=True),
+    "history": _scenario(_small, HISTORY, _options() | {"bucketing_strategy": "layer"}),
+    "unsharded": Scenario(lambda: _tied().double(), [do.train(2)], {"reshard_after_forward": 2}, ranks=4),
+    "one module": Scenario(
+        lambda: _small().double(), [do.train(2), _check_one_module], {"reshard_after_forward": _of_one_block}, ranks=4
+    ),
+    "FSDP2": Scenario(
+        partial(Stack, 2, width=8, activation=torch.relu),
+        [do.train(batch=4)],
+        _options(),
+        others=[partial(fsdp2, reshard_after_forward=2)],
+        others_tolerance=1e-5,
+        oracle=None,
+        optimizer=ADAMW,
+        ranks=4,
+    ),
+}
 
 
-@on_ranks(4)
-def test_any_history_of_forwards_and_backwards(rank: int) -> None:
-    pair = Pair(rank, _small, bucketing_strategy="layer")
-    first, second = pair.forward(1), pair.forward(2)  # each backward has the secondary shards of its own forward
-    for loss in (*first, *second):
-        loss.backward()
-    pair.step()
-
-    losses = pair.forward(3)
-    with torch.no_grad():
-        pair.forward(4)
-    for loss in losses:
-        loss.backward(retain_graph=True)
-        loss.backward()
-    pair.step()
-
-    (loss, other) = pair.forward(5)
-    weight = dict(pair.models[0].named_parameters())["blocks.1.down.weight"]
-    with torch.no_grad():
-        weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    other.backward()
-    for model in pair.models:
-        model.zero_grad()
-    with torch.no_grad():
-        weight.div_(2)
-    pair.backward(6)
-    pair.step()
-
-
-@on_ranks(4)
-def test_a_function_decides_for_each_module(rank: int, world_size: int) -> None:
-    def size(name: str, module: nn.Module) -> int | None:
-        return 2 if name == "blocks.1" else None
-
-    torch.manual_seed(0)
-    twins = Twins(rank, world_size, Stack(2).double(), reshard_after_forward=size)
-    twins.train(steps=2)
-    [compiled] = twins.transform.compiled
-    among = {bucket_of(b).base.spec.name: bucket_of(b).ranks.group.size for b in _gathers(compiled.backward)}
-    assert among.pop("blocks.1") == 2 and set(among.values()) == {4}
-    assert "backward gathers among 2 ranks, from secondary shards: blocks.1" in str(twins.transform.plan)
+@each(SCENARIOS)
+def test_numbers_are_those_of_gathering_among_all_ranks(name: str) -> None:
+    SCENARIOS[name].run()
 
 
 #
