@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from thunder_fsdp_sched import fsdp, full_state_dict
 from thunder_fsdp_sched.transports import choose_transport
 
@@ -11,14 +13,10 @@ import thunder
 import torch
 import torch.distributed as dist
 from models import Model, Stack, UnevenRows
-from profiles import LONG, LONG_ONLY, mostly_zero3
-from ranks import Ranks as Workers
 from ranks import on_ranks
-from reference import Twins
+from scenario import Run, Scenario, do, each
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-
-ON_CPU = ("staged", "flat", "all_to_all", "coalesced", "all_reduce", "shared_files")
 
 
 class OddSizes(Model):
@@ -48,45 +46,71 @@ class OddSizes(Model):
 #
 
 
-def _train_float32(rank: int, world_size: int, strategy: str, transports: tuple[str, ...] = ON_CPU) -> None:
-    shared_memory.register()
-    parameters, outputs = {}, {}
-    for transport in transports:
-        torch.manual_seed(0)
-        twins = Twins(rank, world_size, OddSizes(), tolerance=1e-5, sharding_strategy=strategy, transport=transport)
-        assert {b.comm.transport for b in twins.transform.plan} == {transport}
-        outputs[transport] = twins.sharded(*twins.inputs()).detach()
-        twins.train(steps=2)
-        parameters[transport] = full_state_dict(twins.sharded)
-        ops = twins.transform.compiled[-1].schedule
-        assert {op.transport for s in (ops.forward, ops.backward) for op in s} == {transport}
-    for transport, state in parameters.items():
-        assert torch.equal(outputs[transport], outputs["staged"]), f"output through {transport}"
-        # With more than two ranks, the order in which a ring adds up gradients depends on their offset in a collective.
-        tolerance = {"rtol": 0, "atol": 0} if world_size == 2 else {"rtol": 1e-5, "atol": 1e-6}
-        for name, value in state.items():
-            torch.testing.assert_close(
-                value, parameters["staged"][name], **tolerance, msg=f"{name} through {transport}"
-            )
+def _check_transports(run: Run) -> None:
+    ops = run.transform.compiled[-1].schedule
+    used = {op.transport for schedule in (ops.forward, ops.backward) for op in schedule}
+    assert used == {bucket.comm.transport for bucket in run.transform.plan} == {"staged"}
 
 
-@mostly_zero3
-def test_float32_training_is_the_same_with_every_transport_on_2_ranks(ranks: Workers, strategy: str) -> None:
-    ranks.run(_train_float32, strategy)
+def _every_transport(strategy: str, ranks: int, *transports: str, long: bool = False) -> Scenario:
+    """Return a scenario that compares transports. More than two ranks add up in an order that depends on the offset."""
+
+    def options() -> dict[str, Any]:
+        shared_memory.register()
+        return {"sharding_strategy": strategy, "transport": "staged"}
+
+    return Scenario(
+        OddSizes,
+        [do.train(2), _check_transports],
+        options,
+        others=[{"transport": transport} for transport in transports],
+        others_tolerance=0 if ranks == 2 else 1e-5,
+        ranks=ranks,
+        long=long,
+    )
 
 
-@pytest.mark.parametrize("strategy", ["zero2", pytest.param("zero3", marks=LONG_ONLY)])
-def test_float32_training_is_the_same_with_every_transport_on_4_ranks(four_ranks: Workers, strategy: str) -> None:
-    four_ranks.run(_train_float32, strategy, ON_CPU if LONG else ("staged", "flat", "all_to_all", "shared_files"))
+def _own(bucket: str, params: Any) -> str:
+    return {"first": "all_reduce", "blocks.0": "coalesced", "blocks.1": "staged", "last": "flat"}[bucket]
 
 
-def _train_bfloat16(rank: int, world_size: int, strategy: str) -> None:
+def _check_own_transports(run: Run) -> None:
+    assert all(bucket.comm.transport == _own(bucket.name, None) for bucket in run.transform.plan)
+
+
+ACCUMULATE = [do.micro_batch(5), do.micro_batch(6, no_sync=False), do.step()]
+OTHERS = ("flat", "all_to_all", "coalesced", "all_reduce", "shared_files")
+SCENARIOS = {
+    "zero3": _every_transport("zero3", 2, *OTHERS),
+    "zero2": _every_transport("zero2", 2, *OTHERS, long=True),
+    "zero2, 4 ranks": _every_transport("zero2", 4, "flat", "all_to_all", "shared_files"),
+    **{f"{s}, 4 ranks, all": _every_transport(s, 4, *OTHERS, long=True) for s in ("zero2", "zero3")},
+    "each bucket its own": Scenario(
+        lambda: Stack(2).double(), [_check_own_transports, do.train(2), *ACCUMULATE], {"transport": _own}
+    ),
+    "unreduced gradients, staged": Scenario(lambda: UnevenRows().double(), ACCUMULATE, {"transport": "staged"}),
+}
+
+
+@each(SCENARIOS)
+def test_training_is_the_same_with_every_transport(name: str) -> None:
+    SCENARIOS[name].run()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("zero2", 2), *(pytest.param("zero3", n, marks=pytest.mark.long) for n in (2, 4))],
+)
+@on_ranks(lambda strategy, ranks: ranks)
+def test_bfloat16_training_is_correct_with_every_transport(
+    rank: int, world_size: int, strategy: str, ranks: int
+) -> None:
     """Compare with an explicit computation: bfloat16 copies of float32 parameters, gradients averaged in float32."""
     shared_memory.register()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     low = OddSizes(scalar=False).bfloat16()  # Thunder's gradient of a 0-dim parameter is wrong in bfloat16
     reference = thunder.jit(low)
-    for transport in ON_CPU:
+    for transport in ("staged", *OTHERS):
         torch.manual_seed(0)
         model = OddSizes(scalar=False)
         masters = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters()}
@@ -123,52 +147,12 @@ def _train_bfloat16(rank: int, world_size: int, strategy: str) -> None:
                 )
 
 
-@pytest.mark.parametrize("strategy", ["zero2", pytest.param("zero3", marks=LONG_ONLY)])
-def test_bfloat16_training_is_correct_with_every_transport_on_2_ranks(ranks: Workers, strategy: str) -> None:
-    ranks.run(_train_bfloat16, strategy)
-
-
-@LONG_ONLY
-@pytest.mark.parametrize("strategy", ["zero3"])
-def test_bfloat16_training_is_correct_with_every_transport_on_4_ranks(four_ranks: Workers, strategy: str) -> None:
-    four_ranks.run(_train_bfloat16, strategy)
-
-
-@on_ranks(2)
-def test_each_bucket_may_have_its_own_transport(rank: int, world_size: int) -> None:
-    chosen = {"first": "all_reduce", "blocks.0": "coalesced", "blocks.1": "staged", "last": "flat"}
-    twins = Twins(rank, world_size, Stack(2).double(), transport=lambda bucket, params: chosen[bucket])
-    assert {b.name: b.comm.transport for b in twins.transform.plan} == chosen
-    twins.train(steps=2)
-    with twins.sharded.no_sync():
-        twins.backward(step=5)
-    twins.backward(step=6)
-    twins.update()
-
-
-@on_ranks(2)
-def test_unreduced_gradients_are_reduced_by_the_staged_transport(rank: int, world_size: int) -> None:
-    twins = Twins(rank, world_size, UnevenRows().double(), transport="staged")
-    with twins.sharded.no_sync():
-        twins.backward()
-    twins.backward(step=1)
-    twins.update()
-
-
 @on_ranks(2)
 def test_training_works_in_a_group_of_one_rank(rank: int) -> None:
     for transport in ("all_to_all", "flat"):
         group = dist.new_group([rank], use_local_synchronization=True)
-        twins = Twins(
-            rank,
-            1,
-            Stack(1).double(),
-            group=group,
-            process_group=group,
-            transport=transport,
-            bucketing_strategy="layer",
-        )
-        twins.train(steps=2)
+        options = {"process_group": group, "transport": transport, "bucketing_strategy": "layer"}
+        Run(Stack(1).double(), **options).train(steps=2)
 
 
 #
@@ -176,31 +160,41 @@ def test_training_works_in_a_group_of_one_rank(rank: int) -> None:
 #
 
 
-@pytest.mark.parametrize(
-    "case", ["symmetric memory", "unknown", "unknown by callable", "dtype", "no float", "no policy"]
-)
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "symmetric memory": (
+        {"transport": "symmetric_memory"},
+        ValueError,
+        r"transport='symmetric_memory' needs GPUs .* on 'cpu'; use 'flat'.*bucket 'first'",
+    ),
+    "unknown": (
+        {"transport": "pigeon"},
+        ValueError,
+        r"transport: expected 'auto', one of \[.*'flat'.*\].*got 'pigeon'",
+    ),
+    "unknown by callable": (
+        {"transport": lambda name, params: "pigeon"},
+        ValueError,
+        "transport: expected .* got 'pigeon'",
+    ),
+    "dtype": (
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float8_e4m3fn)},
+        ValueError,
+        r"gloo cannot send torch\.float8_e4m3fn; .*mp_policy.*bucket 'first'",
+    ),
+    "no float": (
+        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.int32)},
+        ValueError,
+        r"mp_policy: reduce_dtype must be a floating-point dtype, got torch\.int32",
+    ),
+    "no policy": ({"mp_policy": torch.bfloat16}, TypeError, "mp_policy: expected a MixedPrecisionPolicy"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
 @on_ranks(2)
 def test_invalid_transports_and_precisions_are_refused_by_jit(case: str) -> None:
-    options = {}
-    if case == "symmetric memory":
-        options = {"transport": "symmetric_memory"}
-        expected = ValueError, r"transport='symmetric_memory' needs GPUs .* on 'cpu'; use 'flat'.*bucket 'first'"
-    elif case == "unknown":
-        options = {"transport": "pigeon"}
-        expected = ValueError, r"transport: expected 'auto', one of \[.*'flat'.*\].*got 'pigeon'"
-    elif case == "unknown by callable":
-        options = {"transport": lambda name, params: "pigeon"}
-        expected = ValueError, "transport: expected .* got 'pigeon'"
-    elif case == "dtype":
-        options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float8_e4m3fn)}
-        expected = ValueError, r"gloo cannot send torch\.float8_e4m3fn; .*mp_policy.*bucket 'first'"
-    elif case == "no float":
-        options = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.int32)}
-        expected = ValueError, r"mp_policy: reduce_dtype must be a floating-point dtype, got torch\.int32"
-    elif case == "no policy":
-        options = {"mp_policy": torch.bfloat16}
-        expected = TypeError, "mp_policy: expected a MixedPrecisionPolicy"
-    with pytest.raises(expected[0], match=expected[1]):
+    options, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
         thunder.jit(Stack(1), transforms=[fsdp(**options)])
 
 
