@@ -19,10 +19,9 @@ it. Histories exclude the following:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from random_models import Case, ModelSpec, RandomModel, cases
 from torch import nn
@@ -36,30 +35,7 @@ __all__ = [
     "Mode",
     "deviating_scenarios",
     "scenarios",
-    "draw_numbered",
 ]
-
-Value = TypeVar("Value")
-
-QUIET = settings(phases=[Phase.generate], deadline=None, suppress_health_check=list(HealthCheck), database=None)
-
-
-def draw_numbered(strategy: st.SearchStrategy[Value], number: int) -> Value:
-    """Return the value that a strategy draws with ``number`` as seed.
-
-    Left to itself, hypothesis starts with the simplest value and then tries variants of earlier ones. It does not shrink
-    failures either, because every attempt compiles a model; ``test_random_histories`` shortens failing histories itself.
-    """
-    values: list[Value] = []
-
-    @seed(number)
-    @settings(QUIET, max_examples=2)
-    @given(strategy)
-    def draw(value: Value) -> None:
-        values.append(value)
-
-    draw()
-    return values[-1]
 
 
 @dataclass(frozen=True)

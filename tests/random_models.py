@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import profiles
+import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -20,6 +21,8 @@ __all__ = [
     "ModelSpec",
     "RandomModel",
     "cases",
+    "draw_numbered",
+    "examples",
     "models",
     "options_of",
     "periodic_models",
@@ -28,6 +31,35 @@ __all__ = [
 ]
 
 KINDS = ("linear", "mlp", "branches", "norm", "scale", "nested", "twice", "sliced", "embedding")
+
+
+Value = TypeVar("Value")
+
+QUIET = settings(phases=[Phase.generate], deadline=None, suppress_health_check=list(HealthCheck), database=None)
+
+
+def draw_numbered(strategy: st.SearchStrategy[Value], number: int) -> Value:
+    """Return the value that a strategy draws with ``number`` as seed.
+
+    Left to itself, hypothesis starts with the simplest value and then tries variants of earlier ones. It does not shrink
+    failures either, because every attempt compiles a model; ``test_random_histories`` shortens failing histories itself.
+    """
+    values: list[Value] = []
+
+    @seed(number)
+    @settings(QUIET, max_examples=2)
+    @given(strategy)
+    def draw(value: Value) -> None:
+        values.append(value)
+
+    draw()
+    return values[-1]
+
+
+def examples(ordinary: int, more: int) -> pytest.MarkDecorator:
+    """Run a test with the numbers of ``ordinary`` examples for :func:`draw_numbered`, and of ``more`` in long runs."""
+    longer = [pytest.param(number, marks=pytest.mark.long) for number in range(ordinary, ordinary + more)]
+    return pytest.mark.parametrize("number", [*range(ordinary), *longer])
 
 
 def quiet(examples: int = 100) -> settings:

@@ -8,17 +8,17 @@ from __future__ import annotations
 import shutil
 import tempfile
 import traceback
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from history_runner import HistoryRunner
-from profiles import LONG, LONG_ONLY
-from random_histories import Action, Deviation, Scenario, deviating_scenarios, draw_numbered, scenarios
-from random_models import options_of
+from random_histories import Action, Deviation, Scenario, deviating_scenarios, scenarios
+from random_models import draw_numbered, examples, options_of
 from ranks import RankError, Ranks
 
 TIMEOUT = timedelta(seconds=90)
@@ -90,9 +90,7 @@ def run_scenario(rank: int, world_size: int, scenario: Scenario, folder: Path) -
     runners = []
     for number, variant in enumerate(variants):
         options = options_of(scenario.case, lambda: dist.new_group(timeout=TIMEOUT), world_size)
-        runners.append(
-            HistoryRunner(variant, rank, world_size, folder=folder / str(number), process_group=group, **options)
-        )
+        runners.append(HistoryRunner(variant, folder=folder / str(number), process_group=group, **options))
     for number, history in enumerate(scenario.histories):
         (folder / f"at-{rank}").write_text(f"history {number}")
         try:
@@ -130,34 +128,21 @@ def replay(ranks: Ranks, scenario: Scenario) -> None:
     assert not (failure := failure_of(ranks, scenario)), failure
 
 
-def _run_scenarios(ranks: Ranks, numbers: range, histories: int) -> None:
-    """Run scenarios, continue after failures, and report all of them."""
-    failures: list[str] = []
-    for number in numbers:
-        scenario = draw_numbered(scenarios(histories=histories, world_size=ranks.world_size), number)
-        failure = failure_of(ranks, scenario)
-        print(
-            f"scenario {number}, {histories} histories, {ranks.world_size} ranks: {'failed' if failure else 'passed'}",
-            flush=True,
-        )
-        if failure:
-            failures.append(f"scenario {number}, {histories} histories, {ranks.world_size} ranks\n{failure}")
-            print(failures[-1], flush=True)
-    assert not failures, "\n\n".join([f"{len(failures)} of {len(numbers)} scenarios failed", *failures])
+_long = partial(pytest.param, marks=pytest.mark.long)
 
 
-def test_any_order_of_calls_gives_the_values_of_the_unsharded_model(ranks: Ranks) -> None:
-    _run_scenarios(ranks, range(34) if LONG else range(1), 60 if LONG else 20)
-
-
-@LONG_ONLY
-@pytest.mark.parametrize("world_size", [3, 4, 8])
-def test_any_order_of_calls_on_more_ranks(world_size: int) -> None:
-    workers = Ranks(world_size)
-    try:
-        _run_scenarios(workers, range(100 * world_size, 100 * world_size + 3), 40)
-    finally:
-        workers.close()
+@pytest.mark.parametrize(
+    ("world_size", "number", "histories"),
+    [
+        (2, 0, 20),
+        *(_long(2, number, 60) for number in range(34)),
+        *(_long(size, 100 * size + number, 40) for size in (3, 4, 8) for number in range(3)),
+    ],
+)
+def test_any_order_of_calls_gives_the_values_of_the_unsharded_model(
+    workers: Callable[[int], Ranks], world_size: int, number: int, histories: int
+) -> None:
+    replay(workers(world_size), draw_numbered(scenarios(histories=histories, world_size=world_size), number))
 
 
 #
@@ -179,7 +164,7 @@ def deviate(rank: int, world_size: int, scenario: Scenario, deviation: Deviation
     actions = [deviation.history_of(r, (*history, *closing)) for r in range(world_size)]
     at = "at thunder.jit"
     try:
-        runner = HistoryRunner(scenario, rank, world_size, folder=folder, process_group=group, **options)
+        runner = HistoryRunner(scenario, folder=folder, process_group=group, **options)
         runner.transform.sharded.agreement.timeout = SHORT
         for number, at_once in enumerate(zip(*actions, strict=True)):
             if deviation.ends and rank == deviation.rank and number >= deviation.position:
@@ -228,13 +213,6 @@ def replay_deviating(ranks: Ranks, scenario: Scenario, deviation: Deviation) -> 
     assert not failure, f"{kind}: {failure}"
 
 
-def test_if_one_rank_deviates_results_are_right_or_every_rank_raises(ranks: Ranks) -> None:
-    failures: list[str] = []
-    kinds: Counter[str] = Counter()
-    for number in range(60 if LONG else 3):
-        kind, failure = outcome_of(ranks, *draw_numbered(deviating_scenarios(world_size=ranks.world_size), number))
-        kinds[kind] += 1
-        if failure:
-            failures.append(f"{number}: {kind}: {failure}")
-            print(failures[-1], flush=True)
-    assert not failures, "\n\n".join([f"how histories ended: {dict(kinds)}", *failures])
+@examples(3, 57)
+def test_if_one_rank_deviates_results_are_right_or_every_rank_raises(ranks: Ranks, number: int) -> None:
+    replay_deviating(ranks, *draw_numbered(deviating_scenarios(world_size=ranks.world_size), number))

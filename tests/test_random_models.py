@@ -1,12 +1,10 @@
-"""Random models and options: schedules keep their promises on fake ranks, and results are unsharded ones on real ranks.
-
-``-m long`` tries thousands.
-"""
+"""Random models and options: schedules keep their promises on fake ranks, and results are unsharded ones on real ranks."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, testing
@@ -15,13 +13,11 @@ from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, note, reject, settings
 from hypothesis import strategies as st
 from memory_count import compare, count_on_fake_ranks
-from profiles import LONG
-from random_models import Case, RandomModel, cases, options_of, quiet
-from ranks import Ranks
-from reference import Twins
+from random_models import Case, RandomModel, cases, draw_numbered, examples, options_of
+from ranks import on_ranks
+from scenario import Run
 
 
 @pytest.fixture(autouse=True)
@@ -32,27 +28,35 @@ def _no_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.parametrize("part", range(2 if LONG else 1))  # so that pytest-xdist can divide them
-@quiet(8)
-@given(case=cases(), world_size=st.sampled_from([1, 2, 3, 4, 8, 64]), data=st.data())
-def test_every_promise_holds_on_fake_ranks(part: int, case: Case, world_size: int, data: Any) -> None:
-    rank = data.draw(st.integers(0, world_size - 1))
+def _transform(case: Case, world_size: int) -> Any:
+    others = partial(dist.new_group, list(range(world_size)), group_desc="others")
+    return fsdp(**options_of(case, others, world_size))
+
+
+def _is_refused(error: ValueError) -> bool:
+    """Return whether a case asks for fewer bytes than any schedule needs."""
+    return "bytes are too few: with prefetch=" in str(error)
+
+
+SIZES = st.sampled_from([1, 2, 3, 4, 8, 64])
+
+
+@examples(8, 152)
+def test_every_promise_holds_on_fake_ranks(number: int) -> None:
+    case, world_size, share = draw_numbered(st.tuples(cases(), SIZES, st.floats(0, 0.999)), number)
 
     def make() -> tuple[RandomModel, tuple[torch.Tensor, ...]]:
         model = RandomModel(case.model)
         return model, model.inputs(torch.Generator().manual_seed(0))
 
-    def ask() -> Any:
-        return fsdp(
-            **options_of(case, lambda: dist.new_group(list(range(world_size)), group_desc="others"), world_size)
-        )
-
+    ask = partial(_transform, case, world_size)
     try:
-        transform = compile_as_rank(make, ask, rank=rank, world_size=world_size)  # includes ``verify``
+        transform = compile_as_rank(
+            make, ask, rank=int(share * world_size), world_size=world_size
+        )  # includes ``verify``
     except ValueError as error:
-        assert "bytes are too few: with prefetch=" in str(error)
-        reject()
-    note(str(transform.schedules[-1].forward))
+        assert _is_refused(error)
+        return
     testing.assert_waits_right_before_first_consumer(transform)
     testing.assert_gathers_in_consumer_order(transform)
     testing.assert_no_parameter_copies(transform)
@@ -64,47 +68,39 @@ def test_every_promise_holds_on_fake_ranks(part: int, case: Case, world_size: in
         testing.assert_prefetch_distance(transform, prefetch)
 
 
-@quiet(3)
-@given(case=cases(), world_size=st.sampled_from([1, 2, 3, 4, 8]), window=st.booleans())
-def test_predicted_memory_is_counted_at_every_position_of_a_run(case: Case, world_size: int, window: bool) -> None:
-    def ask() -> Any:
-        return fsdp(
-            **options_of(case, lambda: dist.new_group(list(range(world_size)), group_desc="others"), world_size)
-        )
-
-    model = RandomModel(case.model)
+@examples(3, 57)
+def test_predicted_memory_is_counted_at_every_position_of_a_run(number: int) -> None:
+    case, world_size, window = draw_numbered(
+        st.tuples(cases(), st.sampled_from([1, 2, 3, 4, 8]), st.booleans()), number
+    )
+    ask = partial(_transform, case, world_size)
+    shape: dict[str, Any] = {"rank": world_size - 1, "world_size": world_size, "window": window}
     try:
-        found = count_on_fake_ranks(model, ask, rank=world_size - 1, world_size=world_size, window=window)
+        found = count_on_fake_ranks(RandomModel(case.model), ask, **shape)
     except ValueError as error:
-        assert "bytes are too few: with prefetch=" in str(error)
-        reject()
+        assert _is_refused(error)
+        return
     for step, (compiled, memory, tracker) in found.items():
         count = compare(memory, compiled, tracker)
         assert not count.wrong, f"{step}: {count}"
 
 
-def _train(rank: int, world_size: int, case: Case) -> None:
-    options = options_of(case, lambda: dist.new_group(list(range(world_size))), world_size)
-    mixed = len({block.double for block in case.model.blocks}) > 1 or not all(b.double for b in case.model.blocks)
-    twins = Twins(rank, world_size, RandomModel(case.model), tolerance=2e-4 if mixed else 1e-10, **options)
-    if any(p.requires_grad for p in twins.reference.parameters()):
-        twins.train(steps=2)
-
-
-@pytest.mark.parametrize("part", range(2 if LONG else 1))
-@quiet(4)
-@given(case=cases(numeric=True))
-def test_training_gives_the_values_of_the_unsharded_model(ranks: Ranks, part: int, case: Case) -> None:
-    ranks.run(_train, case)
+@examples(4, 76)
+@on_ranks(2)
+def test_training_gives_the_values_of_the_unsharded_model(world_size: int, number: int) -> None:
+    case = draw_numbered(cases(numeric=True), number)
+    options = options_of(case, partial(dist.new_group, list(range(world_size))), world_size)
+    mixed = not all(block.double for block in case.model.blocks)
+    model = RandomModel(case.model)
+    if any(p.requires_grad for p in model.parameters()):
+        Run(model, tolerance=2e-4 if mixed else 1e-10, **options).train(steps=2)
 
 
 def test_cases_are_of_every_kind() -> None:
     """Check that drawn cases have the features that the tests above rely on."""
     seen: set[str] = set()
-
-    @settings(quiet(), max_examples=200, database=None)
-    @given(case=cases())
-    def look(case: Case) -> None:
+    for number in range(100):
+        case = draw_numbered(cases(), number)
         model = RandomModel(case.model)
         assert model(*model.inputs(torch.Generator())).shape == (3, 3)
         seen.update(block.kind for block in case.model.blocks)
@@ -118,7 +114,6 @@ def test_cases_are_of_every_kind() -> None:
             seen.add("repeated")
         seen.update(name for name in ("kept", "low", "secondary") if getattr(case, name))
 
-    look()
     assert {"tied", "unused", "repeated", "nested", "transport=staged"} <= seen
     assert {
         "kept",

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from profiles import LONG
-from random_histories import draw_numbered
+from random_models import draw_numbered
 from random_operators import OperatorModel, Use, operators, returns_uninitialized_memory, uses
 from ranks import RankError, Ranks
 
