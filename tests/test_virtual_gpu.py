@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from profiles import LONG_ONLY
 from virtual_gpu import guard, tables
 from virtual_gpu.histories import TRANSPORTS, take_three_steps
 from virtual_gpu.world import Result, run
@@ -32,7 +31,8 @@ def test_training_has_no_race_and_no_synchronization(transport: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "transport", ["staged", "symmetric_memory", *(pytest.param(t, marks=LONG_ONLY) for t in ("flat", "all_to_all"))]
+    "transport",
+    ["staged", "symmetric_memory", *(pytest.param(t, marks=pytest.mark.long) for t in ("flat", "all_to_all"))],
 )
 def test_training_has_no_race_if_another_device_is_current(transport: str) -> None:
     ranks = None if transport == "symmetric_memory" else [1]  # rank 0 has the current device
@@ -48,7 +48,7 @@ _ORDINARY_RUNS = {
 
 @pytest.mark.parametrize(
     ("transport", "strategy", "precision"),
-    [pytest.param(*case, marks=[] if case in _ORDINARY_RUNS else [LONG_ONLY]) for case in tables.COUNTED_CASES],
+    [pytest.param(*case, marks=[] if case in _ORDINARY_RUNS else pytest.mark.long) for case in tables.COUNTED_CASES],
 )
 def test_counts_of_launches_copies_events_and_waits_match_the_documentation(
     transport: str, strategy: str, precision: str

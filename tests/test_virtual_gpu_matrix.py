@@ -19,7 +19,6 @@ import pytest
 import thunder
 import torch
 from models import Stack
-from profiles import LONG_ONLY
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -249,9 +248,10 @@ def measure_once(rank: Rank, **options: Any) -> None:
     measure(model, batch(rank), repeats=2)
 
 
-ACTIVITIES: dict[str, Callable[..., None]] = {
+USES: dict[str, Callable[..., None]] = {
     f.__name__: f
     for f in (
+        train,
         accumulate,
         interleave,
         raise_exceptions,
@@ -273,91 +273,70 @@ def run_on_virtual_gpus(function: Callable[..., None], transport: str, options: 
     return run(partial(function, transport=transport, **options), **{"ranks": ranks, **world})
 
 
-def _is_supported(transport: str, option: str) -> bool:
+def is_supported(use: str, transport: str, option: str) -> bool:
+    if option.startswith("zero2, release") and use == "interleave":
+        return False  # a forward's kept buckets are freed by the backward of another one, which is an error
     return transport != "symmetric_memory" or "offload" not in option
 
 
-def _cases(usual: set[tuple[str, str]], rows: Any) -> list[Any]:
-    return [pytest.param(*case, marks=[] if case in usual else [LONG_ONLY]) for case in rows]
+ORDINARY = [
+    ("train", "flat", "zero2"),
+    ("train", "coalesced", "bf16 reduced in fp32"),
+    ("train", "staged", "prefetch 3"),
+    ("train", "all_to_all", "two groups"),
+    ("train", "staged", "offload bf16"),
+    ("train", "coalesced", "by module"),
+    ("train", "all_to_all", "zero2, release bucket"),
+    ("raise_exceptions", "flat", "zero3"),
+    ("raise_exceptions", "all_to_all", "zero3, release bucket"),
+    ("accumulate", "all_to_all", "zero3"),
+    ("accumulate", "staged", "zero3, release bucket"),
+    ("interleave", "staged", "zero3"),
+    ("interleave", "staged", "bf16 reduced in fp32, release step"),
+    ("use_another_stream", "staged", "zero3"),
+    ("use_another_stream", "flat", "zero3, release step"),
+    ("run_eagerly", "all_to_all", "zero3"),
+    ("stream_weights", "staged", "offload"),
+]
+SOME = ("zero3", "zero2", "bf16 reduced in fp32", "offload")
+OPTIONS |= {
+    f"{name}, release {when}": {**OPTIONS[name], "release": when} for name in SOME for when in ("step", "bucket")
+}
+_RELEASED = [name for name in OPTIONS if "release" in name]
+_NOT_RELEASED = ("initialize_from_meta", "change_weights", "use_autocast")  # add no code path to the others
+MORE = [
+    *itertools.product(["train"], TRANSPORTS, [name for name in OPTIONS if name not in _RELEASED]),
+    *itertools.product(USES, TRANSPORTS, ["zero3"]),
+    *itertools.product(USES, ("all_to_all", "staged", "symmetric_memory"), SOME[1:]),
+    *itertools.product([use for use in USES if use not in _NOT_RELEASED], TRANSPORTS, _RELEASED),
+    *(("use_autocast", transport, "zero2") for transport in TRANSPORTS),
+]
+_LONG = [row for row in dict.fromkeys(MORE) if row not in ORDINARY and is_supported(*row)]
+
+
+@pytest.mark.parametrize(
+    ("use", "transport", "option"), [*ORDINARY, *(pytest.param(*row, marks=pytest.mark.long) for row in _LONG)]
+)
+def test_every_use_with_options_has_no_fault(use: str, transport: str, option: str) -> None:
+    run_on_virtual_gpus(USES[use], transport, OPTIONS[option]).assert_clean()
+
+
+_MESHES = [row for row in itertools.product(TRANSPORTS, SOME) if is_supported("train", *row)]
 
 
 @pytest.mark.parametrize(
     ("transport", "option"),
-    _cases(
-        {
-            ("flat", "zero2"),
-            ("coalesced", "bf16 reduced in fp32"),
-            ("staged", "prefetch 3"),
-            ("all_to_all", "two groups"),
-            ("staged", "offload bf16"),
-            ("coalesced", "by module"),
-        },
-        [c for c in itertools.product(TRANSPORTS, OPTIONS) if _is_supported(*c)],
-    ),
-)
-def test_training_with_any_option_has_no_fault(transport: str, option: str) -> None:
-    run_on_virtual_gpus(train, transport, OPTIONS[option]).assert_clean()
-
-
-@pytest.mark.parametrize(
-    ("transport", "use"),
-    _cases(
-        {
-            ("flat", "raise_exceptions"),
-            ("all_to_all", "accumulate"),
-            ("staged", "interleave"),
-            ("staged", "use_another_stream"),
-            ("all_to_all", "run_eagerly"),
-        },
-        itertools.product(TRANSPORTS, ACTIVITIES),
-    ),
-)
-def test_every_activity_has_no_fault(transport: str, use: str) -> None:
-    run_on_virtual_gpus(ACTIVITIES[use], transport, {}).assert_clean()
-
-
-@LONG_ONLY
-@pytest.mark.parametrize("use", ACTIVITIES)
-@pytest.mark.parametrize(
-    ("transport", "option"),
-    [
-        case
-        for case in itertools.product(
-            ("all_to_all", "staged", "symmetric_memory"), ("zero2", "bf16 reduced in fp32", "offload")
-        )
-        if _is_supported(*case)
-    ],
-)
-def test_every_activity_with_options_has_no_fault(transport: str, option: str, use: str) -> None:
-    run_on_virtual_gpus(ACTIVITIES[use], transport, OPTIONS[option]).assert_clean()
-
-
-@LONG_ONLY
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_autocast_with_zero2_has_no_fault(transport: str) -> None:
-    run_on_virtual_gpus(use_autocast, transport, OPTIONS["zero2"]).assert_clean()
-
-
-_SOME = ("zero3", "zero2", "bf16 reduced in fp32", "offload")
-
-
-@pytest.mark.parametrize(
-    ("transport", "option"),
-    _cases({("flat", "zero3")}, [c for c in itertools.product(TRANSPORTS, _SOME) if _is_supported(*c)]),
+    [pytest.param(*row, marks=[] if row == ("flat", "zero3") else pytest.mark.long) for row in _MESHES],
 )
 def test_hybrid_sharding_has_no_fault(transport: str, option: str) -> None:
     run_on_virtual_gpus(use_a_mesh, transport, OPTIONS[option], world_size=4, ranks=range(4)).assert_clean()
 
 
-@LONG_ONLY
-@pytest.mark.parametrize("function", [train, use_another_stream, use_autocast, clip, raise_exceptions])
-@pytest.mark.parametrize(
-    ("transport", "option"), [c for c in itertools.product(TRANSPORTS, _SOME) if _is_supported(*c)]
-)
-def test_training_while_another_device_is_current_has_no_fault(
-    transport: str, option: str, function: Callable[..., None]
-) -> None:
-    run_on_virtual_gpus(function, transport, OPTIONS[option], ranks=[1], set_device=False).assert_clean()
+@pytest.mark.long
+@pytest.mark.parametrize("use", ["train", "use_another_stream", "use_autocast", "clip", "raise_exceptions"])
+@pytest.mark.parametrize(("transport", "option"), _MESHES)
+def test_training_while_another_device_is_current_has_no_fault(transport: str, option: str, use: str) -> None:
+    run_on_virtual_gpus(USES[use], transport, OPTIONS[option], ranks=[1], set_device=False).assert_clean()
 
 
 def overwrite_during_a_copy(rank: Rank, **options: Any) -> None:
@@ -372,13 +351,13 @@ def test_writing_offloaded_shards_after_a_forward_without_backward_has_no_fault(
     run_on_virtual_gpus(overwrite_during_a_copy, "flat", {"offload_policy": CPUOffloadPolicy()}).assert_clean()
 
 
-def test_streaming_offloaded_weights_has_no_fault() -> None:
-    run_on_virtual_gpus(stream_weights, "staged", {"offload_policy": CPUOffloadPolicy()}).assert_clean()
-
-
 @pytest.mark.parametrize(
     "transport",
-    [pytest.param(t, marks=[] if t == "all_to_all" else [LONG_ONLY]) for t in TRANSPORTS if t != "symmetric_memory"],
+    [
+        pytest.param(t, marks=[] if t == "all_to_all" else pytest.mark.long)
+        for t in TRANSPORTS
+        if t != "symmetric_memory"
+    ],
 )
 def test_measure_does_not_free_memory_that_streams_still_use(transport: str) -> None:
     # Races are expected: measure runs collectives during computation on the same memory, where values do not matter. It

@@ -9,25 +9,18 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from profiles import LONG, LONG_ONLY
 from virtual_gpu import guard, histories, tables
 from virtual_gpu.mutations import faults_without, site_of
 from virtual_gpu.order import Order, Verdict
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: {guard.missing()}")
 
-_ORDINARY = {
-    *((transport, "fp32") for transport in histories.TRANSPORTS),
-    *(("staged", "offload"), ("staged", "interrupted")),
-}
-
+# Transport, setup, and that every nth mutation is checked with both checkers.
 CASES = [
-    pytest.param(t, s, marks=[] if (t, s) in _ORDINARY else [LONG_ONLY])
-    for t in histories.TRANSPORTS
-    for s in histories.setups_of(t)
+    *((transport, "fp32", 20) for transport in histories.TRANSPORTS),
+    *(("staged", "offload", 20), ("staged", "interrupted", 20)),
+    *(pytest.param(t, s, 1, marks=pytest.mark.long) for t in histories.TRANSPORTS for s in histories.setups_of(t)),
 ]
-
-_SAMPLE = 20  # ordinary runs check every twentieth mutation with both checkers
 
 NEVER_FLAGGED = {
     # The copy was allocated on the side stream, which waits for the gather before it allocates anything else.
@@ -39,15 +32,15 @@ NEVER_FLAGGED = {
 """Kinds and code locations whose mutations are all redundant, by transport and setup."""
 
 
-@pytest.mark.parametrize(("transport", "setup"), CASES)
-def test_every_mutation_is_flagged_by_both_checkers_or_redundant(transport: str, setup: str) -> None:
+@pytest.mark.parametrize(("transport", "setup", "sample"), CASES)
+def test_every_mutation_is_flagged_by_both_checkers_or_redundant(transport: str, setup: str, sample: int) -> None:
     result = histories.run_history(transport, setup)
     result.assert_clean()
     order = Order(result.logs)
     assert order.is_clean
     verdicts = tables.verdicts_of(setup, order)
     assert verdicts
-    for mutation, verdict in verdicts if LONG else verdicts[::_SAMPLE]:
+    for mutation, verdict in verdicts[::sample]:
         flagged = bool(faults_without(result.logs, mutation))
         assert flagged is (verdict == "flagged"), f"the checkers disagree on {mutation.kind}: {mutation.entry}"
     assert never_flagged(verdicts) == NEVER_FLAGGED.get((transport, setup), set())

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from profiles import LONG_ONLY
 from test_virtual_gpu import assert_never_synchronizes
-from test_virtual_gpu_matrix import ACTIVITIES, run_on_virtual_gpus, train
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from test_virtual_gpu_matrix import USES, run_on_virtual_gpus
 from virtual_gpu import guard
-from virtual_gpu.histories import TRANSPORTS, take_three_steps
+from virtual_gpu.histories import take_three_steps
 from virtual_gpu.log import Entry
 from virtual_gpu.mutations import faults_without
 from virtual_gpu.order import Order
@@ -23,55 +19,14 @@ pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=f"no virtual GPU: 
 
 RELEASES = ("step", "bucket")
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "zero3": {},
-    "zero2": {"sharding_strategy": "zero2"},
-    "bf16 reduced in fp32": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
-    "offload": {"offload_policy": CPUOffloadPolicy()},
-}
-
-_USES = ("accumulate", "interleave", "raise_exceptions", "run_eagerly", "save_and_load", "stream_weights", "clip")
-
-USES: dict[str, Callable[..., None]] = {
-    "train": train,
-    "use_another_stream": ACTIVITIES["use_another_stream"],
-    **{name: ACTIVITIES[name] for name in _USES},
-}
-
-USUAL = {
-    ("bucket", "staged", "zero3", "accumulate"),
-    ("bucket", "all_to_all", "zero3", "raise_exceptions"),
-    ("step", "flat", "zero3", "use_another_stream"),
-    ("step", "staged", "bf16 reduced in fp32", "interleave"),
-    ("bucket", "all_to_all", "zero2", "train"),
-}
-"""Cases of ordinary runs: release, transport, option, use."""
-
-
-def _is_supported(transport: str, option: str, use: str) -> bool:
-    # With ZeRO-2 a forward's kept buckets are freed by the backward of another one, which is an error.
-    return (transport, option) != ("symmetric_memory", "offload") and (option, use) != ("zero2", "interleave")
-
-
-@pytest.mark.parametrize(
-    ("release", "transport", "option", "use"),
-    [
-        pytest.param(*case, marks=[] if case in USUAL else [LONG_ONLY])
-        for case in itertools.product(RELEASES, TRANSPORTS, OPTIONS, USES)
-        if _is_supported(*case[1:])
-    ],
-)
-def test_memory_is_released_without_a_fault(release: str, transport: str, option: str, use: str) -> None:
-    run_on_virtual_gpus(USES[use], transport, {**OPTIONS[option], "release": release}).assert_clean()
-
 
 @pytest.mark.parametrize(
     ("transport", "strategy", "use"),
     [
         ("staged", "zero2", "accumulate"),
         ("all_to_all", "zero3", "raise_exceptions"),
-        pytest.param("all_to_all", "zero3", "train", marks=LONG_ONLY),
-        pytest.param("flat", "zero3", "use_another_stream", marks=LONG_ONLY),
+        pytest.param("all_to_all", "zero3", "train", marks=pytest.mark.long),
+        pytest.param("flat", "zero3", "use_another_stream", marks=pytest.mark.long),
     ],
 )
 def test_extensions_have_no_fault(transport: str, strategy: str, use: str) -> None:
@@ -131,8 +86,8 @@ def test_a_step_takes_its_memory_again_and_runs_the_same_kernels(strategy: str) 
     [
         ("step", "all_to_all"),
         ("bucket", "staged"),
-        pytest.param("step", "staged", marks=LONG_ONLY),
-        pytest.param("bucket", "all_to_all", marks=LONG_ONLY),
+        pytest.param("step", "staged", marks=pytest.mark.long),
+        pytest.param("bucket", "all_to_all", marks=pytest.mark.long),
     ],
 )
 def test_memory_is_given_back_only_after_the_wait_for_its_last_use(release: str, transport: str) -> None:
