@@ -21,7 +21,7 @@ import thunder
 import torch
 from models import Stack
 from ranks import Ranks, on_ranks
-from reference import Twins, loss_of, saved_for_backward
+from scenario import Run, loss_of, saved_for_backward
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, _fully_shard
 
@@ -73,17 +73,17 @@ def test_the_documented_transport_trains_like_the_unsharded_model(rank: int, wor
     before = dict(TRANSPORTS)
     try:
         options = run_blocks(section("extending.md", "A transport"))["transform_options"]
-        twins = Twins(rank, world_size, Stack(2).double(), **options)
-        twins.train(steps=2)
-        assert {bucket.comm.transport for bucket in twins.transform.plan} == {"broadcasts"}
+        run = Run(Stack(2).double(), **options)
+        run.train(steps=2)
+        assert {bucket.comm.transport for bucket in run.transform.plan} == {"broadcasts"}
     finally:
         TRANSPORTS.clear()
         TRANSPORTS.update(before)
 
 
 def _record_collectives(rank: int, world_size: int) -> list[str]:
-    twins = Twins(rank, world_size, Stack(2).double())
-    twins.train(steps=1)
+    run = Run(Stack(2).double())
+    run.train(steps=1)
     [block] = blocks_of(section("troubleshooting.md", "Ranks"))
     names: dict[str, Any] = {}
     exec(block.replace('not entry["retired"]', "True"), names)  # whether one is unfinished depends on timing

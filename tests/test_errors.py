@@ -12,7 +12,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from models import Model, Stack
-from ranks import Ranks, on_ranks
+from ranks import on_ranks
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -300,7 +300,9 @@ class _Layouts(Model):
         self.empty = nn.Parameter(torch.empty(0, 3))
 
 
-def _initialize_differently(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks(lambda ranks: ranks)
+def test_the_error_of_different_initial_values_names_the_parameter(rank: int, world_size: int, ranks: int) -> None:
     def make(model: Model, name: str = "") -> Model:
         if rank == world_size - 1 and name:
             with torch.no_grad():
@@ -331,11 +333,3 @@ def _initialize_differently(rank: int, world_size: int) -> None:
     for name in ("unaligned", "brief", "long", "complex", "flag"):
         with pytest.raises(ScheduleDisagreement, match=rf"rank 0: {name}: digest"):
             thunder.jit(make(_Layouts(), name), transforms=[fsdp()])
-
-
-def test_the_error_of_different_initial_values_names_the_parameter_on_every_rank(ranks: Ranks) -> None:
-    ranks.run(_initialize_differently)
-
-
-def test_different_initial_values_of_replicas_are_refused_on_every_rank(four_ranks: Ranks) -> None:
-    four_ranks.run(_initialize_differently)

@@ -24,7 +24,7 @@ import torch
 from models import Stack
 from profiles import LONG, LONG_ONLY
 from ranks import Ranks, on_ranks
-from reference import Twins
+from scenario import Run
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
@@ -102,33 +102,32 @@ class _FaultInjector:
 
 
 def _fail_at_calls(rank: int, world_size: int, strategy: str, transport: str, first: int, step: int) -> None:
-    twins = Twins(rank, world_size, Stack(2).double(), sharding_strategy=strategy, transport=transport)
-    injector = _FaultInjector(twins.rank)
-    x, other = twins.inputs(0)[0], twins.inputs(1)[0]
+    run = Run(Stack(2).double(), sharding_strategy=strategy, transport=transport)
+    injector = _FaultInjector(run.rank)
+    x, other = run.inputs(0)[0], run.inputs(1)[0]
     with injector.installed(transport):
-        twins.train(steps=1)
-        forward_calls = injector.count(lambda: twins.sharded(x))
-        backward_calls = injector.count(twins.sharded(x).sum().backward)
-        for p in twins.sharded.parameters():
+        run.train(steps=1)
+        forward_calls = injector.count(lambda: run.model(x))
+        backward_calls = injector.count(run.model(x).sum().backward)
+        for p in run.model.parameters():
             p.grad = None
         assert forward_calls > 15 and backward_calls > 25, (forward_calls, backward_calls)
         injector.delays_rank_1 = True
         for at in range(first, forward_calls, step):
-            ours, theirs = twins.forward(2)
-            assert injector.fail(at, lambda: twins.sharded(other))
+            run.forward(2)
+            assert injector.fail(at, lambda: run.model(other))
             if at % 2:  # a second failure while collectives of the first are in flight
-                assert injector.fail(at // 3, lambda: twins.sharded(x))
-            ours.backward()
-            theirs.backward()
-            twins.update()
+                assert injector.fail(at // 3, lambda: run.model(x))
+            run.backward()
+            run.step()
         for at in range(first, backward_calls, step):
-            older, newer = twins.forward(3), twins.forward(4)
-            assert injector.fail(at, newer[0].backward)
-            for loss in older:
-                loss.backward()
-            twins.update()
+            run.forward(3)
+            run.forward(4)
+            assert injector.fail(at, run.pending.pop().losses[0].backward)
+            run.backward()
+            run.step()
         injector.delays_rank_1 = False
-        twins.train(steps=1)
+        run.train(steps=1)
 
 
 @pytest.mark.parametrize(
@@ -159,14 +158,13 @@ def _swapped(model: Any) -> Iterator[None]:
 
 def _swap_around_a_forward(rank: int, world_size: int, strategy: str) -> None:
     """Run a forward with other parameters between a forward and its backward. It overwrites the kept buckets."""
-    twins = Twins(rank, world_size, Stack(2).double(), sharding_strategy=strategy)
-    twins.train(steps=1)
-    losses = twins.forward(0)
-    with _swapped(twins.sharded), _swapped(twins.reference):
-        twins.forward(1)
-    for loss in losses:
-        loss.backward()
-    twins.check_grads()
+    run = Run(Stack(2).double(), sharding_strategy=strategy)
+    run.train(steps=1)
+    run.forward(0)
+    with _swapped(run.model), _swapped(run.reference):
+        run.forward(1)
+    run.backward(0)
+    run.compare_gradients()
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
@@ -177,9 +175,7 @@ def test_parameters_swapped_in_temporarily_do_not_affect_other_forwards_or_backw
     _swap_around_a_forward(rank, world_size, strategy)
     policy = MixedPrecisionPolicy(torch.float32, torch.float64, output_dtype=torch.float64)
     for options, tolerance in (({}, 1e-11), ({"mp_policy": policy}, 1e-5)):
-        twins = Twins(
-            rank,
-            world_size,
+        run = Run(
             Stack(2).double(),
             tolerance=tolerance,
             sharding_strategy=strategy,
@@ -187,67 +183,61 @@ def test_parameters_swapped_in_temporarily_do_not_affect_other_forwards_or_backw
             **options,
         )
         injector = _FaultInjector(rank)
-        (x,) = twins.inputs(1)
+        (x,) = run.inputs(1)
         with injector.installed("flat"):
-            twins.train(steps=1)
-            usual = twins.sharded(x).detach()
+            run.train(steps=1)
+            usual = run.model(x).detach()
             for at in (None, 3, 8, 12):
-                losses = twins.forward(2)
-                with _swapped(twins.sharded), torch.no_grad():
+                run.forward(2)
+                with _swapped(run.model), torch.no_grad():
                     if at is None:
-                        assert not torch.allclose(usual, twins.sharded(x))
+                        assert not torch.allclose(usual, run.model(x))
                     else:
-                        assert injector.fail(at, partial(twins.sharded, x))
-                for loss in losses:
-                    loss.backward()
-                twins.check_grads()
-                twins.sharded.zero_grad()
-                twins.reference.zero_grad()
-            with twins.sharded.no_sync():
-                twins.backward(3)
-                usual = twins.sharded(x).detach()
-                with _swapped(twins.sharded):
-                    assert not torch.allclose(usual, twins.sharded(x))
-                assert torch.equal(usual, twins.sharded(x))
-            twins.backward(4)
-            twins.update()
+                        assert injector.fail(at, partial(run.model, x))
+                run.backward()
+                run.compare_gradients()
+                run.model.zero_grad()
+                run.reference.zero_grad()
+            with run.model.no_sync():
+                run.micro_batch(3)
+                usual = run.model(x).detach()
+                with _swapped(run.model):
+                    assert not torch.allclose(usual, run.model(x))
+                assert torch.equal(usual, run.model(x))
+            run.micro_batch(4, no_sync=False)
+            run.step()
 
 
 @on_ranks(2)
 def test_unreduced_gradients_survive_a_failed_backward_or_must_be_discarded(rank: int, world_size: int) -> None:
-    twins = Twins(rank, world_size, Stack(1).double(), transport="flat")
+    run = Run(Stack(1).double(), transport="flat")
     injector = _FaultInjector(rank)
     with injector.installed("flat"):
-        twins.train(steps=1)
-
-        def accumulate(step: int) -> None:
-            with twins.sharded.no_sync():
-                for loss in twins.forward(step):
-                    loss.backward()
+        run.train(steps=1)
 
         def fail_and_continue(synced: bool, at: int) -> bool:
             """Accumulate gradients, with a second backward that fails at a call. Return whether it made that many calls."""
-            accumulate(5)
-            context = contextlib.nullcontext() if synced else twins.sharded.no_sync()
+            run.micro_batch(5)
+            context = contextlib.nullcontext() if synced else run.model.no_sync()
             with context:
-                loss = twins.sharded(*twins.inputs(6)).square().sum()
+                loss = run.model(*run.inputs(6)).square().sum()
                 failed = injector.fail(at, loss.backward)
-            if failed and any(bucket.accumulation.is_running for bucket in twins.transform.sharded.buckets):
+            if failed and any(bucket.accumulation.is_running for bucket in run.transform.sharded.buckets):
                 with pytest.raises(
                     RuntimeError, match=r"failed after it had added gradients to bucket .*discard_unreduced"
                 ):
-                    twins.sharded(*twins.inputs(6)).sum().backward()
-                discard_unreduced(twins.sharded)
-                twins.reference.zero_grad()
-                accumulate(5)
+                    run.model(*run.inputs(6)).sum().backward()
+                discard_unreduced(run.model)
+                run.unsharded.discard()
+                run.micro_batch(5)
             elif not failed:
-                discard_unreduced(twins.sharded)
-                twins.sharded.zero_grad()
-                twins.reference.zero_grad()
+                discard_unreduced(run.model)
+                run.model.zero_grad()
+                run.unsharded.discard()
                 return False
-            assert all(p.grad is None for p in twins.sharded.parameters())
-            twins.backward(7)  # no accumulated gradient may be lost or counted twice
-            twins.update()
+            assert all(p.grad is None for p in run.model.parameters())
+            run.micro_batch(7, no_sync=False)  # no accumulated gradient may be lost or counted twice
+            run.step()
             return True
 
         for synced in (True, False):
@@ -256,12 +246,12 @@ def test_unreduced_gradients_survive_a_failed_backward_or_must_be_discarded(rank
                 at += 1
             assert at > 10
         # Nothing was accumulated before the failed backward, so the gradients that it added are dropped silently.
-        with twins.sharded.no_sync():
-            loss = twins.sharded(*twins.inputs(6)).square().sum()
+        with run.model.no_sync():
+            loss = run.model(*run.inputs(6)).square().sum()
             assert injector.fail(at - 1, loss.backward)
-        accumulate(8)
-        twins.backward(9)
-        twins.update()
+        run.micro_batch(8)
+        run.micro_batch(9, no_sync=False)
+        run.step()
 
 
 @on_ranks(2)

@@ -20,7 +20,7 @@ import thunder
 import torch
 from models import GPT, Block, Layer, Model
 from ranks import Ranks, on_ranks
-from reference import Twins
+from scenario import Run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -217,44 +217,38 @@ def test_misuse_is_refused_and_an_exception_restores_the_module(rank: int) -> No
 
 @on_ranks(2)
 def test_training_continues_after_eager_without_compiling(rank: int, world_size: int) -> None:
-    twins = Twins(rank, world_size, Chain(1).double())
-    twins.train(steps=1)
+    run = Run(Chain(1).double())
+    run.train(steps=1)
     for step, batch in enumerate((3, 5, 6)):
-        (x,) = twins.inputs(step, batch=batch)
-        loss, reference = twins.forward(step)  # its backward runs after the eager call
-        with tfs.eager(twins.sharded) as module, torch.no_grad():
-            twins.close(module(x), twins.reference(x), "eager output")
-        loss.backward()
-        reference.backward()
-        twins.update()
-    assert len(twins.transform.compiled) == 1
+        (x,) = run.inputs(step, batch=batch)
+        run.forward(step)  # its backward runs after the eager call
+        with tfs.eager(run.model) as module, torch.no_grad():
+            run.close(module(x), run.reference(x), "eager output")
+        run.backward()
+        run.step()
+    assert len(run.transform.compiled) == 1
 
 
 @on_ranks(2)
 def test_batch_sizes_seen_before_are_not_compiled_again(rank: int, world_size: int) -> None:
-    twins = Twins(rank, world_size, Chain(1).double())
+    run = Run(Chain(1).double())
     for step, batch in enumerate((4, 8, 4, 8, 8, 4)):
-        twins.train(steps=1, batch=4)
-        with torch.no_grad():
-            twins.forward(step, batch=batch)
-    assert len(twins.transform.compiled) == 3  # training, and evaluation with two sizes
+        run.train(steps=1, batch=4)
+        run.forward(step, batch=batch, grad=False)
+    assert len(run.transform.compiled) == 3  # training, and evaluation with two sizes
 
 
 @on_ranks(2)
 def test_symbolic_values_compile_changing_lengths_once(rank: int, world_size: int) -> None:
     # Position embeddings are sliced to the length and expanded. ZeRO-3 gathers their parameter again in backward.
-    twins = Twins(rank, world_size, GPT(blocks=1, block=Layer).double(), jit_options={"cache": "symbolic values"})
+    run = Run(GPT(blocks=1, block=Layer).double(), jit_options={"cache": "symbolic values"})
     for step, length in enumerate((3, 4, 8, 1)):
-        batch = tuple(tensor[:, :length].contiguous() for tensor in twins.inputs(step))
-        for model in (twins.sharded, twins.reference):
-            model(*batch).backward()
-        twins.update()
-    assert len(twins.transform.compiled) == 1
-    with torch.no_grad():
-        for length in (3, 5, 7):
-            batch = tuple(tensor[:, :length].contiguous() for tensor in twins.inputs())
-            twins.close(twins.sharded(*batch), twins.reference(*batch), f"loss of {length} tokens")
-    assert len(twins.transform.compiled) == 2
+        run.micro_batch(step, no_sync=False, length=length)
+        run.step()
+    assert len(run.transform.compiled) == 1
+    for length in (3, 5, 7):
+        run.forward(grad=False, length=length)
+    assert len(run.transform.compiled) == 2
 
 
 def _run_readme(rank: int, world_size: int, code: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 import thunder
 import torch
 from ranks import on_ranks
-from reference import loss_of
+from scenario import loss_of
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules import module as modules

@@ -17,43 +17,26 @@ import thunder
 import torch
 import torch.distributed as dist
 from models import FrozenParameters, Model, Stack
-from ranks import Ranks, on_ranks
-from reference import Twins, loss_of
+from ranks import on_ranks
+from scenario import Run, Scenario, each, everywhere, loss_of
 from test_state_dict import Everything
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-MODELS = {"everything": Everything, "frozen": FrozenParameters}
-
 
 NORMS = [(2.0, 0.1), (1.0, 0.1), (math.inf, 0.01), (2.0, 1e6)]
 
 
-def _clip(rank: int, world_size: int, model: str, options: dict[str, Any]) -> None:
-    if options.get("mesh"):
-        options = {**options, "mesh": init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicate", "shard"))}
-    twins = Twins(rank, world_size, MODELS[model]().double(), **options)
+def _clip(run: Run) -> None:
     for step, (norm_type, max_norm) in enumerate(NORMS):
-        twins.backward(step)
-        for name, grad in twins.mean_grads().items():
-            twins.reference.get_parameter(name).grad = grad
-        theirs = nn.utils.clip_grad_norm_(twins.reference.parameters(), max_norm, norm_type)
+        run.micro_batch(step, no_sync=False)
+        theirs = nn.utils.clip_grad_norm_(run.reference.parameters(), max_norm, norm_type)
         with _RecordCollectives() as issued:
-            ours = clip_grad_norm_(twins.sharded, max_norm, norm_type)
+            ours = clip_grad_norm_(run.model, max_norm, norm_type)
         assert issued == ["allreduce_"], issued
         assert ours.dtype == torch.float64 and not ours.ndim
-        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
-        norms_of_all_ranks = [torch.empty_like(ours) for _ in range(world_size)]
-        dist.all_gather(norms_of_all_ranks, ours)
-        assert all(torch.equal(norm, ours) for norm in norms_of_all_ranks)
-        for name, ours_grad in twins.gathered_grads().items():
-            if ours_grad is not None:
-                twins.close(ours_grad, twins.reference.get_parameter(name).grad, name)
-        for optimizer in twins.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        twins.check_parameters()
+        run.close(ours, theirs, "norm")
+        assert len(set(everywhere(ours.item()))) == 1
+        run.step()
 
 
 class _RecordCollectives(torch.utils._python_dispatch.TorchDispatchMode):
@@ -70,16 +53,17 @@ class _RecordCollectives(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_gradients_are_clipped_by_their_norm_over_all_ranks(ranks: Ranks, model: str) -> None:
-    ranks.run(_clip, model, {})
+SCENARIOS = {
+    "everything": Scenario(lambda: Everything().double(), [_clip]),
+    "frozen": Scenario(lambda: FrozenParameters().double(), [_clip]),
+    "ranks without rows": Scenario(lambda: Everything().double(), [_clip], ranks=4),
+    "replicas": Scenario(lambda: Everything().double(), [_clip], {"mesh": (2, 2)}, ranks=4),
+}
 
 
-@pytest.mark.parametrize("options", [{}, {"mesh": (2, 2)}], ids=["flat", "hybrid"])
-def test_the_norm_counts_replicas_once_and_allows_ranks_without_rows(
-    four_ranks: Ranks, options: dict[str, Any]
-) -> None:
-    four_ranks.run(_clip, "everything", options)
+@each(SCENARIOS)
+def test_gradients_are_clipped_by_their_norm_over_all_ranks(name: str) -> None:
+    SCENARIOS[name].run()
 
 
 @on_ranks(4)
@@ -89,24 +73,22 @@ def test_the_norm_counts_parameters_of_several_groups_once(rank: int, world_size
     pair = pairs[rank % 2]
     model = Stack(2).double()
     last = [name for name, _ in model.named_parameters() if name.startswith("last")]
-    twins = Twins(
-        rank,
-        world_size,
+    run = Run(
         model,
         process_group_for=lambda name, param: pair if name.startswith("blocks.0") else None,
         ignored_params=last,
     )
-    loss, _ = twins.forward()
-    loss.backward()
+    run.forward()
+    run.backward()
     for name in last:
-        dist.all_reduce(twins.sharded.get_parameter(name).grad, dist.ReduceOp.SUM)
+        dist.all_reduce(run.model.get_parameter(name).grad, dist.ReduceOp.SUM)
     total = torch.zeros((), dtype=torch.float64)
-    sharded = twins.transform.sharded
-    for name, param in twins.sharded.named_parameters():
+    sharded = run.transform.sharded
+    for name, param in run.model.named_parameters():
         squares = local_rows(param.grad).pow(2).sum()
         total += squares / (1 if name in sharded.locations else world_size)
     dist.all_reduce(total)
-    torch.testing.assert_close(clip_grad_norm_(twins.sharded, 1e9), total.sqrt(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(clip_grad_norm_(run.model, 1e9), total.sqrt(), rtol=1e-12, atol=0)
 
 
 @on_ranks(4)
@@ -130,27 +112,27 @@ def test_scalers_ask_all_ranks_even_without_a_parameter_on_all_of_them(rank: int
 
 @on_ranks(2)
 def test_nonfinite_gradients_raise_on_every_rank(rank: int, world_size: int) -> None:
-    twins = Twins(rank, world_size, Stack(2).double())
-    twins.backward()
-    [name_of_nan] = [n for n, p in twins.sharded.named_parameters() if n.startswith("blocks.1") and p.numel()][-1:]
+    run = Run(Stack(2).double())
+    run.micro_batch(no_sync=False)
+    [name_of_nan] = [n for n, p in run.model.named_parameters() if n.startswith("blocks.1") and p.numel()][-1:]
     if rank == 1:
-        twins.sharded.get_parameter(name_of_nan).grad.to_local().view(-1)[-1] = math.nan
-    before = {n: p.grad.clone() for n, p in twins.sharded.named_parameters()}
+        run.model.get_parameter(name_of_nan).grad.to_local().view(-1)[-1] = math.nan
+    before = {n: p.grad.clone() for n, p in run.model.named_parameters()}
     with pytest.raises(RuntimeError, match=r"norm of order 2.0 is nan.*; not finite on rank 1: blocks\.1\.\S+$"):
-        clip_grad_norm_(twins.sharded, 1.0, error_if_nonfinite=True)
-    for name, param in twins.sharded.named_parameters():
+        clip_grad_norm_(run.model, 1.0, error_if_nonfinite=True)
+    for name, param in run.model.named_parameters():
         torch.testing.assert_close(param.grad, before[name], rtol=0, atol=0, equal_nan=True)
-    assert clip_grad_norm_(twins.sharded, 1.0).isnan()
-    for param in twins.sharded.parameters():
+    assert clip_grad_norm_(run.model, 1.0).isnan()
+    for param in run.model.parameters():
         param.grad.fill_(1e200)
     with pytest.raises(
         RuntimeError, match=r"is inf.*; every gradient is finite, but their norm overflows torch\.float64"
     ):
-        clip_grad_norm_(twins.sharded, 1.0, error_if_nonfinite=True)
+        clip_grad_norm_(run.model, 1.0, error_if_nonfinite=True)
     with pytest.raises(ValueError, match="norm_type: expected a positive number"):
-        clip_grad_norm_(twins.sharded, 1.0, 0)
+        clip_grad_norm_(run.model, 1.0, 0)
     with pytest.raises(ValueError, match="max_norm: expected a number of at least 0"):
-        clip_grad_norm_(twins.sharded, -1.0)
+        clip_grad_norm_(run.model, -1.0)
     with pytest.raises(TypeError, match="that no fsdp"):
         clip_grad_norm_(nn.Linear(2, 2), 1.0)
 
@@ -172,31 +154,33 @@ class _Float32Model(Model):
 @on_ranks(2)
 def test_sharded_grad_scaler_skips_a_step_on_all_ranks(rank: int, world_size: int) -> None:
     # torch's scaler for sharded gradients: an overflow on one rank makes all ranks skip the step.
-    twins = Twins(rank, world_size, _Float32Model(), tolerance=1e-5)
-    optimizer = twins.optimizers[0]
+    run = Run(_Float32Model(), tolerance=1e-5)
+    optimizer = run.optimizers[0]
     scaler = ShardedGradScaler("cpu", init_scale=1024.0, growth_interval=100)
-    start = full_state_dict(twins.sharded)
+    start = full_state_dict(run.model)
     for step in range(3):
-        loss, reference_loss = twins.forward(step)
-        scaler.scale(loss).backward()
-        reference_loss.backward()
+        run.forward(step)
+        pending = run.pending.pop()
+        scaler.scale(pending.losses[0]).backward()
+        run.unsharded.backward(pending.expected)
+        run.unsharded.reduce()
         if step == 1 and rank == 1:
-            twins.sharded.get_parameter("first.weight").grad.to_local().view(-1)[0] = math.inf
-        before = {n: t.clone() for n, t in rows_by_name(twins.sharded).items()}
+            run.model.get_parameter("first.weight").grad.to_local().view(-1)[0] = math.inf
+        before = {n: t.clone() for n, t in rows_by_name(run.model).items()}
         scaler.unscale_(optimizer)
         if step != 1:
-            clip_grad_norm_(twins.sharded, 1e6)
-            twins.check_grads()
+            clip_grad_norm_(run.model, 1e6)
+            run.compare_gradients()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        changed = any(not torch.equal(t, before[n]) for n, t in rows_by_name(twins.sharded).items() if t.numel())
+        changed = any(not torch.equal(t, before[n]) for n, t in rows_by_name(run.model).items() if t.numel())
         assert changed == (step != 1)
-        for param in twins.reference.parameters():
+        for param in run.reference.parameters():
             param.grad = None
-        twins.reference.load_state_dict(full_state_dict(twins.sharded))
+        run.reference.load_state_dict(full_state_dict(run.model))
     assert scaler.get_scale() == 512.0
-    assert any(not torch.equal(t, start[n]) for n, t in full_state_dict(twins.sharded).items())
+    assert any(not torch.equal(t, start[n]) for n, t in full_state_dict(run.model).items())
 
 
 @on_ranks(2)
@@ -284,8 +268,7 @@ def test_norms_are_numbers_of_whole_gradients_and_different_gradients_are_an_err
     loss_of(model(torch.ones(2, 4))).backward()
     grads = {name: param.grad for name, param in model.named_parameters()}
     norms = [float(grad.norm()) for grad in grads.values()]
-    everyones: list[Any] = [None] * world_size
-    dist.all_gather_object(everyones, norms)
+    everyones = everywhere(norms)
     assert everyones[0] == everyones[1] == pytest.approx([g.full_tensor().norm().item() for g in grads.values()])
     if rank == 1:
         next(model.parameters()).grad = None
@@ -349,18 +332,17 @@ class BroadcastGradients(nn.Module):
 @on_ranks(2)
 def test_broadcast_gradients_of_scalars_are_summed_as_by_autograd(rank: int, world_size: int) -> None:
     for strategy in ("zero2", "zero3"):
-        twins = Twins(rank, world_size, BroadcastGradients().double(), sharding_strategy=strategy)
-        twins.train(2)
-        with twins.sharded.no_sync():
-            twins.backward(2)
-        twins.backward(3)
-        twins.update()
+        run = Run(BroadcastGradients().double(), sharding_strategy=strategy)
+        run.train(2)
+        run.micro_batch(2)
+        run.micro_batch(3, no_sync=False)
+        run.step()
 
 
 @on_ranks(2)
 def test_the_error_of_a_gradient_with_another_shape_names_its_parameter(rank: int, world_size: int) -> None:
-    twins = Twins(rank, world_size, BroadcastGradients().double())
-    bucket, index = twins.transform.sharded.locations["weight"]
+    run = Run(BroadcastGradients().double())
+    bucket, index = run.transform.sharded.locations["weight"]
     with pytest.raises(
         RuntimeError, match=r"gradient of parameter 'weight' has shape \(5,\), .* parameter's, \(2, 5\)"
     ):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from models import GPT, FeedForward
 from profiles import LONG_ONLY
 from ranks import Ranks
-from reference import loss_of
+from scenario import loss_of
 from thunder.core.prims import PrimIDs
 from thunder.core.trace import from_trace
 from torch import nn
@@ -72,20 +72,27 @@ def _large() -> GPT:
 MODELS = {"gpt": _gpt, "dropping": _dropping, "large": _large}
 
 
-def _steps(model: nn.Module, rank: int, no_sync: bool, **options: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Train two steps and return the transform, and losses, gradients, buffers and parameters of all steps."""
+def _steps(
+    model: nn.Module, rank: int, no_sync: bool, *, steps: int = 2, retain: bool = True, **options: Any
+) -> tuple[Any, list[torch.Tensor]]:
+    """Train and return the transform, and losses, gradients, buffers and parameters of all steps.
+
+    Args:
+        retain: run each backward twice.
+    """
     transform = fsdp(**options)
     inputs = model.inputs
     jitted = thunder.jit(model, transforms=[transform])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     seen: list[torch.Tensor] = []
     torch.manual_seed(rank)
-    for step in range(2):
+    for step in range(steps):
         if no_sync:
             with jitted.no_sync():
                 loss_of(jitted(*inputs(torch.Generator().manual_seed(100 + 10 * step + rank)))).backward()
         loss = loss_of(jitted(*inputs(torch.Generator().manual_seed(10 * step + rank))))
-        loss.backward(retain_graph=True)
+        if retain:
+            loss.backward(retain_graph=True)
         loss.backward()
         seen += [loss.detach(), *(p.grad.to_local().clone() for p in model.parameters())]
         optimizer.step()
@@ -146,17 +153,7 @@ def _train_with_releases(rank: int, world_size: int, share: float) -> tuple[int,
 
     def steps(**options: Any) -> tuple[Any, list[torch.Tensor]]:
         torch.manual_seed(0)
-        model = _gpt()
-        inputs, transform = model.inputs, fsdp(**options)
-        jitted = thunder.jit(model, transforms=[transform])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        seen: list[torch.Tensor] = []
-        for step in range(4):
-            loss_of(jitted(*inputs(torch.Generator().manual_seed(10 * step + rank)))).backward()
-            seen += [p.grad.to_local().clone() for p in model.parameters()]
-            optimizer.step()
-            optimizer.zero_grad()
-        return transform, seen + [p.detach().to_local().clone() for p in model.parameters()]
+        return _steps(_gpt(), rank, False, steps=4, retain=False, **options)
 
     free, expected = steps()
     limit = int(share * free.compiled[-1].memory.peak.nbytes)

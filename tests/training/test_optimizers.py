@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from models import Model
 from ranks import Ranks, on_ranks
-from reference import loss_of
+from scenario import loss_of
 from test_gradients import _RecordCollectives
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from models import Layer, LoRALinear, Stack, TinyParameters
 from ranks import on_ranks
-from reference import Twins
+from scenario import Run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -41,11 +41,11 @@ class Words(nn.Module):
         return (torch.randint(7, (3, 5), generator=generator),)
 
 
-class TiedTwins(Twins):
-    """Twins of which the jitted reference has tied parameters: Thunder's own state dict leaves out their other names."""
+class TiedRun(Run):
+    """A run of which the jitted reference has tied parameters: Thunder's own state dict leaves out their other names."""
 
-    def check_parameters(self) -> None:
-        ours, theirs = tfs.full_state_dict(self.sharded), self.reference._model.state_dict()
+    def compare_parameters(self) -> None:
+        ours, theirs = tfs.full_state_dict(self.model), self.reference._model.state_dict()
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():
             self.close(value, theirs[name], name)
@@ -66,18 +66,18 @@ def _operate(module: Any) -> None:
 
 @on_ranks(2)
 def test_a_change_of_one_ranks_rows_counts_as_a_change_on_all_ranks(rank: int, world_size: int) -> None:
-    twins = Twins(rank, world_size, TinyParameters().double())
+    run = Run(TinyParameters().double())
     names = [
-        name for name, (bucket, index) in twins.transform.sharded.locations.items() if bucket.shard_views[index].numel()
+        name for name, (bucket, index) in run.transform.sharded.locations.items() if bucket.shard_views[index].numel()
     ]
     everywhere: list[Any] = [None] * world_size
     dist.all_gather_object(everywhere, names)
     name = min(set(everywhere[0]).difference(everywhere[1]))  # rank 1 has no rows of it
-    first, _ = twins.forward(0)
-    with tfs.unsharded(twins.sharded, name) as module, torch.no_grad():
+    run.forward(0)
+    with tfs.unsharded(run.model, name) as module, torch.no_grad():
         module.get_parameter(name).add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        first.backward()
+        run.backward()
 
 
 @pytest.mark.parametrize(
@@ -91,47 +91,45 @@ def test_training_after_surgery_is_bit_equal_to_the_unsharded_model(
 ) -> None:
     model = Words().double()
     model.ln_f.bias.requires_grad_(False)
-    twins = TiedTwins(rank, world_size, model, tolerance=0, jit_reference=True, ignored_params=["ln_f.bias"], **options)
-    twins.train(steps=1)
+    run = TiedRun(model, tolerance=0, oracle="compiled", ignored_params=["ln_f.bias"], **options)
+    run.train(steps=1)
     shards = dict(model.named_parameters())
-    with tfs.unsharded(twins.sharded) as module:
+    with tfs.unsharded(run.model) as module:
         assert module is model and module.head.weight is module.wte.weight
-        for params in (dict(module.named_parameters()), dict(twins.sharded.named_parameters())):
+        for params in (dict(module.named_parameters()), dict(run.model.named_parameters())):
             assert params.keys() == shards.keys()
             assert all(type(p) is nn.Parameter and p.is_leaf for p in params.values())
             assert {n: p.shape for n, p in params.items()} == {n: p.shape for n, p in shards.items()}
         for name, value in module.state_dict().items():
-            assert torch.equal(value, twins.reference._model.state_dict()[name])
+            assert torch.equal(value, run.reference._model.state_dict()[name])
         _operate(module)
     assert all(param is shards[name] for name, param in model.named_parameters())
-    assert all(param is shards[name] for name, param in twins.sharded.named_parameters())
+    assert all(param is shards[name] for name, param in run.model.named_parameters())
     with torch.no_grad():
-        _operate(twins.reference._model)
-    twins.check_parameters()
+        _operate(run.reference._model)
+    run.compare_parameters()
     # As shards are: matrix products of other strides may round differently, depending on the processor.
-    down = twins.reference._model.block.down.weight
+    down = run.reference._model.block.down.weight
     down.data = down.data.contiguous()
-    twins.train(steps=2)
-    with twins.sharded.no_sync():
-        twins.backward(5)
-    losses = twins.forward(6)
-    with tfs.unsharded(twins.sharded):  # nothing is changed, so the forward is still valid
+    run.train(steps=2)
+    run.micro_batch(5)
+    run.forward(6)
+    with tfs.unsharded(run.model):  # nothing is changed, so the forward is still valid
         pass
-    for loss in losses:
-        loss.backward()
-    twins.check_grads()
-    before = twins.sharded.get_parameter("wte.weight").grad
-    with tfs.unsharded(twins.sharded, "head", "block.up.bias", model.ln_f) as module:
+    run.backward()
+    run.compare_gradients()
+    before = run.model.get_parameter("wte.weight").grad
+    with tfs.unsharded(run.model, "head", "block.up.bias", model.ln_f) as module:
         whole = {name for name, param in module.named_parameters() if type(param) is nn.Parameter}
         assert whole == {"wte.weight", "head.bias", "block.up.bias", "ln_f.weight", "ln_f.bias"}
         assert isinstance(module.block.up.weight, RowDTensor)
         module.wte.load_state_dict({"weight": module.wte.weight.flip(0)})
         module.block.up.bias.requires_grad_(False)
-    assert twins.sharded.get_parameter("wte.weight").grad is before
+    assert run.model.get_parameter("wte.weight").grad is before
     assert not model.block.up.bias.requires_grad and model.block.up.bias is shards["block.up.bias"]
     with torch.no_grad():
-        twins.reference._model.wte.weight.copy_(twins.reference._model.wte.weight.flip(0))
-    twins.check_parameters()
+        run.reference._model.wte.weight.copy_(run.reference._model.wte.weight.flip(0))
+    run.compare_parameters()
 
 
 @on_ranks(2)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from models import LoRALinear, Stack
 from ranks import on_ranks
-from reference import Twins
+from scenario import Run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -199,10 +199,10 @@ def test_peak_memory_is_two_successive_buckets_or_that_of_the_training_step(worl
     assert arena._memory is memory, "the model must have its memory back"
 
 
-def _check_stream(twins: Twins, **options: Any) -> None:
-    expected = tfs.full_state_dict(twins.sharded)
+def _check_stream(run: Run, **options: Any) -> None:
+    expected = tfs.full_state_dict(run.model)
     names = []
-    for name, tensor in tfs.stream_full_parameters(twins.sharded, **options):
+    for name, tensor in tfs.stream_full_parameters(run.model, **options):
         assert _same_bits(tensor, expected[name]), name
         names.append(name)
     assert names == list(expected)
@@ -211,43 +211,42 @@ def _check_stream(twins: Twins, **options: Any) -> None:
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 @on_ranks(2)
 def test_training_goes_on_around_and_inside_of_streams(rank: int, world_size: int, strategy: str) -> None:
-    twins = Twins(rank, world_size, Stack(2).double(), sharding_strategy=strategy)
-    twins.train(steps=1)
+    run = Run(Stack(2).double(), sharding_strategy=strategy)
+    run.train(steps=1)
     for step in range(2):
-        with twins.sharded.no_sync():
-            twins.backward(step)
-            _check_stream(twins)
-        _check_stream(twins)  # with unreduced gradients pending
-        losses = twins.forward(step + 1)
-        _check_stream(twins)  # between forward and backward, which finds no bucket in memory any more
-        for loss in losses:
-            loss.backward()
-        _check_stream(twins)  # with gradients pending
-        twins.update()
+        with run.model.no_sync():
+            run.micro_batch(step)
+            _check_stream(run)
+        _check_stream(run)  # with unreduced gradients pending
+        run.forward(step + 1)
+        _check_stream(run)  # between forward and backward, which finds no bucket in memory any more
+        run.backward()
+        _check_stream(run)  # with gradients pending
+        run.step()
     names = []
-    expected = tfs.full_state_dict(twins.sharded)
+    expected = tfs.full_state_dict(run.model)
     nested = zip(
-        tfs.stream_full_parameters(twins.sharded),
-        tfs.stream_full_parameters(twins.sharded, torch.float32),
+        tfs.stream_full_parameters(run.model),
+        tfs.stream_full_parameters(run.model, torch.float32),
         strict=True,
     )
-    with contextlib.closing(tfs.stream_full_parameters(twins.sharded)) as early:
+    with contextlib.closing(tfs.stream_full_parameters(run.model)) as early:
         next(early)
         for (name, tensor), (other, rounded) in nested:
             names.append(name)
             if len(names) in (2, 5):  # a training step has other memory in the meantime
-                twins.backward()
-                for model in (twins.sharded, twins.reference):
+                run.micro_batch(no_sync=False)
+                for model in run.every:
                     model.zero_grad()
             assert _same_bits(tensor, expected[name]) and _same_bits(rounded, expected[other].float())
     assert len(names) == len(expected)
-    twins.train(steps=1)
+    run.train(steps=1)
 
 
 @on_ranks(2)
 def test_ranks_that_stop_early_or_ask_for_different_things_get_errors(rank: int, world_size: int) -> None:
-    twins = Twins(rank, world_size, Stack(3).double())
-    model = twins.sharded
+    run = Run(Stack(3).double())
+    model = run.model
 
     def first(count: int) -> None:
         for number, _ in enumerate(tfs.stream_full_parameters(model), 1):
@@ -281,6 +280,6 @@ def test_ranks_that_stop_early_or_ask_for_different_things_get_errors(rank: int,
         with pytest.raises(error, match="dtype: expected a"):
             tfs.stream_full_parameters(model, dtype)
     with pytest.raises(TypeError, match="that no fsdp"):
-        tfs.stream_full_parameters(twins.reference)
-    twins.train(steps=1)
-    _check_stream(twins)
+        tfs.stream_full_parameters(run.reference)
+    run.train(steps=1)
+    _check_stream(run)
