@@ -54,10 +54,10 @@ from .options import Options
 from .pipeline import CompiledTraces, JointPasses, without
 from .plan.plan import Plan
 from .private_api import quiet_no_sync, refuse_foreign_functions, unwrap_fabric
-from .sharding.fsdp2_names import refuse_fsdp2_methods
 from .sharding.huggingface_models import let_accelerate_prepare, refuse_save_pretrained, transformers_lookasides
-from .sharding.input_casts import attach_casts, cast_inputs
 from .sharding.jitted_state import hold_entries
+from .sharding.module_policies import attach_casts, cast_inputs
+from .sharding.refusals import refuse_fsdp2_methods
 from .sharding.shard_module import shard_module
 from .sharding.sharded_module import ShardedModule
 from .transforms import guard_outputs, refuse_foreign_parameters

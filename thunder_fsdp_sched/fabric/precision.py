@@ -9,12 +9,14 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from .library import DerivedFromFabric, fabric_module
+from .library import fabric_module
 
 __all__ = ["ShardedMixedPrecision", "for_shards"]
 
+_plugins = fabric_module("plugins")
 
-class ShardedMixedPrecision(DerivedFromFabric):
+
+class ShardedMixedPrecision(_plugins.MixedPrecision):  # type: ignore[misc,name-defined]
     """Mixed precision by casting shards before they are gathered, as FSDP2 does.
 
     Parameters, gradients and the optimizer's state are float32. Shards are cast to 16 bits and gathered, and the module
@@ -27,7 +29,6 @@ class ShardedMixedPrecision(DerivedFromFabric):
         scaler: for ``"16-mixed"``. A ``ShardedGradScaler`` with its settings takes the place of another scaler.
     """
 
-    fabric_base = "plugins:MixedPrecision"
     precision: str
 
     def __init__(self, precision: str, device: str, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -72,13 +73,12 @@ def for_shards(precision: Any) -> Any:
     """
     if isinstance(precision, ShardedMixedPrecision):
         return precision
-    plugins = fabric_module("plugins")
-    if isinstance(precision, plugins.MixedPrecision):
+    if isinstance(precision, _plugins.MixedPrecision):
         return ShardedMixedPrecision(precision.precision, precision.device, precision.scaler)
-    if isinstance(precision, plugins.FSDPPrecision) and precision.precision in ("bf16-mixed", "16-mixed"):
+    if isinstance(precision, _plugins.FSDPPrecision) and precision.precision in ("bf16-mixed", "16-mixed"):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return ShardedMixedPrecision(precision.precision, device, precision.scaler)
-    known = (plugins.Precision, plugins.HalfPrecision, plugins.DoublePrecision, plugins.FSDPPrecision)
+    known = (_plugins.Precision, _plugins.HalfPrecision, _plugins.DoublePrecision, _plugins.FSDPPrecision)
     if type(precision) in known:
         return precision
     raise TypeError(

@@ -22,7 +22,7 @@ from ..sharding.former_parameters import refuse_former
 from ..training.gradients import clip_grad_norm_
 from ..transform import FSDPTransform, find_transform
 from . import checkpoint
-from .library import DerivedFromFabric
+from .library import fabric_module
 from .precision import ShardedMixedPrecision, for_shards
 
 __all__ = ["FSDPSchedStrategy"]
@@ -31,7 +31,10 @@ _TIMEOUT = timedelta(minutes=30)
 """The timeout of collectives: Fabric's default, for gloo and NCCL."""
 
 
-class FSDPSchedStrategy(DerivedFromFabric):
+_strategies = fabric_module("strategies")
+
+
+class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[misc,name-defined]
     """Sharded training with Lightning Fabric: ``Fabric(strategy=FSDPSchedStrategy(prefetch=2), devices=8)``.
 
     ``fabric.setup(model)`` runs ``thunder.jit(model, transforms=[fsdp(...)])``. The ranks, the process group and the
@@ -58,7 +61,6 @@ class FSDPSchedStrategy(DerivedFromFabric):
         TypeError, ValueError: an option is invalid; the message names it.
     """
 
-    fabric_base = "strategies:DDPStrategy"
     root_device: torch.device
     world_size: int
     broadcast: Callable[..., Any]

@@ -23,8 +23,6 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.tensor import DTensor
 
-__all__ = ["let_accelerate_prepare", "refuse_save_pretrained", "transformers_lookasides"]
-
 
 def transformers_lookasides() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Return what replaces functions of transformers while Thunder traces; nothing if transformers is not imported."""

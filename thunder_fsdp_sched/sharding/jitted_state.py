@@ -26,8 +26,6 @@ from torch.distributed.tensor import DTensor
 from ..private_api import state_name
 from .sharded_module import ShardedModule
 
-__all__ = ["hold_entries", "rows_by_name"]
-
 _ORIGINAL = "_model."
 """The prefix of the original module's names in a jitted module."""
 

@@ -9,7 +9,8 @@ replaced parameter is an error: see [Note: Former parameters]. Thunder's prologu
 Thunder traces with the shapes in the module, which must then be whole. So during tracing, placeholders on the meta
 device replace the shards. They are inserted after a miss in Thunder's cache (``private_api.watch_cache_misses``), and
 removed when the first transform receives the trace, or when tracing has failed. ``eager`` also uses them, for
-parameters that are not gathered. ``unsharded`` replaces shards by whole parameters.
+parameters that are not gathered. ``unsharded`` replaces shards by whole parameters. Lists, tuples and dicts of the module
+that hold parameters hold the same ones.
 
 Code that is unaware of this would compute with rows, or save them as if they were the parameter. *Guards* are hooks on
 each module that has sharded parameters. They refuse calls outside of tracing and ``eager``, ``deepcopy``, and pickling.
@@ -21,7 +22,7 @@ would interpret them. The jitted module does the same: see ``jitted_state``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -34,13 +35,11 @@ from ..runtime.bucket import Bucket
 from ..runtime.memory import address
 from ..runtime.module_hooks import UntracedHook
 from ..runtime.row_dtensor import local_rows
-from .containers import params_in_containers, replace_in_containers
 from .state_entries import as_entry, loaded_param, refuse_unshared
 
-__all__ = [
-    "ModuleParameters",
-    "find_owner",
-]
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_DEPTH = 3
+"""How many containers inside each other are looked into."""
 
 
 class _Entry(NamedTuple):
@@ -55,12 +54,9 @@ class _Entry(NamedTuple):
     def param(self) -> nn.Parameter | None:
         return self.owner._parameters.get(self.leaf)
 
-    def put(self, param: nn.Parameter) -> None:
-        self.owner._parameters[self.leaf] = param
-
 
 class ModuleParameters:
-    """The parameters of one sharded module: shards, or placeholders while whole shapes are needed.
+    """The parameters of one sharded module: shards, or placeholders or whole parameters in their place.
 
     Attributes:
         has_placeholders: whether placeholders are in the module now.
@@ -78,7 +74,7 @@ class ModuleParameters:
         self._entries = list(_entries(module, buckets))
         self.placeholders = {entry.name: entry.placeholder for entry in self._entries}
         for entry in self._entries:
-            entry.put(entry.shard)
+            entry.owner._parameters[entry.leaf] = entry.shard
         # These must not change: parameters in their modules, and modules in their parents.
         children = [
             (parent._modules, key, child, f"{path}.{key}".lstrip("."))
@@ -88,16 +84,15 @@ class ModuleParameters:
         ]
         links = [(e.owner._parameters, e.leaf, e.shard, e.name) for e in self._entries] + children
         self._dicts, self._keys, self._values, self._names = ([link[i] for link in links] for i in range(4))
-        owners = {id(e.owner) for e in self._entries}
-        self._guarded = [
-            (f"{path}." if path else "", m)
-            for path, m in module.named_modules()
-            if any(id(child) in owners for child in m.modules())
-        ]
         self._places = {(id(e.owner), e.leaf): e.place for e in self._entries}
+        owners = {id(e.owner) for e in self._entries}
+        self._guards = [
+            (_Guard(f"{path}." if path else "", self), guarded)
+            for path, guarded in module.named_modules()
+            if any(id(child) in owners for child in guarded.modules())
+        ]
         self._call_guards: list[RemovableHandle] = []
-        for path, guarded in self._guarded:
-            guard = _Guard(path, self)
+        for guard, guarded in self._guards:
             guarded.register_state_dict_pre_hook(guard.check_state_dict)
             guarded.register_state_dict_post_hook(partial(guard.hold_entries))  # torch sets an attribute of the hook
             guarded.register_load_state_dict_pre_hook(guard.shard_loaded_entries)
@@ -161,21 +156,15 @@ class ModuleParameters:
             for entry in self._entries:
                 if entry.placeholder.requires_grad is not entry.shard.requires_grad:
                     entry.placeholder.requires_grad_(entry.shard.requires_grad)
-                entry.put(entry.placeholder)
-            placeholders = {id(entry.shard): entry.placeholder for entry in self._entries}
-            replace_in_containers(self._module, lambda _, tensor: placeholders.get(id(tensor)))
+            self._install({id(entry.shard): entry.placeholder for entry in self._entries})
             for handle in self._call_guards:
                 handle.remove()
-            self._call_guards.clear()
             self.has_placeholders = True
 
     def install_shards(self) -> None:
-        """Put the shards back into the module."""
+        """Put the shards back in place of placeholders, and guard calls."""
         if self.has_placeholders:
-            for entry in self._entries:
-                entry.put(entry.shard)
-            shards = {id(entry.placeholder): entry.shard for entry in self._entries}
-            replace_in_containers(self._module, lambda _, tensor: shards.get(id(tensor)))
+            self._install({})
             self.has_placeholders = False
             self._guard_calls()
 
@@ -183,34 +172,25 @@ class ModuleParameters:
         """Put whole parameters into the module, in place of some shards.
 
         Args:
-            whole: the parameters, keyed by the ``id`` of the shard.
+            whole: the parameters, keyed by the ``id`` of the shard; empty to put the shards back.
         """
+        self._install(whole)
         self.whole = whole
+
+    def _install(self, instead: Mapping[int, nn.Parameter]) -> None:
+        """Put parameters in place of shards, keyed by the ``id`` of the shard, and shards in place of all others."""
+        new_of: dict[int, nn.Parameter] = {}
         for entry in self._entries:
-            if id(entry.shard) in whole:
-                entry.put(whole[id(entry.shard)])
-        # Not a closure over `whole`: a recursive function below would keep it alive until the next garbage collection.
-        replace_in_containers(self._module, lambda _, tensor: self.whole.get(id(tensor)))
+            new = instead.get(id(entry.shard), entry.shard)
+            present = self.whole.get(id(entry.shard), entry.placeholder if self.has_placeholders else entry.shard)
+            if new is not present:
+                new_of[id(present)] = new
+                entry.owner._parameters[entry.leaf] = new
+        replace_in_containers(self._module, new_of)
 
     def find_replaced_whole(self) -> str | None:
         """Return the name of a whole parameter that is no longer in the module, if there is one."""
-        return next(
-            (
-                entry.name
-                for entry in self._entries
-                if id(entry.shard) in self.whole and entry.param is not self.whole[id(entry.shard)]
-            ),
-            None,
-        )
-
-    def remove_whole(self) -> None:
-        """Put the shards back in place of whole parameters."""
-        shards = {id(self.whole[id(e.shard)]): e.shard for e in self._entries if id(e.shard) in self.whole}
-        for entry in self._entries:
-            if id(entry.shard) in self.whole:
-                entry.put(entry.shard)
-        replace_in_containers(self._module, lambda _, tensor: shards.get(id(tensor)))
-        self.whole = {}
+        return next((e.name for e in self._entries if self.whole.get(id(e.shard), e.param) is not e.param), None)
 
     def is_root(self, module: nn.Module) -> bool:
         """Return whether ``module`` is the sharded module itself, not a submodule."""
@@ -232,12 +212,11 @@ class ModuleParameters:
 
     def in_containers(self) -> dict[str, str]:
         """Return the names of sharded parameters that modules keep in lists, tuples or dicts, keyed by path."""
-        return params_in_containers(self._module, {id(e.shard): e.name for e in reversed(self._entries)})
+        names = {id(e.shard): e.name for e in reversed(self._entries)}
+        return {path: names[id(t)] for path, t in tensors_in_containers(self._module) if id(t) in names}
 
     def _guard_calls(self) -> None:
-        self._call_guards = [
-            guarded.register_forward_pre_hook(_Guard(path, self), prepend=True) for path, guarded in self._guarded
-        ]
+        self._call_guards = [guarded.register_forward_pre_hook(guard, prepend=True) for guard, guarded in self._guards]
 
 
 class _Guard(UntracedHook):
@@ -339,3 +318,52 @@ def _entries(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[_Entry]:
                 found = find_owner(module, name)
                 if found is not None:
                     yield _Entry(name, *found, shard, placeholder, (bucket, index))
+
+
+def replace_in_containers(module: nn.Module, new_of: Mapping[int, torch.Tensor]) -> None:
+    """Replace tensors that ``module`` and its submodules keep in attributes, lists, tuples and dicts.
+
+    Args:
+        new_of: the tensors that take the place of others, keyed by the ``id`` of the replaced one.
+    """
+    _visit_containers(module, lambda _, tensor: new_of.get(id(tensor), tensor))
+
+
+def tensors_in_containers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the paths and tensors that ``module`` and its submodules keep in attributes, lists, tuples and dicts."""
+    found: list[tuple[str, torch.Tensor]] = []
+
+    def keep(path: str, tensor: torch.Tensor) -> torch.Tensor:
+        found.append((path, tensor))
+        return tensor
+
+    _visit_containers(module, keep)
+    return found
+
+
+def _visit_containers(module: nn.Module, replace: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    """Replace each tensor besides parameters and buffers by ``replace(path, tensor)``."""
+    for prefix, submodule in module.named_modules():
+        attributes = vars(submodule)
+        for key, value in list(attributes.items()):
+            if key not in _REGISTERED:
+                new = _visit(f"{prefix}.{key}".lstrip("."), value, _DEPTH, replace)
+                if new is not value:
+                    attributes[key] = new
+
+
+def _visit(path: str, value: Any, depth: int, replace: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
+    """Return the value with its replacements, which is the same object if it could be changed in place."""
+    if isinstance(value, torch.Tensor):
+        return replace(path, value)
+    if not depth or not isinstance(value, (list, tuple, dict)):
+        return value
+    items = list(value.items() if isinstance(value, dict) else enumerate(value))
+    visited = [(key, old, _visit(f"{path}[{key!r}]", old, depth - 1, replace)) for key, old in items]
+    changed = {key: new for key, old, new in visited if new is not old}
+    if changed and isinstance(value, tuple):
+        elements = [new for _, _, new in visited]
+        return type(value)(*elements) if hasattr(value, "_fields") else type(value)(elements)
+    for key, new in changed.items():
+        value[key] = new
+    return value

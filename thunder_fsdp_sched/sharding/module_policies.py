@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 from ..module_options import check_factor, check_precision, check_secondary_size, check_strategy
 from ..options import Options
 from ..plan.specs import BucketOptions, ParamSpec
-from .input_casts import cast_inputs_of, cast_outputs_of
-
-__all__ = ["ModulePolicies"]
 
 
 class _Decision(NamedTuple):
@@ -122,10 +121,7 @@ class ModulePolicies:
     def attach_casts(self) -> None:
         """Make each module for which a function returned a policy cast its inputs and outputs, in traces and eagerly."""
         for module, policy in self._casts:
-            if policy.param_dtype is not None and policy.cast_forward_inputs:
-                module.register_forward_pre_hook(partial(cast_inputs_of, policy.param_dtype), with_kwargs=True)
-            if policy.output_dtype is not None:
-                module.register_forward_hook(partial(cast_outputs_of, policy.output_dtype))
+            attach_casts(module, policy, _cast_traced)
 
     def _of_owner(self, name: str) -> _Decision:
         path = name.rpartition(".")[0]
@@ -142,3 +138,52 @@ def _text(option: str, decision: _Decision) -> str:
 
 def _shown(path: str) -> str:
     return f"module {path!r}" if path else "the root module"
+
+
+def cast_inputs(policy: MixedPrecisionPolicy, inputs: Any) -> Any:
+    """Return ``inputs`` with floating-point tensors cast to ``param_dtype``, if the policy requests it."""
+    return _cast(policy.param_dtype, inputs) if policy.param_dtype and policy.cast_forward_inputs else inputs
+
+
+def attach_casts(
+    module: torch.nn.Module, policy: MixedPrecisionPolicy, cast: Callable[[torch.dtype, Any], Any] | None = None
+) -> list[RemovableHandle]:
+    """Make calls of ``module`` cast their inputs and outputs; autograd casts gradients back.
+
+    Args:
+        cast: casts a nested structure, if Thunder traces the hooks.
+    """
+    cast, hooks = cast or _cast, []
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        pre_hook = partial(_cast_inputs_of, cast, policy.param_dtype)
+        hooks.append(module.register_forward_pre_hook(pre_hook, with_kwargs=True))
+    if policy.output_dtype is not None:
+        hooks.append(module.register_forward_hook(partial(_cast_outputs_of, cast, policy.output_dtype)))
+    return hooks
+
+
+def _cast_inputs_of(cast: Any, dtype: torch.dtype, _: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    return cast(dtype, (args, kwargs))
+
+
+def _cast_outputs_of(cast: Any, dtype: torch.dtype, _: torch.nn.Module, args: Any, output: Any) -> Any:
+    return cast(dtype, output)
+
+
+def _cast(dtype: torch.dtype, tree: Any) -> Any:
+    return tree_map(lambda t: t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t, tree)
+
+
+def _cast_traced(dtype: torch.dtype, tree: Any) -> Any:
+    # Thunder interprets this line by line, and takes five times as long for tree_map.
+    if isinstance(tree, torch.Tensor):
+        return tree.to(dtype) if tree.is_floating_point() else tree
+    if type(tree) is tuple:
+        return tuple([_cast_traced(dtype, item) for item in tree])
+    if type(tree) is list:
+        return [_cast_traced(dtype, item) for item in tree]
+    if type(tree) is dict:
+        return {key: _cast_traced(dtype, item) for key, item in tree.items()}
+    if tree is None or isinstance(tree, (bool, int, float, str)):
+        return tree
+    return _cast(dtype, tree)

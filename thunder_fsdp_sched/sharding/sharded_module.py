@@ -34,13 +34,10 @@ from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
 from ..runtime.row_dtensor import RowDTensor
 from ..runtime.shard_source import finish_copies
-from .conflicts import refuse_backward_hooks, refuse_conflicts, refuse_old_backward_hooks
 from .former_parameters import FormerParameters, check_gradients
-from .meta_init import is_blank
+from .initial_values import is_blank
 from .module_parameters import ModuleParameters, find_owner
-from .unsupported_modules import refuse_normalizations
-
-__all__ = ["ShardedModule"]
+from .refusals import refuse_backward_hooks, refuse_conflicts, refuse_normalizations, refuse_old_backward_hooks
 
 
 class ShardedModule:

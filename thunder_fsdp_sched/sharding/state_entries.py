@@ -14,9 +14,7 @@ from torch.utils import dlpack
 
 from ..runtime.bucket import Bucket
 from ..runtime.row_dtensor import RowDTensor
-from ..runtime.row_pieces import RowPiece
-
-__all__ = ["RowPiece", "as_entry", "loaded_param", "refuse_unshared", "rows_from"]
+from ..runtime.row_pieces import RowPiece as RowPiece
 
 
 def loaded_param(bucket: Bucket, index: int, value: torch.Tensor) -> RowDTensor:

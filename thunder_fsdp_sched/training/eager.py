@@ -31,7 +31,7 @@ from ..plan.specs import Strided
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, InFlight, slot_bytes
 from ..runtime.ops import all_gather, wait_params
-from ..sharding.input_casts import attach_casts
+from ..sharding.module_policies import attach_casts
 from ..sharding.sharded_module import ShardedModule
 from ..transform import find_jitted
 

@@ -151,7 +151,7 @@ class _Changes:
         self._sharded.module_params.install_whole({id(one.shard): one.param for one in self._whole})
 
     def remove(self, jitted: ThunderModule) -> None:
-        self._sharded.module_params.remove_whole()
+        self._sharded.module_params.install_whole({})
         for one in self._whole:
             jitted._overrides_parameters.update(dict.fromkeys(one.names, one.shard))
 
