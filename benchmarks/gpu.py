@@ -1,365 +1,555 @@
-"""Measure the overlap, the memory and the kernels of training steps on GPUs.
+"""Try the package on GPUs for the first time, and print one page for an issue.
 
-    python benchmarks/gpu.py first                                    # find out what works: see gpu_first.py
-    torchrun --nproc-per-node 2 benchmarks/gpu.py --save gpu          # a GPU for each rank: NCCL
-    torchrun --nproc-per-node 2 benchmarks/gpu.py --backend gloo      # several ranks on one GPU
-    python benchmarks/gpu.py                                          # one rank: kernels, copies, memory
+    python benchmarks/gpu.py first
+    python benchmarks/gpu.py first --cases 'flat|staged' --save first       # fewer configurations; keep all output
+    python benchmarks/gpu.py first --stand-in --cases 'zero3 flat$'          # test this program on a CPU, with gloo
 
-This has not run on a GPU yet. Without a GPU it says so and exits with 0. The functions that read the profiler's trace
-(``gpu_trace.py``) are tested with artificial events in ``tests/test_benchmarks.py``.
+This has not run on a GPU yet. Every case of :data:`CASES` runs in every setup of :func:`setups`, each in processes of its
+own, so one that fails, crashes or hangs does not hide another. The page goes to standard output, progress to standard
+error. The exit code is 0 if nothing failed (or there is no GPU), otherwise 1.
 
-Not all systems fit on a GPU together with their optimizer states. So they are measured in groups of ``--together`` systems
-(4), which take turns, one step of each in every round, and are then freed. The first system of each group is this
-project's, newly built, with default options and the same strategy. ``ours / this`` compares steps of the same rounds;
-milliseconds of different groups are comparable only if the GPU's clock is steady. Seconds are those of forward and
-backward on the slowest rank, without the optimizer, between two events on the compute stream. One step of each system
-also runs under ``torch.profiler``.
+A step of training never waits for the host, and each case trains several times from the same parameters. If bits differ
+between these runs, or from those of a run with ``CUDA_LAUNCH_BLOCKING=1``, where nothing overlaps, there is a race, or a
+kernel is not deterministic: the page says if the unsharded model's bits vary, too. ``TORCH_CUDA_SANITIZER=1`` tracks
+kernels by the addresses of their arguments; it does not know which stream NCCL uses, and does not track pinned memory.
 
-* Exposed: the time in which communication runs and no kernel computes, by the union of intervals.
-* Idle: the time in which the GPU does nothing.
-* Contention: the factor by which kernels are slower during communication.
-* Peak: ``torch.cuda.max_memory_allocated`` over forward and backward, minus the bytes that were allocated before the
-  system was built. If a group leaves memory allocated after it is freed, a line below the table says so.
+[Note: Compute and communication]
+NCCL's kernels are communication on any stream. Of the remaining kernels, the stream with the longest total time is the
+compute stream. Everything on other streams is communication: copy engines of symmetric memory, gloo's copies between
+GPU and host, copies of a transport. Everything else is compute. Exposed is the time in which communication runs and no
+kernel computes, by the union of intervals.
 
-gloo and symmetric memory work with several ranks on one GPU (this sets ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1``).
-The ranks then share its multiprocessors, so times mean little, but counts and memory are valid. Systems that a backend
-refuses are listed below the table.
+While a profiler runs, the package labels its collectives: ``fsdp_all_gather(bucket)`` and so on, as in a trace. The
+profiler repeats each label on the GPU's timeline, around the activities that it launched (``gpu_user_annotation``).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
+import faulthandler
+import hashlib
 import json
 import os
 import re
-import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import thunder_fsdp_sched
+from thunder_fsdp_sched.planning.clusters import preset_of_gpu
+from thunder_fsdp_sched.planning.cost import AnalyticCost
+from thunder_fsdp_sched.planning.simulate import simulate
+from thunder_fsdp_sched.reports.profiler import MeasuredCost, measure
+
+import thunder
+import torch
+import torch.distributed as dist
+from harness import Columns, show_nbytes, table
+from systems import Shape
+from thunder.extend import FusionExecutor, get_default_executors
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.profiler import ProfilerActivity
+from torch.utils.collect_env import get_pretty_env_info
+
+# The case that the others are compared with.
+REFERENCE = "unsharded"
 
 
-def main() -> None:
-    first = sys.argv[1:2] == ["first"]
-    if first:
-        import gpu_first
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+OFFLOAD = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+TRANSPORTS = ("flat", "all_to_all", "coalesced", "all_reduce", "staged", "symmetric_memory")
 
-        gpu_first.parse(sys.argv[2:])  # reports wrong arguments without a GPU, too
-    else:
-        arguments = parse()
-    from thunder_fsdp_sched.compat import prepare  # noqa: F401  # before torch's modules that Thunder misses
-
-    import torch
-
-    if not torch.cuda.is_available() and not (first and "--stand-in" in sys.argv):
-        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
-        print(f"skipped: no GPU here (torch {torch.__version__} {built}, {torch.cuda.device_count()} devices)")
-        return
-    if first:
-        sys.exit(gpu_first.main(sys.argv[2:], torch.cuda.device_count()))
-    run_rank(arguments)
+# The options of ``fsdp`` in each case of this package.
+OURS: dict[str, dict[str, Any]] = {f"zero3 {transport}": {"transport": transport} for transport in TRANSPORTS} | {
+    "zero2 flat": {"sharding_strategy": "zero2", "transport": "flat"},
+    "zero2 symmetric_memory": {"sharding_strategy": "zero2", "transport": "symmetric_memory"},
+    "zero3 flat bfloat16": {"transport": "flat", "mp_policy": BFLOAT16},
+    "zero3 staged bfloat16": {"transport": "staged", "mp_policy": BFLOAT16},
+    "zero3 flat offload": {"transport": "flat", "offload_policy": OFFLOAD},
+}
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="auto: NCCL, a GPU a rank")
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--length", type=int, default=1024, help="bytes of text in a sequence")
-    parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=15, help="steps of each system")
-    parser.add_argument("--together", type=int, default=4, help="systems in memory at once; at least 2")
-    parser.add_argument("--only", metavar="REGEX", default="", help="only systems whose names match")
-    parser.add_argument("--save", type=Path, help="folder for all figures (gpu.json), the picture and the traces")
-    arguments = parser.parse_args(argv)
-    if arguments.together < 2:
-        parser.error("--together: at least 2, a system and the one that it is compared with")
-    return arguments
+CASES = (REFERENCE, *OURS)
+
+# Limit on the distance from the unsharded model after training, as a share of the distance that training moved that model.
+# Rounding gives about 1e-6 and 1e-2; a missing or stale bucket 0.1 or more.
+TOLERANCE, BFLOAT16_TOLERANCE = 1e-3, 0.1
 
 
-def systems() -> dict[str, Callable[..., Any]]:
-    """Return the function that builds each system, keyed by the system's name."""
-    from systems import ddp, fsdp2, ours, thunders_fsdp
-
-    made: dict[str, Callable[..., Any]] = {}
-    for strategy in ("zero2", "zero3"):
-        for transport in ("auto", "flat", "coalesced", "staged", "symmetric_memory"):
-            name = f"ours {strategy}" if transport == "auto" else f"ours {strategy} {transport}"
-            made[name] = partial(ours, sharding_strategy=strategy, transport=transport)
-        for prefetch in (0, 2):
-            made[f"ours {strategy} prefetch {prefetch}"] = partial(ours, sharding_strategy=strategy, prefetch=prefetch)
-        for bucketing in ("none", "block"):
-            made[f"Thunder fsdp {strategy} {bucketing}"] = partial(
-                thunders_fsdp, strategy=strategy, bucketing=bucketing
-            )
-        made[f"FSDP2 {strategy}"] = partial(fsdp2, reshard=strategy == "zero3")
-    made["DDP"] = ddp
-    return made
+# Verdicts that are not failures.
+FINE = ("ok", "refused", "varies", "other order")
 
 
-def groups(names: Sequence[str], together: int) -> list[list[str]]:
-    """Divide the systems into groups that are in memory at the same time.
+@dataclass(frozen=True)
+class Setup:
+    """How a case runs.
 
-    Each group starts with the system that the others are compared with.
-
-    Args:
-        names: the names of all systems.
-        together: the maximum number of systems in a group, at least 2.
+    Attributes:
+        shares_device: whether all ranks use GPU 0.
+        like: the name of the setup that must give the same bits, ``""`` for none.
+        repeats: how often a case trains, each time from the same parameters; 0 to profile a step instead.
+        fuse: whether Thunder uses its fusion executors, one of which compiles the loss with torch.compile; that refuses to
+            run together with torch's sanitizer.
     """
-    made = []
-    for strategy in ("zero2", "zero3"):
-        first = f"ours {strategy}"
-        others = [name for name in names if name != first and strategy_of(name) == strategy]
-        if not others and first in names:
-            made.append([first])
-        for start in range(0, len(others), together - 1):
-            made.append([first, *others[start : start + together - 1]])
-    return made
+
+    name: str
+    meaning: str
+    world_size: int = 1
+    backend: str = "nccl"
+    shares_device: bool = False
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    like: str = ""
+    repeats: int = 4
+    fuse: bool = True
 
 
-def strategy_of(name: str) -> str:
-    """Return the strategy of this project's system that a system is compared with."""
-    return "zero2" if "zero2" in name else "zero3"
+def setups(arguments: argparse.Namespace, device_count: int) -> list[Setup]:
+    """Return the setups that ``--only`` matches, in the order in which they run."""
+    blocking, sanitizer = {"CUDA_LAUNCH_BLOCKING": "1"}, {"TORCH_CUDA_SANITIZER": "1"}
+    overlapping = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    same = "the same with CUDA_LAUNCH_BLOCKING=1: the bits must be the same"
+    made = [
+        Setup("alone", "1 rank, NCCL; bits of repeated runs, and the distance from the unsharded model"),
+        Setup("blocking", same, environment=blocking, like="alone", repeats=1),
+        Setup("sanitizer", "with TORCH_CUDA_SANITIZER=1", environment=sanitizer, repeats=1, fuse=False),
+        Setup("shared", "2 ranks on one GPU, gloo", 2, "gloo", shares_device=True, environment=overlapping),
+    ]
+    if device_count > 1:
+        made.append(Setup("ranks", "a rank on each GPU, NCCL", device_count))
+        made.append(Setup("ranks, blocking", same, device_count, environment=blocking, like="ranks", repeats=1))
+    made.append(Setup("profile", "a step under the profiler, compared with the simulator", device_count, repeats=0))
+    if arguments.stand_in:  # torch's sanitizer needs CUDA for every operator
+        made = [dataclasses.replace(s, backend="gloo", shares_device=False) for s in made if s.name != "sanitizer"]
+    return [setup for setup in made if re.search(arguments.only, setup.name)]
 
 
-def run_rank(arguments: argparse.Namespace) -> None:
-    import torch
-    import torch.distributed as dist
-    from systems import Shape, say, unsharded
+def cases_of(setup: Setup, arguments: argparse.Namespace) -> list[str]:
+    """Return the cases of a setup that ``--cases`` matches, the unsharded model first."""
+    cases = [name for name in CASES if name == REFERENCE or re.search(arguments.cases, name)]
+    if setup.backend == "gloo" and not arguments.stand_in:  # gloo's coalesced all-gather takes no CUDA tensors
+        cases = [name for name in cases if "coalesced" not in name]
+    return cases if setup.repeats else [name for name in cases if name in OURS]
 
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank, devices = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    backend = arguments.backend
-    if backend == "auto":
-        backend = "nccl" if devices >= int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) else "gloo"
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    device = torch.device("cuda", local_rank % devices)
-    torch.cuda.set_device(device)
-    if world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        dist.init_process_group(backend)
-    dtype = getattr(torch, arguments.dtype)
-    shape = Shape(arguments.blocks, arguments.width, arguments.length, arguments.batch, device=str(device), dtype=dtype)
-    tokens = shape.tokens(rank)
-    makes = {"compute": unsharded, **systems()}
-    chosen = [name for name in makes if re.search(arguments.only, name)]
-    results = Results()
-    for number, names in enumerate(made := groups(chosen, arguments.together)):
-        say(f"group {number + 1} of {len(made)}: {', '.join(names)}")
-        before = torch.cuda.memory_allocated()
-        run_group({name: makes[name] for name in names}, arguments, shape, tokens, results)
-        gc.collect()
-        torch.cuda.empty_cache()
-        results.left[", ".join(names)] = torch.cuda.memory_allocated() - before
-    if rank == 0:
-        machine = f"{world_size} ranks, {backend}, {devices} x {torch.cuda.get_device_name()}"
-        finish(arguments, machine, results)
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("command", choices=("first",))
+    parser.add_argument("--cases", metavar="REGEX", default="", help="only configurations whose names match")
+    parser.add_argument("--only", metavar="REGEX", default="", help="only setups whose names match")
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--length", type=int, default=512, help="bytes of text in a sequence")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
+    parser.add_argument("--steps", type=int, default=4, help="training steps of each run")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a case counts as hanging")
+    parser.add_argument("--save", type=Path, help="folder for the page, all records, and what the processes printed")
+    parser.add_argument("--stand-in", action="store_true", help="gloo on the CPU: test this program, not a GPU")
+    arguments = parser.parse_args()
+    count = torch.cuda.device_count()
+    if not torch.cuda.is_available() and not arguments.stand_in:
+        print(f"skipped: no GPU here (torch {torch.__version__}, built for CUDA {torch.version.cuda}, {count} devices)")
+        return 0
+    chosen = setups(arguments, 1 if arguments.stand_in else count)
+    if not chosen or not any(re.search(arguments.cases, name) for name in OURS):
+        parser.error(f"--only matches no setup, or --cases none of {', '.join(OURS)}")
+    folder = arguments.save or Path(tempfile.mkdtemp(prefix="gpu-first-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for setup in chosen:
+        found[setup.name] = {}
+        for case in cases_of(setup, arguments):
+            record = found[setup.name][case] = run_case(setup, case, arguments, folder)
+            print(f"{setup.name}: {case}: {record['status']}", file=sys.stderr, flush=True)
+    (folder / "records.json").write_text(json.dumps(found, indent=1))
+    text, failures = page(chosen, found, arguments)
+    (folder / "page.txt").write_text(text)
+    print(text)
+    print(f"everything that was printed: {folder}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+#
+# Processes
+#
+
+
+def run_case(setup: Setup, case: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run a case on all ranks of a setup in new processes, with torchrun; return its record."""
+    stem = str(folder / re.sub(r"\W+", "_", f"{setup.name}-{case}"))
+    options = {key: value for key, value in vars(arguments).items() if key != "save"}
+    job = {"setup": dataclasses.asdict(setup), "case": case, "stem": stem, "options": options}
+    Path(f"{stem}-job.json").write_text(json.dumps(job))
+    for rank in range(setup.world_size):  # left by an earlier run in the same folder
+        Path(f"{stem}-{rank}.json").unlink(missing_ok=True)
+    # Without a workspace of a fixed size, matrix products differ between runs.
+    environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "1", **os.environ, **setup.environment}
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(setup.world_size), __file__, "worker", f"{stem}-job.json"]
+    with open(f"{stem}.txt", "w") as output:  # workers end themselves after the limit
+        code = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode
+    paths = [Path(f"{stem}-{rank}.json") for rank in range(setup.world_size)]
+    return merge([json.loads(p.read_text()) for p in paths if p.exists()], code, Path(f"{stem}.txt").read_text())
+
+
+def merge(records: Sequence[dict[str, Any]], code: int, output: str) -> dict[str, Any]:
+    """Return the record of a case from those of its ranks: the first that failed, or the end of the output if one died.
+
+    Figures are those of the first rank; digests are those of all ranks, joined.
+    """
+    failed = [record for record in records if record["status"] == "failed"]
+    if failed:
+        return failed[0]
+    if code or not records:
+        lines = [line for line in output.splitlines() if line.strip()]
+        starts = [i for i, line in enumerate(lines) if line.startswith(("Fatal Python error", "Timeout ("))]
+        shown = lines[starts[0] :][:12] if starts else lines[-12:]
+        return {"status": "failed", "error": "\n".join([f"the processes ended with exit code {code}", *shown])}
+    merged = next((record for record in records if record["status"] != "ok"), records[0])
+    if "digests" in merged:
+        merged["digests"] = ["".join(parts) for parts in zip(*(r["digests"] for r in records), strict=True)]
+    return merged
+
+
+def work(job: Mapping[str, Any]) -> None:
+    """Run one case as one rank, and write its record: its ``status`` is ``"ok"``, ``"refused"`` or ``"failed"``."""
+    limit = job["options"]["limit"]
+    # Ends a hang with the stacks of all threads, even if another thread holds the interpreter.
+    faulthandler.dump_traceback_later(limit, exit=True)
+    rank = int(os.environ["RANK"])
+    try:
+        worker = Worker(job, rank)
+        # Ranks that wait for a dead rank report it before the limit.
+        dist.init_process_group(worker.setup.backend, timeout=timedelta(seconds=limit / 2))
+        record = {"status": "ok", **(worker.train() if worker.setup.repeats else worker.profile())}
+    except Exception as error:
+        traceback.print_exc()
+        record = {"status": "refused" if isinstance(error, ValueError) else "failed", "error": describe_error(error)}
+    Path(f"{job['stem']}-{rank}.json").write_text(json.dumps(record))
+    if record["status"] == "failed":  # CUDA may have lost its context
+        sys.stderr.flush()
+        os._exit(3)
     dist.barrier()
     dist.destroy_process_group()
 
 
-@dataclass
-class Results:
-    """The measurements, keyed by the names of systems.
+def describe_error(error: BaseException) -> str:
+    """Return the first lines of an error, and the innermost line of its traceback."""
+    from_sanitizer = getattr(error, "errors", None)  # of torch.cuda._sanitizer: its text only counts them
+    text = str(from_sanitizer[0]) if isinstance(from_sanitizer, list) and from_sanitizer else str(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    lines = [f"{type(error).__name__}: {text}", f"  at {frame.filename}:{frame.lineno}, in {frame.name}"]
+    return "\n".join([*lines[0].splitlines()[:4], lines[1]])
 
-    Attributes:
-        figures: the figures of a profiled step.
-        seconds: the seconds of each round; for a system in several groups, of the rounds of all groups.
-        ratios: for each round, the seconds of the first system of the group divided by those of the system.
-        refused: the reason why a system does not run.
-        left: bytes that were still allocated after a group was freed, keyed by the names of the group.
+
+class Worker:
+    """One rank of a case."""
+
+    def __init__(self, job: Mapping[str, Any], rank: int) -> None:
+        options = job["options"]
+        self.setup, self.case, self.rank = Setup(**job["setup"]), job["case"], rank
+        self.steps = options["steps"]
+        self.references = Path(job["stem"]).with_name(f"{self.setup.world_size}.pt")
+        self.device = torch.device("cpu")
+        if not options["stand_in"]:
+            self.device = torch.device("cuda", 0 if self.setup.shares_device else rank)
+            torch.cuda.set_device(self.device)
+        sizes = (options[name] for name in ("blocks", "width", "length", "batch"))
+        self.shape = Shape(*sizes, device=str(self.device))
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def settle(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def build(self) -> tuple[Any, Any]:
+        """Return the jitted module, and this package's transform or ``None``."""
+        executors = get_default_executors()
+        if not self.setup.fuse:
+            executors = [e for e in executors if not isinstance(e, FusionExecutor)]
+        transform = None
+        if self.case != REFERENCE:
+            transform = thunder_fsdp_sched.fsdp(device=self.device, **OURS[self.case])
+        transforms = [] if transform is None else [transform]
+        return thunder.jit(self.shape.model(), transforms=transforms, executors=executors), transform
+
+    def train(self) -> dict[str, Any]:
+        """Train several times from the same parameters; return digests, times, and the distance from the reference.
+
+        Where torch has no deterministic kernel, it warns, and digests may vary.
+        """
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it would launch additional kernels
+        module, transform = self.build()
+        is_reference = self.case == REFERENCE
+        ranks = range(self.setup.world_size) if is_reference else [self.rank]  # the whole batch, or this rank's
+        tokens = torch.cat([self.shape.tokens(rank) for rank in ranks])
+        before = after = self._state(module, transform)
+        saved = [p.detach().clone() for p in module.parameters()]
+        digests, seconds, losses = [], [], []
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(self.setup.repeats):
+            with torch.no_grad():
+                for param, value in zip(module.parameters(), saved, strict=True):
+                    param.copy_(value)
+            losses, elapsed = self._train_once(module, tokens)
+            seconds.append(elapsed / self.steps)
+            after = self._state(module, transform)
+            digests.append(_digest([*after.values(), torch.tensor(losses, dtype=torch.float64)]))
+        record = {"digests": digests, "losses": losses, "seconds": min(seconds)}
+        record["finite"] = all(bool(torch.isfinite(value).all()) for value in after.values())
+        if self.is_cuda:
+            record["peak"] = torch.cuda.max_memory_allocated()
+        if is_reference and self.rank == 0:
+            torch.save([before, after], self.references)
+        if transform is not None and self.references.exists():
+            start, end = torch.load(self.references)
+            record["started_alike"] = all(torch.equal(start[key], value) for key, value in before.items())
+            record["distance"] = _distance(after, end) / _distance(start, end)
+        return record
+
+    def _state(self, module: Any, transform: Any) -> dict[str, torch.Tensor]:
+        state = module.state_dict() if transform is None else thunder_fsdp_sched.full_state_dict(module)
+        return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
+
+    def _train_once(self, module: Any, tokens: torch.Tensor) -> tuple[list[float], float]:
+        """Run a few steps without waiting for the device in between; return their losses and the total seconds."""
+        # Not AdamW: its first steps are the signs of gradients, and rounding would flip those of gradients near zero.
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+        self.settle()
+        started = time.perf_counter()
+        losses = []
+        for _ in range(self.steps):
+            loss = module(tokens, tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        self.settle()
+        seconds = time.perf_counter() - started
+        return [loss.item() for loss in losses], seconds
+
+    def profile(self) -> dict[str, Any]:
+        """Profile one step and simulate it, with the chip's preset and with a profile measured on it."""
+        module, transform = self.build()
+        tokens = self.shape.tokens(self.rank)
+
+        def step() -> None:
+            module(tokens, tokens).backward()
+            self.settle()
+            module.zero_grad(set_to_none=True)
+
+        for _ in range(3):  # one compiles, one runs without the audit, one is for the caching allocator
+            step()
+        with torch.profiler.profile(
+            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self.is_cuda
+        ) as profiler:
+            step()
+
+        with tempfile.TemporaryDirectory() as folder:
+            profiler.export_chrome_trace(f"{folder}/trace.json")
+            found = measured(read(json.loads(Path(folder, "trace.json").read_text()), self.device.index))
+        chip = torch.cuda.get_device_name(self.device) if self.is_cuda else "a CPU"
+        compiled, profile = transform.compiled[-1], measure(module, tokens, tokens, repeats=3)
+        record = {"measured": found, "by profile": simulated(compiled, MeasuredCost(profile))}
+        if (spec := preset_of_gpu(chip)) is not None:
+            record["by preset"] = simulated(compiled, AnalyticCost(spec))
+        return record
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str:
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
+def _distance(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:
+    """Return the Euclidean distance between two states."""
+    return sum(float((a[name].double() - b[name].double()).square().sum()) for name in b) ** 0.5
+
+
+#
+# The profiler's trace
+#
+
+
+class Activity(NamedTuple):
+    """Something that the GPU did, or a label around it, from ``start`` to ``end`` (microseconds)."""
+
+    name: str
+    category: str
+    stream: int
+    start: float
+    end: float
+
+
+def read(trace: Mapping[str, Any], device: int | None = None) -> list[Activity]:
+    """Return the activities and labels of a GPU in a trace that ``profile.export_chrome_trace`` wrote, in order."""
+    found = []
+    for event in trace["traceEvents"]:
+        details = event.get("args", {})
+        on_gpu = event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation")
+        if event.get("ph") == "X" and on_gpu and device in (None, details.get("device", device)):
+            start = float(event["ts"])
+            stream = int(details.get("stream", -1))
+            found.append(Activity(event["name"], event["cat"], stream, start, start + float(event["dur"])))
+    return sorted(found, key=lambda a: (a.start, a.end))
+
+
+def split(activities: Sequence[Activity]) -> tuple[list[Activity], list[Activity]]:
+    """Return compute and communication separately; see [Note: Compute and communication]."""
+    busy: dict[int, float] = defaultdict(float)
+    for activity in activities:
+        if activity.category == "kernel" and "nccl" not in activity.name.lower():
+            busy[activity.stream] += activity.end - activity.start
+    stream = max(busy, key=lambda s: busy[s], default=None)
+    compute = [a for a in activities if a.stream == stream and "nccl" not in a.name.lower()]
+    return compute, [a for a in activities if a not in compute]
+
+
+def seconds_in(activities: Iterable[Activity]) -> float:
+    """Return the seconds in which at least one of them runs: the length of the union of their intervals."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted((a.start, a.end) for a in activities):
+        total += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return total * 1e-6
+
+
+def order_of(labels: Iterable[Activity]) -> list[str]:
+    """Return the labelled collectives in order, once each although the label of one may stand on several streams."""
+    ends: dict[str, float] = {}
+    order = []
+    for label in labels:
+        if re.match(r"fsdp_(all_gather|reduce_scatter|all_reduce)\(", label.name):
+            if label.start >= ends.get(label.name, 0.0):
+                order.append(label.name)
+            ends[label.name] = max(label.end, ends.get(label.name, 0.0))
+    return order
+
+
+def measured(found: Sequence[Activity]) -> dict[str, Any]:
+    """Return the figures of a step from the activities and labels of a GPU.
+
+    Raises:
+        RuntimeError: there are no activities.
     """
-
-    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    ratios: dict[str, list[float]] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    left: dict[str, int] = field(default_factory=dict)
-
-    def add(self, seconds: Mapping[str, Sequence[float]], first: str) -> None:
-        """Add the rounds of a group, whose systems are compared with ``first``."""
-        for name, of_one in seconds.items():
-            self.seconds.setdefault(name, []).extend(of_one)
-            if first in seconds and name != first:
-                self.ratios[name] = [a / b for a, b in zip(seconds[first], of_one, strict=True)]
-
-
-def run_group(
-    makes: Mapping[str, Callable[..., Any]], arguments: argparse.Namespace, shape: Any, tokens: Any, results: Results
-) -> None:
-    """Build the systems of a group, measure them in turns, and free them."""
-    import torch
-    from systems import Emulation, interleave, say
-
-    runs: dict[str, Callable[[], float]] = {}
-    for name, make in makes.items():
-        say(f"building: {name}")
-        gc.collect()
-        before = torch.cuda.memory_allocated()
-        system = None
-        try:
-            system = make(name, shape, Emulation(shape))
-            for _ in range(2):
-                timed(system, tokens)
-        except (ValueError, RuntimeError, NotImplementedError) as error:  # on all ranks alike
-            results.refused[name] = str(error).split("\n")[0]
-            system = None  # frees its memory
-            continue
-        torch.cuda.reset_peak_memory_stats()
-        timed(system, tokens)
-        peak = torch.cuda.max_memory_allocated() - before
-        if name not in results.figures:
-            results.figures[name] = {"peak": peak, **profiled(arguments, system, tokens)}
-        runs[name] = partial(timed, system, tokens)
-    if runs:
-        results.add(interleave(runs, arguments.rounds, say), next(iter(makes)))
-
-
-def timed(system: Any, tokens: Any) -> float:
-    """Run one step; return the seconds of forward and backward until the GPU has finished both."""
-    import torch
-    import torch.distributed as dist
-
-    system.optimizer.zero_grad(set_to_none=True)
-    dist.barrier()
-    torch.cuda.synchronize()
-    started = torch.cuda.Event(enable_timing=True)
-    ended = torch.cuda.Event(enable_timing=True)
-    started.record()
-    system.module(tokens, tokens).backward()
-    ended.record()
-    torch.cuda.synchronize()
-    system.optimizer.step()
-    return started.elapsed_time(ended) * 1e-3
-
-
-def profiled(arguments: argparse.Namespace, system: Any, tokens: Any) -> dict[str, Any]:
-    """Profile one step and return its figures on this rank's GPU."""
-    import torch
-    import torch.distributed as dist
-    from gpu_trace import contention, counts, exposed, idle, read, split
-    from torch.profiler import ProfilerActivity, profile
-
-    system.optimizer.zero_grad(set_to_none=True)
-    dist.barrier()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        system.module(tokens, tokens).backward()
-        torch.cuda.synchronize()
-    system.optimizer.step()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        if arguments.save and dist.get_rank() == 0:
-            arguments.save.mkdir(parents=True, exist_ok=True)
-            path = arguments.save / f"{system.name.replace(' ', '_')}.json"
-        profiler.export_chrome_trace(str(path))
-        activities = read(json.loads(path.read_text()), torch.cuda.current_device())
+    activities = [a for a in found if a.category != "gpu_user_annotation"]
+    if not activities:
+        raise RuntimeError("the profiler saw nothing run on the GPU (CUPTI missing, or not permitted?)")
     compute, communication = split(activities)
+    step = (max(a.end for a in activities) - min(a.start for a in activities)) * 1e-6
     return {
-        "exposed": exposed(compute, communication),
-        "communication": exposed([], communication),
-        "idle": idle(activities),
-        "contention": contention(compute, communication),
-        **counts(compute, communication),
+        "order": order_of(a for a in found if a.category == "gpu_user_annotation"),
+        "seconds": step,
+        "compute": seconds_in(compute),
+        "communication": seconds_in(communication),
+        "exposed": seconds_in(activities) - seconds_in(compute),
+        "idle": step - seconds_in(activities),
     }
 
 
-def finish(arguments: argparse.Namespace, machine: str, results: Results) -> None:
-    from thunder_fsdp_sched.demo.show import make_console
-
-    figures = summarized(results)
-    console = make_console()
-    console.print(
-        f"{machine}; GPT with {arguments.blocks} blocks, width {arguments.width}, {arguments.batch} x {arguments.length} "
-        f"bytes a rank, {arguments.dtype}; {arguments.rounds} rounds, {arguments.together} systems at a time",
-        highlight=False,
-    )
-    console.print(table(figures), highlight=False)
-    for name, why in results.refused.items():
-        console.print(f"{name} does not run here: {why}", highlight=False)
-    for names, nbytes in results.left.items():
-        if nbytes > _LEFT:
-            console.print(f"{nbytes:,} bytes were still allocated after these were freed: {names}", highlight=False)
-    if arguments.save:
-        setup = {key: value for key, value in vars(arguments).items() if key != "save"} | {"machine": machine}
-        kept = {"setup": setup, **dataclasses.asdict(results), "figures": figures}
-        (arguments.save / "gpu.json").write_text(json.dumps(kept, indent=1))
-        draw(figures, arguments.save / "gpu.png")
-
-
-_LEFT = 2**20
-"""Bytes that a freed group may leave allocated without a line in the output."""
-
-
-def summarized(results: Results) -> dict[str, dict[str, Any]]:
-    """Return the figures of each system, with its times and its ratio to the system that it is compared with."""
-    figures = {}
-    for name, of_one in results.figures.items():
-        seconds = results.seconds[name]
-        figures[name] = {
-            **of_one,
-            "seconds": statistics.median(seconds),
-            "least": min(seconds),
-            "most": max(seconds),
-            **({"ours": statistics.median(results.ratios[name])} if name in results.ratios else {}),
-        }
-    return figures
-
-
-def table(figures: dict[str, dict[str, Any]]) -> Any:
-    from thunder_fsdp_sched.reports.report import human_bytes
-
-    from rich import box
-    from rich.table import Table
-
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "step ms": lambda f: f"{f['seconds'] * 1e3:.2f}",
-        "least–most": lambda f: f"{f['least'] * 1e3:.1f}–{f['most'] * 1e3:.1f}",
-        "ours\n/ this": lambda f: f"{f['ours']:.2f}" if "ours" in f else "",
-        "commu-\nnication": lambda f: f"{f['communication'] * 1e3:.2f}",
-        "exposed\nms": lambda f: f"{f['exposed'] * 1e3:.2f}",
-        "idle ms": lambda f: f"{f['idle'] * 1e3:.2f}",
-        "conten-\ntion": lambda f: "" if f["contention"] is None else f"{f['contention']:.2f}",
-        "kernels": lambda f: f"{f['kernels']} + {f['communication_kernels']}",
-        "copies": lambda f: str(f["copies"]),
-        "peak": lambda f: human_bytes(f["peak"]),
+def simulated(compiled: Any, cost: Any) -> dict[str, Any]:
+    """Simulate a step of a compiled pair of traces and return its figures."""
+    timeline = simulate(compiled.forward, compiled.backward, cost)
+    return {
+        "order": [f"{c.kind}({c.bucket})" for c in sorted(timeline.collectives, key=lambda c: (c.start, c.end))],
+        "seconds": timeline.step_seconds,
+        "compute": timeline.compute_seconds,
+        "communication": sum(timeline.communication_seconds.values()),
+        "exposed": timeline.exposed_seconds,
+        "idle": timeline.idle_seconds,
     }
-    made = Table(box=box.SIMPLE_HEAD)
-    made.pad_edge, made.collapse_padding = False, True
-    for column in ("", *columns):
-        made.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for name, of_one in figures.items():
-        made.add_row(name, *(show(of_one) for show in columns.values()))
-    made.caption = "Medians. Kernels: those that compute, and those that communicate."
-    made.caption_justify = "left"
-    return made
 
 
-def draw(figures: dict[str, dict[str, Any]], path: Path) -> None:
-    """Draw the step times, and the exposed communication of each."""
-    import matplotlib
+#
+# The page
+#
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    names = list(figures)
-    figure, axis = pyplot.subplots(figsize=(7, 1 + 0.27 * len(names)))
-    axis.barh(range(len(names)), [figures[n]["seconds"] * 1e3 for n in names], color="tab:gray", label="step")
-    axis.barh(range(len(names)), [figures[n]["exposed"] * 1e3 for n in names], color="tab:red", label="exposed")
-    axis.set_yticks(range(len(names)), names, fontsize=8)
-    axis.set_xlabel("ms", fontsize=8)
-    axis.legend(fontsize=8)
-    axis.invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+def verdict(setup: Setup, case: str, found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the verdict on a case in a word or two, from the records of all cases in all setups."""
+    record = found[setup.name].get(case)
+    if record is None or record["status"] != "ok":
+        return "-" if record is None else "refused" if record["status"] == "refused" else "FAILED"
+    if not setup.repeats:
+        return "ok" if record["by profile"]["order"] == record["measured"]["order"] else "other order"
+    reference = [found.get(name, {}).get(REFERENCE, {}) for name in (setup.name, setup.like)]
+    is_steady = len({digest for of in reference for digest in of.get("digests", ())}) <= 1
+    expected = found.get(setup.like, {}).get(case, record).get("digests", record["digests"])
+    tolerance = BFLOAT16_TOLERANCE if "bfloat16" in case else TOLERANCE
+    faults = {
+        "NOT FINITE": not record["finite"],
+        "OTHER START": not record.get("started_alike", True),
+        "WRONG": record.get("distance", 0.0) > tolerance,
+        "NOT REPEATABLE" if is_steady else "varies": len(set(record["digests"])) > 1,
+        "OTHER BITS" if is_steady else "varies ": record["digests"][0] not in expected,
+    }
+    return next((word.strip() for word, is_so in faults.items() if is_so), "ok")
+
+
+def page(
+    chosen: Sequence[Setup], found: Mapping[str, Mapping[str, Any]], arguments: argparse.Namespace
+) -> tuple[str, int]:
+    """Return the page, and the number of failed cases."""
+    verdicts = {case: {s.name: verdict(s, case, found) for s in chosen} for case in CASES}
+    verdicts = {case: of for case, of in verdicts.items() if set(of.values()) != {"-"}}
+    tried = [word for of in verdicts.values() for word in of.values() if word != "-"]
+    failures = sum(word not in FINE for word in tried)
+    model = f"{arguments.blocks} blocks of width {arguments.width}, {arguments.batch} x {arguments.length} bytes a rank"
+    lines = ["thunder_fsdp_sched, first run on a GPU", *machine().splitlines(), f"model: {model}"]
+    lines += ["STAND-IN: all of it ran on the CPU, through gloo"] * arguments.stand_in
+    lines += ["", f"{failures} of {len(tried)} failed, {tried.count('refused')} were refused with a reason", ""]
+    lines += [table(verdicts, {s.name: (s.name, "s") for s in chosen}), ""]
+    lines += [f"{setup.name}: {setup.meaning}" for setup in chosen]
+    parts = ("compute", "communication", "exposed", "idle")
+    columns: Columns = {"step s": ("seconds", ".4f"), "peak": ("peak", show_nbytes), "distance": ("distance", ".1e")}
+    for setup in chosen:
+        figures = {case: record for case, record in found[setup.name].items() if record["status"] == "ok"}
+        if not setup.repeats:
+            figures = {
+                f"{c}, {part}": f for c, record in figures.items() for part, f in record.items() if part != "status"
+            }
+        if figures:
+            lines += ["", f"{setup.name}:", "", table(figures, {**columns, **{part: (part, ".4f") for part in parts}})]
+    errors: dict[str, list[str]] = defaultdict(list)
+    for name, records in found.items():
+        for case, record in records.items():
+            text = record.get("error")
+            if text is None and verdicts[case][name] not in FINE:
+                text = f"{verdicts[case][name]}: losses {record['losses']}; bits {record['digests']}"
+            if text is not None:
+                errors[text].append(f"{name}: {case}")
+    for text, where in errors.items():
+        lines += ["", f"({'; '.join(where)})", *(f"  {line[:160]}" for line in text.splitlines())]
+    return "\n".join(lines), failures
+
+
+def machine() -> str:
+    """Return versions, chips and settings."""
+    switches = ("CUDA_", "NCCL_", "TORCH_NCCL", "TORCH_CUDA", "TORCH_SYMM", "PYTORCH_CUDA", "PYTORCH_ALLOC", "CUBLAS_")
+    environment = {key: value for key, value in sorted(os.environ.items()) if key.startswith(switches)}
+    executors = ", ".join(e.name for e in (*thunder.get_default_executors(), *thunder.get_always_executors()))
+    versions = f"thunder_fsdp_sched {version('thunder_fsdp_sched')}, lightning-thunder {version('lightning-thunder')}"
+    return f"{versions}\n{get_pretty_env_info()}\nexecutors: {executors}\nenvironment: {environment or 'nothing'}"
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["worker"]:
+        work(json.loads(Path(sys.argv[2]).read_text()))
+    else:
+        sys.exit(main())

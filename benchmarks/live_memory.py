@@ -36,8 +36,8 @@ __all__ = ["Held", "LiveMemory"]
 _CONCATENATIONS = frozenset({"_chunk_cat", "cat", "chunk_cat", "stack"})
 _REDUCTIONS = ("reduce_scatter", "alltoall")
 
+# Number of a storage, first byte, end.
 _Range = tuple[int, int, int]
-"""Number of a storage, first byte, end."""
 
 
 @dataclass(frozen=True)

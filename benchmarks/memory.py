@@ -13,9 +13,9 @@ one run: one step of each in every round. Seconds are those of forward and backw
   recompute nothing, every second or every block (``torch.utils.checkpoint``). FSDP2 also has selective checkpoints and
   the activation budget of ``torch.compile``, which chooses in each block what to save.
 * Kernels: all systems run the same kernels of torch. Thunder has no executor for layer norm, GELU and attention on a CPU,
-  so the benchmark gives it one (``torch_kernels.py``); ``--decomposed`` omits it.
+  so the benchmark gives it one (``memory_systems.py``); ``--decomposed`` omits it.
 * Emulated compute: every matrix multiplication and attention takes a time in proportion to its FLOPs
-  (``paced_kernels.py``), recomputed ones included. "FLOPs" is the count of all that ran, compared with a step that
+  (``memory_systems.py``), recomputed ones included. "FLOPs" is the count of all that ran, compared with a step that
   recomputes nothing.
 * Peak: the largest number of bytes after any operator of forward and backward (``live_memory.py``): every storage that
   they touch, with shards, gradients, activations, slots in full, and without the optimizer's state. The largest rank counts.
@@ -30,58 +30,69 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
-import re
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from thunder_fsdp_sched.planning.cost import AnalyticCost
+from thunder_fsdp_sched.planning.simulate import simulate
+from thunder_fsdp_sched.reports.profiler import MeasuredCost
+from thunder_fsdp_sched.reports.profiler import measure as measure_profile
 
-def main() -> None:
-    from netns import run_on_ranks
+import harness
+import torch
+import torch.distributed as dist
+from harness import in_turns, ratio, say, summary
+from live_memory import LiveMemory
+from memory_systems import PacedKernels, RecomputingShape, executor
+from systems import (
+    Make,
+    System,
+    arenas,
+    fsdp2,
+    local,
+    matching,
+    ours,
+    overlapped_fsdp2,
+    step,
+    these_ranks,
+    thunders_fsdp,
+)
+from thunder.extend import add_default_executor, remove_default_executor
 
-    arguments = parse()
-    run_on_ranks(__file__, arguments, run_rank, bits_per_second=arguments.rate)
+# The system whose peak is 100 %.
+REFERENCE = "ours zero3"
+
+
+# The systems whose peaks are budgets of ours; others are slower at about the same peaks.
+COMPARED = "FSDP2 overlapped zero3"
+
+
+# Limit on the step time of ours, divided by that of the best other system, at equal peak.
+BAR = 0.92
 
 
 def parse(command_line: list[str] | None = None) -> argparse.Namespace:
-    from netns import add_link_options
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    add_link_options(parser)
-    parser.set_defaults(rate=0.25e9)
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--width", type=int, default=192)
-    parser.add_argument("--length", type=int, default=128, help="bytes of text in a sequence")
+    parser = harness.options(__doc__, rate=0.25e9, blocks=4, width=192, length=128, rounds=7)
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
-    parser.add_argument("--compute", type=float, default=0.9, metavar="S", help="seconds to emulate")
-    parser.add_argument("--real", action="store_true", help="real compute, nothing emulated")
     parser.add_argument("--decomposed", action="store_true", help="without torch's fused kernels in Thunder")
     parser.add_argument("--budgets", type=float, nargs="*", default=[1.0, 0.8, 0.6, 0.45, 0.35], metavar="SHARE")
     parser.add_argument("--not-equal", action="store_true", help="omit ours with the peaks of the others as budgets")
-    parser.add_argument("--rounds", type=int, default=7, help="steps of each system")
     parser.add_argument("--repeats", type=int, default=2, help="measured runs for the profile; 0 for no profile")
-    parser.add_argument("--only", metavar="REGEX", help="only matching systems, and ours without a budget")
-    parser.add_argument("--save", type=Path, help="folder for all figures and the picture (memory.json, memory.png)")
-    return parser.parse_args(command_line)
+    arguments = parser.parse_args(command_line)
+    if len(arguments.compute) != 1:
+        parser.error("--compute: budgets are chosen for one speed of compute")
+    return arguments
 
 
-REFERENCE = "ours zero3"
-"""The system whose peak is 100 %."""
-
-
-COMPARED = "FSDP2 overlapped zero3"
-"""The systems whose peaks are budgets of ours; others are slower at about the same peaks."""
-
-
-def systems(only: str | None) -> dict[str, tuple[Callable[..., Any], str]]:
+def systems() -> dict[str, tuple[Make, str]]:
     """Return the function that builds each system and what the model itself recomputes, keyed by the system's name."""
-    from systems import fsdp2, ours, overlapped_fsdp2, thunders_fsdp
-
-    made: dict[str, tuple[Callable[..., Any], str]] = {}
+    made: dict[str, tuple[Make, str]] = {}
     blocks = ("none", "every second block", "every block")
     for strategy in ("zero3", "zero2"):
         made[f"ours {strategy}"] = partial(ours, sharding_strategy=strategy), "none"
@@ -94,43 +105,16 @@ def systems(only: str | None) -> dict[str, tuple[Callable[..., Any], str]]:
             made[f"FSDP2 overlapped {strategy}, compiled {share}"] = build, share
     for how in blocks:
         made[_name("FSDP2 zero3", how)] = partial(fsdp2, reshard=True), how
-    for how in blocks:
         made[_name("Thunder fsdp", how)] = partial(thunders_fsdp, strategy="zero3", bucketing="block"), how
-    return {name: of for name, of in made.items() if name == REFERENCE or only is None or re.search(only, name)}
+    return made
 
 
 def _name(system: str, how: str) -> str:
     return system if how == "none" else f"{system}, {how}"
 
 
-def has_budget() -> bool:
-    """Return whether ``fsdp`` has the option ``max_memory``."""
-    import thunder_fsdp_sched
-
-    return "max_memory" in inspect.signature(thunder_fsdp_sched.fsdp).parameters
-
-
-def run_rank(arguments: argparse.Namespace) -> None:
-    import torch.distributed as dist
-    from netns import join_ranks
-
-    join_ranks()
-    run(arguments)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def run(arguments: argparse.Namespace) -> None:
     """Measure on the ranks of the default process group; rank 0 prints and saves the results."""
-    from thunder_fsdp_sched.compat import prepare  # noqa: F401  # before thunder
-
-    import torch.distributed as dist
-    from memory_tables import Results, finish
-    from paced_kernels import PacedKernels
-    from recomputing import RecomputingShape
-    from thunder.extend import add_default_executor, remove_default_executor
-    from torch_kernels import executor
-
     shape = RecomputingShape(arguments.blocks, arguments.width, arguments.length, arguments.batch)
     kernels = PacedKernels(shape)
     if not arguments.decomposed:
@@ -145,19 +129,16 @@ def run(arguments: argparse.Namespace) -> None:
         finish(arguments, results)
 
 
-def _measure(arguments: argparse.Namespace, shape: Any, kernels: Any, results: Any) -> None:
+def _measure(arguments: argparse.Namespace, shape: RecomputingShape, kernels: PacedKernels, results: Results) -> None:
     """Build and count all systems, then measure them in turns."""
-    import torch.distributed as dist
-    from systems import interleave, ours, say, step, these_ranks
-
     tokens = shape.tokens(dist.get_rank())
-    emulated = 0.0 if arguments.real else arguments.compute
+    [emulated] = arguments.compute
     kernels.seconds = emulated
-    spec = these_ranks(None if arguments.no_limit else arguments.rate, kernels.flops_per_second)
+    spec = these_ranks(arguments, kernels.flops_per_second)
     kernels.seconds = 0.0  # until all systems are built and counted
-    built: dict[str, Any] = {}
+    built: dict[str, System] = {}
 
-    def build(name: str, make: Callable[..., Any], recompute: str = "none") -> bool:
+    def build(name: str, make: Make, recompute: str = "none") -> bool:
         say(f"building: {name}")
         try:
             system = make(name, dataclasses.replace(shape, recompute=recompute), kernels)
@@ -174,29 +155,24 @@ def _measure(arguments: argparse.Namespace, shape: Any, kernels: Any, results: A
         built[name] = system
         return True
 
-    for name, (make, recompute) in systems(arguments.only).items():
+    for name, (make, recompute) in matching(systems(), arguments.only, REFERENCE).items():
         build(name, make, recompute)
-    if has_budget():
-        whole = results.figures[REFERENCE]["peak"]
-        budgets = {f"ours, {share:.0%}": round(share * whole) for share in arguments.budgets}
-        others = [] if arguments.not_equal else [name for name in built if name.startswith(COMPARED)]
-        budgets |= {f"ours at the peak of {name}": results.figures[name]["peak"] for name in others}
-        for name, budget in budgets.items():
-            if build(name, partial(ours, sharding_strategy="zero3", max_memory=budget, cluster=spec)):
-                results.figures[name]["budget"] = budget
+    whole = results.figures[REFERENCE]["peak"]
+    budgets = {f"ours, {share:.0%}": round(share * whole) for share in arguments.budgets}
+    others = [] if arguments.not_equal else [name for name in built if name.startswith(COMPARED)]
+    budgets |= {f"ours at the peak of {name}": results.figures[name]["peak"] for name in others}
+    for name, budget in budgets.items():
+        if build(name, partial(ours, sharding_strategy="zero3", max_memory=budget, cluster=spec)):
+            results.figures[name]["budget"] = budget
     kernels.seconds = emulated
     simulate_ours(spec, built, tokens, results, arguments.repeats)
-    runs: dict[str, Callable[[], float]] = {name: partial(step, system, tokens) for name, system in built.items()}
-    results.seconds = interleave(runs, arguments.rounds, say)
+    runs = {name: partial(step, system, tokens) for name, system in built.items()}
+    results.seconds = in_turns(runs, arguments.rounds)
     results.losses = {name: system.losses for name, system in built.items()}
 
 
-def count(system: Any, tokens: Any, kernels: Any) -> dict[str, Any]:
+def count(system: System, tokens: torch.Tensor, kernels: PacedKernels) -> dict[str, Any]:
     """Return the bytes and FLOPs of one step; of the ranks, the bytes of the one with the largest peak."""
-    import torch
-    import torch.distributed as dist
-    from analysis import LiveMemory
-    from systems import arenas, local, step
 
     class Phases(LiveMemory):
         forward_end = 0
@@ -248,18 +224,14 @@ def count(system: Any, tokens: Any, kernels: Any) -> dict[str, Any]:
     return counted
 
 
-def simulate_ours(spec: Any, built: Any, tokens: Any, results: Any, repeats: int) -> None:
+def simulate_ours(spec: Any, built: Mapping[str, System], tokens: torch.Tensor, results: Results, repeats: int) -> None:
     """Add to the figures of ours the step time by the description of this cluster, and by one measured profile."""
-    from thunder_fsdp_sched.planning.cost import AnalyticCost
-    from thunder_fsdp_sched.planning.simulate import simulate
-    from thunder_fsdp_sched.reports.profiler import MeasuredCost, measure
-
-    from systems import say
-
     costs: dict[str, Any] = {"simulated": AnalyticCost(spec)}
     if repeats:
         say("measuring a profile")
-        costs["simulated_by_profile"] = MeasuredCost(measure(built[REFERENCE].module, tokens, tokens, repeats=repeats))
+        costs["simulated_by_profile"] = MeasuredCost(
+            measure_profile(built[REFERENCE].module, tokens, tokens, repeats=repeats)
+        )
     for name, system in built.items():
         if system.transform is None:
             continue
@@ -273,5 +245,171 @@ def simulate_ours(spec: Any, built: Any, tokens: Any, results: Any, repeats: int
             results.figures[name][key] = seconds
 
 
+@dataclass
+class Results:
+    """The figures of a run.
+
+    Attributes:
+        figures: figures of each system that ran.
+        refused: the messages of budgets that nothing fits.
+        seconds: seconds of the slowest rank, for each system and round.
+        losses: the losses of each system on this rank.
+    """
+
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    losses: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A comparison at equal peak.
+
+    Attributes:
+        ours: the name of ours with that budget.
+        budget: the budget, in bytes.
+        best: the fastest other system whose peak is at most the budget, or that of ours if that is larger; ``None`` if
+            there is none.
+        ratio: the step time of ours divided by that of ``best``, as the median over rounds.
+        block_wise: the systems with checkpoints of whole blocks, and without, whose peak is at most that.
+    """
+
+    ours: str
+    budget: int
+    best: str | None
+    ratio: float | None
+    block_wise: tuple[str, ...]
+
+
+def equal_peaks(results: Results) -> list[Point]:
+    """Return a comparison for each budget of ours that fits."""
+    others = [name for name in results.figures if not name.startswith("ours")]
+    points = []
+    for name, figures in results.figures.items():
+        if "budget" not in figures:
+            continue
+        limit = max(figures["budget"], figures["peak"])  # the others may have as much as was counted for ours
+        fitting = [other for other in others if results.figures[other]["peak"] <= limit]
+        best = min(fitting, key=lambda other: statistics.median(results.seconds[other]), default=None)
+        of_best = None if best is None else ratio(results.seconds[name], results.seconds[best])
+        block_wise = tuple(n for n in fitting if "compiled" not in n and "selective" not in n)
+        points.append(Point(name, figures["budget"], best, of_best, block_wise))
+    return points
+
+
+def promises(results: Results, points: list[Point]) -> list[tuple[bool, str]]:
+    """Return what this benchmark is to show: whether each promise holds, and its text with the figure."""
+    made = []
+    for point in points:
+        peak = results.figures[point.ours]["peak"]
+        made.append((peak <= point.budget, f"{point.ours}: counted {_mb(peak)} of a budget of {_mb(point.budget)}"))
+    for point in points:
+        if point.ratio is not None:
+            made.append((point.ratio <= BAR, f"{point.ours}: {point.ratio:.2f} of {point.best}, {BAR}"))
+    alone = [point.ours for point in points if not point.block_wise]
+    made.append((bool(alone), f"budgets that no checkpoints of blocks meet: {', '.join(alone) or 'none'}"))
+    made += [(False, f"{name}: {why}") for name, why in results.refused.items()]
+    return made
+
+
+def finish(arguments: argparse.Namespace, results: Results) -> None:
+    """Print the tables and promises, and save the figures and the picture."""
+    points, reference = equal_peaks(results), results.figures[REFERENCE]
+    figures: dict[str, dict[str, Any]] = {}
+    for name, of_one in results.figures.items():
+        figures[name] = of_one | summary(results.seconds[name])
+        figures[name] |= {"share": of_one["peak"] / reference["peak"], "work": of_one["flops"] / reference["flops"]}
+        if "predicted" in of_one:
+            figures[name]["predicted / counted"] = of_one["predicted"] / of_one["peak"]
+        for key in {"simulated", "simulated_by_profile"} & of_one.keys():
+            figures[name][f"{key} / measured"] = of_one[key] / figures[name]["seconds"]
+    [emulated] = arguments.compute
+    result = {"emulated": emulated, "figures": figures, "seconds": results.seconds}
+    harness.report(arguments, "memory" if emulated else "memory_real", [result], STEPS, results.losses)
+    kinds = list(reference["at_peak"])
+    parts = {
+        name: of_one["at_peak"] | {"after": of_one["after_forward"][kinds[-1]]} for name, of_one in figures.items()
+    }
+    print(
+        "\nThe peak consists of these bytes, MB; the last column are activations and others when forward has returned.\n"
+    )
+    print(harness.table(parts, {kind: (kind, _mb) for kind in kinds} | {"after forward": ("after", _mb)}))
+    print("\nThe best of the other systems whose peak is at most the budget:\n")
+    print(harness.table({point.ours: _compared(point, figures) for point in points}, POINTS), end="\n\n")
+    harness.show_promises(promises(results, points))
+    if arguments.save:
+        draw(figures, arguments.save / ("memory.png" if emulated else "memory_real.png"))
+
+
+def _compared(point: Point, figures: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    ours = figures[point.ours]
+    row = {"budget": point.budget, "peak": ours["peak"], "seconds": ours["seconds"]}
+    if point.best is not None:
+        best = figures[point.best]
+        row |= {"ratio": point.ratio, "best": point.best, "its_peak": best["peak"], "its_seconds": best["seconds"]}
+    return row
+
+
+def _mb(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.1f}"
+
+
+STEPS: harness.Columns = {
+    "peak MB": ("peak", _mb),
+    "of ours": ("share", ".0%"),
+    "FLOPs": ("work", ".2f"),
+    **harness.STEP,
+    "predicted / counted peak": ("predicted / counted", ".3f"),
+    "simulated / measured step": ("simulated / measured", ".2f"),
+    "by a profile": ("simulated_by_profile / measured", ".2f"),
+    "compile s": ("compile_seconds", ".1f"),
+}
+
+POINTS: harness.Columns = {
+    "budget MB": ("budget", _mb),
+    "peak MB": ("peak", _mb),
+    "step s": ("seconds", ".3f"),
+    "ours / best": ("ratio", ".2f"),
+    "best": ("best", "s"),
+    "its peak MB": ("its_peak", _mb),
+    "its step s": ("its_seconds", ".3f"),
+}
+
+
+def draw(figures: dict[str, dict[str, Any]], path: Path) -> None:
+    """Draw step times over peaks, a line for each family of systems."""
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(7.5, 4.5))
+    families: dict[str, list[str]] = {}
+    for name, of_one in figures.items():
+        if "budget" in of_one:
+            family = "ours with max_memory"
+        else:
+            family = name.split(",")[0]
+            family += " (compiled)" * ("compiled" in name) + " (selective)" * ("selective" in name)
+        families.setdefault(family, []).append(name)
+    for family, names in families.items():
+        places = sorted((figures[name]["peak"] / 1e6, figures[name]["seconds"]) for name in names)
+        ours = family.startswith("ours")
+        axis.plot(
+            *zip(*places, strict=True),
+            marker="o" if ours else "s",
+            markersize=4,
+            linewidth=2 if ours else 1,
+            linestyle="-" if len(names) > 1 else "none",
+            label=family,
+        )
+    axis.set_xlabel("peak of a step, MB")
+    axis.set_ylabel("step, s")
+    axis.set_ylim(bottom=0)
+    axis.set_xlim(left=0)
+    axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 if __name__ == "__main__":
-    main()
+    arguments = parse()
+    harness.run_on_ranks(__file__, arguments, run)

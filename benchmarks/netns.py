@@ -1,6 +1,6 @@
 """Run ranks on one machine with rate-limited links, which take time but almost no CPU, in Linux network namespaces.
 
-``with Links(2, bits_per_second=1e9) as links: links.run([sys.executable, "script.py"])`` starts one process per rank, each
+``with Links(2, bits_per_second=[1e9]) as links: links.run([sys.executable, "script.py"])`` starts one process per rank, each
 in its own namespace and pinned to a core. A token bucket (``tc ... tbf``) limits the rate at which a rank sends. Two
 namespaces are connected by a veth pair, more by a bridge in its own namespace, so deleting the namespaces deletes
 everything. For several rates there are several links, each with its own interface: ``eth0``, ``eth1``, ... With
@@ -12,30 +12,17 @@ and does not limit the rate.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-
-__all__ = [
-    "Links",
-    "Loopback",
-    "add_link_options",
-    "describe_link",
-    "join_ranks",
-    "run_on_ranks",
-    "sent_bytes",
-    "why_not",
-]
 
 _MTU = 65000  # large packets: few interrupts, so that a transfer takes little CPU
+_BURST = 256 * 1024  # bytes that a node may send at once after a pause
 _BUFFERS = "4096 4194304 33554432"  # minimum, default and maximum bytes of a TCP socket's buffer
 
 
@@ -54,85 +41,27 @@ def sent_bytes(interface: str) -> int:
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
-def add_link_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that :func:`run_on_ranks` reads."""
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rate", type=float, default=1e9, help="bits/s that a rank can send")
-    parser.add_argument("--no-limit", action="store_true", help="use plain loopback, which needs no root")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds until a rank counts as hanging")
-
-
-def describe_link(arguments: argparse.Namespace) -> str:
-    """Return the link between ranks that the options of :func:`add_link_options` ask for."""
-    return "plain loopback" if arguments.no_limit else f"{arguments.rate / 1e9:g} Gbit/s"
-
-
-def run_on_ranks(
-    script: str,
-    arguments: argparse.Namespace,
-    run_rank: Callable[[argparse.Namespace], object],
-    *,
-    bits_per_second: float | Sequence[float],
-    ranks_per_node: int = 1,
-) -> None:
-    """Start ``script`` on all ranks and print the output of rank 0; in a rank, call ``run_rank(arguments)`` instead.
-
-    If the links cannot be created, the process exits with a message.
-
-    Args:
-        script: the script to start, with the command line of this process.
-        arguments: the parsed command line, with the options of :func:`add_link_options`.
-        bits_per_second: the rate at which a node can send; a sequence for several links.
-        ranks_per_node: how many successive ranks share a node.
-    """
-    if "RANK" in os.environ:
-        run_rank(arguments)
-        return
-    reason = None if arguments.no_limit else why_not()
-    if reason is not None:
-        sys.exit(f"cannot make rate-limited links: {reason} (or give --no-limit, for plain loopback)")
-    ranks = arguments.ranks
-    made = partial(Links, bits_per_second=bits_per_second, ranks_per_node=ranks_per_node)
-    with Loopback(ranks) if arguments.no_limit else made(ranks) as links:
-        command = [sys.executable, "-W", "ignore", script, *sys.argv[1:]]
-        print(links.run(command, timeout=arguments.timeout, show_progress=True)[0], end="")
-
-
-def join_ranks() -> tuple[int, int]:
-    """Create the default process group of a rank with one thread; return the rank and the number of ranks."""
-    import torch
-    import torch.distributed as dist
-
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], rank=rank, world_size=world_size)
-    return rank, world_size
-
-
 class Loopback:
     """Ranks on the loopback interface of the machine, without a limit on the rate.
 
     Args:
         world_size: number of ranks.
-        cores: the core of each rank. By default, cores are assigned in turn.
     """
 
     interface = "lo"
     """The interface that gloo uses by default."""
 
-    def __init__(self, world_size: int, *, cores: Sequence[int] | None = None) -> None:
+    def __init__(self, world_size: int) -> None:
         available = sorted(os.sched_getaffinity(0))
         self.world_size = world_size
-        self.cores = list(cores) if cores is not None else [available[r % len(available)] for r in range(world_size)]
+        self.cores = [available[rank % len(available)] for rank in range(world_size)]
         self._folder = Path(tempfile.mkdtemp(prefix="links-"))
         self._runs = 0
 
     def __enter__(self) -> Loopback:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._clean_up()
 
     def run(self, command: Sequence[str], *, timeout: float = 3600.0, show_progress: bool = False) -> list[str]:
@@ -205,10 +134,8 @@ class Links(Loopback):
 
     Args:
         world_size: number of ranks.
-        bits_per_second: the rate at which a node can send; a sequence for several links.
-        burst: bytes that a node may send at once after a pause.
+        bits_per_second: the rate at which a node can send over each link.
         ranks_per_node: how many successive ranks share a namespace.
-        cores: the core of each rank. By default, cores are assigned in turn.
 
     Raises:
         RuntimeError: the user is not root, a tool is missing, or the kernel refuses.
@@ -220,17 +147,14 @@ class Links(Loopback):
         self,
         world_size: int,
         *,
-        bits_per_second: float | Sequence[float],
-        burst: int = 256 * 1024,
+        bits_per_second: Sequence[float],
         ranks_per_node: int = 1,
-        cores: Sequence[int] | None = None,
     ) -> None:
         reason = why_not()
         if reason is not None:
             raise RuntimeError(f"cannot make network namespaces: {reason}")
-        super().__init__(world_size, cores=cores)
-        self.rates = [bits_per_second] if isinstance(bits_per_second, (int, float)) else list(bits_per_second)
-        self.burst = burst
+        super().__init__(world_size)
+        self.rates = list(bits_per_second)
         self.ranks_per_node = ranks_per_node
         self.nodes = world_size // ranks_per_node
         self._tag = f"fsdp{os.getpid()}"
@@ -280,7 +204,7 @@ class Links(Loopback):
         _ip(f"-n {name} link set {interface} mtu {_MTU} up")
         for knob in ("tcp_wmem", "tcp_rmem"):
             _call(["ip", "netns", "exec", name, "sysctl", "-q", "-w", f"net.ipv4.{knob}={_BUFFERS}"])
-        limit = f"rate {round(rate)}bit burst {self.burst} limit {16 * 1024 * 1024}"
+        limit = f"rate {round(rate)}bit burst {_BURST} limit {16 * 1024 * 1024}"
         _call(f"tc -n {name} qdisc add dev {interface} root tbf {limit}".split())
 
     def _clean_up(self) -> None:

@@ -1,9 +1,7 @@
-"""Measure the host time of the plugin: at run time per bucket, in the prologue per call, and when compiling.
+"""Measure the host time of the plugin at run time: per bucket, and of agreement.
 
-    python benchmarks/overhead.py --save overhead                 # everything; about five minutes
-    python benchmarks/overhead.py --only steps prologue           # a minute
-    python benchmarks/overhead.py --only compile --blocks-of linear --blocks 8 32 128 --no-gc
-    python benchmarks/overhead.py --only compile --blocks 128     # a GPT; Thunder traces it for many minutes
+    python benchmarks/overhead.py --save overhead                 # everything
+    python benchmarks/overhead.py --only steps                    # a minute
 
 Each part runs in a separate process, as rank 0 of 8 with torch's fake process group. The collectives of that group do
 nothing, so only the host time of their callers remains. (With real gloo ranks, most of the time would be spent waiting for
@@ -13,200 +11,360 @@ another process.)
   with a few steps of each in every round. Each system is compared with the same compiler without sharding. The time of the
   collectives' own calls is subtracted; it is measured separately, in the same rounds with the same tensors. A second table
   shows the time inside the calls that gather and reduce, from separate steps.
-* Prologue: the checks of Thunder in every call, with shards and without, for the same number of parameters.
 * Agreement: two real gloo ranks exchange tokens, as each trace that communicates does. The host time of a round is the time
   to post it, and to settle it after the other rank's token has arrived. A step has two rounds.
-* Compiling: processor seconds to compile a model on the meta device, in a separate process for each number of blocks.
-  Python collects garbage during whichever pass is running, and a full collection takes longer the more traces Thunder keeps.
-  ``--no-gc`` measures the passes without garbage collection.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import statistics
 import subprocess
 import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-PARTS = ("steps", "prologue", "agreement", "compile")
-MOST_A_COLLECTIVE = 60.0  # microseconds beyond the collective's own call
-MOST_OF_FSDP2 = 0.5  # share of FSDP2's time beyond the own call
-MOST_A_ROUND = 100.0  # microseconds of host time for a round of agreement
-MOST_OF_COMPILING = 0.10  # share of Thunder's own compile time, at 32 blocks of a GPT
+import thunder_fsdp_sched
+from thunder_fsdp_sched.agreement.channel import announce
+from thunder_fsdp_sched.agreement.control import Agreed, Control, Run
+from thunder_fsdp_sched.distributed.process_groups import ProcessGroupRef
+from thunder_fsdp_sched.ir.computation import NOTHING
+from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
+
+import harness
+import thunder
+import torch
+import torch.distributed as dist
+from harness import table
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+# Limit on the microseconds of a collective beyond its own call.
+MOST_A_COLLECTIVE = 60.0
+
+
+# Limit on our share of FSDP2's time beyond the own call.
+MOST_OF_FSDP2 = 0.5
+
+
+# Limit on the microseconds of host time for a round of agreement.
+MOST_A_ROUND = 100.0
+
+
+WORLD_SIZE = 8
+STEPS = 10  # of one system in a round
+CALLS = 200  # of one collective in a round
 
 
 def main() -> None:
-    arguments = parse()
-    if arguments.child:
-        import overhead_parts
-
-        print(json.dumps(getattr(overhead_parts, arguments.child)(arguments)))
-        return
-    results: dict[str, Any] = {}
-    if "steps" in arguments.only:
-        results["steps"] = run("steps")
-    if "prologue" in arguments.only:
-        results["prologue"] = [run("prologue", "--parameters", str(n)) for n in arguments.parameters]
-    if "agreement" in arguments.only:
-        results["agreement"] = run("agreement")
-    if "compile" in arguments.only:
-        results["compile"] = [run("compiling", "--blocks", str(n)) for n in arguments.blocks]
-    show(arguments, results)
-    if arguments.save:
-        arguments.save.mkdir(parents=True, exist_ok=True)
-        (arguments.save / "overhead.json").write_text(json.dumps(results, indent=1))
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of steps and of prologues")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of steps, and a tenth of those of agreement")
     parser.add_argument("--tiny-blocks", type=int, default=6, help="blocks of the model whose steps are timed")
     parser.add_argument("--layers", type=int, default=6, help="linear layers of such a block, two parameters each")
-    parser.add_argument("--parameters", type=int, nargs="+", default=[300, 3000], help="parameters of the prologues")
-    parser.add_argument("--blocks", type=int, nargs="+", default=[8, 32], help="blocks of the models to compile")
-    parser.add_argument("--blocks-of", choices=("gpt", "linear"), default="gpt", help="what to compile")
-    parser.add_argument("--no-gc", action="store_true", help="compile without garbage collection")
-    parser.add_argument("--save", type=Path, help="folder for overhead.json")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="where to write overhead.json")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(PARTS[arguments.child][0](arguments)))
+        return
+    results = {}
+    for part in arguments.only:
+        print(f"measuring: {part}", file=sys.stderr, flush=True)
+        command = [sys.executable, "-W", "ignore", *sys.argv, "--child", part]  # in a new process
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        results[part] = json.loads(done.stdout.splitlines()[-1])
+        PARTS[part][1](results[part])
+    harness.save(arguments, "overhead", results=results)
 
 
-def run(part: str, *options: str) -> Any:
-    """Measure one part in a new process."""
-    print(f"measuring: {' '.join((part, *options))}", file=sys.stderr, flush=True)
-    command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], *options, "--child", part]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+def limit(what: str, figure: float, most: float) -> tuple[bool, str]:
+    return figure <= most, f"{what}: {figure:.3g}, at most {most:g}"
 
 
-def show(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
-    from thunder_fsdp_sched.demo.show import make_console
-
-    console = make_console()
-    bars: list[tuple[str, float, str, bool]] = []
-    if "steps" in results:
-        for table in steps_tables(results["steps"], bars):
-            console.print(table, highlight=False)
-    if "prologue" in results:
-        console.print(prologue_table(results["prologue"]), highlight=False)
-    if "agreement" in results:
-        console.print(agreement_table(results["agreement"], bars), highlight=False)
-    if "compile" in results:
-        console.print(compile_table(arguments, results["compile"], bars), highlight=False)
-    results["bars"] = [dict(zip(("what", "figure", "limit", "passed"), bar, strict=True)) for bar in bars]
-    table = _table("Limits", "what", "figure", "limit", "")
-    for what, figure, limit, passed in bars:
-        table.add_row(what, f"{figure:.3g}", limit, "[green]pass[/]" if passed else "[red]FAIL[/]")
-    console.print(table, highlight=False)
-
-
-def steps_tables(steps: dict[str, Any], bars: list[tuple[str, float, str, bool]]) -> list[Any]:
-    whole = _table(
-        f"Microseconds of a step: {steps['blocks']} blocks of {steps['parameters']} parameters, fake group of 8",
-        *("", "step", "unsharded", "difference", "gathers", "reductions", "own calls", "beyond them", "each"),
-    )
-    inside = _table(
-        "Microseconds for one collective, within the calls that issue it and wait for it",
-        *("", "gather: issue", "wait", "own call", "beyond it", "reduce: issue", "wait", "own call", "beyond it"),
-    )
-    for name, of_one in steps["systems"].items():
-        if "each" not in of_one:
-            continue
-        keys = ("step", "unsharded", "difference", "gathers", "reductions", "own_calls", "beyond", "each")
-        whole.add_row(name, *(f"{of_one[key]:.0f}" for key in keys))
-        row = []
-        for kind in ("gather", "reduce"):
-            one = of_one[kind]
-            row += [one["issue"], one["wait"], one["own_call"], one["beyond"]]
-        inside.add_row(name, *(f"{value:.1f}" for value in row))
+def show_steps(found: Mapping[str, Any]) -> None:
+    print(f"microseconds of a step: {found['blocks']} blocks of {found['parameters']} parameters, fake group of 8\n")
+    keys = ("step", "unsharded", "difference", "gathers", "reductions", "own_calls", "beyond", "each")
+    print(table(found["systems"], {key.replace("_", " "): (key, ".0f") for key in keys}))
+    print("\nBeyond: the difference without the collectives' own calls. Each: for one collective.")
+    for kind in ("gather", "reduce"):
+        print(f"\nmicroseconds of one {kind}, within the calls that issue it and wait for it\n")
+        of_kind = {name: of_one[kind] for name, of_one in found["systems"].items() if kind in of_one}
+        print(table(of_kind, {key: (key, ".1f") for key in ("issue", "wait", "own call", "beyond")}))
+    promises = []
     for strategy in ("zero2", "zero3"):
-        ours, theirs = steps["systems"][f"ours {strategy}"], steps["systems"][f"FSDP2 {strategy}"]
+        ours, theirs = (found["systems"][f"{name} {strategy}"] for name in ("ours", "FSDP2"))
         for what, mine, other in (
             ("a gather", ours["gather"]["beyond"], theirs["gather"]["beyond"]),
             ("a reduction", ours["reduce"]["beyond"], theirs["reduce"]["beyond"]),
             ("the whole step, per collective", ours["each"], theirs["each"]),
         ):
-            limit = f"{MOST_A_COLLECTIVE:g} us"
-            bars.append((f"{strategy}: {what}, beyond its own call", mine, limit, mine <= MOST_A_COLLECTIVE))
-            bars.append(
-                (f"{strategy}: {what}, over FSDP2's", mine / other, f"{MOST_OF_FSDP2:g}", mine <= MOST_OF_FSDP2 * other)
-            )
-    whole.caption = "Each: time beyond the own calls, divided by the number of collectives."
-    inside.caption = "FSDP2's copies and reshards are included. Own call: the collective alone, called in a loop."
-    return [whole, inside]
+            promises.append(limit(f"{strategy}: {what}, beyond its own call, us", mine, MOST_A_COLLECTIVE))
+            promises.append(limit(f"{strategy}: {what}, of FSDP2's", mine / other, MOST_OF_FSDP2))
+    harness.show_promises(promises)
 
 
-def prologue_table(prologues: list[dict[str, Any]]) -> Any:
-    table = _table("Milliseconds of a prologue", "parameters", "Thunder", "ours", "ratio")
-    for one in prologues:
-        ratio = f"{one['ours'] / one['thunder']:.2f}"
-        table.add_row(f"{one['parameters']:,}", f"{one['thunder']:.3f}", f"{one['ours']:.3f}", ratio)
-    return table
-
-
-def agreement_table(found: dict[str, Any], bars: list[tuple[str, float, str, bool]]) -> Any:
-    table = _table("Microseconds of a round of agreement, 2 gloo ranks", "", "median", "10th percentile")
-    for key, text in (
-        ("post", "post"),
-        ("post, processor", "post, processor time of the host's thread"),
-        ("settle", "settle, after the token has arrived"),
-        ("settle, processor", "settle, processor time of the host's thread"),
-        ("blocking", "post and settle at once, the other rank's answer included"),
-    ):
-        table.add_row(text, *(f"{found[key][of]:.1f}" for of in ("median", "tenth")))
+def show_agreement(found: Mapping[str, Mapping[str, float]]) -> None:
+    print("microseconds of a round of agreement, 2 gloo ranks\n")
+    print(table(found, {"median": ("median", ".1f"), "10th percentile": ("tenth", ".1f")}))
     host = found["post, processor"]["median"] + found["settle, processor"]["median"]
-    bars.append(("agreement: host time of a round", host, f"{MOST_A_ROUND:g} us", host <= MOST_A_ROUND))
-    return table
+    harness.show_promises([limit("agreement: host time of a round, us", host, MOST_A_ROUND)])
 
 
-def compile_table(
-    arguments: argparse.Namespace, compiled: list[dict[str, Any]], bars: list[tuple[str, float, str, bool]]
-) -> Any:
-    collecting = "without garbage collection" if arguments.no_gc else "garbage collection included"
-    table = _table(
-        f"Processor seconds of compiling blocks of {arguments.blocks_of}, {collecting}",
-        *("", *(f"{one['blocks']} blocks" for one in compiled)),
-    )
-    for key, text in (("symbols", "bound symbols"), ("gigabytes", "peak memory, GB"), ("thunder", "Thunder's own, s")):
-        table.add_row(text, *(f"{one[key]:,.1f}".removesuffix(".0") for one in compiled))
-    table.add_row("of that, in our pass that differentiates, s", *(f"{one['differentiating']:.2f}" for one in compiled))
-    table.add_row("our other passes, s", *(f"{one['ours']:.2f}" for one in compiled))
-    table.add_row(
-        "our other passes / Thunder's own",
-        *(f"{one['ours'] / one['thunder']:.1%}" for one in compiled),
-        end_section=True,
-    )
-    last = compiled[-1]["passes"]
-    for name in sorted(last, key=last.get, reverse=True):
-        table.add_row(name, *(f"{one['passes'].get(name, 0.0):.3f}" for one in compiled))
-    for one in compiled:
-        if one["blocks"] == 32 and arguments.blocks_of == "gpt":
-            share = one["ours"] / one["thunder"]
-            limit = f"{MOST_OF_COMPILING:g}"
-            bars.append(
-                (
-                    "our other passes over Thunder's own, 32 GPT blocks",
-                    share,
-                    limit,
-                    share <= MOST_OF_COMPILING,
-                )
-            )
-    return table
+def steps(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the host time of steps, of their gathers and reductions, and of the collectives alone."""
+    harness.join_fake_ranks(WORLD_SIZE)
+    systems = {name: _Stepping(make) for name, make in _systems(options).items()}
+    bucket = systems["ours zero3"].transform.sharded.buckets[0]
+    own_calls = _own_calls(bucket)
+    seconds: dict[str, list[float]] = defaultdict(list)
+    inside: dict[str, list[dict[str, float]]] = defaultdict(list)
+    _stop_collecting()
+    for _ in range(options.rounds):
+        for name, call in own_calls.items():
+            seconds[name].append(_time(call, CALLS))
+        for name, system in systems.items():
+            seconds[name].append(statistics.median(system.step() for _ in range(STEPS)))
+        for name, system in systems.items():
+            if "zero" in name:
+                inside[name].append(system.inside())
+    micro = {name: statistics.median(values) * 1e6 for name, values in seconds.items()}
+    result: dict[str, Any] = {}
+    for name in systems:
+        result[name] = {"step": micro[name]}
+        if "zero" not in name:
+            continue
+        twin = "eager" if "FSDP2" in name else "Thunder"
+        counts = {kind: round(_median(inside[name], f"{kind}s")) for kind in ("gather", "reduce")}
+        own = sum(counts[kind] * micro[kind] for kind in counts)
+        difference = statistics.median(a - b for a, b in zip(seconds[name], seconds[twin], strict=True)) * 1e6
+        result[name] |= {
+            "unsharded": micro[twin],
+            "difference": difference,
+            "gathers": counts["gather"],
+            "reductions": counts["reduce"],
+            "own_calls": own,
+            "beyond": difference - own,
+            "each": (difference - own) / sum(counts.values()),
+        }
+        for kind in counts:
+            issue, wait = (_median(inside[name], f"{kind} {what}") * 1e6 for what in ("issue", "wait"))
+            result[name][kind] = {"issue": issue, "wait": wait, "own call": micro[kind]}
+            result[name][kind]["beyond"] = issue + wait - micro[kind]
+    return {"blocks": options.tiny_blocks, "parameters": 2 * options.layers, "systems": result}
 
 
-def _table(title: str, *columns: str) -> Any:
-    from rich import box
-    from rich.table import Table
+def agreement(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the host time of a round on the control channel."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_agree, (Path(folder), options.rounds), nprocs=2)
+        return json.loads((Path(folder) / "seconds").read_text())
 
-    made = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, caption_justify="left")
-    for index, column in enumerate(columns):
-        made.add_column(column, justify="right" if index else "left", no_wrap=index == 0)
-    return made
+
+def _agree(rank: int, folder: Path, rounds: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    world_group = ProcessGroupRef.of(dist.distributed_c10d._get_default_group())
+    control = Control(world_group, announce(world_group, "agreement")(), "model", "the model")
+    run = Run(control, "forward_0", Agreed(1, True, True), "forward", NOTHING, 0)
+    seconds: dict[str, list[float]] = defaultdict(list)
+    _stop_collecting()
+    for _ in range(rounds * STEPS):
+        run.post()
+        run.settle()  # so that both ranks start together
+        for name, call in (("post", run.post), ("settle", run.settle)):
+            started, on_processor = time.perf_counter(), time.thread_time()
+            call()
+            seconds[f"{name}, processor"].append(time.thread_time() - on_processor)
+            seconds[name].append(time.perf_counter() - started)
+            time.sleep(0.002)
+
+    def both() -> None:
+        run.post()
+        run.settle()
+
+    for _ in range(rounds * STEPS):
+        seconds["blocking"].append(_time(both, 1))
+    if rank == 0:
+        tenths = {name: statistics.quantiles(of_one, n=10) for name, of_one in seconds.items()}
+        micro = {name: {"tenth": t[0] * 1e6, "median": t[4] * 1e6} for name, t in tenths.items()}
+        (folder / "seconds").write_text(json.dumps(micro))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _systems(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return _Blocks(options.tiny_blocks, options.layers)
+
+    def ours(strategy: str) -> Any:
+        return thunder.jit(model(), transforms=[thunder_fsdp_sched.fsdp(sharding_strategy=strategy)])
+
+    def fsdp2(reshard: bool) -> nn.Module:
+        module = model()
+        for part in (*module.blocks, module):
+            fully_shard(part, reshard_after_forward=reshard)
+        return module
+
+    return {
+        "Thunder": lambda: thunder.jit(model()),
+        "ours zero2": lambda: ours("zero2"),
+        "ours zero3": lambda: ours("zero3"),
+        "eager": model,
+        "FSDP2 zero2": lambda: fsdp2(False),
+        "FSDP2 zero3": lambda: fsdp2(True),
+    }
+
+
+class _Blocks(nn.Module):
+    """Blocks of linear layers that are so small that a step takes only host time."""
+
+    def __init__(self, blocks: int, layers: int, width: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))) for _ in range(blocks)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+class _Stepping:
+    """A system whose steps can be timed."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.module = make()
+        self.parameters = list(self.module.parameters())
+        self.x = torch.ones(8, 8)
+        for _ in range(3):
+            self.step()
+
+    @property
+    def transform(self) -> Any:
+        return self.module._lc_transforms[0]
+
+    def step(self) -> float:
+        """Run one step; return the seconds of forward and backward."""
+        started = time.perf_counter()
+        self.module(self.x).backward()
+        seconds = time.perf_counter() - started
+        for parameter in self.parameters:
+            parameter.grad = None
+        return seconds
+
+    def inside(self) -> dict[str, float]:
+        """Run a few steps; return the collectives per step, and the seconds to issue one and to wait for it."""
+        spent: dict[str, list[float]] = defaultdict(list)
+        with _watch_ours(self.module, spent) if isinstance(self.module, thunder.ThunderModule) else _watch_fsdp2(spent):
+            for _ in range(STEPS):
+                self.step()
+        result: dict[str, float] = {}
+        for kind in ("gather", "reduce"):
+            count = len(spent[f"{kind} issue"])
+            result[f"{kind}s"] = count / STEPS
+            for what in ("issue", "wait"):  # some of FSDP2's waits have nothing to do
+                result[f"{kind} {what}"] = sum(spent[f"{kind} {what}"]) / count
+        return result
+
+
+def _timed(function: Callable[..., Any], spent: list[float], counts: Callable[..., bool]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not counts(*args):
+            return function(*args, **kwargs)
+        started = time.perf_counter()
+        result = function(*args, **kwargs)
+        spent.append(time.perf_counter() - started)
+        return result
+
+    return call
+
+
+@contextmanager
+def _watch_ours(module: Any, spent: dict[str, list[float]]) -> Iterator[None]:
+    """Time our symbols in the compiled traces."""
+    names = {
+        fsdp_all_gather.name: "gather issue",
+        fsdp_wait_params.name: "gather wait",
+        fsdp_reduce_scatter.name: "reduce issue",
+        fsdp_wait_grads.name: "reduce wait",
+    }
+    entry = thunder.compile_stats(module).interpreter_cache[-1]
+    patches = []
+    for function in (entry.computation_fn, entry.backward_fn):
+        scope = _traced(function).__globals__
+        patched = {n: _timed(scope[n], spent[k], lambda *_: True) for n, k in names.items() if n in scope}
+        patches.append(mock.patch.dict(scope, patched))
+    with patches[0], patches[1]:
+        yield
+
+
+def _traced(function: Any) -> Any:
+    """Return the function that was compiled from a trace, without its wrappers."""
+    while not function.__code__.co_filename.startswith("thunder."):
+        function = function.__wrapped__
+    return function
+
+
+@contextmanager
+def _watch_fsdp2(spent: dict[str, list[float]]) -> Iterator[None]:
+    """Time the methods of FSDP2's parameter groups that gather and reduce, except for calls that have nothing to do."""
+    methods = {
+        "unshard": ("gather issue", lambda group, *_: group._all_gather_result is None and not group.is_unsharded),
+        "wait_for_unshard": ("gather wait", lambda group: group._all_gather_result is not None),
+        "post_backward": ("reduce issue", lambda *_: True),
+        "finalize_backward": ("reduce wait", lambda *_: True),
+    }
+    patched = {n: _timed(getattr(FSDPParamGroup, n), spent[k], counts) for n, (k, counts) in methods.items()}
+    with mock.patch.multiple(FSDPParamGroup, **patched):
+        yield
+
+
+def _own_calls(bucket: Any) -> dict[str, Callable[[], object]]:
+    """Return functions that call the collectives of a bucket and wait for them, and do nothing else."""
+    [segment] = bucket.spec.layout.segments
+    own = bucket.shard.narrow(0, segment.shard_offset, segment.shard_numel)
+    whole, group = torch.empty(WORLD_SIZE * segment.shard_numel), dist.group.WORLD
+    return {
+        "gather": lambda: all_gather_flat(whole, own, group=group, async_op=True).wait(),
+        "reduce": lambda: reduce_scatter_flat(own, whole, op=dist.ReduceOp.AVG, group=group, async_op=True).wait(),
+    }
+
+
+def _stop_collecting() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # a collection would fall into some step
+
+
+def _time(call: Callable[[], object], times: int) -> float:
+    started = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - started) / times
+
+
+def _median(of: list[dict[str, float]], key: str) -> float:
+    return statistics.median(one[key] for one in of)
+
+
+# For each part, the function that measures it in a process of its own, and the one that prints the result.
+PARTS: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], None]]] = {
+    "steps": (steps, show_steps),
+    "agreement": (agreement, show_agreement),
+}
 
 
 if __name__ == "__main__":

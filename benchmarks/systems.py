@@ -7,12 +7,11 @@ FLOPs. That leaves the processors to communication and makes ratios repeatable.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import gc
-import statistics
-import sys
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,34 +26,12 @@ from thunder_fsdp_sched.planning.flops import flops_of
 import thunder
 import torch
 import torch.distributed as dist
+from harness import in_turns, say
 from thunder.core.prims import OpTags
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-
-__all__ = [
-    "Emulation",
-    "Shape",
-    "System",
-    "arenas",
-    "communicate",
-    "ddp",
-    "fsdp2",
-    "interleave",
-    "local",
-    "ours",
-    "overlapped_fsdp2",
-    "ratio",
-    "say",
-    "sleeping",
-    "step",
-    "these_ranks",
-    "thunders_fsdp",
-    "unsharded",
-    "unsharded_eager",
-    "wire_bytes",
-]
 
 
 @dataclass(frozen=True)
@@ -67,6 +44,12 @@ class Shape:
     batch: int = 1
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace, **others: Any) -> Shape:
+        """Return the shape that the options ask for, with sequences of at most 256 bytes."""
+        length = min(arguments.length, 256)
+        return cls(arguments.blocks, arguments.width, length, max(arguments.length // length, 1), **others)
 
     def model(self) -> GPT:
         torch.manual_seed(0)
@@ -111,10 +94,14 @@ class Emulation:
     """The emulation of compute: matrix multiplications of a model sleep, ``seconds`` in total for forward and backward.
 
     ``seconds`` may change at any time, without compiling again. 0 emulates nothing.
+
+    Args:
+        nothing: whether models stay as they are, so that ``seconds`` has no effect.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, *, nothing: bool = False) -> None:
         self.seconds = 0.0
+        self._nothing = nothing
         self._flops = shape.flops
 
     def sleep(self, flops: float) -> None:
@@ -123,7 +110,7 @@ class Emulation:
 
     def transform(self) -> thunder.Transform:
         """Return the transform for ``thunder.jit(transforms=[..., emulation.transform()])``."""
-        return sleeping(self.sleep)
+        return thunder.Transform() if self._nothing else sleeping(self.sleep)
 
     def eager(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make every ``Linear`` of an uncompiled module sleep, in forward and in backward; return the module."""
@@ -144,7 +131,7 @@ class Emulation:
             return Sleep.apply(output, 2.0 * inputs[0].numel() * module.out_features)
 
         for module in model.modules():
-            if isinstance(module, torch.nn.Linear):
+            if isinstance(module, torch.nn.Linear) and not self._nothing:
                 module.register_forward_hook(slow_down)
         return model
 
@@ -363,49 +350,54 @@ def communicate(system: System, compiled: Any = None) -> float:
     return time.perf_counter() - started
 
 
-def these_ranks(bits_per_second: float | None, flops_per_second: float | None) -> ClusterSpec:
-    """Return the description of the ranks of a benchmark: the preset of a CPU, with the given rates.
+def these_ranks(
+    arguments: argparse.Namespace, flops_per_second: float | None, *, ranks_per_node: int = 1
+) -> ClusterSpec:
+    """Return the description of the ranks of a benchmark: the preset of a CPU, with the rates of the options.
 
     Args:
-        bits_per_second: the rate of the link; ``None`` if it is not limited.
         flops_per_second: of emulated compute; ``None`` or 0 if compute is real.
+        ranks_per_node: how many ranks share a link, and reach each other without a limit.
     """
-    spec = dataclasses.replace(cluster("cpu-2core"), name="these ranks")
-    if bits_per_second is not None:
-        link = bits_per_second / 8
-        spec = dataclasses.replace(spec, intra_node_bandwidth=link, inter_node_bandwidth=link)
+    spec = dataclasses.replace(cluster("cpu-2core"), name="these ranks", devices_per_node=ranks_per_node)
+    if not arguments.no_limit:
+        spec = dataclasses.replace(spec, inter_node_bandwidth=arguments.rate / 8 / ranks_per_node)
     if flops_per_second:
         spec = dataclasses.replace(spec, flops={torch.float32: flops_per_second})
     return spec
 
 
-def interleave(
-    runs: dict[str, Callable[[], float]], rounds: int, say: Callable[[str], object] = lambda text: None
-) -> dict[str, list[float]]:
-    """Run each function once per round, in a different order each round; return the slowest rank's seconds per round."""
-    names = list(runs)
-    seconds = torch.zeros(len(names), rounds, dtype=torch.float64)
-    gc.collect()
-    gc.freeze()  # otherwise a full collection, which takes a second with Thunder's traces, would run in some step
-    for round_ in range(rounds):
-        say(f"round {round_ + 1} of {rounds}")
-        for offset in range(len(names)):
-            number = (round_ * (len(names) // 2 + 1) + offset) % len(names)
-            seconds[number, round_] = runs[names[number]]()
-    gc.unfreeze()
-    if dist.is_initialized():
-        if dist.get_backend() == "nccl":
-            seconds = seconds.cuda()
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return dict(zip(names, seconds.tolist(), strict=True))
+# A function that builds a system from its name, a shape and an emulation.
+Make = Callable[[str, Shape, Emulation], System]
 
 
-def ratio(of: Sequence[float], to: Sequence[float]) -> float:
-    """Return the median of the ratios in each round."""
-    return statistics.median(a / b for a, b in zip(of, to, strict=True))
+def matching(makes: Mapping[str, Make], only: str, *needed: str) -> dict[str, Make]:
+    """Return the systems whose names match a regular expression, and those that are needed for comparison."""
+    return {name: make for name, make in makes.items() if name in needed or re.search(only, name)}
 
 
-def say(text: str) -> None:
-    """Print progress on rank 0."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
+def build(
+    makes: Mapping[str, Make], shape: Shape, emulation: Emulation, first_step: Callable[[System], object]
+) -> dict[str, System]:
+    """Build each system, and run its first step, which compiles."""
+    built = {}
+    for name, make in makes.items():
+        say(f"building: {name}")
+        built[name] = make(name, shape, emulation)
+        first_step(built[name])
+    return built
+
+
+def measure(
+    arguments: argparse.Namespace,
+    emulation: Emulation,
+    runs: Mapping[str, Callable[[], float]],
+    evaluate: Callable[[dict[str, list[float]]], dict[str, dict[str, Any]]],
+) -> list[dict[str, Any]]:
+    """Run everything in turns for each amount of compute; return the results that ``harness.report`` prints."""
+    results = []
+    for emulated in arguments.compute:
+        emulation.seconds = emulated
+        seconds = in_turns(runs, arguments.rounds)
+        results.append({"emulated": emulated, "seconds": seconds, "figures": evaluate(seconds)})
+    return results

@@ -1,32 +1,66 @@
-"""Measure the processor time of compiling: plain ``thunder.jit``, and ``fsdp`` with and without repeated modules.
+"""Measure the processor time of compiling: plain ``thunder.jit``, ``fsdp`` with and without repeated modules, searches.
 
     python benchmarks/tracing.py --blocks 8 32
     python benchmarks/tracing.py --blocks 128 --only once      # the others take many minutes
+    python benchmarks/tracing.py --blocks 8 32 --only once --passes
+    python benchmarks/tracing.py --blocks 8 --searches
 
-Each measurement runs in a new process, on parameters without memory, as rank 0 of 8 of torch's fake process group:
+Each measurement runs in a new process, as rank 0 of 8 of torch's fake process group:
 
 * plain: ``thunder.jit(model)``, without sharding;
 * forward: ``fsdp(trace_modules_once=False)``, which traces module calls as calls of ``forward``;
 * once: ``fsdp()``, which copies what it traced to modules that are alike.
 
-The model is compiled with gradients. "Differentiating" is the pass that differentiates and lets executors claim operators
-(with "forward", it only claims them). It takes the place of what Thunder does in plain mode, so "our passes" do not include
-it. "Second mode" is compiling the model again under ``no_sync``, and "evaluation" after that under ``torch.no_grad()``. They
-take turns; the tables have medians.
+The demo's GPT is compiled with gradients. "Differentiating" is the pass that differentiates and lets executors claim
+operators (with "forward", it only claims them). It takes the place of what Thunder does in plain mode, so "our passes" do
+not include it. "Second mode" is compiling the model again under ``no_sync``, and "evaluation" after that under
+``torch.no_grad()``. They take turns; the tables have medians. ``--passes`` adds a row for each pass.
+
+``--searches`` measures ``prefetch="auto"``, ``max_unsharded_bytes`` (half of what the unsharded parameters take) and
+``max_memory`` (a share of the peak with the default options) for a cluster of H100 GPUs, on parameters without memory.
+"Runs" counts how often the passes ran on candidates.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from typing import Any
+from unittest import mock
+
+import thunder_fsdp_sched  # before thunder
+from thunder_fsdp_sched.capture import garbage_collection
+from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
+from thunder_fsdp_sched.pipeline import CompiledTraces
+from thunder_fsdp_sched.planning.candidate_traces import CandidateTraces
+from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
+
+import thunder
+import torch
+from harness import Columns, join_fake_ranks, table
 
 KINDS = ("plain", "forward", "once")
+WORLD_SIZE = 8
+# Limit on our other passes' share of the first mode.
+MOST_OF_COMPILING = 0.10
+
+
+COLUMNS: Columns = {
+    "first mode, s": ("first", ".1f"),
+    "tracing, s": ("tracing", ".1f"),
+    "differentiating, s": ("differentiating", ".2f"),
+    "our passes, s": ("ours", ".2f"),
+    "of plain": ("of_plain", ".2f"),
+    "second mode, s": ("second", ".1f"),
+    "of first": ("second_of_first", ".2f"),
+    "evaluation, s": ("evaluation", ".1f"),
+    "of first ": ("evaluation_of_first", ".2f"),
+}
 
 
 def main() -> None:
@@ -34,120 +68,119 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--only", choices=KINDS, nargs="+", default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--passes", action="store_true", help="add the seconds of each pass")
     parser.add_argument("--no-gc", action="store_true", help="disable Python's garbage collector while compiling")
     parser.add_argument("--default-gc", action="store_true", help="let it run as often as at other times")
+    parser.add_argument("--searches", action="store_true", help="measure the searches instead")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    sys.setrecursionlimit(100_000)  # Thunder recurses when it splits the trace of a deep model
     if arguments.worker:
-        collector = "none" if arguments.no_gc else "default" if arguments.default_gc else "ours"
-        print(json.dumps(measure(arguments.worker, *arguments.blocks, collector=collector)))
-        return
-    columns = (
-        "blocks",
-        "kind",
-        "first mode, s",
-        "tracing, s",
-        "differentiating, s",
-        "our passes, s",
-        "of plain",
-        "second mode, s",
-        "of first",
-        "evaluation, s",
-        "of first",
-    )
-    _print(columns)
-    _print(["---"] * len(columns))
+        print(json.dumps(measure(arguments.worker, arguments)))
+    elif arguments.searches:
+        for blocks in arguments.blocks:
+            measure_searches(blocks)
+    else:
+        compare(arguments)
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    figures: dict[str, dict[str, float]] = {}
     for blocks in arguments.blocks:
         found: dict[str, list[dict[str, float]]] = {kind: [] for kind in arguments.only}
         for _ in range(arguments.rounds):
             for kind in arguments.only:
-                command = [sys.executable, "-W", "ignore", __file__, "--worker", kind, "--blocks", str(blocks)]
-                command += ["--no-gc"] * arguments.no_gc + ["--default-gc"] * arguments.default_gc
+                command = [sys.executable, "-W", "ignore", *sys.argv, "--worker", kind, "--blocks", str(blocks)]
                 run = subprocess.run(command, check=True, capture_output=True, text=True)
                 found[kind].append(json.loads(run.stdout.splitlines()[-1]))
-        medians = {k: {key: statistics.median(r[key] for r in runs) for key in runs[0]} for k, runs in found.items()}
-        for kind, of in medians.items():
-            first = of["first"]
-            of_plain = f"{first / medians['plain']['first']:.2f}" if "plain" in medians else ""
-            later = [text for s in (of["second"], of["evaluation"]) for text in _compared(s, first)]
-            _print(
-                (
-                    blocks,
-                    kind,
-                    f"{first:.1f}",
-                    f"{of['tracing']:.1f}",
-                    f"{of['differentiating']:.2f}",
-                    f"{of['ours']:.2f}",
-                    of_plain,
-                    *later,
-                )
-            )
+        for kind, runs in found.items():
+            of = figures[f"{blocks}, {kind}"] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+            of |= {f"{key}_of_first": of[key] / of["first"] for key in ("second", "evaluation") if key in of}
+            if f"{blocks}, plain" in figures:
+                of["of_plain"] = of["first"] / figures[f"{blocks}, plain"]["first"]
+    print(table(figures, COLUMNS))
+    if arguments.passes:
+        names = [key for key in next(reversed(figures.values())) if key.startswith("pass ")]
+        by_pass = {name: {column: of.get(name) for column, of in figures.items()} for name in names}
+        print(f"\n{table(by_pass, {column: (column, '.3f') for column in figures})}\n")
+    for name, of in figures.items():
+        if "ours" in of:
+            share = of["ours"] / of["first"]
+            print(f"{name}: our passes take {share:.1%} of the first mode, the limit is {MOST_OF_COMPILING:.0%}")
 
 
-def _compared(seconds: float, first: float) -> tuple[str, str]:
-    return (f"{seconds:.1f}", f"{seconds / first:.2f}") if seconds else ("", "")
-
-
-def _print(cells: Iterable[object]) -> None:
-    print(f"| {' | '.join(map(str, cells))} |")
-
-
-def measure(kind: str, blocks: int, *, collector: str = "ours") -> dict[str, float]:
-    """Return the processor seconds of compiling a GPT for a first mode, a second one, and evaluation.
-
-    Args:
-        collector: how often Python collects garbage: as this package lets it, as by ``"default"``, or never: ``"none"``.
-    """
-    import gc
-
-    import thunder_fsdp_sched  # first: it prepares torch for Thunder
-    from thunder_fsdp_sched.capture import garbage_collection
-    from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
-
-    import thunder
-    import torch
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    sys.setrecursionlimit(100_000)  # Thunder recurses when it splits the trace of a deep model
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+def measure(kind: str, arguments: argparse.Namespace) -> dict[str, float]:
+    """Return the processor seconds of compiling a GPT for a first mode, a second one, and evaluation."""
+    blocks = arguments.blocks[-1]
+    join_fake_ranks(WORLD_SIZE)
     model = GPT(blocks=blocks, width=64, heads=2, length=16)
     tokens = torch.randint(0, VOCABULARY, (2, 16))
     transforms: list[Any] = []
     if kind != "plain":
         transforms.append(thunder_fsdp_sched.fsdp(trace_modules_once=kind == "once"))
     jitted = thunder.jit(model, transforms=transforms)
-    if collector == "none":
+    if arguments.no_gc:
         gc.disable()
-    elif collector == "default":
+    elif arguments.default_gc:
         garbage_collection.THRESHOLD = 0
-    started = time.process_time()
-    jitted(tokens, tokens)
-    first = time.process_time() - started
+
+    def compile_again() -> float:
+        started = time.process_time()
+        jitted(tokens, tokens)
+        return time.process_time() - started
+
+    found = {"first": compile_again()}
     stats = thunder.compile_stats(jitted)
-    tracing = (stats.last_trace_tracing_stop - stats.last_trace_tracing_start) / 1e9
-    differentiating = ours = second = 0.0
+    found["tracing"] = (stats.last_trace_tracing_stop - stats.last_trace_tracing_start) / 1e9
     if transforms:
         seconds = transforms[0].compiled[0].pass_seconds
-        differentiating = sum(seconds[name] for name in ("differentiate", "claim_operators") if name in seconds)
-        ours = sum(seconds.values()) - differentiating
-        started = time.process_time()
+        found["differentiating"] = sum(seconds.get(name, 0.0) for name in ("differentiate", "claim_operators"))
+        found["ours"] = sum(seconds.values()) - found["differentiating"]
+        found |= {f"pass {name}": of for name, of in sorted(seconds.items(), key=lambda item: -item[1])}
         with jitted.no_sync():
-            jitted(tokens, tokens)
-        second = time.process_time() - started
-    started = time.process_time()
+            found["second"] = compile_again()
     with torch.no_grad():
-        jitted(tokens, tokens)
-    evaluation = time.process_time() - started
-    return {
-        "first": first,
-        "tracing": tracing,
-        "differentiating": differentiating,
-        "ours": ours,
-        "second": second,
-        "evaluation": evaluation,
+        found["evaluation"] = compile_again()
+    return found
+
+
+def measure_searches(blocks: int) -> None:
+    torch.set_num_threads(1)
+    compile_for_cluster(1)  # facts about operators are found once in a process
+    plain, seconds = compile_for_cluster(blocks)
+    print(f"{blocks} blocks compile in {seconds:.1f} s of processor time without a search.\n")
+    unsharded = sum(placement.numel for b in plain.buckets for placement in b.spec.layout.placements) * 4  # float32
+    peak = plain.memory.peak.nbytes
+    searches: dict[str, dict[str, Any]] = {
+        'prefetch="auto"': {"prefetch": "auto"},
+        'max_unsharded_bytes, prefetch="auto"': {"max_unsharded_bytes": unsharded // 2, "prefetch": "auto"},
+        "max_memory, twice the peak": {"max_memory": 2 * peak},
+        "max_memory, 0.8 of the peak": {"max_memory": peak * 4 // 5},
+        "max_memory, 0.8 of the peak, prefetch=1": {"max_memory": peak * 4 // 5, "prefetch": 1},
     }
+    figures = {}
+    for name, options in searches.items():
+        with mock.patch.object(CandidateTraces, "run", autospec=True, side_effect=CandidateTraces.run) as run:
+            compiled, _ = compile_for_cluster(blocks, **options)
+        assert compiled.choice is not None
+        again = len(compiled.choice.chosen.recomputed)
+        figures[name] = {"runs": run.call_count, "search": compiled.pass_seconds["choose"], "again": again}
+    columns = {"runs": ("runs", "d"), "search, s": ("search", ".1f"), "values computed again": ("again", "d")}
+    print(table(figures, columns))
+
+
+def compile_for_cluster(blocks: int, **options: Any) -> tuple[CompiledTraces, float]:
+    """Return the traces of a GPT and the processor seconds that compiling took."""
+
+    def make() -> tuple[Any, ...]:
+        with torch.device("meta"):
+            tokens = torch.randint(0, VOCABULARY, (2, 128))
+            return GPT(blocks=blocks, width=384, heads=6, length=128), (tokens, tokens)
+
+    started = time.process_time()
+    transform = thunder_fsdp_sched.fsdp(cluster="h100-sxm", **options)
+    [compiled] = compile_as_rank(make, transform, rank=0, world_size=WORLD_SIZE).compiled
+    return compiled, time.process_time() - started
 
 
 if __name__ == "__main__":

@@ -1,13 +1,10 @@
-"""The evaluation code of the benchmarks: GPU traces, rounds of measurements, and the memory of a step."""
+"""The benchmarks as far as they can be tested without a GPU or a rate-limited link: what they count and conclude."""
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
-import weakref
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,309 +12,191 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.runtime.views import with_own_storage
-from thunder_fsdp_sched.transports.base import labelled
 
 import gpu
 import memory
-import memory_tables
 import pytest
 import systems
 import torch
 import torch.distributed as dist
 import windows
-from analysis import LiveMemory
 from forked import run_python
-from gpu_trace import (
-    Activity,
-    Collective,
-    collectives,
-    contention,
-    counts,
-    exposed,
-    first_difference,
-    idle,
-    read,
-    seconds_in,
-    split,
-)
+from gpu import REFERENCE, Activity, Setup, measured, merge, page, read, verdict
+from live_memory import LiveMemory
+from memory_systems import PacedKernels, RecomputingShape
 from models import byte_gpt
-from paced_kernels import PacedKernels
 from profiles import LONG_ONLY
 from ranks import Ranks
-from recomputing import RecomputingShape
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-
-def kernel(name: str, start: float, end: float, stream: int = 7, category: str = "kernel") -> Activity:
-    return Activity(name, category, stream, start, end)
-
-
-GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-
-
-def test_reading_a_trace_gives_the_activities_of_a_gpu_in_seconds() -> None:
-    arguments = {"device": 0, "stream": 7, "grid": [4, 1, 1], "block": [128, 1, 1]}
-    trace = {
-        "traceEvents": [
-            {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 2e6, "dur": 5e5, "args": arguments},
-            {
-                "ph": "X",
-                "cat": "gpu_memcpy",
-                "name": "Memcpy DtoD",
-                "ts": 1e6,
-                "dur": 1e5,
-                "args": {"device": 0, "stream": 9},
-            },
-            {
-                "ph": "X",
-                "cat": "kernel",
-                "name": "of another GPU",
-                "ts": 0,
-                "dur": 1,
-                "args": {"device": 1, "stream": 7},
-            },
-            {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 1, "args": {}},
-            {"ph": "i", "cat": "kernel", "name": "no duration", "ts": 0},
-        ]
-    }
-    copy, gemm = read(trace, 0)
-    assert copy == Activity("Memcpy DtoD", "gpu_memcpy", 9, 1.0, 1.1)
-    assert gemm == Activity("gemm", "kernel", 7, 2.0, 2.5, "[4, 1, 1][128, 1, 1]")
-    assert len(read(trace)) == 3
-
-
-def test_communication_is_nccl_kernels_and_activities_on_other_streams() -> None:
-    gemm, copy = kernel("gemm", 0, 5), kernel("Memcpy DtoD", 5, 6, category="gpu_memcpy")
-    gather, same_stream = kernel(GATHER, 0, 9, stream=20), kernel(GATHER, 6, 7)
-    pull = kernel("Memcpy PtoP", 1, 2, stream=24, category="gpu_memcpy")
-    compute, communication = split([gemm, copy, gather, same_stream, pull])
-    assert compute == [gemm, copy]
-    assert communication == [gather, same_stream, pull]
-    assert counts(compute, communication) == {"kernels": 1, "communication_kernels": 2, "copies": 2}
-
-
-@pytest.mark.parametrize(
-    ("compute", "communication", "seconds"),
-    [
-        ([], [], 0),
-        ([(0, 4)], [(1, 3)], 0),
-        ([(0, 2)], [(1, 5)], 3),
-        ([(0, 2), (3, 4)], [(1, 5)], 2),  # in the gap between two kernels, and after them
-        ([(2, 3)], [(0, 4), (1, 5)], 4),  # overlapping collectives count once
-        ([(0, 3), (1, 2)], [(2, 4)], 1),  # overlapping kernels count once
-    ],
-)
-def test_exposed_is_the_time_of_communication_without_compute(
-    compute: list[tuple[float, float]], communication: list[tuple[float, float]], seconds: float
-) -> None:
-    assert exposed([kernel("gemm", *c) for c in compute], [kernel(GATHER, *c) for c in communication]) == seconds
-
-
-def test_idle_is_the_time_between_activities() -> None:
-    assert idle([kernel("a", 1, 2), kernel("b", 4, 5), kernel("c", 4, 7)]) == 2
-    assert idle([]) == 0
-
-
-def test_contention_compares_a_kernel_with_itself_without_a_collective() -> None:
-    without_collective = [kernel("gemm", 0, 1), kernel("gemm", 1, 2), kernel("norm", 2, 3)]
-    during_collective = [kernel("gemm", 10, 11.5), kernel("other", 12, 13)]
-    partly = kernel("gemm", 18.5, 28)  # is not counted
-    communication = [kernel(GATHER, 10, 20, stream=20)]
-    assert contention([*without_collective, *during_collective, partly], communication) == 1.5
-    assert contention(without_collective, communication) is None
-
-
-def test_an_activity_has_the_innermost_label_around_its_launch(tmp_path: Path) -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        with labelled("fsdp_all_gather(blocks.0)"):
-            torch.ones(4).add_(1)
-            with labelled("fsdp_cast(blocks.0)"):
-                torch.ones(4).mul_(2)
-        torch.ones(4).div_(2)
-    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    launched = [e for e in trace["traceEvents"] if e.get("cat") == "cpu_op" and e["name"] in _LABELLED]
-    for number, event in enumerate(list(launched)):  # as if each operator had launched a kernel
-        call = {**event, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "args": {"correlation": number}}
-        kernel = {**event, "cat": "kernel", "args": {"device": 0, "stream": 7, "correlation": number}}
-        trace["traceEvents"] += [call, kernel]
-    found = {activity.name: activity for activity in read(trace, 0)}
-    assert {name: found[name].label for name in _LABELLED} == _LABELLED
-    assert found["aten::add_"].issued <= found["aten::add_"].start
-    assert found["aten::div_"].issued == 0.0
-
-
-_LABELLED = {"aten::add_": "fsdp_all_gather(blocks.0)", "aten::mul_": "fsdp_cast(blocks.0)", "aten::div_": ""}
-
-
-def test_a_collective_lasts_from_its_first_activity_to_its_last() -> None:
-    def copy(start: float, end: float, label: str, issued: float) -> Activity:
-        return Activity("Memcpy PtoP", "gpu_memcpy", 24, start, end, "", label, issued)
-
-    gather, again = "fsdp_all_gather(a)", 9.0
-    activities = [
-        copy(1, 2, gather, 0.5),
-        copy(4, 5, gather, 0.5),
-        copy(3, 4, "fsdp_reduce_scatter(b)", 0.7),
-        copy(12, 13, gather, again),
-        copy(0, 1, "fsdp_cast(a)", 0.1),
-        copy(0, 1, "", 0.0),
-    ]
-    assert collectives(activities) == [
-        Collective("fsdp_all_gather", "a", 1, 5),
-        Collective("fsdp_reduce_scatter", "b", 3, 4),
-        Collective("fsdp_all_gather", "a", 12, 13),
-    ]
-    assert str(collectives(activities)[1]) == "fsdp_reduce_scatter(b)"
-    assert seconds_in(activities) == 5
-
-
-def test_orders_are_compared_up_to_their_first_difference() -> None:
-    assert first_difference(["a", "b"], ["a", "b"]) == ""
-    assert first_difference(["a", "b", "c"], ["a", "c", "b"]) == "number 2: predicted b, ran c"
-    assert first_difference(["a", "b"], ["a"]) == "b did not run"
-    assert first_difference(["a"], ["a", "b"]) == "b was not predicted"
-
-
-@pytest.mark.parametrize("arguments", [[], pytest.param(["first"], marks=LONG_ONLY), ["first", "--cases", "flat"]])
-def test_without_a_gpu_the_gpu_benchmark_says_so_and_exits_with_zero(arguments: list[str], tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    script = Path(__file__).parents[1] / "benchmarks/gpu.py"
-    done = run_python("-W", "ignore", script, *arguments, cwd=tmp_path, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("skipped: no GPU here")
-
+GPU = Path(__file__).parents[1] / "benchmarks/gpu.py"
 
 #
 # benchmarks/gpu.py
 #
 
 
-def test_systems_are_measured_in_groups_that_begin_with_their_baseline() -> None:
-    names = ["compute", *gpu.systems()]
-    created = gpu.groups(names, 4)
-    assert max(map(len, created)) == 4
-    assert {name for group in created for name in group} == set(names)
-    assert {group[0] for group in created} == {"ours zero2", "ours zero3"}
-    assert all(gpu.strategy_of(name) == gpu.strategy_of(group[0]) for group in created for name in group)
-    others = [name for group in created for name in group[1:]]
-    assert len(others) == len(set(others)) == len(names) - 2
-    assert gpu.groups(["ours zero3"], 4) == [["ours zero3"]]
-    assert gpu.groups(["DDP"], 2) == [["ours zero3", "DDP"]]
+def _event(name: str, start: float, end: float, stream: int = 7, category: str = "kernel", device: int = 0) -> Any:
+    arguments = {"device": device, "stream": stream}
+    return {"ph": "X", "cat": category, "name": name, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": arguments}
 
 
-def test_a_system_is_compared_with_the_rounds_of_its_own_group() -> None:
-    results = gpu.Results(figures={name: {"peak": 1} for name in ("ours zero3", "a", "b")})
-    results.add({"ours zero3": [1.0, 1.0], "a": [2.0, 2.0]}, "ours zero3")
-    results.add({"ours zero3": [3.0, 3.0], "b": [2.0, 2.0]}, "ours zero3")  # the GPU has become slower
-    figures = gpu.summarized(results)
-    assert figures["a"]["ours"] == 0.5
-    assert figures["b"]["ours"] == 1.5
-    assert "ours" not in figures["ours zero3"]
-    assert figures["ours zero3"]["seconds"] == 2.0
-    assert (figures["ours zero3"]["least"], figures["ours zero3"]["most"]) == (1.0, 3.0)
+def test_a_trace_becomes_compute_exposed_communication_and_an_order_of_collectives() -> None:
+    """By the union of intervals: NCCL's kernels and other streams communicate, the rest of the busiest stream computes."""
+    label = "gpu_user_annotation"
+    events = [
+        _event("gemm", 0, 4),
+        _event("Memcpy DtoD", 4, 5, category="gpu_memcpy"),
+        _event("gemm", 9, 10),
+        _event("ncclDevKernel_AllGather", 1, 6, stream=20),
+        _event("Memcpy PtoP", 5.5, 7, stream=24, category="gpu_memcpy"),
+        _event("fsdp_all_gather(a)", 1, 6, stream=20, category=label),
+        _event("fsdp_all_gather(a)", 5.5, 7, stream=24, category=label),  # the same collective
+        _event("fsdp_reduce_scatter(b)", 7, 8, stream=20, category=label),
+        _event("fsdp_all_gather(a)", 9, 10, stream=20, category=label),
+        _event("fsdp_cast(a)", 0, 1, category=label),
+        _event("of another GPU", 0, 99, device=1),
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 1, "args": {}},
+    ]
+    activities = read({"traceEvents": events}, 0)
+    assert activities[0] == Activity("fsdp_cast(a)", label, 7, 0, 1e6)
+    figures = measured(activities)
+    assert figures.pop("order") == ["fsdp_all_gather(a)", "fsdp_reduce_scatter(b)", "fsdp_all_gather(a)"]
+    expected = {"seconds": 10, "compute": 6, "communication": 6, "exposed": 2, "idle": 2}
+    assert figures == pytest.approx(expected)
+    with pytest.raises(RuntimeError, match="nothing run on the GPU"):
+        measured([])
 
 
-def test_at_least_two_systems_must_be_measured_together() -> None:
-    assert gpu.parse(["--together", "2"]).together == 2
-    with pytest.raises(SystemExit):
-        gpu.parse(["--together", "1"])
+def _trained(*digests: str, distance: float = 1e-7, **more: Any) -> dict[str, Any]:
+    figures = {"digests": list(digests), "losses": [5.5], "seconds": 0.01, "finite": True, "started_alike": True}
+    return {"status": "ok", **figures, "distance": distance, **more}
 
 
-class _Event:
-    """A stand-in for ``torch.cuda.Event``."""
+@pytest.mark.parametrize(
+    ("record", "word"),
+    [
+        (None, "-"),
+        ({"status": "refused", "error": "needs two GPUs"}, "refused"),
+        ({"status": "failed", "error": "CUDA error"}, "FAILED"),
+        (_trained("a", "a"), "ok"),
+        (_trained("a", "b"), "NOT REPEATABLE"),
+        (_trained("b", "b"), "OTHER BITS"),
+        (_trained("a", distance=0.01), "WRONG"),
+        (_trained("a", finite=False), "NOT FINITE"),
+        (_trained("a", started_alike=False), "OTHER START"),
+    ],
+)
+def test_a_verdict_names_what_is_wrong(record: dict[str, Any] | None, word: str) -> None:
+    setup = Setup("blocking", "", like="alone")
+    steady = {REFERENCE: _trained("r", "r")}
+    of_case = {} if record is None else {"zero3 flat": record}
+    found = {"alone": {"zero3 flat": _trained("a", "a"), **steady}, "blocking": {**steady, **of_case}}
+    assert verdict(setup, "zero3 flat", found) == word
+    if word in ("NOT REPEATABLE", "OTHER BITS"):  # bits may vary if those of the unsharded model vary
+        found["blocking"][REFERENCE] = _trained("s", "r")
+        assert verdict(setup, "zero3 flat", found) == "varies"
 
-    def __init__(self, enable_timing: bool = False) -> None:
-        pass
 
-    def record(self) -> None:
-        pass
+def test_bfloat16_has_a_larger_tolerance() -> None:
+    for distance, word in ((0.01, "ok"), (0.5, "WRONG")):
+        found = {"alone": {"zero3 flat bfloat16": _trained("a", distance=distance)}}
+        assert verdict(Setup("alone", ""), "zero3 flat bfloat16", found) == word
 
-    def elapsed_time(self, other: _Event) -> float:
-        return 2.0
+
+def test_a_case_fails_if_it_fails_or_dies_on_any_rank() -> None:
+    ok, failed = _trained("x"), {"status": "failed", "error": "no"}
+    assert merge([ok, failed], 1, "")["error"] == "no"
+    assert merge([ok, {"status": "refused", "error": "no"}], 0, "")["status"] == "refused"
+    assert merge([ok, _trained("y")], 0, "")["digests"] == ["xy"]
+    died = merge([ok], 1, "import\nFatal Python error: Segmentation fault\n  stack")
+    assert died["error"] == "the processes ended with exit code 1\nFatal Python error: Segmentation fault\n  stack"
+
+
+def test_setups_compare_with_blocking_runs_and_give_each_gpu_a_rank() -> None:
+    arguments = mock.Mock(only="", cases="", stand_in=False)
+    alone = {setup.name: setup for setup in gpu.setups(arguments, 1)}
+    assert list(alone) == ["alone", "blocking", "sanitizer", "shared", "profile"]
+    assert alone["blocking"].environment == {"CUDA_LAUNCH_BLOCKING": "1"} and alone["blocking"].like == "alone"
+    assert alone["sanitizer"].environment == {"TORCH_CUDA_SANITIZER": "1"} and not alone["sanitizer"].fuse
+    assert not [case for case in gpu.cases_of(alone["shared"], arguments) if "coalesced" in case]
+    assert REFERENCE not in gpu.cases_of(alone["profile"], arguments)
+    many = gpu.setups(arguments, 4)
+    assert [(setup.name, setup.world_size) for setup in many[4:]] == [
+        ("ranks", 4),
+        ("ranks, blocking", 4),
+        ("profile", 4),
+    ]
+    arguments = mock.Mock(only="alone", cases="zero3 (flat|staged)$", stand_in=False)
+    [setup] = gpu.setups(arguments, 1)
+    assert gpu.cases_of(setup, arguments) == [REFERENCE, "zero3 flat", "zero3 staged"]
+
+
+def test_an_error_is_described_by_its_type_first_lines_and_location() -> None:
+    with pytest.raises(ValueError, match="transport") as caught:
+        fsdp(transport="ring")
+    text = gpu.describe_error(caught.value)
+    assert text.startswith("ValueError: transport: expected 'auto', one of")
+    assert "thunder_fsdp_sched/options.py:" in text.splitlines()[-1]
+
+
+def test_the_page_has_versions_verdicts_and_figures_and_lists_each_error_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "get_pretty_env_info", lambda: "PyTorch version: 2.13.0")
+    setups = [Setup("alone", "1 rank"), Setup("profile", "profiled", repeats=0)]
+    failed = {"status": "failed", "error": "RuntimeError: CUDA error: misaligned address\n  at staged.py:41"}
+    figures = {"seconds": 0.01, "compute": 0.008, "communication": 0.004, "exposed": 0.001, "idle": 0.0005}
+    profiled = {"measured": {**figures, "order": ["g(a)"]}, "by profile": {**figures, "order": ["g(b)"]}}
+    found = {
+        "alone": {REFERENCE: _trained("a"), "zero3 flat": _trained("a", peak=2**20), "zero3 staged": failed},
+        "profile": {"zero3 flat": {"status": "ok", **profiled}, "zero3 staged": failed},
+    }
+    text, failures = page(setups, found, mock.Mock(blocks=1, width=64, batch=1, length=8, stand_in=False))
+    assert failures == 2
+    assert "PyTorch version: 2.13.0" in text and "lightning-thunder" in text and "2 of 5 failed, 0 were refused" in text
+    assert "| zero3 flat | ok | other order |" in text
+    assert "(alone: zero3 staged; profile: zero3 staged)" in text and text.count("misaligned address") == 1
+    assert "| zero3 flat | 0.0100 | 1.05 MB | 1.0e-07 |" in text
+    assert "| zero3 flat, measured | 0.0100 | 0.0080 |" in text
+
+
+@pytest.mark.parametrize("arguments", [["first"], ["first", "--cases", "flat"]])
+def test_without_a_gpu_the_gpu_benchmark_says_so_and_exits_with_zero(arguments: list[str], tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    done = run_python("-W", "ignore", GPU, *arguments, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("skipped: no GPU here")
+
+
+def test_the_stand_in_run_on_cpus_trains_and_reports_that_there_is_no_gpu(tmp_path: Path) -> None:
+    """Everything that does not need a GPU, in real processes: workers, training, digests, the page."""
+    command = ["-W", "ignore", GPU, "first", "--stand-in", "--save", str(tmp_path), "--cases", "zero3 flat$"]
+    command += ["--only", "alone|shared|profile", "--blocks", "0", "--width", "64", "--length", "8", "--batch", "2"]
+    done = run_python(*command, cwd=tmp_path, timeout=1800)
+    assert done.returncode == 1, done.stderr  # the profiler cannot see a GPU
+    records = json.loads((tmp_path / "records.json").read_text())
+    for setup in ("alone", "shared"):
+        flat = records[setup]["zero3 flat"]
+        assert flat["status"] == "ok", flat
+        assert len(set(flat["digests"])) == 1 and flat["distance"] < 1e-4
+    # One rank has the bits of the unsharded model.
+    assert records["alone"]["zero3 flat"]["digests"] == records["alone"][REFERENCE]["digests"]
+    assert "nothing run on the GPU" in records["profile"]["zero3 flat"]["error"]
+    text = (tmp_path / "page.txt").read_text()
+    assert "1 of 5 failed" in text and "STAND-IN" in text
 
 
 def _without_attention(shape: systems.Shape) -> torch.nn.Module:
     return byte_gpt(shape)
 
 
-@pytest.fixture
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Stand-ins for the functions of ``torch.cuda`` that ``gpu.py`` uses, for its model, and a group of one rank."""
-    monkeypatch.setattr(systems.Shape, "model", _without_attention)
-    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    for name in ("memory_allocated", "max_memory_allocated", "current_device"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 0)
-    monkeypatch.setattr(torch.cuda, "Event", _Event)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_a_group_is_measured_and_systems_that_do_not_run_are_named(
-    fake_gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All of ``gpu.py`` except the numbers that come from a GPU."""
-    pytest.importorskip("matplotlib")
-    arguments = gpu.parse(["--blocks", "1", "--width", "64", "--rounds", "3", "--save", str(tmp_path)])
-    shape = systems.Shape(1, 64, 8, 2)
-    makes: dict[str, Any] = {"ours zero3": partial(systems.ours, sharding_strategy="zero3")}
-    makes["ours zero3 symmetric_memory"] = partial(systems.ours, transport="symmetric_memory")
-    makes["FSDP2 zero3"] = partial(systems.fsdp2, reshard=True)
-    makes["compute"] = systems.unsharded
-    results = gpu.Results()
-    gpu.run_group(makes, arguments, shape, shape.tokens(), results)
-    assert list(results.seconds) == ["ours zero3", "FSDP2 zero3", "compute"]
-    assert results.seconds["compute"] == [0.002] * 3
-    assert results.ratios == {"FSDP2 zero3": [1.0] * 3, "compute": [1.0] * 3}
-    assert list(results.refused) == ["ours zero3 symmetric_memory"]
-    results.left = {"ours zero3, compute": 2**21, "DDP": 0}
-    gpu.finish(arguments, "1 ranks, gloo, 0 x nothing", results)
-    printed = " ".join(capsys.readouterr().out.split())  # whatever the width of the terminal
-    assert "1 ranks, gloo, 0 x nothing; GPT with 1 blocks" in printed
-    assert "ours zero3 symmetric_memory does not run here: transport='symmetric_memory' needs GPUs" in printed
-    assert "2,097,152 bytes were still allocated after these were freed: ours zero3, compute" in printed
-    assert "freed: DDP" not in printed
-    saved = json.loads((tmp_path / "gpu.json").read_text())
-    assert saved["figures"]["compute"]["ours"] == 1.0
-    assert saved["setup"]["together"] == 4
-    assert (tmp_path / "gpu.png").stat().st_size > 0
-    assert (tmp_path / "ours_zero3.json").exists()
-
-
-def test_measured_systems_are_freed(fake_gpu: None) -> None:
-    created: dict[str, list[weakref.ref[torch.Tensor]]] = {}
-
-    def recording(make: Callable[..., systems.System], name: str, *args: Any) -> systems.System:
-        system = make(name, *args)
-        tensors = [*map(systems.local, system.module.parameters()), *systems.arenas(system)]
-        if system.transform:
-            tensors += [bucket.shard for bucket in system.transform.sharded.buckets]
-        created[name] = [weakref.ref(tensor) for tensor in tensors]
-        return system
-
-    makes = {
-        "ours zero3": partial(systems.ours, sharding_strategy="zero3"),
-        "ours zero2": partial(systems.ours, sharding_strategy="zero2"),
-        "FSDP2": partial(systems.fsdp2, reshard=True),
-        "DDP": systems.ddp,
-        "compute": systems.unsharded,
-    }
-    shape, results = systems.Shape(1, 64, 8, 1), gpu.Results()
-    recording_makes = {name: partial(recording, make) for name, make in makes.items()}
-    gpu.run_group(recording_makes, gpu.parse(["--rounds", "1"]), shape, shape.tokens(), results)
-    gc.collect()
-    assert results.refused == {}
-    assert created.keys() == makes.keys()
-    assert {
-        name: sum(reference() is not None for reference in found) for name, found in created.items()
-    } == dict.fromkeys(makes, 0)
+#
+# Counting memory
+#
 
 
 @pytest.fixture
@@ -384,8 +263,8 @@ def test_a_recomputed_multiplication_takes_emulated_time_again(monkeypatch: pyte
     """Selective checkpoints save the results of multiplications, so those are paid for once."""
     shapes = {how: RecomputingShape(1, 64, 8, 2, recompute=how) for how in ("none", "every block", "selective")}
     kernels, slept = PacedKernels(shapes["none"]), []
-    monkeypatch.setattr("paced_kernels.time.perf_counter", lambda: 0.0)  # the kernels themselves take no time
-    monkeypatch.setattr("paced_kernels.time.sleep", slept.append)
+    monkeypatch.setattr("memory_systems.time.perf_counter", lambda: 0.0)  # the kernels themselves take no time
+    monkeypatch.setattr("memory_systems.time.sleep", slept.append)
     try:
         seconds, losses = {}, {}
         kernels.seconds = 1.0
@@ -427,9 +306,9 @@ def test_memory_is_compared_at_equal_peaks(fake_rank: None, tmp_path: Path, caps
     sizes = ["--blocks", "1", "--width", "64", "--length", "16", "--batch", "16", "--compute", "0.01", "--rounds", "1"]
     options = ["--no-limit", "--repeats", "0", "--budgets", "0.8", "--not-equal", "--save", str(tmp_path)]
     memory.run(memory.parse([*sizes, *options, "--only", only]))
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = capsys.readouterr().out
     saved = json.loads((tmp_path / "memory.json").read_text())
-    figures = saved["figures"]
+    figures = saved["results"][0]["figures"]
     fsdp2 = "FSDP2 overlapped zero3"
     assert list(figures) == ["ours zero3", fsdp2, f"{fsdp2}, every block", f"{fsdp2}, selective", "ours, 80%"]
     assert figures[f"{fsdp2}, every block"]["peak"] < figures[f"{fsdp2}, selective"]["peak"] < figures[fsdp2]["peak"]
@@ -438,7 +317,7 @@ def test_memory_is_compared_at_equal_peaks(fake_rank: None, tmp_path: Path, caps
     assert figures["ours zero3"]["flops"] == figures[fsdp2]["flops"] == figures[f"{fsdp2}, selective"]["flops"]
     assert 0.99 < figures["ours zero3"]["predicted"] / figures["ours zero3"]["peak"] < 1.01
     assert figures["ours, 80%"]["peak"] <= 1.01 * figures["ours, 80%"]["budget"]
-    assert "ours, 80%: counted" in printed
+    assert "kept    ours, 80%: counted" in printed
     assert (tmp_path / "memory.png").stat().st_size > 0
 
 
@@ -449,7 +328,7 @@ def _count_collectives(rank: int, world_size: int) -> None:
     batches = [shape.tokens(rank)] * 4
     found, losses = {}, {}
     for name in (windows.REFERENCE, "ours zero2", "FSDP2 zero2, kept"):
-        system = windows.systems(None)[name](name, shape, emulation)
+        system = windows.window_systems()[name](name, shape, emulation)
         windows.window(system, batches)
         found[name] = windows.traffic(system, batches, "lo")
         losses[name] = system.losses
@@ -466,7 +345,7 @@ def test_windows_count_the_collectives_of_each_bucket(ranks: Ranks) -> None:
 
 
 def test_the_best_at_equal_peak_is_the_fastest_that_fits() -> None:
-    results = memory_tables.Results(
+    results = memory.Results(
         figures={
             "ours, 50%": {"peak": 50, "budget": 50},
             "ours, 20%": {"peak": 20, "budget": 20},
@@ -485,10 +364,10 @@ def test_the_best_at_equal_peak_is_the_fastest_that_fits() -> None:
         },
         refused={"ours, 5%": "max_memory: too few"},
     )
-    half, fifth = memory_tables.equal_peaks(results)
+    half, fifth = memory.equal_peaks(results)
     assert (half.best, half.ratio) == ("A, every second block", 0.8)
     assert half.block_wise == ("A, every second block", "A, every block")
     assert (fifth.best, fifth.ratio, fifth.block_wise) == ("A, compiled 0", 0.5, ())
-    kept = dict((text, kept) for kept, text in memory_tables.promises(results, [half, fifth]))
+    kept = dict((text, kept) for kept, text in memory.promises(results, [half, fifth]))
     assert [text for text, is_kept in kept.items() if not is_kept] == ["ours, 5%: max_memory: too few"]
     assert "budgets that no checkpoints of blocks meet: ours, 20%" in kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 
 import gpu
-import gpu_steps
 import pytest
 import systems
 import torch
 import torch.distributed as dist
-from gpu_cases import CASES, Job
+from gpu import Setup, Worker
 from models import byte_gpt
 from profiles import LONG_ONLY
 from thunder import extend
@@ -31,7 +31,7 @@ def _skip_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace functions that need values, and do not compile with Inductor."""
     monkeypatch.setattr(dist, "barrier", lambda: None)
     monkeypatch.setattr(torch.profiler, "profile", _Profiler)
-    monkeypatch.setattr(gpu_steps, "_digest", lambda tensors: f"{len(list(tensors))} tensors")
+    monkeypatch.setattr(gpu, "_digest", lambda tensors: f"{len(list(tensors))} tensors")
     monkeypatch.setattr(systems.Shape, "model", _model)
     unfused = [e for e in extend.get_default_executors() if not isinstance(e, extend.FusionExecutor)]
     monkeypatch.setattr(extend, "_default_executors", unfused)
@@ -57,15 +57,14 @@ def _model(shape: systems.Shape) -> Any:
     return byte_gpt(shape, shape.device)
 
 
-def _setup(rank: Rank, tmp_path: Path, cases: tuple[str, ...]) -> gpu_steps.Setup:
-    files = (str(tmp_path / "store"), str(tmp_path / "results"), str(tmp_path))
-    job = Job("train", cases, "cuda", "nccl", rank.world_size, False, 60.0, 1, 64, 8, 2, 2, 2, False, *files)
-    return gpu_steps.Setup(job, rank.rank)
+def _worker(rank: Rank, tmp_path: Path, case: str, **setup: Any) -> Worker:
+    options = {"steps": 2, "stand_in": False, "blocks": 1, "width": 64, "length": 8, "batch": 2}
+    of = dataclasses.asdict(Setup("alone", "", rank.world_size, fuse=False, **setup))
+    return Worker({"setup": of, "case": case, "stem": str(tmp_path / case), "options": options}, rank.rank)
 
 
 def _train(rank: Rank, tmp_path: Path, cases: tuple[str, ...]) -> dict[str, Any]:
-    setup = _setup(rank, tmp_path, cases)
-    return {case: gpu_steps.train(setup, case) for case in cases}
+    return {case: _worker(rank, tmp_path, case, repeats=2).train() for case in cases}
 
 
 def test_the_first_run_trains_on_gpus_without_a_race(tmp_path: Path) -> None:
@@ -79,28 +78,12 @@ def test_the_first_run_trains_on_gpus_without_a_race(tmp_path: Path) -> None:
         assert record["peak"] == 0
 
 
-def _profile(rank: Rank, tmp_path: Path, case: str) -> dict[str, Any]:
-    return gpu_steps.profile(_setup(rank, tmp_path, (case,)), case)
+def _profile(rank: Rank, tmp_path: Path, case: str) -> str:
+    with pytest.raises(RuntimeError, match="nothing run on the GPU"):
+        _worker(rank, tmp_path, case, repeats=0).profile()
+    return "profiled"
 
 
 @LONG_ONLY
 def test_the_first_run_profiles_on_gpus(tmp_path: Path) -> None:
-    assert "zero3 flat" in CASES
-    [record] = run(_profile, tmp_path, "zero3 flat", world_size=1).values
-    assert "nothing run on the GPU" in record["measured"]["error"]
-    assert record["by preset"]["error"].startswith("ValueError: no preset is known for Virtual GPU")
-    assert record["by profile"]["order"][0] == "fsdp_all_gather(embedding)"
-
-
-def _benchmark(rank: Rank) -> gpu.Results:
-    results = gpu.Results()
-    shape = systems.Shape(1, 64, 8, 2, device=str(rank.device))
-    names = {"ours zero3": systems.ours, "compute": systems.unsharded}
-    gpu.run_group(names, gpu.parse(["--rounds", "1"]), shape, shape.tokens(), results)
-    return results
-
-
-def test_the_benchmark_measures_on_gpus() -> None:
-    [results] = run(_benchmark, world_size=1).values
-    assert results.refused == {}
-    assert list(results.seconds) == ["ours zero3", "compute"]
+    assert run(_profile, tmp_path, "zero3 flat", world_size=1).values == ["profiled"]

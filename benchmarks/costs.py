@@ -1,0 +1,282 @@
+"""Measure what single features cost: the audit of first runs, checksums of checkpoints, and DTensor parameters.
+
+    python benchmarks/costs.py audit --blocks 2 8
+    python benchmarks/costs.py checksums --megabytes 200 --runs 7
+    python benchmarks/costs.py dtensors --parameters 300 3000
+
+* Audit: processor seconds of a first step, in one process with a gloo group of one rank and the demo's GPT. The first step
+  compiles both traces and runs them with the audit. Parts of it: inserting the audit into the traces, exchanging their texts
+  for those without it, the checks themselves, and finding the facts about operators, which passes read with or without an
+  audit.
+* Checksums: seconds of the slower of two gloo ranks, and processor seconds of both, to save and to load ``--megabytes`` of
+  parameters with checksums and without, in turns; medians over the runs. Files are in the page cache when they are loaded.
+* DTensors: processor time on the host in one process, on one thread, beside plain tensors of the same rows: a backward that
+  returns the reduced gradients of each bucket, as compiled traces do, and autograd's accumulation; and a step of AdamW
+  on the parameters, on plain tensors, and on DTensors of torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import thunder_fsdp_sched as tfs  # before thunder
+from thunder_fsdp_sched import compilation
+from thunder_fsdp_sched.demo.model import GPT
+from thunder_fsdp_sched.ir import operator_facts
+from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
+from thunder_fsdp_sched.transforms import audit
+
+import thunder
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from harness import ratio, table
+from torch.distributed.tensor import DTensor, Shard
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("audit")
+    command.set_defaults(measure=measure_audit)
+    command.add_argument("--blocks", type=int, nargs="+", default=[2, 8], help="blocks of the models")
+    command = commands.add_parser("checksums")
+    command.set_defaults(measure=measure_checksums)
+    command.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk")
+    command.add_argument("--megabytes", type=int, default=200)
+    command.add_argument("--runs", type=int, default=5)
+    command = commands.add_parser("dtensors")
+    command.set_defaults(measure=measure_dtensors)
+    command.add_argument("--parameters", type=int, nargs="+", default=[300, 3000], help="parameters of the models")
+    command.add_argument("--width", type=int, default=64, help="rows and columns of each parameter")
+    command.add_argument("--rounds", type=int, default=15, help="repetitions, of which the medians are taken")
+    arguments = parser.parse_args()
+    arguments.measure(arguments)
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """A gloo group of one rank, with one thread."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+#
+# The audit
+#
+
+
+def measure_audit(arguments: argparse.Namespace) -> None:
+    with one_rank():
+        figures = {f"{blocks} blocks": audit_of(blocks) for blocks in arguments.blocks}
+    kinds = {kind: (kind, ".3f") for of_one in figures.values() for kind in of_one}
+    print(f"processor seconds of a first step\n\n{table(figures, kinds | {'share': ('share', '.1%')})}")
+
+
+def audit_of(blocks: int) -> dict[str, float]:
+    spent: dict[str, float] = {}
+    tokens = torch.randint(0, 256, (2, 16))
+    jitted = thunder.jit(GPT(blocks=blocks, width=32, heads=2, length=16), transforms=[tfs.fsdp()])
+    with contextlib.ExitStack() as stack:
+        for owner, name, what in (
+            (compilation, "audited", "insert"),
+            (audit, "_exchange", "exchange"),
+            (audit.Auditor, "before", "check"),
+            (audit.Auditor, "after", "check"),
+            (operator_facts, "_facts_of", "facts"),
+        ):
+            stack.enter_context(timed(owner, name, spent, what))
+        started = time.process_time()
+        jitted(tokens, tokens).backward()
+        total = time.process_time() - started
+    share = (spent["insert"] + spent["exchange"] + spent["check"]) / total
+    return {"first step": total, **spent, "share": share}
+
+
+@contextlib.contextmanager
+def timed(owner: Any, name: str, spent: dict[str, float], what: str) -> Iterator[None]:
+    """Add the processor time of the outermost calls of a function to ``spent[what]``."""
+    function: Callable[..., Any] = getattr(owner, name)
+    spent.setdefault(what, 0.0)
+    depth = 0
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        started = time.process_time()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            depth -= 1
+            if not depth:
+                spent[what] += time.process_time() - started
+
+    with mock.patch.object(owner, name, wrapper):
+        yield
+
+
+#
+# Checksums
+#
+
+
+def measure_checksums(arguments: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        mp.spawn(save_and_load, args=(Path(folder), arguments.megabytes, arguments.runs), nprocs=2)
+
+
+def save_and_load(rank: int, folder: Path, megabytes: int, runs: int) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    layers = [torch.nn.Linear(1000, 1000, bias=False) for _ in range(megabytes // 4)]
+    model = thunder.jit(torch.nn.Sequential(*layers), transforms=[tfs.fsdp()])
+    seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+
+    def run(function: Callable[..., Any], *args: Any, **checksums: bool) -> None:
+        dist.barrier()
+        begun, begun_cpu = time.perf_counter(), time.process_time()
+        function(*args, **checksums)
+        slowest, cpu = torch.tensor(time.perf_counter() - begun), torch.tensor(time.process_time() - begun_cpu)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(cpu)
+        [is_on] = checksums.values()
+        how = "with" if is_on else "without"
+        seconds[function.__name__][f"{how} checksums"].append(float(slowest))
+        seconds[function.__name__][f"processor, {how}"].append(float(cpu))
+
+    for number in range(runs):
+        saved = folder / f"{number}-True"
+        for is_on in (True, False):
+            target = folder / f"{number}-{is_on}"
+            run(tfs.save_checkpoint, target, model, checksums=is_on)
+            run(tfs.save_safetensors, model, target / "whole", checksums=is_on)
+        for is_on in (True, False):
+            run(tfs.load_checkpoint, saved, model, verify_checksums=is_on)
+            run(tfs.load_safetensors, model, saved / "whole", verify_checksums=is_on)
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(saved)
+            shutil.rmtree(folder / f"{number}-False")
+        dist.barrier()
+    if rank == 0:
+        figures = {name: {how: statistics.median(found) for how, found in of.items()} for name, of in seconds.items()}
+        columns = {how: (how, ".3f") for how in next(iter(figures.values()))}
+        print(f"{megabytes} MB of parameters on 2 ranks, median seconds of {runs} runs\n\n{table(figures, columns)}")
+    dist.destroy_process_group()
+
+
+#
+# DTensors
+#
+
+
+def measure_dtensors(arguments: argparse.Namespace) -> None:
+    with one_rank():
+        for parameters in arguments.parameters:
+            figures = dtensors(parameters, arguments.width, arguments.rounds)
+            print(
+                f"{parameters} parameters of {arguments.width} x {arguments.width}: microseconds a parameter and step\n"
+            )
+            names = ("rows", "plain", "DTensor", "rows / plain", "rows / DTensor")
+            print(table(figures, {name: (name, ".2f") for name in names}), end="\n\n")
+
+
+def dtensors(parameters: int, width: int, rounds: int) -> dict[str, dict[str, float]]:
+    layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(parameters))
+    jitted = thunder.jit(layers, transforms=[transform := tfs.fsdp()])
+    rows = list(jitted.parameters())
+    plain = plain_copies(rows)
+    mesh = rows[0].device_mesh
+    of_torch = [torch.nn.Parameter(DTensor.from_local(p.detach(), mesh, [Shard(0)])) for p in plain_copies(rows)]
+    buckets = transform.sharded.buckets
+
+    def grads() -> list[torch.Tensor]:
+        return [grad for bucket in buckets for grad in bucket.sharded_grads(torch.zeros_like(bucket.shard))]
+
+    def plain_grads() -> list[torch.Tensor]:
+        with mock.patch.object(RowDTensor, "of_spec", lambda local, spec: local):
+            return grads()
+
+    compared = {"backward": {"rows": backward(rows, grads), "plain": backward(plain, plain_grads)}}
+    for kernel in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        steps = {}
+        for name, params in (("rows", rows), ("plain", plain), ("DTensor", of_torch)):
+            for param in params:
+                param.grad = torch.ones_like(param)
+            steps[name] = torch.optim.AdamW(params, **kernel).step
+        compared[f"AdamW({kernel})"] = steps
+    figures = {}
+    for what, functions in compared.items():
+        seconds = processor_seconds(functions, rounds)
+        figures[what] = {name: statistics.median(s) / parameters * 1e6 for name, s in seconds.items()}
+        for name in seconds.keys() - {"rows"}:
+            figures[what][f"rows / {name}"] = ratio(seconds["rows"], seconds[name])
+    return figures
+
+
+def plain_copies(dtensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return parameters that lie in memory as the rows of ``dtensors`` do, side by side in copies of their buffers."""
+    buffers: dict[int, torch.Tensor] = {}
+    copies = []
+    for rows in map(local_rows, dtensors):
+        storage = rows.untyped_storage()
+        if storage.data_ptr() not in buffers:
+            buffers[storage.data_ptr()] = torch.empty(0).set_(storage.clone())
+        buffer = buffers[storage.data_ptr()]
+        copies.append(torch.nn.Parameter(buffer.as_strided(rows.shape, rows.stride(), rows.storage_offset())))
+    return copies
+
+
+def backward(params: Sequence[torch.Tensor], grads: Callable[[], Sequence[torch.Tensor]]) -> Callable[[], None]:
+    class Step(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *params: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(())
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return tuple(grads())
+
+    def run() -> None:
+        for param in params:
+            param.grad = None
+        Step.apply(*params).backward()
+
+    return run
+
+
+def processor_seconds(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Return the processor seconds of each function in each round."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+    gc.collect()
+    gc.disable()
+    for _ in range(rounds):
+        for name, function in functions.items():
+            started = time.process_time()
+            function()
+            times[name].append(time.process_time() - started)
+    gc.enable()
+    return times
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""What the benchmarks share: command lines, ranks on rate-limited links, rounds in turns, tables, and saved figures."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from thunder_fsdp_sched.compat import prepare  # noqa: F401  # before torch's modules that Thunder misses
+from thunder_fsdp_sched.reports.report import human_bytes
+
+import torch
+import torch.distributed as dist
+from netns import Links, Loopback, why_not
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+# Titles of columns, each with the key of a figure and its format: a format string, or a function.
+Columns = Mapping[str, tuple[str, str | Callable[[Any], str]]]
+
+
+# The columns of :func:`summary`.
+STEP: Columns = {"step s": ("seconds", ".3f"), "least": ("least", ".2f"), "most": ("most", ".2f")}
+
+
+def options(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """Return a parser of the options that benchmarks on real ranks have, with other ``defaults``."""
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=1e9, help="bits/s that a node can send")
+    parser.add_argument("--no-limit", action="store_true", help="use plain loopback, which needs no root")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds until a rank counts as hanging")
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--length", type=int, default=16, help="bytes of text per rank and step")
+    parser.add_argument("--compute", type=float, nargs="+", default=[0.9], metavar="S", help="seconds to emulate")
+    parser.add_argument("--real", dest="compute", action="store_const", const=[0.0], help="real compute, not emulated")
+    parser.add_argument("--rounds", type=int, default=9, help="measured steps of each system")
+    parser.add_argument("--only", metavar="REGEX", default="", help="only matching systems, and those compared with")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="where to write all figures as JSON, and pictures")
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def run_on_ranks(
+    script: str,
+    arguments: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], object],
+    *,
+    rates: Sequence[float] = (),
+    ranks_per_node: int = 1,
+) -> None:
+    """Start ``script`` on all ranks and print the output of rank 0; in a rank, call ``measure(arguments)`` instead.
+
+    If the links cannot be created, the process exits with a message.
+
+    Args:
+        script: the script to start, with the command line of this process.
+        arguments: the parsed command line, with :func:`options`.
+        rates: bits/s that a node can send over each link; by default one link with ``--rate``.
+        ranks_per_node: how many successive ranks share a node.
+    """
+    if "RANK" in os.environ:
+        join_ranks()
+        measure(arguments)
+        dist.barrier()
+        dist.destroy_process_group()
+        return
+    reason = None if arguments.no_limit else why_not()
+    if reason is not None:
+        sys.exit(f"cannot make rate-limited links: {reason} (or give --no-limit, for plain loopback)")
+    if arguments.no_limit:
+        ranks = Loopback(arguments.ranks)
+    else:
+        rates = rates or [arguments.rate]
+        ranks = Links(arguments.ranks, bits_per_second=rates, ranks_per_node=ranks_per_node)
+    with ranks:
+        command = [sys.executable, "-W", "ignore", script, *sys.argv[1:]]
+        print(ranks.run(command, timeout=arguments.timeout, show_progress=True)[0], end="")
+
+
+def join_ranks() -> None:
+    """Create the default process group of a rank, with one thread."""
+    torch.set_num_threads(1)
+    ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    dist.init_process_group("gloo", init_method=os.environ["INIT_METHOD"], **ranks)
+
+
+def join_fake_ranks(world_size: int) -> None:
+    """Join, as rank 0, a process group whose collectives do nothing, with one thread."""
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+def say(text: str) -> None:
+    """Print progress on rank 0."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def in_turns(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Run each function once per round, in a different order each round; return the slowest rank's seconds per round."""
+    names = list(runs)
+    seconds = torch.zeros(len(names), rounds, dtype=torch.float64)
+    gc.collect()
+    gc.freeze()  # otherwise a full collection, which takes a second with Thunder's traces, would run in some step
+    for round_ in range(rounds):
+        say(f"round {round_ + 1} of {rounds}")
+        for offset in range(len(names)):
+            number = (round_ * (len(names) // 2 + 1) + offset) % len(names)
+            seconds[number, round_] = runs[names[number]]()
+    gc.unfreeze()
+    if dist.is_initialized():
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return dict(zip(names, seconds.tolist(), strict=True))
+
+
+def summary(steps: Sequence[float]) -> dict[str, float]:
+    """Return the median and the range of the seconds of all rounds."""
+    return {"seconds": statistics.median(steps), "least": min(steps), "most": max(steps)}
+
+
+def ratio(of: Sequence[float], to: Sequence[float]) -> float:
+    """Return the median of the ratios in each round."""
+    return statistics.median(a / b for a, b in zip(of, to, strict=True))
+
+
+def table(figures: Mapping[str, Mapping[str, Any]], columns: Columns) -> str:
+    """Return the figures of each system as a table in Markdown, without columns that would be empty."""
+    shown = {title: of for title, of in columns.items() if any(f.get(of[0]) is not None for f in figures.values())}
+    lines = [f"| | {' | '.join(shown)} |", "|---" * (len(shown) + 1) + "|"]
+    for name, of_one in figures.items():
+        cells = (_cell(of_one.get(key), form) for key, form in shown.values())
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(value: Any, form: str | Callable[[Any], str]) -> str:
+    if value is None:
+        return ""
+    return format(value, form) if isinstance(form, str) else form(value)
+
+
+def show_nbytes(value: float) -> str:
+    return human_bytes(round(value))
+
+
+def show_promises(promises: Iterable[tuple[bool, str]]) -> None:
+    """Print whether each promise holds, and its text."""
+    for is_kept, text in promises:
+        print(f"{'kept  ' if is_kept else 'MISSED'}  {text}")
+
+
+def report(
+    arguments: argparse.Namespace,
+    name: str,
+    results: Sequence[Mapping[str, Any]],
+    columns: Columns,
+    losses: Mapping[str, Sequence[float]],
+) -> None:
+    """Print the tables of a benchmark of training steps, check that all systems train alike, and save the figures.
+
+    Args:
+        name: of the file in ``--save``, without its suffix.
+        results: for each amount of compute its ``"emulated"`` seconds, ``"seconds"`` and ``"figures"``.
+        losses: the losses of each system on this rank.
+    """
+    link = "plain loopback" if arguments.no_limit else f"{arguments.rate / 1e9:g} Gbit/s"
+    print(
+        f"{arguments.ranks} gloo ranks, {link}; {arguments.blocks} blocks of width {arguments.width}, "
+        f"{arguments.length} bytes a rank; {arguments.rounds} rounds; medians, and medians of the ratios in each round"
+    )
+    for result in results:
+        compute = f"{result['emulated']} s of emulated compute" if result["emulated"] else "real compute"
+        print(f"\n{compute}\n\n{table(result['figures'], columns)}")
+    reference = next(iter(losses.values()))
+    spread = max(abs(a - b) for of_one in losses.values() for a, b in zip(of_one, reference, strict=True))
+    print(f"\nLosses of all systems on this rank differ by {spread:.1g} at most.")
+    save(arguments, name, results=results)
+
+
+def save(arguments: argparse.Namespace, name: str, **figures: Any) -> None:
+    """Write the command line and all figures into the folder ``--save``, if there is one."""
+    if arguments.save is None:
+        return
+    arguments.save.mkdir(parents=True, exist_ok=True)
+    setup = {key: value for key, value in vars(arguments).items() if key != "save"}
+    (arguments.save / f"{name}.json").write_text(json.dumps({"setup": setup, **figures}, indent=1))
