@@ -1,0 +1,221 @@
+"""The demo's options, text and runs: the same model, batches and optimizer, sharded in different ways or not at all."""
+
+from __future__ import annotations
+
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import thunder
+import torch
+import torch.distributed as dist
+from thunder.core.trace import TraceCtx
+from thunder.distributed import FSDPBucketingStrategy, FSDPType
+
+from ..api import fsdp
+from ..pipeline import CompiledTraces
+from ..plan.plan import Plan
+from ..tools.step_counter import StepCounter, StepCounts
+from ..training.checkpoint import full_state_dict
+from .model import GPT
+
+_TOLERANCES = {torch.float32: (2e-5, 2e-4), torch.float64: (1e-12, 1e-9)}
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Options of one demo.
+
+    Attributes:
+        steps: AdamW steps of each run; the first compiles, the last is counted and not timed.
+        blocks, width: size of the model.
+        length: bytes of one sequence.
+        batch: sequences per rank and step.
+        world_size: number of ranks, which are processes on this machine.
+        strategies: which of ``"zero2"`` and ``"zero3"`` to run.
+        prefetch: as in :func:`thunder_fsdp_sched.fsdp`.
+        tolerance: overrides both of :attr:`tolerances`.
+    """
+
+    steps: int = 5
+    blocks: int = 8
+    width: int = 320
+    length: int = 64
+    batch: int = 4
+    world_size: int = 2
+    strategies: tuple[str, ...] = ("zero2", "zero3")
+    prefetch: int = 1
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    tolerance: float | None = None
+
+    @property
+    def tolerances(self) -> tuple[float, float]:
+        """The largest accepted differences from the unsharded run: of the loss (nats per byte), and of a parameter element.
+
+        The latter is a fifth of a step in float32. AdamW divides a gradient by its own size, so an element whose gradient
+        is almost zero moves by a part of the learning rate that depends on the last bits.
+        """
+        return _TOLERANCES[self.dtype] if self.tolerance is None else (self.tolerance, self.tolerance)
+
+    def model(self) -> GPT:
+        """Return the model, alike on all ranks, with up to 8 attention heads."""
+        torch.manual_seed(self.seed)
+        heads = next(h for h in range(8, 0, -1) if self.width % h == 0)
+        return GPT(blocks=self.blocks, width=self.width, heads=heads, length=self.length).to(self.dtype)
+
+
+def read_text(limit: int = 1 << 20) -> torch.Tensor:
+    """Return the first ``limit`` bytes of the standard library's modules, in the order of their file names.
+
+    Raises:
+        RuntimeError: this interpreter has no sources.
+    """
+    folder = sysconfig.get_paths()["stdlib"]
+    text = bytearray()
+    for path in sorted(Path(folder).glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= limit:
+            break
+    if len(text) < 1 << 14:
+        raise RuntimeError(f"no Python sources in {folder}, the demo has no text to train on")
+    return torch.frombuffer(text[:limit], dtype=torch.uint8).long()
+
+
+def sample(text: torch.Tensor, step: int, options: DemoOptions) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the batch of all ranks in one step: sequences, and for each byte the next one.
+
+    It depends only on the seed and ``step``, so every rank and every run draws the same batch.
+    """
+    generator = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
+    count = options.world_size * options.batch
+    starts = torch.randint(len(text) - options.length, (count,), generator=generator)
+    pieces = torch.stack([text[s : s + options.length + 1] for s in starts.tolist()])
+    return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
+
+
+@dataclass
+class Run:
+    """One training run.
+
+    Attributes:
+        losses: nats per byte before each step, mean over ranks.
+        parameters: whole parameters after the last step, by name.
+        counts: the counts of the last step, on this rank.
+        alike: whether all ranks issued the same collectives in the same order.
+        compile_seconds: the first call minus a later one.
+        step_seconds: median of all steps except the first and the counted one.
+        kept_bytes: memory for unsharded parameters and gradients that stays allocated between steps.
+        plan, traces: the plan and the traces, for runs of this package.
+        thunder_traces: the forward and backward traces of Thunder's own ``fsdp``.
+    """
+
+    name: str
+    losses: list[float]
+    parameters: dict[str, torch.Tensor]
+    counts: StepCounts
+    alike: bool
+    compile_seconds: float
+    step_seconds: float
+    kept_bytes: int = 0
+    plan: Plan | None = None
+    traces: CompiledTraces | None = None
+    thunder_traces: tuple[TraceCtx, ...] = ()
+
+
+def run_unsharded(options: DemoOptions, text: torch.Tensor) -> Run:
+    """Train with plain PyTorch without a compiler, in one process, on the batches of all ranks together."""
+    model = options.model()
+    return _train("unsharded", model, model.state_dict, options, text, rank=None)
+
+
+def run_thunder(options: DemoOptions, text: torch.Tensor) -> Run:
+    """Train with Thunder's own ``fsdp``, with its options for ZeRO-3 and block buckets."""
+    jitted = thunder.distributed.fsdp(
+        thunder.jit(options.model()),
+        device=torch.device("cpu"),
+        sharding_strategy=FSDPType.ZERO3,
+        bucketing_strategy=FSDPBucketingStrategy.BLOCK,
+    )
+
+    def state_dict() -> dict[str, torch.Tensor]:  # names at the root begin with a dot
+        return {name.removeprefix("."): value for name, value in jitted.original_state_dict().items()}
+
+    run = _train("Thunder's fsdp", jitted, state_dict, options, text, rank=dist.get_rank())
+    run.thunder_traces = (thunder.last_traces(jitted)[-1], thunder.last_backward_traces(jitted)[-1])
+    return run
+
+
+def run_fsdp(strategy: str, options: DemoOptions, text: torch.Tensor) -> Run:
+    """Train with this package's ``fsdp``; ``strategy`` is ``"zero2"`` or ``"zero3"``."""
+    transform = fsdp(sharding_strategy=strategy, prefetch=options.prefetch)
+    jitted = thunder.jit(options.model(), transforms=[transform])
+    name = strategy.replace("zero", "ZeRO-")
+    run = _train(name, jitted, lambda: full_state_dict(jitted), options, text, rank=dist.get_rank())
+    run.plan, run.traces = transform.plan, transform.compiled[-1]
+    buckets = transform.sharded.buckets
+    arenas = {b.arena for b in buckets} | {b.private_slot.arena for b in buckets if b.private_slot is not None}
+    run.kept_bytes = sum(arena.nbytes for arena in arenas)
+    return run
+
+
+def _train(
+    name: str,
+    model: Any,
+    state_dict: Callable[[], dict[str, torch.Tensor]],
+    options: DemoOptions,
+    text: torch.Tensor,
+    *,
+    rank: int | None,
+) -> Run:
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    rows = slice(None) if rank is None else slice(rank * options.batch, (rank + 1) * options.batch)
+    losses, seconds = [], []
+    counter = StepCounter(parameters, sharded=rank is not None)
+    for step in range(options.steps):
+        tokens, targets = (part[rows] for part in sample(text, step, options))
+        started = time.perf_counter()
+        with ExitStack() as counted:
+            if step == options.steps - 1:
+                counted.enter_context(counter)
+            with counter.phase("forward"):
+                loss = model(tokens, targets)
+            with counter.phase("backward"):
+                loss.backward()
+            with counter.phase("optimizer"):
+                optimizer.step()
+                optimizer.zero_grad()
+        seconds.append(time.perf_counter() - started)
+        losses.append(loss.item())
+    counts = counter.counts()
+    of_ranks: list[Any] = [(losses, counts.collectives)]
+    if rank is not None:
+        of_ranks = [None] * options.world_size
+        dist.all_gather_object(of_ranks, (losses, counts.collectives))
+    step_seconds = statistics.median(seconds[1:-1])
+    return Run(
+        name,
+        [statistics.mean(of_step) for of_step in zip(*(of for of, _ in of_ranks), strict=True)],
+        {key: value.detach().clone() for key, value in state_dict().items()},
+        counts,
+        all(collectives == counts.collectives for _, collectives in of_ranks),
+        compile_seconds=max(seconds[0] - step_seconds, 0.0),
+        step_seconds=step_seconds,
+    )
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of any element of two state dicts with the same keys."""
+    assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
+    return max((a[key] - b[key]).abs().max().item() for key in a)
+
+
+def largest_loss_difference(a: Iterable[float], b: Iterable[float]) -> float:
+    """Return the largest difference of two runs' losses at the same step."""
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
