@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,62 +65,137 @@ class DType(str, Enum):
 PRESETS = f"Clusters: {', '.join(CLUSTERS)}."
 UNITS = "Units: sizes are bytes, as 8GiB, 25MB or 8589934592; bandwidths are bytes/s; times are seconds."
 
-# The options that several commands share have the same names everywhere.
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="MODULE:FACTORY that returns (module, args) or (module, args, kwargs), best on the meta device; a LitGPT "
-        "configuration (Llama-3-8B); or a Hugging Face model type (llama). Random weights, nothing is downloaded.",
-        show_default=False,
-    ),
-]
-ModelOption = Annotated[str | None, typer.Option("--model", help="The same as MODEL.", show_default=False)]
-WorldSize = Annotated[int, typer.Option(min=1, help="Ranks to compile for; none is started.")]
-Cluster = Annotated[
-    str, typer.Option(help="The machine: a preset, or a .json file with the attributes of ClusterSpec.")
-]
-ClusterSet = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="ATTRIBUTE=VALUE",
-        help="Change an attribute of the machine, such as inter_node_bandwidth=25GB; may be repeated.",
-        show_default=False,
-    ),
-]
-Bucketing = Annotated[str, typer.Option(help="block, layer, none, or the size of a bucket, such as 25MB.")]
-Prefetch = Annotated[
-    str | None,
-    typer.Option(
-        help="How many buckets ahead of its wait an all-gather is issued, or auto; by default 1, with --max-memory auto.",
-        show_default=False,
-    ),
-]
-MaxMemory = Annotated[
-    str | None,
-    typer.Option(
-        help="Limit on all memory of a step without optimizer state, such as 70GiB; backward recomputes what does not fit.",
-        show_default=False,
-    ),
-]
-MaxUnsharded = Annotated[
-    str | None, typer.Option(help="Budget for unsharded memory, such as 8GiB.", show_default=False)
-]
-MaxGathers = Annotated[
-    int | None, typer.Option(min=1, help="Limit on the all-gathers in flight, whatever their size.", show_default=False)
-]
-Secondary = Annotated[
-    int | None,
-    typer.Option(min=2, help="ZeRO-3: among how many ranks backward gathers; all by default.", show_default=False),
-]
-MicroBatches = Annotated[
-    int, typer.Option(min=1, help="Micro-batches of a step, each with its batch; all but the last run under no_sync.")
-]
-Replicas = Annotated[int, typer.Option(min=1, help="Hybrid sharding: number of copies of the shards.")]
-Transport = Annotated[str, typer.Option(help=f"How buckets travel: auto, {', '.join(sorted(TRANSPORTS))}.")]
-Batch = Annotated[int, typer.Option(min=1, help="Sequences per rank (LitGPT and Hugging Face models).")]
-Length = Annotated[int, typer.Option(min=1, help="Tokens of a sequence (LitGPT and Hugging Face models).")]
-DTypeName = Annotated[str, typer.Option(help="dtype of the parameters (LitGPT and Hugging Face models).")]
+Spinner = Callable[[str], None]
+
+
+@contextmanager
+def _spinner(console: Console, text: str) -> Iterator[Spinner]:
+    """Show a spinner with the elapsed time; yield a function that changes its text."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(text, total=None)
+        yield lambda text: progress.update(task, description=text)
+
+
+@dataclass
+class StepOptions:
+    """The options of the commands that compile a step, with the same names everywhere."""
+
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="MODULE:FACTORY that returns (module, args) or (module, args, kwargs), best on the meta device; a LitGPT "
+            "configuration (Llama-3-8B); or a Hugging Face model type (llama). Random weights, nothing is downloaded.",
+            show_default=False,
+        ),
+    ] = None
+    model_option: Annotated[str | None, typer.Option("--model", help="The same as MODEL.", show_default=False)] = None
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks to compile for; none is started.")] = 8
+    cluster: Annotated[
+        str, typer.Option(help="The machine: a preset, or a .json file with the attributes of ClusterSpec.")
+    ] = "h100-sxm"
+    cluster_set: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ATTRIBUTE=VALUE",
+            help="Change an attribute of the machine, such as inter_node_bandwidth=25GB; may be repeated.",
+            show_default=False,
+        ),
+    ] = None
+    sharding: Annotated[Sharding, typer.Option(help="What to compile.")] = Sharding.zero3
+    bucketing: Annotated[str, typer.Option(help="block, layer, none, or the size of a bucket, such as 25MB.")] = "block"
+    prefetch: Annotated[
+        str | None,
+        typer.Option(
+            help="How many buckets ahead of its wait an all-gather is issued, or auto; by default 1, with --max-memory "
+            "auto.",
+            show_default=False,
+        ),
+    ] = None
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Limit on all memory of a step without optimizer state, such as 70GiB; backward recomputes what does not "
+            "fit.",
+            show_default=False,
+        ),
+    ] = None
+    max_unsharded: Annotated[
+        str | None, typer.Option(help="Budget for unsharded memory, such as 8GiB.", show_default=False)
+    ] = None
+    max_gathers_in_flight: Annotated[
+        int | None,
+        typer.Option(min=1, help="Limit on the all-gathers in flight, whatever their size.", show_default=False),
+    ] = None
+    reshard_after_forward: Annotated[
+        int | None,
+        typer.Option(min=2, help="ZeRO-3: among how many ranks backward gathers; all by default.", show_default=False),
+    ] = None
+    replicas: Annotated[int, typer.Option(min=1, help="Hybrid sharding: number of copies of the shards.")] = 1
+    transport: Annotated[str, typer.Option(help=f"How buckets travel: auto, {', '.join(sorted(TRANSPORTS))}.")] = "auto"
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank (LitGPT and Hugging Face models).")] = 1
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence (LitGPT and Hugging Face models).")] = 2048
+    dtype: Annotated[str, typer.Option(help="dtype of the parameters (LitGPT and Hugging Face models).")] = "bfloat16"
+
+    def compile(self, console: Console, strategy: str, *, micro_batches: int = 1) -> DryRun:
+        """Compile the model as one of many ranks and simulate it, with a spinner that shows stage and elapsed time."""
+        if (self.model is None) == (self.model_option is None):
+            raise typer.BadParameter("give one model: as MODEL or with --model")
+        model = self.model or self.model_option or ""
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise typer.BadParameter(
+                f"dtype: torch has no dtype {self.dtype!r}; bfloat16, float16 and float32 are some"
+            )
+        if (folder := str(Path.cwd())) not in sys.path:
+            sys.path.insert(0, folder)
+        try:
+            spec = read_cluster(self.cluster, self.cluster_set or ())
+            make = find_model(model, batch=self.batch, length=self.length, dtype=dtype)
+            with _spinner(console, f"{model}: making the model") as show:
+                with following_stages(lambda stage: show(f"{model}: {stage}")):
+                    return dry_run_step(
+                        make,
+                        on=spec,
+                        world_size=self.world_size,
+                        sharding_strategy=strategy,
+                        bucketing_strategy=self.bucketing,
+                        prefetch=int(self.prefetch) if self.prefetch and self.prefetch.isdigit() else self.prefetch,
+                        max_memory=self.max_memory,
+                        max_unsharded_bytes=self.max_unsharded,
+                        max_gathers_in_flight=self.max_gathers_in_flight,
+                        reshard_after_forward=self.reshard_after_forward if strategy == "zero3" else None,
+                        replicas=self.replicas,
+                        micro_batches=micro_batches,
+                        transport=self.transport,
+                    )
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+
+
+def _takes_step(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of :class:`StepOptions`, which it receives as its first argument.
+
+    Args:
+        defaults: other default values of these options.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        shared = inspect.signature(StepOptions, eval_str=True).parameters
+        shared = {name: p.replace(default=defaults.get(name, p.default)) for name, p in shared.items()}
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            command(StepOptions(**{name: given.pop(name) for name in shared}), **given)
+
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*shared.values(), *own)]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
 
 
 @app.command(
@@ -163,47 +242,15 @@ def demo(
     epilog=f"{PRESETS}\n\n{UNITS}\n\n"
     "Example: python -m thunder_fsdp_sched trace my_models:make --world-size 64 --sharding both --prefetch 2"
 )
-def trace(
-    model: Model = None,
-    model_option: ModelOption = None,
-    world_size: WorldSize = 8,
-    cluster: Cluster = "h100-sxm",
-    cluster_set: ClusterSet = None,
-    sharding: Annotated[Sharding, typer.Option(help="What to show.")] = Sharding.zero3,
-    bucketing: Bucketing = "block",
-    prefetch: Prefetch = None,
-    max_memory: MaxMemory = None,
-    max_unsharded: MaxUnsharded = None,
-    max_gathers_in_flight: MaxGathers = None,
-    reshard_after_forward: Secondary = None,
-    replicas: Replicas = 1,
-    transport: Transport = "auto",
-    batch: Batch = 1,
-    length: Length = 2048,
-    dtype: DTypeName = "bfloat16",
-) -> None:
+@_takes_step()
+def trace(options: StepOptions) -> None:
     """Show the communication of a model's forward and backward traces, before and after sorting.
 
     This runs in one process, with a fake process group that sends no data.
     """
     console = make_console()
-    for strategy in sharding.strategies:
-        step = _compiled(
-            console,
-            _name_of_model(model, model_option),
-            (batch, length, dtype),
-            (cluster, cluster_set),
-            world_size=world_size,
-            sharding_strategy=strategy,
-            bucketing_strategy=bucketing,
-            prefetch=int(prefetch) if prefetch and prefetch.isdigit() else prefetch,
-            max_memory=max_memory,
-            max_unsharded_bytes=max_unsharded,
-            max_gathers_in_flight=max_gathers_in_flight,
-            reshard_after_forward=reshard_after_forward if strategy == "zero3" else None,
-            replicas=replicas,
-            transport=transport,
-        )
+    for strategy in options.sharding.strategies:
+        step = options.compile(console, strategy)
         console.print(plan_table(step.transform.plan), highlight=False)
         traces = step.transform.compiled[-1]
         for name, before, after in (
@@ -211,7 +258,7 @@ def trace(
             ("backward", traces.backward_before, traces.backward),
         ):
             if before is not None and after is not None:
-                title = f"{strategy.replace('zero', 'ZeRO-')}, {name}, {world_size} ranks"
+                title = f"{strategy.replace('zero', 'ZeRO-')}, {name}, {options.world_size} ranks"
                 console.print(before_and_after(before, after, title=title, width=console.width))
                 console.print()
 
@@ -221,25 +268,13 @@ def trace(
     "Example: python -m thunder_fsdp_sched plan Llama-3-8B --world-size 64 --cluster h100-sxm "
     "--cluster-set inter_node_bandwidth=25GB --prefetch auto --max-unsharded 8GiB --picture step.png"
 )
+@_takes_step(world_size=64)
 def plan(
-    model: Model = None,
-    model_option: ModelOption = None,
-    world_size: WorldSize = 64,
-    cluster: Cluster = "h100-sxm",
-    cluster_set: ClusterSet = None,
-    sharding: Annotated[Sharding, typer.Option(help="What to plan.")] = Sharding.zero3,
-    bucketing: Bucketing = "block",
-    prefetch: Prefetch = None,
-    max_memory: MaxMemory = None,
-    max_unsharded: MaxUnsharded = None,
-    max_gathers_in_flight: MaxGathers = None,
-    reshard_after_forward: Secondary = None,
-    replicas: Replicas = 1,
-    micro_batches: MicroBatches = 1,
-    transport: Transport = "auto",
-    batch: Batch = 1,
-    length: Length = 2048,
-    dtype: DTypeName = "bfloat16",
+    options: StepOptions,
+    micro_batches: Annotated[
+        int,
+        typer.Option(min=1, help="Micro-batches of a step, each with its batch; all but the last run under no_sync."),
+    ] = 1,
     optimizer_bytes: Annotated[
         float | None,
         typer.Option(min=0, help="Bytes of optimizer state for each element that trains; by default those of AdamW."),
@@ -273,27 +308,12 @@ def plan(
     nearly all of it in Thunder's own tracing.
     """
     console = make_console()
-    if sharding is Sharding.both and any((picture, perfetto, schedule, memory_file)):
+    both = options.sharding is Sharding.both
+    if both and any((picture, perfetto, schedule, memory_file)):
         raise typer.BadParameter("files hold one step: give --sharding zero2 or zero3, not both")
-    for strategy in sharding.strategies:
-        step = _compiled(
-            console,
-            _name_of_model(model, model_option),
-            (batch, length, dtype),
-            (cluster, cluster_set),
-            world_size=world_size,
-            sharding_strategy=strategy,
-            bucketing_strategy=bucketing,
-            prefetch=int(prefetch) if prefetch and prefetch.isdigit() else prefetch,
-            max_memory=max_memory,
-            max_unsharded_bytes=max_unsharded,
-            max_gathers_in_flight=max_gathers_in_flight,
-            reshard_after_forward=reshard_after_forward if strategy == "zero3" else None,
-            replicas=replicas,
-            micro_batches=micro_batches,
-            transport=transport,
-        )
-        if sharding is Sharding.both:
+    for strategy in options.sharding.strategies:
+        step = options.compile(console, strategy, micro_batches=micro_batches)
+        if both:
             console.print(strategy.replace("zero", "ZeRO-"), style="bold")
         console.print(plan_table(step.transform.plan), highlight=False)
         if step.window is not None:
@@ -302,9 +322,17 @@ def plan(
         compiled = step.compiled
         memory = step.memory.with_optimizer_state(optimizer_state_bytes(compiled.buckets, optimizer_bytes))
         console.print(describe_fit(memory, step.cluster.memory, step.cluster.name), highlight=False)
-        free = int(HEADROOM * step.cluster.memory) if headroom is None else _bytes("headroom", headroom)
+        free = int(HEADROOM * step.cluster.memory)
+        if headroom is not None:
+            try:
+                free = 0 if headroom == "0" else parse_bytes("headroom", headroom)
+            except ValueError as error:
+                raise typer.BadParameter(str(error)) from error
         if suggestions or (suggestions is None and memory.peak.nbytes + free > step.cluster.memory):
-            _print_suggestions(console, step, optimizer_bytes=optimizer_bytes, headroom=free, dry_runs=dry_runs)
+            with _spinner(console, "looking for suggestions") as show, following_stages(lambda stage: None):
+                sizes = {"optimizer_bytes": optimizer_bytes, "headroom": free, "dry_runs": dry_runs}
+                found = suggest(step, progress=show, **sizes)
+            console.print(str(found), highlight=False, markup=False)
         if compiled.choice is not None:
             console.print(str(compiled.choice), highlight=False)
         if picture is not None:
@@ -345,57 +373,6 @@ def diff(
             console.print(f"schedule {number}", highlight=False)
             console.print(difference, highlight=False, markup=False)
     raise typer.Exit(1 if differs else 0)
-
-
-def _print_suggestions(console: Console, step: DryRun, **options: Any) -> None:
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as spinner, following_stages(lambda stage: None):
-        task = spinner.add_task("looking for suggestions", total=None)
-        found = suggest(step, progress=lambda text: spinner.update(task, description=text), **options)
-    console.print(str(found), highlight=False, markup=False)
-
-
-def _bytes(name: str, value: str) -> int:
-    try:
-        return 0 if value == "0" else parse_bytes(name, value)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
-def _name_of_model(argument: str | None, option: str | None) -> str:
-    if (argument is None) == (option is None):
-        raise typer.BadParameter("give one model: as MODEL or with --model")
-    return argument or option or ""
-
-
-def _compiled(
-    console: Console,
-    model: str,
-    inputs: tuple[int, int, str],
-    machine: tuple[str, Sequence[str] | None],
-    **options: Any,
-) -> DryRun:
-    """Compile a model as one of many ranks and simulate it, with a spinner that shows stage and elapsed time."""
-    batch, length, dtype = inputs
-    if (folder := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, folder)
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    try:
-        spec = read_cluster(machine[0], machine[1] or ())
-        make = find_model(model, batch=batch, length=length, dtype=_dtype(dtype))
-        with Progress(*columns, console=console, transient=True) as spinner:
-            task = spinner.add_task(f"{model}: making the model", total=None)
-            with following_stages(lambda stage: spinner.update(task, description=f"{model}: {stage}")):
-                return dry_run_step(make, on=spec, **options)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise typer.BadParameter(f"dtype: torch has no dtype {name!r}; bfloat16, float16 and float32 are some")
-    return dtype
 
 
 if __name__ == "__main__":
