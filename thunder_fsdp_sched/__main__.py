@@ -182,8 +182,8 @@ def _takes_step(**defaults: Any) -> Callable[[Callable[..., None]], Callable[...
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        shared = inspect.signature(StepOptions, eval_str=True).parameters
-        shared = {name: p.replace(default=defaults.get(name, p.default)) for name, p in shared.items()}
+        declared = inspect.signature(StepOptions, eval_str=True).parameters
+        shared = {name: p.replace(default=defaults.get(name, p.default)) for name, p in declared.items()}
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
         @functools.wraps(command)
@@ -330,8 +330,7 @@ def plan(
                 raise typer.BadParameter(str(error)) from error
         if suggestions or (suggestions is None and memory.peak.nbytes + free > step.cluster.memory):
             with _spinner(console, "looking for suggestions") as show, following_stages(lambda stage: None):
-                sizes = {"optimizer_bytes": optimizer_bytes, "headroom": free, "dry_runs": dry_runs}
-                found = suggest(step, progress=show, **sizes)
+                found = suggest(step, progress=show, optimizer_bytes=optimizer_bytes, headroom=free, dry_runs=dry_runs)
             console.print(str(found), highlight=False, markup=False)
         if compiled.choice is not None:
             console.print(str(compiled.choice), highlight=False)

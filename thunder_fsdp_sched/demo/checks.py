@@ -9,6 +9,7 @@ from typing import NamedTuple
 from thunder.core.trace import TraceCtx
 
 from ..ir.symbols import issues_collective
+from ..reports.report import human_bytes
 from ..testing import (
     assert_gathers_in_consumer_order,
     assert_prefetch_distance,
@@ -16,7 +17,6 @@ from ..testing import (
     assert_unsharded_bytes_at_most,
     assert_waits_right_before_first_consumer,
 )
-from ..tools.report import human_bytes
 from .runs import DemoOptions, Run, largest_difference, largest_loss_difference
 
 

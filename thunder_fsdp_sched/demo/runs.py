@@ -18,10 +18,10 @@ from thunder.core.trace import TraceCtx
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
 
 from ..api import fsdp
+from ..checkpoint import full_state_dict
 from ..pipeline import CompiledTraces
 from ..plan.plan import Plan
-from ..tools.step_counter import StepCounter, StepCounts
-from ..training.checkpoint import full_state_dict
+from ..reports.step_counter import StepCounter, StepCounts
 from .model import GPT
 
 _TOLERANCES = {torch.float32: (2e-5, 2e-4), torch.float64: (1e-12, 1e-9)}

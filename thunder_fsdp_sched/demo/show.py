@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
-from ..tools.report import before_and_after, human_bytes, plan_table, summarize_thunder
+from ..reports.report import before_and_after, human_bytes, plan_table, summarize_thunder
 from .checks import Check, check_run
 from .runs import (
     DemoOptions,

@@ -34,7 +34,7 @@ _TIMEOUT = timedelta(minutes=30)
 _strategies = fabric_module("strategies")
 
 
-class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[misc,name-defined]
+class FSDPSchedStrategy(_strategies.DDPStrategy):  # type: ignore[name-defined]
     """Sharded training with Lightning Fabric: ``Fabric(strategy=FSDPSchedStrategy(prefetch=2), devices=8)``.
 
     ``fabric.setup(model)`` runs ``thunder.jit(model, transforms=[fsdp(...)])``. The ranks, the process group and the

@@ -364,6 +364,7 @@ def _visit(path: str, value: Any, depth: int, replace: Callable[[str, torch.Tens
     if changed and isinstance(value, tuple):
         elements = [new for _, _, new in visited]
         return type(value)(*elements) if hasattr(value, "_fields") else type(value)(elements)
-    for key, new in changed.items():
-        value[key] = new
+    if not isinstance(value, tuple):
+        for key, new in changed.items():
+            value[key] = new
     return value

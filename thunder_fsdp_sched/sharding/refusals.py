@@ -123,11 +123,11 @@ def refuse_reparametrized(module: nn.Module) -> None:
             if (kind := type(hook).__module__) in _HOOKS
         ]
         found += [
-            (f"{type(each).__module__}.{kind}", "torch.nn.utils.parametrize.remove_parametrizations", tensor)
+            (f"{type(each).__module__}.{name}", "torch.nn.utils.parametrize.remove_parametrizations", tensor)
             for tensor, applied in (child.parametrizations.items() if parametrize.is_parametrized(child) else ())
             for each in applied
             if type(each).__module__ == "torch.nn.utils.parametrizations"
-            and (kind := _PARAMETRIZATIONS.get(type(each).__name__)) is not None
+            and (name := _PARAMETRIZATIONS.get(type(each).__name__)) is not None
         ]
         for function, remove, tensor in found:
             raise NotImplementedError(
