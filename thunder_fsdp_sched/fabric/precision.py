@@ -16,7 +16,7 @@ __all__ = ["ShardedMixedPrecision", "for_shards"]
 _plugins = fabric_module("plugins")
 
 
-class ShardedMixedPrecision(_plugins.MixedPrecision):  # type: ignore[misc,name-defined]
+class ShardedMixedPrecision(_plugins.MixedPrecision):  # type: ignore[name-defined]
     """Mixed precision by casting shards before they are gathered, as FSDP2 does.
 
     Parameters, gradients and the optimizer's state are float32. Shards are cast to 16 bits and gathered, and the module
