@@ -11,7 +11,7 @@ from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from .symbols import ISSUES
+from .effects import effects
 
 __all__ = ["NO_CALL", "Call", "count_issues", "read_call"]
 
@@ -88,7 +88,7 @@ def read_call(prologue: TraceCtx, *, no_sync: bool) -> Call:
 
 def count_issues(bsyms: Iterable[BoundSymbol]) -> int:
     """Return the number of collectives, including gathers of resident buckets."""
-    return sum(b.sym.name in ISSUES for b in bsyms)
+    return sum(e.issues is not None and e.bucket is not None for e in map(effects, bsyms))
 
 
 def _some(texts: Sequence[str]) -> Sequence[str]:

@@ -234,6 +234,16 @@ class Effects:
         return tuple(m.owner for m in (*kept, *self.keeps))
 
     @property
+    def is_gather(self) -> bool:
+        """Whether it issues a gather of a bucket."""
+        return self.issues is not None and self.issues.gathers
+
+    @property
+    def unshards(self) -> bool:
+        """Whether it waits for a gather, so that its results are the parameters of a bucket."""
+        return self.waits is not None and bool(self.in_place)
+
+    @property
     def slot_issue(self) -> Issue | None:
         """The operation that it issues, if that uses a slot."""
         return self.issues if self.issues is not None and self.issues.place is not None else None

@@ -17,23 +17,10 @@ from thunder.core.trace import TraceCtx
 
 from .analysis import Analysis
 from .deadlock import Action
+from .effects import Issue, effects
 from .inspection import outs_of, statements
 from .json_fields import field_of, read_json, typed
-from .operands import Issue, Wait, bucket_of
-from .symbols import (
-    ISSUES,
-    WAITS,
-    fsdp_accumulate_grads,
-    fsdp_all_gather,
-    fsdp_all_reduce,
-    fsdp_reduce_scatter,
-    fsdp_wait_params,
-    group_of,
-    is_resident,
-    payload,
-    residency_marks,
-    window_of,
-)
+from .symbols import ISSUES, reduction_of
 
 __all__ = ["CommOp", "Schedule", "StepSchedule", "load_schedules", "read_program", "read_schedule", "save_schedules"]
 
@@ -73,6 +60,11 @@ class CommOp:
     first_consumer: int | None
     reason: str
     travels: bool = True
+
+    @property
+    def issues(self) -> bool:
+        """Whether it issues a collective."""
+        return self.kind in ISSUES
 
     def __str__(self) -> str:
         read = f"first read at {self.first_consumer}" if self.first_consumer is not None else ""
@@ -115,14 +107,12 @@ class Schedule:
     @property
     def gathers_in_flight(self) -> int:
         """The most gathers that are issued and not waited for at one position."""
-        changes = [{fsdp_all_gather.name: 1, fsdp_wait_params.name: -1}.get(op.kind, 0) for op in self]
+        changes = [{"fsdp_all_gather": 1, "fsdp_wait_params": -1}.get(op.kind, 0) for op in self]
         return max(itertools.accumulate(changes), default=0)
 
     def collectives(self) -> list[str]:
         """Return one line for each collective, in issue order; all ranks of a group must have the same lines."""
-        return [
-            f"{op.kind} {op.bucket} {op.nbytes} bytes {op.dtype} {op.transport}" for op in self.ops if op.kind in ISSUES
-        ]
+        return [f"{op.kind} {op.bucket} {op.nbytes} bytes {op.dtype} {op.transport}" for op in self.ops if op.issues]
 
 
 def read_program(trace: TraceCtx) -> list[Action]:
@@ -130,32 +120,32 @@ def read_program(trace: TraceCtx) -> list[Action]:
     actions: list[Action] = []
     issued: dict[str, Action] = {}
     hooks = 0
-
-    def wait_for(future: str) -> None:
-        actions.append(issued[future]._replace(waits=True))
-
     for bsym in statements(trace):
-        kind = bsym.sym.name
-        if kind in WAITS or bsym.sym is fsdp_all_reduce:
-            wait_for(Wait(bsym).future.name)
-        if (hook := bsym.kwargs.get("hook")) is not None:
+        e = effects(bsym)
+        if e.waits is not None and e.bucket is not None:
+            actions.append(issued[e.waits.future]._replace(waits=True))
+        if e.hook is not None and e.bucket is not None:
             # It may communicate on any group, so it counts as a collective of all ranks that share the bucket.
-            bucket, hooks = bucket_of(bsym), hooks + 1
+            bucket, hooks = e.bucket, hooks + 1
             ranks = bucket.ranks.all_ranks
             called = Action(
-                f"all_reduce_hook {hook} {bucket.spec.name}", f"hook of ranks {ranks}", ranks, False, -hooks
+                f"all_reduce_hook {e.hook} {bucket.spec.name}", f"hook of ranks {ranks}", ranks, False, -hooks
             )
             actions += [called, called._replace(waits=True)]
-        if kind in ISSUES:
-            bucket = bucket_of(bsym)
-            nbytes, dtype = payload(kind, bucket.spec)
-            group = group_of(kind, bucket)
-            line = f"{kind} {bucket.spec.name} {nbytes} bytes {dtype} {bucket.spec.comm.transport}"
-            line += "".join(f" {mark}={number}" for mark, number in residency_marks(bsym).items())
-            line += "" if (window := window_of(bsym)) is None else f" window={window}"
+        issue = e.issues
+        if issue is not None and issue.bucket is not None and issue.group is not None:
+            line = _collective(issue) + "".join(f" {mark}={number}" for mark, number in issue.marks.items())
+            line += "" if issue.window is None else f" window={issue.window}"
+            group = issue.group
             actions.append(Action(line, group.name or group.description, tuple(group.global_ranks), False, len(issued)))
-            issued[bsym.output.name] = actions[-1]
+            issued[issue.future] = actions[-1]
     return actions
+
+
+def _collective(issue: Issue) -> str:
+    assert issue.bucket is not None
+    spec = issue.bucket.spec
+    return f"{issue.kind} {spec.name} {issue.nbytes} bytes {issue.dtype} {spec.comm.transport}"
 
 
 @dataclass(frozen=True)
@@ -182,33 +172,29 @@ def read_schedule(trace: TraceCtx) -> Schedule:
     bsyms = statements(trace)
     live = Analysis(bsyms)
     ops = []
-    issued: dict[str, tuple[str, str]] = {}  # kind and slot by future
-    for position, bsym in enumerate(bsyms):
-        kind = bsym.sym.name
-        if not is_communication(bsym):
+    issued: dict[str, Issue] = {}
+    for position, (bsym, e) in enumerate(zip(bsyms, live.effects, strict=True)):
+        if not e.in_schedule or e.bucket is None:
             continue
-        bucket = bucket_of(bsym)
-        collective, slot, consumer = fsdp_reduce_scatter.name, "", None
-        if kind in ISSUES:
-            slot = str(Issue(bsym).planned_slot or "")
-            collective, slot = issued[bsym.output.name] = kind, slot
-        elif kind in WAITS:
-            collective, slot = issued[Wait(bsym).future.name]
-            consumer = live.first_read(outs_of(bsym))
-        nbytes, dtype = payload(collective, bucket.spec)
+        # What it issues, else what it waits for; gradients that are accumulated count as what would reduce them.
+        issue = e.issues or (issued[e.waits.future] if e.waits is not None else reduction_of(e.bucket))
+        if e.issues is not None:
+            issued[issue.future] = issue
+        assert issue.group is not None
+        hook = "" if e.hook is None else f"{THEN_HOOK}{e.hook}"
         ops.append(
             CommOp(
                 position,
-                kind,
-                bucket.spec.name,
-                nbytes,
-                str(dtype).removeprefix("torch."),
-                group_of(collective, bucket).description,
-                bucket.spec.comm.transport if collective != fsdp_all_reduce.name else "all_reduce",
-                slot,
-                consumer,
-                str(bsym.header) + (f"{THEN_HOOK}{hook}" if (hook := bsym.kwargs.get("hook")) is not None else ""),
-                not is_resident(bsym),
+                bsym.sym.name,
+                e.bucket.spec.name,
+                issue.nbytes,
+                str(issue.dtype).removeprefix("torch."),
+                issue.group.description,
+                issue.transport,
+                str((issue.place.slot if issue.place is not None else None) or ""),
+                live.first_read(outs_of(bsym)) if e.issues is None and e.waits is not None else None,
+                str(bsym.header) + hook,
+                not issue.resident or e.issues is None,
             )
         )
     return Schedule(tuple(ops), len(bsyms), compute_digest(bsyms))
@@ -216,7 +202,7 @@ def read_schedule(trace: TraceCtx) -> Schedule:
 
 def is_communication(bsym: BoundSymbol) -> bool:
     """Return whether ``bsym`` appears in a schedule."""
-    return bsym.sym.name in ISSUES or bsym.sym.name in WAITS or bsym.sym is fsdp_accumulate_grads
+    return effects(bsym).in_schedule
 
 
 def compute_digest(bsyms: Iterable[BoundSymbol]) -> str:

@@ -263,7 +263,8 @@ def _reduce_scatter_meta(bucket: Bucket, slot: Slot | None, *grads: TensorProxy 
     return _future(bucket, bucket.spec.layout.shard_numel, bucket.spec.reduce_dtype)
 
 
-def _reduction(bucket: Bucket, slot: Slot | None, future: str) -> Issue:
+def reduction_of(bucket: Bucket, slot: Slot | None = None, future: str = "") -> Issue:
+    """Return the reduction of a bucket's gradients."""
     spec, dtype = bucket.spec, bucket.spec.reduce_dtype
     place, group = Place(bucket, slot, dtype), bucket.ranks.reductions
     kind, transport = "fsdp_reduce_scatter", spec.comm.transport
@@ -275,7 +276,7 @@ def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
     spec, dtype, grads = bucket.spec, bucket.spec.reduce_dtype, bsym.args[2:]
     flat = spec.layout.shard_numel * dtype.itemsize
     return Effects(
-        issues=_reduction(bucket, slot, future),
+        issues=reduction_of(bucket, slot, future),
         in_schedule=True,
         bucket=bucket,
         uses=slot,
@@ -413,7 +414,7 @@ def _reduce_unreduced_effects(bsym: BoundSymbol) -> Effects:
     flat, device = spec.layout.shard_numel * spec.dtype.itemsize, spec.shard_device.type
     grads = f"sharded gradients of {spec.name}"
     return Effects(
-        runs=_reduction(bucket, None, ""),
+        runs=reduction_of(bucket),
         bucket=bucket,
         hook=bsym.kwargs.get("hook"),
         allocates=(

@@ -14,6 +14,7 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..ir.effects import effects
 from ..ir.inspection import args_of, swap_args, with_bound_symbols
 from ..ir.operands import Gather, Wait, bucket_of
 from ..ir.symbols import fsdp_all_gather, fsdp_wait_params
@@ -55,7 +56,7 @@ def fuse_downcast(trace: TraceCtx) -> TraceCtx:
     DeepSpeed's pull request 7588 does the same by configuration.
     """
     started = time.perf_counter()
-    waits = [b for b in trace.bound_symbols if b.sym is fsdp_wait_params and bucket_of(b).spec.param_dtype.itemsize > 2]
+    waits = [b for b in trace.bound_symbols if effects(b).unshards and bucket_of(b).spec.param_dtype.itemsize > 2]
     casts: dict[str, list[_Downcast]] = defaultdict(list)
     others: set[str] = set()
     params = {p.name for wait in waits for p in wait.output}
@@ -82,9 +83,9 @@ def fuse_downcast(trace: TraceCtx) -> TraceCtx:
     new = with_bound_symbols(trace, (), "fsdp: fuse downcasts with gathers", started)
     with tracectx(new):
         for bsym in trace.bound_symbols:
-            if bsym.sym is fsdp_all_gather and bsym.output.name in lowered:
+            if effects(bsym).is_gather and bsym.output.name in lowered:
                 continue
-            if bsym.sym is fsdp_wait_params and Wait(bsym).future.name in lowered:
+            if effects(bsym).unshards and Wait(bsym).future.name in lowered:
                 new.bound_symbols += lowered[Wait(bsym).future.name].emit(trace, bsym)
                 continue
             cast = _downcast(bsym)

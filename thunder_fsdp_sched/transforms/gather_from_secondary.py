@@ -8,9 +8,10 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..ir.effects import effects
 from ..ir.inspection import forward_part, return_of, with_bound_symbols
 from ..ir.operands import Gather, Wait, bucket_of
-from ..ir.symbols import fsdp_all_gather, fsdp_copy_secondary_shard, fsdp_wait_params
+from ..ir.symbols import fsdp_all_gather, fsdp_copy_secondary_shard
 from ..runtime.bucket import Bucket
 from ..runtime.secondary import secondary_of
 
@@ -47,9 +48,9 @@ def gather_from_secondary(trace: TraceCtx) -> TraceCtx:
     waits: dict[Bucket, BoundSymbol] = {}
     regathered: dict[Bucket, Bucket] = {}
     for bsym, is_forward in zip(trace.bound_symbols, forward, strict=True):
-        if bsym.sym is fsdp_wait_params and is_forward:
+        if effects(bsym).unshards and is_forward:
             waits[bucket_of(bsym)] = bsym
-        elif bsym.sym is fsdp_all_gather and not is_forward and bucket_of(bsym) in waits:
+        elif effects(bsym).is_gather and not is_forward and bucket_of(bsym) in waits:
             if (secondary := secondary_of(bucket_of(bsym))) is not None:
                 regathered[bucket_of(bsym)] = secondary
     if not regathered:
@@ -59,18 +60,18 @@ def gather_from_secondary(trace: TraceCtx) -> TraceCtx:
     new = with_bound_symbols(trace, (), "fsdp: gather from secondary shards", started)
     with tracectx(new):
         for bsym, is_forward in zip(trace.bound_symbols, forward, strict=True):
-            is_ours = bsym.sym in (fsdp_all_gather, fsdp_wait_params)
+            is_ours = effects(bsym).is_gather or effects(bsym).unshards
             secondary = regathered.get(bucket_of(bsym)) if is_ours else None
             if secondary is None:
                 new.bound_symbols.append(bsym)
             elif is_forward:
                 new.bound_symbols.append(bsym)
-                if bsym.sym is fsdp_wait_params:
+                if effects(bsym).unshards:
                     operands = (secondary, Wait(bsym).future, token, *bsym.output)
                     copied = fsdp_copy_secondary_shard.meta(*operands)
                     shards[secondary] = copied[0]
                     new.bound_symbols.append(fsdp_copy_secondary_shard.bind(*operands, output=copied))
-            elif bsym.sym is fsdp_all_gather:
+            elif effects(bsym).is_gather:
                 gather = fsdp_all_gather.bind(
                     secondary, None, *Gather(bsym).shards, secondary=shards[secondary], output=bsym.output
                 )

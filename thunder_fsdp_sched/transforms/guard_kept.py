@@ -8,9 +8,10 @@ from collections.abc import Collection
 from thunder.core.symbol import BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..ir.effects import effects
 from ..ir.inspection import args_of, forward_part, outs_of, return_of, with_bound_symbols
 from ..ir.operands import Gather, bucket_of
-from ..ir.symbols import fsdp_all_gather, fsdp_params_unchanged
+from ..ir.symbols import fsdp_params_unchanged
 from ..runtime.bucket import Bucket
 
 __all__ = ["guard_kept", "guard_first"]
@@ -38,7 +39,7 @@ def guard_kept(trace: TraceCtx, *, kept: Collection[Bucket]) -> TraceCtx:
     aborted forward or an evaluation may have overwritten it since.
     """
     started = time.perf_counter()
-    gathers = [b for b in trace.bound_symbols if b.sym is fsdp_all_gather and bucket_of(b).base in kept]
+    gathers = [b for b in trace.bound_symbols if effects(b).is_gather and bucket_of(b).base in kept]
     if not gathers or all(forward_part(trace)[:-1]):
         return trace
     new = with_bound_symbols(trace, trace.bound_symbols[:-1], "fsdp: guard kept buckets", started)
@@ -65,11 +66,11 @@ def guard_first(trace: TraceCtx) -> TraceCtx:
         t121 = torch.where(t119, t70, 0)
     """
     started = time.perf_counter()
-    guards = [b for b in trace.bound_symbols if b.sym is fsdp_params_unchanged]
+    guards = [b for b in trace.bound_symbols if effects(b).ensures is not None]
     if not guards:
         return trace
     checked = {arg for guard in guards for arg in args_of(guard)}
-    others = [b for b in trace.bound_symbols if b.sym is not fsdp_params_unchanged]
+    others = [b for b in trace.bound_symbols if effects(b).ensures is None]
     begin = 1 + max((i for i, b in enumerate(others) if checked.intersection(outs_of(b))), default=-1)
     return with_bound_symbols(
         trace, [*others[:begin], *guards, *others[begin:]], "fsdp: guard kept buckets first", started

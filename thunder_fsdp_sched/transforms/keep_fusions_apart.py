@@ -29,23 +29,14 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag, has_tags
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..ir.analysis import Analysis
-from ..ir.inspection import args_of, communicates, forward_part, outs_of, swap_args, with_bound_symbols
+from ..ir.effects import effects, is_declared
+from ..ir.inspection import args_of, forward_part, outs_of, swap_args, with_bound_symbols
 from ..ir.operands import Wait, bucket_of
-from ..ir.registry import executor
-from ..ir.symbols import (
-    GRAD_WAITS,
-    fsdp_accumulate_grads,
-    fsdp_all_gather,
-    fsdp_all_reduce,
-    fsdp_cut,
-    fsdp_reduce_scatter,
-    fsdp_wait_params,
-)
+from ..ir.symbols import fsdp_cut, without_token
 from ..runtime.bucket import Bucket
 
 __all__ = ["keep_fusions_apart", "remove_cuts"]
 
-_ISSUES = (fsdp_all_gather, fsdp_reduce_scatter, fsdp_accumulate_grads)
 _EXPENSIVE = {OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD}  # Thunder's tag of matmuls and attention
 _NOT_COMPUTE = frozenset({PrimIDs.UNPACK_TRIVIAL, PrimIDs.GET_GRAD, PrimIDs.RETURN, PrimIDs.COMMENT})
 
@@ -129,18 +120,12 @@ def remove_cuts(trace: TraceCtx) -> TraceCtx:
             for before, after in zip(bsym.args, bsym.output, strict=True):
                 original[after.name] = original.get(before.name, before)
             continue
-        if bsym.sym is fsdp_wait_params:
-            bsym = Wait(bsym).with_token(None)
-        bsyms.append(swap_args(bsym, original))
+        bsyms.append(swap_args(without_token(bsym), original))
     return with_bound_symbols(trace, bsyms, "fsdp: remove cuts", started)
 
 
-def _is_ours(bsym: BoundSymbol) -> bool:
-    return bsym.sym.executor is executor
-
-
 def _is_compute(bsym: BoundSymbol) -> bool:
-    return not _is_ours(bsym) and bsym.sym.id not in _NOT_COMPUTE
+    return not is_declared(bsym.sym) and bsym.sym.id not in _NOT_COMPUTE
 
 
 class _Params:
@@ -148,7 +133,7 @@ class _Params:
 
     def __init__(self, trace: TraceCtx) -> None:
         self.live = Analysis(trace.bound_symbols)
-        waits = (b for b in trace.bound_symbols if b.sym is fsdp_wait_params)
+        waits = (b for b in trace.bound_symbols if effects(b).unshards)
         self.bucket_of = {param: bucket_of(wait) for wait in waits for param in outs_of(wait)}
 
     def read_by(self, bsym: BoundSymbol) -> set[Bucket]:
@@ -169,7 +154,7 @@ class _Comm:
 
     @property
     def is_gather(self) -> bool:
-        return self.bsyms[0].sym is fsdp_all_gather
+        return effects(self.bsyms[0]).is_gather
 
 
 class _Half:
@@ -188,11 +173,11 @@ class _Half:
         """Record the next bound symbol of this half."""
         if _is_compute(bsym):
             self.compute.append(bsym)
-        elif bsym.sym in (fsdp_wait_params, fsdp_all_reduce, *GRAD_WAITS):
-            comm = self.comm_of[Wait(bsym).future.name]
+        elif (wait := effects(bsym).waits) is not None:
+            comm = self.comm_of[wait.future]
             comm.bsyms.append(bsym)
             self.comm_of.update(dict.fromkeys(outs_of(bsym), comm))
-        elif bsym.sym in _ISSUES:
+        elif effects(bsym).in_schedule:
             self.comms.append(_Comm([bsym], len(self.compute)))
             self.comm_of.update(dict.fromkeys(outs_of(bsym), self.comms[-1]))
 
@@ -301,7 +286,7 @@ class _Uses:
         self.count = len(compute)
         self.live = Analysis(compute)
         self.buckets = [params.read_by(bsym) for bsym in compute]
-        self.barriers = {i for i, bsym in enumerate(compute) if communicates(bsym)}
+        self.barriers = {i for i, bsym in enumerate(compute) if effects(bsym).communicates}
         last_use: dict[Bucket, int] = {}
         for i, buckets in enumerate(self.buckets):
             last_use.update(dict.fromkeys(buckets, i))

@@ -27,6 +27,7 @@ from thunder.core.proxies import NumberProxy, Proxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..ir.effects import effects
 from ..ir.inspection import (
     args_of,
     copy_for_backward,
@@ -70,7 +71,7 @@ def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket], recomput
     """
     started = time.perf_counter()
     forward = forward_part(trace)
-    regathers = any(b.sym is fsdp_all_gather and bucket_of(b).base not in kept for b in trace.bound_symbols)
+    regathers = any(effects(b).is_gather and bucket_of(b).base not in kept for b in trace.bound_symbols)
     if all(forward[:-1]) or not (regathers or recomputed):
         return trace
     new = with_bound_symbols(trace, (), "fsdp: regather for backward", started)
@@ -109,7 +110,7 @@ class _Regather:
         for bsym, is_forward in zip(self.trace.bound_symbols, self.forward, strict=True):
             if is_forward:
                 self._classify(bsym)
-            elif bsym.sym in (fsdp_all_gather, fsdp_wait_params):
+            elif _is_of_gather(bsym):
                 self.again[bucket_of(bsym)].append(bsym)
                 self.read_again.update(dict.fromkeys(outs_of(bsym), bucket_of(bsym)))
         returned = self.trace.bound_symbols[-1]
@@ -119,7 +120,7 @@ class _Regather:
             if is_forward or bsym is returned or bsym.sym.id is PrimIDs.GET_GRAD:
                 out.append(bsym)
                 continue
-            if bsym.sym in (fsdp_all_gather, fsdp_wait_params):
+            if _is_of_gather(bsym):
                 self._gather(bucket_of(bsym))
                 continue
             for name in args_of(bsym):
@@ -134,9 +135,9 @@ class _Regather:
         for part in bsym.subsymbols if bsym.sym.is_fusion else (bsym,):
             for out in outs_of(part):
                 self.order[out] = len(self.order)
-        if bsym.sym is fsdp_all_gather:
+        if effects(bsym).is_gather:
             self.gathers[bucket_of(bsym)] = bsym
-        elif bsym.sym is fsdp_wait_params:
+        elif effects(bsym).unshards:
             self.waits[bucket_of(bsym)] = bsym
             if bucket_of(bsym).base not in self.kept:
                 self.from_params.update(outs_of(bsym))
@@ -163,7 +164,7 @@ class _Regather:
             if current in self.replacements or not (current in self.from_params or current in self.recomputed):
                 continue
             producer = self.producers[current]
-            if producer.sym is fsdp_wait_params:
+            if effects(producer).unshards:
                 parts[current] = producer
                 continue
             for part in derivation(producer, current):
@@ -173,7 +174,7 @@ class _Regather:
                     pending += args_of(part)
         for out in sorted(parts, key=self.order.__getitem__):
             bsym = parts[out]
-            if bsym.sym is fsdp_wait_params:
+            if effects(bsym).unshards:
                 self._gather(bucket_of(bsym))
             elif not all(name in self.replacements for name in outs_of(bsym)):  # or for another output of this fusion
                 self._repeat(bsym)
@@ -212,6 +213,11 @@ class _Regather:
         if proxy.name not in self.replacements:
             self.replacements[proxy.name] = proxy.replace_name(unused_name(self.new, f"bw_{proxy.name}"))
         return self.replacements[proxy.name]
+
+
+def _is_of_gather(bsym: BoundSymbol) -> bool:
+    e = effects(bsym)
+    return e.is_gather or e.unshards
 
 
 def _again(bucket: Bucket) -> dict[str, bool]:

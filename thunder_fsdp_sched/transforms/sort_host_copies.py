@@ -13,9 +13,9 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.analysis import Analysis
+from ..ir.effects import effects
 from ..ir.host_copies import HOST_COPIES, HOST_COPY_ISSUES, fsdp_copy_to_host, without_token
 from ..ir.inspection import UNPACKING, nbytes_of, outs_of, short_form, statements, with_bound_symbols
-from ..ir.symbols import fsdp_params_unchanged
 
 __all__ = ["MAX_HOST_COPIES_IN_FLIGHT", "sort_host_copies"]
 
@@ -191,4 +191,4 @@ def _sort_backward(
 
 def _comes_first(bsym: BoundSymbol) -> bool:
     """Return whether ``bsym`` belongs to the start of a backward trace, where nothing is computed yet."""
-    return bsym.sym.id in UNPACKING or bsym.sym is fsdp_params_unchanged
+    return bsym.sym.id in UNPACKING or effects(bsym).ensures is not None
