@@ -19,17 +19,9 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from .api import fsdp
+from .ir.effects import Issue, effects
 from .ir.inspection import Aliases, args_of, outs_of, statement, statements
-from .ir.operands import Wait, bucket_of
 from .ir.schedule import StepSchedule, read_schedule
-from .ir.symbols import (
-    GRAD_WAITS,
-    fsdp_all_gather,
-    fsdp_all_reduce,
-    fsdp_reduce_scatter,
-    fsdp_release,
-    fsdp_wait_params,
-)
 from .pipeline import CompiledTraces
 from .planning.fake_ranks import Made, compile_as_rank
 from .sizes import parse_bytes
@@ -57,8 +49,6 @@ __all__ = [
     "statements",
     "step_schedule",
 ]
-
-_COMMUNICATION = (fsdp_all_gather, fsdp_wait_params, fsdp_reduce_scatter, fsdp_all_reduce, fsdp_release, *GRAD_WAITS)
 
 
 def compiled_traces(subject: Subject) -> CompiledTraces:
@@ -124,31 +114,32 @@ def gathers(trace: TraceCtx) -> list[Gather]:
     """Return all gathers of the trace, in issue order. Reading a view of a parameter counts as reading it."""
     bsyms = statements(trace)
     aliases = Aliases()
-    issues: dict[str, int] = {}
+    issues: dict[str, tuple[int, Issue]] = {}
     waits: dict[str, int] = {}
     readers: dict[str, list[int]] = {}
     owner: dict[str, str] = {}
     for position, bsym in enumerate(bsyms):
         for root in {root for arg in args_of(bsym) for root in aliases.roots(arg)} & owner.keys():
             readers[owner[root]].append(position)
-        if bsym.sym is fsdp_all_gather:
-            issues[bsym.output.name] = position
-            readers[bsym.output.name] = []
-        elif bsym.sym is fsdp_wait_params:
-            waits[Wait(bsym).future.name] = position
-            owner.update(dict.fromkeys(outs_of(bsym), Wait(bsym).future.name))
+        e = effects(bsym)
+        if e.issues is not None and e.issues.gathers:
+            issues[e.issues.future] = position, e.issues
+            readers[e.issues.future] = []
+        elif e.waits is not None and e.waits.future in issues:
+            waits[e.waits.future] = position
+            owner.update(dict.fromkeys(outs_of(bsym), e.waits.future))
         else:
             aliases.add(bsym)
     return [
         Gather(
-            bucket_of(bsyms[issue]).spec.name,
-            bucket_of(bsyms[issue]).spec.unsharded_bytes,
-            issue,
+            issue.bucket.spec.name if issue.bucket is not None else "",
+            issue.nbytes,
+            position,
             waits[future],
             min(readers[future], default=None),
             max(readers[future], default=None),
         )
-        for future, issue in issues.items()
+        for future, (position, issue) in issues.items()
     ]
 
 
@@ -156,17 +147,18 @@ def reductions(trace: TraceCtx) -> list[Reduction]:
     """Return all reductions of the trace, in issue order."""
     bsyms = statements(trace)
     produced = {out: position for position, bsym in enumerate(bsyms) for out in outs_of(bsym)}
-    waits = {Wait(b).future.name: position for position, b in enumerate(bsyms) if b.sym in GRAD_WAITS}
-    waits.update({Wait(b).future.name: waits[b.output.name] for b in bsyms if b.sym is fsdp_all_reduce})
+    found = list(enumerate(map(effects, bsyms)))
+    waits = {e.waits.future: position for position, e in found if e.waits is not None and e.issues is None}
+    across = {e.waits.future: e.issues.future for _, e in found if e.waits is not None and e.issues is not None}
     return [
         Reduction(
-            bucket_of(bsym).spec.name,
-            max((produced.get(arg, -1) for arg in args_of(bsym)), default=-1),
+            e.bucket.spec.name,
+            max((produced.get(arg, -1) for arg in args_of(bsyms[position])), default=-1),
             position,
-            waits[bsym.output.name],
+            waits[across.get(e.issues.future, e.issues.future)],
         )
-        for position, bsym in enumerate(bsyms)
-        if bsym.sym is fsdp_reduce_scatter
+        for position, e in found
+        if e.collects and e.issues is not None and e.bucket is not None
     ]
 
 
@@ -181,9 +173,10 @@ def assert_waits_right_before_first_consumer(trace: TraceCtx) -> None:
         if gather.first_consumer is None:
             continue
         for position in range(gather.wait + 1, gather.first_consumer):
-            if bsyms[position].sym is fsdp_all_gather:
+            between = effects(bsyms[position])
+            if between.is_gather:
                 continue
-            if bsyms[position].sym is not fsdp_wait_params or not _reads(bsyms, gather.first_consumer, position):
+            if not between.unshards or not _reads(bsyms, gather.first_consumer, position):
                 _fail(
                     trace,
                     f"the wait for bucket {gather.bucket!r} at {gather.wait} does not stand right before its first "
@@ -290,7 +283,7 @@ def assert_reductions_right_after_last_gradient(trace: TraceCtx) -> None:
     bsyms = statements(trace)
     for reduction in reductions(trace):
         for position in range(reduction.last_gradient + 1, reduction.issue):
-            if bsyms[position].sym not in _COMMUNICATION:
+            if not _communicates(bsyms[position]):
                 _fail(
                     trace,
                     f"bucket {reduction.bucket!r} has its last gradient at {reduction.last_gradient}, but is reduced only "
@@ -298,6 +291,12 @@ def assert_reductions_right_after_last_gradient(trace: TraceCtx) -> None:
                     reduction.last_gradient,
                     reduction.issue,
                 )
+
+
+def _communicates(bsym: BoundSymbol) -> bool:
+    """Return whether a bound symbol is communication of a bucket, or the release of its memory."""
+    e = effects(bsym)
+    return (e.in_schedule and (e.issues is not None or e.waits is not None)) or bool(e.frees)
 
 
 _COPIES = frozenset(
@@ -315,13 +314,14 @@ def assert_no_parameter_copies(trace: TraceCtx) -> None:
     bsyms = statements(trace)
     aliases = Aliases()
     of_bucket: dict[str, str] = {}
-    for bsym in bsyms:
-        if bsym.sym is fsdp_all_gather:
-            of_bucket.update(dict.fromkeys(args_of(bsym), bucket_of(bsym).spec.name))
+    for e in map(effects, bsyms):
+        if e.bucket is not None:
+            of_bucket.update(dict.fromkeys(e.shards, e.bucket.spec.name))
     for position, bsym in enumerate(bsyms):
-        if bsym.sym is fsdp_wait_params:
-            of_bucket.update(dict.fromkeys(outs_of(bsym), bucket_of(bsym).spec.name))
-        if bsym.sym in _COMMUNICATION:
+        e = effects(bsym)
+        if e.unshards and e.bucket is not None:
+            of_bucket.update(dict.fromkeys(outs_of(bsym), e.bucket.spec.name))
+        if _communicates(bsym):
             continue
         for part in _parts(bsym):
             sources = {root for arg in args_of(part) for root in aliases.roots(arg)}
