@@ -107,7 +107,11 @@ class Ranks:
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """Stop the workers."""
+        """Stop the workers. They end by themselves, so that a measurement of coverage is written."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(_GRACE)
         self._kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 

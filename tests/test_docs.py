@@ -67,7 +67,7 @@ def test_the_code_under_extending_runs(title: str) -> None:
 
 
 @on_ranks(2)
-def test_the_documented_transport_trains_like_the_unsharded_model(rank: int, world_size: int) -> None:
+def test_the_documented_transport_trains_like_the_unsharded_model() -> None:
     from thunder_fsdp_sched.transports import TRANSPORTS
 
     before = dict(TRANSPORTS)

@@ -169,7 +169,7 @@ class _Subclassed(nn.Parameter):
     ],
 )
 @on_ranks(2)
-def test_invalid_modules_and_options_are_refused_on_every_rank(rank: int, world_size: int, case: str) -> None:
+def test_invalid_modules_and_options_are_refused_on_every_rank(world_size: int, case: str) -> None:
     model: nn.Module = Stack(2)
     options: dict[str, Any] = {}
     if case == "shared memory":

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from gpu import Setup, Worker
 from models import byte_gpt
-from profiles import LONG_ONLY
 from thunder import extend
 from virtual_gpu import guard
 from virtual_gpu.world import Rank, run
@@ -84,6 +83,6 @@ def _profile(rank: Rank, tmp_path: Path, case: str) -> str:
     return "profiled"
 
 
-@LONG_ONLY
+@pytest.mark.long
 def test_the_first_run_profiles_on_gpus(tmp_path: Path) -> None:
     assert run(_profile, tmp_path, "zero3 flat", world_size=1).values == ["profiled"]

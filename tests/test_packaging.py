@@ -22,7 +22,6 @@ import thunder_fsdp_sched
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
-from profiles import LONG_ONLY
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -122,7 +121,7 @@ def test_the_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
     assert (unpacked / "thunder_fsdp_sched" / "transforms" / "__init__.py").is_file()
 
 
-@LONG_ONLY  # .ci/run does the same with an interpreter of its own: make wheel
+@pytest.mark.long  # .ci/run does the same with an interpreter of its own: make wheel
 def test_the_wheel_imports_from_an_empty_folder(wheel, tmp_path):
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
@@ -134,7 +133,7 @@ def test_the_wheel_imports_from_an_empty_folder(wheel, tmp_path):
 
 @pytest.mark.parametrize(
     "symlink",
-    [pytest.param(True, id="symlink", marks=LONG_ONLY), pytest.param(False, id="checkout without symlinks")],
+    [pytest.param(True, id="symlink", marks=pytest.mark.long), pytest.param(False, id="checkout without symlinks")],
 )
 def test_an_editable_install_imports_from_an_empty_folder(tree, tmp_path, symlink):
     copy = tmp_path / "tree"

@@ -22,8 +22,7 @@ import pytest
 import thunder
 import torch
 from models import Stack
-from profiles import LONG, LONG_ONLY
-from ranks import Ranks, on_ranks
+from ranks import on_ranks
 from scenario import Run
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -101,7 +100,19 @@ class _FaultInjector:
         return False
 
 
-def _fail_at_calls(rank: int, world_size: int, strategy: str, transport: str, first: int, step: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "transport", "first", "step"),
+    [
+        ("zero2", "all_reduce", 0, 2),
+        ("zero3", "flat", 1, 2),
+        *(pytest.param(s, t, 0, 1, marks=pytest.mark.long) for s in ("zero2", "zero3") for t in ("flat", "all_reduce")),
+    ],
+)
+@on_ranks(2)
+def test_earlier_losses_and_later_steps_are_correct_after_an_exception_at_any_call(
+    strategy: str, transport: str, first: int, step: int
+) -> None:
+    """Ordinary runs fail at every second call, at even numbers with one strategy and at odd ones with the other."""
     run = Run(Stack(2).double(), sharding_strategy=strategy, transport=transport)
     injector = _FaultInjector(run.rank)
     x, other = run.inputs(0)[0], run.inputs(1)[0]
@@ -130,22 +141,6 @@ def _fail_at_calls(rank: int, world_size: int, strategy: str, transport: str, fi
         run.train(steps=1)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "transport", "first"),
-    [
-        ("zero2", "all_reduce", 0),
-        ("zero3", "flat", 1),
-        pytest.param("zero2", "flat", 0, marks=LONG_ONLY),
-        pytest.param("zero3", "all_reduce", 0, marks=LONG_ONLY),
-    ],
-)
-def test_earlier_losses_and_later_steps_are_correct_after_an_exception_at_any_call(
-    ranks: Ranks, strategy: str, transport: str, first: int
-) -> None:
-    """Ordinary runs fail at every second call, at even numbers with one strategy and at odd ones with the other."""
-    ranks.run(_fail_at_calls, strategy, transport, *((0, 1) if LONG else (first, 2)))
-
-
 @contextlib.contextmanager
 def _swapped(model: Any) -> Iterator[None]:
     """Swap in other parameters through ``.data``, as for an evaluation with averaged weights. No version changes."""
@@ -156,7 +151,7 @@ def _swapped(model: Any) -> Iterator[None]:
         param.data.mul_(0.5)
 
 
-def _swap_around_a_forward(rank: int, world_size: int, strategy: str) -> None:
+def _swap_around_a_forward(strategy: str) -> None:
     """Run a forward with other parameters between a forward and its backward. It overwrites the kept buckets."""
     run = Run(Stack(2).double(), sharding_strategy=strategy)
     run.train(steps=1)
@@ -169,10 +164,8 @@ def _swap_around_a_forward(rank: int, world_size: int, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 @on_ranks(2)
-def test_parameters_swapped_in_temporarily_do_not_affect_other_forwards_or_backwards(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    _swap_around_a_forward(rank, world_size, strategy)
+def test_parameters_swapped_in_temporarily_do_not_affect_other_forwards_or_backwards(rank: int, strategy: str) -> None:
+    _swap_around_a_forward(strategy)
     policy = MixedPrecisionPolicy(torch.float32, torch.float64, output_dtype=torch.float64)
     for options, tolerance in (({}, 1e-11), ({"mp_policy": policy}, 1e-5)):
         run = Run(
@@ -209,7 +202,7 @@ def test_parameters_swapped_in_temporarily_do_not_affect_other_forwards_or_backw
 
 
 @on_ranks(2)
-def test_unreduced_gradients_survive_a_failed_backward_or_must_be_discarded(rank: int, world_size: int) -> None:
+def test_unreduced_gradients_survive_a_failed_backward_or_must_be_discarded(rank: int) -> None:
     run = Run(Stack(1).double(), transport="flat")
     injector = _FaultInjector(rank)
     with injector.installed("flat"):

@@ -139,7 +139,7 @@ def test_a_failed_compile_leaves_no_traces() -> None:
 
 
 @on_ranks(2)
-def test_shared_memory_is_unmapped_with_its_buckets_and_group(rank: int) -> None:
+def test_shared_memory_is_unmapped_with_its_buckets_and_group() -> None:
     transport = shared_memory.register()
     handles: weakref.WeakSet[Any] = weakref.WeakSet()
     rendezvous = transport.memory.rendezvous

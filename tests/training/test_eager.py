@@ -216,7 +216,7 @@ def test_misuse_is_refused_and_an_exception_restores_the_module(rank: int) -> No
 
 
 @on_ranks(2)
-def test_training_continues_after_eager_without_compiling(rank: int, world_size: int) -> None:
+def test_training_continues_after_eager_without_compiling() -> None:
     run = Run(Chain(1).double())
     run.train(steps=1)
     for step, batch in enumerate((3, 5, 6)):
@@ -230,7 +230,7 @@ def test_training_continues_after_eager_without_compiling(rank: int, world_size:
 
 
 @on_ranks(2)
-def test_batch_sizes_seen_before_are_not_compiled_again(rank: int, world_size: int) -> None:
+def test_batch_sizes_seen_before_are_not_compiled_again() -> None:
     run = Run(Chain(1).double())
     for step, batch in enumerate((4, 8, 4, 8, 8, 4)):
         run.train(steps=1, batch=4)
@@ -239,7 +239,7 @@ def test_batch_sizes_seen_before_are_not_compiled_again(rank: int, world_size: i
 
 
 @on_ranks(2)
-def test_symbolic_values_compile_changing_lengths_once(rank: int, world_size: int) -> None:
+def test_symbolic_values_compile_changing_lengths_once() -> None:
     # Position embeddings are sliced to the length and expanded. ZeRO-3 gathers their parameter again in backward.
     run = Run(GPT(blocks=1, block=Layer).double(), jit_options={"cache": "symbolic values"})
     for step, length in enumerate((3, 4, 8, 1)):

@@ -111,7 +111,7 @@ def test_scalers_ask_all_ranks_even_without_a_parameter_on_all_of_them(rank: int
 
 
 @on_ranks(2)
-def test_nonfinite_gradients_raise_on_every_rank(rank: int, world_size: int) -> None:
+def test_nonfinite_gradients_raise_on_every_rank(rank: int) -> None:
     run = Run(Stack(2).double())
     run.micro_batch(no_sync=False)
     [name_of_nan] = [n for n, p in run.model.named_parameters() if n.startswith("blocks.1") and p.numel()][-1:]
@@ -152,7 +152,7 @@ class _Float32Model(Model):
 
 
 @on_ranks(2)
-def test_sharded_grad_scaler_skips_a_step_on_all_ranks(rank: int, world_size: int) -> None:
+def test_sharded_grad_scaler_skips_a_step_on_all_ranks(rank: int) -> None:
     # torch's scaler for sharded gradients: an overflow on one rank makes all ranks skip the step.
     run = Run(_Float32Model(), tolerance=1e-5)
     optimizer = run.optimizers[0]
@@ -262,7 +262,7 @@ def test_a_penalty_in_the_loss_has_its_gradient_once(rank: int, world_size: int)
 
 
 @on_ranks(2)
-def test_norms_are_numbers_of_whole_gradients_and_different_gradients_are_an_error(rank: int, world_size: int) -> None:
+def test_norms_are_numbers_of_whole_gradients_and_different_gradients_are_an_error(rank: int) -> None:
     """Numbers are those of whole gradients on every rank; ranks with other gradients get an error, not a crash."""
     model = thunder.jit(_Float32Model(), transforms=[fsdp()])
     loss_of(model(torch.ones(2, 4))).backward()
@@ -330,7 +330,7 @@ class BroadcastGradients(nn.Module):
 
 
 @on_ranks(2)
-def test_broadcast_gradients_of_scalars_are_summed_as_by_autograd(rank: int, world_size: int) -> None:
+def test_broadcast_gradients_of_scalars_are_summed_as_by_autograd() -> None:
     for strategy in ("zero2", "zero3"):
         run = Run(BroadcastGradients().double(), sharding_strategy=strategy)
         run.train(2)
@@ -340,7 +340,7 @@ def test_broadcast_gradients_of_scalars_are_summed_as_by_autograd(rank: int, wor
 
 
 @on_ranks(2)
-def test_the_error_of_a_gradient_with_another_shape_names_its_parameter(rank: int, world_size: int) -> None:
+def test_the_error_of_a_gradient_with_another_shape_names_its_parameter() -> None:
     run = Run(BroadcastGradients().double())
     bucket, index = run.transform.sharded.locations["weight"]
     with pytest.raises(

@@ -19,7 +19,6 @@ import thunder
 import torch
 import torch.nn.functional as F
 from models import GPT, FeedForward
-from profiles import LONG_ONLY
 from ranks import Ranks
 from scenario import loss_of
 from thunder.core.prims import PrimIDs
@@ -137,8 +136,8 @@ def _train(
     [
         ("gpt", False, {}, 0.0, 0),
         ("dropping", True, {"sharding_strategy": "zero2"}, 0.85, 2),
-        pytest.param("gpt", True, {"sharding_strategy": "zero2"}, 0.75, 2, marks=LONG_ONLY),
-        pytest.param("dropping", False, {"prefetch": "auto"}, 0.75, 2, marks=LONG_ONLY),
+        pytest.param("gpt", True, {"sharding_strategy": "zero2"}, 0.75, 2, marks=pytest.mark.long),
+        pytest.param("dropping", False, {"prefetch": "auto"}, 0.75, 2, marks=pytest.mark.long),
     ],
 )
 def test_recomputation_changes_no_bit_of_a_step(
@@ -165,7 +164,7 @@ def _train_with_releases(rank: int, world_size: int, share: float) -> tuple[int,
     return sum(len(compiled.recomputed) for compiled in limited.compiled), len(limited.sharded.kept)
 
 
-@pytest.mark.parametrize("share", [0.8, pytest.param(2.0, marks=LONG_ONLY)])
+@pytest.mark.parametrize("share", [0.8, pytest.param(2.0, marks=pytest.mark.long)])
 def test_a_limit_and_releases_change_no_bit_of_several_steps(ranks: Ranks, share: float) -> None:
     for recomputed, kept in ranks.run(_train_with_releases, share):
         assert recomputed > 0 if share < 1 else kept > 0

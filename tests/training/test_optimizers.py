@@ -181,7 +181,7 @@ def test_several_optimizers_and_layouts_are_bit_equal_to_the_unsharded_model(ran
 
 
 @on_ranks(2)
-def test_optimizers_that_need_more_than_rows_are_refused(rank: int) -> None:
+def test_optimizers_that_need_more_than_rows_are_refused() -> None:
     for cls in (Muon, Adafactor):
         both = ShardedAndReference(transport="coalesced")
         ours = both.add_optimizer(lambda name, param: name == "blocks.1.weight", cls, whole=False, lr=0.05)
@@ -206,7 +206,7 @@ def test_optimizers_that_need_more_than_rows_are_refused(rank: int) -> None:
 
 
 @on_ranks(4)
-def test_each_parameter_has_one_owner_and_a_step_issues_two_collectives(rank: int, world_size: int) -> None:
+def test_each_parameter_has_one_owner_and_a_step_issues_two_collectives(world_size: int) -> None:
     both = ShardedAndReference()
     muon = both.add_optimizer(_is_matrix, Muon)
     both.gradients(0)

@@ -15,7 +15,6 @@ import thunder
 import torch
 import torch.distributed.checkpoint as dcp
 from models import Stack
-from profiles import LONG_ONLY
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -34,7 +33,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 TRANSPORTS = ["coalesced", "flat"]
 """With ``coalesced``, rows are cut like those of FSDP2, so bits are equal. Norms of other rows round differently."""
 
-mostly_coalesced = pytest.mark.parametrize("transport", ["coalesced", pytest.param("flat", marks=LONG_ONLY)])
+mostly_coalesced = pytest.mark.parametrize("transport", ["coalesced", pytest.param("flat", marks=pytest.mark.long)])
 
 
 class _Both:

@@ -65,7 +65,7 @@ def _operate(module: Any) -> None:
 
 
 @on_ranks(2)
-def test_a_change_of_one_ranks_rows_counts_as_a_change_on_all_ranks(rank: int, world_size: int) -> None:
+def test_a_change_of_one_ranks_rows_counts_as_a_change_on_all_ranks(world_size: int) -> None:
     run = Run(TinyParameters().double())
     names = [
         name for name, (bucket, index) in run.transform.sharded.locations.items() if bucket.shard_views[index].numel()
@@ -86,9 +86,7 @@ def test_a_change_of_one_ranks_rows_counts_as_a_change_on_all_ranks(rank: int, w
     ids=["zero3", "zero2-coalesced"],
 )
 @on_ranks(2)
-def test_training_after_surgery_is_bit_equal_to_the_unsharded_model(
-    rank: int, world_size: int, options: dict[str, Any]
-) -> None:
+def test_training_after_surgery_is_bit_equal_to_the_unsharded_model(options: dict[str, Any]) -> None:
     model = Words().double()
     model.ln_f.bias.requires_grad_(False)
     run = TiedRun(model, tolerance=0, oracle="compiled", ignored_params=["ln_f.bias"], **options)

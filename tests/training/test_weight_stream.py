@@ -210,7 +210,7 @@ def _check_stream(run: Run, **options: Any) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 @on_ranks(2)
-def test_training_goes_on_around_and_inside_of_streams(rank: int, world_size: int, strategy: str) -> None:
+def test_training_goes_on_around_and_inside_of_streams(strategy: str) -> None:
     run = Run(Stack(2).double(), sharding_strategy=strategy)
     run.train(steps=1)
     for step in range(2):
@@ -244,7 +244,7 @@ def test_training_goes_on_around_and_inside_of_streams(rank: int, world_size: in
 
 
 @on_ranks(2)
-def test_ranks_that_stop_early_or_ask_for_different_things_get_errors(rank: int, world_size: int) -> None:
+def test_ranks_that_stop_early_or_ask_for_different_things_get_errors(rank: int) -> None:
     run = Run(Stack(3).double())
     model = run.model
 
