@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from models import FrozenParameters, Model, Stack
 from ranks import on_ranks
+from saving import Everything
 from scenario import Run, Scenario, each, everywhere, loss_of
-from test_state_dict import Everything
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 

@@ -241,5 +241,8 @@ def _own_extra(paths: Mapping[str, Paths], reader: CheckedReader) -> dict[str, A
     of_extra = paths.get(EXTRA, {})
     if ("json",) not in of_extra:
         return {}
-    text = reader.read_tensor(of_extra["json",]).numpy().tobytes().decode()
+    try:
+        text = reader.read_tensor(of_extra["json",]).numpy().tobytes().decode()
+    except Exception as error:
+        raise ValueError(f"the checkpoint {reader.path} was not loaded, nothing is changed: {error}") from error
     return extras.decode(text, {below[1]: name for below, name in of_extra.items() if below[0] == "tensors"})

@@ -73,8 +73,9 @@ class Run:
         """Raise an error if this rank does not see the draft.
 
         Raises:
-            ValueError: the first rank's folder is not this one.
+            ValueError: the first rank's folder is not this one, or another run has completed it meanwhile.
         """
+        refuse_complete(self.folder, self.last)
         if not self.draft.is_dir():
             raise ValueError(
                 f"folder: {self.folder} is not the folder that the first rank saves into: give all ranks the same folder, "

@@ -14,8 +14,9 @@ import thunder
 import torch
 import torch.distributed.checkpoint as dcp
 from models import Layer, Model
-from ranks import Ranks
-from reference import Twins
+from ranks import on_ranks
+from saving import assert_equal, fill, update
+from scenario import Run
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -31,7 +32,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 WRAPPED = "_checkpoint_wrapped_module"
 
@@ -98,7 +98,8 @@ PARTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-def _load_parts(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_missing_and_unexpected_keys_are_those_of_the_unsharded_module() -> None:
     other, plain, module = _make(1), _make(), _make()
     for net in (other, plain, module):
         net.blocks[0] = getattr(net.blocks[0], WRAPPED)  # blocks with and without a wrapper
@@ -117,16 +118,11 @@ def _load_parts(rank: int, world_size: int) -> None:
         for part, take in PARTS.items():
             state = take(source.state_dict())
             for owner in (ours, theirs):
-                with torch.no_grad():
-                    for param in owner.parameters():
-                        param.zero_()
+                fill(owner, 0.0)
             actual, expected = (owner.load_state_dict(state, strict=False) for owner in (ours, theirs))
             assert actual.missing_keys == expected.missing_keys, (case, part)
             assert actual.unexpected_keys == expected.unexpected_keys, (case, part)
-            for name, value in full_state_dict(jitted).items():
-                torch.testing.assert_close(
-                    value, plain.state_dict()[name], rtol=0, atol=0, msg=f"{case}, {part}: {name}"
-                )
+            assert_equal(full_state_dict(jitted), plain.state_dict(), (case, part))
             messages = []
             for owner in (ours, theirs):
                 try:
@@ -136,30 +132,14 @@ def _load_parts(rank: int, world_size: int) -> None:
             assert messages[:1] == messages[1:], (case, part)  # as nested modules name them
 
 
-def test_missing_and_unexpected_keys_are_those_of_the_unsharded_module(ranks: Ranks) -> None:
-    ranks.run(_load_parts)
-
-
-def _full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _assert_equal(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        torch.testing.assert_close(_full(value), _full(theirs[name]), rtol=0, atol=0, msg=name)
-
-
-def _names_and_files(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_names_leave_out_wrappers_for_activation_checkpointing(tmp_path: Path) -> None:
     plain = _make(wrap=False)
     expected = plain.state_dict()
     trained = {name for name, _ in plain.named_parameters()}
     model = thunder.jit(_make(), transforms=[fsdp()])
     assert any(WRAPPED in name for name, _ in model.named_parameters())  # as with FSDP2
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
+    optimizer = update(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     for names in (tfs.get_optimizer_state_dict(model, optimizer), get_optimizer_state_dict(model, optimizer)):
         assert names["state"].keys() == trained
         assert {name for group in names["param_groups"] for name in group["params"]} == trained
@@ -171,36 +151,32 @@ def _names_and_files(rank: int, world_size: int, folder: Path) -> None:
         model._model.state_dict(),
         tfs.get_model_state_dict(model),
     ):
-        _assert_equal({n: v for n, v in state.items()}, values)
+        assert_equal(state, values)
     assert {name for name, _ in tfs.stream_full_parameters(model)} == trained
-    tfs.save_safetensors(model, folder / "whole")
-    tfs.save_checkpoint(folder / "rows", model, optimizer)
+    tfs.save_safetensors(model, tmp_path / "whole")
+    tfs.save_checkpoint(tmp_path / "rows", model, optimizer)
 
     # Any of them is loaded into a model with wrappers and into one without.
     for wrap in (True, False):
         other = thunder.jit(_make(5, wrap=wrap), transforms=[fsdp(transport="coalesced")])
         second = torch.optim.AdamW(other.parameters(), lr=0.1)
         for load in (
-            lambda: tfs.load_safetensors(other, folder / "whole"),  # noqa: B023
-            lambda: tfs.load_checkpoint(folder / "rows", other, second),  # noqa: B023
+            lambda: tfs.load_safetensors(other, tmp_path / "whole"),  # noqa: B023
+            lambda: tfs.load_checkpoint(tmp_path / "rows", other, second),  # noqa: B023
             lambda: other.load_original_state_dict(values),  # noqa: B023
             lambda: other.load_state_dict(values),  # noqa: B023
             lambda: set_model_state_dict(other, dict(values), options=StateDictOptions(full_state_dict=True)),  # noqa: B023
         ):
-            for param in other.parameters():
-                param.detach().zero_()
+            fill(other, 0.0)
             load()
-            _assert_equal(full_state_dict(other), values)
+            assert_equal(full_state_dict(other), values)
         states = [tfs.get_optimizer_state_dict(*pair)["state"] for pair in ((model, optimizer), (other, second))]
         for name in trained:
-            _assert_equal(*(state[name] for state in states))
+            assert_equal(*(state[name] for state in states))
 
 
-def test_names_leave_out_wrappers_for_activation_checkpointing(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(_names_and_files, tmp_path)
-
-
-def _exchange_with_fsdp2(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_checkpoints_of_wrapped_models_are_exchanged_with_fsdp2(world_size: int, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
 
     def make_theirs(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -214,74 +190,63 @@ def _exchange_with_fsdp2(rank: int, world_size: int, folder: Path) -> None:
         model = thunder.jit(_make(seed), transforms=[fsdp(mesh=mesh)])
         return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for param in model.parameters():
-            param.grad = torch.full_like(param, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-
     def check(first: Any, second: Any) -> None:
         """Compare models and optimizers now, and after another step."""
         for _ in range(2):
             [(model, state), (other, other_state)] = [get_state_dict(*pair) for pair in (first, second)]
-            _assert_equal(model, other)
+            assert_equal(model, other)
             assert state["state"].keys() == other_state["state"].keys()
             for name, values in state["state"].items():
-                _assert_equal(values, other_state["state"][name])
+                assert_equal(values, other_state["state"][name])
             for pair in (first, second):
-                step(*pair)
+                update(*pair)
 
     for number, (make_saved, make_loaded) in enumerate([(make_theirs, make_ours), (make_ours, make_theirs)]):
         saved = make_saved(1)
-        step(*saved)
+        update(*saved)
         model_state, optimizer_state = get_state_dict(*saved)
         assert not any(WRAPPED in name for name in (*model_state, *optimizer_state["state"]))
-        dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=folder / str(number))
+        dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=tmp_path / str(number))
         loaded = make_loaded(2)
-        step(*loaded)
+        update(*loaded)
         model_state, optimizer_state = get_state_dict(*loaded)
         state = {"model": model_state, "optim": optimizer_state}
-        dcp.load(state, checkpoint_id=folder / str(number))
+        dcp.load(state, checkpoint_id=tmp_path / str(number))
         set_state_dict(*loaded, model_state_dict=state["model"], optim_state_dict=state["optim"])
         check(saved, loaded)
     ours = make_ours(3)
-    tfs.load_checkpoint(folder / "0", *ours)  # of FSDP2
+    tfs.load_checkpoint(tmp_path / "0", *ours)  # of FSDP2
     again = make_ours(4)
-    tfs.load_checkpoint(folder / "1", *again)
+    tfs.load_checkpoint(tmp_path / "1", *again)
     check(ours, again)
 
 
-def test_checkpoints_of_wrapped_models_are_exchanged_with_fsdp2(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(_exchange_with_fsdp2, tmp_path)
+@on_ranks(2)
+def test_wrapped_models_train_and_keep_buffers_that_forward_replaces(rank: int, world_size: int) -> None:
+    run = Run(_make())
+    module = run.model._model
 
+    def counts() -> set[float]:
+        return {state["count"].item() for state in (run.model.state_dict(), module.state_dict())}
 
-def _train_with_wrappers(rank: int, world_size: int) -> None:
-    twins = Twins(rank, world_size, _make())
-    module = twins.sharded._model
-    for step in range(1, 3):
-        twins.train(steps=1)
-        assert {s["count"].item() for s in (twins.sharded.state_dict(), module.state_dict())} == {step}
-    with eager(twins.sharded) as unsharded:
-        unsharded(*twins.inputs())
-    assert {s["count"].item() for s in (twins.sharded.state_dict(), module.state_dict())} == {3}
-    twins.sharded.load_original_state_dict({"count": torch.tensor(7.0), "blocks.0.up.bias": torch.ones(8)})
+    for step in range(2):
+        run.train(1, first=step)
+        assert counts() == {step + 1}
+    with eager(run.model) as unsharded:
+        unsharded(*run.inputs())
+    assert counts() == {3}
+    run.model.load_original_state_dict({"count": torch.tensor(7.0), "blocks.0.up.bias": torch.ones(8)})
     assert module.count.item() == 7 and module.count.dtype is torch.float64
 
 
-def test_wrapped_models_train_and_keep_buffers_that_forward_replaces(ranks: Ranks) -> None:
-    ranks.run(_train_with_wrappers)
-
-
-def _wrap_everything(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_wrapper_around_the_whole_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the module is a CheckpointWrapper, .*'scale'.* Wrap submodules"):
         thunder.jit(checkpoint_wrapper(_make()), transforms=[fsdp()])
 
 
-def test_a_wrapper_around_the_whole_model_is_refused(ranks: Ranks) -> None:
-    ranks.run(_wrap_everything)
-
-
-def _create_parameters(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_that_the_module_does_not_have_are_refused() -> None:
     class Adds(thunder.Transform):
         def transform_module(self, model: Any) -> None:
             model._overrides_parameters["0.weight.added"] = nn.Parameter(torch.zeros(2))
@@ -290,7 +255,3 @@ def _create_parameters(rank: int, world_size: int) -> None:
     for use in (model.state_dict, lambda: model.load_state_dict({}, strict=False)):
         with pytest.raises(NotImplementedError, match=r"another transform has created '0\.weight\.added'"):
             use()
-
-
-def test_parameters_that_the_module_does_not_have_are_refused(ranks: Ranks) -> None:
-    ranks.run(_create_parameters)

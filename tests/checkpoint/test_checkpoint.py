@@ -1,0 +1,388 @@
+"""Checkpoints on disk: other numbers of ranks, FSDP2, what does not fit, interrupted saves, whole models."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import load_checkpoint, save_checkpoint
+from thunder_fsdp_sched.checkpoint import RowPiece
+from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
+
+import pytest
+import thunder
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from models import GPT, Layer
+from ranks import RankError, Ranks, on_ranks
+from saving import Everything, assert_equal, contents, fill, make, on_first, refused, train, whole
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+
+@pytest.mark.parametrize(
+    "saved_with, loaded_with, sizes",
+    [
+        pytest.param({}, {}, (2, 1, 3), id="flat"),
+        pytest.param({"mesh": (2, 2), "sharding_strategy": "zero2"}, {"transport": "coalesced"}, (3,), id="hybrid"),
+        pytest.param(
+            {"transport": "coalesced", "sharding_strategy": "zero2"},
+            {"bucketing_strategy": "none"},
+            (2,),
+            id="coalesced",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+@on_ranks(4)
+def test_other_numbers_of_ranks_load_the_same_bits(
+    rank: int, tmp_path: Path, saved_with: dict[str, Any], loaded_with: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    model, optimizer = make(**saved_with)
+    train(model, optimizer, 2)
+    for group in optimizer.param_groups:
+        group["lr"] /= 2
+    save_checkpoint(tmp_path / "rows", model, optimizer, extra={"step": 2, "rng": torch.arange(3)})
+    tfs.save_safetensors(model, tmp_path / "whole")
+    expected = contents(model, optimizer)
+    for size in sizes:
+        group = dist.new_group(list(range(size)))
+        if rank < size:
+            other, second = make(7, process_group=group, **loaded_with)
+            rest = load_checkpoint(tmp_path / "rows", other, second, extra={"step": 0, "rng": None})
+            assert rest["step"] == 2 and rest["rng"].tolist() == [0, 1, 2]
+            assert_equal(contents(other, second), expected, size)
+            assert all(param.grad is None for param in other.parameters())
+            other, _ = make(8, process_group=group, **loaded_with)
+            tfs.load_safetensors(other, tmp_path / "whole")
+            assert_equal(contents(other), {name: expected[name] for name in contents(other)}, size)
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_entries_have_the_names_and_shapes_of_the_original_module() -> None:
+    even, _ = make(transport="coalesced")
+    uneven, _ = make()
+    expected = {name: value.shape for name, value in Everything().state_dict().items()}
+    for model in (uneven, even):
+        entries = tfs.get_model_state_dict(model)
+        assert {name: entry.shape for name, entry in entries.items()} == expected
+        for name in entries.keys() & model._overrides_parameters:
+            assert isinstance(entries[name], DTensor)
+            assert local_rows(entries[name]).data_ptr() == local_rows(model.get_parameter(name)).data_ptr(), name
+    kinds = {name: type(pickle.loads(pickle.dumps(e))) for name, e in entries.items() if isinstance(e, DTensor)}
+    assert {kinds.pop("scale")} == {RowPiece}  # a single row cannot be divided
+    assert set(kinds.values()) == {DTensor}
+    entry = next(e for e in tfs.get_model_state_dict(uneven).values() if isinstance(e, DTensor) and not e.rows.is_even)
+    assert "RowDTensor(rows [" in repr(entry)
+    piece = pickle.loads(pickle.dumps(entry))
+    assert "RowPiece(rows [" in repr(piece)
+    assert isinstance(piece.to(torch.float32), RowPiece) and isinstance(piece.clone(), RowPiece)
+    with pytest.raises(NotImplementedError, match="take them with to_local"):
+        piece + 1
+
+
+#
+# FSDP2
+#
+
+
+def _gpt() -> GPT:
+    torch.manual_seed(3)
+    return GPT(width=12, vocab=19, blocks=1, block=Layer)
+
+
+def _ours(world_size: int, transport: str) -> tuple[Any, torch.optim.Optimizer]:
+    model = thunder.jit(_gpt(), transforms=[tfs.fsdp(transport=transport)])
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _fsdp2(world_size: int, transport: str) -> tuple[Any, torch.optim.Optimizer]:
+    model = _gpt()
+    mesh = init_device_mesh("cpu", (world_size,))
+    for block in model.h:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _steps(model: Any, optimizer: torch.optim.Optimizer, rank: int, *steps: int) -> list[float]:
+    losses = []
+    for step in steps:
+        tokens = torch.randint(0, 19, (2, 8), generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(tokens, tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _torch_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "model": torch_state_dict.get_model_state_dict(model),
+        "optim": torch_state_dict.get_optimizer_state_dict(model, optimizer),
+    }
+
+
+def _load_with_torch(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    state = _torch_state(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    torch_state_dict.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+def _save_with_torch(folder: Path, *saved: Any) -> None:
+    dcp.save(_torch_state(*saved), checkpoint_id=folder)
+
+
+@pytest.mark.parametrize(
+    "make_saved, save, make_loaded, load, transport",
+    [
+        (_fsdp2, _save_with_torch, _ours, load_checkpoint, "flat"),
+        (_ours, save_checkpoint, _fsdp2, _load_with_torch, "coalesced"),
+    ],
+    ids=["from-fsdp2", "to-fsdp2"],
+)
+@on_ranks(2)
+def test_training_continues_from_a_checkpoint_of_fsdp2_and_vice_versa(
+    rank: int,
+    world_size: int,
+    tmp_path: Path,
+    make_saved: Callable[..., Any],
+    save: Callable[..., Any],
+    make_loaded: Callable[..., Any],
+    load: Callable[..., Any],
+    transport: str,
+) -> None:
+    saved, loaded = make_saved(world_size, transport), make_loaded(world_size, transport)
+    _steps(*saved, rank, 0, 1)
+    save(tmp_path / "checkpoint", *saved)
+    _steps(*loaded, rank, 7)  # creates optimizer state, which loading replaces
+    loaded[1].param_groups[0]["lr"] = 0.5
+    load(tmp_path / "checkpoint", *loaded)
+    assert loaded[1].param_groups[0]["lr"] == 0.01
+    ours, theirs = (_torch_state(*pair) for pair in (loaded, saved))
+    assert_equal(ours["model"], theirs["model"])
+    for name, state in theirs["optim"]["state"].items():
+        assert_equal(ours["optim"]["state"][name], state, name)
+    torch.testing.assert_close(_steps(*loaded, rank, 2, 3), _steps(*saved, rank, 2, 3), rtol=1e-5, atol=1e-5)
+
+
+@on_ranks(2)
+def test_an_asynchronous_save_holds_the_values_at_its_start(tmp_path: Path) -> None:
+    model, optimizer = make()
+    train(model, optimizer)
+    expected = contents(model, optimizer)
+    state = {"model": tfs.get_model_state_dict(model), "optim": tfs.get_optimizer_state_dict(model, optimizer)}
+    saving = dcp.async_save(state, checkpoint_id=tmp_path)
+    fill(model, 0.0)
+    saving.result()
+    other, second = make(5)
+    load_checkpoint(tmp_path, other, second)
+    assert_equal(contents(other, second), expected)
+
+
+#
+# What does not fit
+#
+
+
+def _add(module: nn.Module) -> None:
+    module.another = nn.Linear(4, 4)
+
+
+def _remove(module: Any) -> None:
+    del module.blocks[1]
+
+
+def _reshape(module: nn.Module) -> None:
+    module.mix = nn.Parameter(torch.randn(5, 6))
+
+
+def _cut(pattern: str) -> Callable[[Path], None]:
+    def cut(folder: Path) -> None:
+        file = min(folder.glob(pattern))
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+    return cut
+
+
+def _delete(pattern: str) -> Callable[[Path], None]:
+    return lambda folder: min(folder.glob(pattern)).unlink()
+
+
+OTHER_MODELS = {
+    "more": (_add, "'another.weight' is missing; 'another.bias' is missing"),
+    "fewer": (_remove, r"'blocks\.1\.\w+\.weight' is unknown"),
+    "another shape": (_reshape, r"'mix' has shape \(5, 4\) there, \(5, 6\) in the model"),
+}
+DAMAGE = {
+    "no list": (_delete(".metadata"), "is a checkpoint whose save did not end"),
+    "no folder": (shutil.rmtree, "is no checkpoint"),
+    "list cut": (_cut(".metadata"), r"\.metadata cannot be read"),
+    "data cut": (_cut("__1_*.distcp"), "was not loaded, nothing is changed.*is truncated"),
+    "no data": (_delete("__1_*.distcp"), "was not loaded, nothing is changed"),
+}
+OTHER_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
+    "groups": (torch.optim.AdamW, {}, r"has no group of the same parameters as param_groups\[0\] of AdamW"),
+    "foreign optimizer": (
+        lambda _: torch.optim.SGD([nn.Parameter(torch.ones(3))]),
+        {},
+        r"param_groups\[0\] of SGD holds a tensor of shape \(3,\) that is no parameter of the model",
+    ),
+    "keys": (lambda _: (), {"keys": ("network", "optim")}, r"holds no 'network', but \['model', 'optim', 'step'\]"),
+    "extra": (lambda _: (), {"extra": {"epoch": 0}}, "holds no 'epoch', but"),
+    "no dictionary": (
+        lambda _: (),
+        {"extra": ("step", 1)},
+        "extra: expected a dictionary of values by name, got a tup",
+    ),
+}
+
+
+@on_ranks(2)
+def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(tmp_path: Path) -> None:
+    model, optimizer = make()
+    save_checkpoint(tmp_path / "rows", model, optimizer, extra={"step": 1})
+    tfs.save_safetensors(model, tmp_path / "whole")
+    for change, message in OTHER_MODELS.values():
+        other, _ = make(change=change)
+        refused(message, other, load_checkpoint, tmp_path / "rows", other)
+        refused(message, other, tfs.load_safetensors, other, tmp_path / "whole")
+    for load in (
+        lambda model: load_checkpoint(tmp_path / "rows", model, strict=False),
+        lambda model: tfs.load_safetensors(model, tmp_path / "whole", strict=False),
+    ):
+        fewer, _ = make(change=_remove)
+        load(fewer)
+        assert_equal(contents(fewer), {n: v for n, v in contents(model).items() if not n.startswith("blocks.1.")})
+    for name, (damage, message) in DAMAGE.items():
+        on_first(shutil.copytree, tmp_path / "rows", tmp_path / name)
+        on_first(damage, tmp_path / name)
+        refused(message, model, load_checkpoint, tmp_path / name, model, optimizer)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    for make_optimizer, arguments, message in OTHER_ARGUMENTS.values():
+        refused(message, model, load_checkpoint, tmp_path / "rows", model, make_optimizer(trained), **arguments)
+
+
+@on_ranks(2)
+def test_invalid_saves_are_refused_on_every_rank(rank: int, tmp_path: Path) -> None:
+    model, optimizer = make()
+    save_checkpoint(tmp_path / "1", model)
+    refused("holds a checkpoint already", model, save_checkpoint, tmp_path / "1", model)
+    second = tmp_path / "2"
+    twice = torch.optim.SGD(list(model.parameters())[:1])
+    refused("extra: the name 'optim' is taken", model, save_checkpoint, second, model, optimizer, extra={"optim": 1})
+    refused("expected a dictionary of values by name", model, save_checkpoint, second, model, extra=[1])
+    refused("is in two of them", model, save_checkpoint, second, model, [optimizer, twice])
+    with pytest.raises(TypeError, match=r"expected the result of thunder\.jit"):
+        save_checkpoint(second, nn.Linear(2, 2))
+    # An error on one rank is raised on all ranks.
+    place = second if rank == 0 else tmp_path / "1"
+    refused(r"holds a checkpoint already.* \(on ranks \[1\]\)", model, save_checkpoint, place, model)
+    assert tfs.latest_checkpoint(tmp_path) == tmp_path / "1" and not second.exists()
+    assert tfs.latest_checkpoint(second) is None
+
+
+@on_ranks(4)
+def test_different_parameters_with_one_name_cannot_be_saved(rank: int, tmp_path: Path) -> None:
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model, _ = make(process_group_for=lambda name, param: pairs[rank % 2] if name.startswith("blocks.0") else None)
+    with pytest.raises(tfs.CheckpointError, match=r"'blocks\.0\.\S+' is sharded over ranks \[\d, \d\] alone"):
+        save_checkpoint(tmp_path / "checkpoint", model)
+
+
+def _save_and_be_killed(rank: int, world_size: int, folder: Path) -> None:
+    model, optimizer = make()
+    train(model, optimizer)
+    save_checkpoint(folder / "good", model, optimizer)
+    torch.save(contents(model, optimizer), folder / f"expected-{rank}")
+    train(model, optimizer)
+    if rank == 1:
+        # It dies with a partly written file.
+        def die(*args: Any, **kwargs: Any) -> Any:
+            (folder / "bad" / "__1_0.distcp").write_bytes(b"half")
+            os._exit(9)
+
+        FileSystemWriter.write_data = die  # type: ignore[method-assign]
+    save_checkpoint(folder / "bad", model, optimizer)
+
+
+def _load_the_last_good_one(rank: int, world_size: int, folder: Path) -> None:
+    latest = tfs.latest_checkpoint(folder)
+    assert latest == folder / "good"
+    model, optimizer = make(9)
+    load_checkpoint(latest, model, optimizer)
+    assert_equal(contents(model, optimizer), torch.load(folder / f"expected-{rank}"))
+    refused("is a checkpoint whose save did not end", model, load_checkpoint, folder / "bad", model)
+    save_checkpoint(folder / "bad", model, optimizer)  # a restarted run saves into the same folder
+    assert tfs.latest_checkpoint(folder) == folder / "bad"
+
+
+def test_a_rank_killed_while_saving_leaves_the_last_checkpoint_loadable(tmp_path: Path) -> None:
+    workers = Ranks(2)
+    try:
+        with pytest.raises(RankError, match="rank 1 failed\nthe process died, exit code 9"):
+            workers.run(_save_and_be_killed, tmp_path, timeout=60)
+        workers.run(_load_the_last_good_one, tmp_path)
+    finally:
+        workers.close()
+
+
+#
+# Whole models in safetensors files
+#
+
+
+@on_ranks(2)
+def test_whole_models_are_exported_and_imported(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model, _ = make()
+    folder = tmp_path / "whole"
+    index = tfs.save_safetensors(model, folder)
+    assert index.name == "model.safetensors.index.json"
+    dist.barrier()
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    gathered = contents(model)
+    assert_equal(tensors, {name: value for name, value in gathered.items() if name != "head.weight"})
+    assert Everything().double().load_state_dict(tensors, strict=False).missing_keys == ["head.weight"]
+    refused("holds a model already", model, tfs.save_safetensors, model, folder)
+
+    # Another plan; and a single file that uses the other name of tied parameters, and holds a 0-dim tensor.
+    single = {("head.weight" if name == "embedding.weight" else name): value for name, value in tensors.items()}
+    on_first(save_file, single, tmp_path / "all.safetensors")
+    for source in (folder, tmp_path / "all.safetensors"):
+        other, _ = make(4, transport="coalesced", bucketing_strategy="none")
+        tfs.load_safetensors(other, source)
+        assert_equal(contents(other), gathered)
+    fill(other, 1.0)
+    on_first(_cut("model-00002-*.safetensors"), folder)
+    for options, message in (
+        ({}, r"model-00002-\w+\.safetensors is damaged, nothing is changed"),
+        ({"verify_checksums": False}, r"model-00002-\w+\.safetensors cannot be read"),
+    ):
+        refused(message, other, tfs.load_safetensors, other, folder, **options)
+    on_first(index.unlink)
+    refused("its export did not end", other, tfs.load_safetensors, other, folder)
+    refused(r"is no \.safetensors file and no folder with one", other, tfs.load_safetensors, other, tmp_path / "none")
+
+
+@on_ranks(2)
+def test_dtensor_entries_can_be_gathered_with_full_tensor() -> None:
+    even, _ = make(transport="coalesced")
+    entry = tfs.get_model_state_dict(even)["mix"]
+    assert isinstance(entry, RowDTensor)
+    assert_equal({"mix": whole(entry)}, {"mix": tfs.full_state_dict(even)["mix"]})

@@ -1,0 +1,525 @@
+"""Damaged, different, forged, or concurrently saved checkpoints raise on every rank and change nothing."""
+
+from __future__ import annotations
+
+import enum
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+import threading
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import load_checkpoint, save_checkpoint
+from thunder_fsdp_sched.checkpoint import extra as extras
+from thunder_fsdp_sched.checkpoint import folder as folders
+from thunder_fsdp_sched.checkpoint.contents import read_metadata, seal
+from thunder_fsdp_sched.checkpoint.folder import INDEX, METADATA
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import on_ranks
+from saving import fill, on_first, refused, small
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+
+def _holds(model: Any, value: float) -> bool:
+    return all((param == value).all() for param in tfs.full_state_dict(model).values())
+
+
+#
+# Different and damaged checkpoints
+#
+
+EXTRA = {"step": 0, "rng": torch.zeros(8, dtype=torch.int64)}
+
+
+def _save_two(folder: Path, **options: Any) -> None:
+    model, optimizer = small()
+    for number, value in enumerate((1.0, 2.0)):
+        fill(model, value)
+        save_checkpoint(
+            folder / str(number), model, optimizer, extra={"step": number, "rng": torch.arange(8)}, **options
+        )
+        tfs.save_safetensors(model, folder / f"whole-{number}", **options)
+
+
+@on_ranks(2)
+def test_ranks_must_load_the_same_checkpoint_but_maybe_from_copies_of_it(rank: int, tmp_path: Path) -> None:
+    _save_two(tmp_path)
+    model, optimizer = small(5.0)
+    message = refused("ranks load different", model, load_checkpoint, tmp_path / str(rank), model, optimizer)
+    assert f"ranks [0] {tmp_path}/0" in message and f"ranks [1] {tmp_path}/1" in message
+    refused("ranks load different", model, tfs.load_safetensors, model, tmp_path / f"whole-{rank}")
+
+    # Each rank may load its own copy, as on local disks.
+    copy = shutil.copytree(tmp_path / "0", tmp_path / f"copy-{rank}")
+    whole = shutil.copytree(tmp_path / "whole-0", tmp_path / f"whole-copy-{rank}")
+    assert load_checkpoint(copy, model, optimizer, extra=EXTRA)["step"] == 0 and _holds(model, 1.0)
+    fill(model, 5.0)
+    tfs.load_safetensors(model, whole)
+    assert _holds(model, 1.0)
+    if rank == 1:
+        for file in whole.glob("*.safetensors"):
+            _flip(file, 8 * (file.stat().st_size - 3))
+    refused(r"is damaged.*ranks \[1\]", model, tfs.load_safetensors, model, whole)
+    # Without checksums, different files are compared by content.
+    content = json.loads((whole / INDEX).read_text())
+    del content["metadata"]["crc32"]
+    (whole / INDEX).write_text(json.dumps(content))
+    refused("ranks load different", model, tfs.load_safetensors, model, whole)
+
+
+def _flip(file: Path, bit: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(data)
+
+
+@on_ranks(2)
+def test_a_flipped_bit_anywhere_is_refused(tmp_path: Path) -> None:
+    _save_two(tmp_path)
+    model, optimizer = small(5.0)
+    folder, whole = tmp_path / "0", tmp_path / "whole-0"
+    draw = random.Random(0)
+    files = [*sorted(folder.glob("*.distcp")), folder / METADATA]
+    found = 0
+    for file in files * 8:
+        bit = draw.randrange(8 * file.stat().st_size)
+        on_first(_flip, file, bit)
+        fill(model, 5.0)
+        try:
+            rest = load_checkpoint(folder, model, optimizer, extra=EXTRA)
+        except tfs.CheckpointError:
+            found += _holds(model, 5.0)
+        else:
+            assert _holds(model, 1.0) and rest["step"] == 0 and rest["rng"].tolist() == list(range(8))
+        on_first(_flip, file, bit)
+    assert found >= 23  # all but flips in padding between entries, if a file has any
+    for file in sorted(whole.glob("*.safetensors")):
+        bit = 8 * (file.stat().st_size - draw.randrange(1, 16))
+        on_first(_flip, file, bit)
+        refused("is damaged, nothing is changed", model, tfs.load_safetensors, model, whole)
+        tfs.load_safetensors(model, whole, verify_checksums=False)
+        on_first(_flip, file, bit)
+    load_checkpoint(folder, model, optimizer, extra=EXTRA)
+
+    # A data file of another save, with the same names and lengths.
+    mine, theirs = (min((tmp_path / n).glob("__1_*.distcp")) for n in "01")
+    on_first(shutil.copy, theirs, mine)
+    refused("is damaged: the checksum of", model, load_checkpoint, folder, model, optimizer)
+    load_checkpoint(folder, model, optimizer, verify_checksums=False)
+
+
+@on_ranks(2)
+def test_checkpoints_without_checksums_are_loaded(tmp_path: Path) -> None:
+    _save_two(tmp_path, checksums=False)
+    saved, optimizer = small()
+    state = {"model": tfs.get_model_state_dict(saved), "optim": tfs.get_optimizer_state_dict(saved, optimizer)}
+    scheduler = {"last_epoch": 4, "_last_lr": [0.5], "milestones": Counter([3]), "nested": {1: 2}, "verbose": False}
+    dcp.save({**state, "step": 0, "scheduler": scheduler}, checkpoint_id=tmp_path / "dcp")  # as by older versions
+    blank = {"last_epoch": 0, "_last_lr": [0.0], "milestones": Counter([3, 3]), "nested": {1: 0}}
+    for folder, extra, expected in (
+        ("0", {"step": 9}, {"step": 0}),
+        ("dcp", {"step": 9, "scheduler": blank}, {"step": 0, "scheduler": scheduler}),
+    ):
+        model, other = small(5.0)
+        assert load_checkpoint(tmp_path / folder, model, other, extra=extra) == expected
+        assert _holds(model, 1.0) and other.param_groups[0]["lr"] == 0.125
+    tfs.load_safetensors(model, tmp_path / "whole-0")
+    for wrong, message in (
+        ({"scheduler": {**blank, "more": 1}}, r"extra\['scheduler'\] has no 'more' in the checkpoint"),
+        ({"scheduler": {**blank, "milestones": Counter()}}, r"extra\['scheduler'\]\['milestones'\]\['3'\] is in the"),
+        ({"scheduler": None}, r"extra\['scheduler'\] is a dict in the checkpoint, but a NoneType was given"),
+        ({"epoch": 0}, "holds no 'epoch', but"),
+    ):
+        refused(message, model, load_checkpoint, tmp_path / "dcp", model, other, extra=wrong)
+    # The archives that DCP writes have checksums of their own, which detect a flipped bit.
+    file = min((tmp_path / "dcp").glob("__0_*.distcp"))
+    on_first(_flip, file, 8 * file.read_bytes().index(torch.ones(3).numpy().tobytes()))
+    refused(r"is damaged: the checksum of", model, load_checkpoint, tmp_path / "dcp", model)
+
+
+@on_ranks(2)
+def test_loading_warns_once_about_casts_with_names(rank: int, tmp_path: Path) -> None:
+    double, doubles = small(dtype=torch.float64)
+    model, optimizer = small(5.0)
+    save_checkpoint(tmp_path / "double", double, doubles)
+    tfs.save_safetensors(double, tmp_path / "whole")
+    state = {"model": tfs.get_model_state_dict(model), "optim": tfs.get_optimizer_state_dict(double, doubles)}
+    dcp.save(state, checkpoint_id=tmp_path / "state")
+    cast = "0.weight from float64 to float32"
+    loads: list[tuple[Callable[[], Any], str | None]] = [
+        (lambda: load_checkpoint(tmp_path / "double", model, optimizer), cast),
+        (lambda: tfs.load_safetensors(model, tmp_path / "whole"), cast),
+        (lambda: load_checkpoint(tmp_path / "state", model, optimizer), f"exp_avg of {cast}"),
+        (lambda: load_checkpoint(tmp_path / "double", double, doubles), None),
+        (lambda: tfs.load_safetensors(double, tmp_path / "whole"), None),
+    ]
+    for load, expected in loads:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            load()
+        texts = [str(w.message) for w in caught if " casts what " in str(w.message)]
+        assert len(texts) == (expected is not None and rank == 0) and all(expected in text for text in texts)
+
+
+class _MakesFolderWhenUnpickled:
+    """An object that creates a folder when it is unpickled."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@on_ranks(2)
+def test_latest_checkpoint_skips_damaged_newer_ones(tmp_path: Path) -> None:
+    model, _ = small()
+    names = ("good", "cut", "empty", "forged", "data")
+    for name in names:
+        save_checkpoint(tmp_path / name, model)
+
+    def damage() -> None:
+        data = (tmp_path / "good" / METADATA).read_bytes()
+        (tmp_path / "cut" / METADATA).write_bytes(data[: len(data) // 2])
+        (tmp_path / "empty" / METADATA).write_bytes(b"")
+        (tmp_path / "forged" / METADATA).write_bytes(pickle.dumps(_MakesFolderWhenUnpickled(tmp_path / "proof")))
+        next((tmp_path / "data").glob("*.distcp")).write_bytes(b"")
+        for age, name in enumerate(names):
+            os.utime(tmp_path / name / METADATA, (1000 + age, 1000 + age))
+
+    on_first(damage)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert tfs.latest_checkpoint(tmp_path) == tmp_path / "good"
+    assert len([w for w in caught if "leaves out" in str(w.message)]) == 4
+    for name in ("cut", "forged"):
+        refused(r"\.metadata cannot be read", model, load_checkpoint, tmp_path / name, model)
+        refused("holds a checkpoint already", model, save_checkpoint, tmp_path / name, model)
+    # Without hard links, a killed run leaves an empty file. Saving into the folder again loses nothing.
+    refused("is a checkpoint whose save did not end", model, load_checkpoint, tmp_path / "empty", model)
+    save_checkpoint(tmp_path / "empty", model)
+    assert tfs.latest_checkpoint(tmp_path) == tmp_path / "empty"
+    assert not (tmp_path / "proof").exists()
+
+
+#
+# Pickle
+#
+
+
+@on_ranks(2)
+def test_values_that_are_not_plain_are_refused_by_name_and_never_run_code(rank: int, tmp_path: Path) -> None:
+    model, optimizer = small()
+    state: dict[str, Any] = {"model": tfs.get_model_state_dict(model)}
+    forged = _MakesFolderWhenUnpickled(tmp_path / "proof")
+    dcp.save({**state, "step": forged, "number": 1}, checkpoint_id=tmp_path / "extra")
+    refused(r"'step' is no plain value", model, load_checkpoint, tmp_path / "extra", model, extra={"step": 0})
+    assert load_checkpoint(tmp_path / "extra", model, extra={"number": 0}) == {"number": 1}
+    state["optim"] = tfs.get_optimizer_state_dict(model, optimizer)
+    state["optim"]["param_groups"][0]["lr"] = forged
+    dcp.save(state, checkpoint_id=tmp_path / "group")
+    refused(r"lr' is no plain value", model, load_checkpoint, tmp_path / "group", model, optimizer)
+    assert not (tmp_path / "proof").exists()
+    # Such values cannot be saved either, nor those that differ between ranks.
+    optimizer.param_groups[0]["note"] = threading.Lock
+    for message, optimizers, extra in (
+        (r"optim\['param_groups'\]\[0\]\['note'\] is a", optimizer, None),
+        (r"extra\['a'\]\[0\] is a .*Path", (), {"a": [Path("b")]}),
+        (r"differ between ranks: extra\['loss'\]: 0\.0 on ranks \[0\]; 1\.0 on ranks", (), {"loss": float(rank)}),
+        (r"differ between ranks: the tensor 'a\.rng' of extra", (), {"a": {"rng": torch.tensor([rank])}}),
+    ):
+        refused(message, model, save_checkpoint, tmp_path / "unsaved", model, optimizers, extra=extra)
+        assert not (tmp_path / "unsaved").exists()
+
+
+class _CallsGetattr:
+    """Is unpickled by a call of ``getattr``."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.args = (owner, name)
+
+    def __reduce__(self) -> Any:
+        return getattr, self.args
+
+
+class _OldPickler(pickle.Pickler):
+    """Pickles members of enumerations as Python 3.11.0 to 3.11.3 does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_metadata_of_all_versions_of_python_are_read(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    found, digest = read_metadata(tmp_path)
+    assert list(found.state_dict_metadata) == ["a"] and len(digest) == 64
+    file = io.BytesIO()
+    _OldPickler(file).dump(found)
+    assert b"getattr" in file.getvalue()
+    (tmp_path / METADATA).write_bytes(file.getvalue())
+    assert read_metadata(tmp_path)[0] == found
+
+
+@pytest.mark.parametrize(
+    "forged, message",
+    [
+        (_MakesFolderWhenUnpickled("nowhere/proof"), r"references (posix|nt)\.mkdir, .*was not called"),
+        (OrderedDict(a=1), "it holds a dict"),
+        ({"a": io.BytesIO()}, "references _io.BytesIO"),
+        (getattr, "it holds a function"),
+        (_CallsGetattr(torch.Size, "mro"), "takes the attribute 'mro'"),
+        (_CallsGetattr(torch.Tensor, "data"), "references torch.Tensor"),
+        (torch.save, "references torch.serialization.save"),
+        (torch.nn, "cannot be read"),
+        (np.float64(1), "references numpy"),
+    ],
+)
+def test_metadata_with_other_classes_are_refused_without_running_them(
+    tmp_path: Path, forged: Any, message: str
+) -> None:
+    data = b"ctorch\nnn\n." if forged is torch.nn else pickle.dumps(forged)
+    (tmp_path / METADATA).write_bytes(seal(data))
+    with pytest.raises(ValueError, match=message):
+        read_metadata(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"relative_path": "/etc/passwd"}, "it names a file outside its folder"),
+        ({"relative_path": "../other/__0_0.distcp"}, "it names a file outside its folder"),
+        ({"relative_path": 7}, "cannot be read: TypeError"),
+        ({"offset": -1}, "it names no range of"),
+    ],
+)
+def test_metadata_that_name_other_files_or_no_range_are_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    found, _ = read_metadata(tmp_path)
+    for info in found.storage_data.values():
+        vars(info).update(change)
+    (tmp_path / METADATA).write_bytes(pickle.dumps(found))
+    with pytest.raises(ValueError, match=message):
+        read_metadata(tmp_path)
+
+
+#
+# Extra values
+#
+
+
+def _schedulers() -> dict[str, Any]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.5)
+    of = torch.optim.lr_scheduler
+    made = [
+        of.MultiStepLR(optimizer, [2, 5]),
+        of.CosineAnnealingLR(optimizer, 10),
+        of.ReduceLROnPlateau(optimizer),
+        of.OneCycleLR(optimizer, 0.5, 10),
+        of.SequentialLR(optimizer, [of.ConstantLR(optimizer), of.LinearLR(optimizer)], [3]),
+        of.CosineAnnealingWarmRestarts(optimizer, 3),
+    ]
+    return {type(scheduler).__name__: scheduler.state_dict() for scheduler in made}
+
+
+def _values() -> dict[str, Any]:
+    return {
+        "plain": [None, True, 3, -0.0, 1e-320, "text \u00e9", [], (), {}, b"\x00\xff"],
+        "odd": (float("inf"), float("-inf"), float("nan"), (1, [2, (3,)])),
+        "keys": {1: "a", "1": "b", -3: {"x": 1}},
+        "types": {"$type": "tuple", "items": [1]},
+        "ordered": OrderedDict(b=1, a=Counter("aab")),
+        "random": random.Random(5).getstate(),
+        "schedulers": _schedulers(),
+        "scaler": torch.amp.GradScaler("cpu").state_dict(),
+        "numpy": np.random.RandomState(3).get_state(),
+        "rng": torch.get_rng_state(),
+        "loader": {
+            "epoch": 1,
+            "queue": [torch.arange(3, dtype=torch.bfloat16), {"seed": torch.tensor(4)}],
+            "empty": torch.ones(0),
+        },
+    }
+
+
+def _assert_equal(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            _assert_equal(a, b)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            _assert_equal(one[key], other[key])
+    elif isinstance(one, (torch.Tensor, np.ndarray)):
+        assert one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+    else:
+        assert one == other or one != one
+
+
+@on_ranks(2)
+def test_extra_values_survive_saving_and_loading(tmp_path: Path) -> None:
+    model, optimizer = small()
+    values, entries = _values(), tfs.get_model_state_dict(model)
+    save_checkpoint(tmp_path / "rows", model, optimizer, extra={**values, "ema": entries})
+    ema = {name: torch.empty_like(entry) for name, entry in entries.items()}
+    blank: dict[str, Any] = {**dict.fromkeys(values), "schedulers": _schedulers(), "ema": ema}
+    loaded = load_checkpoint(tmp_path / "rows", model, optimizer, extra=blank)
+    for name, entry in loaded.pop("ema").items():
+        assert torch.equal(entry.to_local(), entries[name].to_local()), name
+    _assert_equal(loaded, values)
+    for wrong, message in (
+        ({"rng": torch.zeros(3)}, r"extra\['rng'\] has shape \(\d+,\) in the checkpoint, but \(3,\) was given"),
+        ({"rng": 3}, r"extra\['rng'\] is a tensor in the checkpoint, but a int was given"),
+        ({"keys": torch.zeros(3)}, r"extra\['keys'\] is a dict in the checkpoint, but a Tensor was given"),
+        ({"random": {"a": 1}}, r"extra\['random'\] is a tuple in the checkpoint, but a dict was given"),
+        ({"loader": {"epoch": 0, "more": 1}}, r"extra\['loader'\] has no 'more' in the checkpoint, but \['epoch'"),
+        ({"later": 1}, r"holds no 'later', but \['model', 'optim', 'plain'"),
+    ):
+        assert "optimizer" not in refused(message, model, load_checkpoint, tmp_path / "rows", model, extra=wrong)
+    text, _ = extras.encode(values)
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+_ITSELF: list[Any] = []
+_ITSELF.append(_ITSELF)
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ({"a": {"b": [1, {2}]}}, r"extra\['a'\]\['b'\]\[1\] is a builtins\.set"),
+        ({"a": nn.Linear(1, 1)}, r"extra\['a'\] is a torch\.nn\.modules\.linear\.Linear.*state_dict\(\)"),
+        ({"a": {(1, 2): 3}}, r"extra\['a'\] has the key \(1, 2\)"),
+        ({"a": np.array([object()])}, r"extra\['a'\] is a numpy\.ndarray"),
+        ({1: 2}, "1 cannot be a name"),
+        ({"a": len}, r"extra\['a'\] is a builtins\.builtin_function_or_method"),
+        ({"a": _ITSELF}, "contains itself"),
+    ],
+)
+def test_unsupported_extra_values_are_refused_with_their_path(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        extras.encode(value)
+
+
+#
+# Two runs save into one folder
+#
+
+
+@on_ranks(4)
+def test_at_most_one_of_two_runs_saves_into_a_folder(rank: int, tmp_path: Path) -> None:
+    """Ranks 0 and 1 and ranks 2 and 3 save into the same folders at once."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model, _ = small(1.0 + rank // 2, process_group=pairs[rank // 2])
+    reader, _ = small(5.0)
+    saved = 0
+    for number in range(6):
+        folder, is_whole = tmp_path / str(number), number % 2
+        dist.barrier()
+        message = ""
+        try:
+            if is_whole:
+                tfs.save_safetensors(model, folder)
+            else:
+                save_checkpoint(folder, model, extra={"run": rank // 2})
+        except tfs.CheckpointError as error:
+            message = str(error)
+            assert any(word in message for word in ("another run", "already", "somebody else", "No such file")), message
+        everyones: list[Any] = [None] * 4
+        dist.all_gather_object(everyones, not message)
+        assert everyones[0] == everyones[1] and everyones[2] == everyones[3]
+        winners = [run for run in (0, 1) if everyones[2 * run]]
+        assert len(winners) <= 1, "both runs say that they have saved into one folder"
+        for winner in winners:
+            if is_whole:
+                tfs.load_safetensors(reader, folder)
+                files = {*json.loads((folder / INDEX).read_text())["weight_map"].values(), INDEX}
+            else:
+                assert load_checkpoint(folder, reader, extra={"run": 0}) == {"run": winner}
+                files = {info.relative_path for info in read_metadata(folder)[0].storage_data.values()} | {METADATA}
+            assert _holds(reader, 1.0 + winner)
+            assert {entry.name for entry in folder.iterdir()} == files, "the other run's files must be deleted"
+            saved += 1
+    assert saved >= 3  # usually one of the runs wins
+
+
+@on_ranks(2)
+def test_ranks_must_save_into_the_same_folder_and_failures_leave_nothing(rank: int, tmp_path: Path) -> None:
+    model, _ = small()
+    first = tmp_path / "0"
+    for save in (save_checkpoint, lambda folder, model: tfs.save_safetensors(model, folder)):
+        message = r"is not the folder that the first rank saves into.*\(on ranks \[1\]\)"
+        refused(message, model, save, tmp_path / str(rank), model)
+    dist.barrier()  # the first rank cleans up after reporting to the others
+    assert not any(first.iterdir()) and not (tmp_path / "1").exists()
+    dist.barrier()
+    keep = FileSystemWriter.write_data
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+        return keep(*args, **kwargs)
+
+    with mock.patch.object(FileSystemWriter, "write_data", fail):
+        refused("was not saved: rank 1: OSError.*No space left", model, save_checkpoint, first, model)
+    dist.barrier()
+    assert not any(first.iterdir())
+    dist.barrier()
+    save_checkpoint(first, model)
+    load_checkpoint(first, model)
+
+
+def _begin(folder: Path, number: int) -> folders.Run:
+    run = folders.Run(folder, METADATA, f"{number:012d}")
+    run.begin()
+    (folder / f"__0_{run.id}_0.distcp").touch()
+    (run.draft / METADATA).write_text(run.id)
+    return run
+
+
+@pytest.mark.parametrize("hard_links", [True, False])
+def test_the_first_run_to_finish_completes_a_folder_and_deletes_the_files_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hard_links: bool
+) -> None:
+    def refuse(source: Any, target: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    if not hard_links:
+        monkeypatch.setattr(os, "link", refuse)
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "model-00001-aaaaaaaaaaaa.safetensors").touch()  # of a whole model in the same folder
+    _, slow, ours = (_begin(tmp_path, number) for number in range(3))  # the first was killed
+    with pytest.raises(ValueError, match="is not the folder that the first rank saves into"):
+        folders.Run(tmp_path / "other", METADATA, ours.id).check()
+    ours.check()
+    ours.complete()
+    ours.clean_up()
+    kept = {"notes.txt", "model-00001-aaaaaaaaaaaa.safetensors", METADATA, f"__0_{ours.id}_0.distcp"}
+    assert {entry.name for entry in tmp_path.iterdir()} == kept
+    slow.draft.mkdir()
+    (slow.draft / METADATA).write_text("theirs")
+    with pytest.raises(ValueError, match="another run has completed"):
+        slow.complete()
+    slow.clean_up()
+    assert {entry.name for entry in tmp_path.iterdir()} == kept
+    assert (tmp_path / METADATA).read_text() == ours.id
+    with pytest.raises(ValueError, match="holds a checkpoint already"):
+        _begin(tmp_path, 3)

@@ -1,0 +1,325 @@
+"""State dicts, sharded and unsharded: saving, loading, and entries that are refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import fsdp, full_state_dict, get_optimizer_state_dict
+from thunder_fsdp_sched.checkpoint import RowPiece
+from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
+
+import pytest
+import thunder
+import torch
+import torch.distributed.checkpoint as dcp
+from ranks import on_ranks
+from saving import Everything, assert_equal, contents, fill, train
+from scenario import Run, everywhere, loss_of
+from torch import nn
+
+
+def _run(seed: int = 0, **options: Any) -> Run:
+    torch.manual_seed(seed)
+    return Run(Everything().double(), **options)
+
+
+def _addresses(module: nn.Module) -> dict[str, int]:
+    return {name: local_rows(param).data_ptr() for name, param in module.named_parameters()}
+
+
+@on_ranks(2)
+def test_training_continues_from_a_loaded_sharded_state_dict() -> None:
+    run = _run()
+    addresses = _addresses(run.model)
+    run.train(1)
+    owners = [run.model, *run.optimizers, *run.unsharded.models.values()]
+    saved = [copy.deepcopy(owner.state_dict()) for owner in owners]
+    assert "unsaved" not in saved[0] and "norm.running_mean" in saved[0]
+    run.train(2)
+    for owner, state in zip(owners, saved, strict=True):
+        owner.load_state_dict(state)
+    assert _addresses(run.model) == addresses
+    run.compare_parameters()
+    run.train(2)
+
+
+@on_ranks(2)
+def test_full_state_dict_loads_into_the_unsharded_module() -> None:
+    run = _run(move_state_dict_to_cpu=True)
+    before = copy.deepcopy(run.reference.state_dict())
+    unsharded = full_state_dict(run.model)
+    assert_equal(unsharded, before)
+    assert_equal({name.removeprefix("."): value for name, value in run.model.original_state_dict().items()}, before)
+    run.train(2)
+    for name, _ in run.model.named_parameters():
+        assert torch.equal(unsharded[name], before[name]), f"{name} must be a copy, not a view of the shards"
+    assert all(value.device.type == "cpu" and not value.requires_grad for value in unsharded.values())
+    fresh = Everything().double()
+    fresh.load_state_dict(full_state_dict(run.model), strict=True)
+    run.close(fresh.state_dict(), run.reference.state_dict(), "loaded")
+    assert fresh.head.weight is fresh.embedding.weight
+
+
+@on_ranks(2)
+def test_training_continues_from_a_loaded_unsharded_state_dict() -> None:
+    run = _run()
+    run.train(1)
+    addresses = _addresses(run.model)
+    other = Everything().double().state_dict()
+    other = {name: torch.randn_like(v) if v.is_floating_point() else v for name, v in other.items()}
+    other["head.weight"] = other["embedding.weight"]
+    other["norm.running_var"] = other["norm.running_var"].abs()
+    everyones = everywhere(other)[0]  # the first rank's
+    run.model.load_original_state_dict(everyones)
+    for model in run.unsharded.models.values():
+        model.load_state_dict(everyones)
+    assert _addresses(run.model) == addresses
+    assert run.model.get_parameter("head.weight") is run.model.get_parameter("embedding.weight")
+    run.compare_parameters()
+    run.train(2)
+    # The state dict of one sharded module loads into another, in any dtype, whole or in part.
+    again = _run(seed=9, oracle=None).model
+    again.load_original_state_dict(run.model.original_state_dict())
+    assert_equal(full_state_dict(again), full_state_dict(run.model))
+    again.load_original_state_dict({name: value.float() for name, value in everyones.items()})
+    expected = {n: v.float().to(v.dtype) if v.is_floating_point() else v for n, v in everyones.items()}
+    assert_equal(full_state_dict(again), expected)
+    some = {"head.weight": torch.full((5, 4), 2.0), "scale": torch.tensor(3.0), "blocks.0.up.bias": torch.ones(8)}
+    again.load_original_state_dict(some)
+    some["embedding.weight"] = some["head.weight"]
+    assert_equal(full_state_dict(again), expected | {name: value.double() for name, value in some.items()})
+
+
+@on_ranks(2)
+def test_the_error_names_a_replaced_parameter_on_every_rank() -> None:
+    model = Everything().double()
+    sharded = thunder.jit(model, transforms=[fsdp(bucketing_strategy="none")])
+    (x,) = model.inputs(torch.Generator().manual_seed(0))
+    loss_of(sharded(x)).backward()
+    for name in ("mix", "scale"):
+        param = sharded.get_parameter(name)
+        with pytest.raises(RuntimeError, match=rf"'{name}' cannot be given other memory.*p\.copy_"):
+            param.data = param.data.clone()
+        ours = param._local_tensor
+        param._local_tensor = ours.clone()
+        # Every rank raises, even one that has no rows of the parameter. No rank waits for the others.
+        with pytest.raises(RuntimeError, match=rf"parameter '{name}' is no longer in the shard buffer.*p\.copy_"):
+            sharded(x)
+        param._local_tensor = ours
+        loss_of(sharded(x)).backward()
+
+
+#
+# Every entry of a sharded model's state dict knows its unsharded shape and its rows
+#
+
+
+class _WithSubmodule(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.own = nn.Linear(2, 2)
+
+
+def _models(**options: Any) -> tuple[dict[str, Any], nn.Module]:
+    """Return the modules through which users can take a state dict, by prefix of the names, and an unsharded copy."""
+    module = Everything().double()
+    twin = copy.deepcopy(module)
+    jitted = thunder.jit(module, transforms=[fsdp(**options)])
+    lists = nn.ModuleList([module])
+    return {"": jitted, "net.": _WithSubmodule(jitted), "0.": lists, "original": module, "part": module.blocks}, twin
+
+
+def _model_entries(state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the model's entries of a state dict, under the names of the unsharded module."""
+    if prefix == "part":
+        return {f"blocks.{name}": value for name, value in state.items()}
+    prefix = "" if prefix == "original" else prefix
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+def _pickled(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+KINDS_OF_ROWS = pytest.mark.parametrize("transport", ["flat", "coalesced"])
+
+
+@KINDS_OF_ROWS
+@on_ranks(2)
+def test_state_dict_entries_of_a_sharded_model_look_like_unsharded_parameters(tmp_path: Path, transport: str) -> None:
+    models, twin = _models(transport=transport)
+    jitted, expected = models[""], {name: value.shape for name, value in twin.state_dict().items()}
+    locations = jitted._lc_transforms[-1].sharded.locations
+    before = full_state_dict(jitted)
+    for prefix, owner in models.items():
+        names = [name for name in expected if prefix != "part" or name.startswith("blocks.")]
+        entries = _model_entries(owner.state_dict(), prefix)
+        assert {name: entry.shape for name, entry in entries.items()} == {name: expected[name] for name in names}
+        for name in entries.keys() & locations.keys():
+            assert type(entries[name]) is RowDTensor
+            rows = local_rows(entries[name])
+            assert rows.numel() == 0 or rows.data_ptr() == local_rows(jitted.get_parameter(name)).data_ptr(), name
+
+        # Save with code that knows nothing of this package: DCP, and pickle on each rank.
+        dcp.save({"model": owner.state_dict()}, checkpoint_id=tmp_path / prefix)
+        sizes = dcp.FileSystemReader(tmp_path / prefix).read_metadata().state_dict_metadata
+        saved = _model_entries({n.removeprefix("model."): entry for n, entry in sizes.items()}, prefix)
+        assert {name: entry.size for name, entry in saved.items()} == {name: expected[name] for name in names}
+        states = [copy.deepcopy(owner.state_dict()), _pickled(owner.state_dict())]
+        states.append({name: value.clone().cpu() for name, value in owner.state_dict().items()})
+        fill(jitted, 0.0)
+        blank = full_state_dict(jitted)
+        loaded = {name: before[name] if name in names else blank[name] for name in before}
+        for state in (*states, None):
+            fill(jitted, 0.0)
+            if state is None:
+                in_place = {"model": owner.state_dict()}
+                dcp.load(in_place, checkpoint_id=tmp_path / prefix)
+                assert_equal(full_state_dict(jitted), loaded, prefix)
+                state = in_place["model"]
+            owner.load_state_dict(state)
+            assert_equal(full_state_dict(jitted), loaded, prefix)
+        models["original"].load_state_dict(before)  # unsharded tensors
+
+
+def _update(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for name, param in model.named_parameters():
+        param.grad = torch.full_like(param, len(name))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@KINDS_OF_ROWS
+@on_ranks(2)
+def test_state_dict_entries_of_an_optimizer_look_like_unsharded_state(
+    tmp_path: Path, transport: str, kind: str
+) -> None:
+    make = OPTIMIZERS[kind]
+    models, twin = _models(transport=transport)
+    jitted = models[""]
+    optimizer = make(list(jitted.parameters()))
+    _update(jitted, optimizer)
+    states = [copy.deepcopy(optimizer.state_dict()), _pickled(optimizer.state_dict())]
+    dcp.save({"optim": optimizer.state_dict()}, checkpoint_id=tmp_path)
+    saved = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    for number, (name, _) in enumerate(jitted.named_parameters()):
+        for key, value in optimizer.state_dict()["state"][number].items():
+            unsharded = twin.get_parameter(name).shape or (1,)
+            assert saved[f"optim.state.{number}.{key}"].size == value.shape == (unsharded if value.ndim else ())
+    before = full_state_dict(jitted)
+    _update(jitted, optimizer)
+    expected = contents(jitted, optimizer)
+    for state in (*states, None):
+        jitted.load_original_state_dict(before)
+        other = make(list(jitted.parameters()))
+        if state is None:  # in place, into the state of an optimizer that has made another step
+            loaded = {"optim": optimizer.state_dict()}
+            dcp.load(loaded, checkpoint_id=tmp_path)
+            state = loaded["optim"]
+        other.load_state_dict(state)
+        _update(jitted, other)
+        assert_equal(contents(jitted, other), expected)
+
+    # State with other rows, of another model's optimizer. Then parameters pickled without a state dict.
+    if transport == "flat":
+        stranger = thunder.jit(Everything().double(), transforms=[fsdp(transport="coalesced")])
+        theirs = make(list(stranger.parameters()))
+        _update(stranger, theirs)
+        optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        for model, trained in ((stranger, theirs), (jitted, optimizer)):
+            _update(model, trained)
+        ours, others = (get_optimizer_state_dict(*pair)["state"] for pair in ((jitted, optimizer), (stranger, theirs)))
+        for name, state in ours.items():
+            assert_equal(state, others[name], name)
+    with pytest.raises(TypeError, match=r"cannot be pickled: it holds this rank's rows\. Save model\.state_dict"):
+        _pickled(dict(jitted.named_parameters()))
+
+
+@on_ranks(2)
+def test_dcp_saves_and_loads_a_sharded_model_and_its_optimizer_directly(tmp_path: Path) -> None:
+    jitted = _models()[0][""]
+    optimizer = torch.optim.AdamW(list(jitted.parameters()), lr=0.1)
+    train(jitted, optimizer)
+    before = full_state_dict(jitted)
+    dcp.save({"model": jitted, "optim": optimizer}, checkpoint_id=tmp_path)
+    train(jitted, optimizer)
+    after = full_state_dict(jitted)
+    train(jitted, optimizer)
+    dcp.load({"model": jitted, "optim": optimizer}, checkpoint_id=tmp_path)
+    assert_equal(full_state_dict(jitted), before)
+    train(jitted, optimizer)
+    assert_equal(full_state_dict(jitted), after)
+    with tfs.eager(jitted) as module:
+        assert {n: v.shape for n, v in module.state_dict().items()} == {n: v.shape for n, v in before.items()}
+
+
+@on_ranks(2)
+def test_entries_with_other_rows_and_plain_rows_are_refused(rank: int) -> None:
+    models, twin = _models()
+    jitted = models[""]
+    before = full_state_dict(jitted)
+    # Pickled on each rank, entries are pieces: unpickled here, they are those of the other rank.
+    theirs = everywhere({name: value for name, value in jitted.state_dict().items()})[1 - rank]
+    rows = {name: param.to_local().detach().clone() for name, param in jitted.named_parameters()}
+    for owner in models.values():
+        own = owner.state_dict()
+        with pytest.raises(ValueError, match=r"keep_vars=True.*named_parameters\(\)"):
+            owner.state_dict(keep_vars=True)
+        with pytest.raises(ValueError, match=r"assign=True.*load without assign"):
+            owner.load_state_dict(copy.deepcopy(own), assign=True)
+        buffers = {name: value.clone() for name, value in own.items() if name.endswith(("offset", "running_mean"))}
+        if buffers:
+            with pytest.raises(ValueError, match=r"(offset|running_mean)' of a sharded model cannot be replaced"):
+                owner.load_state_dict(buffers, strict=False, assign=True)
+    for owner, wrong, error in (
+        (jitted, rows, "size mismatch for .*the unsharded parameter has shape"),
+        (jitted, theirs, r"size mismatch for .*needs rows \[\d, \d\).*dcp\.load"),
+        (jitted, {"mix": torch.zeros(9, 9)}, r"size mismatch for mix: the unsharded .* \(5, 4\), the entry \(9, 9\)"),
+        (models["net."], {f"net.{n}": v for n, v in rows.items()}, r"size mismatch for net\._model\..*the unsharded"),
+    ):
+        with pytest.raises(RuntimeError, match=error):
+            owner.load_state_dict({**owner.state_dict(), **wrong})
+    for wrong, error in (
+        ({**before, "mix": torch.zeros(4, 5)}, r"size mismatch for mix: the unsharded .* \(5, 4\), the entry \(4, 5\)"),
+        ({"other": torch.zeros(1)}, "load_original_state_dict: the module has no 'other'"),
+    ):
+        with pytest.raises(RuntimeError, match=error):
+            jitted.load_original_state_dict(wrong)
+    assert_equal(full_state_dict(jitted), before)
+
+    # Entries cannot be copied to unsharded tensors, or saved in a format that cannot represent them.
+    with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
+        twin.load_state_dict(jitted.state_dict())
+    piece = next(value for _, value in sorted(theirs.items()) if isinstance(value, RowPiece))
+    for target in (torch.zeros(piece.shape, dtype=piece.dtype), torch.zeros(3, dtype=piece.dtype)):
+        for into, source in ((target, piece), (piece, target)):
+            with pytest.raises(ValueError, match="copy_ between a RowPiece and other rows"):
+                into.copy_(source)
+    safetensors = pytest.importorskip("safetensors.torch")
+    for use in (
+        piece.share_memory_,
+        piece.numpy,
+        piece.norm,
+        lambda: piece.view(-1),
+        lambda: torch.stack([piece]),
+        lambda: safetensors.save({"piece": piece}),
+        lambda: safetensors.save({"entry": next(iter(jitted.state_dict().values()))}),
+    ):
+        with pytest.raises((NotImplementedError, RuntimeError, ValueError)):
+            use()

@@ -1,0 +1,133 @@
+"""Models to save, and what a checkpoint must keep of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched.sharding.jitted_state import rows_by_name
+
+import pytest
+import thunder
+import torch
+import torch.distributed as dist
+from models import Layer, Model
+from scenario import loss_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+
+class Everything(Model):
+    """A model with every kind of parameter (root, 0-dim, uneven, frozen, tied) and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.mix = nn.Parameter(torch.randn(5, 4))
+        self.register_buffer("offset", torch.randn(4))
+        self.register_buffer("unsaved", torch.randn(4), persistent=False)
+        self.embedding = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList(Layer(4) for _ in range(2))
+        self.blocks[1].up.bias.requires_grad_(False)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale + self.offset + self.unsaved
+        for block in self.blocks:
+            x = block.forward(x)
+        return self.head.forward(self.norm(x)) + torch.tanh(x @ self.embedding.weight.t() @ self.mix)[:, :1]
+
+
+def make(
+    seed: int = 0, change: Callable[[nn.Module], Any] = lambda module: None, **options: Any
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a sharded model with every kind of parameter, and an optimizer with two parameter groups."""
+    torch.manual_seed(seed)
+    module = Everything().double()
+    change(module)
+    if isinstance(options.get("mesh"), tuple):
+        options["mesh"] = init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicate", "shard"))
+    model = thunder.jit(module, transforms=[tfs.fsdp(**options)])
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [[p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]]
+    return model, torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=0.01)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    """Train with the same data on all ranks, because running statistics are saved from one rank."""
+    for step in range(steps):
+        loss_of(model(*Everything.inputs(model, torch.Generator().manual_seed(step), batch=4))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def small(value: float = 1.0, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a small sharded model with all parameters equal to ``value``, and its optimizer, which has state."""
+    module = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).to(dtype)
+    model = thunder.jit(module, transforms=[tfs.fsdp(**options)])
+    optimizer = update(model, torch.optim.AdamW(model.parameters(), lr=0.125))
+    fill(model, value)
+    return model, optimizer
+
+
+def update(model: Any, optimizer: torch.optim.Optimizer, grad: float = 1.0) -> torch.optim.Optimizer:
+    """Run one step of an optimizer with constant gradients."""
+    for param in model.parameters():
+        param.grad = torch.full_like(param, grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def fill(model: Any, value: float) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(value)
+
+
+def contents(model: Any, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """Return whole parameters and buffers, and an optimizer's state and options, in new memory."""
+    values: dict[str, Any] = {name: value.clone() for name, value in tfs.full_state_dict(model).items()}
+    if optimizer is not None:
+        saved = tfs.get_optimizer_state_dict(model, optimizer)
+        for name, state in saved["state"].items():
+            values |= {f"{key} of {name}": whole(value) for key, value in state.items()}
+        values |= {f"group {number}": group for number, group in enumerate(saved["param_groups"])}
+    return values
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def assert_equal(actual: dict[str, Any], expected: dict[str, Any], what: Any = "") -> None:
+    """Compare values by name, bit for bit."""
+    assert actual.keys() == expected.keys(), what
+    for name, value in actual.items():
+        if isinstance(value, torch.Tensor):
+            message = lambda text, name=name: f"{what} {name}: {text}"  # noqa: E731
+            torch.testing.assert_close(whole(value), whole(expected[name]), rtol=0, atol=0, msg=message)
+        else:
+            assert value == expected[name], (what, name)
+
+
+def refused(message: str, model: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Assert that every rank raises, and that nothing is changed; return the message."""
+    before = {name: tensor.clone() for name, tensor in rows_by_name(model).items()}
+    with pytest.raises(tfs.CheckpointError, match=message) as caught:
+        call(*args, **kwargs)
+    for name, tensor in rows_by_name(model).items():
+        assert torch.equal(tensor, before[name]), name
+    return str(caught.value)
+
+
+def on_first(do: Callable[..., Any], *args: Any) -> None:
+    """Call a function on the first rank, while the others wait."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        do(*args)
+    dist.barrier()
