@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from forked import run_python
-from ranks import Ranks
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -45,61 +45,40 @@ PACKAGE = _installed()
 pytestmark = pytest.mark.skipif(PACKAGE is None, reason="neither lightning-fabric nor lightning is installed")
 
 
-class Norm(nn.Module):
-    """An RMS norm as LitGPT has it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weight
-
-
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = Norm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
+        self.norm, self.proj = nn.LayerNorm(width), nn.Linear(width, width)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t[:, None] for t in self.qkv.forward(self.norm.forward(x)).chunk(3, -1))
-        q, k = (t * cos + torch.cat((-t[..., 4:], t[..., :4]), -1) * sin for t in (q, k))
-        return x + self.proj.forward(F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
+    def forward(self, x: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.proj(self.norm(x) * cos))
 
 
 class GPT(nn.Module):
-    """A model with the traits of LitGPT's: a cache of positions in buffers that are not saved, and tied embeddings."""
+    """A model with the traits of LitGPT's: a cache of positions in a buffer that is not saved, and tied embeddings."""
 
     def __init__(self, width: int = 8, vocab: int = 13, length: int = 6) -> None:
         super().__init__()
         self.wte = nn.Embedding(vocab, width)
         self.h = nn.ModuleList(Block(width) for _ in range(2))
-        self.ln_f = Norm(width)
         self.lm_head = nn.Linear(width, vocab, bias=False)
         self.lm_head.weight = self.wte.weight
         self.shape = (length, width)
-        cos, sin = self.positions()
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.register_buffer("cos", self.positions(), persistent=False)
 
-    def positions(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def positions(self, device: torch.device | None = None) -> torch.Tensor:
         length, width = self.shape
         angles = torch.outer(torch.arange(length, device=device), 0.5 ** torch.arange(width, device=device))
-        return angles.cos().to(torch.get_default_dtype()), angles.sin().to(torch.get_default_dtype())
+        return angles.cos().to(torch.get_default_dtype())
 
     def reset_parameters(self) -> None:
-        self.cos, self.sin = self.positions(self.cos.device)
+        self.cos = self.positions(self.cos.device)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.wte.forward(tokens)
+        x = self.wte(tokens)
         for block in self.h:
-            x = block(x, self.cos, self.sin)
-        return self.lm_head.forward(self.ln_f.forward(x))
+            x = block(x, self.cos)
+        return self.lm_head(x)
 
     def predict(self, tokens: torch.Tensor) -> torch.Tensor:
         return self(tokens).argmax(-1)
@@ -147,7 +126,8 @@ def assert_same(model: Any, reference: nn.Module) -> None:
         torch.testing.assert_close(whole[name], value, rtol=1e-10, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def _train(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_models_train_like_unsharded_with_accumulation_and_clipping(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     with launched(rank, world_size, sharding_strategy="zero3") as fabric:
         model = GPT().double()
@@ -210,10 +190,6 @@ def _functions_take_the_wrapper(model: Any, optimizer: Any, reference: nn.Module
     optimizer.zero_grad()
 
 
-def test_models_train_like_unsharded_with_accumulation_and_clipping(ranks: Ranks) -> None:
-    ranks.run(_train)
-
-
 def step_without_loss(model: Any, optimizer: Any) -> None:
     """Run a step with gradients that follow from the parameters, which needs no compiling."""
     for param in model.parameters():
@@ -257,7 +233,8 @@ def _fresh(fabric: Any) -> tuple[Any, Any]:
     return module, fabric.setup_optimizers(torch.optim.AdamW(module.parameters(), lr=0.5))
 
 
-def _save_and_load(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks()
+def test_checkpoints_are_saved_and_loaded_as_folders_and_as_files(rank: int, world_size: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     with launched(rank, world_size) as fabric:
         original = GPT().double()
@@ -269,13 +246,13 @@ def _save_and_load(rank: int, world_size: int, folder: Path) -> None:
         step_without_loss(reference, theirs)
         for kind in ("sharded", "full"):
             fabric.strategy.state_dict_type = kind
-            path = folder / kind
+            path = tmp_path / kind
             saved = {"model": model, "optimizer": optimizer, "iteration": 3, "loader": Counter(5), "name": "first"}
             saved["stateless"] = fabric.setup_dataloaders(DataLoader([1, 2]))
             fabric.save(path, saved | {"iteration": 2})
             fabric.save(path, saved)  # takes the place of the first
             assert path.is_dir() == (kind == "sharded")
-            others = [p.name for p in folder.iterdir() if p.name not in ("sharded", "full")]
+            others = [p.name for p in tmp_path.iterdir() if p.name not in ("sharded", "full")]
             assert not others, "files of the replaced checkpoint must not stay"
             new, new_optimizer = _fresh(fabric)
             state = {"model": new, "optimizer": new_optimizer, "iteration": 0, "loader": Counter(0)}
@@ -286,20 +263,20 @@ def _save_and_load(rank: int, world_size: int, folder: Path) -> None:
             with pytest.raises(KeyError, match="has no 'epoch'"):
                 fabric.load(path, {"model": new, "epoch": 0})
             assert fabric.load(path, {"model": new, "epoch": 0}, strict=False)["iteration"] == 3
-        tfs.save_checkpoint(folder / "direct", model, optimizer)
+        tfs.save_checkpoint(tmp_path / "direct", model, optimizer)
         new, new_optimizer = _fresh(fabric)
-        tfs.load_checkpoint(folder / "direct", new, new_optimizer)
+        tfs.load_checkpoint(tmp_path / "direct", new, new_optimizer)
         assert_same_state(new, new_optimizer, reference, theirs)
-        tfs.save_safetensors(model, folder / "safetensors")
+        tfs.save_safetensors(model, tmp_path / "safetensors")
         new, _ = _fresh(fabric)
-        tfs.load_safetensors(new, folder / "safetensors")
+        tfs.load_safetensors(new, tmp_path / "safetensors")
         assert_same(new, reference)
-        _several_optimizers_are_saved_together(fabric, folder, model)
-        _files_are_those_of_unsharded_runs(fabric, folder, reference, theirs)
+        _several_optimizers_are_saved_together(fabric, tmp_path, model)
+        _files_are_those_of_unsharded_runs(fabric, tmp_path, reference, theirs)
         with pytest.raises(ValueError, match="expected one module in state"):
-            fabric.save(folder / "nothing", {"optimizer": optimizer})
+            fabric.save(tmp_path / "nothing", {"optimizer": optimizer})
         with pytest.raises(tfs.CheckpointError, match="nothing cannot be read"):
-            fabric.load(folder / "nothing", {"model": model})
+            fabric.load(tmp_path / "nothing", {"model": model})
 
 
 def _several_optimizers_are_saved_together(fabric: Any, folder: Path, model: Any) -> None:
@@ -359,11 +336,8 @@ def _files_are_those_of_unsharded_runs(
     assert all(name.startswith("h.1") for name in torch.load(folder / "some")["model"])
 
 
-def test_checkpoints_are_saved_and_loaded_as_folders_and_as_files(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(_save_and_load, tmp_path)
-
-
-def _exchange_with_fsdp2(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks()
+def test_fsdp2_under_fabric_reads_our_folders_and_we_read_its_own(rank: int, world_size: int, tmp_path: Path) -> None:
     strategies = importlib.import_module(f"{PACKAGE}.strategies")
     torch.manual_seed(0)
     reference = GPT().double()
@@ -374,7 +348,7 @@ def _exchange_with_fsdp2(rank: int, world_size: int, folder: Path) -> None:
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.05))
         step_without_loss(model, optimizer)
         step_without_loss(reference, theirs)
-        fabric.save(folder / "ours", {"model": model, "optimizer": optimizer, "iteration": 4})
+        fabric.save(tmp_path / "ours", {"model": model, "optimizer": optimizer, "iteration": 4})
     strategy = strategies.ModelParallelStrategy(
         lambda module, mesh: fully_shard(module, mesh=mesh["data_parallel"]),
         data_parallel_size=world_size,
@@ -384,24 +358,21 @@ def _exchange_with_fsdp2(rank: int, world_size: int, folder: Path) -> None:
         peer = fabric.setup_module(GPT().double())
         peer_optimizer = fabric.setup_optimizers(torch.optim.AdamW(peer.parameters(), lr=0.5))
         state = {"model": peer, "optimizer": peer_optimizer, "iteration": 0}
-        fabric.load(folder / "ours", state)
+        fabric.load(tmp_path / "ours", state)
         assert state["iteration"] == 4
         for name, param in peer.named_parameters():
             torch.testing.assert_close(param.full_tensor(), reference.get_parameter(name.partition(".")[2]))
         step_without_loss(peer, peer_optimizer)
         step_without_loss(reference, theirs)
-        fabric.save(folder / "theirs", state)
+        fabric.save(tmp_path / "theirs", state)
     with launched(rank, world_size) as fabric:
         new, new_optimizer = _fresh(fabric)
-        fabric.load(folder / "theirs", {"model": new, "optimizer": new_optimizer})
+        fabric.load(tmp_path / "theirs", {"model": new, "optimizer": new_optimizer})
         assert_same_state(new, new_optimizer, reference, theirs)
 
 
-def test_fsdp2_under_fabric_reads_our_folders_and_we_read_its_own(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(_exchange_with_fsdp2, tmp_path)
-
-
-def _init_and_convert(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_modules_are_initialized_from_meta_and_converted_to_a_precision(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     with torch.device("meta"):
         expected = GPT()
@@ -479,10 +450,6 @@ def _train_in(rank: int, world_size: int, precision: str, stored: torch.dtype, c
         for name, value in tfs.full_state_dict(model).items():
             assert value.dtype is stored
             torch.testing.assert_close(value.float(), reference.state_dict()[name], rtol=0.02, atol=1e-3)
-
-
-def test_modules_are_initialized_from_meta_and_converted_to_a_precision(ranks: Ranks) -> None:
-    ranks.run(_init_and_convert)
 
 
 def test_invalid_options_raise_errors_before_the_launch() -> None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from unittest import mock
 
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp
-from thunder_fsdp_sched.sharding import setup, shard_module
+from thunder_fsdp_sched.sharding import shard_module
 
 import pytest
 import thunder
@@ -61,7 +61,7 @@ def _other_order_on_rank_1(rank: int, world_size: int) -> None:
 
 
 def _other_version_on_rank_1(rank: int, world_size: int) -> None:
-    with mock.patch.object(setup, "__version__", "9.9" if rank else "0.1"):
+    with mock.patch.object(shard_module, "__version__", "9.9" if rank else "0.1"):
         _jit(TwoBranches())
 
 

@@ -21,7 +21,7 @@ import thunder
 import torch
 import torch.distributed as dist
 from forked import run_python
-from ranks import Ranks
+from ranks import Ranks, on_ranks
 from torch import nn
 
 pytest.importorskip("transformers", reason="transformers is not installed (make models)")
@@ -55,7 +55,8 @@ def _shard(model: nn.Module) -> Any:
     return thunder.jit(model, transforms=[fsdp()])
 
 
-def _refuse_and_generate(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_what_cannot_be_compiled_is_refused_and_works_in_eager(rank: int) -> None:
     model = _llama()
     reference = copy.deepcopy(model)
     sharded, tokens = _shard(model), _tokens(rank)
@@ -83,11 +84,8 @@ def _refuse_and_generate(rank: int, world_size: int) -> None:
     torch.testing.assert_close(generated, reference.generate(tokens, **greedy), rtol=0, atol=0)
 
 
-def test_what_cannot_be_compiled_is_refused_and_works_in_eager(ranks: Ranks) -> None:
-    ranks.run(_refuse_and_generate)
-
-
-def _load_on_one_rank(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_a_model_that_one_rank_has_is_broadcast_to_models_on_meta(rank: int) -> None:
     reference = _llama(tie_word_embeddings=True, use_cache=False)
     model = copy.deepcopy(reference)
     if rank != 0:
@@ -105,38 +103,31 @@ def _load_on_one_rank(rank: int, world_size: int) -> None:
     torch.testing.assert_close(sharded(_tokens(rank)).logits, reference(_tokens(rank)).logits)
 
 
-def test_a_model_that_one_rank_has_is_broadcast_to_models_on_meta(ranks: Ranks) -> None:
-    ranks.run(_load_on_one_rank)
-
-
-def _save(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks()
+def test_save_pretrained_writes_whole_values_that_from_pretrained_loads(tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
     model = _llama(tie_word_embeddings=True, use_cache=False)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     sharded = _shard(model)
     for save in (model.save_pretrained, sharded.save_pretrained):
-        with pytest.raises(RuntimeError, match=r"huggingface\.save_pretrained\(model, folder\)"):
-            save(folder / "refused")
-    with pytest.raises(RuntimeError, match=r"huggingface\.save_pretrained\(model, folder\)"):
-        model.save_pretrained(folder / "refused", state_dict=sharded.state_dict())
+        with pytest.raises(RuntimeError, match=r"huggingface\.save_pretrained\(model, tmp_path\)"):
+            save(tmp_path / "refused")
+    with pytest.raises(RuntimeError, match=r"huggingface\.save_pretrained\(model, tmp_path\)"):
+        model.save_pretrained(tmp_path / "refused", state_dict=sharded.state_dict())
     with pytest.raises(TypeError, match="state_dict: save_pretrained sets it"):
-        save_pretrained(sharded, folder, state_dict={})
-    blocked = folder / "a file"
+        save_pretrained(sharded, tmp_path, state_dict={})
+    blocked = tmp_path / "a file"
     blocked.touch()
     with pytest.raises(CheckpointError, match="a file"):
         save_pretrained(sharded, blocked / "folder")
-    save_pretrained(sharded, folder / "model", max_shard_size="20KB")
-    assert not (folder / "refused").exists()
-    assert len(list((folder / "model").glob("*.safetensors"))) > 1
-    loaded = LlamaForCausalLM.from_pretrained(folder / "model")
+    save_pretrained(sharded, tmp_path / "model", max_shard_size="20KB")
+    assert not (tmp_path / "refused").exists()
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model")
     assert loaded.config.dtype == torch.float32
     for name, value in loaded.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
-
-
-def test_save_pretrained_writes_whole_values_that_from_pretrained_loads(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(_save, tmp_path)
 
 
 def _adapt(rank: int, world_size: int, folder: Path) -> None:

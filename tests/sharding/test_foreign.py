@@ -11,7 +11,7 @@ from thunder_fsdp_sched import fsdp, full_state_dict, get_model_state_dict, get_
 import pytest
 import thunder
 import torch
-from ranks import Ranks
+from ranks import on_ranks
 from thunder.core.transforms import add_transform
 from thunder.distributed import checkpoint as thunder_checkpoint
 from thunder.transforms.cudagraph import CUDAGraphTransform
@@ -33,7 +33,8 @@ def _assert_refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None
         call(*args, **kwargs)
 
 
-def _call_every_foreign_function(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_state_dict_functions_of_torch_work_and_those_of_thunder_refuse_sharded_models(rank: int) -> None:
     torch.manual_seed(0)
     nested = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.ReLU(), nn.Linear(6, 3)))
     for module in (nested, nn.Linear(4, 6)):
@@ -90,11 +91,8 @@ def _call_every_foreign_function(rank: int, world_size: int) -> None:
     assert thunder_checkpoint.get_model_state_dict(plain, thunder_checkpoint.StateDictOptions(True), rank)
 
 
-def test_state_dict_functions_of_torch_work_and_those_of_thunder_refuse_sharded_models(ranks: Ranks) -> None:
-    ranks.run(_call_every_foreign_function)
-
-
-def _cuda_graphs(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_cuda_graphs_are_refused() -> None:
     for transforms in ([fsdp(), CUDAGraphTransform()], [CUDAGraphTransform(), fsdp()]):
         model = thunder.jit(nn.Linear(4, 6), transforms=transforms)
         with pytest.raises(ValueError, match="CUDAGraphTransform would capture the collectives"):
@@ -104,16 +102,13 @@ def _cuda_graphs(rank: int, world_size: int) -> None:
         model(torch.randn(2, 4))
 
 
-def test_cuda_graphs_are_refused(ranks: Ranks) -> None:
-    ranks.run(_cuda_graphs)
-
-
 class _WithReshard(nn.Linear):
     def reshard(self) -> str:
         return "its own"
 
 
-def _call_methods_of_fsdp2(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_methods_of_fsdp2_name_their_replacements() -> None:
     model = thunder.jit(_WithReshard(4, 6), transforms=[fsdp()])
     assert model.reshard() == "its own"
     for call, instead in (
@@ -126,11 +121,8 @@ def _call_methods_of_fsdp2(rank: int, world_size: int) -> None:
             call()
 
 
-def test_methods_of_fsdp2_name_their_replacements(ranks: Ranks) -> None:
-    ranks.run(_call_methods_of_fsdp2)
-
-
-def _under_torch_compile(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_a_call_under_torch_compile_is_refused() -> None:
     model = thunder.jit(nn.Linear(4, 6), transforms=[fsdp()])
     with pytest.raises(RuntimeError, match=r"leave torch\.compile out, because Thunder compiles the module"):
         torch.compile(model, backend="eager")(torch.randn(2, 4))
@@ -138,11 +130,8 @@ def _under_torch_compile(rank: int, world_size: int) -> None:
     assert torch.compile(lambda x: outside(x) + 1, backend="eager")(torch.randn(2, 4)).shape == (2, 6)
 
 
-def test_a_call_under_torch_compile_is_refused(ranks: Ranks) -> None:
-    ranks.run(_under_torch_compile)
-
-
-def _replicate(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_ddp_refuses_shards_unless_it_ignores_them() -> None:
     for wrap in (lambda m: m, nn.Sequential, lambda m: nn.Sequential(nn.Linear(4, 4), nn.Sequential(m))):
         model = thunder.jit(nn.Linear(4, 4, bias=False), transforms=[fsdp()])
         with pytest.raises(RuntimeError, match=r"DistributedDataParallel would copy|needs rows of other ranks|c10d"):
@@ -152,7 +141,3 @@ def _replicate(rank: int, world_size: int) -> None:
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(holder, sharded)
     nn.parallel.DistributedDataParallel(holder)(torch.randn(2, 4)).sum().backward()
     assert all(p.grad is not None for p in holder.parameters())
-
-
-def test_ddp_refuses_shards_unless_it_ignores_them(ranks: Ranks) -> None:
-    ranks.run(_replicate)

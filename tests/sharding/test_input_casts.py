@@ -14,14 +14,14 @@ import thunder
 import torch
 from models import GPT, Stack
 from profiles import LONG_ONLY
-from ranks import Ranks
+from ranks import on_ranks
 from thunder.core import dtypes, prims
 from thunder.core.proxies import Proxy, variableify
 from thunder.core.trace import from_trace, tracectx
 from thunder.core.transform_common import Transform
 from thunder.transforms.autocast import autocast_symbol_mapper
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_leaves
 
 each_strategy = pytest.mark.parametrize("strategy", ["zero2", "zero3"])
@@ -65,7 +65,14 @@ class Autocast(Transform):
         return prologue_trace, new, epilogue_trace
 
 
-def _train_under_autocast(rank: int, world_size: int, strategy: str, autocast_source: str) -> None:
+@pytest.mark.parametrize(
+    ("autocast_source", "strategy"),
+    [("context", "zero3"), ("before", "zero3"), ("after", "zero2"), pytest.param("context", "zero2", marks=LONG_ONLY)],
+)
+@on_ranks()
+def test_casts_under_autocast_are_fused_into_gathers_with_equal_bits(
+    rank: int, strategy: str, autocast_source: str
+) -> None:
     states, outputs = [], []
     for fuse in (True, False):
         torch.manual_seed(0)
@@ -114,16 +121,6 @@ def _casts_of_parameters(trace) -> list[str]:
     return [str(b) for b in trace.bound_symbols if b.sym.name == "to" and params.intersection(args_of(b))]
 
 
-@pytest.mark.parametrize(
-    ("autocast_source", "strategy"),
-    [("context", "zero3"), ("before", "zero3"), ("after", "zero2"), pytest.param("context", "zero2", marks=LONG_ONLY)],
-)
-def test_casts_under_autocast_are_fused_into_gathers_with_equal_bits(
-    ranks: Ranks, strategy: str, autocast_source: str
-) -> None:
-    ranks.run(_train_under_autocast, strategy, autocast_source)
-
-
 def test_a_bucket_that_is_read_in_both_precisions_is_gathered_in_float32():
     class BothPrecisions(nn.Module):
         def __init__(self) -> None:
@@ -160,7 +157,9 @@ def test_a_kept_bucket_is_kept_in_low_precision():
 #
 
 
-def _count_casts(rank: int, world_size: int, strategy: str) -> None:
+@each_strategy
+@on_ranks()
+def test_a_shard_is_cast_once_for_each_forward(rank: int, strategy: str) -> None:
     sharded = thunder.jit(Stack(2), transforms=[fsdp(sharding_strategy=strategy, mp_policy=LOW)])
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1, foreach=False)
     casts: Counter[str] = Counter()
@@ -198,12 +197,11 @@ def _count_casts(rank: int, world_size: int, strategy: str) -> None:
     assert casts["casts"] == again, "backward must not use the casts of a later forward"
 
 
-@each_strategy
-def test_a_shard_is_cast_once_for_each_forward(ranks: Ranks, strategy: str) -> None:
-    ranks.run(_count_casts, strategy)
-
-
-def _accumulate(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@on_ranks()
+def test_gradients_are_accumulated_and_reduced_in_the_dtype_of_the_policy(
+    rank: int, reduce_dtype: torch.dtype | None
+) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     sharded = thunder.jit(Stack(1), transforms=[ours := fsdp(mp_policy=policy)])
     (x,) = Stack(1).inputs(torch.Generator().manual_seed(rank))
@@ -217,46 +215,6 @@ def _accumulate(rank: int, world_size: int, reduce_dtype: torch.dtype | None) ->
     assert {op.dtype for op in ops} == {str(expected).removeprefix("torch.")}
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_gradients_are_accumulated_and_reduced_in_the_dtype_of_the_policy(
-    ranks: Ranks, reduce_dtype: torch.dtype | None
-) -> None:
-    ranks.run(_accumulate, reduce_dtype)
-
-
-def _compare_with_fsdp2(rank: int, world_size: int, strategy: str) -> None:
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32, cast_forward_inputs=True
-    )
-    models = [Stack(2, width=16), Stack(2, width=16)]
-    models[1].load_state_dict(models[0].state_dict())
-    ours = thunder.jit(models[0], transforms=[fsdp(sharding_strategy=strategy, mp_policy=policy)])
-    for block in models[1].blocks:
-        fully_shard(block, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    theirs = fully_shard(models[1], mp_policy=policy)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, theirs)]
-    for step in range(3):
-        (x,) = models[1].inputs(torch.Generator().manual_seed(10 * step + rank))
-        losses = []
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            out = model(x.float())
-            assert out.dtype is torch.float32
-            losses.append(out.square().mean())
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        torch.testing.assert_close(*(loss.detach() for loss in losses), rtol=2e-2, atol=2e-2)
-    unsharded = full_state_dict(ours)
-    for name, param in theirs.named_parameters():
-        # bfloat16 has 8 bits of precision, and eager torch and Thunder round bias gradients differently.
-        torch.testing.assert_close(unsharded[name], param.full_tensor(), rtol=1e-2, atol=4e-3)
-
-
-@each_strategy
-def test_trains_like_fsdp2_with_the_same_policy(ranks: Ranks, strategy: str) -> None:
-    ranks.run(_compare_with_fsdp2, strategy)
-
-
 class CastsItself(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -266,16 +224,13 @@ class CastsItself(nn.Module):
         return x * 2, self.layer.forward(x.to(self.layer.weight.dtype))
 
 
-def _check_input_casts(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_inputs_are_cast_only_if_the_policy_requests_it() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
     doubled, out = thunder.jit(CastsItself(), transforms=[fsdp(mp_policy=policy)])(torch.ones(3, 4))
     assert doubled.dtype is torch.float32 and out.dtype is torch.bfloat16
     doubled, out = thunder.jit(CastsItself(), transforms=[fsdp(mp_policy=LOW)])(torch.ones(3, 4))
     assert doubled.dtype is torch.bfloat16
-
-
-def test_inputs_are_cast_only_if_the_policy_requests_it(ranks: Ranks) -> None:
-    ranks.run(_check_input_casts)
 
 
 def test_traces_show_the_dtypes_of_a_policy():

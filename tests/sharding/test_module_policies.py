@@ -14,7 +14,7 @@ import pytest
 import thunder
 import torch
 from models import Model, Stack
-from ranks import Ranks
+from ranks import on_ranks
 from reference import loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -134,14 +134,13 @@ def _disagree(rank: int, world_size: int) -> None:
             thunder.jit(Stack(1), transforms=[fsdp(**{option: function})])
 
 
-def _check_all(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_functions_of_the_module_decide_as_nested_calls_of_fsdp2_and_ranks_compare_them(
+    rank: int, world_size: int
+) -> None:
     _train_with_two_strategies(rank, world_size)
     _train_with_two_precisions(rank, world_size)
     _disagree(rank, world_size)
-
-
-def test_functions_of_the_module_decide_as_nested_calls_of_fsdp2_and_ranks_compare_them(ranks: Ranks) -> None:
-    ranks.run(_check_all)
 
 
 def _plan(make: Any, **options: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import thunder
 import torch
 from models import Layer
-from ranks import Ranks
+from ranks import on_ranks
 from reference import loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,7 +49,8 @@ class TwoParts(nn.Module):
         return self.head.forward(self.encoder(x))
 
 
-def _call_parts(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_parts_train_through_the_jitted_model_and_run_eagerly_as_in_fsdp2(rank: int, world_size: int) -> None:
     model = TwoParts()
     theirs = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (world_size,))
@@ -88,7 +89,3 @@ def _call_parts(rank: int, world_size: int) -> None:
             owner.encoder(x)
         with pytest.raises(RuntimeError, match=r"encoder.blocks.0 \(Layer\).*called by itself"):
             owner.encoder.features(x)
-
-
-def test_parts_train_through_the_jitted_model_and_run_eagerly_as_in_fsdp2(ranks: Ranks) -> None:
-    ranks.run(_call_parts)

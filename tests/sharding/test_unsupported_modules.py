@@ -10,7 +10,7 @@ from thunder_fsdp_sched import eager, fsdp
 import pytest
 import thunder
 import torch
-from ranks import Ranks
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import parametrizations, remove_weight_norm, spectral_norm, weight_norm
@@ -45,7 +45,8 @@ def test_a_parameter_that_torch_computes_is_refused(
         thunder.jit(model, transforms=[fsdp()])
 
 
-def _average(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_update_bn_runs_on_the_module_that_is_not_compiled() -> None:
     batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(step)) for step in range(3)]
     plain, model = make(), make()
     update_bn(batches, plain)
@@ -61,11 +62,8 @@ def _average(rank: int, world_size: int) -> None:
     jitted(batches[0]).sum().backward()
 
 
-def test_update_bn_runs_on_the_module_that_is_not_compiled(ranks: Ranks) -> None:
-    ranks.run(_average)
-
-
-def _lower(rank: int, world_size: int) -> None:
+@on_ranks()
+def test_a_batch_norm_in_two_dtypes_is_refused_and_can_compute_in_the_higher_one() -> None:
     low, x = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32), torch.randn(8, 4)
     jitted = thunder.jit(make(), transforms=[fsdp(mp_policy=low)])
     error = r"module '1' \(BatchNorm1d\) has parameters in torch.bfloat16 and running statistics in torch.float32"
@@ -79,7 +77,3 @@ def _lower(rank: int, world_size: int) -> None:
     jitted(x).sum().backward()
     assert model[1].running_mean.any() and model[1].running_mean.dtype == torch.float32
     assert all(param.grad is not None for param in model.parameters())
-
-
-def test_a_batch_norm_in_two_dtypes_is_refused_and_can_compute_in_the_higher_one(ranks: Ranks) -> None:
-    ranks.run(_lower)

@@ -14,7 +14,7 @@ from thunder_fsdp_sched import private_api
 from thunder_fsdp_sched.agreement import consistency
 from thunder_fsdp_sched.distributed import group_creation
 from thunder_fsdp_sched.runtime import activation_offload
-from thunder_fsdp_sched.sharding import meta_init, setup, shard_module, sharded_module
+from thunder_fsdp_sched.sharding import initial_values, module_plan, shard_module, sharded_module
 from thunder_fsdp_sched.transports import base
 
 import torch
@@ -193,8 +193,8 @@ def _replacements(recording: Recording, *, assume_agreement: bool) -> Iterator[t
     yield torch.accelerator, "current_accelerator", lambda *args, **kwargs: torch.device("cuda")
     yield base, "_side_streams", {}
     yield activation_offload, "_streams", {}
-    yield setup, "type", _type_of
-    for module in (meta_init, sharded_module):
+    yield module_plan, "type", _type_of
+    for module in (initial_values, sharded_module):
         yield module, "replace_data", _replace_data
     yield sharded_module, "is_blank", lambda tensor: False  # fake tensors have no values
     if assume_agreement:  # ranks run one after the other, so they cannot communicate

@@ -34,8 +34,8 @@ from ..private_api import state_name
 from ..runtime.bucket import Bucket
 from ..runtime.memory import address
 from ..runtime.module_hooks import UntracedHook
-from ..runtime.row_dtensor import local_rows
-from .state_entries import as_entry, loaded_param, refuse_unshared
+from ..runtime.row_dtensor import RowDTensor, local_rows
+from .state_entries import as_entry, refuse_unshared, rows_from
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _DEPTH = 3
@@ -276,11 +276,12 @@ class _Guard(UntracedHook):
                         f"load_state_dict(assign=True): {name!r} of a sharded model cannot be replaced; load without assign"
                     )
         errors = []
-        for name, place in self._params.places_below(self._path):
+        for name, (bucket, index) in self._params.places_below(self._path):
             value = state_dict.get(prefix + name)
             try:
                 if isinstance(value, torch.Tensor):
-                    state_dict[prefix + name] = loaded_param(*place, value)
+                    rows = rows_from(bucket, index, value)
+                    state_dict[prefix + name] = RowDTensor.wrap(rows, bucket.rows[index])
             except ValueError as error:
                 errors.append(f"size mismatch for {prefix + name}: {error}")
         if errors:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import warnings
 import weakref
@@ -36,7 +35,7 @@ from ..runtime.row_dtensor import RowDTensor
 from ..runtime.shard_source import finish_copies
 from .former_parameters import FormerParameters, check_gradients
 from .initial_values import is_blank
-from .module_parameters import ModuleParameters, find_owner
+from .module_parameters import ModuleParameters
 from .refusals import refuse_backward_hooks, refuse_conflicts, refuse_normalizations, refuse_old_backward_hooks
 
 
@@ -103,26 +102,17 @@ class ShardedModule:
         """Move the module's ignored parameters and buffers to their new device, keeping its parameter objects."""
         for name, tensor in self.replaced.items():
             path, _, leaf = name.rpartition(".")
-            if isinstance(tensor, torch.nn.Parameter):
-                found = find_owner(self.module, name)
-                if found is None:
-                    continue
-                owner, leaf = found
-                module_param = owner._parameters[leaf]
-                if (
-                    module_param is tensor
-                    or module_param is None
-                    or module_param.shape != tensor.shape
-                    or module_param.dtype != tensor.dtype
-                ):
-                    continue  # a transform has replaced it
-                replace_data(module_param, tensor.detach())
-                self.replaced[name] = module_param
-            else:
-                with contextlib.suppress(AttributeError):  # a transform has added it
-                    buffers = self.module.get_submodule(path)._buffers
-                    if leaf in buffers:
-                        buffers[leaf] = tensor
+            try:
+                owner = self.module.get_submodule(path)
+            except AttributeError:  # a transform has added it
+                continue
+            if leaf in owner._buffers:
+                owner._buffers[leaf] = tensor
+            own = owner._parameters.get(leaf)
+            if own is None or own is tensor or (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
+                continue  # a transform has replaced it
+            replace_data(own, tensor.detach())
+            self.replaced[name] = own
 
     def set_kept_buckets(self, names: Collection[str]) -> None:
         """Keep exactly the named buckets unsharded between forward and backward from now on."""
@@ -143,10 +133,8 @@ class ShardedModule:
         self._model = weakref.ref(model)
         model._overrides_parameters.update(self.shards)
         for name, tensor in self.replaced.items():
-            overrides = (
-                model._overrides_parameters if isinstance(tensor, torch.nn.Parameter) else model._overrides_buffers
-            )
-            overrides[name] = tensor
+            is_param = isinstance(tensor, torch.nn.Parameter)
+            (model._overrides_parameters if is_param else model._overrides_buffers)[name] = tensor
         install_placeholders_on_miss = watch_cache_misses(model, partial(self.before_trace, weakref.ref(model)))
 
         def before_call(jitted: torch.nn.Module, *_: Any) -> None:

@@ -34,7 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..runtime.row_dtensor import RowDTensor
 from ..sharding.former_parameters import refuse_former
-from ..sharding.optimizer_state import state_to_rows
+from ..sharding.state_entries import state_to_rows
 from ..transform import find_jitted
 from .parameter_owners import OwnedParam, choose_owners, rows_from_owners, rows_to_owners
 

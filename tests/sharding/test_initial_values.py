@@ -1,0 +1,274 @@
+"""Values from one rank (``broadcast_from``), from ``param_init_fn``, or loaded into modules on the meta device."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict
+
+import pytest
+import thunder
+import torch
+from peak_bytes import PeakBytes
+from ranks import on_ranks
+from reference import loss_of
+from torch import nn
+
+WIDTH = 8
+
+
+class Rotary(nn.Module):
+    """A table that no state dict has, under two names, as in models of Hugging Face."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(WIDTH), persistent=False)
+        self.original = self.table
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.table.copy_(torch.arange(WIDTH) / WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.table + self.original
+
+
+class Net(nn.Module):
+    """A model with tied, frozen, 0-dim and transposed parameters, and every kind of buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.rotary = Rotary()
+        self.scale = nn.Parameter(torch.empty(()))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.blocks[0][0].bias.requires_grad_(False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("offset", torch.empty(WIDTH))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.embedding.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.scale)
+        nn.init.normal_(self.offset)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.rotary(self.embedding(x)) * self.scale + self.offset
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))
+
+
+def _make(meta: bool, make: Callable[[], nn.Module] = Net) -> Any:
+    torch.manual_seed(3)
+    with torch.device("meta" if meta else "cpu"):
+        net = make()
+    if make is Net and not meta:
+        net.blocks[1][0].weight.data = net.blocks[1][0].weight.data.t().contiguous().t()  # as loaded from Conv1D
+    return net
+
+
+def _reset(module: nn.Module) -> None:
+    module.reset_parameters()
+
+
+def _reset_all(module: Any, seed: int) -> Any:
+    """Initialize the module as if it were not sharded."""
+    torch.manual_seed(seed)
+    for submodule in module.modules():
+        if hasattr(submodule, "reset_parameters"):
+            submodule.reset_parameters()
+    return module
+
+
+def _check_values(model: Any, expected: nn.Module, **tolerance: float) -> None:
+    values = {**full_state_dict(model), **dict(model.named_buffers())}
+    for name, value in {**expected.state_dict(), **dict(expected.named_buffers())}.items():
+        torch.testing.assert_close(values[name], value, **tolerance, msg=lambda text, n=name: f"{n}: {text}")
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers(), model._model.rotary.original))
+    assert model._model.rotary.original is model._model.rotary.table
+    assert model._model.head.weight is model._model.embedding.weight
+    assert not model.get_parameter("blocks.0.0.bias").requires_grad
+
+
+IGNORING = {"device": "cpu", "ignored_params": ["blocks.1.0.bias", "scale"], "transport": "coalesced"}
+INITIALIZING = {"device": "cpu", "param_init_fn": _reset}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"broadcast_from": 0},
+        {"broadcast_from": 0, **IGNORING},
+        {"broadcast_from": 0, **INITIALIZING},
+        {**INITIALIZING, **IGNORING},
+    ],
+    ids=["one rank has them", "and ignored parameters", "initialized on one rank", "initialized on all ranks"],
+)
+@on_ranks()
+def test_values_equal_those_of_the_unsharded_module_and_train(rank: int, options: dict[str, Any]) -> None:
+    initializes = "param_init_fn" in options
+    module, expected = _make(meta=rank != 0 or initializes), _make(meta=False)
+    if initializes:
+        _reset_all(expected, 5)
+        torch.manual_seed(5 + (rank if "broadcast_from" in options else 0))
+    ignored = module.scale
+    model = thunder.jit(module, transforms=[fsdp(**options)])
+    assert (model.get_parameter("scale") is ignored) == ("ignored_params" in options)
+    _check_values(model, expected, rtol=0, atol=0)
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+    outputs = model(x), expected(x)
+    torch.testing.assert_close(*outputs)
+    for trained, output in zip((model, expected), outputs, strict=True):
+        loss_of(output).backward()
+        torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], lr=0.1).step()
+    _check_values(model, expected, rtol=1e-5, atol=1e-5)
+
+
+@on_ranks()
+def test_param_init_fn_initializes_what_no_rank_has(rank: int) -> None:
+    """The embedding is loaded on rank 0, which leaves the blocks and the norm to ``param_init_fn``."""
+    module = _make(meta=rank != 0)
+    for part in (module.blocks, module.norm):
+        part.to("meta")
+    torch.manual_seed(7 + rank)
+    initialized: list[str] = []
+
+    def init(submodule: nn.Module) -> None:
+        initialized.append(type(submodule).__name__)
+        submodule.reset_parameters()
+
+    model = thunder.jit(module, transforms=[fsdp(broadcast_from=0, device="cpu", param_init_fn=init)])
+    assert initialized == ["Linear", "Linear", "BatchNorm1d"]
+    expected = _make(meta=False)
+    torch.manual_seed(7)
+    for submodule in (expected.blocks[0][0], expected.blocks[1][0], expected.norm):
+        submodule.reset_parameters()
+    _check_values(model, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{"broadcast_from": 0}, INITIALIZING], ids=["broadcast", "initialized"])
+@on_ranks()
+def test_a_rank_without_values_allocates_one_layer_more_than_its_shards(rank: int, options: dict[str, Any]) -> None:
+    is_on_meta = rank != 0 or "param_init_fn" in options
+    with torch.device("meta" if is_on_meta else "cpu"):
+        module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    total = sum(p.numel() for p in module.parameters()) * 4
+    gc.collect()
+    with PeakBytes() as peak:
+        model = thunder.jit(module, transforms=[fsdp(**options)])
+    shards = sum(b.shard.untyped_storage().nbytes() for b in model._lc_transforms[-1].sharded.buckets)
+    assert total / 2 <= shards < total * 0.6
+    if is_on_meta:
+        assert shards < peak.peak <= shards + total / 8 + 4 * 1024, (peak.peak, shards, total)
+
+
+ON_META = r"the module is on the meta device on rank"
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no values": ({"broadcast_from": 0}, rf"{ON_META} 0 \('scale'\)"),
+    "values elsewhere": ({"broadcast_from": 1}, rf"{ON_META} 1"),
+    "values elsewhere, initialized": (
+        {"broadcast_from": 1, "param_init_fn": nn.Module.apply, "device": "cpu"},
+        r"'scale' is on cpu, but on meta on rank 1, which broadcasts it",
+    ),
+    "buffer has values elsewhere": ({"broadcast_from": 0}, r"'offset' is on cpu, but on meta on rank 0"),
+    "not tied": (
+        {"broadcast_from": 0},
+        r"rank 0: embedding\.weight = head\.weight: .*\n    rank 1: embedding\.weight: ",
+    ),
+    "other buffer": (
+        {"broadcast_from": 0},
+        r"rank 0: offset: torch\.float32\[8\] on cpu\n    rank 1: offset: torch\.float64\[8\]",
+    ),
+    "attribute": (
+        {"broadcast_from": 0},
+        r"attribute 'rotary\.plain' is a tensor on meta, and on cpu on rank 0\. .*register_buffer",
+    ),
+    "no source": ({}, r"rank 0: scale.* on cpu, .*\n    rank 1: .* on meta"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@on_ranks(timeout=60)
+def test_every_rank_refuses_what_cannot_be_broadcast(rank: int, case: str) -> None:
+    options, message = REFUSED[case]
+    module = _make(meta=case == "no values" or (rank != 0 and case != "buffer has values elsewhere"))
+    if case == "buffer has values elsewhere" and rank == 0:
+        module.offset = module.offset.to("meta")
+    elif case == "not tied" and rank == 1:
+        module.head.weight = nn.Parameter(torch.empty_like(module.head.weight))
+    elif case == "other buffer" and rank == 1:
+        module.offset = torch.empty(WIDTH, dtype=torch.float64, device="meta")
+    elif case == "attribute":
+        module.rotary.plain = module.rotary.table.clone()
+    before = copy.copy(module.__dict__), [id(p) for p in module.parameters()]
+    with pytest.raises((ValueError, ScheduleDisagreement), match=message):
+        thunder.jit(module, transforms=[fsdp(**options)])
+    assert before == (module.__dict__, [id(p) for p in module.parameters()])
+
+
+def _two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+@on_ranks()
+def test_parameters_and_buffers_without_values_are_refused() -> None:
+    x = torch.ones(2, 4)
+
+    def shard(**options: Any) -> Any:
+        return thunder.jit(_make(True, _two_layers), transforms=[fsdp(**options)])
+
+    model = shard(device="cpu")
+    nn.init.normal_(model.get_submodule("0").weight)
+    model.get_submodule("2").bias.data.zero_()
+    for use in (
+        lambda: model(x),
+        lambda: tfs.eager(model).__enter__(),
+        lambda: tfs.full_state_dict(model),
+        lambda: tfs.save_checkpoint("none", model),
+        lambda: tfs.save_safetensors(model, "none"),
+    ):
+        with pytest.raises(RuntimeError, match=r"have no values yet: (0\.bias, 2\.weight|2\.weight)\. Give"):
+            use()
+    for name in ("0.bias", "2.weight"):
+        model.get_parameter(name).data.fill_(0.5)
+    model(x)
+
+    # An initialization that omits a parameter, buffers that were never created, and nothing at all.
+    model = shard(device="cpu", param_init_fn=lambda module: nn.init.ones_(module.weight))
+    with pytest.raises(RuntimeError, match=r"have no values yet: 0\.bias, 2\.bias\. Give"):
+        model(x)
+    module = _make(True, _two_layers)
+    module.register_buffer("mask", torch.empty(4, device="meta"))
+    model = thunder.jit(module, transforms=[fsdp(device="cpu")])
+    model.load_original_state_dict(_make(False, _two_layers).state_dict())
+    with pytest.raises(RuntimeError, match=r"have no values yet: mask\. Give"):
+        model(x)
+    with pytest.raises(RuntimeError, match=r"have no values yet: 0\.weight, 0\.bias, 2\.weight and 1 more\. Give"):
+        shard()(x)
+    with pytest.raises(ValueError, match="param_init_fn: also pass device="):
+        fsdp(param_init_fn=_reset)
+    with pytest.raises(TypeError, match="param_init_fn: expected a callable"):
+        fsdp(param_init_fn="reset", device="cpu")
+
+
+@on_ranks()
+def test_a_module_on_the_meta_device_can_be_loaded(tmp_path: Path) -> None:
+    trained = thunder.jit(_make(False, _two_layers), transforms=[fsdp()])
+    tfs.save_safetensors(trained, tmp_path / "whole")
+    tfs.save_checkpoint(tmp_path / "checkpoint", trained)
+    for load in (
+        lambda model: tfs.load_safetensors(model, tmp_path / "whole"),
+        lambda model: tfs.load_checkpoint(tmp_path / "checkpoint", model),
+    ):
+        model = thunder.jit(_make(True, _two_layers), transforms=[fsdp(device="cpu")])
+        load(model)
+        x = torch.randn(3, 4)
+        torch.testing.assert_close(model(x), trained(x), rtol=0, atol=0)
