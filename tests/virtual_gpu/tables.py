@@ -1,4 +1,4 @@
-"""The tables of docs/virtual_gpu.md, which tests compare with actual runs.
+"""The tables of tests/virtual_gpu/README.md, which tests compare with actual runs.
 
 ``PYTHONPATH=tests python -m virtual_gpu.tables`` counts everything again and writes the tables into the page.
 """
@@ -25,7 +25,7 @@ from .world import run
 
 __all__ = ["COUNTED_CASES", "count_row", "documented", "mutation_row", "verdicts_of"]
 
-PAGE = Path(__file__).parents[2] / "docs/virtual_gpu.md"
+PAGE = Path(__file__).with_name("README.md")
 
 KINDS = ("kernel", "copy", "collective", "barrier", "record", "wait_event", "syncs")
 
