@@ -33,11 +33,11 @@ from typing import Any
 from unittest import mock
 
 import thunder_fsdp_sched
-from thunder_fsdp_sched.agreement.channel import announce
-from thunder_fsdp_sched.agreement.control import Agreed, Control, Run
-from thunder_fsdp_sched.distributed.process_groups import ProcessGroupRef
-from thunder_fsdp_sched.ir.computation import NOTHING
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from thunder_fsdp_sched.ranks.channel import open_channel
+from thunder_fsdp_sched.ranks.control import AgreedProgram, Computation, Control
+from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef
+from thunder_fsdp_sched.runtime.trace_start import TraceStart
 from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
 
 import harness
@@ -175,8 +175,8 @@ def _agree(rank: int, folder: Path, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     world_group = ProcessGroupRef.of(dist.distributed_c10d._get_default_group())
-    control = Control(world_group, announce(world_group, "agreement")(), "model", "the model")
-    run = Run(control, "forward_0", Agreed(1, True, True), "forward", NOTHING, 0)
+    control = Control(world_group, open_channel(world_group, "agreement"), "model", "the model")
+    run = TraceStart(control, "forward_0", AgreedProgram(1, True, True), "forward", Computation(), 0)
     seconds: dict[str, list[float]] = defaultdict(list)
     _stop_collecting()
     for _ in range(rounds * STEPS):

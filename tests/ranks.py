@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched.agreement import channel
 from thunder_fsdp_sched.private_api import timeout_of
+from thunder_fsdp_sched.ranks import channel
 
 import torch
 import torch.distributed as dist

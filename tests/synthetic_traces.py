@@ -6,7 +6,6 @@ sizes. Nothing communicates, so no process group is needed.
 """
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.distributed.process_groups import ProcessGroupRef, Ranks
 from thunder_fsdp_sched.ir.symbols import (
     fsdp_all_gather,
     fsdp_reduce_scatter,
@@ -15,6 +14,7 @@ from thunder_fsdp_sched.ir.symbols import (
 )
 from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.plan.specs import BucketSpec, ParamSpec
+from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef, Ranks
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.transports.flat import Flat

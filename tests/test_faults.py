@@ -257,7 +257,7 @@ def _train_from_a_store(rank: int, folder: Path, lose_the_store: bool) -> None:
             (folder / f"ready-{rank}").touch()
             while not (folder / "gone").exists():
                 time.sleep(0.05)
-        # The first no_sync step compiles, and ranks that compile compare their programs through the store.
+        # The first no_sync step compiles.
         with model.no_sync() if step == 2 else contextlib.nullcontext():
             loss = model(_batch(0, step))
             loss.backward()
@@ -296,7 +296,7 @@ def test_processes_may_be_forked_or_spawned(tmp_path: Path, method: str) -> None
     assert (tmp_path / "losses-0").read_text() == (tmp_path / "losses-1").read_text()
 
 
-def test_without_a_store_compiled_steps_continue_and_compiling_fails(tmp_path: Path) -> None:
+def test_training_and_compiling_continue_without_a_store(tmp_path: Path) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     (tmp_path / "port").write_text(str(server.port))
     context = fork_server()
@@ -308,8 +308,6 @@ def test_without_a_store_compiled_steps_continue_and_compiling_fails(tmp_path: P
         time.sleep(0.05)
     del server
     (tmp_path / "gone").touch()
-    assert _join(processes) == [1, 1]
-    for rank in range(2):
-        assert (tmp_path / f"losses-{rank}").read_text().count(",") == 1  # the losses of two steps
-        error = (tmp_path / f"error-{rank}").read_text()
-        assert f"ScheduleDisagreement: fsdp: rank {rank} has compiled" in error and "its store is gone" in error, error
+    assert _join(processes) == [0, 0]
+    losses = {(tmp_path / f"losses-{rank}").read_text() for rank in range(2)}
+    assert len(losses) == 1 and losses.pop().count(",") == 2  # of three steps, the last of which compiles

@@ -165,7 +165,6 @@ def deviate(rank: int, world_size: int, scenario: Scenario, deviation: Deviation
     at = "at thunder.jit"
     try:
         runner = HistoryRunner(scenario, folder=folder, process_group=group, **options)
-        runner.transform.sharded.agreement.timeout = SHORT
         for number, at_once in enumerate(zip(*actions, strict=True)):
             if deviation.ends and rank == deviation.rank and number >= deviation.position:
                 break

@@ -8,7 +8,6 @@ from . import compat
 compat.prepare()
 compat.import_thunder()
 
-from .agreement.consistency import ScheduleDisagreement
 from .api import fsdp
 from .checkpoint import (
     CheckpointError,
@@ -28,6 +27,7 @@ from .pipeline import CompiledTraces
 from .plan.plan import Plan
 from .plan.specs import BucketSpec, ParamSpec
 from .plugin import FSDPSched
+from .ranks.channel import ScheduleDisagreement
 from .training.eager import eager
 from .training.gradients import clip_grad_norm_, discard_unreduced, set_gradient_divide_factor
 from .training.unsharded import unsharded

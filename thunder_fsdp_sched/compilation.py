@@ -10,7 +10,6 @@ from thunder.core.trace import TraceCtx
 from thunder.executors.passes import del_last_used
 from thunder.extend import Executor, FusionExecutor
 
-from .agreement.control import Run
 from .capture import TracedComputation, needs_backward, without_computation
 from .ir.analysis import NOTHING_LEFT
 from .ir.caching import with_caches
@@ -21,6 +20,7 @@ from .ir.schedule import StepSchedule, compute_digest, read_program, read_schedu
 from .options import Options
 from .pipeline import CompiledTraces, JointPasses, Pass, can_fuse_any
 from .runtime.module_hooks import TracedHooks
+from .runtime.trace_start import TraceStart
 from .sharding.sharded_module import ShardedModule
 from .transforms import (
     ScheduleMismatch,
@@ -319,10 +319,10 @@ class Compilation:
             return []
         computation = computation_of(trace, traces.call.inputs)
         what = f"{name} of a {'no_sync ' if traces.no_sync else ''}trace"
-        agreed = self._sharded.agreement.check(what, read_program(trace), computation)
+        agreed = control.check_program(what, read_program(trace), computation)
         if not agreed.communicates or not self._agrees:
             return []
-        run = Run(
+        run = TraceStart(
             control,
             f"{name}_{traces.number}",
             agreed,

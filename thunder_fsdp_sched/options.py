@@ -14,11 +14,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from .distributed.process_groups import ProcessGroupRef
 from .ir.schedule import StepSchedule, load_schedules
 from .module_options import check_factor, check_precision, check_secondary_size, check_strategy
 from .plan.bucketing import BucketingStrategy
 from .plan.specs import ParamSpec
+from .ranks.process_groups import ProcessGroupRef
 from .runtime.accumulation import Way
 from .sizes import parse_bytes
 from .transports import TRANSPORTS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from datetime import timedelta
 from unittest import mock
 
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp
@@ -13,7 +12,6 @@ from thunder_fsdp_sched.sharding import shard_module
 import pytest
 import thunder
 import torch
-import torch.distributed as dist
 from ranks import RankError, Ranks
 from torch import nn
 
@@ -31,10 +29,7 @@ class TwoBranches(nn.Module):
 
 
 def _jit(module: nn.Module, seconds: float = 2.0, **options):
-    transform = fsdp(**options)
-    jitted = thunder.jit(module, transforms=[transform])
-    transform.sharded.agreement.timeout = timedelta(seconds=seconds)
-    return jitted
+    return thunder.jit(module, transforms=[fsdp(**options)])
 
 
 def _other_way_on_rank_1(rank: int, world_size: int) -> None:
@@ -148,21 +143,6 @@ def _expect_disagreement(rank: int, world_size: int, fn, message: str) -> None:
 )
 def test_ranks_that_shard_differently_raise_before_any_collective(ranks: Ranks, fn, message: str) -> None:
     ranks.run(_expect_disagreement, fn, message, timeout=60)
-
-
-def _rank_1_does_not_come(rank: int, world_size: int) -> None:
-    with mock.patch.object(shard_module, "_AGREEMENT_TIMEOUT", timedelta(seconds=1)):
-        if rank == 0:
-            with pytest.raises(
-                ScheduleDisagreement, match=r"rank 1 did not come to thunder\.jit\(.*\) within 1 s of rank 0"
-            ):
-                _jit(TwoBranches())
-        else:
-            next(shard_module._numbers[dist.group.WORLD.group_name])  # so that module numbers stay equal on both ranks
-
-
-def test_the_error_names_a_rank_that_does_not_arrive(ranks: Ranks) -> None:
-    ranks.run(_rank_1_does_not_come, timeout=60)
 
 
 def test_a_cached_schedule_on_one_rank_and_a_new_one_on_the_other_raise_on_both(ranks: Ranks) -> None:

@@ -13,8 +13,8 @@ from unittest import mock
 
 import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import ScheduleDisagreement, compilation, fsdp, full_state_dict
-from thunder_fsdp_sched.agreement import channel
 from thunder_fsdp_sched.ir.inspection import AGREEMENT, statements
+from thunder_fsdp_sched.ranks import channel
 from thunder_fsdp_sched.transforms import insert_agreement
 
 import pytest

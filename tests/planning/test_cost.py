@@ -10,7 +10,6 @@ from unittest import mock
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.distributed.process_groups import ProcessGroupRef, Ranks
 from thunder_fsdp_sched.ir.symbols import (
     fsdp_all_gather,
     fsdp_reduce_scatter,
@@ -33,6 +32,7 @@ from thunder_fsdp_sched.planning.cost import AnalyticCost, bytes_of, ring_second
 from thunder_fsdp_sched.planning.flops import flops_of
 from thunder_fsdp_sched.planning.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes
 from thunder_fsdp_sched.planning.simulate import simulate
+from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef, Ranks
 from thunder_fsdp_sched.reports.clocks import Clock
 from thunder_fsdp_sched.reports.profiler import measure
 from thunder_fsdp_sched.runtime.bucket import Bucket

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.distributed.process_groups import ProcessGroupRef, Ranks
 from thunder_fsdp_sched.ir.host_copies import (
     fsdp_copy_to_device,
     fsdp_copy_to_host,
@@ -22,6 +21,7 @@ from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.plan.specs import BucketSpec, ParamSpec
 from thunder_fsdp_sched.planning.cost import Seconds, runs_nothing
 from thunder_fsdp_sched.planning.simulate import COMPUTE, Timeline, simulate
+from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef, Ranks
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.transforms import assign_slots, sort_communication

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from thunder_fsdp_sched.distributed.process_groups import ProcessGroupRef
-from thunder_fsdp_sched.distributed.process_groups import Ranks as ShardingRanks
 from thunder_fsdp_sched.plan.layout import make_layout
+from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef
+from thunder_fsdp_sched.ranks.process_groups import Ranks as ShardingRanks
 from thunder_fsdp_sched.runtime.row_dtensor import replicated
 from thunder_fsdp_sched.runtime.row_operators import RowDTensor
 from thunder_fsdp_sched.runtime.rows import Rows

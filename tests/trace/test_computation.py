@@ -71,7 +71,7 @@ def _cached(rank: int, world_size: int) -> None:
         model(x).backward()
     model._model.scale = (0.5, 2.0)[rank]
     with pytest.raises(
-        ScheduleDisagreement, match=r"Line \d+ of their traces differs:\n    rank 0: .*0\.5.*\n    rank 1: .*2\.0"
+        ScheduleDisagreement, match=r"Their traces differ in line \d+:\n    rank 0: .*0\.5.*\n    rank 1: .*2\.0"
     ):
         model(x)
     model._model.scale = 2.0

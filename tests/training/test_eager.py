@@ -205,7 +205,7 @@ def test_misuse_is_refused_and_an_exception_restores_the_module(rank: int) -> No
     with (
         pytest.raises(
             tfs.ScheduleDisagreement,
-            match=r"rank 0: the end of eager.*\n    rank 1: gathering inside eager\(\.\.\.\) embedding",
+            match=r"rank 0: comparing the gathers inside eager.*\n    rank 1: gathering inside eager\(\.\.\.\) embedding",
         ),
         tfs.eager(model) as module,
     ):

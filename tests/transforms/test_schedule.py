@@ -1,15 +1,9 @@
-"""Schedules as values: reasons, files, diffs, replay, and agreement between ranks."""
+"""Schedules as values: reasons, files, diffs, and replay."""
 
 import dataclasses
 import json
-import threading
-import weakref
-from datetime import timedelta
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.agreement.consistency import Agreement, ScheduleDisagreement
-from thunder_fsdp_sched.distributed.process_groups import ProcessGroupRef
-from thunder_fsdp_sched.ir.deadlock import Action
 from thunder_fsdp_sched.ir.schedule import (
     _OP_TYPES,
     CommOp,
@@ -22,7 +16,6 @@ from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
 from thunder_fsdp_sched.transforms import ScheduleMismatch, assign_slots, replay_schedule, sort_communication, verify
 
 import pytest
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_traces import chain
@@ -145,70 +138,6 @@ def test_a_wrong_schedule_is_caught_by_verify():
     moved = replay_schedule(trace, schedule=dataclasses.replace(schedule, ops=tuple(ops)))
     with pytest.raises(AssertionError, match="which nothing before it defines"):
         verify(assign_slots(moved))
-
-
-#
-# Agreement between ranks
-#
-
-
-class FakeProcessGroup:
-    """A stand-in for a process group in an agreement. Ranks are threads, and the store is in memory."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-
-    def get_group_store(self) -> dist.Store:
-        return self._store
-
-
-def agree(per_rank: list[list[list[str]]], seconds: float = 5) -> list[str]:
-    """Let each rank check its programs (lists of lines) against the others'. Return each rank's error, or ""."""
-    process_group = FakeProcessGroup(dist.HashStore())
-    errors = ["(its thread did not finish)"] * len(per_rank)
-
-    def run(rank: int) -> None:
-        group = ProcessGroupRef("test", rank, range(len(per_rank)), "threads", "test", weakref.ref(process_group))
-        agreement = Agreement(group, "module 0", timedelta(seconds=seconds))
-        try:
-            for number, lines in enumerate(per_rank[rank]):
-                all_ranks = tuple(range(len(per_rank)))
-                program = [Action(line, "test", all_ranks, False, i) for i, line in enumerate(lines)]
-                agreement.check(f"forward of trace {number + 1}", program)
-            errors[rank] = ""
-        except ScheduleDisagreement as error:
-            errors[rank] = str(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(per_rank))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return errors
-
-
-def test_ranks_with_equal_schedules_agree():
-    assert agree([[["gather a", "gather b"], ["gather a"]]] * 3) == ["", "", ""]
-
-
-def test_every_rank_gets_the_first_line_that_differs():
-    errors = agree([[["gather a", "gather b"]], [["gather a", "gather b"]], [["gather a", "gather c"]]])
-    for message in errors:
-        assert "forward of trace 1, line 2:\n    rank 0: gather b\n    rank 2: gather c" in message
-
-
-def test_a_missing_line_is_a_difference():
-    assert all("rank 1: (nothing)" in message for message in agree([[["a", "b"]], [["a"]]]))
-
-
-@pytest.mark.parametrize("idle", [0, 1])
-def test_a_rank_that_compiles_nothing_is_named_on_all_ranks(idle):
-    compiled = [[["a"], ["a"]], [["a"], ["a"]], [["a"], ["a"]]]
-    compiled[idle] = [["a"]]
-    errors = agree(compiled, seconds=0.5)
-    for rank, message in enumerate(errors):
-        if rank != idle:
-            assert f"rank {idle} has compiled nothing within 0.5 s while rank" in message
 
 
 def test_the_compared_collectives_of_a_schedule_do_not_depend_on_the_rank():

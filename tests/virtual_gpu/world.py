@@ -11,10 +11,9 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import private_api
-from thunder_fsdp_sched.agreement import consistency
-from thunder_fsdp_sched.distributed import group_creation
+from thunder_fsdp_sched.ranks import control, group_creation
 from thunder_fsdp_sched.runtime import activation_offload
-from thunder_fsdp_sched.sharding import initial_values, module_plan, shard_module, sharded_module
+from thunder_fsdp_sched.sharding import initial_values, module_plan, sharded_module
 from thunder_fsdp_sched.transports import base
 
 import torch
@@ -198,8 +197,7 @@ def _replacements(recording: Recording, *, assume_agreement: bool) -> Iterator[t
         yield module, "replace_data", _replace_data
     yield sharded_module, "is_blank", lambda tensor: False  # fake tensors have no values
     if assume_agreement:  # ranks run one after the other, so they cannot communicate
-        yield shard_module, "Agreement", _AssumeAgreement
-        yield consistency, "Agreement", _AssumeAgreement
+        yield control, "open_channel", lambda group, name: None
         yield group_creation, "_level_group_counts", lambda *ranks: []
 
 
@@ -213,14 +211,6 @@ def _replace_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
     private_api.replace_data(param, data)
     if is_fake(param):
         param.fake_device = data.device  # type: ignore[attr-defined]
-
-
-class _AssumeAgreement(consistency.Agreement):
-    """An agreement that assumes that all ranks agree."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.is_single_rank = True
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from thunder.core.module import ThunderModule
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..agreement.control import control_of
+from ..ranks.control import control_of
 from ..sharding.jitted_state import rows_by_name
 from ..transform import find_jitted
 from . import extra as extras

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..agreement.control import control_of
-from ..distributed.process_groups import ProcessGroupRef
+from ..ranks.control import control_of
+from ..ranks.process_groups import ProcessGroupRef
 from .on_all_ranks import CheckpointError, reason_of, run_on_all_ranks
 
 METADATA = ".metadata"

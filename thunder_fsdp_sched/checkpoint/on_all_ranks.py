@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..agreement.channel import ranks_by_text
-from ..agreement.control import control_of
-from ..distributed.process_groups import ProcessGroupRef
+from ..ranks.control import control_of
+from ..ranks.messages import ranks_by_text
+from ..ranks.process_groups import ProcessGroupRef
 
 Result = TypeVar("Result")
 

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from ..agreement.control import control_of
-from ..distributed.process_groups import ProcessGroupRef
+from ..ranks.control import control_of
+from ..ranks.process_groups import ProcessGroupRef
 from .contents import check_lengths, seal
 from .folder import METADATA, Run, checksum
 

@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ..agreement.control import control_of
-from ..distributed.process_groups import ProcessGroupRef
 from ..private_api import state_name
+from ..ranks.control import control_of
+from ..ranks.process_groups import ProcessGroupRef
 from ..sharding.jitted_state import rows_by_name
 from ..sharding.sharded_module import ShardedModule
 from ..sharding.state_entries import refuse_unshared

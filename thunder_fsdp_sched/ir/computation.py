@@ -19,13 +19,11 @@ Lines contain neither shapes nor anything that always differs between ranks: dev
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from numbers import Number
 from types import EllipsisType
 from typing import Any
@@ -36,14 +34,13 @@ from thunder.core.proxies import NumberProxy, Proxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
+from ..ranks.control import Computation
 from ..runtime.bucket import Bucket
 from .host_copies import HOST_COPIES, fsdp_copy_to_host
 from .inspection import outs_of, statements
 from .operands import bucket_of
 from .schedule import is_communication
 from .symbols import WAITS
-
-__all__ = ["NOTHING", "Computation", "computation_of", "digest_of"]
 
 _DIMENSIONS = frozenset(
     {
@@ -68,31 +65,6 @@ _SIZE = "size"
 
 _MAX_SIZE = 2.0**40
 """The largest float that is checked; every larger one counts as an integer."""
-
-
-@dataclass
-class Computation:
-    """The computation of one trace; see [Note: Equal computations].
-
-    Attributes:
-        inputs: descriptions of the inputs' shapes, dtypes and values.
-        lines: a line for each bound symbol of compute, with all numbers.
-        comparable: the same lines without numbers that may stem from a size.
-        trace_lines: a line for each bound symbol, for messages: collectives by their buckets, the others as in ``lines``.
-    """
-
-    inputs: Sequence[str]
-    lines: Sequence[str]
-    comparable: Sequence[str]
-    trace_lines: Sequence[str]
-
-    @cached_property
-    def digests(self) -> tuple[str, str, str]:
-        """The digests of :attr:`comparable`, of :attr:`inputs` and of :attr:`lines`."""
-        return digest_of(self.comparable), digest_of(self.inputs), digest_of(self.lines)
-
-
-NOTHING = Computation((), (), (), ())
 
 
 def computation_of(trace: TraceCtx, inputs: Sequence[str]) -> Computation:
@@ -233,8 +205,3 @@ def _may_be_size(number: Any) -> bool:
         return False
     size = abs(number) if abs(number) >= 1 else 1 / abs(number)
     return any(abs(x - round(x)) <= 1e-12 * x or x > _MAX_SIZE for x in (size, size * size))
-
-
-def digest_of(lines: Sequence[str]) -> str:
-    """Return the digest of a text."""
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -23,8 +23,8 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 
-from ..distributed.process_groups import ProcessGroupRef
 from ..private_traces import EFFECTS, OBSERVED_EFFECTS
+from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot, slot_bytes
 from .inspection import UNPACKING, args_of, communicates, defined_by, nbytes_of

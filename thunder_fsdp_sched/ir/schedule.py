@@ -15,8 +15,8 @@ from typing import Any
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..ranks.deadlock import Action
 from .analysis import Analysis
-from .deadlock import Action
 from .effects import Issue, effects
 from .inspection import outs_of, statements
 from .json_fields import field_of, read_json, typed

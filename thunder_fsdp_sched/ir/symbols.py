@@ -57,8 +57,8 @@ from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.transforms import get_grad, put_grad
 
-from ..distributed.process_groups import ProcessGroupRef
 from ..plan.specs import BucketSpec
+from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
 from ..runtime.module_hooks import TracedHooks, check_hooks

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..ranks.control import Control, IssueCounts
 from ..transports.base import Transport, Views, Work
 from .accumulation import Accumulation
-from .coordination import Coordinator, IssueCounts
 from .forward_numbers import is_backward_of
 from .memory import Arena, Slot, address, slot_bytes
 from .param_hooks import accumulate
@@ -26,8 +26,8 @@ from .views import shard_strides, shard_views
 from .window import Window
 
 if TYPE_CHECKING:
-    from ..distributed.process_groups import Ranks
     from ..plan.specs import BucketSpec
+    from ..ranks.process_groups import Ranks
     from ..transports.peer_memory import PeerMemory
 
 __all__ = ["Bucket"]
@@ -119,7 +119,7 @@ class Bucket:
             )
         self.all_reduce_hook: Callable[[str, torch.Tensor], None] | None = None
         """The user's function that is called with the name and the flat reduced gradients of the bucket."""
-        self.control: Coordinator | None = None
+        self.control: Control | None = None
         """How the model agrees with the other ranks on what runs next."""
         self.accumulation = Accumulation(spec)
         self.source = source_of(self)

@@ -17,7 +17,7 @@ from ..transports import TRANSPORTS
 from .bucket import Bucket, handle_name
 
 if TYPE_CHECKING:
-    from ..distributed.process_groups import Ranks
+    from ..ranks.process_groups import Ranks
 
 __all__ = ["BucketAlias", "alias_bytes", "alias_in_dtype", "alias_of_params", "temporary_alias_in_dtype"]
 

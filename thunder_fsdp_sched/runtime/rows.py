@@ -22,8 +22,8 @@ from ..private_api import new_spec
 from .row_placement import RowShard
 
 if TYPE_CHECKING:
-    from ..distributed.process_groups import Ranks
     from ..plan.layout import Placement
+    from ..ranks.process_groups import Ranks
 
 __all__ = ["Rows"]
 

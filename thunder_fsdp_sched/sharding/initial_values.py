@@ -32,14 +32,13 @@ import torch
 from thunder.core.module import ThunderModule
 from torch import nn
 
-from ..agreement.consistency import Agreement
-from ..agreement.control import Control
-from ..distributed.process_groups import ProcessGroupRef
 from ..options import Options
 from ..plan.specs import GroupKey, ParamSpec
 from ..private_api import replace_data
+from ..ranks.assignment import GroupAssignment
+from ..ranks.control import Control
+from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.bucket import Bucket
-from .group_assignment import GroupAssignment
 from .module_parameters import tensors_in_containers
 
 _WHAT = (
@@ -52,10 +51,10 @@ _WHAT = (
 class ValueSource:
     """The rank whose values are sharded: this one, or with ``broadcast_from`` the same one for all.
 
-    With ``broadcast_from``, creating it is a collective of ``group``.
+    With ``broadcast_from``, creating it is a collective.
     """
 
-    def __init__(self, model: ThunderModule, options: Options, group: ProcessGroupRef, control: Control) -> None:
+    def __init__(self, model: ThunderModule, options: Options, control: Control) -> None:
         named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
         registered = list(itertools.chain(*named))
         ids = {id(tensor) for _, tensor in registered}
@@ -65,7 +64,7 @@ class ValueSource:
         self._theirs = self._own
         self.rank = options.broadcast_from
         if self.rank is not None:
-            is_source = control.is_single_rank or group.global_ranks[group.rank] == self.rank
+            is_source = control.is_single_rank or control.global_rank == self.rank
             devices = control.exchange("broadcast_from", self._own if is_source else None)
             self._theirs = next((theirs for theirs in devices if theirs is not None), self._own)
 
@@ -137,7 +136,7 @@ def check_initial_values(
     group_keys: dict[str, GroupKey],
     options: Options,
     assignment: GroupAssignment,
-    agreement: Agreement,
+    control: Control,
 ) -> None:
     """Raise an error if ranks that share a parameter have different values of it; parameters on meta are skipped.
 
@@ -147,18 +146,16 @@ def check_initial_values(
     Raises:
         ScheduleDisagreement: on every rank; it names the first parameter that differs.
     """
-    if options.broadcast_from is not None or options.allow_different_initialization or agreement.is_single_rank:
+    if options.broadcast_from is not None or options.allow_different_initialization or control.is_single_rank:
         return
     digests = _digests([(spec.name, param) for spec, param in specs if not param.is_meta])
+    lines: dict[ProcessGroupRef, list[str]] = {}
     for key in dict.fromkeys(group_keys.values()):
-        lines = [f"{s.name}: {digests[s.name]}" for s, _ in specs if group_keys[s.name] == key and s.name in digests]
-        ranks = assignment.ranks(key)
-        if options.process_group_for is None:
-            groups = [agreement.group]  # with replicas, all of them at once
-        else:
-            groups = [ranks.group, *([ranks.replicas] if ranks.replicas is not None else [])]
-        for group in groups:
-            agreement.about("initial values", group).check_same(_WHAT, lines)
+        of_key = [f"{s.name}: {digests[s.name]}" for s, _ in specs if group_keys[s.name] == key and s.name in digests]
+        # With replicas all of them at once, unless some parameters have other ranks.
+        for group in (control.group,) if options.process_group_for is None else assignment.ranks(key).groups:
+            lines.setdefault(group, []).extend(of_key)
+    control.check_same(_WHAT, lines)
 
 
 def _digests(params: Sequence[tuple[str, torch.Tensor]]) -> dict[str, str]:

@@ -9,14 +9,15 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from ..agreement.consistency import Agreement
 from ..options import Options, check_transport
 from ..plan.bucketing import make_plan
 from ..plan.plan import Plan
 from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, Strided
 from ..private_api import state_name
+from ..ranks.assignment import GroupAssignment
+from ..ranks.control import Control
+from ..ranks.process_groups import ProcessGroupRef
 from ..transports import TRANSPORTS, choose_transport
-from .group_assignment import GroupAssignment
 from .initial_values import ValueSource, check_initial_values, resolve_device
 from .module_parameters import find_owner
 from .module_policies import ModulePolicies
@@ -78,23 +79,22 @@ def plan_module(
 
 
 def compare_plans(
-    planned: PlannedModule, options: Options, assignment: GroupAssignment, agreement: Agreement, source: ValueSource
+    planned: PlannedModule, options: Options, assignment: GroupAssignment, control: Control, source: ValueSource
 ) -> None:
     """Check that all ranks have planned the same, and have the same values unless one of them broadcasts its own."""
     bucket_of = {param.name: bucket for bucket in planned.plan for param in bucket.params}
-    lines: dict[GroupKey, list[str]] = {}  # ranks of different groups may have different experts
+    lines: dict[ProcessGroupRef, list[str]] = {}  # ranks of different groups may have different experts
     for spec, _ in planned.params:
         bucket, on_meta = bucket_of[spec.name], "" if source.has_value(spec.name) else " on meta"
-        lines.setdefault(planned.group_keys[spec.name], []).append(
+        lines.setdefault(assignment.ranks(planned.group_keys[spec.name]).group, []).append(
             f"{spec}{on_meta}{planned.policies.line(spec)}, in bucket {bucket.name!r} with transport "
             f"{bucket.comm.transport!r}"
         )
-    for key, of_group in lines.items():
-        agreement.about("parameters", assignment.ranks(key).group).check_same("the parameters to shard", of_group)
+    control.check_same("the parameters to shard", lines)
     if source.rank is not None:
         moved = [f"{n}: {t.dtype}{list(t.shape)} on {t.device.type}" for n, t in planned.moved.items()]
-        agreement.about("buffers", agreement.group).check_same("the buffers and ignored parameters to broadcast", moved)
-    check_initial_values(planned.params, planned.group_keys, options, assignment, agreement)
+        control.check_same("the buffers and ignored parameters to broadcast", moved)
+    check_initial_values(planned.params, planned.group_keys, options, assignment, control)
 
 
 def _ignored_names(named: dict[str, torch.nn.Parameter], options: Options) -> set[str]:

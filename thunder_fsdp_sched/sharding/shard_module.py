@@ -6,23 +6,19 @@ The module's own parameters become the shards: see [Note: The module's own param
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
 from thunder.core.module import ThunderModule
 
-from ..agreement.channel import announce
-from ..agreement.consistency import Agreement
-from ..agreement.control import Control
 from ..compat import __version__
 from ..options import Options
 from ..plan.plan import Plan
 from ..plan.specs import GroupKey
-from ..private_api import timeout_of
+from ..ranks.assignment import GroupAssignment, find_world_group
+from ..ranks.control import Control
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.former_memory import FormerMemory
 from ..runtime.memory import Arena
@@ -30,20 +26,11 @@ from ..runtime.param_hooks import take_hooks
 from ..transports import TRANSPORTS
 from ..transports.peer_memory import announce_all
 from .former_parameters import retire
-from .group_assignment import GroupAssignment, find_world_group
 from .initial_values import ValueSource, initialize, make_blank, resolve_device
 from .module_parameters import replace_in_containers
 from .module_plan import PlannedModule, compare_plans, plan_module
 from .refusals import refuse_graph
 from .sharded_module import ShardedModule
-
-_AGREEMENT_TIMEOUT = timedelta(seconds=300)
-"""How long a rank waits at most for the others to shard or compile the same; tracing may be slower on some ranks. The
-timeout of the process group applies instead if it is shorter."""
-
-_numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
-"""Counters that number the modules of each process group. The ranks of a group shard the same modules in the same
-order, but some of them may shard other modules over another group in between."""
 
 
 def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
@@ -65,12 +52,17 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
     refuse_graph(model._model)
     if options.device is not None:  # not earlier: fsdp(...) may be called before torch.cuda.set_device
         options = replace(options, device=resolve_device(options.device))
-    agreement, control = _agree_on_options(model, options)
-    source = ValueSource(model, options, agreement.group, control)
-    assignment = GroupAssignment(options, agreement.group)
-    with agreement.all_or_none("whether the module can be sharded"):
+    control = _agree_on_options(model, options)
+    source = ValueSource(model, options, control)
+    assignment = GroupAssignment(
+        control.group,
+        mesh=options.mesh,
+        process_group_for=options.process_group_for,
+        separate_reductions=options.separate_reduce_scatter_group,
+    )
+    with control.all_or_none("whether the module can be sharded"):
         planned = plan_module(model, options, assignment, source)
-    compare_plans(planned, options, assignment, agreement, source)
+    compare_plans(planned, options, assignment, control, source)
     buckets = _allocate(planned.plan, assignment)
     for bucket in buckets:
         bucket.all_reduce_hook = options.all_reduce_hook
@@ -86,7 +78,7 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
             param.__dict__.update({key: value for key, value in vars(former).items() if key != "_thunder_device"})
             take_hooks(former, param)
             former_params.append(retire(former, spec.name))
-    sharded = ShardedModule(model._model, planned.plan, buckets, agreement, control, planned.policies.root)
+    sharded = ShardedModule(model._model, planned.plan, buckets, control, planned.policies.root)
     planned.policies.attach_casts()
     sharded.former_memory, sharded.former_params = former_memory, former_params
     sharded.replaced = planned.moved
@@ -96,22 +88,17 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
     return sharded
 
 
-def _agree_on_options(model: ThunderModule, options: Options) -> tuple[Agreement, Control]:
+def _agree_on_options(model: ThunderModule, options: Options) -> Control:
     """Check that all ranks shard with the same options; this precedes everything else that they do together."""
-    world_group = find_world_group(options)
-    name = f"module {next(_numbers[world_group.name])}"
-    timeout = _AGREEMENT_TIMEOUT
-    if world_group.is_alive and not world_group.is_fake:
-        timeout = min(timeout, timeout_of(world_group.process_group))
-    agreement = Agreement(world_group, name, timeout, compares_computation=not options.allow_different_computation)
-    find_channel = None if agreement.is_single_rank else announce(world_group, f"{world_group.name} {name}")
+    control = Control.of_module(
+        find_world_group(options.mesh, options.process_group),
+        type(model._model).__name__,
+        compares_computation=not options.allow_different_computation,
+    )
     versions = [f"{package} {importlib.metadata.version(package)}" for package in ("lightning-thunder", "torch")]
     lines = [f"thunder_fsdp_sched {__version__}", *versions, *options.lines()]
-    agreement.check_same("versions and options of fsdp(...)", lines)
-    title = f"{name} ({type(model._model).__name__})"
-    control = Control(world_group, find_channel and find_channel(), f"{world_group.name} {name}", title)
-    agreement.control = control
-    return agreement, control
+    control.check_same("versions and options of fsdp(...)", lines)
+    return control
 
 
 def _allocate(plan: Plan, assignment: GroupAssignment) -> list[Bucket]:

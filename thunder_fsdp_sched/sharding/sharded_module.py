@@ -15,8 +15,6 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..agreement.consistency import Agreement
-from ..agreement.control import Control
 from ..capture import CollectsLess
 from ..logs import Progress
 from ..plan.plan import Plan
@@ -29,6 +27,7 @@ from ..private_api import (
     state_name,
     watch_cache_misses,
 )
+from ..ranks.control import Control
 from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
 from ..runtime.row_dtensor import RowDTensor
@@ -66,7 +65,6 @@ class ShardedModule:
         module: torch.nn.Module,
         plan: Plan,
         buckets: list[Bucket],
-        agreement: Agreement,
         control: Control,
         mp_policy: MixedPrecisionPolicy,
     ) -> None:
@@ -74,8 +72,7 @@ class ShardedModule:
         self.mp_policy = mp_policy
         self.plan = plan
         self.buckets = buckets
-        self.world_group = agreement.group
-        self.agreement = agreement
+        self.world_group = control.group
         self.control = control
         self.locations: dict[str, tuple[Bucket, int]] = {}
         self.shards: dict[str, torch.nn.Parameter] = {}
@@ -214,7 +211,7 @@ class ShardedModule:
         """
         if not self.began_on_meta or self.world_group.is_fake:  # a plan needs no values
             return
-        with self.agreement.all_or_none("whether all parameters have values"):
+        with self.control.all_or_none("whether all parameters have values"):
             assert self._model is not None
             model = self._model()
             assert model is not None

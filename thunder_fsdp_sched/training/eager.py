@@ -18,6 +18,7 @@ depends on them (``as_strided``). A parameter that was not contiguous is copied 
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,8 +27,8 @@ import torch
 from thunder.core.module import ThunderModule
 from torch import nn
 
-from ..distributed.process_groups import ProcessGroupRef
 from ..plan.specs import Strided
+from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, InFlight, slot_bytes
 from ..runtime.ops import all_gather, wait_params
@@ -99,7 +100,6 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
         for hook in hooks:
             undo.callback(hook.remove)
         yield module
-    sharded.control.rendezvous("the end of eager(...)")
     _check_gathers(sharded, [one for one in unsharded if not sharded.control.is_on_all_ranks(one.bucket)])
 
 
@@ -236,14 +236,8 @@ def _refuse_gradients(*_: Any) -> None:
 
 
 def _check_gathers(sharded: ShardedModule, unsharded: Sequence[_Unsharded]) -> None:
-    """Compare through the store, because a collective of equal size could match a gather of the other ranks."""
-    groups: dict[str, ProcessGroupRef] = {one.bucket.ranks.group.name: one.bucket.ranks.group for one in unsharded}
-    for name, group in groups.items():
-        lines = [
-            f"bucket {one.bucket.spec.name!r} was gathered {one.gathers} times"
-            for one in unsharded
-            if one.bucket.ranks.group.name == name
-        ]
-        sharded.agreement.about("eager", group).check_same(
-            "what was called inside eager(...)", lines, at="the end of eager(...)"
-        )
+    """Raise an error if ranks of a group have gathered different buckets over it."""
+    lines: dict[ProcessGroupRef, list[str]] = defaultdict(list)
+    for one in unsharded:
+        lines[one.bucket.ranks.group].append(f"bucket {one.bucket.spec.name!r} was gathered {one.gathers} times")
+    sharded.control.check_same("the gathers inside eager(...)", lines)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..distributed.process_groups import ProcessGroupRef
+from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.bucket import Bucket
 from ..runtime.bucket_aliases import temporary_alias_in_dtype
 from ..runtime.memory import Arena, InFlight, Slot, slot_bytes
@@ -134,10 +134,10 @@ def _alternating_slots(wanted: Sequence[tuple[Bucket, torch.dtype]], undo: conte
 
 def _compare_in_groups(sharded: ShardedModule, what: str, others: Sequence[tuple[Bucket, torch.dtype]]) -> None:
     """Raise an error if ranks of a group would gather different buckets over it."""
-    groups = {bucket.ranks.group.name: bucket.ranks.group for bucket, _ in others}
-    for name, group in groups.items():
-        lines = [f"{bucket.spec} as {dtype}" for bucket, dtype in others if bucket.ranks.group.name == name]
-        sharded.agreement.about("gathering", group).check_same(f"the buckets of {what}", lines, at=what)
+    lines: dict[ProcessGroupRef, list[str]] = defaultdict(list)
+    for bucket, dtype in others:
+        lines[bucket.ranks.group].append(f"{bucket.spec} as {dtype}")
+    sharded.control.check_same(f"the buckets of {what}", lines)
 
 
 def _order(group: ProcessGroupRef) -> tuple[tuple[int, ...], str]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from thunder.core.module import ThunderModule
 from torch import nn
 
-from ..agreement.consistency import ScheduleDisagreement
+from ..ranks.channel import ScheduleDisagreement
 from ..runtime.bucket import Bucket
 from ..runtime.shard_source import version_of
 from ..sharding.former_parameters import retire

@@ -32,6 +32,7 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.row_dtensor import RowDTensor
 from ..sharding.former_parameters import refuse_former
 from ..sharding.state_entries import state_to_rows
@@ -217,17 +218,14 @@ class WholeParameters(torch.optim.Optimizer):
 
     def _agree(self, groups: Sequence[Sequence[OwnedParam]]) -> None:
         """Raise an error if parameters differ between ranks, which would block each other in ``step`` or drift apart."""
-        sharing = {g.name: g for bucket in self._sharded.buckets for g in bucket.ranks.groups}
-        for group in sorted(sharing.values(), key=lambda g: (tuple(g.global_ranks), g.name)):
-            lines = [
-                f"group {i}: {param.spec}"
-                for i, params in enumerate(groups)
-                for param in params
-                if group.name in [g.name for g in param.ranks.groups]
-            ]
-            self._sharded.agreement.about("optimizer", group).check_same(
-                f"what WholeParameters was given for {self._class.__name__}", lines, at="WholeParameters(...)"
-            )
+        lines: dict[ProcessGroupRef, list[str]] = {
+            g: [] for bucket in self._sharded.buckets for g in bucket.ranks.groups
+        }
+        for i, params in enumerate(groups):
+            for param in params:
+                for group in param.ranks.groups:
+                    lines[group].append(f"group {i}: {param.spec}")
+        self._sharded.control.check_same(f"what WholeParameters was given for {self._class.__name__}", lines)
 
 
 def _check_class(optimizer_class: object) -> None:

@@ -1,4 +1,4 @@
-"""Insert the statements with which ranks agree to run the same trace: see [Note: Agreement of ranks] in ``control``."""
+"""Insert the statements with which ranks agree on a trace: see [Note: Agreement of ranks] in ``ranks.control``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..agreement.control import Run
 from ..ir.effects import NOTHING, declare
 from ..ir.inspection import AGREEMENT, with_bound_symbols
 from ..ir.operands import Wait, bucket_of
@@ -24,13 +23,14 @@ from ..ir.symbols import (
     issues_collective,
     window_of,
 )
+from ..runtime.trace_start import TraceStart
 
 __all__ = ["fsdp_agree", "fsdp_agreed", "insert_agreement"]
 
 _UNPACKING = frozenset({PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT})
 
 
-def insert_agreement(trace: TraceCtx, *, run: Run, before_issue: bool) -> TraceCtx:
+def insert_agreement(trace: TraceCtx, *, run: TraceStart, before_issue: bool) -> TraceCtx:
     """Insert ``fsdp_agree`` at the start, and ``fsdp_agreed`` before the first collective or before the first wait.
 
     Runs after ``verify`` and before ``end_backward``, on both traces, if the model has several ranks and at least one
@@ -86,7 +86,7 @@ def _bind_run(bsym: BoundSymbol) -> None:
     bsym._call_ctx = {**(bsym._call_ctx or {}), str(bsym.args[0]): bsym.args[0]}
 
 
-def _register(name: str, fn: Callable[[Run], None]) -> Symbol:
+def _register(name: str, fn: Callable[[TraceStart], None]) -> Symbol:
     assert name in AGREEMENT
     symbol = executor.register_operator(
         name,
@@ -101,5 +101,5 @@ def _register(name: str, fn: Callable[[Run], None]) -> Symbol:
     return symbol
 
 
-fsdp_agree = _register("fsdp_agree", Run.post)
-fsdp_agreed = _register("fsdp_agreed", Run.settle)
+fsdp_agree = _register("fsdp_agree", TraceStart.post)
+fsdp_agreed = _register("fsdp_agreed", TraceStart.settle)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..distributed.process_groups import ProcessGroupRef
 from ..ir.analysis import Analysis
 from ..ir.effects import Issue, effects
 from ..ir.inspection import args_of, outs_of, short_form, statements, with_bound_symbols
 from ..ir.symbols import without_token
+from ..ranks.process_groups import ProcessGroupRef
 
 __all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "MAX_SMALL_STAGES", "bytes_in_flight", "issue_points", "sort_communication"]
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from ..plan.specs import BucketSpec
 from .base import Traffic, TransportedBucket, Views, Work
 from .flat import Flat
-
-if TYPE_CHECKING:
-    from ..plan.specs import BucketSpec
-
-__all__ = ["AllReduce"]
 
 
 class AllReduce(Flat):

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from ..plan.specs import BucketSpec
 from .base import Traffic, TransportedBucket, Views, Work, issue_each, issue_then, segment_bytes
 from .flat import Flat, pairs
-
-if TYPE_CHECKING:
-    from ..plan.specs import BucketSpec
-
-__all__ = ["AllToAll"]
 
 
 class AllToAll(Flat):

@@ -5,28 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._C._autograd import _profiler_enabled
 
-if TYPE_CHECKING:
-    from ..distributed.process_groups import Ranks
-    from ..plan.specs import BucketSpec
-
-__all__ = [
-    "NO_CONTEXT",
-    "Traffic",
-    "Transport",
-    "TransportedBucket",
-    "Views",
-    "Work",
-    "issue_then",
-    "issue_each",
-    "labelled",
-    "segment_bytes",
-]
-
+from ..plan.specs import BucketSpec
+from ..ranks.process_groups import Ranks
 
 _GLOO = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from ..plan.specs import BucketSpec
 from ..private_api import all_gather_coalesced, reduce_scatter_coalesced
 from .base import Traffic, TransportedBucket, Views, Work
 from .flat import Flat
-
-if TYPE_CHECKING:
-    from ..plan.specs import BucketSpec
-
-__all__ = ["Coalesced"]
 
 
 class Coalesced(Flat):

@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from .base import Transport, TransportedBucket, Views, Work, issue_each
 
-__all__ = ["Flat", "all_gather_flat", "pairs", "reduce_scatter_flat"]
-
 # torch 2.13 renamed the two collectives and warns about the old names; older versions have only the old ones.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
+from ..plan.specs import BucketSpec
+from ..ranks.process_groups import Ranks
 from . import TRANSPORTS, Transport
-
-if TYPE_CHECKING:
-    from ..distributed.process_groups import Ranks
-    from ..plan.specs import BucketSpec
-
-__all__ = ["PeerMemory", "announce_all"]
 
 
 class PeerMemory:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from ..plan.specs import BucketSpec
 from .base import Traffic, Transport, TransportedBucket, Views, Work, issue_then
 from .flat import all_gather_flat, reduce_scatter_flat
-
-if TYPE_CHECKING:
-    from ..plan.specs import BucketSpec
-
-__all__ = ["Staged"]
 
 
 class Staged(Transport):

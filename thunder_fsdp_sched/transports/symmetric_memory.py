@@ -15,22 +15,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..plan.layout import Layout
+from ..plan.specs import BucketSpec
+from ..ranks.process_groups import ProcessGroupRef, Ranks
 from .base import Traffic, TransportedBucket, Views, Work, issue_then, segment_bytes
 from .flat import Flat
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from ..distributed.process_groups import ProcessGroupRef, Ranks
-    from ..plan.layout import Layout
-    from ..plan.specs import BucketSpec
-
-__all__ = ["SymmetricMemory"]
 
 _BEFORE, _AFTER = 0, 1  # channels of a handle's barriers
 

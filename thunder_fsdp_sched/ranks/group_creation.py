@@ -20,8 +20,6 @@ import torch.distributed as dist
 from ..private_api import copy_of_options, is_group_name_taken, process_groups, splits_default_group, timeout_of
 from .process_groups import ProcessGroupRef
 
-__all__ = ["companion", "default_group", "new_group", "subgroup", "twin"]
-
 
 def default_group() -> ProcessGroupRef:
     """Return the default process group.

@@ -6,12 +6,14 @@ member of its group has reached it. The programs of all ranks together must sati
 
 1. The members of a group issue the same collectives on it in the same order.
 2. All programs finish even if each rank runs its collectives one after the other in issue order, across all groups.
-NCCL
-   does not guarantee that kernels of two communicators fit on a GPU at the same time.
+   NCCL does not guarantee that kernels of two communicators fit on a GPU at the same time.
 
 One simulated run decides the second condition. Each rank can only take its next step, and a step that is possible stays
 possible until it is taken, so every order of steps ends in the same state. Running collectives of different groups
 concurrently only makes more steps possible, so programs that finish serially always finish.
+
+Programs that are equal up to the names of groups need no simulation if their n-th groups match: all ranks reach the
+n-th collective, one after the other, and ``verify`` has proved that every wait follows its issue.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Action", "find_fault"]
+from .messages import first_difference
 
 
 class Action(NamedTuple):
@@ -68,40 +70,39 @@ def _different_order(programs: Mapping[int, Sequence[Action]]) -> str:
         missing = [rank for rank in ranks if rank not in programs]
         if missing:
             return f"ranks {missing} of process group {group!r} take no part"
+        where = f" of process group {group!r}" if len(members) > 1 else ""
         first, *others = ranks
-        lines = issued[group].get(first, [])
         for rank in others:
-            theirs = issued[group].get(rank, [])
-            for number in range(max(len(lines), len(theirs))):
-                one, other = (lst[number] if number < len(lst) else "(nothing)" for lst in (lines, theirs))
-                if one != other:
-                    where = f"line {number + 1}" + (f" of process group {group!r}" if len(members) > 1 else "")
-                    return f"{where}:\n    rank {first}: {one}\n    rank {rank}: {other}"
+            ours, theirs = issued[group].get(first, []), issued[group].get(rank, [])
+            if difference := first_difference(first, ours, rank, theirs, where):
+                return difference
     return ""
 
 
 def _find_stuck(programs: Mapping[int, Sequence[Action]]) -> str:
     position = dict.fromkeys(programs, 0)
-    queue: dict[int, deque[int]] = {rank: deque() for rank in programs}  # collectives issued but not run, by number
+    queue: dict[int, deque[Action]] = {rank: deque() for rank in programs}  # collectives issued but not run
     done: dict[int, set[int]] = {rank: set() for rank in programs}
     at_head: Counter[str] = Counter()  # number of members of each group whose next collective is that of the group
-    issue_of = {rank: {s.number: s for s in program if not s.waits} for rank, program in programs.items()}
     runnable = deque(programs)
     while runnable:
         rank = runnable.popleft()
         program = programs[rank]
         while position[rank] < len(program):
             action = program[position[rank]]
-            if action.waits:
-                if action.number not in done[rank]:
-                    break
-            else:
-                queue[rank].append(action.number)
-                if len(queue[rank]) == 1:
-                    at_head[action.group] += 1
+            if action.waits and action.number not in done[rank]:
+                break
+            if not action.waits:
+                queue[rank].append(action)
+                at_head[action.group] += len(queue[rank]) == 1
             position[rank] += 1
-            if not action.waits and at_head[action.group] == len(action.ranks):
-                runnable.extend(_complete(action, queue, done, at_head, issue_of))
+        if queue[rank] and at_head[(head := queue[rank][0]).group] == len(head.ranks):
+            for member in head.ranks:
+                done[member].add(queue[member].popleft().number)
+                if queue[member]:
+                    at_head[queue[member][0].group] += 1
+            at_head[head.group] -= len(head.ranks)
+            runnable.extend(head.ranks)
     stuck = [rank for rank in programs if position[rank] < len(programs[rank]) or queue[rank]]
     if not stuck:
         return ""
@@ -109,30 +110,6 @@ def _find_stuck(programs: Mapping[int, Sequence[Action]]) -> str:
     for rank in stuck:
         program = programs[rank]
         at = program[position[rank]].line if position[rank] < len(program) else "its end"
-        head = issue_of[rank][queue[rank][0]] if queue[rank] else None
-        held_by = f", in {head.line} with ranks {head.ranks}" if head is not None else ""
+        held_by = f", in {queue[rank][0].line} with ranks {queue[rank][0].ranks}" if queue[rank] else ""
         lines.append(f"    rank {rank} is held up at {at}{held_by}")
     return "\n".join(lines)
-
-
-def _complete(
-    action: Action,
-    queue: Mapping[int, deque[int]],
-    done: Mapping[int, set[int]],
-    at_head: Counter[str],
-    issue_of: Mapping[int, Mapping[int, Action]],
-) -> list[int]:
-    """Run the collective at the head of all members' queues, and all that follow; return the ranks to continue."""
-    possible, moved = [action], []
-    while possible:
-        current = possible.pop()
-        at_head[current.group] -= len(current.ranks)
-        for member in current.ranks:
-            done[member].add(queue[member].popleft())
-            moved.append(member)
-            if queue[member]:
-                following = issue_of[member][queue[member][0]]
-                at_head[following.group] += 1
-                if at_head[following.group] == len(following.ranks):
-                    possible.append(following)
-    return moved

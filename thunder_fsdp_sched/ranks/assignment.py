@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..distributed.group_creation import companion, default_group, subgroup, twin
-from ..distributed.process_groups import ProcessGroupRef, Ranks
-from ..options import Options
 from ..plan.specs import BucketSpec, GroupKey, ParamSpec
-
-__all__ = ["GroupAssignment", "find_world_group"]
+from .group_creation import companion, default_group, subgroup, twin
+from .process_groups import ProcessGroupRef, Ranks
 
 
 class GroupAssignment:
     """The ranks of each parameter.
 
+    Args:
+        world_group: all ranks that share any of the module's parameters (:func:`find_world_group`).
+        mesh: the ranks of parameters for which ``process_group_for`` returns nothing else; by default ``world_group``.
+        process_group_for: a function of a parameter's name and the parameter, as in ``fsdp(...)``.
+        separate_reductions: whether reductions have a communicator of their own.
+
     Attributes:
         default_ranks: the ranks of parameters for which ``process_group_for`` returns nothing else.
-        world_group: all ranks that share any of the module's parameters (:func:`find_world_group`).
     """
 
-    def __init__(self, options: Options, world_group: ProcessGroupRef) -> None:
-        self._options = options
+    def __init__(
+        self,
+        world_group: ProcessGroupRef,
+        *,
+        mesh: DeviceMesh | None = None,
+        process_group_for: Callable[[str, torch.nn.Parameter], Any] | None = None,
+        separate_reductions: bool = False,
+    ) -> None:
         self.world_group = world_group
+        self._process_group_for = process_group_for
+        self._separate_reductions = separate_reductions
         self._made: dict[str, Ranks] = {}
         self._of: dict[GroupKey, Ranks] = {}
-        self._mesh_of: dict[Ranks, DeviceMesh] = {}  # only 2-D meshes
-        if options.mesh is not None:
-            self.default_ranks = self._of_mesh(options.mesh)
-        else:
-            self.default_ranks = self._ranks(world_group)
+        self.default_ranks = self._ranks(world_group) if mesh is None else self._of_mesh(mesh)
 
     def of(self, name: str, param: torch.nn.Parameter) -> GroupKey:
         """Return the ranks that share a parameter, according to ``process_group_for``.
@@ -41,7 +48,7 @@ class GroupAssignment:
         Raises:
             TypeError, ValueError: ``process_group_for`` returned something that this rank or ``world_group`` cannot use.
         """
-        answer = None if self._options.process_group_for is None else self._options.process_group_for(name, param)
+        answer = None if self._process_group_for is None else self._process_group_for(name, param)
         return self.key(self.default_ranks if answer is None else self._checked(name, answer))
 
     def ranks(self, group_key: GroupKey) -> Ranks:
@@ -92,14 +99,13 @@ class GroupAssignment:
             tensor.copy_(copy)
             return
         self.check_source(source, group_key)
-        mesh = self._mesh_of.get(ranks)
-        if mesh is not None and ranks.replicas is not None:
+        if ranks.replicas is not None and ranks.grid is not None:
             if source in ranks.replicas.global_ranks:
                 dist.broadcast(tensor, src=source, group=ranks.replicas.process_group)
             # Now the rank in the column of `source` has it in each row of the mesh.
-            column = int((mesh.mesh == source).nonzero()[0, 1])
-            row = int((mesh.mesh == dist.get_rank()).nonzero()[0, 0])
-            source = int(mesh.mesh[row, column])
+            rows = [list(row) for row in ranks.grid]
+            own_row = next(row for row in rows if dist.get_rank() in row)
+            source = own_row[next(row.index(source) for row in rows if source in row)]
         dist.broadcast(tensor, src=source, group=ranks.group.process_group)
 
     def check_source(self, source: int, group_key: GroupKey) -> None:
@@ -108,9 +114,7 @@ class GroupAssignment:
         Raises:
             ValueError: it is not.
         """
-        ranks = self._of[group_key]
-        mesh = self._mesh_of.get(ranks)
-        if source not in (ranks.group.global_ranks if mesh is None else mesh.mesh.flatten().tolist()):
+        if source not in self._of[group_key].all_ranks:
             raise ValueError(f"broadcast_from: rank {source} is not in the process group to shard over")
 
     def key(self, ranks: Ranks) -> GroupKey:
@@ -141,21 +145,17 @@ class GroupAssignment:
                 f"process_group_for: expected a process group, a mesh or None for parameter {name!r}, got {answer!r} of "
                 f"type {type(answer).__name__}"
             )
-        for group in (ranks.group, ranks.replicas):
-            outside = set(group.global_ranks) - set(self.world_group.global_ranks) if group is not None else set()
-            if outside:
-                raise ValueError(
-                    f"process_group_for: the group for parameter {name!r} holds ranks {sorted(outside)}, which are not "
-                    f"among those that the module is sharded over; give fsdp(...) a mesh or process_group with all of them"
-                )
+        outside = {rank for group in ranks.groups for rank in group.global_ranks} - {*self.world_group.global_ranks}
+        if outside:
+            raise ValueError(
+                f"process_group_for: the group for parameter {name!r} holds ranks {sorted(outside)}, which are not "
+                f"among those that the module is sharded over; give fsdp(...) a mesh or process_group with all of them"
+            )
         return ranks
 
     def _of_mesh(self, mesh: DeviceMesh) -> Ranks:
-        if mesh.ndim == 1:
-            return self._ranks(ProcessGroupRef.of(mesh.get_group()), mesh=mesh)
-        ranks = self._ranks(ProcessGroupRef.of(mesh.get_group(1)), ProcessGroupRef.of(mesh.get_group(0)), mesh)
-        self._mesh_of[ranks] = mesh
-        return ranks
+        replicas = ProcessGroupRef.of(mesh.get_group(0)) if mesh.ndim == 2 else None
+        return self._ranks(ProcessGroupRef.of(mesh.get_group(mesh.ndim - 1)), replicas, mesh)
 
     def _ranks(
         self, group: ProcessGroupRef, replicas: ProcessGroupRef | None = None, mesh: DeviceMesh | None = None
@@ -163,25 +163,21 @@ class GroupAssignment:
         """Return the ranks of these groups; the same object for the same groups."""
         key = f"{group.name} {replicas.name if replicas is not None else ''}"
         if key not in self._made:
-            reductions = twin(group) if self._options.separate_reduce_scatter_group and group.size > 1 else None
+            reductions = twin(group) if self._separate_reductions and group.size > 1 else None
             grid = mesh.mesh.tolist() if mesh is not None and mesh.ndim == 2 else None
             dim_names = None if mesh is None else mesh.mesh_dim_names
             self._made[key] = Ranks.of(group, reductions=reductions, replicas=replicas, grid=grid, dim_names=dim_names)
         return self._made[key]
 
 
-def find_world_group(options: Options) -> ProcessGroupRef:
+def find_world_group(mesh: DeviceMesh | None, process_group: ProcessGroupRef | None) -> ProcessGroupRef:
     """Return all ranks that share any of a module's parameters, for agreement and for aligning measurements.
 
     Raises:
         RuntimeError: there is no process group.
     """
-    if options.mesh is not None:
-        return _group_of_mesh(options.mesh)
-    return options.process_group or default_group()
-
-
-def _group_of_mesh(mesh: DeviceMesh) -> ProcessGroupRef:
+    if mesh is None:
+        return process_group or default_group()
     if mesh.ndim == 1:
         return ProcessGroupRef.of(mesh.get_group())
     ranks = sorted(mesh.mesh.flatten().tolist())

@@ -1,31 +1,37 @@
-"""The ranks that a bucket is sharded over.
+"""References to process groups, the ranks that share a bucket, and the end of a process that used gloo.
 
 [Note: Weak references to process groups]
-``destroy_process_group`` joins a group's threads only when the last reference to the group is gone. A gloo thread that
-still releases the tensors of its last collective while the interpreter shuts down aborts the process. Models, buckets
-and traces live until then, so they refer to process groups weakly. See also [Note: Gloo threads at exit] in
-``shutdown``.
+``destroy_process_group`` joins a group's threads only when the last reference to the group is gone. Models, buckets and
+traces live until the interpreter shuts down, so they refer to process groups weakly.
+
+[Note: Gloo threads at exit]
+A gloo thread that releases the tensors of its last collective needs the interpreter's lock. Once the interpreter is
+shutting down, acquiring the lock terminates the thread inside a destructor, and the process aborts (SIGABRT). So at exit
+all remaining gloo groups are aborted and destroyed; after an uncaught error, for example, the traceback still refers to
+them. Groups that also have another backend are not destroyed, because that could wait for other ranks.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
+import gc
 import itertools
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
-from ..private_api import mesh_over
-from . import shutdown
+from ..private_api import mesh_over, process_groups
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["ProcessGroupRef", "Ranks"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +57,7 @@ class ProcessGroupRef:
     @classmethod
     def of(cls, group: ProcessGroup) -> ProcessGroupRef:
         """Return the description of ``group``, of which this process is a member."""
-        shutdown.register()
+        _register_exit_hook()
         description = getattr(group, "group_desc", "")
         return cls(
             description if description and description != "undefined" else group.group_name,
@@ -126,10 +132,14 @@ class ProcessGroupRef:
         """
         group = self._process_group() if self._process_group is not None else None
         if group is None:
-            raise RuntimeError(
-                f"fsdp: process group {self.description!r}, over which parameters are sharded, has been destroyed"
-            )
+            raise self.destroyed()
         return group
+
+    def destroyed(self) -> RuntimeError:
+        """Return the error that the process group was destroyed."""
+        return RuntimeError(
+            f"fsdp: process group {self.description!r}, over which parameters are sharded, has been destroyed"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,3 +205,37 @@ class Ranks:
     def averaged(self) -> int:
         """The number of ranks over which gradients are averaged."""
         return self.group.size * (self.replicas.size if self.replicas is not None else 1)
+
+
+@functools.cache
+def _register_exit_hook() -> None:
+    """Register the exit hook; later calls do nothing."""
+    atexit.register(_destroy_at_exit)
+
+
+def _destroy_at_exit() -> None:
+    for name in ("last_exc", "last_value", "last_traceback"):  # already printed
+        sys.__dict__.pop(name, None)
+    if dist.is_available() and dist.is_initialized():
+        _destroy_groups()
+    gc.collect()  # a reference cycle may keep a destroyed group alive
+
+
+def _destroy_groups() -> None:
+    groups = process_groups()
+    for group in groups:
+        with contextlib.suppress(Exception):
+            backend = group._get_backend(torch.device("cpu"))
+            if backend.name() == "gloo":
+                backend.abort()  # otherwise destruction waits for collectives in flight
+    only_gloo = [group for group in groups if _only_gloo(group)]
+    is_all = len(only_gloo) == len(groups)
+    for group in [None] if is_all else [group for group in only_gloo if group is not dist.group.WORLD]:
+        with contextlib.suppress(Exception):  # the process is exiting, nothing can handle an error
+            dist.destroy_process_group(group)
+
+
+def _only_gloo(group: dist.ProcessGroup) -> bool:
+    with contextlib.suppress(Exception):
+        return {part.rpartition(":")[2] for part in dist.get_backend_config(group).split(",")} == {"gloo"}
+    return False

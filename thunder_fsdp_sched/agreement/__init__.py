@@ -1,1 +1,0 @@
-"""Agreement of the ranks on what they compile and on what they run."""

@@ -1,1 +1,0 @@
-"""Process groups: their descriptions, creation and shutdown."""

@@ -1,0 +1,293 @@
+"""The control channel: a separate gloo group on which ranks announce what they are about to do.
+
+[Note: Rounds]
+Traffic on the channel is a sequence of *rounds*. In each round every rank posts a token of a few integers with an
+asynchronous all-gather, which costs the host some tens of microseconds. Later it settles the round: it waits for all
+tokens and compares them. All ranks see all tokens, so tokens that do not match raise ``ScheduleDisagreement`` on every
+rank. Only then do the ranks exchange descriptions, through the group's store, so that each message names all sides.
+
+A settled round leaves the channel consistent, whatever its result, because every rank has taken part in the same number
+of rounds. Ranks that catch the disagreement can continue if nothing else was issued. A round that cannot be settled,
+because a rank does not arrive or is gone, closes the channel permanently.
+
+The group uses gloo, whatever the backend of the training group, and tokens are in host memory, so the device is never
+synchronized. One channel serves all models of a process that the same ranks share. The channel does not keep its group
+alive: see [Note: Weak references to process groups] in ``process_groups``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import operator
+import struct
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from ..private_api import all_gather_on_host, timeout_of
+from .group_creation import new_group
+from .messages import first_difference, first_line, named, sides
+from .process_groups import ProcessGroupRef
+
+TOKEN = struct.Struct("<4q")
+"""The format of a token: a hash of what all ranks must have in common, one of what they may have in common (inputs), one
+of what ranks must have in common if they have that (the exact computation), and offers: bits that may differ, of which
+those count that all ranks have set."""
+
+_PATIENCE = timedelta(seconds=5)
+"""How long ranks that disagree wait for each other's descriptions."""
+
+_FAILURE_PATIENCE = timedelta(seconds=2)
+"""How long a rank whose collective failed waits for the reports of the others."""
+
+_ARRIVAL_TIMEOUT = timedelta(seconds=300)
+"""How long a rank waits at most for the others to shard the same module. The timeout of the process group applies instead
+if it is shorter."""
+
+
+class ScheduleDisagreement(RuntimeError):
+    """The error that ranks of a process group do different things: other schedules, other traces, or some did not come."""
+
+
+class RoundAction:
+    """The action that a rank announces in a round."""
+
+    def describe(self) -> str:
+        """Return one line for the message of a disagreement."""
+        raise NotImplementedError
+
+    def details(self) -> Sequence[str]:
+        """Return lines to compare if the descriptions of ranks are equal; may be empty."""
+        return ()
+
+    def cancel(self) -> None:
+        """Record that the action will not be performed."""
+
+    def take(self, offers: int) -> None:
+        """Take the bits that all ranks have offered, once the round is settled."""
+
+
+class Channel:
+    """The channel among the ranks of a group; see [Note: Rounds].
+
+    Args:
+        world_group: the ranks.
+        timeout: how long a rank waits for the others in a round.
+
+    Attributes:
+        rounds: the number of settled rounds, the same on all ranks.
+        pending: the action that was posted and is not settled yet.
+    """
+
+    def __init__(self, world_group: ProcessGroupRef, timeout: timedelta) -> None:
+        ranks = list(world_group.global_ranks)
+        made = new_group(ranks, world_group.process_group, "fsdp_control", backend="gloo", timeout=timeout)
+        self.group = dataclasses.replace(made, description=world_group.description)
+        self.size = made.size
+        self.global_rank = made.global_ranks[made.rank]
+        self._issue: Callable[[Any, Any], Any] | None = all_gather_on_host(made.process_group)
+        # The method keeps the group's backend and threads alive, so it must be dropped with the group.
+        channel = weakref.ref(self)
+
+        def release(_: object) -> None:
+            if (self := channel()) is not None:
+                self._issue = None
+
+        self._end = weakref.ref(made.process_group, release)
+        self.rounds = 0
+        self.pending: RoundAction | None = None
+        self.last: RoundAction | None = None
+        self.closed = ""  # why no further round is possible
+        # Tensors that share memory with Python buffers, so comparing needs no tensor operation.
+        self._sent, self._received = bytearray(TOKEN.size), bytearray(TOKEN.size * self.size)
+        self._send = torch.frombuffer(self._sent, dtype=torch.int64)
+        self._receive = torch.frombuffer(self._received, dtype=torch.int64)
+        self._work: Any = None
+        self._posted = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its group still exists and every rank has taken part in every round."""
+        return not self.closed and self.group.is_alive
+
+    def post(self, token: bytes, action: RoundAction) -> None:
+        """Start a round; the previous one is settled first.
+
+        Raises:
+            ScheduleDisagreement: in a round that an exception left unsettled; or the channel is closed.
+        """
+        if self.pending is not None:
+            self.settle()
+        if self.closed:
+            raise ScheduleDisagreement(f"{self.closed}\nrank {self.global_rank} has come to {action.describe()} since")
+        issue = self._issue
+        if issue is None:
+            raise self.group.destroyed()
+        self._sent[:] = token
+        self.pending = action
+        self._posted = time.monotonic()
+        try:
+            self._work = issue(self._receive, self._send)
+        except RuntimeError as error:
+            raise self._close(action, error) from error
+
+    def settle(self) -> None:
+        """End the round, if one is pending.
+
+        Raises:
+            ScheduleDisagreement: the ranks do different things, or one did not come.
+        """
+        action = self.pending
+        if action is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._close(action, error) from error
+        self.pending = self._work = None
+        self.rounds += 1
+        tokens = [TOKEN.unpack(self._sent)]
+        if self._received != self._sent * self.size:
+            tokens = list(TOKEN.iter_unpack(self._received))
+            if (mismatch := self._first_mismatch(tokens)) is not None:
+                raise self._disagreement(action, *mismatch)
+        self.last = action
+        action.take(functools.reduce(operator.and_, (offers for *_, offers in tokens)))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Exchange a picklable object with every rank, after a round."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group.process_group)
+        return values
+
+    def explain(self, text: str) -> str:
+        """Publish the failure of this rank, wait shortly for those of the others, and return them."""
+        number = self.rounds + (self.pending is not None)
+        reports = self._exchange_texts(f"failure/{number}", text, _FAILURE_PATIENCE)
+        others = [rank for rank in self.group.global_ranks if rank != self.global_rank]
+        lines = [f"    rank {rank}: {first_line(reports[rank])}" for rank in others if rank in reports]
+        if silent := [rank for rank in others if rank not in reports]:
+            lines.append(f"    {named(silent)} reported nothing within {_FAILURE_PATIENCE.total_seconds():g} s")
+        agreed = f"All ranks had agreed on {self.last.describe()}. " if self.last is not None else ""
+        return "\n".join([f"{agreed}The other ranks:", *lines])
+
+    def _close(self, action: RoundAction, error: RuntimeError) -> ScheduleDisagreement:
+        """Find the missing ranks from what the others have published, and close the channel."""
+        waited = time.monotonic() - self._posted
+        action.cancel()
+        self.pending = self._work = None
+        came = self._exchange_texts(f"absent/{self.rounds}", action.describe(), _FAILURE_PATIENCE)
+        missing = [rank for rank in self.group.global_ranks if rank not in came]
+        timed_out = "timed out" in str(error).lower()
+        who = f"{named(missing)} did not come" if missing else "the ranks did not come together"
+        when = f"within {waited:.1f} s" if timed_out else "and a connection was closed"
+        causes = "stopped, failed, hung, or busy with something else" if timed_out else "stopped or failed"
+        absent = f"\n    {named(missing)}: {causes}" if missing else ""
+        self.closed = (
+            f"fsdp: the ranks of process group {self.group.description!r} disagree: {who} {when}:\n"
+            f"{sides(came)}{absent}\n({first_line(str(error))})"
+        )
+        return ScheduleDisagreement(self.closed)
+
+    def _first_mismatch(self, tokens: Sequence[tuple[int, ...]]) -> tuple[int, int] | None:
+        """Return the global ranks of the first two tokens that do not match, if any."""
+        ranks = self.group.global_ranks
+        first_with: dict[int, int] = {}
+        for number, (same, inputs, exact, _) in enumerate(tokens):
+            if same != tokens[0][0]:
+                return ranks[0], ranks[number]
+            like = first_with.setdefault(inputs, number)
+            if exact != tokens[like][2]:
+                return ranks[like], ranks[number]
+        return None
+
+    def _disagreement(self, action: RoundAction, first: int, other: int) -> ScheduleDisagreement:
+        """Exchange descriptions; ``first`` and ``other`` are the global ranks whose details are compared."""
+        details = action.details() if self.global_rank in (first, other) else ()
+        own = json.dumps([action.describe(), list(details)])
+        action.cancel()
+        texts = self._exchange_texts(f"differ/{self.rounds}", own, _PATIENCE)
+        said = {rank: json.loads(text) for rank, text in texts.items()}
+        lines = {rank: said[rank][0] if rank in said else "(no report)" for rank in self.group.global_ranks}
+        message = f"fsdp: the ranks of process group {self.group.description!r} disagree:\n{sides(lines)}"
+        if lines[first] == lines[other] and first in said and other in said:
+            difference = first_difference(first, said[first][1], other, said[other][1])
+            message += f"\nTheir traces differ in {difference}" if difference else "\n(no line of their traces differs)"
+        return ScheduleDisagreement(message)
+
+    def _exchange_texts(self, prefix: str, text: str, patience: timedelta) -> dict[int, str]:
+        """Publish a text in the group's store; return those that ranks publish in time, keyed by global rank."""
+        keys = {rank: f"{prefix}/{i}" for i, rank in enumerate(self.group.global_ranks)}
+        texts: dict[int, str] = {}
+        with contextlib.suppress(Exception):  # the store may be gone with the rank that held it
+            store = self.group.process_group.get_group_store()
+            store.set(keys[self.global_rank], text)
+            with contextlib.suppress(RuntimeError):
+                store.wait(list(keys.values()), patience)
+            texts = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
+            delete_once_read(store, [*keys.values()], prefix, self.size)
+        return texts | {self.global_rank: text}
+
+
+def delete_once_read(store: Store, keys: Sequence[str], prefix: str, size: int) -> None:
+    """Delete keys if all of ``size`` ranks have called this."""
+    if store.add(f"{prefix}/read", 1) == size:
+        for key in (*keys, f"{prefix}/read"):
+            store.delete_key(key)
+
+
+_channels: dict[tuple[tuple[int, ...], timedelta], Channel] = {}
+
+
+def open_channel(group: ProcessGroupRef, name: str) -> Channel | None:
+    """Return the channel of these ranks, and create one if any of them lacks it; ``None`` if there are no other ranks.
+
+    It is a collective, at the start of ``thunder.jit``. Ranks that have no channel in common yet meet at the group's
+    store. The last to arrive says that all have come, or the first whose patience ends says who has not.
+
+    Args:
+        name: unique to this call, the same on all ranks.
+
+    Raises:
+        ScheduleDisagreement: on all ranks that come, if one does not come in time.
+    """
+    if group.size == 1 or group.is_fake:
+        return None
+    timeout = timeout_of(group.process_group)
+    key = tuple(group.global_ranks), timeout
+    known = _channels.get(key)
+    store, prefix = group.process_group.get_group_store(), f"thunder_fsdp_sched/{name}"
+    lacking, arrived, verdict = (f"{prefix}/{what}" for what in ("lacking", "arrived", "verdict"))
+    here = {rank: f"{prefix}/{i}" for i, rank in enumerate(group.global_ranks)}
+    me, patience = group.global_ranks[group.rank], min(timeout, _ARRIVAL_TIMEOUT)
+    store.add(lacking, int(known is None or not known.is_open))
+    store.set(here[me], "")
+    if store.add(arrived, 1) == group.size:
+        store.compare_set(verdict, "", "(all have come)")
+    else:
+        try:
+            store.wait([verdict], patience)
+        except RuntimeError:  # each kind of store raises another type
+            missing = [rank for rank, rank_key in here.items() if not store.check([rank_key])]
+            store.compare_set(
+                verdict,
+                "",
+                f"{named(missing)} did not come to thunder.jit(..., transforms=[fsdp(...)]) within "
+                f"{patience.total_seconds():g} s of rank {me}",
+            )
+    found = store.get(verdict).decode()
+    if found != "(all have come)":
+        raise ScheduleDisagreement(f"fsdp: the ranks of process group {group.description!r} disagree: {found}")
+    if store.add(lacking, 0):
+        _channels[key] = Channel(group, timeout)
+    delete_once_read(store, [lacking, arrived, verdict, *here.values()], prefix, group.size)
+    return _channels[key]

@@ -1,0 +1,395 @@
+"""Agreement of one model's ranks: on what they shard and compile, and before collectives on what they are about to run.
+
+[Note: Agreement of ranks]
+Before the collectives of a trace, a state dict, a checkpoint and so on, every rank announces which of these it is about
+to run. That is a round of the channel (see [Note: Rounds] in ``channel``). In a trace, ``fsdp_agree`` posts the round
+and ``fsdp_agreed`` settles it. With gloo it is settled before the first collective is issued, because gloo aborts the
+process if sizes differ. With NCCL it is settled before the first result is waited for, so the round overlaps the first
+collective.
+
+A token identifies the *agreed program*, not the trace: ranks may run traces of different shapes whose collectives
+match, and with ``process_group_for`` even different programs. ``Control.check_program`` compared the programs when they
+were compiled and numbered those that match.
+
+The token also contains how many more collectives this rank has issued than the traces that it started contain. That is
+0 unless an exception interrupted a trace. Ranks that were interrupted at different collectives would otherwise match
+collectives that do not belong together.
+
+[Note: Comparing texts]
+Whatever ranks compare when they shard or compile, they first meet in a round, which detects at once a rank that does
+something else. Then they exchange digests. Only if these differ do they exchange texts, and every rank finds the same
+first difference in them. So all ranks raise the same error, and none hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from .channel import TOKEN, Channel, RoundAction, ScheduleDisagreement, open_channel
+from .deadlock import Action, find_fault
+from .messages import first_difference
+from .process_groups import ProcessGroupRef, Ranks
+
+
+class IssueCounts:
+    """The number of collectives that one model has issued on this rank; see [Note: Agreement of ranks].
+
+    Each collective counts twice, before and after it is issued, so an issue that failed halfway is recognized.
+
+    Attributes:
+        issued: the count of issued collectives.
+        expected: the count of the collectives of all traces that have started.
+        settle: ends a round of agreement that is still open.
+    """
+
+    __slots__ = ("expected", "issued", "settle")
+
+    def __init__(self, settle: Callable[[], None] = lambda: None) -> None:
+        self.issued = self.expected = 0
+        self.settle = settle
+
+    @property
+    def excess(self) -> int:
+        """How much has been issued beyond what was expected: 0 unless an exception interrupted a trace."""
+        return self.issued - self.expected
+
+
+@dataclass
+class Computation:
+    """The computation of one trace; see [Note: Equal computations] in ``ir.computation``.
+
+    Attributes:
+        inputs: descriptions of the inputs' shapes, dtypes and values.
+        lines: a line for each bound symbol of compute, with all numbers.
+        comparable: the same lines without numbers that may stem from a size.
+        trace_lines: a line for each bound symbol, for messages: collectives by their buckets, the others as in ``lines``.
+    """
+
+    inputs: Sequence[str] = ()
+    lines: Sequence[str] = ()
+    comparable: Sequence[str] = ()
+    trace_lines: Sequence[str] = ()
+
+    @cached_property
+    def hashes(self) -> tuple[int, int, int]:
+        """Hashes of :attr:`comparable`, of :attr:`inputs` and of :attr:`lines`."""
+        return hash64(*self.comparable), hash64(*self.inputs), hash64(*self.lines)
+
+
+class AgreedProgram(NamedTuple):
+    """The result of comparing a program among the ranks.
+
+    Attributes:
+        number: identifies the program on the control channel, the same on all ranks whose programs match.
+        communicates: whether any rank issues a collective.
+        compares_computation: whether the computations of the ranks must be equal.
+    """
+
+    number: int
+    communicates: bool
+    compares_computation: bool
+
+
+class _Shared(Protocol):
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that share the object."""
+
+
+class Control:
+    """The agreement of the ranks that share one model. Without other ranks it sends nothing.
+
+    Args:
+        group: the ranks.
+        channel: their channel; ``None`` if there are no other ranks.
+        name: the model's unique name, the same on all ranks.
+        title: the model's name in messages.
+        compares_computation: whether ranks with equal programs must have equal computations.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroupRef,
+        channel: Channel | None = None,
+        name: str = "",
+        title: str = "the model",
+        *,
+        compares_computation: bool = True,
+    ) -> None:
+        self.group = group
+        self.channel = channel
+        self.title = title
+        self.number = hash64(name)
+        self.issue_counts = IssueCounts() if channel is None else IssueCounts(channel.settle)
+        self._compares_computation = compares_computation
+        self._agreed: dict[int, AgreedProgram] = {}
+        _controls[group] = self
+
+    @classmethod
+    def of_module(cls, group: ProcessGroupRef, kind: str, *, compares_computation: bool) -> Control:
+        """Return the control of the next module that ``group`` shards; a collective.
+
+        Args:
+            kind: the class of the module, for messages.
+
+        Raises:
+            ScheduleDisagreement: a rank does not come in time.
+        """
+        title = f"module {next(_numbers[group.name])}"
+        name = f"{group.name} {title}"
+        channel = open_channel(group, name)
+        return cls(group, channel, name, f"{title} ({kind})", compares_computation=compares_computation)
+
+    @property
+    def global_rank(self) -> int:
+        """This process's global rank."""
+        return self.group.global_ranks[self.group.rank]
+
+    @property
+    def is_single_rank(self) -> bool:
+        """Whether there are no other ranks to agree with."""
+        return self.channel is None
+
+    def is_on_all_ranks(self, bucket: _Shared) -> bool:
+        """Return whether all ranks have ``bucket``; with ``process_group_for`` some may have other parameters."""
+        return bucket.ranks.averaged == self.group.size
+
+    def process_group(self, otherwise: ProcessGroupRef) -> dist.ProcessGroup:
+        """Return the process group for collectives of torch itself after a meeting; ``otherwise`` without other ranks."""
+        return (otherwise if self.channel is None else self.channel.group).process_group
+
+    #
+    # Rounds
+    #
+
+    def rendezvous(self, what: str, *details: str) -> None:
+        """Wait until all ranks have reached the same call.
+
+        Args:
+            what: the call.
+            details: values that must be the same on all ranks, such as the names of parameters.
+
+        Raises:
+            ScheduleDisagreement: a rank does something else, or does not arrive in time.
+        """
+        self.begin(what, *details)
+        self.settle()
+
+    def begin(self, what: str, *details: str) -> None:
+        """Start a :meth:`rendezvous` without waiting; ``settle`` completes it."""
+        if self.channel is not None:
+            excess = self.issue_counts.excess
+            same = hash64("call", self.number, what, details, excess)
+            text = f"{' '.join((what, *details))} of {self.title}{after_excess(excess)}"
+            self.channel.post(TOKEN.pack(same, 0, 0, 0), _Call(text))
+
+    def settle(self) -> None:
+        """Settle the latest round if it is still pending."""
+        if self.channel is not None:
+            self.channel.settle()
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """Meet the other ranks and return the objects of all ranks, in the order of ranks."""
+        if self.channel is None:
+            return [value]
+        self.rendezvous(what)
+        return self._gather(what, value)
+
+    def reduce(self, what: str, values: Sequence[float], op: Any) -> list[float]:
+        """Meet the other ranks and reduce numbers over all ranks, on the host."""
+        if self.channel is None:
+            return list(values)
+        self.rendezvous(what)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        with self.doing(f"the reduction of {what}"):
+            dist.all_reduce(tensor, op=op, group=self.channel.group.process_group)
+        return tensor.tolist()
+
+    def _gather(self, what: str, value: Any) -> list[Any]:
+        assert self.channel is not None
+        with self.doing(f"the exchange of {what}"):
+            return self.channel.gather(value)
+
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Wrap a collective so that its error names this rank, the collective, and what happened on the other ranks."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = f"rank {self.global_rank}: {what} failed: {error}"
+            raise RuntimeError(f"{text}\n{self.explain(text)}".rstrip()) from error
+
+    def explain(self, text: str) -> str:
+        """Report a failure to the other ranks and return their reports; empty without other ranks."""
+        return self.channel.explain(text) if self.channel is not None else ""
+
+    #
+    # Comparisons
+    #
+
+    def check_same(self, what: str, lines: Sequence[str] | Mapping[ProcessGroupRef, Sequence[str]]) -> None:
+        """Raise an error unless all ranks have the same lines; a collective. See [Note: Comparing texts].
+
+        Args:
+            what: the subject of the lines.
+            lines: all lines, or the lines that the ranks of each of these groups must have in common.
+
+        Raises:
+            ScheduleDisagreement: on every rank. It names the first line that differs and the ranks.
+        """
+        if self.channel is None:
+            return
+        lines_of = lines if isinstance(lines, Mapping) else {self.group: lines}
+        own: dict[str, list[str]] = defaultdict(list)
+        for group, of_group in lines_of.items():
+            own[group.name] += of_group
+        digests = {group.name: (group.global_ranks, hash64(*own[group.name])) for group in lines_of}
+        by_rank = dict(zip(self.group.global_ranks, self.exchange(f"comparing {what}", digests), strict=True))
+        compared: set[str] = set()
+        for first, theirs in by_rank.items():
+            for name in [name for name in theirs if name not in compared]:
+                compared.add(name)
+                for other in theirs[name][0]:
+                    if by_rank[other].get(name) != theirs[name]:
+                        raise self._disagreement(f"{what}, {self._difference(first, other, own[name])}")
+
+    def check_program(self, what: str, program: Sequence[Action], computation: Computation) -> AgreedProgram:
+        """Prove that the programs of all ranks together finish; see [Note: The deadlock proof] in ``deadlock``.
+
+        Programs that the ranks have already agreed on are not compared again. So a rank whose batch has another shape
+        can compile alone, with traces that match those in the caches of the others.
+
+        Args:
+            what: the name of the trace.
+            program: what this rank issues and waits for.
+            computation: the computation of the trace.
+
+        Raises:
+            ScheduleDisagreement: on every rank. It names the first line that differs and the ranks, or where they would
+                block each other, or the ranks that do something else or did not arrive.
+        """
+        if self.channel is None:
+            return AgreedProgram(0, False, False)
+        key = hash64(what, *program)
+        if key not in self._agreed:
+            self._agreed[key] = self._compare_programs(what, program, computation)
+        return self._agreed[key]
+
+    def _compare_programs(self, what: str, program: Sequence[Action], computation: Computation) -> AgreedProgram:
+        groups = {action.group: action.ranks for action in program}
+        numbers = {group: number for number, group in enumerate(groups)}
+        lines = hash64(*((action.line, numbers[action.group], action.waits, action.number) for action in program))
+        own = lines, list(groups.items()), computation.hashes
+        everyones = dict(zip(self.group.global_ranks, self.exchange(f"compiling the {what}", own), strict=True))
+        alike = all(theirs[0] == lines for theirs in everyones.values())
+        if not alike or not _groups_match({rank: groups for rank, (_, groups, _) in everyones.items()}):
+            programs = self._gather(f"the collectives of {what}", list(program))
+            fault = find_fault(dict(zip(everyones, programs, strict=True)))
+            if fault:
+                raise self._disagreement(f"{what}, {fault}")
+        hashes = {rank: (lines, *computation) for rank, (lines, _, computation) in everyones.items()}
+        if self._compares_computation and (different := _different_computations(hashes)) is not None:
+            first, other, kind = different
+            raise self._disagreement(
+                f"{what}: the collectives agree but the computations differ (if they are meant to, give "
+                f"fsdp(allow_different_computation=True)), {self._difference(first, other, getattr(computation, kind))}"
+            )
+        communicates = any(groups for _, groups, _ in everyones.values())
+        number = hash64(what, *(theirs[0] for theirs in everyones.values()))
+        return AgreedProgram(number, communicates, self._compares_computation and alike)
+
+    def _difference(self, first: int, other: int, lines: Sequence[str]) -> str:
+        """Exchange the lines of two ranks and return the first that differs, on all ranks."""
+        is_either = self.global_rank in (first, other)
+        gathered = self._gather("lines that differ", list(lines) if is_either else [])
+        texts = dict(zip(self.group.global_ranks, gathered, strict=True))
+        return first_difference(first, texts[first], other, texts[other]) or "(no line differs)"
+
+    def _disagreement(self, text: str) -> ScheduleDisagreement:
+        return ScheduleDisagreement(f"fsdp: the ranks of process group {self.group.description!r} disagree: {text}")
+
+    @contextlib.contextmanager
+    def all_or_none(self, what: str) -> Iterator[None]:
+        """Wrap work that each rank does alone, so that all ranks raise an error if it fails on any of them.
+
+        Raises:
+            ScheduleDisagreement: it failed on another rank; the message has that rank's error.
+        """
+        try:
+            yield
+        except Exception as error:
+            with contextlib.suppress(ScheduleDisagreement):
+                self.check_same(what, [f"{type(error).__name__}: {error}"])
+            raise
+        self.check_same(what, ["it can"])
+
+
+class _Call(RoundAction):
+    """A call that communicates outside of traces."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def describe(self) -> str:
+        return self._text
+
+
+def after_excess(excess: int) -> str:
+    """Return what a description of an action ends with if an exception interrupted a trace before it."""
+    if not excess:
+        return ""
+    return f", after an exception or the like {abs(excess) / 2:g} collectives {'short' if excess < 0 else 'ahead'}"
+
+
+def hash64(*parts: object) -> int:
+    """Return a hash of values that print alike on all ranks, as an integer for a token."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little", signed=True)
+
+
+def _groups_match(groups_of: Mapping[int, Sequence[tuple[str, tuple[int, ...]]]]) -> bool:
+    """Return whether the members of each rank's n-th process group have the same n-th group."""
+    holders: dict[tuple[int, str, tuple[int, ...]], set[int]] = defaultdict(set)
+    for rank, groups in groups_of.items():
+        for number, (name, members) in enumerate(groups):
+            holders[number, name, members].add(rank)
+    return all(ranks == set(members) for (_, _, members), ranks in holders.items())
+
+
+def _different_computations(hashes: Mapping[int, tuple[int, int, int, int]]) -> tuple[int, int, str] | None:
+    """Return two ranks with equal programs but different computations, if any, and the kind of lines that differ.
+
+    Args:
+        hashes: of each rank's program, and :attr:`Computation.hashes`.
+    """
+    first: dict[tuple[int, ...], int] = {}  # of the ranks with a program, and of those with inputs
+    for rank, (program, comparable, inputs, exact) in hashes.items():
+        like = first.setdefault((program,), rank)
+        if hashes[like][1] != comparable:
+            return like, rank, "comparable"
+        like = first.setdefault((program, inputs), rank)
+        if hashes[like][3] != exact:
+            return like, rank, "lines"
+    return None
+
+
+_numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+"""Counters that number the modules of each process group. The ranks of a group shard the same modules in the same
+order, but some of them may shard other modules over another group in between."""
+
+_controls: weakref.WeakKeyDictionary[ProcessGroupRef, Control] = weakref.WeakKeyDictionary()
+
+
+def control_of(group: ProcessGroupRef) -> Control:
+    """Return the control of the model that ``group`` shares, or one without other ranks if there is none."""
+    return _controls.get(group) or Control(group)

@@ -1,0 +1,35 @@
+"""Messages about several ranks: what each of them does, and where their texts differ."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+
+def ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
+    """Group ranks by their texts, in order of appearance."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in texts:
+        ranks_of.setdefault(text, []).append(rank)
+    return ranks_of
+
+
+def sides(texts: Mapping[int, str]) -> str:
+    """Return one line for each distinct text, with its ranks."""
+    return "\n".join(f"    {named(ranks)}: {text}" for text, ranks in ranks_by_text(sorted(texts.items())).items())
+
+
+def named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+
+
+def first_line(text: str) -> str:
+    return text.split("\n", 1)[0]
+
+
+def first_difference(first: int, ours: Sequence[str], other: int, theirs: Sequence[str], where: str = "") -> str:
+    """Return the first line that differs between the texts of the ranks ``first`` and ``other``; empty if none does."""
+    for number, (a, b) in enumerate(itertools.zip_longest(ours, theirs, fillvalue="(nothing)"), 1):
+        if a != b:
+            return f"line {number}{where}:\n    rank {first}: {a}\n    rank {other}: {b}"
+    return ""

@@ -1,0 +1,114 @@
+"""The start of a compiled trace, as ranks announce it: see [Note: Agreement of ranks] in ``ranks.control``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from ..ranks.channel import TOKEN, RoundAction
+from ..ranks.control import AgreedProgram, Computation, Control, after_excess, hash64
+from .bucket import Bucket
+
+_BITS = 60
+"""How many bits of a token's integers stand for buckets. Buckets whose numbers differ by a multiple of this share one."""
+
+
+class TraceStart(RoundAction):
+    """A compiled trace on the control channel: the opaque argument of ``fsdp_agree``, which prints its name.
+
+    Args:
+        name: the name that it prints.
+        agreed: the result of comparing the programs of all ranks.
+        text: a description of the trace: its inputs and flags.
+        computation: the computation of the trace.
+        issues: the number of collectives that it issues.
+    """
+
+    def __init__(
+        self, control: Control, name: str, agreed: AgreedProgram, text: str, computation: Computation, issues: int
+    ) -> None:
+        self.control = control
+        self.name = name
+        self.text = text
+        self._lines = computation.trace_lines
+        self.issues = 2 * issues  # each collective counts twice
+        self.left_over: list[weakref.ref[Bucket]] = []
+        """Buckets whose unreduced gradients from ``no_sync`` the trace reduces if there are any."""
+        self.guarded: list[weakref.ref[Bucket]] = []
+        """Buckets that the trace gathers again if their private slots have been overwritten."""
+        self.reusing: list[weakref.ref[Bucket]] = []
+        """Buckets that the trace does not gather if an earlier micro-batch has, on all ranks; see :meth:`take`."""
+        comparable, self._inputs, self._exact = computation.hashes if agreed.compares_computation else (0, 0, 0)
+        self._program = agreed.number, comparable
+        self._usual = self._token(0, 0, 0, offers=0)
+        self._excess, self._reduced, self._begun = 0, 0, 0
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def post(self) -> None:
+        """Announce to the other ranks that this trace starts."""
+        issue_counts = self.control.issue_counts
+        self._excess = excess = issue_counts.excess
+        self._begun = self.issues
+        self._reduced = again = 0
+        for i, reference in enumerate(self.guarded):
+            bucket = reference()
+            if bucket is not None and not bucket.is_kept_for_this_backward():
+                again |= self.control.is_on_all_ranks(bucket) << i % _BITS
+                self._begun += 2
+        for i, reference in enumerate(self.left_over):
+            bucket = reference()
+            if bucket is None:
+                continue
+            bucket.accumulation.check_complete()
+            if not bucket.ends_window():
+                continue
+            collectives = (bucket.accumulation.unsharded is not None) + (bucket.ranks.replicas is not None)
+            self._reduced |= (self.control.is_on_all_ranks(bucket) and collectives > 0) << i % _BITS
+            self._begun += 2 * collectives
+        offers = self._offered()
+        state = excess, self._reduced, again
+        token = self._token(*state, offers=offers) if offers or any(state) else self._usual
+        assert self.control.channel is not None
+        self.control.channel.post(token, self)
+        issue_counts.expected += self._begun
+
+    def settle(self) -> None:
+        """Wait until all ranks have announced it."""
+        self.control.settle()
+
+    def describe(self) -> str:
+        reduced = ", which also reduces gradients of no_sync," if self._reduced else ""
+        return f"the {self.text} of {self.control.title}{reduced}{after_excess(self._excess)}"
+
+    def details(self) -> Sequence[str]:
+        return self._lines
+
+    def cancel(self) -> None:
+        self.control.issue_counts.expected -= self._begun
+        self._begun = 0
+
+    def _offered(self) -> int:
+        """Return a bit for each bucket that this rank could reuse; those that share a bit are reused together."""
+        offered, missing = 0, 0
+        for i, reference in enumerate(self.reusing):
+            bucket = reference()
+            if bucket is not None:
+                bucket.window.is_agreed = False
+                if bucket.offers_reuse() and self.control.is_on_all_ranks(bucket):
+                    offered |= 1 << i % _BITS
+                    continue
+            missing |= 1 << i % _BITS
+        return offered & ~missing
+
+    def take(self, offers: int) -> None:
+        """Let the buckets be reused that all ranks have offered."""
+        for i, reference in enumerate(self.reusing):
+            bucket = reference()
+            if bucket is not None:
+                bucket.window.is_agreed = bool(offers >> i % _BITS & 1)
+
+    def _token(self, excess: int, reduced: int, again: int, *, offers: int) -> bytes:
+        same = hash64("trace", self.control.number, *self._program, excess, int(reduced), int(again))
+        return TOKEN.pack(same, self._inputs, self._exact, offers)
