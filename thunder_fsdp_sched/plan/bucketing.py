@@ -12,8 +12,6 @@ from .layout import make_layout
 from .plan import Plan
 from .specs import BucketOptions, BucketSpec, CommSpec, GroupKey, ParamSpec
 
-__all__ = ["BucketingStrategy", "make_plan", "named_blocks"]
-
 BucketRule = Callable[[str, torch.nn.Parameter], str]
 
 # [Note: Edges]
@@ -230,11 +228,7 @@ def _edge_pieces(block: torch.nn.Module, path: str) -> dict[str, str]:
 
 
 def _innermost(param_name: str, blocks: Iterable[str]) -> str:
-    best = ""
-    for block in blocks:
-        if param_name.startswith(f"{block}.") and len(block) > len(best):
-            best = block
-    return best or "root"
+    return max((block for block in blocks if param_name.startswith(f"{block}.")), key=len, default="root")
 
 
 def named_blocks(module: torch.nn.Module) -> tuple[str, ...]:

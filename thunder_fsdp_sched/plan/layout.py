@@ -27,8 +27,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ALIGNMENT", "Layout", "Placement", "Segment", "make_layout"]
-
 ALIGNMENT = 16
 """Alignment (bytes) of each parameter in the unsharded buffer, for vector loads and inductor's guard."""
 
@@ -122,7 +120,9 @@ class Layout:
         )
         placements = []
         for placement in self.placements:
-            segment = max((s for s in segments if s.unsharded_offset <= placement.unsharded_offset), key=_end_of)
+            # An empty segment starts where the next one does.
+            before = [s for s in segments if s.unsharded_offset <= placement.unsharded_offset]
+            segment = max(before, key=lambda s: (s.unsharded_offset, s.shard_numel))
             offset = placement.unsharded_offset - segment.unsharded_offset
             placements.append(_make_placement(placement.shape, offset, segment, world_size))
         return Layout(world_size, segments, tuple(placements), self.unsharded_numel, self.shard_numel * each)
@@ -130,10 +130,6 @@ class Layout:
     def shard_segments(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Return a rank's own range of each non-empty segment, as a view of its flat shard."""
         return [_narrow(shard, s.shard_offset, s.shard_numel) for s in self.segments if s.shard_numel]
-
-
-def _end_of(segment: Segment) -> tuple[int, int]:
-    return segment.unsharded_offset, segment.shard_numel
 
 
 def _narrow(flat: torch.Tensor, start: int, numel: int) -> torch.Tensor:
@@ -156,20 +152,15 @@ def make_layout(
     if per_param:
         memberships = [[i] for i in range(len(shapes))]
     else:
-        everything = list(range(len(shapes)))
-        memberships = [everything]
-        if (
-            _padding(_fill_segment(shapes, everything, world_size, align), shapes, everything, world_size)
-            > _MAX_PADDING
-        ):
+        memberships = [list(range(len(shapes)))]
+        total = _total(shapes, memberships, world_size, align)
+        if sum(map(math.prod, shapes)) < (1 - _MAX_PADDING) * total:
             # Row widths without a small common multiple cause padding: give each width its own segment.
             by_width: dict[int, list[int]] = {}
-            for i in everything:
-                by_width.setdefault(math.prod(shapes[i][1:]), []).append(i)
+            for i, shape in enumerate(shapes):
+                by_width.setdefault(math.prod(shape[1:]), []).append(i)
             split = list(by_width.values())
-            if len(split) > 1 and _total(shapes, split, world_size, align) < _total(
-                shapes, memberships, world_size, align
-            ):
+            if _total(shapes, split, world_size, align) < total:
                 memberships = split
 
     segments: list[Segment] = []
@@ -245,11 +236,6 @@ def _pack_in_order(numels: Sequence[int], widths: Sequence[int], shard_numel: in
         offsets.append(start)
         end = start + numel
     return offsets, end
-
-
-def _padding(filled: tuple[int, list[int]], shapes: Sequence[tuple[int, ...]], members: list[int], world: int) -> float:
-    total = filled[0] * world
-    return 1 - sum(math.prod(shapes[i]) for i in members) / total if total else 0.0
 
 
 def _total(shapes: Sequence[tuple[int, ...]], memberships: list[list[int]], world_size: int, align: int) -> int:

@@ -1,14 +1,31 @@
-"""The buckets of a model, together."""
+"""The buckets of a model, together, and the table of them: cells for any renderer, and the text that ``print`` shows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 from .specs import BucketSpec
-from .table import PlanTable, as_text, table_of
 
-__all__ = ["Plan"]
+Key = TypeVar("Key")
+
+
+class PlanTable(NamedTuple):
+    """The cells of a plan's table. Sizes are in bytes.
+
+    Attributes:
+        columns: headers; the first column has names, the others numbers or short words.
+        rows: one for each bucket, in the order of the plan.
+        total: the last row.
+        notes: what all buckets have in common, or only some, one line each.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    total: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -31,7 +48,7 @@ class Plan:
         return len(self.buckets)
 
     def __str__(self) -> str:
-        return as_text(self.table)
+        return _as_text(self.table)
 
     def __getitem__(self, name: str) -> BucketSpec:
         for bucket in self.buckets:
@@ -47,4 +64,78 @@ class Plan:
     @property
     def table(self) -> PlanTable:
         """The cells of the table that ``print`` shows."""
-        return table_of(self.buckets, f"{self.world_size} ranks of process group {self.group!r}")
+        return _table_of(self.buckets, f"{self.world_size} ranks of process group {self.group!r}")
+
+
+def _table_of(plan: Sequence[BucketSpec], title: str) -> PlanTable:
+    """Return the cells of the table. A value that is the same for all buckets is a note instead of a column."""
+    dtypes = {bucket.name: _dtypes(bucket) for bucket in plan}
+    shows_dtypes = len(set(dtypes.values())) > 1
+    ranks = {b.name: f"{b.layout.world_size}" + (f" x {b.replicas}" if b.replicas > 1 else "") for b in plan}
+    shows_ranks = len({(b.group, ranks[b.name]) for b in plan}) > 1 or any(b.replicas > 1 for b in plan)
+    columns = ["bucket", "parameters", "unsharded bytes", "bytes a rank", "padding"]
+    rows = [
+        (
+            bucket.name if bucket.requires_grad else f"{bucket.name} (frozen)",
+            *_sizes([bucket]),
+            *[dtypes[bucket.name]] * shows_dtypes,
+            *[ranks[bucket.name]] * shows_ranks,
+        )
+        for bucket in plan
+    ]
+    total = (f"{len(plan)} bucket{'s' * (len(plan) != 1)}", *_sizes(plan), *[""] * (shows_dtypes + shows_ranks))
+    notes = [] if shows_dtypes else [f"dtype: {dtype}" for dtype in dict.fromkeys(dtypes.values())]
+    reasons = _names_by(plan, lambda b: f"{b.comm.transport}: {b.comm.reason}")
+    notes += [reason + (f" ({names})" if len(reasons) > 1 else "") for reason, names in reasons.items()]
+    kept = [bucket.name for bucket in plan if not bucket.reshard_after_forward]
+    if 0 < len(kept) < len(plan):
+        notes.append(f"unsharded until backward: {', '.join(kept)}")
+    sizes = _names_by(plan, lambda b: b.secondary_size)
+    for size, names in sizes.items():
+        of = f": {names}" if len(sizes) > 1 else ""
+        notes += [f"backward gathers among {size} ranks, from secondary shards{of}"] * (size is not None)
+    for factor, names in _names_by(plan, lambda b: b.divide_factor).items():
+        notes += [] if factor is None else [f"sum of gradients divided by {factor:g}: {names}"]
+    columns += ["dtype"] * shows_dtypes + ["ranks"] * shows_ranks
+    return PlanTable(title, tuple(columns), tuple(rows), total, tuple(notes))
+
+
+def _sizes(buckets: Sequence[BucketSpec]) -> list[str]:
+    """Return the number of parameters, and bytes: unsharded, of a rank, and of padding."""
+    numbers = (
+        [len(b.params) for b in buckets],
+        [b.unsharded_bytes for b in buckets],
+        [b.shard_bytes for b in buckets],
+        [b.padding_bytes for b in buckets],
+    )
+    return [f"{sum(of_buckets):,}" for of_buckets in numbers]
+
+
+def _names_by(buckets: Sequence[BucketSpec], key: Callable[[BucketSpec], Key]) -> dict[Key, str]:
+    """Return the names of buckets by a property, in order of appearance."""
+    names: dict[Key, list[str]] = {}
+    for bucket in buckets:
+        names.setdefault(key(bucket), []).append(bucket.name)
+    return {value: ", ".join(of_value) for value, of_value in names.items()}
+
+
+def _as_text(table: PlanTable) -> str:
+    """Return the table as lines of text, as wide as its longest names."""
+    lines = [table.columns, *table.rows, table.total]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [f"buckets, {table.title}", _line(table.columns, widths), "-" * (sum(widths) + 2 * len(widths) - 2)]
+    text += [_line(row, widths) for row in table.rows]
+    return "\n".join([*text, text[2], _line(table.total, widths), *table.notes])
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+    return "  ".join([first.lstrip().ljust(widths[0]), *others]).rstrip()
+
+
+def _dtypes(bucket: BucketSpec) -> str:
+    """Return the dtype of shards, and those of gathers and reductions if they differ."""
+    shards, gathered, reduced = (
+        str(dtype).removeprefix("torch.") for dtype in (bucket.dtype, bucket.param_dtype, bucket.reduce_dtype)
+    )
+    return shards if shards == gathered == reduced else f"{shards}, gathered {gathered}, reduced {reduced}"

@@ -10,8 +10,6 @@ import torch
 
 from .layout import Layout
 
-__all__ = ["BucketOptions", "BucketSpec", "CommSpec", "GroupKey", "ParamSpec", "Strided"]
-
 
 class Strided(NamedTuple):
     """The place of a parameter in its storage, in elements."""
