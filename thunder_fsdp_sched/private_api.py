@@ -232,8 +232,11 @@ def refuse_foreign_functions(module: Any, names: Collection[str]) -> None:
 
 
 def set_in_call(module: Any, is_in_call: bool) -> None:
-    """Let Thunder itself read ``use_fsdp`` of the original module, as it does in each call of the jitted one."""
-    module.__dict__["use_fsdp"] = not is_in_call and _RefusedByCheckpoints()
+    """Let Thunder itself ask for ``use_fsdp`` of the original module, as it does in each call of the jitted one."""
+    if is_in_call:
+        module.__dict__.pop("use_fsdp", None)
+    else:
+        module.use_fsdp = _RefusedByCheckpoints()
 
 
 def _refuse_foreign() -> NoReturn:
