@@ -36,8 +36,6 @@ from ..sharding.module_policies import attach_casts
 from ..sharding.sharded_module import ShardedModule
 from ..transform import find_jitted
 
-__all__ = ["eager", "in_former_place"]
-
 
 @contextlib.contextmanager
 def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterator[nn.Module]:

@@ -13,8 +13,6 @@ from ..module_options import check_factor
 from ..runtime.row_dtensor import local_rows
 from ..transform import find_jitted
 
-__all__ = ["clip_grad_norm_", "discard_unreduced", "set_gradient_divide_factor"]
-
 
 def clip_grad_norm_(
     model: ThunderModule, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

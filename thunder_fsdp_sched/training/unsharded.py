@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -26,9 +26,7 @@ from ..sharding.former_parameters import retire
 from ..sharding.sharded_module import ShardedModule
 from ..transform import find_jitted
 from .eager import in_former_place
-from .gather_ahead import gather_ahead
-
-__all__ = ["unsharded"]
+from .weight_stream import gather_ahead
 
 _CHUNK = 1 << 24
 """Bytes that are copied to the host at once for a digest."""
@@ -36,8 +34,8 @@ _CHUNK = 1 << 24
 _Key: TypeAlias = "tuple[str, tuple[int, ...]]"
 """A parameter's name and ranks: other ranks may have another one of this name (``process_group_for``)."""
 
-_Result: TypeAlias = "tuple[str, Mapping[_Key, str], Set[_Key]]"
-"""What a rank tells: its failure, or empty, a digest of each whole parameter, and those of which its rows have changed."""
+_Result: TypeAlias = "tuple[str, Mapping[_Key, tuple[str, bool]]]"
+"""A rank's failure, or empty, and for each whole parameter its digest and whether this rank's rows of it have changed."""
 
 
 @contextlib.contextmanager
@@ -86,24 +84,25 @@ def unsharded(
     _check_source(sharded, chosen, from_rank)
     names = [b.spec.params[i].name for b, i in chosen if sharded.control.is_on_all_ranks(b)]
     sharded.control.rendezvous("unsharded(...)", f"writeback={writeback}, from_rank={from_rank}", *names)
-    changes = _Changes(sharded, _gather(sharded, chosen))
-    changes.install(jitted)
+    whole = _gather(sharded, chosen)
+    _install(jitted, sharded, whole, are_whole=True)
     try:
         try:
             with torch.no_grad():
                 yield sharded.module
-            failure = changes.find_fault() if writeback else ""
+            failure = _find_fault(sharded, whole) if writeback else ""
         except Exception as error:
             if writeback:
                 with contextlib.suppress(ScheduleDisagreement):  # the cause is more specific
-                    changes.exchange(f"{type(error).__name__}: {error}")
+                    _exchange(sharded, whole, f"{type(error).__name__}: {error}")
             raise
         finally:
-            changes.remove(jitted)
+            _install(jitted, sharded, whole, are_whole=False)
         if writeback:
-            changes.write_back(failure, from_rank)
+            _write_back(sharded, whole, failure, from_rank)
     finally:
-        changes.retire()
+        # Training a whole parameter after the block is an error: see [Note: Former parameters].
+        sharded.former_params += [retire(one.param, one.name) for one in whole]
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,10 +123,6 @@ class _Whole:
         return self.bucket.spec.params[self.index].name
 
     @property
-    def names(self) -> Sequence[str]:
-        return self.bucket.spec.params[self.index].names
-
-    @property
     def shard(self) -> nn.Parameter:
         return self.bucket.params[self.index]
 
@@ -137,98 +132,88 @@ class _Whole:
         every = ranks.group.global_ranks if ranks.grid is None else [rank for row in ranks.grid for rank in row]
         return self.name, tuple(sorted(every))
 
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's rows of :attr:`param`."""
+        rows = self.bucket.local_rows(self.index, self.param.detach())
+        return rows.to(self.bucket.spec.shard_device)
 
-class _Changes:
-    """Whole parameters, and writing them back."""
 
-    def __init__(self, sharded: ShardedModule, whole: Sequence[_Whole]) -> None:
-        self._sharded = sharded
-        self._whole = whole
+def _install(jitted: ThunderModule, sharded: ShardedModule, whole: Sequence[_Whole], *, are_whole: bool) -> None:
+    """Put whole parameters in place of shards into both modules, or the shards back."""
+    sharded.module_params.install_whole({id(one.shard): one.param for one in whole} if are_whole else {})
+    for one in whole:
+        names = one.bucket.spec.params[one.index].names
+        jitted._overrides_parameters.update(dict.fromkeys(names, one.param if are_whole else one.shard))
 
-    def install(self, jitted: ThunderModule) -> None:
-        for one in self._whole:
-            jitted._overrides_parameters.update(dict.fromkeys(one.names, one.param))
-        self._sharded.module_params.install_whole({id(one.shard): one.param for one in self._whole})
 
-    def remove(self, jitted: ThunderModule) -> None:
-        self._sharded.module_params.install_whole({})
-        for one in self._whole:
-            jitted._overrides_parameters.update(dict.fromkeys(one.names, one.shard))
-
-    def retire(self) -> None:
-        """Make it an error to train a whole parameter after the block: see [Note: Former parameters]."""
-        self._sharded.former_params += [retire(one.param, one.name) for one in self._whole]
-
-    def find_fault(self) -> str:
-        """Return why these parameters cannot be written back; empty if they can."""
-        if replaced := self._sharded.module_params.find_replaced_whole():
+def _find_fault(sharded: ShardedModule, whole: Sequence[_Whole]) -> str:
+    """Return why these parameters cannot be written back; empty if they can."""
+    if replaced := sharded.module_params.find_replaced_whole():
+        return (
+            f"parameter {replaced!r} was replaced or removed; copy into it instead: "
+            f"`with torch.no_grad(): p.copy_(new)`"
+        )
+    for one in whole:
+        spec, param = one.bucket.spec.params[one.index], one.param
+        if (tuple(param.shape), param.dtype, param.device) != (spec.shape, spec.dtype, one.bucket.spec.device):
             return (
-                f"parameter {replaced!r} was replaced or removed; copy into it instead: "
-                f"`with torch.no_grad(): p.copy_(new)`"
+                f"parameter {one.name!r} was given another shape, dtype or device: {param.dtype}"
+                f"{list(param.shape)} on {param.device}, expected {spec}"
             )
-        for one in self._whole:
-            spec, param = one.bucket.spec.params[one.index], one.param
-            if (tuple(param.shape), param.dtype, param.device) != (spec.shape, spec.dtype, one.bucket.spec.device):
-                return (
-                    f"parameter {one.name!r} was given another shape, dtype or device: {param.dtype}"
-                    f"{list(param.shape)} on {param.device}, expected {spec}"
-                )
-            if version_of(one.bucket) != one.version:
-                return (
-                    f"the shard of {one.name!r} was changed in the meantime, by an optimizer step for example, and writing "
-                    f"back would undo that; do it outside"
-                )
-        return ""
-
-    def exchange(self, failure: str) -> list[_Result]:
-        """Tell the other ranks whether this one has failed, and return what each of them tells."""
-        control = self._sharded.control
-        is_alone = failure or control.is_single_rank
-        digests = {} if is_alone else {one.key: _digest(one.param.detach()) for one in self._whole}
-        changed = set() if failure else {one.key for one in self._whole if self._has_changed(one, one.param.detach())}
-        return control.exchange("the end of unsharded(...)", (failure, digests, changed))
-
-    def write_back(self, failure: str, source: int | None) -> None:
-        results = self.exchange(failure)
-        if failure:
-            raise RuntimeError(f"unsharded: {failure}. Nothing was written back")
-        global_ranks = self._sharded.world_group.global_ranks
-        for rank, (other, *_) in zip(global_ranks, results, strict=False):  # with the backend "fake", only this one
-            if other:
-                raise ScheduleDisagreement(f"unsharded: nothing was written back, because rank {rank} failed: {other}")
-        differ = {
-            key: tuple(ranks)
-            for key in dict.fromkeys(key for _, digests, _ in results for key in digests)
-            if len(ranks := _first_with_each(key, global_ranks, results)) > 1
-        }
-        if differ and source is None:
-            (name, _), between = next(iter(differ.items()))
-            raise ScheduleDisagreement(
-                f"unsharded: nothing was written back, because ranks made different changes to {len(differ)} parameters, "
-                f"first {name!r} on ranks {list(between)}. Make the same changes on all ranks, with the same seed for "
-                f"example, or pass unsharded(from_rank=...)"
+        if version_of(one.bucket) != one.version:
+            return (
+                f"the shard of {one.name!r} was changed in the meantime, by an optimizer step for example, and writing "
+                f"back would undo that; do it outside"
             )
-        changed = set(differ).union(*(of_rank for _, _, of_rank in results))
-        with torch.no_grad():
-            for one in self._whole:
-                value = one.param.detach()
-                if source is not None and one.key in differ:
-                    value = value.contiguous()
-                    with self._sharded.control.doing(f"the broadcast of {one.name}"):
-                        dist.broadcast(value, src=source, group=self._sharded.world_group.process_group)
-                # A write counts as a change between forward and backward, so it is made on all ranks or on none.
-                if one.key in changed:
-                    one.bucket.write_rows(one.index, self._rows(one, value))
-                if one.param.requires_grad is not one.shard.requires_grad:
-                    one.shard.requires_grad_(one.param.requires_grad)
+    return ""
 
-    @staticmethod
-    def _rows(one: _Whole, value: torch.Tensor) -> torch.Tensor:
-        return one.bucket.local_rows(one.index, value).to(one.bucket.spec.shard_device)
 
-    def _has_changed(self, one: _Whole, value: torch.Tensor) -> bool:
-        """Return whether this rank's rows of ``value`` differ from those of the shard."""
-        return not torch.equal(_bytes(self._rows(one, value)), _bytes(one.bucket.shard_views[one.index]))
+def _exchange(sharded: ShardedModule, whole: Sequence[_Whole], failure: str) -> list[_Result]:
+    """Tell the other ranks whether this one has failed and what has changed, and return what each of them tells."""
+    is_alone = sharded.control.is_single_rank
+    found = {
+        one.key: (
+            "" if is_alone else _digest(one.param.detach()),
+            not torch.equal(_bytes(one.local), _bytes(one.bucket.shard_views[one.index])),
+        )
+        for one in (() if failure else whole)
+    }
+    return sharded.control.exchange("the end of unsharded(...)", (failure, found))
+
+
+def _write_back(sharded: ShardedModule, whole: Sequence[_Whole], failure: str, source: int | None) -> None:
+    results = _exchange(sharded, whole, failure)
+    if failure:
+        raise RuntimeError(f"unsharded: {failure}. Nothing was written back")
+    firsts: dict[_Key, dict[str, int]] = {}  # the first rank with each digest
+    changed: set[_Key] = set()
+    # With the backend "fake", only this rank tells something.
+    for rank, (other, found) in zip(sharded.world_group.global_ranks, results, strict=False):
+        if other:
+            raise ScheduleDisagreement(f"unsharded: nothing was written back, because rank {rank} failed: {other}")
+        for key, (digest, has_changed) in found.items():
+            firsts.setdefault(key, {}).setdefault(digest, rank)
+            changed |= {key} if has_changed else set()
+    differ = {key: list(ranks.values()) for key, ranks in firsts.items() if len(ranks) > 1}
+    if differ and source is None:
+        (name, _), between = next(iter(differ.items()))
+        raise ScheduleDisagreement(
+            f"unsharded: nothing was written back, because ranks made different changes to {len(differ)} parameters, "
+            f"first {name!r} on ranks {between}. Make the same changes on all ranks, with the same seed for "
+            f"example, or pass unsharded(from_rank=...)"
+        )
+    with torch.no_grad():
+        for one in whole:
+            if one.key in differ:
+                one.param.data = one.param.detach().contiguous()
+                with sharded.control.doing(f"the broadcast of {one.name}"):
+                    dist.broadcast(one.param.detach(), src=source, group=sharded.world_group.process_group)
+            # A write counts as a change between forward and backward, so it is made on all ranks or on none.
+            if one.key in differ.keys() | changed:
+                one.bucket.write_rows(one.index, one.local)
+            if one.param.requires_grad is not one.shard.requires_grad:
+                one.shard.requires_grad_(one.param.requires_grad)
 
 
 def _choose(sharded: ShardedModule, only: Sequence[str | nn.Module]) -> list[tuple[Bucket, int]]:
@@ -284,21 +269,10 @@ def _gather(sharded: ShardedModule, chosen: Sequence[tuple[Bucket, int]]) -> lis
     return found
 
 
-def _first_with_each(key: _Key, ranks: Sequence[int], results: Sequence[_Result]) -> list[int]:
-    """Return, for each digest of a parameter, the first rank that has it."""
-    first: dict[str, int] = {}
-    for rank, (_, digests, _) in zip(ranks, results, strict=False):
-        if key in digests:
-            first.setdefault(digests[key], rank)
-    return list(first.values())
-
-
 def _digest(value: torch.Tensor) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(min(_CHUNK, max(value.nbytes, 1)))
-    on_host, view = torch.frombuffer(buffer, dtype=torch.uint8), memoryview(buffer)
-    for chunk in _bytes(value).split(len(buffer)):
-        on_host[: len(chunk)].copy_(chunk)
-        digest.update(view[: len(chunk)])
+    digest = hashlib.sha256()
+    for chunk in _bytes(value).split(_CHUNK):
+        digest.update(chunk.cpu().numpy().data)
     return digest.hexdigest()
 
 
