@@ -14,7 +14,7 @@ import torch
 
 from ..runtime.row_dtensor import RowDTensor
 from ..sharding.former_parameters import refuse_former
-from ..sharding.optimizer_state import state_to_rows
+from ..sharding.state_entries import state_to_rows
 
 _NEED_WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
 
