@@ -19,6 +19,7 @@ from .ir.inspection import is_backward_trace, snapshot, split_joint, statements
 from .ir.schedule import StepSchedule, compute_digest, read_program, read_schedule
 from .options import Options
 from .pipeline import CompiledTraces, JointPasses, Pass, can_fuse_any
+from .proof.audit import audited
 from .runtime.module_hooks import TracedHooks
 from .runtime.trace_start import TraceStart
 from .sharding.sharded_module import ShardedModule
@@ -55,10 +56,8 @@ from .transforms import (
     sort_within_budget,
     unpacked_parameters,
     verify,
-    verify_memory,
     write_grads_in_place,
 )
-from .transforms.audit import audited
 from .transforms.sort_within_budget import shared_budget
 
 __all__ = ["Compilation", "Describe"]
@@ -242,15 +241,16 @@ class Compilation:
         if backward:
             finish.append(partial(end_backward, no_sync=traces.no_sync))
         finish.append(partial(del_last_used, clear_mutable_collections=backward))
-        if (limit := self._options.max_memory) is not None:
-            buckets = self._sharded.buckets
-            finish.append(partial(verify_memory, forward=forward, max_memory=limit, buckets=buckets, left=self._left))
         trace = traces.run(finish, sorted_trace)
         if backward:
             traces.backward_before, traces.backward, traces.backward_schedule = unscheduled, trace, schedule
         else:
             traces.forward_before, traces.forward, traces.forward_schedule = unscheduled, trace, schedule
         self.is_finished = backward or not trains
+        if self.is_finished and self._options.max_memory is not None:
+            from .planning.choosing import check_memory  # here, because a default step needs no planner
+
+            check_memory(traces, limit=self._options.max_memory, left=self._left, compiled=self._compiled)
         if self._options.audit:
             trace = audited(trace, forward=forward, former_memory=self._sharded.former_memory, stats=self._stats)
         return with_caches(trace)

@@ -36,7 +36,7 @@ from .clusters import cluster_of_this_process
 from .cost import AnalyticCost
 from .limits import Limits
 
-__all__ = ["Settings", "choose_settings"]
+__all__ = ["Settings", "check_memory", "choose_settings"]
 
 
 class Settings(NamedTuple):
@@ -78,6 +78,36 @@ def choose_settings(
         MemoryLimitError, ValueError: the limits are too low.
     """
     return _Chooser(joint, traces, sharded, options, compiled).choose()
+
+
+def check_memory(
+    traces: CompiledTraces, *, limit: int, left: LeftGradients, compiled: Sequence[CompiledTraces]
+) -> None:
+    """Raise an error if the traces that run need more memory than was planned, at any position.
+
+    Args:
+        limit: ``max_memory``.
+        left: the gradients of earlier micro-batches that the step finds in memory.
+        compiled: the traces of the module that were compiled before. What they keep allocated counts.
+
+    Raises:
+        MemoryLimitError: names the position at which most memory is needed.
+    """
+    others = [other.traces for other in compiled]
+    peak = StepMemory.of(traces.traces, traces.buckets, accumulated=left, others=others).peak
+    if peak.nbytes <= limit:
+        return
+    hint = ""
+    if any(bsym.sym.is_fusion for trace in traces.traces for bsym in trace.bound_symbols):
+        hint = (
+            f"\nWhat to recompute is chosen before operators are fused, and a fusion may keep other values: set a lower "
+            f"limit, such as max_memory={2 * limit - peak.nbytes:,}"
+        )
+    raise MemoryLimitError(
+        f"max_memory: {limit:,} bytes are too few: the traces that run need {peak.nbytes:,} bytes at position "
+        f"{peak.position}, in {peak.phase}\n    {peak.statement}{hint}",
+        peak.nbytes,
+    )
 
 
 @dataclass

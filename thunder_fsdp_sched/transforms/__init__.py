@@ -7,6 +7,7 @@ blocks of ``Linear(64, 64, bias=False)`` and ``relu`` on two ranks, with the def
 was cut.
 """
 
+from ..proof import VerificationError, verify
 from .assign_slots import assign_slots
 from .bucket_communication import bucket_communication
 from .claim_operators import claim_operators
@@ -31,8 +32,6 @@ from .shard_prologue import refuse_foreign_parameters, shard_prologue, unpacked_
 from .sort_communication import sort_communication
 from .sort_host_copies import sort_host_copies
 from .sort_within_budget import sort_within_budget
-from .verify import VerificationError, verify
-from .verify_memory import verify_memory
 from .write_grads_in_place import share_written_in_place, write_grads_in_place
 
 __all__ = [
@@ -73,6 +72,5 @@ __all__ = [
     "sort_within_budget",
     "unpacked_parameters",
     "verify",
-    "verify_memory",
     "write_grads_in_place",
 ]

@@ -40,7 +40,7 @@ from ..private_traces import without_calls
 from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
 from ..runtime.memory import Arena, Slot
-from . import VerificationError
+from .machine import VerificationError
 
 __all__ = ["Auditor", "audited", "fsdp_audit", "without_audit"]
 

@@ -1,0 +1,426 @@
+"""An abstract machine that runs traces on their effects, and raises an error at the first bound symbol that is wrong.
+
+[Note: The abstract machine]
+The machine executes forward, then backward, on the effects of bound symbols alone (``ir.effects``). It has no tensors. Each
+range of bytes of each arena holds a token that says what was written there last, and each value in an arena needs a token.
+A bound symbol that reads a value while its bytes hold another token is refused, and the error names what overwrote them.
+That one check covers slots that are reused too early, gradients over parameters that are yet to be read, buckets that
+forward leaves for backward, memory that is freed too early, and gradients that something overwrites before their
+reduction. The other checks are about order: definitions, waits, first consumers, communication of others.
+
+It knows no symbol by name and counts no bytes. It relies on the facts about operators, which the audit of the first run
+checks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+from typing import NamedTuple, NoReturn
+
+from thunder.core.prims import PrimIDs
+from thunder.core.pytree import tree_iter
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from ..ir.effects import Effects, Issue, Place, effects
+from ..ir.inspection import (
+    UNPACKING,
+    args_of,
+    has_backward,
+    is_backward_trace,
+    names,
+    outs_of,
+    return_of,
+    statement,
+)
+from ..runtime.bucket import Bucket
+from ..runtime.memory import Arena, Slot
+
+
+class VerificationError(AssertionError):
+    """A broken promise of a trace: a defect of this plugin or of a later pass, found before or during the first run."""
+
+
+class _Range(NamedTuple):
+    """Bytes of an arena: what they hold, or what a value needs them to hold.
+
+    Attributes:
+        content: a token.
+        place: for which bucket they were written.
+        since: what has happened to them, for errors.
+    """
+
+    start: int
+    end: int
+    content: Hashable
+    place: Place
+    since: str = ""
+
+    def overlaps(self, arena: Arena, start: int, end: int) -> bool:
+        slot = self.place.slot
+        return slot is not None and slot.arena is arena and self.start < end and start < self.end
+
+
+class _Flight(NamedTuple):
+    """An operation that was issued at ``position`` and not waited for; until the wait it reads ``reads``.
+
+    Attributes:
+        sent: the contents of these values, as far as they are known.
+    """
+
+    issue: Issue
+    position: int
+    reads: frozenset[str]
+    sent: frozenset[Hashable]
+
+
+_NOTHING = "nothing that a value needs"
+
+
+class Machine:
+    """The state of arenas and values while traces run. Call :meth:`run` for forward, then for backward.
+
+    Attributes:
+        memory: the ranges of each arena that something was written to.
+        needs: the range that a value in an arena needs.
+        roots: the values that another one may share memory with.
+        contents: what values hold, if an effect says so.
+        left: where forward has left buckets for backward in shared slots.
+        filling: the gradients in place that no reduction has collected, with the positions of their writers.
+        guarded: buckets of which backward knows that their private slots hold the parameters.
+        ahead: the gathers that nothing has consumed, in the order of their issues.
+        future_of: for a gathered parameter, the future of its gather.
+        marked: gathers that leave their bucket for backward, with their numbers on their arenas.
+        foreign: the position of the last communication that is not ours.
+    """
+
+    def __init__(self, most_gathers: int | None) -> None:
+        self.most_gathers = most_gathers
+        self.memory: dict[Arena, list[_Range]] = defaultdict(list)
+        self.needs: dict[str, _Range] = {}
+        self.roots: dict[str, frozenset[str]] = {}
+        self.contents: dict[str, Hashable] = {}
+        self.on_host: set[str] = set()
+        self.left: dict[Bucket, Place] = {}
+        self.ran_forward = False
+
+    def run(self, trace: TraceCtx) -> None:
+        """Execute a trace to its end."""
+        self.trace, self.is_awaited = trace, has_backward(trace)
+        self.name = "backward" if is_backward_trace(trace) else "forward"
+        self.defined_at = dict.fromkeys(names(tree_iter((trace.args, trace.kwargs))), -1)
+        self.freed_at: dict[str, int] = {}
+        self.flights: dict[str, _Flight] = {}
+        self.waited: set[str] = set()
+        self.filling: dict[str, tuple[Place, int]] = {}
+        self.guarded: set[Bucket] = set()
+        self.ahead: dict[str, Issue] = {}
+        self.future_of: dict[str, str] = {}
+        self.issued: dict[Arena, int] = defaultdict(int)
+        self.marked: list[tuple[_Flight, int]] = []
+        self.foreign = -1
+        seen: set[int] = set()
+        for self.position, bsym in enumerate(trace.bound_symbols):
+            if bsym.sym.id is PrimIDs.DEL:
+                for name in args_of(bsym):
+                    self.defined_at.pop(name, None)
+                continue
+            if id(bsym) in seen:
+                self.fail("stands in the trace twice")
+            seen.add(id(bsym))
+            if bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
+                self._execute(bsym, effects(bsym))
+            for out in outs_of(bsym):
+                if out in self.defined_at and bsym.sym.id not in UNPACKING:
+                    self.fail(f"defines {out!r}, which bound symbol {self.defined_at[out]} has defined")
+                self.defined_at[out] = self.position
+        self._end()
+
+    def fail(self, what: str, position: int | None = None) -> NoReturn:
+        position = self.position if position is None else position
+        bsym = self.trace.bound_symbols[position]
+        raise VerificationError(f"bound symbol {position} of {self.name}: {what}\n    {statement(bsym)}")
+
+    def _execute(self, bsym: BoundSymbol, effect: Effects) -> None:
+        for fault in effect.faults:
+            self.fail(fault)
+        for name in args_of(bsym):
+            self._read(name, bsym, effect)
+        self._consume(bsym)
+        self._check_communication(effect)
+        self._check_contents(effect)
+        flight = self._wait(effect) if effect.waits is not None else None
+        for arena in effect.frees:
+            self._free(arena)
+        if effect.ensures is not None:
+            self._write(effect.ensures, _params(effect.ensures), bsym, effect)
+            if self.ran_forward:  # otherwise it is not known what backward reads there
+                self.guarded.add(effect.ensures.bucket)
+        if effect.fills is not None:
+            self._write_gradients(effect.fills, bsym.output.name, bsym, effect)
+            self.filling[bsym.output.name] = effect.fills, self.position
+        if effect.issues is not None:
+            flight = self._issue(effect.issues, bsym, effect)
+        written = frozenset().union(*map(self._roots, effect.writes))
+        for flying in self.flights.values() if written else ():
+            for name in flying.reads:
+                if written & self._roots(name):
+                    self.fail(f"may write {name!r} while {flying.issue.kind} reads it")
+        if bsym.sym.id not in UNPACKING:
+            self._put_results(bsym, effect, flight)
+
+    def _put_results(self, bsym: BoundSymbol, effect: Effects, flight: _Flight | None) -> None:
+        """Record where results are in memory, and what they hold."""
+        for out in outs_of(bsym):
+            for known in (self.needs, self.roots, self.contents):
+                known.pop(out, None)  # another trace may have used the name
+            self.on_host.discard(out)
+            if out in effect.aliases:
+                self.roots[out] = frozenset().union(*map(self._roots, effect.aliases[out]))
+        for index, out in enumerate(effect.in_place):
+            if effect.fills is not None:
+                self.needs[out] = _Range(*effect.fills.span, out, effect.fills)
+                continue
+            assert flight is not None and flight.issue.place is not None
+            place = flight.issue.place
+            if effect.waits is not None:
+                place = place._replace(param=index)
+                self.future_of[out] = flight.issue.future
+            self.needs[out] = _Range(*place.span, _params(place), place)
+            self.contents[out] = (*_params(place), place.param)
+        self.contents.update(effect.gives)
+        self.on_host.update(effect.on_host)
+        if effect.frees_value is not None:
+            self.freed_at[effect.frees_value] = self.position
+
+    #
+    # Reads
+    #
+
+    def _roots(self, name: str) -> frozenset[str]:
+        return self.roots.get(name, frozenset({name}))
+
+    def _read(self, name: str, bsym: BoundSymbol, effect: Effects) -> None:
+        if name not in self.defined_at:
+            self.fail(f"reads {name!r}, which nothing before it defines")
+        if name in self.freed_at:
+            self.fail(f"reads {name!r} after bound symbol {self.freed_at[name]}, where its memory was freed")
+        if name in self.flights and (effect.waits is None or name != effect.waits.future):
+            self.fail(f"reads {name!r}, the future of {self.flights[name].issue.kind}, which it does not wait for")
+        if (name in self.on_host) is not effect.reads_host and bsym.sym.id is not PrimIDs.RETURN:
+            self.fail(f"reads {name!r}, which is {'not ' * effect.reads_host}in host memory")
+        for root in self._roots(name):
+            if root in self.filling and root not in effect.collects:
+                self.fail(f"reads {name!r}, {_show(self.filling[root][0])}, before its reduction")
+            if root in self.needs:
+                self._check(self.needs[root], f"reads {name!r}")
+
+    def _check(self, needed: _Range, what: str) -> None:
+        """Refuse to read bytes that hold something else. Of bytes that nothing has written nothing is known."""
+        arena = self._slot(needed.place).arena
+        for held in self.memory[arena]:
+            if held.content != needed.content and held.overlaps(arena, needed.start, needed.end):
+                self.fail(f"{what} of bucket {_name(needed.place)} in {needed.place.slot}{held.since}")
+
+    def _consume(self, bsym: BoundSymbol) -> None:
+        """Refuse to read a bucket for the first time before the buckets that were gathered earlier."""
+        futures = {self.future_of[name] for name in args_of(bsym) if name in self.future_of} & self.ahead.keys()
+        for future in list(self.ahead) if futures else ():
+            if future not in futures:
+                later, first = _name(self.ahead[futures.pop()]), _name(self.ahead[future])
+                self.fail(f"reads bucket {later}, gathered after bucket {first}, whose first consumer is later")
+            futures.remove(future)
+            del self.ahead[future]
+            if not futures:
+                return
+
+    def _check_communication(self, effect: Effects) -> None:
+        moved = "communicates, but a collective of bucket {} was moved across it"
+        if effect.communicates:
+            for issue in self.ahead.values():
+                self.fail(moved.format(_name(issue)))
+            self.foreign = self.position
+        if effect.issues is not None and effect.collects:
+            if self.foreign > max(self.defined_at[name] for name in effect.collects):
+                self.fail(moved.format(_name(effect.issues)), self.foreign)
+
+    def _check_contents(self, effect: Effects) -> None:
+        for name, expected in effect.requires:
+            actual = None if name is None else self.contents.get(name)
+            if actual != expected:
+                self.fail(f"reads {name!r}, which holds {actual}, not {expected}")
+        for name, place in effect.collects.items():
+            written, _ = self.filling.pop(name, (place, -1))
+            if written != place:
+                self.fail(f"reduces {name!r} as {_show(place)}, but it is {_show(written)}")
+
+    #
+    # Memory
+    #
+
+    def _slot(self, place: Place) -> Slot:
+        if place.slot is None:
+            self.fail(f"bucket {_name(place)} has no slot")
+        if place.slot.nbytes < place.nbytes or (place.param or 0) >= len(place.bucket.spec.params):
+            self.fail(f"bucket {_name(place)} has no parameter {place.param}, or does not fit into {place.slot}")
+        return place.slot
+
+    def _write(self, place: Place, content: Hashable, bsym: BoundSymbol, effect: Effects) -> None:
+        slot, (start, end) = self._slot(place), place.span
+        what = f"{slot} for bucket {_name(place)}"
+        for name in args_of(bsym):
+            for root in self._roots(name) & self.needs.keys():
+                if name not in effect.collects or root != name:
+                    if self.needs[root].overlaps(slot.arena, start, end):
+                        self.fail(f"writes {what} while it reads {name!r} there")
+        self._check_idle(slot.arena, start, end, "writes")
+        kept = []
+        for held in self.memory[slot.arena]:
+            if not held.overlaps(slot.arena, start, end):
+                kept.append(held)
+                continue
+            if held.place.is_private and held.place.bucket.primary is not place.bucket.primary:
+                self.fail(f"writes {what}, but it belongs to bucket {_name(held.place)}")
+            if held.start < start:
+                kept.append(held._replace(end=start))
+            if end < held.end:
+                kept.append(held._replace(start=end))
+        since = f", which bound symbol {self.position} of {self.name} has overwritten for bucket {_name(place)}"
+        self.memory[slot.arena] = [*kept, _Range(start, end, content, place, since)]
+
+    def _write_gradients(self, place: Place, content: Hashable, bsym: BoundSymbol, effect: Effects) -> None:
+        if place.is_private and place.bucket not in self.guarded:
+            self.fail(f"writes gradients into {place.slot} without a guard of bucket {_name(place)} before it")
+        self._write(place, content, bsym, effect)
+
+    def _free(self, arena: Arena) -> None:
+        self._check_idle(arena, 0, arena.nbytes, "frees")
+        for held in self.memory[arena]:
+            if held.place.is_private and self.is_awaited:
+                self.fail(f"frees {held.place.slot}, which backward reads")
+        since = f", which bound symbol {self.position} of {self.name} has freed"
+        self.memory[arena] = [held._replace(content=_NOTHING, since=since) for held in self.memory[arena]]
+
+    def _check_idle(self, arena: Arena, start: int, end: int, verb: str) -> None:
+        for flying in self.flights.values():
+            place = flying.issue.place
+            if place is not None and _Range(*place.span, None, place).overlaps(arena, start, end):
+                self.fail(f"{verb} {place.slot} before the wait for bucket {_name(place)}")
+
+    #
+    # Issues and waits
+    #
+
+    def _issue(self, issue: Issue, bsym: BoundSymbol, effect: Effects) -> _Flight:
+        reads = frozenset(args_of(bsym)).difference(effect.collects)
+        sent = frozenset(self.contents[name] for name in reads if name in self.contents)
+        flight = _Flight(issue, self.position, reads, sent)
+        if issue.place is not None:
+            arena = self._slot(issue.place).arena
+            if issue.gathers:
+                self._check_marks(issue, issue.place, self.issued[arena])
+                self._write(issue.place, _params(issue.place), bsym, effect)
+            else:
+                self._write_gradients(issue.place, issue.future, bsym, effect)
+            self.issued[arena] += 1
+            if issue.followed_by is not None:
+                self.marked.append((flight, self.issued[arena]))
+        others = [_name(flying.issue) for flying in self.flights.values() if flying.issue.gathers]
+        if issue.gathers:
+            self.ahead[issue.future] = issue
+            if self.most_gathers is not None and len(others) >= self.most_gathers:
+                limit = f"max_gathers_in_flight={self.most_gathers}"
+                self.fail(f"gathers bucket {_name(issue)} while {', '.join(others)} are in flight, but {limit}")
+        self.flights[issue.future] = flight
+        return flight
+
+    def _check_marks(self, issue: Issue, place: Place, before: int) -> None:
+        """Check a gather that may find its bucket in the slot already."""
+        if issue.window is not None and not (place.is_private and self.is_awaited):
+            self.fail(f"reuses {place.slot}, which does not keep bucket {_name(place)} until backward")
+        if issue.resident:
+            self._check_number("preceded_by", issue, before, self.position)
+            left = self.left.pop(place.bucket.primary, None)
+            if self.ran_forward and (left is None or left.slot is not place.slot):
+                self.fail(f"expects bucket {_name(place)} in {place.slot}, where forward did not leave it")
+        if issue.resident or issue.window is not None:
+            self._check(_Range(*place.span, _params(place), place), "expects the parameters")
+
+    def _check_number(self, mark: str, issue: Issue, actual: int, position: int) -> None:
+        if issue.marks[mark] != actual:
+            stated = f"{mark}={issue.marks[mark]}"
+            self.fail(f"states {stated} for bucket {_name(issue)}, but the trace has {actual}", position)
+
+    def _wait(self, effect: Effects) -> _Flight:
+        assert effect.waits is not None
+        future, kinds, of = effect.waits
+        flight = self.flights.pop(future, None)
+        if flight is None:
+            self.fail(f"waits {'a second time ' * (future in self.waited)}for {future!r}, which is not in flight")
+        self.waited.add(future)
+        issue = flight.issue
+        if issue.kind not in kinds or issue.bucket is not effect.bucket:
+            expected = " or ".join(kinds) + (f" of bucket {effect.bucket.spec.name!r}" if effect.bucket else "")
+            self.fail(f"waits for {future!r}, {issue.kind} of bucket {_name(issue)}, but expects {expected}")
+        if of is not None and of not in flight.reads:
+            self.fail(f"waits for a copy of {', '.join(flight.reads)} with {of!r}")
+        for out, content in effect.gives.items():
+            if flight.sent and content not in flight.sent:
+                self.fail(f"returns {out!r} as {content}, but {', '.join(map(str, flight.sent))} was sent")
+        return flight
+
+    #
+    # The end of a trace
+    #
+
+    def _end(self) -> None:
+        for flight in self.flights.values():
+            self.fail("is never waited for", flight.position)
+        for place, position in self.filling.values():
+            self.fail(f"writes {_show(place)}, which nothing reduces", position)
+        last = return_of(self.trace)
+        returned, saved = (last.args[0]["output"], last.args[1:]) if self.is_awaited else (last.args, ())
+        for name in names(tree_iter(returned)):
+            if name in self.on_host:
+                self.fail(f"returns {name!r}, which is in host memory")
+            for root in self._roots(name) & self.needs.keys():
+                self.fail(f"returns {name!r}, which is stored in {self.needs[root].place.slot}")
+        for name in names(tree_iter(saved)):
+            for root in self._roots(name) & self.needs.keys():
+                place = self.needs[root].place
+                if not place.is_private:
+                    where = f"{place.slot} of bucket {_name(place)}; other buckets reuse that slot"
+                    self.fail(f"saves {name!r} for backward, which is stored in {where}")
+        for flight, number in self.marked:
+            issue, place = flight.issue, flight.issue.place
+            assert place is not None
+            after = self.issued[self._slot(place).arena] - number
+            self._check_number("followed_by", issue, after, flight.position)
+            self._check(_Range(*place.span, _params(place), place), "leaves the parameters")
+            self.left[place.bucket.primary] = place
+        self.ran_forward = True
+        for arena, ranges in self.memory.items():
+            self.memory[arena] = [_after_forward(held) for held in ranges]
+
+
+def _after_forward(held: _Range) -> _Range:
+    """Return a range as backward finds it: other steps may have written to private slots in between."""
+    if not held.place.is_private:
+        return held
+    return held._replace(content=_NOTHING, since=f" before the guard of bucket {_name(held.place)}")
+
+
+def _params(place: Place) -> tuple[str, Bucket]:
+    """Return the content of a slot into which the bucket was gathered. Its secondary gathers the same."""
+    return "params", place.bucket.primary
+
+
+def _name(of: Issue | Place) -> str:
+    return "" if of.bucket is None else repr(of.bucket.spec.name)
+
+
+def _show(place: Place) -> str:
+    """Describe the place of a gradient."""
+    param = "" if place.param is None else f" of {place.bucket.spec.params[place.param].name!r}"
+    return f"the gradient{param} for bucket {_name(place)} in {place.slot}"

@@ -1,0 +1,62 @@
+"""Prove the promises of this plugin on the trace that is about to run, and name the bound symbol that breaks one."""
+
+from __future__ import annotations
+
+import time
+
+from thunder.core.trace import TraceCtx
+
+from ..ir.inspection import with_bound_symbols
+from .machine import Machine
+
+
+def verify(trace: TraceCtx, *, forward: TraceCtx | None = None, max_gathers_in_flight: int | None = None) -> TraceCtx:
+    """Check a sorted trace with slots, and return it with the same bound symbols.
+
+    Runs after ``mark_retained_by_forward`` or ``reuse_from_forward`` and before ``insert_agreement``. It always runs.
+    It proves:
+
+    * Every value is defined once, before it is read. No bound symbol stands in the trace twice.
+    * Every issue has exactly one wait, of its kind and bucket, and nothing else reads its future before. Gradients of a
+      bucket with replicas are reduced across them, and passed to the ``all_reduce_hook`` if there is one.
+    * Whoever reads a value in a slot, or a view of it, finds there what was gathered or written for it. Nothing writes a
+      slot that a collective in flight uses, or that the writer itself reads. Gradients of a bucket may replace its
+      parameters one by one.
+    * The same holds for kept buckets, of which backward reads what ``forward`` has saved. A guard comes before backward
+      reads or writes their private slots, and nothing writes the private slot of another bucket.
+    * A gradient that is written in place is written where the reduction of its bucket expects it, and nothing else
+      reads it.
+    * Gathers are issued in the order of their first consumers, and no more of them are in flight than may be.
+    * Between a gather's issue and its first consumer, and between a reduction's last gradient and its issue, nothing
+      communicates that is not ours.
+    * The outputs of forward alias no slot, and the tensors that it saves for backward alias no shared slot.
+    * Memory is freed (``release``) after the last read and wait. The forward of a backward frees no kept bucket, and no
+      bucket that it leaves for backward.
+    * A gather of backward that expects its bucket to be resident is right: forward has left the bucket in this slot (if
+      ``forward`` is given), nothing overwrites it before that gather, and both gathers state the correct number of issues.
+    * Only gathers of a forward with a backward, into private slots, take part in accumulation windows.
+    * Every secondary shard is copied from the gather of its bucket, and backward gathers the bucket from these copies.
+    * Until the wait for a copy of an activation nothing writes its source. After the wait of a copy to host memory nothing
+      reads the source. Only copies to the device read what is in host memory, and they return the shape, dtype and
+      device of the value that forward copied.
+
+    The last of these lines is refused, because block 2 has overwritten block 0 in ``slot_0``::
+
+        ft150 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, again=False)  # 16,384 bytes float32
+        t110 = torch.nn.functional.linear(x, t109, None)  # t109 is in slot_0
+
+    See [Note: The abstract machine] in ``machine``.
+
+    Args:
+        forward: for a backward trace, its forward trace after ``mark_retained_by_forward``.
+        max_gathers_in_flight: how many gathers may be issued and not waited for; ``None`` for no limit.
+
+    Raises:
+        VerificationError: names the bound symbol and the bucket.
+    """
+    started = time.perf_counter()
+    machine = Machine(max_gathers_in_flight)
+    if forward is not None:
+        machine.run(forward)
+    machine.run(trace)
+    return with_bound_symbols(trace, trace.bound_symbols, "fsdp: verified", started)
