@@ -393,11 +393,11 @@ class Machine:
                     where = f"{place.slot} of bucket {_name(place)}; other buckets reuse that slot"
                     self.fail(f"saves {name!r} for backward, which is stored in {where}")
         for flight, number in self.marked:
-            issue, place = flight.issue, flight.issue.place
-            assert place is not None
-            after = self.issued[self._slot(place).arena] - number
+            issue, left = flight.issue, flight.issue.place
+            assert left is not None
+            after = self.issued[self._slot(left).arena] - number
             self._check_number("followed_by", issue, after, flight.position)
-            self._check(_Range(*place.span, _params(place), place), "leaves the parameters")
+            self._check(_Range(*left.span, _params(left), left), "leaves the parameters")
             self.left[place.bucket.primary] = place
         self.ran_forward = True
         for arena, ranges in self.memory.items():
