@@ -398,7 +398,7 @@ class Machine:
             after = self.issued[self._slot(left).arena] - number
             self._check_number("followed_by", issue, after, flight.position)
             self._check(_Range(*left.span, _params(left), left), "leaves the parameters")
-            self.left[place.bucket.primary] = place
+            self.left[left.bucket.primary] = left
         self.ran_forward = True
         for arena, ranges in self.memory.items():
             self.memory[arena] = [_after_forward(held) for held in ranges]
