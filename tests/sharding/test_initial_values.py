@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-@on_ranks(timeout=60)
+@on_ranks()
 def test_every_rank_refuses_what_cannot_be_broadcast(rank: int, case: str) -> None:
     options, message = REFUSED[case]
     module = _make(meta=case == "no values" or (rank != 0 and case != "buffer has values elsewhere"))

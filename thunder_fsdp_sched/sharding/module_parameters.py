@@ -84,10 +84,9 @@ class ModuleParameters:
         ]
         links = [(e.owner._parameters, e.leaf, e.shard, e.name) for e in self._entries] + children
         self._dicts, self._keys, self._values, self._names = ([link[i] for link in links] for i in range(4))
-        self._places = {(id(e.owner), e.leaf): e.place for e in self._entries}
         owners = {id(e.owner) for e in self._entries}
         self._guards = [
-            (_Guard(f"{path}." if path else "", self), guarded)
+            (_Guard(f"{path}." if path else "", guarded, self, self._entries), guarded)
             for path, guarded in module.named_modules()
             if any(id(child) in owners for child in guarded.modules())
         ]
@@ -192,24 +191,6 @@ class ModuleParameters:
         """Return the name of a whole parameter that is no longer in the module, if there is one."""
         return next((e.name for e in self._entries if self.whole.get(id(e.shard), e.param) is not e.param), None)
 
-    def is_root(self, module: nn.Module) -> bool:
-        """Return whether ``module`` is the sharded module itself, not a submodule."""
-        return module is self._module
-
-    def locate(self, owner: nn.Module, leaf: str) -> tuple[Bucket, int] | None:
-        """The bucket and index of a sharded parameter that ``owner`` has directly; ``None`` while it is whole."""
-        place = self._places.get((id(owner), leaf))
-        if self.whole and place is not None and owner._parameters.get(leaf) is not place[0].params[place[1]]:
-            return None
-        return place
-
-    def places_below(self, path: str) -> Iterator[tuple[str, tuple[Bucket, int]]]:
-        """The name in a state dict, and the bucket and index, of each parameter of a submodule that is sharded now."""
-        for entry in self._entries:
-            place = self.locate(entry.owner, entry.leaf)
-            if place is not None and entry.name.startswith(path):
-                yield state_name(entry.name[len(path) :]), place
-
     def in_containers(self) -> dict[str, str]:
         """Return the names of sharded parameters that modules keep in lists, tuples or dicts, keyed by path."""
         names = {id(e.shard): e.name for e in reversed(self._entries)}
@@ -222,10 +203,12 @@ class ModuleParameters:
 class _Guard(UntracedHook):
     """The hooks on a module that refuse uses that would mistake its rows for parameters."""
 
-    def __init__(self, path: str, params: ModuleParameters) -> None:
-        self._path = path
+    def __init__(self, path: str, module: nn.Module, params: ModuleParameters, entries: Sequence[_Entry]) -> None:
+        self._is_root = not path
         self._label = path.rstrip(".") or "the module"
         self._params = params
+        self._own = {entry.leaf: entry for entry in entries if entry.owner is module}
+        self._below = [(state_name(e.name[len(path) :]), e) for e in entries if e.name.startswith(path)]
 
     def __call__(self, module: nn.Module, args: Any) -> NoReturn:
         if self._params.whole:
@@ -250,17 +233,16 @@ class _Guard(UntracedHook):
                 "state_dict(keep_vars=True): an entry of a sharded parameter stands for the whole parameter, and is not the "
                 "parameter, which holds this rank's rows: named_parameters() gives it"
             )
-        if self._params.is_root(module) and not self._params.whole:  # once for all submodules
+        if self._is_root and not self._params.whole:  # once for all submodules
             self._params.check()
 
     def hold_entries(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         """Replace plain rows in a state dict with entries that record which rows they hold."""
-        for leaf in module._parameters:
-            location = self._params.locate(module, leaf)
-            if location is not None:
-                if module._parameters[leaf] is not location[0].params[location[1]]:
+        for leaf, entry in self._own.items():
+            if id(entry.shard) not in self._params.whole:
+                if entry.param is not entry.shard:
                     self._params.check()
-                bucket, index = location
+                bucket, index = entry.place
                 if not self._params.is_gathering:
                     refuse_unshared(bucket)
                 state_dict[prefix + leaf] = as_entry(bucket, index, bucket.shard_views[index])
@@ -276,10 +258,10 @@ class _Guard(UntracedHook):
                         f"load_state_dict(assign=True): {name!r} of a sharded model cannot be replaced; load without assign"
                     )
         errors = []
-        for name, (bucket, index) in self._params.places_below(self._path):
-            value = state_dict.get(prefix + name)
+        for name, entry in self._below:
+            value, (bucket, index) = state_dict.get(prefix + name), entry.place
             try:
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor) and id(entry.shard) not in self._params.whole:
                     rows = rows_from(bucket, index, value)
                     state_dict[prefix + name] = RowDTensor.wrap(rows, bucket.rows[index])
             except ValueError as error:
