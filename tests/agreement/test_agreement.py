@@ -1,159 +1,370 @@
-"""Ranks that compile different schedules all raise an error that says where they differ. None hangs."""
+"""Ranks that shard, compile or run different things all raise ``ScheduleDisagreement`` with both sides. None hangs."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
+import re
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import ScheduleDisagreement, fsdp
+import thunder_fsdp_sched as tfs
+from thunder_fsdp_sched import ScheduleDisagreement, compilation, fsdp, full_state_dict
+from thunder_fsdp_sched.ir.inspection import AGREEMENT, statements
+from thunder_fsdp_sched.ranks import channel
 from thunder_fsdp_sched.sharding import shard_module
+from thunder_fsdp_sched.transforms import insert_agreement
 
 import pytest
 import thunder
 import torch
-from ranks import RankError, Ranks
+import torch.distributed as dist
+from ranks import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 
 class TwoBranches(nn.Module):
     """A module that uses one of two buckets, depending on a flag."""
 
-    def __init__(self, width: int = 4) -> None:
+    def __init__(self, width: int = 4, right: int | None = None) -> None:
         super().__init__()
         self.left = nn.Linear(width, width)
-        self.right = nn.Linear(width, width)
+        self.right = nn.Linear(width, right or width)
+        self.drop = nn.Dropout(0.5)
 
-    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
-        return (self.left if left else self.right)(x).sum()
+    def forward(self, x: torch.Tensor, left: bool = True) -> torch.Tensor:
+        if x.shape[0] == 3:
+            left = not left
+        return self.drop((self.left if left else self.right)(x)).sum()
 
 
-def _jit(module: nn.Module, seconds: float = 2.0, **options):
+def _jit(module: nn.Module, seconds: float = 60, **options: Any) -> Any:
+    """Shard over a new process group; ``seconds`` is how long a rank waits for the others."""
+    if "mesh" not in options:
+        options["process_group"] = dist.new_group(timeout=timedelta(seconds=seconds))
     return thunder.jit(module, transforms=[fsdp(**options)])
 
 
-def _other_way_on_rank_1(rank: int, world_size: int) -> None:
-    _jit(TwoBranches(), seconds=60)(torch.ones(2, 4), rank == 0)
+def _disagree(rank: int, per_rank: list[Callable[[], Any]], *expected: str) -> None:
+    """Run another function on each rank and check that every rank's error describes all of them."""
+    with pytest.raises(ScheduleDisagreement) as caught:
+        per_rank[rank]()
+    message = str(caught.value)
+    for text in expected:
+        assert re.search(text, message), f"{text!r} is not in {message}"
 
 
-def _other_options_on_rank_1(rank: int, world_size: int) -> None:
-    _jit(TwoBranches(), bucketing_strategy="block" if rank == 0 else "none")
-
-
-def _communicators_on_rank_1_alone(rank: int, world_size: int) -> None:
-    _jit(TwoBranches(), separate_reduce_scatter_group=rank == 1)
-
-
-def _other_size_on_rank_1(rank: int, world_size: int) -> None:
-    _jit(TwoBranches(4 + 4 * rank))
-
-
-def _other_order_on_rank_1(rank: int, world_size: int) -> None:
+def _reordered(rank: int) -> nn.Module:
     module = TwoBranches()
     if rank == 1:
         module.left = module._modules.pop("left")
-    _jit(module)
+    return module
 
 
-def _other_version_on_rank_1(rank: int, world_size: int) -> None:
-    with mock.patch.object(shard_module, "__version__", "9.9" if rank else "0.1"):
-        _jit(TwoBranches())
+SHARDED: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], dict[str, Any]], str]] = {
+    "another option": (
+        lambda rank: TwoBranches(),
+        lambda rank: {"bucketing_strategy": ("block", "none")[rank]},
+        r"rank 0: fsdp\(bucketing_strategy=BucketingStrategy\.BLOCK\)\n    rank 1: .*BucketingStrategy\.NONE",
+    ),
+    "communicators on rank 1 alone": (
+        lambda rank: TwoBranches(),
+        lambda rank: {"separate_reduce_scatter_group": rank == 1},
+        r"rank 0: fsdp\(separate_reduce_scatter_group=False\)\n    rank 1: fsdp\(separate_reduce_scatter_group=True\)",
+    ),
+    "another size": (
+        lambda rank: TwoBranches(4 + 4 * rank),
+        lambda rank: {},
+        r"rank 0: left\.weight: float32\[4, 4\] on cpu, .*\n    rank 1: left\.weight: float32\[8, 8",
+    ),
+    "another order": (_reordered, lambda rank: {}, r"rank 0: left\.weight: .*\n    rank 1: right\.weight: "),
+    "another version": (
+        lambda rank: TwoBranches(),
+        lambda rank: {},
+        r"line 1:\n    rank 0: thunder_fsdp_sched 0.*\n    rank 1: thunder_fsdp_sched 9\.9",
+    ),
+}
 
 
-def _not_installed(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("case", SHARDED)
+@on_ranks()
+def test_ranks_that_shard_differently_raise_before_any_collective(rank: int, case: str) -> None:
+    model, options, message = SHARDED[case]
+    other_version = mock.patch.object(shard_module, "__version__", ("0.1", "9.9")[rank])
+    with other_version if case == "another version" else contextlib.nullcontext():
+        _disagree(rank, [lambda: _jit(model(rank), **options(rank))] * 2, message)
+
+
+@on_ranks()
+def test_a_package_that_is_only_on_the_path_shards() -> None:
+    versions = importlib.metadata.version
+
     def version(name: str) -> str:
         if name == "thunder_fsdp_sched":
             raise importlib.metadata.PackageNotFoundError(name)
         return versions(name)
 
-    versions = importlib.metadata.version
     with mock.patch.object(importlib.metadata, "version", version):
-        thunder.jit(TwoBranches(), transforms=[fsdp()])
+        _jit(TwoBranches())
 
 
-def test_a_package_that_is_only_on_the_path_shards(ranks: Ranks) -> None:
-    ranks.run(_not_installed)
+@on_ranks()
+def test_the_error_names_a_rank_that_does_not_shard(rank: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    if rank == 0:
+        with pytest.raises(
+            ScheduleDisagreement, match=r"rank 1 did not come to thunder.jit\(.*\) within 4 s of rank 0"
+        ):
+            thunder.jit(nn.Linear(4, 4), transforms=[fsdp(process_group=group)])
+    dist.barrier()
 
 
-def _another_order_on_rank_1(rank: int, world_size: int) -> None:
-    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+#
+# Compiling
+#
+
+
+class LayerWithActivation(nn.Module):
+    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.layer(x)).sum()
+
+
+@on_ranks(timeout=400)
+def test_the_error_of_different_compilations_shows_the_first_differing_line(rank: int) -> None:
+    x, model = torch.ones(2, 4), _jit(TwoBranches(right=6))
+    _disagree(
+        rank,
+        [lambda: model(x, rank == 0)] * 2,
+        r"forward of a trace, line 1:\n    rank 0: fsdp_all_gather left .*\n    rank 1: fsdp_all_gather right",
+    )
     # Each rank's order is valid by itself: rank 1 gathers further ahead, before reductions that rank 0 issues first.
-    jitted = _jit(module, seconds=60, bucketing_strategy="layer")
-    transform = jitted._lc_transforms[-1]
+    layers = _jit(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), bucketing_strategy="layer")
+    transform = layers._lc_transforms[-1]
     transform.options = dataclasses.replace(transform.options, prefetch=rank)
-    jitted(torch.ones(2, 4)).sum().backward()
+    _disagree(
+        rank,
+        [lambda: layers(x)] * 2,
+        r"forward of a trace, line 3:\n    rank 0: fsdp_all_gather 2 [^\n=]*\n    rank 1: .* followed_by=1",
+    )
+    # Rank 0 finds its trace in the cache.
+    model(x, True).backward()
+    _disagree(
+        rank,
+        [lambda: model(x, rank == 0)] * 2,
+        r"rank 0: the forward for inputs float32\[2, 4\], True .*\n    rank 1: compiling the forward of a trace of module",
+    )
+    model(x, False).backward()
 
 
-def _only_rank_1_compiles_something_new(rank: int, world_size: int) -> None:
-    jitted = _jit(TwoBranches())
-    jitted(torch.ones(2, 4), True).backward()
-    jitted(torch.ones(2, 4), rank == 0).backward()  # rank 0 finds its traces in the cache
+def _compute_differently(rank: int, **options: Any) -> None:
+    x, activation = torch.ones(2, 4), torch.relu if rank else torch.tanh
+    _disagree(
+        rank,
+        [lambda: _jit(LayerWithActivation(activation), **options)(x)] * dist.get_world_size(),
+        "forward of a trace: the collectives agree but the computations differ",
+        r"line \d+:\n    rank 0: tanh\(%\d+\) -> %\d+: float32\n    rank 1: gt",
+    )
+    allowed = _jit(LayerWithActivation(activation), allow_different_computation=True, **options)
+    allowed(x).backward()
+    allowed(x).backward()
 
 
-def _shapes_differ_between_ranks(rank: int, world_size: int) -> list[float]:
+@on_ranks(timeout=400)
+def test_different_computations_raise_on_all_ranks_unless_they_are_allowed(rank: int) -> None:
+    _compute_differently(rank)
+
+
+@on_ranks(4, timeout=400)
+def test_different_computations_of_replicas_raise_on_all_ranks(rank: int) -> None:
+    _compute_differently(rank, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+@on_ranks()
+def test_different_batch_sizes_are_allowed_if_the_collectives_are_the_same(rank: int) -> None:
     """Train with batch sizes that differ between ranks, in an order that makes each rank compile alone."""
-    jitted = _jit(TwoBranches())
-    losses = []
-    for sizes in [(2, 2), (3, 2), (3, 3), (2, 5)]:
-        loss = jitted(torch.ones(sizes[rank], 4), True)
+    model, losses = _jit(TwoBranches()).eval(), []
+    for sizes in [(2, 2), (4, 2), (4, 4), (2, 5)]:
+        loss = model(torch.ones(sizes[rank], 4), True)
         loss.backward()
         losses.append(loss.item() / sizes[rank])
-    return losses
+    assert losses == pytest.approx(losses[:1] * 4)
 
 
-@pytest.mark.parametrize(
-    ("fn", "message"),
-    [
-        (_other_way_on_rank_1, r"line 1:\n    rank 0: fsdp_all_gather left .*\n    rank 1: fsdp_all_gather right"),
-        (
-            _another_order_on_rank_1,
-            r"forward of a trace, line 3:\n    rank 0: fsdp_all_gather 2 [^\n=]*\n    rank 1: .* followed_by=1",
-        ),
-    ],
-)
-def test_the_error_of_different_schedules_shows_the_first_differing_line(ranks: Ranks, fn, message: str) -> None:
-    with pytest.raises(RankError, match=message) as caught:
-        ranks.run(fn)
-    assert str(caught.value).count("ScheduleDisagreement: fsdp: the ranks of process group") == 2
+#
+# Running
+#
 
 
-def _expect_disagreement(rank: int, world_size: int, fn, message: str) -> None:
-    with pytest.raises(ScheduleDisagreement, match=message):
-        fn(rank, world_size)
+@on_ranks(timeout=400)
+def test_ranks_that_run_different_traces_raise_and_can_continue(rank: int, tmp_path: Path) -> None:
+    """Compile all variants on all ranks, and then run different ones. No rank compiles any more."""
+    model, linear = _jit(TwoBranches(right=6)), _jit(nn.Linear(4, 4))
+    two, three = torch.ones(2, 4), torch.ones(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor = two, left: bool = True) -> None:
+        torch.manual_seed(0)
+        model(x, left).backward()
+
+    def no_sync() -> None:
+        with model.no_sync():
+            step()
+
+    def in_eval_mode(*, grad: bool = True) -> None:
+        model.eval()
+        try:
+            with torch.set_grad_enabled(grad):
+                model(two, True)
+        finally:
+            model.train()
+
+    def run_eagerly() -> None:
+        with tfs.eager(model) as eager_module:
+            eager_module(two, True)
+
+    evaluate, other_branch = partial(in_eval_mode, grad=False), partial(step, left=False)
+    for variant in (step, other_branch, partial(step, three), no_sync, evaluate, in_eval_mode, run_eagerly):
+        variant()
+    linear(two).sum().backward()
+    step()  # reduces the gradients of no_sync
+    optimizer.zero_grad()
+    step()
+    before = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+    step_text = (
+        r"the forward for inputs float32\[2, 4\], True \(gradients enabled, training\) of module \d+ \(TwoBranches\)"
+    )
+    # Buckets of different sizes: gloo would abort the process if they met in a collective.
+    cases = [
+        (other_branch, r"rank 1: the forward for inputs float32\[2, 4\], False \(gradients enabled"),
+        (partial(step, three), r"rank 1: the forward for inputs float32\[3, 4\], True \(gradients enabled"),
+        (in_eval_mode, r"rank 1: the forward for inputs float32\[2, 4\], True \(gradients enabled, evaluating\)"),
+        (run_eagerly, r"rank 1: gathering inside eager\(\.\.\.\) left of module"),
+        (lambda: linear(two), r"rank 1: the forward for inputs float32\[2, 4\] \(.*\) of module \d+ \(Linear\)"),
+        (lambda: full_state_dict(model), r"rank 1: gathering of left\.weight of module"),
+        (lambda: tfs.save_checkpoint(tmp_path / "never", model), r"rank 1: save_checkpoint of module"),
+        (lambda: tfs.clip_grad_norm_(model, 1.0), r"rank 1: clip_grad_norm_ with norm_type=2\.0 of module"),
+    ]
+    for other, expected in cases:
+        _disagree(rank, [step, other], f"rank 0: {step_text}", expected)
+    # The forwards of the ranks differ, or only the backwards do.
+    _disagree(
+        rank, [step, no_sync], r"rank 0: the (for|back)ward for [^\n]*\n    rank 1: the (for|back)ward [^\n]*no_sync"
+    )
+    _disagree(
+        rank, [step, lambda: (evaluate(), step())], "rank 0: the (for|back)ward", r"rank 1: .*(no gradients|forward)"
+    )
+    loss = model(two, True)
+    _disagree(
+        rank, [loss.backward, lambda: model(two, True)], "rank 0: the backward for inputs", f"rank 1: {step_text}"
+    )
+    assert not (tmp_path / "never" / ".metadata").exists()
+    # Nothing was issued, so the ranks can continue.
+    optimizer.zero_grad()
+    step()
+    assert all(torch.equal(param.grad, before[n]) for n, param in model.named_parameters() if param.grad is not None)
 
 
-@pytest.mark.parametrize(
-    ("fn", "message"),
-    [
-        (
-            _other_options_on_rank_1,
-            r"rank 0: fsdp\(bucketing_strategy=BucketingStrategy\.BLOCK\)\n    rank 1: .*BucketingStrategy\.NONE",
-        ),
-        (
-            _communicators_on_rank_1_alone,
-            r"rank 0: fsdp\(separate_reduce_scatter_group=False\)\n    rank 1: fsdp\(separate_reduce_scatter_group=True\)",
-        ),
-        (
-            _other_size_on_rank_1,
-            r"rank 0: left\.weight: float32\[4, 4\] on cpu, .*\n    rank 1: left\.weight: float32\[8, 8",
-        ),
-        (_other_order_on_rank_1, r"rank 0: left\.weight: .*\n    rank 1: right\.weight: "),
-        (_other_version_on_rank_1, r"line 1:\n    rank 0: thunder_fsdp_sched 0.*\n    rank 1: thunder_fsdp_sched 9\.9"),
-    ],
-)
-def test_ranks_that_shard_differently_raise_before_any_collective(ranks: Ranks, fn, message: str) -> None:
-    ranks.run(_expect_disagreement, fn, message, timeout=60)
+@on_ranks(timeout=200)
+def test_the_error_names_a_late_rank_which_raises_when_it_arrives(rank: int) -> None:
+    def run_eagerly(model: Any) -> None:
+        with tfs.eager(model) as module:
+            module(torch.ones(2, 4))
+
+    model = _jit(nn.Linear(4, 4), seconds=8)
+    run_eagerly(model)
+    if rank == 1:
+        dist.barrier()  # arrives, but too late
+    late = r"rank 1 did not come within \d+\.\d s:\n    rank 0: gathering inside eager"
+    _disagree(
+        rank,
+        [lambda: run_eagerly(model)] * 2,
+        r"disagree: the ranks did not come together|rank 0 did not come" if rank else late,
+    )
+    if rank == 0:
+        dist.barrier()
+    # The channel is closed for this model. The next model gets another one.
+    _disagree(rank, [lambda: run_eagerly(model)] * 2, r"has come to .* since")
+    run_eagerly(_jit(nn.Linear(4, 4)))
 
 
-def test_a_cached_schedule_on_one_rank_and_a_new_one_on_the_other_raise_on_both(ranks: Ranks) -> None:
-    ranks.run(
-        _expect_disagreement,
-        _only_rank_1_compiles_something_new,
-        r"rank 0: the forward for inputs float32\[2, 4\], True .*\n    rank 1: compiling the forward of a trace of module",
-        timeout=60,
+def _fail_at_gather(model: Any, position: int) -> None:
+    """Run a forward that fails when it issues the gather of the bucket at ``position``."""
+    buckets = model._lc_transforms[-1].sharded.buckets
+    with mock.patch.object(buckets[position], "gather_into", side_effect=ArithmeticError("on demand")):
+        with pytest.raises(ArithmeticError, match="on demand"):
+            model(torch.ones(2, 4))
+
+
+@on_ranks(timeout=200)
+def test_ranks_that_an_exception_stopped_at_different_collectives_raise(rank: int) -> None:
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    model = _jit(layers, bucketing_strategy="layer", prefetch=0)
+    model(torch.ones(2, 4)).sum().backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    _fail_at_gather(model, 2)  # all ranks stop at the same gather
+    model(torch.ones(2, 4)).sum().backward()  # so they can continue
+    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), grads, strict=True))
+    # The ranks stop at different gathers. Only the first was issued on both.
+    with mock.patch.object(model._lc_transforms[-1].sharded.buckets[1].transport, "all_gather", return_value=[]):
+        _fail_at_gather(model, 1 + rank)
+    _disagree(
+        rank,
+        [lambda: model(torch.ones(2, 4))] * 2,
+        r"rank 0: .*, after an exception or the like 2 collectives short",
+        r"rank 1: .*, after an exception or the like 1 collectives short",
     )
 
 
-def test_different_batch_sizes_are_allowed_if_the_collectives_are_the_same(ranks: Ranks) -> None:
-    first, second = ranks.run(_shapes_differ_between_ranks)
-    assert first == pytest.approx(second)
+@on_ranks(timeout=120)
+def test_models_share_a_channel_and_do_not_accumulate_keys_in_the_store() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    counts = []
+    for _ in range(3):
+        model = thunder.jit(TwoBranches(), transforms=[fsdp(process_group=group)])
+        with tfs.eager(model) as module:
+            module(torch.ones(2, 4), True)
+        del model, module
+        dist.barrier()
+        counts.append((len(channel._channels), threading.active_count(), group.get_group_store().num_keys()))
+        dist.barrier()
+    assert counts[1] == counts[2], counts
+
+
+@on_ranks(timeout=200)
+def test_traces_agree_before_their_first_collective(rank: int) -> None:
+    x = torch.ones(2, 4)
+    model = _jit(TwoBranches(), sharding_strategy="zero3")
+    model(x, True).backward()
+    compiled = model._lc_transforms[-1].compiled[-1]
+    for trace in (compiled.forward, compiled.backward):
+        names = [b.sym.name for b in trace.bound_symbols]
+        agree, agreed = names.index("fsdp_agree"), names.index("fsdp_agreed")
+        first = next(i for i, name in enumerate(names) if name in ("fsdp_all_gather", "fsdp_reduce_scatter"))
+        assert agree < agreed < first, names
+        assert not any(b.sym.name in AGREEMENT for b in statements(trace))
+    assert "fsdp_agree(forward_0)\n" in str(compiled.forward)
+    # As with NCCL, where the round of agreement overlaps with the first gather.
+    with mock.patch.object(
+        compilation,
+        "insert_agreement",
+        lambda trace, run, before_issue: insert_agreement(trace, run=run, before_issue=False),
+    ):
+        model = _jit(TwoBranches())
+        for left in (True, False):
+            model(x, left).backward()
+    for compiled in model._lc_transforms[-1].compiled:
+        names = [b.sym.name for b in compiled.forward.bound_symbols if b.sym.name.startswith("fsdp_")]
+        assert names[:4] == ["fsdp_agree", "fsdp_all_gather", "fsdp_agreed", "fsdp_wait_params"]
+    _disagree(rank, [lambda: model(x, rank == 0)] * 2, "rank 0: .*, True ", "rank 1: .*, False ")

@@ -69,19 +69,20 @@ class Owner(nn.Module):
         self.inner.token = nn.Parameter(torch.ones(8))
 
 
+def _model(**children: nn.Module) -> nn.Module:
+    model = nn.Module()
+    for name, child in children.items():
+        model.add_module(name, child)
+    return model
+
+
 def plan(module: nn.Module, strategy=BucketingStrategy.BLOCK, world_size: int = 2):
-    tied: dict[int, list[str]] = {}
     params = dict(module.named_parameters(remove_duplicate=False))
-    for name, param in params.items():
-        tied.setdefault(id(param), []).append(name)
+    names = {name: tuple(n for n, other in params.items() if other is param) for name, param in params.items()}
     specs = [
-        (
-            ParamSpec(
-                tuple(n), tuple(params[n[0]].shape), params[n[0]].dtype, params[n[0]].device, params[n[0]].requires_grad
-            ),
-            params[n[0]],
-        )
-        for n in tied.values()
+        (ParamSpec(of_param, tuple(p.shape), p.dtype, p.device, p.requires_grad), p)
+        for of_param in dict.fromkeys(names.values())
+        for p in [params[of_param[0]]]
     ]
     return make_plan(module, specs, strategy=strategy, world_size=world_size, group="g")
 
@@ -90,11 +91,70 @@ def members(module: nn.Module, strategy=BucketingStrategy.BLOCK) -> dict[str, li
     return {b.name: [p.name for p in b.params] for b in plan(module, strategy)}
 
 
-def test_children_of_a_module_list_are_blocks_and_other_modules_are_separate_buckets():
-    assert named_blocks(Decoder()) == (
-        "body.tokens", "body.positions", "body.layers.0", "body.layers.1", "body.layers.2", "body.norm", "head",
-    )  # fmt: skip
+BLOCKS = {
+    "children of a module list, and the other modules": (
+        Decoder,
+        ("body.tokens", "body.positions", "body.layers.0", "body.layers.1", "body.layers.2", "body.norm", "head"),
+    ),
+    "children of the stages of a vision model": (
+        Staged,
+        (
+            *("patch", "stages.0.blocks.0", "stages.0.blocks.1", "stages.0.down"),
+            *("stages.1.blocks.0", "stages.1.blocks.1", "stages.1.down"),
+        ),
+    ),
+    "children of sequentials with any name": (
+        lambda: _model(
+            stem=nn.Linear(2, 2), group_a=nn.Sequential(Block(), Block()), group_b=nn.Sequential(Block(), Block())
+        ),
+        ("stem", "group_a.0", "group_a.1", "group_b.0", "group_b.1"),
+    ),
+    "experts stay in their block": (
+        lambda: _model(layers=nn.ModuleList([MoEBlock(), MoEBlock()])),
+        ("layers.0", "layers.1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_blocks_are_found_from_the_module_tree(case):
+    module, expected = BLOCKS[case]
+    assert named_blocks(module()) == expected
+
+
+MEMBERS = {
+    "a module without children": (lambda: nn.Linear(3, 3), "BLOCK", {"root": ["weight", "bias"]}),
+    "each parameter": (lambda: nn.Linear(3, 3), "NONE", {"weight": ["weight"], "bias": ["bias"]}),
+    "each module with parameters": (
+        Block,
+        "LAYER",
+        {
+            "norm": ["norm.weight", "norm.bias"],
+            "mlp.0": ["mlp.0.weight", "mlp.0.bias"],
+            "mlp.2": ["mlp.2.weight", "mlp.2.bias"],
+        },
+    ),
+    "a size in bytes, filled in order": (
+        Block,
+        8 * 8 * 4,
+        {
+            "norm.weight": ["norm.weight", "norm.bias", "mlp.0.weight"],
+            "mlp.0.bias": ["mlp.0.bias", "mlp.2.weight"],
+            "mlp.2.bias": ["mlp.2.bias"],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MEMBERS)
+def test_a_strategy_groups_parameters(case):
+    module, strategy, expected = MEMBERS[case]
+    assert members(module(), BucketingStrategy[strategy] if isinstance(strategy, str) else strategy) == expected
+
+
+def test_parameters_outside_of_blocks_are_in_the_bucket_of_their_module():
     assert members(Decoder())["root"] == ["scale"]
+    assert members(Owner())["inner"] == ["inner.token"]
 
 
 def test_large_edge_blocks_are_divided_into_edge_pieces():
@@ -120,61 +180,11 @@ def test_large_edge_blocks_are_divided_into_edge_pieces():
     assert list(one) == ["0"], "a block with one layer cannot be divided"
 
 
-def test_blocks_are_found_inside_the_stages_of_a_vision_model():
-    assert named_blocks(Staged()) == (
-        "patch", "stages.0.blocks.0", "stages.0.blocks.1", "stages.0.down", "stages.1.blocks.0", "stages.1.blocks.1",
-        "stages.1.down",
-    )  # fmt: skip
-
-
-def test_blocks_are_found_in_sequentials_with_any_name():
-    model = nn.Module()
-    model.stem = nn.Linear(2, 2)
-    model.group_a = nn.Sequential(Block(), Block())
-    model.group_b = nn.Sequential(Block(), Block())
-    assert named_blocks(model) == ("stem", "group_a.0", "group_a.1", "group_b.0", "group_b.1")
-
-
-def test_experts_stay_in_the_bucket_of_their_block():
-    model = nn.Module()
-    model.layers = nn.ModuleList([MoEBlock(), MoEBlock()])
-    assert named_blocks(model) == ("layers.0", "layers.1")
-
-
-def test_a_parameter_next_to_lists_of_blocks_is_in_the_bucket_of_its_module():
-    assert members(Owner())["inner"] == ["inner.token"]
-
-
-def test_a_module_without_children_is_one_bucket():
-    assert members(nn.Linear(3, 3)) == {"root": ["weight", "bias"]}
-
-
 def test_every_parameter_is_in_exactly_one_bucket_under_every_strategy():
     for module in (Decoder(), Staged(), Owner()):
         names = [n for n, _ in module.named_parameters()]
         for strategy in (*BucketingStrategy, 1, 300, 10**9, lambda name, param: name[0]):
             assert sorted(n for b in plan(module, strategy) for n in (p.name for p in b.params)) == sorted(names)
-
-
-def test_layer_strategy_makes_a_bucket_for_each_module_with_parameters():
-    assert members(Block(), BucketingStrategy.LAYER) == {
-        "norm": ["norm.weight", "norm.bias"],
-        "mlp.0": ["mlp.0.weight", "mlp.0.bias"],
-        "mlp.2": ["mlp.2.weight", "mlp.2.bias"],
-    }
-
-
-def test_none_strategy_makes_a_bucket_for_each_parameter():
-    assert members(nn.Linear(3, 3), BucketingStrategy.NONE) == {"weight": ["weight"], "bias": ["bias"]}
-
-
-def test_a_size_in_bytes_fills_buckets_in_order():
-    buckets = members(Block(), 8 * 8 * 4)
-    assert buckets == {
-        "norm.weight": ["norm.weight", "norm.bias", "mlp.0.weight"],
-        "mlp.0.bias": ["mlp.0.bias", "mlp.2.weight"],
-        "mlp.2.bias": ["mlp.2.bias"],
-    }
 
 
 def test_tied_parameters_are_one_parameter_with_two_names():
