@@ -103,14 +103,13 @@ print("the wheel imports from an empty folder, with transforms inside the packag
 endef
 export IMPORT_CHECK
 
-# With the tests' shortcuts through Thunder's compiling, which takes most of the time. The plugin would import Thunder where no
-# notebook runs.
+# As a user runs them, without the tests' shortcuts. The plugin would import Thunder where no notebook runs.
 ifeq ($(NOTEBOOKS),)
 notebooks:
 	@echo "no notebooks yet"
 else
 notebooks: $(NOTEBOOK)
-	PYTHONPATH=$(CURDIR)/tests/shortcuts_at_start $(PY) -m pytest -q -n 2 -p no:thunder_fsdp_sched --nbmake --nbmake-timeout=600 $(NOTEBOOKS)
+	$(PY) -m pytest -q -n 2 -p no:thunder_fsdp_sched --nbmake --nbmake-timeout=1200 $(NOTEBOOKS)
 endif
 
 setup: $(DEV)
