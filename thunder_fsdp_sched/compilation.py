@@ -3,62 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from thunder.core.trace import TraceCtx
-from thunder.executors.passes import del_last_used
 from thunder.extend import Executor, FusionExecutor
 
+from . import passes
 from .capture import TracedComputation, needs_backward, without_computation
 from .ir.analysis import NOTHING_LEFT
 from .ir.caching import with_caches
 from .ir.computation import computation_of
 from .ir.descriptions import count_issues
-from .ir.inspection import is_backward_trace, snapshot, split_joint, statements
-from .ir.schedule import StepSchedule, compute_digest, read_program, read_schedule
+from .ir.inspection import is_backward_trace, snapshot, split_joint
+from .ir.schedule import read_program, read_schedule
 from .options import Options
-from .pipeline import CompiledTraces, JointPasses, Pass, can_fuse_any
+from .passes import Context
+from .pipeline import CompiledTraces, JointPasses
 from .proof.audit import audited
 from .runtime.module_hooks import TracedHooks
 from .runtime.trace_start import TraceStart
 from .sharding.sharded_module import ShardedModule
-from .transforms import (
-    ScheduleMismatch,
-    assign_slots,
-    bucket_communication,
-    claim_operators,
-    differentiate,
-    draw_once,
-    end_backward,
-    fuse_downcast,
-    gather_from_secondary,
-    guard_first,
-    guard_kept,
-    insert_agreement,
-    insert_unshard,
-    keep_fusions_apart,
-    mark_draws,
-    mark_retained_by_forward,
-    offload_activations,
-    offloadable,
-    refuse_merged_draws,
-    refuse_redrawn_gradients,
-    regather_for_backward,
-    release_extension,
-    release_slots,
-    remove_cuts,
-    replay_schedule,
-    reuse_from_forward,
-    reuse_in_window,
-    shard_prologue,
-    sort_communication,
-    sort_within_budget,
-    unpacked_parameters,
-    verify,
-    write_grads_in_place,
-)
-from .transforms.sort_within_budget import shared_budget
+from .transforms import offloaded_values, shard_prologue, unpacked_parameters
 
 __all__ = ["Compilation", "Describe"]
 
@@ -108,8 +75,7 @@ class Compilation:
         self._same: CompiledTraces | None = None
         self._traced: TraceCtx | None = None
         self._computation: TraceCtx | None = None  # that Thunder does not see
-        self._pinned: StepSchedule | None = None
-        self._sort_copies: Pass | None = None  # to and from host memory, if the search offloads values
+        self._copy_times: Mapping[str, Any] = {}  # if the search offloads values
 
     def shard(
         self, prologue: TraceCtx, computation: TraceCtx, describe: Describe | None = None, *, hides: bool = False
@@ -143,8 +109,8 @@ class Compilation:
             traces.shares = self._same.number
             return prologue, without_computation(computation)
         computation = with_caches(computation)
-        insert = partial(insert_unshard, inputs=inputs, buckets=locations, shards=shards)
-        computation = run([draw_once, insert], computation)
+        context = self._context(inputs=inputs, locations=locations, shards=shards)
+        computation = passes.run("computation", computation, context, record=run)
         if hides:
             self._computation = computation
             computation = without_computation(computation)
@@ -157,91 +123,42 @@ class Compilation:
         if self._same is not None:
             assert self._same.differentiated is not None, "compilations that have finished keep their joint trace"
             joint, done = self._same.differentiated, f"shares the joint trace of compilation {self._same.number}"
-        elif self._computation is not None:
-            backward = needs_backward(self._computation)
-            passes: list[Pass] = [partial(differentiate, executors=self._executors, has_gradients=backward)]
-            joint = traces.run(passes, self._computation)
         else:
-            once = self._options.trace_modules_once
-            joint = traces.run([partial(claim_operators, executors=self._executors, once=once)], joint)
+            hidden = self._computation
+            has_gradients = None if hidden is None else needs_backward(hidden)
+            context = self._context(has_gradients=has_gradients)
+            joint = passes.run("autograd", joint if hidden is None else hidden, context, record=traces.run)
         traces.differentiated = snapshot(joint)
         joint = snapshot(joint)
         log(f"{done}, %d bound symbols in the joint trace", len(joint.bound_symbols), stage="bucketing and fusing")
         bucketed = self._choose(joint)
-        kept = self._sharded.kept
-        again = partial(regather_for_backward, kept=kept, recomputed=traces.recomputed)
-        passes = [again, partial(guard_kept, kept=kept)]
-        if self._fusions:
-            can_fuse = partial(can_fuse_any, self._fusions)
-            passes += [partial(keep_fusions_apart, can_fuse=can_fuse), mark_draws]
-        traces.joint = traces.run(passes, bucketed)
+        traces.joint = passes.run("bucketed", bucketed, self._context(), record=traces.run)
         return traces.joint
 
     def after_fusion(self, joint: TraceCtx) -> TraceCtx:
         """Remove from the joint trace what only kept fusions apart, and offload the chosen activations."""
-        passes: list[Pass] = []
-        assert self.traces.joint is not None, "passes have run before fusion"
-        if self._fusions:
-            passes.append(partial(refuse_merged_draws, before=self.traces.joint))
-            passes += [remove_cuts, partial(regather_for_backward, kept=self._sharded.kept)]
-        joint = self.traces.run([*passes, gather_from_secondary], joint)
-        if self.traces.offloaded:
-            if self._fusions:  # a fusion may have taken a value in
-                self.traces.offloaded = frozenset(self.traces.offloaded & offloadable(joint, min_bytes=0).keys())
-            joint = self.traces.run([partial(offload_activations, offloaded=self.traces.offloaded)], joint)
+        traces = self.traces
+        assert traces.joint is not None, "passes have run before fusion"
+        joint = passes.run("fused", joint, self._context(), record=traces.run)
+        if self._fusions:  # one may have taken in a value that was to be offloaded
+            traces.offloaded = frozenset(offloaded_values(joint))
         return joint
 
     def schedule(self, unscheduled: TraceCtx) -> TraceCtx:
         """Return the forward or backward trace that runs: sorted, with slots, verified, and agreed on by all ranks."""
         backward = is_backward_trace(unscheduled)
-        traces, kept = self.traces, self._sharded.kept
+        traces = self.traces
         name, size = "backward" if backward else "forward", len(unscheduled.bound_symbols)
         self._sharded.progress.log_phase("scheduling %s, %d bound symbols", name, size, stage=f"scheduling {name}")
-        checks: list[Pass] = []
-        if backward and self._traced is not None:  # a step that is planned again was checked when it was traced
-            assert traces.forward is not None
-            checks.append(partial(refuse_redrawn_gradients, forward=traces.forward, computation=self._traced))
-        copies: list[Pass] = []
-        if traces.offloaded:
-            assert self._sort_copies is not None, "the search that offloads gives it"
-            copies.append(self._sort_copies)
-        unsorted = traces.run([*checks, write_grads_in_place, guard_first, *copies], unscheduled)
         forward = traces.forward if backward else None
-        release = self._options.release
         assert traces.joint is not None
         trains = backward or len(split_joint(traces.joint)) == 2
-        if release != "never" and not trains:
-            kept = set()  # a forward that waits for its backward may have kept buckets in their private slots
-        room = shared_budget(unsorted, budget=self._options.max_unsharded_bytes, kept=kept)
-        passes: list[Pass] = [
-            self._order(unsorted, forward, backward),
-            partial(
-                assign_slots,
-                kept=kept,
-                forward=forward,
-                max_bytes=room,
-                separate=release == "bucket",
-                extend=traces.extends,
-            ),
-        ]
-        if release == "never" or (release == "step" and trains):
-            passes.append(mark_retained_by_forward if forward is None else partial(reuse_from_forward, forward=forward))
-        if release != "never":
-            waits = trains and not backward
-            passes.append(partial(release_slots, when=release, forward=forward, waits_for_backward=waits))
-        elif traces.extends:
-            arenas = {bucket.arena: None for bucket in self._sharded.buckets}
-            passes.append(partial(release_extension, arenas=arenas))
-        if trains and not backward and not self._options.reshard_after_backward:
-            passes.append(partial(reuse_in_window, no_sync=traces.no_sync))
-        passes.append(partial(verify, forward=forward, max_gathers_in_flight=self._options.max_gathers_in_flight))
-        sorted_trace = traces.run(passes, unsorted)
+        schedules = {"forward_schedule": traces.forward_schedule if backward else None}
+        context = self._context(forward=forward, backward=backward, trains=trains, **schedules)
+        sorted_trace = passes.run("scheduled", unscheduled, context, record=traces.run)
         schedule = read_schedule(sorted_trace)
-        finish = self._agree(sorted_trace, name)
-        if backward:
-            finish.append(partial(end_backward, no_sync=traces.no_sync))
-        finish.append(partial(del_last_used, clear_mutable_collections=backward))
-        trace = traces.run(finish, sorted_trace)
+        context.agreement = self._agree(sorted_trace, name)
+        trace = passes.run("finished", sorted_trace, context, record=traces.run)
         if backward:
             traces.backward_before, traces.backward, traces.backward_schedule = unscheduled, trace, schedule
         else:
@@ -261,13 +178,11 @@ class Compilation:
         if not options.needs_search:
             assert options.prefetch != "auto"
             traces.prefetch = options.prefetch
-            way = options.accumulate or "unsharded"
-            bucket = partial(bucket_communication, buckets=sharded.buckets, no_sync=traces.no_sync, accumulate=way)
-            return traces.run([bucket, fuse_downcast], joint)
+            return passes.run("joint", joint, self._context(), record=traces.run)
         from .planning.choosing import choose_settings  # here, because a default step needs no planner
 
         settings = choose_settings(joint, traces, sharded=sharded, options=options, compiled=self._compiled)
-        self._left, self._sort_copies = settings.left, settings.sort_copies
+        self._left, self._copy_times = settings.left, settings.copy_times
         traces.choice, chosen = settings.choice, settings.choice.chosen
         traces.prefetch, traces.reductions_in_flight = chosen.prefetch, chosen.reductions
         traces.extends = chosen.extends
@@ -277,51 +192,38 @@ class Compilation:
             sharded.kept_is_final = True
         return settings.bucketed
 
-    def _order(self, trace: TraceCtx, forward: TraceCtx | None, backward: bool) -> Pass:
-        """Return the pass that orders communication: the sorting pass, or the replay of a pinned schedule."""
-        if self._options.schedule is None:
-            budget, most = self._options.max_unsharded_bytes, self._options.max_gathers_in_flight
-            reductions = self.traces.reductions_in_flight
-            sort = partial(
-                sort_communication,
-                prefetch=self.traces.prefetch,
-                max_gathers_in_flight=most,
-                max_reductions_in_flight=reductions,
-            )
-            if budget is None:
-                return sort
-            return partial(
-                sort_within_budget,
-                sort=sort,
-                max_unsharded_bytes=budget,
-                max_reductions_in_flight=reductions,
-                kept=self._sharded.kept,
-                forward=forward,
-            )
-        no_sync = self.traces.no_sync
-        if not backward:
-            digest = compute_digest(statements(trace))
-            pinned = [s for s in self._options.schedule if s.no_sync is no_sync]
-            fitting = [s for s in pinned if s.forward.compute == digest] or pinned
-            if not fitting:
-                raise ScheduleMismatch(f"schedule: the file has no schedule for no_sync={no_sync}")
-            self._pinned = fitting[0]
-        assert self._pinned is not None, "forward is scheduled before backward"
-        schedule = self._pinned.backward if backward else self._pinned.forward
-        if schedule is None:
-            raise ScheduleMismatch("schedule: it has no backward schedule, but this model has a backward trace")
-        return partial(replay_schedule, schedule=schedule)
+    def _context(self, **more: Any) -> Context:
+        """Return what passes need."""
+        traces, options, sharded = self.traces, self._options, self._sharded
+        context = Context(
+            options,
+            sharded.buckets,
+            sharded.kept,
+            traces.no_sync,
+            options.accumulate or "unsharded",
+            traces.prefetch,
+            traces.reductions_in_flight,
+            traces.extends,
+            traces.recomputed,
+            traces.offloaded,
+            self._copy_times,
+            executors=self._executors,
+            fusions=self._fusions,
+            before_fusion=traces.joint,
+            traced=self._traced,
+        )
+        return replace(context, **more)
 
-    def _agree(self, trace: TraceCtx, name: str) -> list[Pass]:
-        """Compare what the ranks have compiled, and return the pass that makes them agree at run time, if needed."""
+    def _agree(self, trace: TraceCtx, name: str) -> dict[str, Any]:
+        """Compare what the ranks have compiled, and return how they agree at run time; empty if they need not."""
         traces, control = self.traces, self._sharded.control
         if control.is_single_rank:
-            return []
+            return {}
         computation = computation_of(trace, traces.call.inputs)
         what = f"{name} of a {'no_sync ' if traces.no_sync else ''}trace"
         agreed = control.check_program(what, read_program(trace), computation)
         if not agreed.communicates or not self._agrees:
-            return []
+            return {}
         run = TraceStart(
             control,
             f"{name}_{traces.number}",
@@ -331,4 +233,4 @@ class Compilation:
             count_issues(trace.bound_symbols),
         )
         on_device = all(b.ranks.group.backend_for(b.spec.device) == "nccl" for b in self._sharded.buckets)
-        return [partial(insert_agreement, run=run, before_issue=not on_device)]
+        return {"run": run, "before_issue": not on_device}

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.extend import Executor, FusionExecutor
 
@@ -25,7 +24,7 @@ from .transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 if TYPE_CHECKING:
     from .planning.autotune import Choice
 
-__all__ = ["CompiledTraces", "JointPasses", "Pass", "can_fuse_any", "without"]
+__all__ = ["CompiledTraces", "JointPasses", "Pass", "without"]
 
 
 Pass = Callable[[TraceCtx], TraceCtx]
@@ -168,10 +167,6 @@ class JointPasses(FusionExecutor):
 
 def _name(pass_: Pass) -> str:
     return pass_.func.__name__ if isinstance(pass_, partial) else pass_.__name__
-
-
-def can_fuse_any(fusions: Sequence[FusionExecutor], bsym: BoundSymbol) -> bool:
-    return any(executor.can_fuse(bsym) for executor in fusions)
 
 
 def without(executors: Sequence[Executor], ours: Sequence[Executor]) -> list[Executor]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from thunder.core.trace import TraceCtx, from_trace
 
@@ -14,7 +14,6 @@ from ..ir.inspection import split_joint
 from ..ir.operands import bucket_of
 from ..ir.step_memory import StepMemory
 from ..ir.symbols import ACCUMULATORS, fsdp_all_gather
-from ..pipeline import Pass
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena
 from ..transforms import (
@@ -39,12 +38,12 @@ from .cost import CostModel, compute_seconds
 from .limits import Limits
 from .simulate import simulate
 
-__all__ = ["CandidateStep", "CandidateTraces", "Setting", "sort_copies"]
+__all__ = ["CandidateStep", "CandidateTraces", "Setting", "copy_times"]
 
 
-def sort_copies(cost: CostModel) -> Pass:
-    """Return the pass that places copies of offloaded activations by their time and that of compute."""
-    return partial(sort_host_copies, seconds=partial(compute_seconds, cost), copy_seconds=cost.host_copy_seconds)
+def copy_times(cost: CostModel) -> Mapping[str, Any]:
+    """Return the arguments of ``sort_host_copies``: the times of compute and of copies."""
+    return {"seconds": partial(compute_seconds, cost), "copy_seconds": cost.host_copy_seconds}
 
 
 class Setting(NamedTuple):
@@ -208,5 +207,5 @@ class CandidateTraces:
             return self._halves[number]
         joint = self._regathered(number, activations.recomputed)
         joint = offload_activations(joint, offloaded=activations.offloaded)
-        sort = sort_copies(self.cost)
-        return [sort(write_grads_in_place(half)) for half in split_joint(joint)]
+        times = copy_times(self.cost)
+        return [sort_host_copies(write_grads_in_place(half), **times) for half in split_joint(joint)]

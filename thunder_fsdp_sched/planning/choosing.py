@@ -13,10 +13,10 @@ accumulate are planned unless one is given: whichever fits and is faster for one
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from thunder.core.trace import TraceCtx
 
@@ -25,13 +25,13 @@ from ..ir.inspection import split_joint
 from ..ir.step_memory import StepMemory
 from ..logs import LOGGER
 from ..options import Options
-from ..pipeline import CompiledTraces, Pass
+from ..pipeline import CompiledTraces
 from ..runtime.accumulation import Way
 from ..runtime.bucket import Bucket
 from ..sharding.sharded_module import ShardedModule
 from ..transforms import bucket_communication, fuse_downcast
 from .autotune import Choice, MemoryLimitError, choose
-from .candidate_traces import sort_copies
+from .candidate_traces import copy_times
 from .clusters import cluster_of_this_process
 from .cost import AnalyticCost
 from .limits import Limits
@@ -46,7 +46,7 @@ class Settings(NamedTuple):
         bucketed: the joint trace with bucketed communication.
         left: the gradients of earlier micro-batches that the step finds in memory.
         choice: the outcome of the search.
-        sort_copies: the pass that places copies of offloaded values.
+        copy_times: the times by which copies of offloaded values are placed: the arguments of ``sort_host_copies``.
         kept: names of the buckets that stay unsharded from now on; ``None`` if an earlier compilation has decided that.
         seconds: the simulated time by which the two ways to accumulate are compared; 0 if they are not.
     """
@@ -54,7 +54,7 @@ class Settings(NamedTuple):
     bucketed: TraceCtx
     left: LeftGradients
     choice: Choice
-    sort_copies: Pass
+    copy_times: Mapping[str, Any]
     kept: Sequence[str] | None = None
     seconds: float = 0.0
 
@@ -163,7 +163,7 @@ class _Chooser:
         left = NOTHING_LEFT.union(*(one.gradients_left for one in self.compiled if one.no_sync and not no_sync))
         choice = self._search(bucketed, left, self.sharded.kept, may_keep=self.decides_kept)
         return Settings(
-            bucketed, left, choice, sort_copies(self.cost), choice.chosen.kept if self.decides_kept else None
+            bucketed, left, choice, copy_times(self.cost), choice.chosen.kept if self.decides_kept else None
         )
 
     def for_window(self, way: Way) -> Settings:
@@ -178,7 +178,7 @@ class _Chooser:
         choice = self._search(bucketed, left, kept, limits=limits)
         seconds = last.step_seconds + choice.chosen.step_seconds
         kept_names = last.kept if self.decides_kept else None
-        return Settings(bucketed, left, choice, sort_copies(self.cost), kept_names, seconds)
+        return Settings(bucketed, left, choice, copy_times(self.cost), kept_names, seconds)
 
     def _bucketed(self, way: Way, *, no_sync: bool) -> TraceCtx:
         bucket = partial(bucket_communication, buckets=self.sharded.buckets, no_sync=no_sync, accumulate=way)

@@ -22,7 +22,7 @@ from .guard_outputs import guard_outputs
 from .insert_agreement import insert_agreement
 from .insert_unshard import insert_unshard
 from .keep_fusions_apart import keep_fusions_apart, remove_cuts
-from .offload_activations import offload_activations, offloadable
+from .offload_activations import offload_activations, offloadable, offloaded_values
 from .regather_for_backward import regather_for_backward
 from .release_slots import release_slots
 from .replay_schedule import ScheduleMismatch, replay_schedule
@@ -55,6 +55,7 @@ __all__ = [
     "assign_slots",
     "offload_activations",
     "offloadable",
+    "offloaded_values",
     "refuse_foreign_parameters",
     "refuse_merged_draws",
     "refuse_redrawn_gradients",

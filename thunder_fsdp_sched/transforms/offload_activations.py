@@ -22,7 +22,7 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..ir.analysis import Analysis, Lifetime
-from ..ir.effects import is_declared
+from ..ir.effects import effects, is_declared
 from ..ir.host_copies import fsdp_copy_to_device, fsdp_copy_to_host, fsdp_wait_device_copy, fsdp_wait_host_copy
 from ..ir.inspection import (
     UNPACKING,
@@ -58,6 +58,11 @@ def offloadable(trace: TraceCtx, *, min_bytes: int = MIN_OFFLOADED_BYTES) -> dic
     if all(forward_part(trace)[:-1]):
         return {}
     return {a.owner.name: a.nbytes for a in _find(trace).values() if a.nbytes >= min_bytes}
+
+
+def offloaded_values(trace: TraceCtx) -> set[str]:
+    """Return the values that a joint trace copies to host memory."""
+    return {e.frees_value for e in map(effects, trace.bound_symbols) if e.frees_value is not None}
 
 
 def offload_activations(trace: TraceCtx, *, offloaded: Collection[str]) -> TraceCtx:
