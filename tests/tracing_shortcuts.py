@@ -38,7 +38,6 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -53,7 +52,7 @@ from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import CollectionProxy, NumberProxy, Proxy, variableify
 from torch.nn.modules import module as torch_module
 
-__all__ = ["LOOKASIDES", "REPLACEMENTS", "shortcuts_at_start", "tracing_shortcuts"]
+__all__ = ["LOOKASIDES", "REPLACEMENTS", "tracing_shortcuts"]
 
 _CHOSEN = os.environ.get("TRACING_SHORTCUTS", "all")
 
@@ -374,10 +373,3 @@ def tracing_shortcuts(which: str = _CHOSEN) -> Iterator[None]:
         for (owner, name), attribute in attributes.items():
             stack.enter_context(mock.patch.object(owner, name, attribute))
         yield
-
-
-def shortcuts_at_start() -> dict[str, str]:
-    """Return an environment for Python subprocesses that enables the shortcuts and uses this work tree's package."""
-    here = Path(__file__).resolve().parent
-    path = [str(here / "shortcuts_at_start"), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
