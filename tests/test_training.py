@@ -233,29 +233,6 @@ class _OptionalBlock(Model):
 # Scenarios
 #
 
-# Elementwise optimizers. Those that need norms or products of whole parameters (LBFGS, Muon, Adafactor) are refused.
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
-    "SGD, Nesterov, weight decay": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "SGD, fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "SGD, maximize, for-loop": lambda p: torch.optim.SGD(p, lr=0.1, maximize=True, foreach=False),
-    "Adam, for-loop": lambda p: torch.optim.Adam(p, lr=0.01, foreach=False),
-    "Adam, AMSGrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
-    "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
-    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
-    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
-    "RMSprop, centred": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-    "Adagrad, fused": lambda p: torch.optim.Adagrad(p, lr=0.01, fused=True),
-    "Adadelta": lambda p: torch.optim.Adadelta(p),
-    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01),
-    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
-    "two parameter groups": lambda p: torch.optim.AdamW([{"params": p[:3]}, {"params": p[3:], "lr": 0.1}], lr=0.01),
-}
-
-
 _TWO_WEIGHTS = ("blocks.0.up.weight", "blocks.1.down.weight")
 _stack = _double(Stack, 2)
 
@@ -318,11 +295,6 @@ SCENARIOS = {
             *(do.micro_batch(2, no_sync=False), do.micro_batch(3, no_sync=False), do.step()),
             *(_check_no_gradients, do.train(1)),
         ],
-    ),
-    "optimizers": Scenario(
-        _double(TinyParameters),
-        [action for make in OPTIMIZERS.values() for action in (do.use(make), do.reset(), do.train())],
-        tolerance=1e-8,
     ),
     # Bits
     "bits of the unsharded compiled GPT": Scenario(
