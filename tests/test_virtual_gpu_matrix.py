@@ -73,11 +73,15 @@ def update(model: Any) -> None:
             param.grad = None
 
 
+def step(model: Any, rank: Rank) -> None:
+    model(batch(rank)).sum().backward()
+    update(model)
+
+
 def train(rank: Rank, **options: Any) -> None:
     model = make_model(rank, **options)
     for _ in range(3):
-        model(batch(rank)).sum().backward()
-        update(model)
+        step(model, rank)
 
 
 def accumulate(rank: Rank, **options: Any) -> None:
@@ -86,8 +90,7 @@ def accumulate(rank: Rank, **options: Any) -> None:
         with model.no_sync():
             model(batch(rank)).sum().backward()
             model(batch(rank)).sum().backward()
-        model(batch(rank)).sum().backward()
-        update(model)
+        step(model, rank)
 
 
 def interleave(rank: Rank, **options: Any) -> None:
@@ -105,8 +108,7 @@ def interleave(rank: Rank, **options: Any) -> None:
 def raise_exceptions(rank: Rank, **options: Any) -> None:
     """Interrupt forwards and backwards with exceptions at different lines, and then take ordinary steps."""
     model = make_model(rank, **options)
-    model(batch(rank)).sum().backward()
-    update(model)
+    step(model, rank)
     for after in (1, 2, 3, 4):
         with pytest.raises(_Error), _FailAfter(after):
             model(batch(rank))
@@ -117,8 +119,7 @@ def raise_exceptions(rank: Rank, **options: Any) -> None:
     for _ in range(2):
         for param in model.parameters():
             param.grad = None
-        model(batch(rank)).sum().backward()
-        update(model)
+        step(model, rank)
 
 
 class _Error(Exception):
@@ -155,8 +156,7 @@ def run_eagerly(rank: Rank, **options: Any) -> None:
         module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     model = thunder.jit(module, transforms=[fsdp(**options)])
     for _ in range(2):
-        model(batch(rank)).sum().backward()
-        update(model)
+        step(model, rank)
         with thunder_fsdp_sched.eager(model) as inside:
             inside(batch(rank))
             inside(batch(rank))
@@ -172,15 +172,13 @@ def initialize_from_meta(rank: Rank, **options: Any) -> None:
 
     model = thunder.jit(module, transforms=[fsdp(device=rank.device, param_init_fn=init, **options)])
     for _ in range(2):
-        model(batch(rank)).sum().backward()
-        update(model)
+        step(model, rank)
 
 
 def save_and_load(rank: Rank, **options: Any) -> None:
     model = make_model(rank, **options)
     for _ in range(2):
-        model(batch(rank)).sum().backward()
-        update(model)
+        step(model, rank)
         unsharded = thunder_fsdp_sched.full_state_dict(model)
         model.load_original_state_dict(unsharded)
 
