@@ -109,7 +109,7 @@ class _Prepared:
                 "Accelerator(mixed_precision='no') and fsdp(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) (in "
                 "TrainingArguments leave out bf16 and fp16)"
             )
-        if state.dynamo_plugin.backend.value != "NO":
+        if state.dynamo_plugin is not None and state.dynamo_plugin.backend.value != "NO":
             raise ValueError(
                 "accelerate: the model is compiled by Thunder already; use an Accelerator without dynamo_backend"
             )
