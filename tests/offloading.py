@@ -8,11 +8,17 @@ from functools import partial
 from unittest import mock
 
 from thunder_fsdp_sched.compilation import Compilation
+from thunder_fsdp_sched.planning.candidate_traces import copy_times
+from thunder_fsdp_sched.planning.clusters import cluster_of_this_process
+from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.transforms import offload_activations, offloadable
 
 from thunder.core.trace import TraceCtx
 
-__all__ = ["offloading"]
+__all__ = ["TIMES", "offloading"]
+
+TIMES = copy_times(AnalyticCost(cluster_of_this_process()))
+"""The times by which copies are placed."""
 
 
 @contextlib.contextmanager
@@ -22,6 +28,7 @@ def offloading(choose: Callable[[dict[str, int]], Iterable[str]] = lambda found:
 
     def after_fusion(self: Compilation, joint: TraceCtx) -> TraceCtx:
         joint = original(self, joint)
+        self._copy_times = TIMES
         self.traces.offloaded = frozenset(choose(offloadable(joint, min_bytes=0)))
         return self.traces.run([partial(offload_activations, offloaded=self.traces.offloaded)], joint)
 
