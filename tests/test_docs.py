@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder
-from thunder_fsdp_sched import private_api, private_autograd, private_interpreter, private_traces, transforms
+from thunder_fsdp_sched import passes, private_api, private_autograd, private_interpreter, private_traces, transforms
 from thunder_fsdp_sched.ir import host_copies, symbols
 from thunder_fsdp_sched.ir.schedule import CommOp, Schedule, StepSchedule
 from thunder_fsdp_sched.transforms import insert_agreement
@@ -130,11 +130,19 @@ def test_options_have_the_same_order_in_the_signature_and_in_the_docstring() -> 
     assert re.findall(r"^    (\w+): ", arguments, re.MULTILINE) == signature
 
 
-def test_every_pass_is_explained_under_how_it_works() -> None:
+def test_the_table_of_passes_is_that_of_the_code_and_has_all_of_them() -> None:
+    assert passes.table() in text_of("how-it-works.md")
     names = {name for name in transforms.__all__ if inspect.isfunction(getattr(transforms, name))}
-    helpers = {"offloadable", "share_written_in_place", "unpacked_parameters"}
-    table = [line.split("|")[1] for line in section("how-it-works.md", "The passes").splitlines() if "|" in line]
-    assert set(re.findall(r"`(\w+)`", "".join(table))) == names - helpers
+    helpers = {"offloadable", "offloaded_values", "share_written_in_place", "unpacked_parameters"}
+    of_prologue = {"guard_outputs", "refuse_foreign_parameters", "shard_prologue"}
+    assert names - helpers - of_prologue == {step.name for step in passes.PIPELINE} - {"del_last_used"}
+
+
+def test_passes_stand_after_those_that_they_need() -> None:
+    seen = set()
+    for step in passes.PIPELINE:
+        assert all(needed in seen for needed in step.after), step.name
+        seen.add(step.pass_)
 
 
 def test_every_symbol_of_traces_is_explained() -> None:

@@ -8,18 +8,10 @@ from . import compat
 compat.prepare()
 compat.import_thunder()
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .api import fsdp
-from .checkpoint import (
-    CheckpointError,
-    full_state_dict,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    latest_checkpoint,
-    load_checkpoint,
-    load_safetensors,
-    save_checkpoint,
-    save_safetensors,
-)
 from .compat import __version__ as __version__
 from .ir.schedule import CommOp, Schedule, StepSchedule
 from .ir.step_memory import StepMemory
@@ -28,13 +20,26 @@ from .plan.plan import Plan
 from .plan.specs import BucketSpec, ParamSpec
 from .plugin import FSDPSched
 from .ranks.channel import ScheduleDisagreement
-from .training.eager import eager
-from .training.gradients import clip_grad_norm_, discard_unreduced, set_gradient_divide_factor
-from .training.unsharded import unsharded
-from .training.weight_stream import stream_full_parameters
-from .training.whole_parameters import WholeParameters
 from .transform import FSDPTransform
 from .transforms import ScheduleMismatch, VerificationError
+
+if TYPE_CHECKING:
+    from .checkpoint import (
+        CheckpointError,
+        full_state_dict,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+        latest_checkpoint,
+        load_checkpoint,
+        load_safetensors,
+        save_checkpoint,
+        save_safetensors,
+    )
+    from .training.eager import eager
+    from .training.gradients import clip_grad_norm_, discard_unreduced, set_gradient_divide_factor
+    from .training.unsharded import unsharded
+    from .training.weight_stream import stream_full_parameters
+    from .training.whole_parameters import WholeParameters
 
 __all__ = [
     "BucketSpec",
@@ -68,3 +73,35 @@ __all__ = [
     "stream_full_parameters",
     "unsharded",
 ]
+
+_LOADED_WHEN_USED = {
+    "checkpoint": (
+        *(
+            "CheckpointError",
+            "full_state_dict",
+            "get_model_state_dict",
+            "get_optimizer_state_dict",
+            "latest_checkpoint",
+        ),
+        *("load_checkpoint", "load_safetensors", "save_checkpoint", "save_safetensors"),
+    ),
+    "training.eager": ("eager",),
+    "training.gradients": ("clip_grad_norm_", "discard_unreduced", "set_gradient_divide_factor"),
+    "training.unsharded": ("unsharded",),
+    "training.weight_stream": ("stream_full_parameters",),
+    "training.whole_parameters": ("WholeParameters",),
+}
+"""Modules that a training step does not need, with the public names in them."""
+
+_MODULE_OF = {name: module for module, names in _LOADED_WHEN_USED.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,6 +11,7 @@ A row binds what its pass needs from the :class:`Context` of the compilation. Pa
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -448,7 +449,8 @@ def run(
 
 def table() -> str:
     """Return the table of passes in Markdown, as docs/how-it-works.md has it."""
-    lines = ["| pass | runs on | when | in the search |", "|---|---|---|---|"]
+    lines = ["| pass | phase | when | what it does | in the search |", "|---|---|---|---|---|"]
     for step in PIPELINE:
-        lines.append(f"| `{step.name}` | {step.phase} | {step.condition} | {'yes' * step.searched} |")
+        does = (inspect.getdoc(step.pass_) or "").partition("\n")[0].replace("``", "`")
+        lines.append(f"| `{step.name}` | {step.phase} | {step.condition} | {does} | {'yes' * step.searched} |")
     return "\n".join(lines)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 from thunder.core.module import ThunderModule
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..compat import __version__
 from ..options import Options
@@ -29,8 +30,11 @@ from .former_parameters import retire
 from .initial_values import ValueSource, initialize, make_blank, resolve_device
 from .module_parameters import replace_in_containers
 from .module_plan import PlannedModule, compare_plans, plan_module
+from .optimizer_checks import check_before_step
 from .refusals import refuse_graph
 from .sharded_module import ShardedModule
+
+register_optimizer_step_pre_hook(check_before_step)
 
 
 def shard_module(model: ThunderModule, options: Options) -> ShardedModule:

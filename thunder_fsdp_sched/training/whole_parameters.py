@@ -3,7 +3,7 @@
 [Note: One owner for each parameter]
 A rank has some rows of each parameter. That is enough for optimizers that treat each element separately, such as AdamW
 and SGD. But Muon orthogonalizes whole matrices, and Adafactor computes means over rows, over columns and over the whole
-matrix. On some of the rows, both would compute something else, and are refused (``optimizer_checks``).
+matrix. On some of the rows, both would compute something else, and are refused (``sharding.optimizer_checks``).
 
 So each parameter has an *owner* among the ranks over which it is sharded. A step sends the rows of gradients and
 parameters to their owners with one all-to-all. Each owner updates its parameters, and a second all-to-all returns the
@@ -30,15 +30,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.bucket import Bucket
 from ..runtime.row_dtensor import local_rows
 from ..transform import find_jitted
-from .optimizer_checks import check_before_step
-
-register_optimizer_step_pre_hook(check_before_step)
 
 _NAMES = ("params", "param_names")
 """Keys of a parameter group that are not optimizer options."""

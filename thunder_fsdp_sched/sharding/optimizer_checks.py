@@ -1,6 +1,6 @@
 """Checks before each step of an optimizer that trains a sharded model.
 
-See [Note: One owner for each parameter] in ``whole_parameters`` for the optimizers that shards do not suffice for.
+See [Note: One owner for each parameter] in ``training.whole_parameters`` for the optimizers that shards do not suffice for.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..runtime.row_dtensor import RowDTensor
-from ..sharding.former_parameters import refuse_former
-from ..sharding.state_entries import state_to_rows
+from .former_parameters import refuse_former
+from .state_entries import state_to_rows
 
 _NEED_WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
 
