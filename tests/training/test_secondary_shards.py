@@ -14,7 +14,7 @@ from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.runtime.bucket import Bucket
-from thunder_fsdp_sched.transforms import VerificationError, verify, verify_memory
+from thunder_fsdp_sched.transforms import VerificationError, verify
 
 import pytest
 import torch
@@ -169,11 +169,6 @@ def test_memory_predicted_is_memory_counted() -> None:
             # What a release frees counts there in the prediction, but not for the tracker.
             wrong = [w for w in count.wrong if w[0] < w[1] or not w[2].startswith("fsdp_release(")]
             assert not wrong and count.predicted == count.counted, (options, str(count))
-            proved = partial(verify_memory, compiled.backward, forward=compiled.forward, buckets=compiled.buckets)
-            peak = compiled.memory.peak.nbytes
-            proved(max_memory=peak)
-            with pytest.raises(VerificationError):
-                proved(max_memory=peak - 1)
 
 
 def test_hybrid_sharding_divides_each_replica() -> None:
