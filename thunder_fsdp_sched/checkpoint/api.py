@@ -183,7 +183,7 @@ def load_checkpoint(
         values = {}
         for name, wanted in (extra or {}).items():
             values[name] = own[name] if name in own else extras.from_dcp(wanted, paths[name], name)
-            extras.memory_for(wanted, values[name], (name,), found, memory)
+            memory |= extras.memory_for(wanted, values[name], name, found)
         return memory, there, values
 
     memory, there, values = run_on_all_ranks(group, "load_checkpoint", prepare)

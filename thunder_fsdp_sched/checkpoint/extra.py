@@ -139,75 +139,80 @@ def from_dcp(wanted: Any, paths: Paths, name: str) -> Any:
     Raises:
         ValueError: their structure is ambiguous.
     """
-    return _with_given_keys(wanted, nested({path: Saved(leaf) for path, leaf in paths.items()}), (name,))
+
+    def walk(wanted: Any, saved: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(saved, Saved):
+            return saved
+        if not isinstance(wanted, type(saved)):
+            raise ValueError(
+                f"{_text(path)} is a {type(saved).__name__} in the checkpoint, but a {type(wanted).__name__} was given: "
+                f"extra has to have the structure that was saved"
+            )
+        if isinstance(saved, list):
+            given = wanted + [None] * len(saved)
+            return [walk(given[i], value, (*path, i)) for i, value in enumerate(saved)]
+        keys = {str(key): key for key in wanted}
+        result = copy.copy(wanted)
+        result.clear()
+        for text, value in saved.items():
+            key = keys.get(text, text)
+            if key not in wanted and not any(isinstance(own, str) for own in wanted):
+                raise ValueError(
+                    f"{_text((*path, key))} is in the checkpoint only: extra has to have the structure that was saved"
+                )
+            result[key] = walk(wanted.get(key), value, (*path, key))
+        return result
+
+    return walk(wanted, nested({path: Saved(leaf) for path, leaf in paths.items()}), (name,))
 
 
-def _with_given_keys(wanted: Any, saved: Any, path: tuple[Any, ...]) -> Any:
-    if isinstance(saved, Saved):
-        return saved
-    if not isinstance(wanted, type(saved)):
-        raise ValueError(
-            f"{_text(path)} is a {type(saved).__name__} in the checkpoint, but a {type(wanted).__name__} was given: extra "
-            f"has to have the structure that was saved"
-        )
-    if isinstance(saved, list):
-        given = wanted + [None] * len(saved)
-        return [_with_given_keys(given[i], value, (*path, i)) for i, value in enumerate(saved)]
-    keys = {str(key): key for key in wanted}
-    if unknown := [key for key in saved if key not in keys and not any(isinstance(own, str) for own in keys.values())]:
-        raise ValueError(
-            f"{_text((*path, unknown[0]))} is in the checkpoint only: extra has to have the structure that was saved"
-        )
-    result = copy.copy(wanted)
-    result.clear()
-    for name, value in saved.items():
-        key = keys.get(name, name)
-        result[key] = _with_given_keys(wanted.get(key), value, (*path, key))
-    return result
-
-
-def memory_for(
-    wanted: Any, saved: Any, path: tuple[Any, ...], contents: Mapping[str, Any], memory: dict[str, Any]
-) -> None:
-    """Add memory for saved values to ``memory``, by their names in the checkpoint; that of tensors is like in ``wanted``.
+def memory_for(wanted: Any, saved: Any, name: str, contents: Mapping[str, Any]) -> dict[str, Any]:
+    """Return memory for saved values by their names in the checkpoint; that of tensors is like in ``wanted``.
 
     Args:
-        wanted: names and structure that the caller expects.
-        saved: the values in the checkpoint, with a :class:`Saved` in place of those that are yet to be loaded.
+        wanted: structure that the caller expects.
+        saved: the value in the checkpoint, with a :class:`Saved` in place of those that are yet to be loaded.
 
     Raises:
         ValueError: a wanted value is missing, or has another structure.
     """
-    found = contents[saved] if isinstance(saved, Saved) else None
-    is_tensor = isinstance(found, TensorStorageMetadata)
-    if wanted is not None and (
-        isinstance(wanted, torch.Tensor) is not is_tensor
-        or (len(path) == 1 and isinstance(wanted, dict) and not isinstance(saved, dict))
-    ):
-        kind = "tensor" if is_tensor else "value" if found is not None else type(saved).__name__
-        raise ValueError(f"{_text(path)} is a {kind} in the checkpoint, but a {type(wanted).__name__} was given")
-    if isinstance(found, TensorStorageMetadata):
-        if wanted is not None and wanted.shape != found.size:
-            raise ValueError(
-                f"{_text(path)} has shape {tuple(found.size)} in the checkpoint, but {tuple(wanted.shape)} was given"
-            )
-        if wanted is None or local_rows(wanted) is wanted:
-            device = None if wanted is None else wanted.device
-            memory[saved] = torch.empty(found.size, dtype=found.properties.dtype, device=device)
-        else:
-            memory[saved] = torch.empty_like(wanted.detach())
-    elif found is not None:
-        memory[saved] = None
-    elif isinstance(saved, dict):
-        given = wanted if isinstance(wanted, dict) else {}
-        if missing := [key for key in given if key not in saved]:
-            raise ValueError(f"{_text(path)} has no {missing[0]!r} in the checkpoint, but {list(saved)}")
-        for key, value in saved.items():
-            memory_for(given.get(key), value, (*path, key), contents, memory)
-    elif isinstance(saved, (list, tuple)):
-        is_alike = isinstance(wanted, (list, tuple)) and len(wanted) == len(saved)
-        for i, value in enumerate(saved):
-            memory_for(wanted[i] if is_alike else None, value, (*path, i), contents, memory)
+    memory: dict[str, Any] = {}
+
+    def walk(wanted: Any, saved: Any, path: tuple[Any, ...]) -> None:
+        found = contents[saved] if isinstance(saved, Saved) else None
+        is_tensor = isinstance(found, TensorStorageMetadata)
+        is_other = isinstance(wanted, torch.Tensor) is not is_tensor
+        is_other |= path == (name,) and isinstance(wanted, dict) and not isinstance(saved, dict)
+        if wanted is not None and is_other:
+            kind = "tensor" if is_tensor else "value" if found is not None else type(saved).__name__
+            raise ValueError(f"{_text(path)} is a {kind} in the checkpoint, but a {type(wanted).__name__} was given")
+        if isinstance(found, TensorStorageMetadata):
+            memory[saved] = _memory_like(wanted, found, path)
+        elif found is not None:
+            memory[saved] = None
+        elif isinstance(saved, dict):
+            given = wanted if isinstance(wanted, dict) else {}
+            if missing := [key for key in given if key not in saved]:
+                raise ValueError(f"{_text(path)} has no {missing[0]!r} in the checkpoint, but {list(saved)}")
+            for key, value in saved.items():
+                walk(given.get(key), value, (*path, key))
+        elif isinstance(saved, (list, tuple)):
+            is_alike = isinstance(wanted, (list, tuple)) and len(wanted) == len(saved)
+            for i, value in enumerate(saved):
+                walk(wanted[i] if is_alike else None, value, (*path, i))
+
+    walk(wanted, saved, (name,))
+    return memory
+
+
+def _memory_like(wanted: torch.Tensor | None, found: TensorStorageMetadata, path: tuple[Any, ...]) -> torch.Tensor:
+    if wanted is not None and wanted.shape != found.size:
+        raise ValueError(
+            f"{_text(path)} has shape {tuple(found.size)} in the checkpoint, but {tuple(wanted.shape)} was given"
+        )
+    if wanted is not None and local_rows(wanted) is not wanted:
+        return torch.empty_like(wanted.detach())
+    return torch.empty(found.size, dtype=found.properties.dtype, device=None if wanted is None else wanted.device)
 
 
 def filled(saved: Any, memory: Mapping[str, Any]) -> Any:

@@ -248,30 +248,25 @@ def _files(source: Path) -> tuple[list[Path], dict[str, str]]:
 
 def _verify(group: ProcessGroupRef, source: Path, files: list[Path], crcs: dict[str, str], *, verify: bool) -> None:
     """Verify that all ranks will read the same files, and that these are undamaged; a collective."""
-
-    def look() -> tuple[list[tuple[int, ...]], str]:
-        stats = [file.stat() for file in files]
-        known = repr([(file.name, stat.st_size, crcs.get(file.name)) for file, stat in zip(files, stats, strict=True)])
-        return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats], known
-
-    identities, digest = run_on_all_ranks(group, "load_safetensors", look)
-    everyones = control_of(group).exchange("load_safetensors", identities)
-    refuse_different(group, source, digest)
-    is_shared = all(other == everyones[0] for other in everyones)
+    stats = run_on_all_ranks(group, "load_safetensors", lambda: [file.stat() for file in files])
+    known = [(file.name, stat.st_size, crcs.get(file.name)) for file, stat in zip(files, stats, strict=True)]
+    refuse_different(group, source, repr(known))
+    identities = [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
+    is_shared = len(set(map(repr, control_of(group).exchange("load_safetensors", identities)))) == 1
     if not is_shared and not crcs:
         contents = run_on_all_ranks(group, "load_safetensors", lambda: list(map(_checksum, files)))
         refuse_different(group, source, repr(contents))
+    if verify and not crcs and group.rank == 0:
+        _log.warning("%s has no checksums", source)
 
     def check() -> None:
-        for file in (files[group.rank :: group.size] if is_shared else files) if verify and crcs else ():
-            if _checksum(file) != crcs[file.name]:
+        for file in files[group.rank :: group.size] if is_shared else files:
+            if verify and crcs and _checksum(file) != crcs[file.name]:
                 raise ValueError(
                     f"{file} is damaged, nothing is changed: its checksum is wrong (verify_checksums=False ignores that)"
                 )
 
     run_on_all_ranks(group, "load_safetensors", check)
-    if verify and not crcs and group.rank == 0:
-        _log.warning("%s has no checksums", source)
 
 
 def _checksum(file: Path) -> str:
