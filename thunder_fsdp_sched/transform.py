@@ -1,31 +1,21 @@
 """The transform: what Thunder calls when, and the module whose parameters are sharded.
 
 [Note: The pipeline]
-``thunder.jit`` calls, in this order:
+``thunder.jit`` calls, in this order (the phases are those of the table in ``passes``):
 
 once, with the module
     ``transform_module``                      plan buckets, allocate shard buffers, turn parameters into views of them
 for each new set of shapes and flags
-    ``transform_traces_pre_prologue``         refuse_foreign_parameters, guard_outputs, shard_prologue, draw_once,
-                                              insert_unshard
+    ``transform_traces_pre_prologue``         refuse_foreign_parameters, guard_outputs, shard_prologue, *computation*
     (Thunder goes on with an empty computation: see [Note: Blocks are differentiated once] in ``transforms.differentiate``
     and [Note: Modes share a joint trace] in ``capture.traced_computation``)
-    ``JointPasses`` before the fusions        differentiate (if Thunder's autograd has made the joint trace:
-                                              claim_operators), bucket_communication, fuse_downcast, [choose],
-                                              regather_for_backward, guard_kept, keep_fusions_apart
+    ``JointPasses`` before the fusions        *autograd*, *joint*, the choice of settings, *bucketed*
     (Thunder: fusion executors)
-    ``JointPasses`` after the fusions         remove_cuts, regather_for_backward, gather_from_secondary,
-                                              [offload_activations]
+    ``JointPasses`` after the fusions         *fused*
     (Thunder: the joint trace is split)
-    ``transform_trace_post_optimization``     [refuse_redrawn_gradients], write_grads_in_place, guard_first,
-                                              [sort_host_copies], sort_communication (or
-                                              sort_within_budget, replay_schedule), assign_slots,
-                                              mark_retained_by_forward (backward: reuse_from_forward),
-                                              [release_slots or release_extension], reuse_in_window, verify,
-                                              insert_agreement, [end_backward], del_last_used,
-                                              [verify_memory]
-                                              first for the forward trace, then for the backward trace; the first run
-                                              of the result is audited: see [Note: The audit] in ``audit``
+    ``transform_trace_post_optimization``     *scheduled*, *finished*: first for the forward trace, then for the backward
+                                              trace; the first run of the result is audited: see [Note: The audit] in
+                                              ``proof.audit``
 """
 
 from __future__ import annotations
