@@ -36,11 +36,8 @@ from thunder.core.trace import TraceCtx
 
 from ..ranks.control import Computation
 from ..runtime.bucket import Bucket
-from .host_copies import HOST_COPIES, fsdp_copy_to_host
+from .effects import Effects, effects
 from .inspection import outs_of, statements
-from .operands import bucket_of
-from .schedule import is_communication
-from .symbols import WAITS
 
 _DIMENSIONS = frozenset(
     {
@@ -74,14 +71,17 @@ def computation_of(trace: TraceCtx, inputs: Sequence[str]) -> Computation:
     trace_lines: list[str] = []
     names = _Names({p.name: f"input_{i}" for i, p in enumerate(trace.args or ()) if isinstance(p, Proxy)})
     for bsym in statements(trace):
-        if bsym.sym.name in HOST_COPIES:
-            _name_copy(bsym, names)
+        e = effects(bsym)
+        if e.bucket is None and (e.issues is not None or e.waits is not None):  # a copy to or from host memory
+            _name_copy(bsym, e, names)
             continue
-        if bsym.sym.name in WAITS and bsym.output is not None:
-            _name_parameters(bsym, names)
+        if e.waits is not None and e.issues is None and e.bucket is not None and bsym.output is not None:
+            kind = "" if e.unshards else "gradient of "
+            # The order of parameters in a bucket is the same on all ranks.
+            names.update({p.name: f"{kind}{q.name}" for p, q in zip(bsym.output, e.bucket.spec.params, strict=True)})
         exact, masked = _line(bsym, names)
-        if is_communication(bsym):
-            trace_lines.append(f"{bsym.sym.name} {bucket_of(bsym).spec.name}")
+        if e.in_schedule and e.bucket is not None:
+            trace_lines.append(f"{bsym.sym.name} {e.bucket.spec.name}")
         else:
             trace_lines.append(exact)
             lines.append(exact)
@@ -104,20 +104,11 @@ class _Names(dict[str, str]):
         return self[proxy.name]
 
 
-def _name_parameters(wait: BoundSymbol, names: _Names) -> None:
-    """Name the outputs of a wait after the parameters, whose order in a bucket is the same on all ranks."""
-    bucket = bucket_of(wait)
-    kind = "" if wait.sym.name == "fsdp_wait_params" else "gradient of "
-    for param, out in zip(bucket.spec.params, wait.output, strict=True):
-        if isinstance(out, Proxy):
-            names[out.name] = f"{kind}{param.name}"
-
-
-def _name_copy(bsym: BoundSymbol, names: _Names) -> None:
+def _name_copy(bsym: BoundSymbol, e: Effects, names: _Names) -> None:
     """Name the result of a copy to host memory or back after the value that is copied."""
     source = names[bsym.args[0].name]
-    of_host = bsym.sym is fsdp_copy_to_host
-    names.update({out: f"host copy of {source}" if of_host else source for out in outs_of(bsym)})
+    to_host = e.issues is not None and not e.reads_host
+    names.update({out: f"host copy of {source}" if to_host else source for out in outs_of(bsym)})
 
 
 def _line(bsym: BoundSymbol, names: _Names) -> tuple[str, str]:

@@ -12,17 +12,9 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..ir.effects import NOTHING, declare
+from ..ir.effects import NOTHING, declare, effects
 from ..ir.inspection import AGREEMENT, with_bound_symbols
-from ..ir.operands import Wait, bucket_of
 from ..ir.registry import executor
-from ..ir.symbols import (
-    WAITS,
-    fsdp_params_unchanged,
-    fsdp_reduce_unreduced,
-    issues_collective,
-    window_of,
-)
 from ..runtime.trace_start import TraceStart
 
 __all__ = ["fsdp_agree", "fsdp_agreed", "insert_agreement"]
@@ -59,18 +51,22 @@ def insert_agreement(trace: TraceCtx, *, run: TraceStart, before_issue: bool) ->
     for position, bsym in enumerate(bsyms):
         if head is None and bsym.sym.id not in _UNPACKING:
             head = position
-        if issues_collective(bsym):
-            issued.add(bsym.output.name)
-        waits = bsym.sym.name in WAITS and Wait(bsym).future.name in issued
-        if (issues_collective(bsym) and before_issue) or waits or bsym.sym is fsdp_reduce_unreduced:
+        e = effects(bsym)
+        sends = e.issues is not None and e.bucket is not None and not e.issues.resident
+        if sends and e.issues is not None:
+            issued.add(e.issues.future)
+        waits = e.waits is not None and e.issues is None and e.waits.future in issued
+        if (sends and before_issue) or waits or e.runs is not None:
             end = position
             break
     if end is None:  # other ranks communicate in this trace, this one does not
         end = len(bsyms) - 1
     head = min(head if head is not None else end, end)
-    run.left_over = [weakref.ref(bucket_of(b)) for b in bsyms if b.sym is fsdp_reduce_unreduced]
-    run.guarded = [weakref.ref(bucket_of(b)) for b in bsyms if b.sym is fsdp_params_unchanged]
-    run.reusing = [weakref.ref(bucket_of(b)) for b in bsyms if window_of(b) is not None]
+    of_all = list(map(effects, bsyms))
+    run.left_over = [weakref.ref(e.bucket) for e in of_all if e.runs is not None and e.bucket is not None]
+    run.guarded = [weakref.ref(e.ensures.bucket) for e in of_all if e.ensures is not None]
+    issues = [e.issues for e in of_all if e.issues is not None]
+    run.reusing = [weakref.ref(i.bucket) for i in issues if i.window is not None and i.bucket is not None]
     with tracectx(trace):
         posts, settles = (symbol.bind(run, output=None) for symbol in (fsdp_agree, fsdp_agreed))
     bsyms[end:end] = [settles]
