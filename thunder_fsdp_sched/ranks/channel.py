@@ -31,10 +31,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from ..private_api import all_gather_on_host, timeout_of
-from .group_creation import new_group
+from .group_creation import delete_once_read, new_group
 from .messages import first_difference, first_line, named, sides
 from .process_groups import ProcessGroupRef
 
@@ -236,13 +235,6 @@ class Channel:
             texts = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
             delete_once_read(store, [*keys.values()], prefix, self.size)
         return texts | {self.global_rank: text}
-
-
-def delete_once_read(store: Store, keys: Sequence[str], prefix: str, size: int) -> None:
-    """Delete keys if all of ``size`` ranks have called this."""
-    if store.add(f"{prefix}/read", 1) == size:
-        for key in (*keys, f"{prefix}/read"):
-            store.delete_key(key)
 
 
 _channels: dict[tuple[tuple[int, ...], timedelta], Channel] = {}

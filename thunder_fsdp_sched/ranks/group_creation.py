@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from ..private_api import copy_of_options, is_group_name_taken, process_groups, splits_default_group, timeout_of
 from .process_groups import ProcessGroupRef
@@ -145,20 +147,16 @@ def _level_group_counts(ranks: list[int], named_after: list[int]) -> list[dist.P
     me, known = dist.get_rank(), len(process_groups())
     call = store.add(f"{prefix}/calls/{me}", 1)
 
-    def keys(what: str) -> list[str]:
-        return [f"{prefix}/{call}/{what}/{rank}" for rank in ranks]
-
     def largest(what: str, number: int) -> int:
         store.set(f"{prefix}/{call}/{what}/{me}", str(number))
-        return max(int(store.get(key)) for key in keys(what))
+        return max(int(store.get(f"{prefix}/{call}/{what}/{rank}")) for rank in ranks)
 
     try:
         number = largest("known", known)
         free = (n for n in itertools.count(number) if not is_group_name_taken(named_after, n, store))
         number = largest("free", next(free))
-        if store.add(f"{prefix}/{call}/read", 1) == len(ranks):  # all ranks have read everything
-            for key in (*keys("known"), *keys("free"), f"{prefix}/{call}/read"):
-                store.delete_key(key)
+        written = [f"{prefix}/{call}/{what}/{rank}" for what in ("known", "free") for rank in ranks]
+        delete_once_read(store, written, f"{prefix}/{call}", len(ranks))
     except Exception as error:
         raise RuntimeError(
             f"fsdp: not all of the ranks {ranks} arrived to create their process group; call thunder.jit() with the same "
@@ -169,3 +167,10 @@ def _level_group_counts(ranks: list[int], named_after: list[int]) -> list[dist.P
         dist.new_group([me], backend="gloo", use_local_synchronization=True, group_desc="level")
         for _ in range(number - known)
     ]
+
+
+def delete_once_read(store: Store, keys: Sequence[str], prefix: str, size: int) -> None:
+    """Delete keys if all of ``size`` ranks have called this."""
+    if store.add(f"{prefix}/read", 1) == size:
+        for key in (*keys, f"{prefix}/read"):
+            store.delete_key(key)
