@@ -37,7 +37,7 @@ import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched.capture import garbage_collection
 from thunder_fsdp_sched.demo.model import GPT, VOCABULARY
 from thunder_fsdp_sched.pipeline import CompiledTraces
-from thunder_fsdp_sched.planning.candidate_traces import CandidateTraces
+from thunder_fsdp_sched.planning.candidates import Candidates
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 
 import thunder
@@ -160,7 +160,7 @@ def measure_searches(blocks: int) -> None:
     }
     figures = {}
     for name, options in searches.items():
-        with mock.patch.object(CandidateTraces, "run", autospec=True, side_effect=CandidateTraces.run) as run:
+        with mock.patch.object(Candidates, "run", autospec=True, side_effect=Candidates.run) as run:
             compiled, _ = compile_for_cluster(blocks, **options)
         assert compiled.choice is not None
         again = len(compiled.choice.chosen.recomputed)

@@ -8,7 +8,7 @@ from functools import partial
 from unittest import mock
 
 from thunder_fsdp_sched.compilation import Compilation
-from thunder_fsdp_sched.planning.candidate_traces import copy_times
+from thunder_fsdp_sched.planning.candidates import copy_times
 from thunder_fsdp_sched.planning.clusters import cluster_of_this_process
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.transforms import offload_activations, offloadable

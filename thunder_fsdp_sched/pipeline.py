@@ -22,7 +22,7 @@ from .runtime.bucket import Bucket
 from .transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 
 if TYPE_CHECKING:
-    from .planning.autotune import Choice
+    from .planning.search import Choice
 
 __all__ = ["CompiledTraces", "JointPasses", "Pass", "without"]
 

@@ -19,7 +19,6 @@ from thunder_fsdp_sched import ScheduleDisagreement, compilation, fsdp, full_sta
 from thunder_fsdp_sched.ir.inspection import AGREEMENT, statements
 from thunder_fsdp_sched.ranks import channel
 from thunder_fsdp_sched.sharding import shard_module
-from thunder_fsdp_sched.transforms import insert_agreement
 
 import pytest
 import thunder
@@ -356,10 +355,9 @@ def test_traces_agree_before_their_first_collective(rank: int) -> None:
         assert not any(b.sym.name in AGREEMENT for b in statements(trace))
     assert "fsdp_agree(forward_0)\n" in str(compiled.forward)
     # As with NCCL, where the round of agreement overlaps with the first gather.
+    agree = compilation.Compilation._agree
     with mock.patch.object(
-        compilation,
-        "insert_agreement",
-        lambda trace, run, before_issue: insert_agreement(trace, run=run, before_issue=False),
+        compilation.Compilation, "_agree", lambda self, *args: {**agree(self, *args), "before_issue": False}
     ):
         model = _jit(TwoBranches())
         for left in (True, False):

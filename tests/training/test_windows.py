@@ -12,9 +12,9 @@ from unittest import mock
 
 from thunder_fsdp_sched import discard_unreduced, fsdp, unsharded
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, window_of
-from thunder_fsdp_sched.planning.autotune import MemoryLimitError
 from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
+from thunder_fsdp_sched.planning.search import MemoryLimitError
 from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.runtime.accumulation import Accumulation
 from thunder_fsdp_sched.runtime.bucket import Bucket

@@ -63,6 +63,9 @@ class ActivationPlans:
         halves: forward and backward, as :func:`~..ir.inspection.split_joint` returns them, with backward's gathers.
         cost: gives the time of operators and copies.
         offloadable: names of the values that may move to host memory.
+
+    Attributes:
+        peak: the estimated peak of values (bytes) if everything is saved.
     """
 
     def __init__(self, halves: Sequence[TraceCtx], cost: CostModel, offloadable: Iterable[str] = ()) -> None:
@@ -70,22 +73,33 @@ class ActivationPlans:
         seconds = {
             id(bsym): max(seconds) for bsym, seconds in zip(forward.bound_symbols, cost.seconds(forward), strict=True)
         }
-        saved = SavedValues(halves, seconds)
-        copies = _Copies(saved, cost, frozenset(offloadable))
-        blocks = sum(bsym.sym is fsdp_all_gather for bsym in forward.bound_symbols)
-        numbers = {blocks, *(2**power for power in range((2 * blocks).bit_length()))}
-        self._divisions = [_Division(saved, saved.gaps(number - 1), copies) for number in sorted(numbers)]
-        self.unchanged = self._divisions[0].unchanged()
+        self._saved = SavedValues(halves, seconds)
+        self._copies = _Copies(self._saved, cost, frozenset(offloadable))
+        self._gathers = max(sum(bsym.sym is fsdp_all_gather for bsym in forward.bound_symbols), 1)
+        self._divisions: dict[int, _Division] = {}
+        self.peak = self._division(self._gathers).unchanged().peak
 
     def within(self, limit: int, *, offload: bool) -> ActivationPlan:
-        """Return the fastest plan whose estimated peak is at most ``limit`` bytes, else that of the least peak found.
+        """Return a fast plan whose estimated peak is at most ``limit`` bytes, else that of the least peak found.
+
+        Forward is divided into as many segments as it has gathers; if no plan fits, into half as many, and so on.
 
         Args:
             limit: bytes of all values together, without slots.
             offload: whether values may move to host memory.
         """
-        found = [division.within(limit, offload=offload) for division in self._divisions]
-        return min(found, key=lambda plan: (max(plan.peak - limit, 0), plan.seconds, plan.peak))
+        number = self._gathers
+        least = self._division(number).within(limit, offload=offload)
+        while least.peak > limit and number > 1:
+            number //= 2
+            plan = self._division(number).within(limit, offload=offload)
+            least = min(least, plan, key=lambda plan: plan.peak)
+        return least
+
+    def _division(self, number: int) -> _Division:
+        if number not in self._divisions:
+            self._divisions[number] = _Division(self._saved, self._saved.gaps(number - 1), self._copies)
+        return self._divisions[number]
 
 
 class _Copies:

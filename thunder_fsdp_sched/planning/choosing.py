@@ -30,13 +30,10 @@ from ..runtime.accumulation import Way
 from ..runtime.bucket import Bucket
 from ..sharding.sharded_module import ShardedModule
 from ..transforms import bucket_communication, fuse_downcast
-from .autotune import Choice, MemoryLimitError, choose
-from .candidate_traces import copy_times
+from .candidates import Candidates, Limits, copy_times
 from .clusters import cluster_of_this_process
 from .cost import AnalyticCost
-from .limits import Limits
-
-__all__ = ["Settings", "check_memory", "choose_settings"]
+from .search import Choice, MemoryLimitError, choose
 
 
 class Settings(NamedTuple):
@@ -48,15 +45,15 @@ class Settings(NamedTuple):
         choice: the outcome of the search.
         copy_times: the times by which copies of offloaded values are placed: the arguments of ``sort_host_copies``.
         kept: names of the buckets that stay unsharded from now on; ``None`` if an earlier compilation has decided that.
-        seconds: the simulated time by which the two ways to accumulate are compared; 0 if they are not.
+        seconds: the simulated time by which the two ways to accumulate are compared.
     """
 
     bucketed: TraceCtx
     left: LeftGradients
     choice: Choice
     copy_times: Mapping[str, Any]
-    kept: Sequence[str] | None = None
-    seconds: float = 0.0
+    kept: Sequence[str] | None
+    seconds: float
 
 
 def choose_settings(
@@ -133,7 +130,6 @@ class _Chooser:
             options.max_unsharded_bytes,
             options.max_gathers_in_flight,
             options.max_memory,
-            may_extend=options.max_memory is not None,
             largest_peak=max((one.choice.chosen.largest_peak for one in self.compiled if one.choice), default=0),
         )
         has_choice = self.limits.any_bytes and len(split_joint(self.joint)) == 2
@@ -143,11 +139,9 @@ class _Chooser:
     def choose(self) -> Settings:
         if not self.plans_window:
             return self.for_step()
-        if self.options.accumulate is not None or self.options.max_memory is None:
-            return self.for_window(self.options.accumulate or "unsharded")
-        found: list[Settings] = []
-        errors: list[MemoryLimitError] = []
-        for way in get_args(Way):
+        given, found, errors = self.options.accumulate, [], []
+        both = given is None and self.options.max_memory is not None
+        for way in get_args(Way) if both else (given or "unsharded",):
             try:
                 found.append(self.for_window(way))
             except MemoryLimitError as error:
@@ -161,24 +155,26 @@ class _Chooser:
         no_sync = self.traces.no_sync
         bucketed = self._bucketed(self.options.accumulate or "unsharded", no_sync=no_sync)
         left = NOTHING_LEFT.union(*(one.gradients_left for one in self.compiled if one.no_sync and not no_sync))
-        choice = self._search(bucketed, left, self.sharded.kept, may_keep=self.decides_kept)
-        return Settings(
-            bucketed, left, choice, copy_times(self.cost), choice.chosen.kept if self.decides_kept else None
-        )
+        choice = self._search(bucketed, left, self.sharded.kept, self.limits, may_keep=self.decides_kept)
+        return self._settings(bucketed, left, choice, choice)
 
     def for_window(self, way: Way) -> Settings:
         """Return the settings of a micro-batch under ``no_sync``; see [Note: Planning for the end of a window]."""
-        bucketed = self._bucketed(way, no_sync=True)
+        bucketed, ending = (self._bucketed(way, no_sync=no_sync) for no_sync in (True, False))
         left = gradients_left(bucketed.bound_symbols)
         self._check_compiled(left)
-        ending = self._bucketed(way, no_sync=False)
-        last = self._search(ending, left, self.sharded.kept, may_keep=self.decides_kept).chosen
-        kept = {bucket for bucket in self.sharded.buckets if bucket.spec.name in last.kept}
-        limits = self.limits if self.limits.memory is None else self.limits._replace(slots=last.lasting_bytes)
-        choice = self._search(bucketed, left, kept, limits=limits)
-        seconds = last.step_seconds + choice.chosen.step_seconds
-        kept_names = last.kept if self.decides_kept else None
-        return Settings(bucketed, left, choice, copy_times(self.cost), kept_names, seconds)
+        last = self._search(ending, left, self.sharded.kept, self.limits, may_keep=self.decides_kept)
+        kept = {bucket for bucket in self.sharded.buckets if bucket.spec.name in last.chosen.kept}
+        limits = self.limits
+        if limits.memory is not None:
+            limits = limits._replace(lasting_bytes=last.chosen.lasting_bytes)
+        choice = self._search(bucketed, left, kept, limits)
+        return self._settings(bucketed, left, choice, last)
+
+    def _settings(self, bucketed: TraceCtx, left: LeftGradients, choice: Choice, last: Choice) -> Settings:
+        kept = last.chosen.kept if self.decides_kept else None
+        seconds = last.chosen.step_seconds + choice.chosen.step_seconds
+        return Settings(bucketed, left, choice, copy_times(self.cost), kept, seconds)
 
     def _bucketed(self, way: Way, *, no_sync: bool) -> TraceCtx:
         bucket = partial(bucket_communication, buckets=self.sharded.buckets, no_sync=no_sync, accumulate=way)
@@ -189,22 +185,15 @@ class _Chooser:
         bucketed: TraceCtx,
         left: LeftGradients,
         kept: Iterable[Bucket],
+        limits: Limits,
         *,
         may_keep: bool = False,
-        limits: Limits | None = None,
     ) -> Choice:
         started = time.process_time()
-        choice = choose(
-            bucketed,
-            cost=self.cost,
-            prefetch=None if self.options.prefetch == "auto" else self.options.prefetch,
-            kept=frozenset(kept),
-            may_keep=may_keep,
-            limits=limits or self.limits,
-            buckets=self.sharded.buckets,
-            left=left,
-            reuse=not self.options.reshard_after_backward,
-        )
+        reuse = not self.options.reshard_after_backward
+        candidates = Candidates(bucketed, self.cost, limits, frozenset(kept), self.sharded.buckets, left, reuse)
+        prefetch = None if self.options.prefetch == "auto" else self.options.prefetch
+        choice = choose(candidates, prefetch=prefetch, may_keep=may_keep)
         seconds = time.process_time() - started
         self.traces.pass_seconds["choose"] += seconds
         LOGGER.debug("choose: %d candidates, %.1f ms\n%s", len(choice.considered), 1e3 * seconds, choice)

@@ -18,11 +18,11 @@ from functools import cached_property
 
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from .autotune import MemoryLimitError
 from .blocks import describe_origins, origins_of
 from .changes import Change, faster_changes, samples_of, smaller_changes
 from .dry_run import DryRun, dry_run_step, replan
 from .fit import optimizer_state_bytes, readable_bytes
+from .search import MemoryLimitError
 
 __all__ = ["HEADROOM", "Suggestion", "Suggestions", "suggest"]
 

