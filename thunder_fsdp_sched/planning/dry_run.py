@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
+from thunder.core.trace import TraceCtx
 from thunder.extend import Executor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -47,42 +48,109 @@ class Window:
 
 
 @dataclass(frozen=True)
-class DryRun:
+class Request:
+    """What is planned: a model, the machine, and options.
+
+    Attributes:
+        make: returns the module and its inputs.
+        cluster: the machine.
+        world_size: number of ranks.
+        replicas: number of copies of the shards.
+        micro_batches: number of micro-batches between two optimizer steps.
+        options: options of :func:`thunder_fsdp_sched.fsdp`.
+    """
+
+    make: Callable[[], Made]
+    cluster: ClusterSpec
+    world_size: int
+    replicas: int
+    micro_batches: int
+    options: Mapping[str, Any]
+
+    def check(self) -> None:
+        """Raise ValueError for impossible numbers."""
+        if self.micro_batches < 1:
+            raise ValueError(f"micro_batches: expected 1 or more, got {self.micro_batches}")
+        if self.replicas < 1 or self.world_size % self.replicas:
+            raise ValueError(f"replicas: {self.world_size} ranks cannot hold {self.replicas} copies of equal size")
+
+    def make_checked(self) -> tuple[Any, ...]:
+        """Return the module and its inputs."""
+        return check_made(self.make(), getattr(self.make, "__name__", "make"))
+
+    def make_transform(self) -> FSDPTransform:
+        """Return the transform; called over the process group of the ranks."""
+        mesh: dict[str, Any] = {}
+        if self.replicas > 1:
+            shape = (self.replicas, self.world_size // self.replicas)
+            mesh["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        return fsdp(cluster=self.cluster, **mesh, **self.options)
+
+    @property
+    def executors(self) -> tuple[Executor, ...]:
+        """The executors that claim what the machine would run with other kernels than this one."""
+        return () if self.cluster.synchronous else (gpu_attention.executor,)
+
+    def plan(self, traced: FSDPTransform, *, is_traced: bool) -> DryRun:
+        """Return the step planned from the traces of a step of the same model, without tracing it again."""
+        with fake_rank(0, self.world_size):
+            transform = self.make_transform()
+            module, *_ = self.make_checked()
+            jitted = jit(module, transform, self.executors)
+            if self.micro_batches > 1:
+                plan_again(traced, transform, jitted, no_sync=True)
+            plan_again(traced, transform, jitted)
+        return self.done(transform, is_traced=is_traced)
+
+    def done(self, transform: FSDPTransform, *, is_traced: bool) -> DryRun:
+        """Return the planned step of a transform that has compiled its traces."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(Request)}
+        return DryRun(**values, transform=transform, traced=is_traced)
+
+
+@dataclass(frozen=True)
+class DryRun(Request):
     """A planned step.
 
     Attributes:
         transform: the transform with the plan, the traces and the schedules.
-        before: the step without the sorting pass, with communication where Thunder puts it.
-        after: the step as scheduled. In an accumulation window, its last micro-batch, as ``before`` is.
-        make: returns the module and its inputs.
-        world_size: number of ranks.
-        replicas: number of copies of the shards.
-        options: options of :func:`thunder_fsdp_sched.fsdp`.
         traced: whether the model was traced for this plan; otherwise the trace is that of another plan of the same step,
             see [Note: Planning again] in ``replanning``.
-        window: the micro-batches before the last one; ``None`` if there is only one.
     """
 
     transform: FSDPTransform
-    cluster: ClusterSpec
-    before: Timeline
-    after: Timeline
-    make: Callable[[], Made]
-    world_size: int
-    replicas: int
-    options: Mapping[str, Any]
-    traced: bool = True
-    window: Window | None = None
+    traced: bool
 
     @property
     def compiled(self) -> CompiledTraces:
         """The traces of the step; in an accumulation window, of its last micro-batch."""
         return self.transform.compiled[-1]
 
-    @property
-    def micro_batches(self) -> int:
-        """Number of micro-batches between two optimizer steps."""
-        return 1 if self.window is None else self.window.micro_batches
+    @cached_property
+    def before(self) -> Timeline:
+        """The step without the sorting pass, with communication where Thunder puts it.
+
+        In an accumulation window, its last micro-batch, as :attr:`after` is.
+        """
+        return self._simulate(self.compiled.forward_before, self.compiled.backward_before)
+
+    @cached_property
+    def after(self) -> Timeline:
+        """The step as scheduled."""
+        return self._simulate(self.compiled.forward, self.compiled.backward, in_window=self.micro_batches > 1)
+
+    @cached_property
+    def window(self) -> Window | None:
+        """The micro-batches before the last one; ``None`` if there is only one."""
+        if self.micro_batches == 1:
+            return None
+        earlier = self.transform.compiled[-2]
+        run = partial(self._simulate, earlier.forward, earlier.backward)
+        return Window(self.micro_batches, run(), run(in_window=True))
+
+    def _simulate(self, forward: TraceCtx | None, backward: TraceCtx | None, *, in_window: bool = False) -> Timeline:
+        assert forward is not None
+        return simulate(forward, backward, AnalyticCost(self.cluster), in_window=in_window)
 
     @property
     def seconds(self) -> float:
@@ -105,7 +173,7 @@ class DryRun:
     def predict_memories(self, *, device: str | None = None) -> tuple[StepMemory, ...]:
         """Return :attr:`memories` as the allocator of another type of device rounds them, by default that of the buckets."""
         last = self.compiled
-        if self.window is None:
+        if self.micro_batches == 1:
             return (last.predict_memory(device=device),)
         earlier = self.transform.compiled[-2]
         return (
@@ -141,20 +209,15 @@ def dry_run_step(
         RuntimeError: this process already has a default process group.
         ValueError: the cluster is unknown, options are invalid, or ``make`` returns something else.
     """
-    spec = cluster(on)
-    if micro_batches < 1:
-        raise ValueError(f"micro_batches: expected 1 or more, got {micro_batches}")
-    settled = options if micro_batches == 1 else {**options, **_NOTHING_TO_CHOOSE}
+    request = Request(make, cluster(on), world_size, replicas, micro_batches, options)
+    request.check()
+    traced = request if micro_batches == 1 else replace(request, options={**options, **_NOTHING_TO_CHOOSE})
     transform = compile_as_rank(
-        partial(_checked, make),
-        _factory(spec, world_size, replicas, settled),
-        rank=0,
-        world_size=world_size,
-        executors=_executors(spec),
+        traced.make_checked, traced.make_transform, rank=0, world_size=world_size, executors=request.executors
     )
     if micro_batches == 1:
-        return _simulated(transform, spec, make, world_size, replicas, options)
-    return _planned_again(transform, spec, make, world_size, replicas, micro_batches, options, traced=True)
+        return request.done(transform, is_traced=True)
+    return request.plan(transform, is_traced=True)
 
 
 _NOTHING_TO_CHOOSE: Mapping[str, Any] = {"prefetch": 1, "max_memory": None, "max_unsharded_bytes": None}
@@ -189,79 +252,16 @@ def replan(
     spec = cluster(on or step.cluster)
     if spec.synchronous != step.cluster.synchronous:
         raise NeedsTrace(f"on: {spec.name!r} and {step.cluster.name!r} run other kernels, so trace the model again")
-    options = {**step.options, **options}
-    world_size, replicas = world_size or step.world_size, replicas or step.replicas
-    micro_batches = micro_batches or step.micro_batches
-    return _planned_again(step.transform, spec, step.make, world_size, replicas, micro_batches, options, traced=False)
-
-
-def _planned_again(
-    from_traced: FSDPTransform,
-    spec: ClusterSpec,
-    make: Callable[[], Made],
-    world_size: int,
-    replicas: int,
-    micro_batches: int,
-    options: Mapping[str, Any],
-    *,
-    traced: bool,
-) -> DryRun:
-    with fake_rank(0, world_size):
-        transform = _factory(spec, world_size, replicas, options)()
-        module, *_ = _checked(make)
-        jitted = jit(module, transform, _executors(spec))
-        if micro_batches > 1:
-            plan_again(from_traced, transform, jitted, no_sync=True)
-        plan_again(from_traced, transform, jitted)
-    return _simulated(transform, spec, make, world_size, replicas, options, micro_batches=micro_batches, traced=traced)
-
-
-def _factory(
-    spec: ClusterSpec, world_size: int, replicas: int, options: Mapping[str, Any]
-) -> Callable[[], FSDPTransform]:
-    if replicas < 1 or world_size % replicas:
-        raise ValueError(f"replicas: {world_size} ranks cannot hold {replicas} copies of equal size")
-
-    def make_transform() -> FSDPTransform:
-        mesh: dict[str, Any] = {}
-        if replicas > 1:
-            shape = (replicas, world_size // replicas)
-            mesh["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        return fsdp(cluster=spec, **mesh, **options)
-
-    return make_transform
-
-
-def _checked(make: Callable[[], Made]) -> tuple[Any, ...]:
-    return check_made(make(), getattr(make, "__name__", "make"))
-
-
-def _executors(spec: ClusterSpec) -> tuple[Executor, ...]:
-    return () if spec.synchronous else (gpu_attention.executor,)
-
-
-def _simulated(
-    transform: FSDPTransform,
-    spec: ClusterSpec,
-    make: Callable[[], Made],
-    world_size: int,
-    replicas: int,
-    options: Mapping[str, Any],
-    *,
-    micro_batches: int = 1,
-    traced: bool = True,
-) -> DryRun:
-    compiled, cost = transform.compiled[-1], AnalyticCost(spec)
-    assert compiled.forward is not None and compiled.forward_before is not None
-    window: Window | None = None
-    if micro_batches > 1:
-        earlier = transform.compiled[-2]
-        assert earlier.forward is not None
-        run = partial(simulate, earlier.forward, earlier.backward, cost)
-        window = Window(micro_batches, run(), run(in_window=True))
-    before = simulate(compiled.forward_before, compiled.backward_before, cost)
-    after = simulate(compiled.forward, compiled.backward, cost, in_window=window is not None)
-    return DryRun(transform, spec, before, after, make, world_size, replicas, options, traced, window)
+    request = Request(
+        step.make,
+        spec,
+        world_size or step.world_size,
+        replicas or step.replicas,
+        micro_batches or step.micro_batches,
+        {**step.options, **options},
+    )
+    request.check()
+    return request.plan(step.transform, is_traced=False)
 
 
 def check_made(made: object, factory: str) -> tuple[Any, ...]:
