@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
-from thunder_fsdp_sched.planning.blocks import describe_origins, origins_of
 from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.dry_run import dry_run_step, replan
-from thunder_fsdp_sched.planning.fit import optimizer_state_bytes
+from thunder_fsdp_sched.planning.fit import describe_origins, optimizer_state_bytes, origins_of
 from thunder_fsdp_sched.planning.suggestions import Suggestion, suggest
 
 import pytest
