@@ -1,7 +1,7 @@
 """Machines as data: FLOP/s, memory and network bandwidth of one device, and the sources of these figures.
 
 ``CLUSTERS`` holds presets by name. Another machine is another :class:`ClusterSpec`; ``dataclasses.replace`` changes
-one. ``python -m thunder_fsdp_sched.planning.clusters`` lists the presets, ``... measure`` measures this machine.
+one. ``python -m thunder_fsdp_sched.planning.clusters`` lists the presets. ``benchmarks/this_machine.py`` measures a machine.
 
 [Note: Figures of a preset]
 Peaks are the vendor's, for dense matrices and one direction of a link. The share that a program reaches is separate, in
@@ -15,10 +15,7 @@ of the datasheets' 25, 25 and 50).
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +29,7 @@ __all__ = [
     "Protocol",
     "cluster",
     "cluster_of_this_process",
-    "measure_this_machine",
+    "describe",
     "preset_of_gpu",
 ]
 
@@ -157,21 +154,7 @@ class ClusterSpec:
 
 
 _NCCL = (Protocol(8.4e-6, 3.4e-6, 14e-6), Protocol(14e-6, 1.9e-6, 4e-6, bandwidth_share=0.92))
-_HOST: dict[str, Any] = {
-    # An eager PyTorch call keeps the host busy for 5 us and more; a kernel starts about 2 us after the one before it
-    # ends.
-    "launch_overhead": 6e-6,
-    "kernel_overhead": 2e-6,
-}
-_HOPPER = {
-    torch.float64: 67e12,  # tensor cores
-    torch.float32: 67e12,  # without TF32, as PyTorch's default
-    torch.bfloat16: 989.4e12,
-    torch.float16: 989.4e12,
-    torch.float8_e4m3fn: 1978.9e12,
-    torch.float8_e5m2: 1978.9e12,
-}
-_GLOO: dict[str, Any] = {
+GLOO: dict[str, Any] = {
     "synchronous": True,
     "reduce_scatter_factor": 2.0,
     "concurrent": 2,
@@ -185,78 +168,112 @@ _ASSUMED = (
     "the share of SMs that NCCL's 16 channels take while it communicates"
 )
 
+
+def _nvidia(
+    name: str,
+    source: str,
+    *,
+    memory: int,
+    flops: Mapping[torch.dtype, float],
+    memory_bandwidth: float,
+    link: tuple[float, float],
+    network: float,
+    pcie: float,
+    processors: int,
+) -> ClusterSpec:
+    """Return a node of 8 GPUs.
+
+    Args:
+        link: bytes/s of NVLink, and the share of them that NCCL reaches.
+        network: bytes/s to other nodes.
+        pcie: bytes/s to host memory.
+        processors: streaming multiprocessors; NCCL occupies 16 while it communicates.
+    """
+    return ClusterSpec(
+        name=name,
+        source=f"{source}. {_ASSUMED}",
+        devices_per_node=8,
+        memory=memory,
+        flops=flops,
+        memory_bandwidth=memory_bandwidth,
+        intra_node_bandwidth=link[0],
+        inter_node_bandwidth=network,
+        host_bandwidth=pcie,
+        contention=16 / processors,
+        efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=link[1], inter_node=0.9, host=0.85),
+        protocols=_NCCL,
+        # An eager PyTorch call keeps the host busy for 5 us and more; a kernel starts about 2 us after the one before it
+        # ends.
+        launch_overhead=6e-6,
+        kernel_overhead=2e-6,
+    )
+
+
+_HOPPER: dict[str, Any] = {
+    "flops": {
+        torch.float64: 67e12,  # tensor cores
+        torch.float32: 67e12,  # without TF32, as PyTorch's default
+        torch.bfloat16: 989.4e12,
+        torch.float16: 989.4e12,
+        torch.float8_e4m3fn: 1978.9e12,
+        torch.float8_e5m2: 1978.9e12,
+    },
+    "link": (450e9, 20.6 / 25),
+    "network": 50e9,
+    "pcie": 64e9,  # PCIe 5.0, 16 lanes
+    "processors": 132,
+}
+_AMPERE = {torch.float64: 19.5e12, torch.float32: 19.5e12, torch.bfloat16: 312e12, torch.float16: 312e12}
+_BLACKWELL = {
+    torch.float64: 40e12,
+    torch.float32: 80e12,
+    torch.bfloat16: 2250e12,
+    torch.float16: 2250e12,
+    torch.float8_e4m3fn: 4500e12,
+    torch.float8_e5m2: 4500e12,
+}
+
 _PRESETS = (
-    ClusterSpec(
-        name="h100-sxm",
-        source=f"NVIDIA H100 Tensor Core GPU datasheet (SXM5, dense) and DGX H100 datasheet (400 Gb/s a GPU). {_ASSUMED}",
-        devices_per_node=8,
+    _nvidia(
+        "h100-sxm",
+        "NVIDIA H100 Tensor Core GPU datasheet (SXM5, dense) and DGX H100 datasheet (400 Gb/s a GPU)",
         memory=80 * 10**9,
-        flops=_HOPPER,
         memory_bandwidth=3.35e12,
-        intra_node_bandwidth=450e9,
-        inter_node_bandwidth=50e9,
-        host_bandwidth=64e9,  # PCIe 5.0, 16 lanes
-        contention=16 / 132,
-        efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=20.6 / 25, inter_node=0.9, host=0.85),
-        protocols=_NCCL,
-        **_HOST,
+        **_HOPPER,
     ),
-    ClusterSpec(
-        name="h200-sxm",
-        source=f"NVIDIA H200 Tensor Core GPU datasheet (SXM, dense) and DGX H200 datasheet (400 Gb/s a GPU). {_ASSUMED}",
-        devices_per_node=8,
+    _nvidia(
+        "h200-sxm",
+        "NVIDIA H200 Tensor Core GPU datasheet (SXM, dense) and DGX H200 datasheet (400 Gb/s a GPU)",
         memory=141 * 10**9,
-        flops=_HOPPER,
         memory_bandwidth=4.8e12,
-        intra_node_bandwidth=450e9,
-        inter_node_bandwidth=50e9,
-        host_bandwidth=64e9,  # PCIe 5.0, 16 lanes
-        contention=16 / 132,
-        efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=20.6 / 25, inter_node=0.9, host=0.85),
-        protocols=_NCCL,
-        **_HOST,
+        **_HOPPER,
     ),
-    ClusterSpec(
-        name="a100-sxm",
-        source=f"NVIDIA A100 80GB datasheet (SXM4, dense) and DGX A100 datasheet (200 Gb/s a GPU). {_ASSUMED}",
-        devices_per_node=8,
+    _nvidia(
+        "a100-sxm",
+        "NVIDIA A100 80GB datasheet (SXM4, dense) and DGX A100 datasheet (200 Gb/s a GPU)",
         memory=80 * 10**9,
-        flops={torch.float64: 19.5e12, torch.float32: 19.5e12, torch.bfloat16: 312e12, torch.float16: 312e12},
+        flops=_AMPERE,
         memory_bandwidth=2.039e12,
-        intra_node_bandwidth=300e9,
-        inter_node_bandwidth=25e9,
-        host_bandwidth=32e9,  # PCIe 4.0, 16 lanes
-        contention=16 / 108,
-        efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=20.0 / 25, inter_node=0.9, host=0.85),
-        protocols=_NCCL,
-        **_HOST,
+        link=(300e9, 20.0 / 25),
+        network=25e9,
+        pcie=32e9,  # PCIe 4.0, 16 lanes
+        processors=108,
     ),
-    ClusterSpec(
-        name="b200",
-        source=f"NVIDIA DGX B200 and HGX B200 datasheets (a GPU's share, dense; 400 Gb/s a GPU). {_ASSUMED}",
-        devices_per_node=8,
+    _nvidia(
+        "b200",
+        "NVIDIA DGX B200 and HGX B200 datasheets (a GPU's share, dense; 400 Gb/s a GPU)",
         memory=180 * 10**9,
-        flops={
-            torch.float64: 40e12,
-            torch.float32: 80e12,
-            torch.bfloat16: 2250e12,
-            torch.float16: 2250e12,
-            torch.float8_e4m3fn: 4500e12,
-            torch.float8_e5m2: 4500e12,
-        },
+        flops=_BLACKWELL,
         memory_bandwidth=8e12,
-        intra_node_bandwidth=900e9,
-        inter_node_bandwidth=50e9,
-        host_bandwidth=64e9,  # PCIe 5.0, 16 lanes
-        contention=16 / 148,
-        efficiency=Efficiency(flops=0.75, memory=0.85, intra_node=40.1 / 50, inter_node=0.9, host=0.85),
-        protocols=_NCCL,
-        **_HOST,
+        link=(900e9, 40.1 / 50),
+        network=50e9,
+        pcie=64e9,
+        processors=148,
     ),
     ClusterSpec(
         name="cpu-2core",
-        source="measured (`python -m thunder_fsdp_sched.planning.clusters measure`) on 2 cores of a shared AMD EPYC server"
-        " with 25 GB: 2 ranks, a thread and a core each, torch 2.13.0, gloo over the loopback device",
+        source="measured (`python benchmarks/this_machine.py`) on 2 cores of a shared AMD EPYC server with 25 GB: 2 ranks, "
+        "a thread and a core each, torch 2.13.0, gloo over the loopback device",
         devices_per_node=2,
         memory=12_600_000_000,
         flops={torch.float64: 5.2e10, torch.float32: 9.4e10, torch.bfloat16: 4.3e11},
@@ -265,7 +282,7 @@ _PRESETS = (
         inter_node_bandwidth=6.1e8,
         protocols=(Protocol(0.0, 4.0e-4, 4.0e-4),),
         launch_overhead=9.0e-7,
-        **_GLOO,
+        **GLOO,
     ),
 )
 
@@ -316,95 +333,8 @@ def cluster_of_this_process() -> ClusterSpec:
     return preset
 
 
-#
-# Measuring this machine
-#
-
-
-def measure_this_machine(world_size: int | None = None) -> ClusterSpec:
-    """Measure a node of CPU ranks on this machine: one thread and one core each, gloo between them. This takes a minute.
-
-    Args:
-        world_size: number of ranks; the default is one for each core that this process may use.
-    """
-    from torch.multiprocessing import get_context  # here, because importing it is only needed to start processes
-
-    cores = sorted(os.sched_getaffinity(0))
-    world_size = world_size or len(cores)
-    context = get_context("spawn")
-    results = context.SimpleQueue()
-    port = 20000 + os.getpid() % 20000
-    processes = [
-        context.Process(target=_measure_rank, args=(rank, world_size, cores[rank % len(cores)], port, results))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        raise RuntimeError("a rank failed; its traceback is above")
-    figures = [results.get() for _ in processes]
-    mean = {key: sum(f[key] for f in figures) / world_size for key in figures[0]}
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return ClusterSpec(
-        name=f"cpu-{world_size}core",
-        source=f"measured on this machine: {world_size} ranks, a thread and a core each, gloo over the loopback device",
-        devices_per_node=world_size,
-        memory=pages // world_size,
-        flops={dtype: mean[str(dtype)] for dtype in _MEASURED_DTYPES},
-        memory_bandwidth=mean["memory"],
-        intra_node_bandwidth=mean["link"],
-        inter_node_bandwidth=mean["link"],
-        protocols=(Protocol(0.0, mean["hop"], mean["hop"]),),
-        launch_overhead=mean["launch"],
-        **_GLOO,
-    )
-
-
-_MEASURED_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-
-
-def _measure_rank(rank: int, world_size: int, core: int, port: int, results: object) -> None:
-    import torch.distributed as dist
-
-    os.sched_setaffinity(0, {core})
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-    figures: dict[str, float] = {}
-    for dtype in _MEASURED_DTYPES:
-        a, b = torch.randn(512, 512).to(dtype), torch.randn(512, 2048).to(dtype)
-        figures[str(dtype)] = 2 * 512 * 512 * 2048 / _seconds(lambda a=a, b=b: torch.mm(a, b))
-    big = torch.ones(1 << 25)
-    other = torch.empty_like(big)
-    figures["memory"] = 2 * big.nbytes / _seconds(lambda: other.copy_(big))
-    small = torch.ones(1)
-    figures["launch"] = _seconds(lambda: torch.neg(small), calls=1000)
-    shards = torch.ones(big.numel() // world_size)
-    gather = dist.all_gather_into_tensor
-    tiny = torch.empty(world_size)
-    hops = max(world_size - 1, 1)
-    figures["hop"] = _seconds(lambda: gather(tiny, small), calls=20) / hops
-    figures["link"] = big.nbytes * hops / world_size / _seconds(lambda: gather(big, shards))
-    dist.barrier()
-    dist.destroy_process_group()
-    results.put(figures)  # type: ignore[attr-defined]
-
-
-def _seconds(call: object, *, calls: int = 3, repeats: int = 7) -> float:
-    """Return the least mean time of one call among ``repeats`` runs of ``calls`` calls; disturbances only add time."""
-    assert callable(call)
-    call()
-    best = float("inf")
-    for _ in range(repeats):
-        started = time.perf_counter()
-        for _ in range(calls):
-            call()
-        best = min(best, (time.perf_counter() - started) / calls)
-    return best
-
-
-def _describe(spec: ClusterSpec) -> str:
+def describe(spec: ClusterSpec) -> str:
+    """Return a line for each attribute."""
     lines = [spec.name]
     for entry in dataclasses.fields(spec):
         if entry.name != "name":
@@ -416,7 +346,4 @@ def _describe(spec: ClusterSpec) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["measure"]:
-        print(_describe(measure_this_machine()))
-    else:
-        print("\n".join(_describe(spec) for spec in CLUSTERS.values()))
+    print("\n".join(map(describe, CLUSTERS.values())))
