@@ -33,8 +33,7 @@ from thunder_fsdp_sched.planning.flops import flops_of
 from thunder_fsdp_sched.planning.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes
 from thunder_fsdp_sched.planning.simulate import simulate
 from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef, Ranks
-from thunder_fsdp_sched.reports.clocks import Clock
-from thunder_fsdp_sched.reports.profiler import measure
+from thunder_fsdp_sched.reports.profiler import Clock, measure
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.testing import compile_on_fake_ranks

@@ -268,32 +268,18 @@ def _numbered(line: _Line, width: int | None) -> str:
 
 
 def _shorter(text: str) -> Iterator[str]:
-    """Yield ever shorter versions of a line of a trace: without the middle of lists, then bytes, then slot names."""
+    """Yield ever shorter versions of a line of a trace: with fewer names in lists, without bytes, without results."""
     match = _LINE.match(text)
     if match is None:
         return
     out, symbol, args, comment = (match.group(g) or "" for g in ("out", "symbol", "args", "comment"))
-    outs = [name.strip() for name in out.removesuffix(" = ").strip("()").split(",") if name.strip()]
-    names = [name.strip() for name in args.split(",")]
+    outs, names = (names.strip("()").rstrip(",").split(", ") for names in (out.removesuffix(" = "), args))
     fixed = 1 if symbol in WAITS or symbol == "fsdp_all_reduce" else 2  # the bucket; for issues also the slot
-    nbytes = re.search(r"([\d,]+) bytes", comment)
-    there = ", already resident" * comment.endswith(", already resident")
-    brief = f"  # {human_bytes(int(nbytes.group(1).replace(',', '')))}{there}" if nbytes else comment
-    for keep, note, slot_width in (
-        (2, comment, 99),
-        (1, comment, 99),
-        (1, brief, 99),
-        (0, brief, 99),
-        (0, "", 99),
-        (0, "", 4),
-    ):
-        left = out
-        if out.startswith("(") and len(outs) > 1:
-            left = f"({_abbreviate(outs, keep)}) = "
-        head = [n if len(n) <= slot_width + 4 or i == 0 else f"{n[:slot_width]}…" for i, n in enumerate(names[:fixed])]
-        right = ", ".join([*head, _abbreviate(names[fixed:], keep if symbol not in WAITS else 1)]).removesuffix(", ")
-        yield f"{left}{symbol}({right}){note}"
-    yield f"{left}{symbol}({', '.join([*head, '…' if symbol not in WAITS else names[-1]])})"
+    for keep, note in ((2, comment), (1, comment), (1, ""), (0, "")):
+        left = f"({_abbreviate(outs, keep)}) = " if len(outs) > 1 else out
+        rest = [_abbreviate(names[fixed:], keep)] if names[fixed:] else []
+        yield f"{left}{symbol}({', '.join([*names[:fixed], *rest])}){note}"
+    yield f"{symbol}({names[0]}, …)"
 
 
 def _abbreviate(names: list[str], keep: int) -> str:
