@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .demo import DemoOptions, run_demo
+from .demo.runs import Sharding
 from .demo.show import make_console
 from .ir.schedule import load_schedules
 from .logs import following_stages
@@ -41,25 +41,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-
-
-class Sharding(str, Enum):
-    """The sharding strategy."""
-
-    zero2 = "zero2"
-    zero3 = "zero3"
-    both = "both"
-
-    @property
-    def strategies(self) -> tuple[str, ...]:
-        return ("zero2", "zero3") if self is Sharding.both else (self.value,)
-
-
-class DType(str, Enum):
-    """A dtype of parameters."""
-
-    float32 = "float32"
-    float64 = "float64"
 
 
 PRESETS = f"Clusters: {', '.join(CLUSTERS)}."
@@ -174,21 +155,21 @@ class StepOptions:
             raise typer.BadParameter(str(error)) from error
 
 
-def _takes_step(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of :class:`StepOptions`, which it receives as its first argument.
+def _takes(options: type, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the fields of a dataclass as options; it receives an instance as its first argument.
 
     Args:
-        defaults: other default values of these options.
+        defaults: other default values of the fields.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        declared = inspect.signature(StepOptions, eval_str=True).parameters
+        declared = inspect.signature(options, eval_str=True).parameters
         shared = {name: p.replace(default=defaults.get(name, p.default)) for name, p in declared.items()}
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            command(StepOptions(**{name: given.pop(name) for name in shared}), **given)
+            command(options(**{name: given.pop(name) for name in shared}), **given)
 
         parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*shared.values(), *own)]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -201,40 +182,12 @@ def _takes_step(**defaults: Any) -> Callable[[Callable[..., None]], Callable[...
 @app.command(
     epilog="Example: python -m thunder_fsdp_sched demo --world-size 4 --sharding zero3 --prefetch 2. Times are seconds."
 )
-def demo(
-    steps: Annotated[int, typer.Option(min=3, help="AdamW steps of each run.")] = DemoOptions.steps,
-    blocks: Annotated[int, typer.Option(min=1, help="Transformer blocks.")] = DemoOptions.blocks,
-    width: Annotated[int, typer.Option(min=8, help="Width of the model.")] = DemoOptions.width,
-    length: Annotated[int, typer.Option(min=2, help="Bytes of a sequence.")] = DemoOptions.length,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank.")] = DemoOptions.batch,
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks: processes on this machine.")] = DemoOptions.world_size,
-    sharding: Annotated[Sharding, typer.Option(help="What to run.")] = Sharding.both,
-    prefetch: Annotated[
-        int, typer.Option(min=0, help="How many buckets ahead of its wait an all-gather is issued.")
-    ] = DemoOptions.prefetch,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and the batches.")] = DemoOptions.seed,
-    dtype: Annotated[DType, typer.Option(help="Of the parameters.")] = DType.float32,
-    tolerance: Annotated[
-        float | None, typer.Option(help="Largest accepted difference from the unsharded run, in loss and parameters.")
-    ] = None,
-) -> None:
+@_takes(DemoOptions)
+def demo(options: DemoOptions) -> None:
     """Train a byte-level GPT on real text with 2 ranks, show its traces before and after sorting, and check it.
 
     The exit status is 1 if any check fails.
     """
-    options = DemoOptions(
-        steps=steps,
-        blocks=blocks,
-        width=width,
-        length=length,
-        batch=batch,
-        world_size=world_size,
-        strategies=sharding.strategies,
-        prefetch=prefetch,
-        seed=seed,
-        dtype=getattr(torch, dtype.value),
-        tolerance=tolerance,
-    )
     raise typer.Exit(1 if run_demo(options) else 0)
 
 
@@ -242,7 +195,7 @@ def demo(
     epilog=f"{PRESETS}\n\n{UNITS}\n\n"
     "Example: python -m thunder_fsdp_sched trace my_models:make --world-size 64 --sharding both --prefetch 2"
 )
-@_takes_step()
+@_takes(StepOptions)
 def trace(options: StepOptions) -> None:
     """Show the communication of a model's forward and backward traces, before and after sorting.
 
@@ -268,7 +221,7 @@ def trace(options: StepOptions) -> None:
     "Example: python -m thunder_fsdp_sched plan Llama-3-8B --world-size 64 --cluster h100-sxm "
     "--cluster-set inter_node_bandwidth=25GB --prefetch auto --max-unsharded 8GiB --picture step.png"
 )
-@_takes_step(world_size=64)
+@_takes(StepOptions, world_size=64)
 def plan(
     options: StepOptions,
     micro_batches: Annotated[

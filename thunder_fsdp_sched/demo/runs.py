@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import thunder
 import torch
 import torch.distributed as dist
+import typer
 from thunder.core.trace import TraceCtx
 from thunder.distributed import FSDPBucketingStrategy, FSDPType
 
@@ -24,35 +26,45 @@ from ..plan.plan import Plan
 from ..reports.step_counter import StepCounter, StepCounts
 from .model import GPT
 
-_TOLERANCES = {torch.float32: (2e-5, 2e-4), torch.float64: (1e-12, 1e-9)}
+_TOLERANCES = {"float32": (2e-5, 2e-4), "float64": (1e-12, 1e-9)}
+
+
+class Sharding(str, Enum):
+    """The sharding strategies of a command."""
+
+    zero2 = "zero2"
+    zero3 = "zero3"
+    both = "both"
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        return ("zero2", "zero3") if self is Sharding.both else (self.value,)
+
+
+class DType(str, Enum):
+    """A dtype of parameters."""
+
+    float32 = "float32"
+    float64 = "float64"
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Options of one demo.
+    """Options of one demo. The first step of a run compiles, the last is counted and not timed."""
 
-    Attributes:
-        steps: AdamW steps of each run; the first compiles, the last is counted and not timed.
-        blocks, width: size of the model.
-        length: bytes of one sequence.
-        batch: sequences per rank and step.
-        world_size: number of ranks, which are processes on this machine.
-        strategies: which of ``"zero2"`` and ``"zero3"`` to run.
-        prefetch: as in :func:`thunder_fsdp_sched.fsdp`.
-        tolerance: overrides both of :attr:`tolerances`.
-    """
-
-    steps: int = 5
-    blocks: int = 8
-    width: int = 320
-    length: int = 64
-    batch: int = 4
-    world_size: int = 2
-    strategies: tuple[str, ...] = ("zero2", "zero3")
-    prefetch: int = 1
-    seed: int = 0
-    dtype: torch.dtype = torch.float32
-    tolerance: float | None = None
+    steps: Annotated[int, typer.Option(min=3, help="AdamW steps of each run.")] = 5
+    blocks: Annotated[int, typer.Option(min=1, help="Transformer blocks.")] = 8
+    width: Annotated[int, typer.Option(min=8, help="Width of the model.")] = 320
+    length: Annotated[int, typer.Option(min=2, help="Bytes of a sequence.")] = 64
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and step.")] = 4
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks: processes on this machine.")] = 2
+    sharding: Annotated[Sharding, typer.Option(help="What to run.")] = Sharding.both
+    prefetch: Annotated[int, typer.Option(min=0, help="Buckets that an all-gather is issued ahead of its wait.")] = 1
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and the batches.")] = 0
+    dtype: Annotated[DType, typer.Option(help="Of the parameters.")] = DType.float32
+    tolerance: Annotated[
+        float | None, typer.Option(help="Largest accepted difference from the unsharded run, in loss and parameters.")
+    ] = None
 
     @property
     def tolerances(self) -> tuple[float, float]:
@@ -61,13 +73,15 @@ class DemoOptions:
         The latter is a fifth of a step in float32. AdamW divides a gradient by its own size, so an element whose gradient
         is almost zero moves by a part of the learning rate that depends on the last bits.
         """
-        return _TOLERANCES[self.dtype] if self.tolerance is None else (self.tolerance, self.tolerance)
+        return _TOLERANCES[self.dtype.value] if self.tolerance is None else (self.tolerance, self.tolerance)
 
     def model(self) -> GPT:
         """Return the model, alike on all ranks, with up to 8 attention heads."""
         torch.manual_seed(self.seed)
         heads = next(h for h in range(8, 0, -1) if self.width % h == 0)
-        return GPT(blocks=self.blocks, width=self.width, heads=heads, length=self.length).to(self.dtype)
+        return GPT(blocks=self.blocks, width=self.width, heads=heads, length=self.length).to(
+            getattr(torch, self.dtype.value)
+        )
 
 
 def read_text(limit: int = 1 << 20) -> torch.Tensor:

@@ -70,7 +70,7 @@ def run_rank(options: DemoOptions) -> int:
         parameters = sum(p.numel() for p in options.model().parameters())
         console.print(
             f"byte-level GPT, depth {options.blocks}, width {options.width}, {parameters / 1e6:.2f} M parameters in "
-            f"{str(options.dtype).removeprefix('torch.')}; text: {human_bytes(len(text))} of this Python's standard "
+            f"{options.dtype.value}; text: {human_bytes(len(text))} of this Python's standard "
             f"library; {options.steps} AdamW steps on {options.world_size} x {options.batch} sequences of "
             f"{options.length} bytes; {options.world_size} gloo ranks, one thread each",
             highlight=False,
@@ -87,7 +87,7 @@ def run_rank(options: DemoOptions) -> int:
         # The others wait in the first collective of the next run.
         unsharded = run("unsharded", run_unsharded) if first else None
         stock = run("Thunder's fsdp", run_thunder)
-        ours = {strategy: run(strategy, run_fsdp, strategy) for strategy in options.strategies}
+        ours = {strategy: run(strategy, run_fsdp, strategy) for strategy in options.sharding.strategies}
         return 0 if unsharded is None else _compare(console, options, unsharded, stock, ours)
     finally:
         dist.destroy_process_group()
