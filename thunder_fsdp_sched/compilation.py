@@ -155,7 +155,8 @@ class Compilation:
         trains = backward or len(split_joint(traces.joint)) == 2
         schedules = {"forward_schedule": traces.forward_schedule if backward else None}
         context = self._context(forward=forward, backward=backward, trains=trains, **schedules)
-        sorted_trace = passes.run("scheduled", unscheduled, context, record=traces.run)
+        unsorted = passes.run("split", unscheduled, context, record=traces.run)
+        sorted_trace = passes.run("scheduled", unsorted, context, record=traces.run)
         schedule = read_schedule(sorted_trace)
         context.agreement = self._agree(sorted_trace, name)
         trace = passes.run("finished", sorted_trace, context, record=traces.run)
@@ -196,17 +197,22 @@ class Compilation:
         """Return what passes need."""
         traces, options, sharded = self.traces, self._options, self._sharded
         context = Context(
-            options,
             sharded.buckets,
             sharded.kept,
-            traces.no_sync,
-            options.accumulate or "unsharded",
-            traces.prefetch,
-            traces.reductions_in_flight,
-            traces.extends,
-            traces.recomputed,
-            traces.offloaded,
-            self._copy_times,
+            no_sync=traces.no_sync,
+            accumulate=options.accumulate or "unsharded",
+            deduplicate=options.trace_modules_once,
+            max_unsharded_bytes=options.max_unsharded_bytes,
+            max_gathers_in_flight=options.max_gathers_in_flight,
+            release=options.release,
+            pinned=options.schedule,
+            reuse=not options.reshard_after_backward,
+            prefetch=traces.prefetch,
+            reductions=traces.reductions_in_flight,
+            extends=traces.extends,
+            recomputed=traces.recomputed,
+            offloaded=traces.offloaded,
+            copy_times=self._copy_times,
             executors=self._executors,
             fusions=self._fusions,
             before_fusion=traces.joint,

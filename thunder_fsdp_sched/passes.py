@@ -23,8 +23,7 @@ from thunder.executors.passes import del_last_used
 from thunder.extend import Executor, FusionExecutor
 
 from .ir.inspection import statements
-from .ir.schedule import Schedule, compute_digest
-from .options import Options
+from .ir.schedule import Schedule, StepSchedule, compute_digest
 from .runtime.accumulation import Way
 from .runtime.bucket import Bucket
 from .runtime.memory import Arena
@@ -67,10 +66,10 @@ from .transforms.sort_within_budget import shared_budget
 
 Pass = Callable[[TraceCtx], TraceCtx]
 
-Phase = Literal["computation", "autograd", "joint", "bucketed", "fused", "scheduled", "finished"]
+Phase = Literal["computation", "autograd", "joint", "bucketed", "fused", "split", "scheduled", "finished"]
 """When a pass runs: on the computation that Thunder has traced; to differentiate it; on the joint trace of forward and
 backward until its settings are chosen, then until operators are fused, and after that; on the forward or backward trace
-until its schedule is read, and after the ranks have compared it."""
+when Thunder has split them; until its schedule is read, and after the ranks have compared it."""
 
 
 @dataclass
@@ -78,11 +77,14 @@ class Context:
     """What passes of one compilation need besides their trace.
 
     Attributes:
-        options: those of ``fsdp``.
         buckets: all buckets of the module.
         kept: those that stay unsharded from forward to backward.
         no_sync: whether the trace is compiled for ``no_sync``.
         accumulate: how ``no_sync`` accumulates.
+        deduplicate: whether operators that are alike are claimed once.
+        max_unsharded_bytes, max_gathers_in_flight, release: the options of these names.
+        pinned: the schedules that the option ``schedule`` pins.
+        reuse: whether later micro-batches under ``no_sync`` may reuse what is gathered.
         prefetch: how many prefetch steps gathers are issued ahead of their waits.
         reductions: how many equally large reductions of one process group may be in flight.
         extends: whether backward allocates the memory of slots that only backward needs.
@@ -105,11 +107,16 @@ class Context:
         trains: whether the step has a backward.
     """
 
-    options: Options
     buckets: Sequence[Bucket]
     kept: Collection[Bucket]
     no_sync: bool = False
     accumulate: Way = "unsharded"
+    deduplicate: bool = True
+    max_unsharded_bytes: int | None = None
+    max_gathers_in_flight: int | None = None
+    release: Literal["never", "step", "bucket"] = "never"
+    pinned: Sequence[StepSchedule] | None = None
+    reuse: bool = False
     prefetch: int = 1
     reductions: int = MAX_REDUCTIONS_IN_FLIGHT
     extends: bool = False
@@ -160,25 +167,25 @@ class Step:
 
 
 def _sorting(c: Context) -> dict[str, Any]:
-    limits = {"max_gathers_in_flight": c.options.max_gathers_in_flight, "max_reductions_in_flight": c.reductions}
+    limits = {"max_gathers_in_flight": c.max_gathers_in_flight, "max_reductions_in_flight": c.reductions}
     return {"prefetch": c.prefetch, **limits}
 
 
 def _sorting_within(c: Context, trace: TraceCtx) -> dict[str, Any]:
     sort = partial(sort_communication, **_sorting(c))
-    budget = {"max_unsharded_bytes": c.options.max_unsharded_bytes, "max_reductions_in_flight": c.reductions}
+    budget = {"max_unsharded_bytes": c.max_unsharded_bytes, "max_reductions_in_flight": c.reductions}
     return {"sort": sort, **budget, "kept": c.kept, "forward": c.forward}
 
 
 def _kept_now(c: Context) -> Collection[Bucket]:
     """Return the kept buckets. A forward alone must not use the private slots that a forward may wait in, if it frees."""
-    return c.kept if c.trains or c.options.release == "never" else frozenset()
+    return c.kept if c.trains or c.release == "never" else frozenset()
 
 
 def _slots(c: Context, trace: TraceCtx) -> dict[str, Any]:
     kept = _kept_now(c)
-    room = shared_budget(trace, budget=c.options.max_unsharded_bytes, kept=kept)
-    separate = c.options.release == "bucket"
+    room = shared_budget(trace, budget=c.max_unsharded_bytes, kept=kept)
+    separate = c.release == "bucket"
     return {
         "kept": kept,
         "arena_of": c.arena_of,
@@ -192,7 +199,7 @@ def _slots(c: Context, trace: TraceCtx) -> dict[str, Any]:
 def _pinned(c: Context, trace: TraceCtx) -> dict[str, Any]:
     """Return the pinned schedule of a trace: the one for the same compute, or else the first of the same mode."""
     digest = c.forward_schedule.compute if c.forward_schedule is not None else compute_digest(statements(trace))
-    pinned = [s for s in c.options.schedule or () if s.no_sync is c.no_sync]
+    pinned = [s for s in c.pinned or () if s.no_sync is c.no_sync]
     fitting = [s for s in pinned if s.forward.compute == digest] or pinned
     if not fitting:
         raise ScheduleMismatch(f"schedule: the file has no schedule for no_sync={c.no_sync}")
@@ -203,7 +210,7 @@ def _pinned(c: Context, trace: TraceCtx) -> dict[str, Any]:
 
 
 def _retains(c: Context) -> bool:
-    return c.options.release == "never" or (c.options.release == "step" and c.trains)
+    return c.release == "never" or (c.release == "step" and c.trains)
 
 
 def _arenas(c: Context, trace: TraceCtx) -> dict[str, Any]:
@@ -242,7 +249,7 @@ PIPELINE: tuple[Step, ...] = (
     Step(
         claim_operators,
         "autograd",
-        lambda c, t: {"executors": c.executors, "once": c.options.trace_modules_once},
+        lambda c, t: {"executors": c.executors, "once": c.deduplicate},
         lambda c: c.has_gradients is None,
         "after Thunder's autograd",
         (insert_unshard,),
@@ -300,13 +307,13 @@ PIPELINE: tuple[Step, ...] = (
     ),
     Step(
         refuse_redrawn_gradients,
-        "scheduled",
+        "split",
         lambda c, t: {"forward": c.forward, "computation": c.traced},
         lambda c: c.backward and c.traced is not None,
         "backward of a traced step",
     ),
-    Step(write_grads_in_place, "scheduled", after=(regather_for_backward,), searched=True),
-    Step(guard_first, "scheduled", after=(guard_kept, write_grads_in_place)),
+    Step(write_grads_in_place, "split", after=(regather_for_backward,), searched=True),
+    Step(guard_first, "split", after=(guard_kept, write_grads_in_place)),
     Step(
         sort_host_copies,
         "scheduled",
@@ -320,7 +327,7 @@ PIPELINE: tuple[Step, ...] = (
         sort_communication,
         "scheduled",
         lambda c, t: _sorting(c),
-        lambda c: c.options.schedule is None and c.options.max_unsharded_bytes is None,
+        lambda c: c.pinned is None and c.max_unsharded_bytes is None,
         after=(sort_host_copies,),
         searched=True,
     ),
@@ -328,7 +335,7 @@ PIPELINE: tuple[Step, ...] = (
         sort_within_budget,
         "scheduled",
         _sorting_within,
-        lambda c: c.options.schedule is None and c.options.max_unsharded_bytes is not None,
+        lambda c: c.pinned is None and c.max_unsharded_bytes is not None,
         "in its place with `max_unsharded_bytes`",
         (sort_host_copies,),
         searched=True,
@@ -337,7 +344,7 @@ PIPELINE: tuple[Step, ...] = (
         replay_schedule,
         "scheduled",
         _pinned,
-        lambda c: c.options.schedule is not None,
+        lambda c: c.pinned is not None,
         "in its place with `schedule`",
         (sort_host_copies,),
     ),
@@ -363,11 +370,11 @@ PIPELINE: tuple[Step, ...] = (
         release_slots,
         "scheduled",
         lambda c, t: {
-            "when": c.options.release,
+            "when": c.release,
             "forward": c.forward,
             "waits_for_backward": c.trains and not c.backward,
         },
-        lambda c: c.options.release != "never",
+        lambda c: c.release != "never",
         "with `release`",
         (reuse_from_forward,),
     ),
@@ -375,7 +382,7 @@ PIPELINE: tuple[Step, ...] = (
         release_extension,
         "scheduled",
         _arenas,
-        lambda c: c.options.release == "never" and c.extends,
+        lambda c: c.release == "never" and c.extends,
         "if `max_memory` extends the arena for backward",
         (reuse_from_forward,),
         searched=True,
@@ -384,7 +391,7 @@ PIPELINE: tuple[Step, ...] = (
         reuse_in_window,
         "scheduled",
         lambda c, t: {"no_sync": c.no_sync},
-        lambda c: c.trains and not c.backward and not c.options.reshard_after_backward,
+        lambda c: c.trains and not c.backward and c.reuse,
         "forward, unless `reshard_after_backward`",
         (assign_slots,),
         searched=True,
@@ -392,7 +399,7 @@ PIPELINE: tuple[Step, ...] = (
     Step(
         verify,
         "scheduled",
-        lambda c, t: {"forward": c.forward, "max_gathers_in_flight": c.options.max_gathers_in_flight},
+        lambda c, t: {"forward": c.forward, "max_gathers_in_flight": c.max_gathers_in_flight},
         after=(release_slots, release_extension, reuse_in_window, mark_retained_by_forward),
     ),
     Step(

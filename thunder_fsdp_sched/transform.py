@@ -13,9 +13,9 @@ for each new set of shapes and flags
     (Thunder: fusion executors)
     ``JointPasses`` after the fusions         *fused*
     (Thunder: the joint trace is split)
-    ``transform_trace_post_optimization``     *scheduled*, *finished*: first for the forward trace, then for the backward
-                                              trace; the first run of the result is audited: see [Note: The audit] in
-                                              ``proof.audit``
+    ``transform_trace_post_optimization``     *split*, *scheduled*, *finished*: first for the forward trace, then for the
+                                              backward trace; the first run of the result is audited: see
+                                              [Note: The audit] in ``proof.audit``
 """
 
 from __future__ import annotations

@@ -10,31 +10,18 @@ from typing import Any, NamedTuple
 
 from thunder.core.trace import TraceCtx, from_trace
 
+from .. import passes
 from ..ir.analysis import NOTHING_LEFT, LeftGradients
+from ..ir.effects import effects
 from ..ir.inspection import split_joint
 from ..ir.operands import bucket_of
 from ..ir.step_memory import StepMemory
-from ..ir.symbols import ACCUMULATORS, fsdp_all_gather
-from ..pipeline import Pass
+from ..passes import Context
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena
-from ..transforms import (
-    assign_slots,
-    gather_from_secondary,
-    mark_retained_by_forward,
-    offload_activations,
-    offloadable,
-    regather_for_backward,
-    release_extension,
-    reuse_from_forward,
-    reuse_in_window,
-    sort_communication,
-    sort_host_copies,
-    sort_within_budget,
-    write_grads_in_place,
-)
+from ..transforms import offloadable, sort_communication
 from ..transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
-from ..transforms.sort_within_budget import private_bytes, shared_budget
+from ..transforms.sort_within_budget import private_bytes
 from .activation_plan import ActivationPlans
 from .cost import CostModel, compute_seconds
 from .simulate import simulate
@@ -147,7 +134,7 @@ class Candidates:
         if len(halves) == 1:
             return []
         ordered = sort_communication(halves[1], prefetch=0)
-        return list(dict.fromkeys(bucket_of(b).base for b in ordered.bound_symbols if b.sym is fsdp_all_gather))
+        return list(dict.fromkeys(bucket_of(b).base for b in ordered.bound_symbols if effects(b).is_gather))
 
     def names_kept(self, number: int) -> tuple[str, ...]:
         """Return the buckets that stay unsharded if that many do besides those that do in any case."""
@@ -179,37 +166,19 @@ class Candidates:
         def arena_of(bucket: Bucket) -> Arena:
             return scratch.setdefault(bucket.arena, Arena(bucket.arena.device))
 
-        kept, budget, reductions = self._kept(candidate), self.limits.unsharded_bytes, candidate.reductions
-        sort: Pass = partial(
-            sort_communication,
-            prefetch=candidate.prefetch,
-            max_gathers_in_flight=self.limits.gathers_in_flight,
-            max_reductions_in_flight=reductions,
-        )
+        kept = self._kept(candidate)
         halves: list[TraceCtx] = []
-        for half in self._unsorted(candidate):
-            forward = halves[0] if halves else None
-            left = shared_budget(half, budget=budget, kept=kept)
-            if budget is None:
-                half = sort(half)
-            else:
-                half = sort_within_budget(
-                    half,
-                    sort=sort,
-                    max_unsharded_bytes=budget,
-                    max_reductions_in_flight=reductions,
-                    kept=kept,
-                    forward=forward,
-                )
-            half = assign_slots(
-                half, kept=kept, arena_of=arena_of, forward=forward, max_bytes=left, extend=candidate.extends
+        unsorted = self._split(candidate)
+        for half in unsorted:
+            forward, *_ = [*halves, None]
+            context = replace(
+                self._context(candidate),
+                arena_of=arena_of,
+                forward=forward,
+                backward=forward is not None,
+                trains=len(unsorted) == 2,
             )
-            half = mark_retained_by_forward(half) if forward is None else reuse_from_forward(half, forward=forward)
-            if candidate.extends:
-                half = release_extension(half, arenas={arena_of(bucket): None for bucket in self.buckets})
-            if self.reuse and forward is None:
-                half = reuse_in_window(half, no_sync=self._no_sync)
-            halves.append(half)
+            halves.append(passes.run("scheduled", half, context, search=True))
         lasting = private_bytes(halves[0], kept) + sum(arena.nbytes for arena in scratch.values())
         nbytes = lasting + sum(arena.extension.nbytes for arena in scratch.values())
         found = replace(candidate, unsharded_bytes=nbytes, lasting_bytes=lasting, step_seconds=math.inf)
@@ -232,28 +201,42 @@ class Candidates:
 
     @cached_property
     def _no_sync(self) -> bool:
-        return any(bsym.sym in ACCUMULATORS for bsym in self.joint.bound_symbols)
+        return any(effects(bsym).leaves for bsym in self.joint.bound_symbols)
+
+    def _context(self, candidate: Candidate) -> Context:
+        return Context(
+            self.buckets,
+            self._kept(candidate),
+            no_sync=self._no_sync,
+            max_unsharded_bytes=self.limits.unsharded_bytes,
+            max_gathers_in_flight=self.limits.gathers_in_flight,
+            reuse=self.reuse,
+            prefetch=candidate.prefetch,
+            reductions=candidate.reductions,
+            extends=candidate.extends,
+            recomputed=candidate.recomputed,
+            offloaded=candidate.offloaded,
+            copy_times=copy_times(self.cost),
+        )
 
     @cached_property
     def _unchanged(self) -> TraceCtx:
         """The joint trace with backward's gathers if no further bucket is kept and nothing is recomputed."""
-        return self._with_gathers(self.always_kept)
+        return self._with_gathers(Context(self.buckets, self.always_kept))
 
-    def _with_gathers(self, kept: frozenset[Bucket], recomputed: frozenset[str] = frozenset()) -> TraceCtx:
+    def _with_gathers(self, context: Context) -> TraceCtx:
         joint = from_trace(self.joint)
         joint.bound_symbols = self.joint.bound_symbols
         joint.names = set(self.joint.names)  # rejected candidates must not reserve names
-        return gather_from_secondary(regather_for_backward(joint, kept=kept, recomputed=recomputed))
+        return passes.run("fused", passes.run("bucketed", joint, context, search=True), context, search=True)
 
-    def _unsorted(self, candidate: Candidate) -> list[TraceCtx]:
-        if not candidate.recomputed and not candidate.offloaded:
-            if candidate.kept not in self._halves:
-                joint = self._with_gathers(self._kept(candidate))
-                self._halves[candidate.kept] = [write_grads_in_place(half) for half in split_joint(joint)]
+    def _split(self, candidate: Candidate) -> list[TraceCtx]:
+        """Return forward and backward; those of candidates that keep the same and change no values are made once."""
+        changes_values = bool(candidate.recomputed or candidate.offloaded)
+        if not changes_values and candidate.kept in self._halves:
             return self._halves[candidate.kept]
-        joint = self._with_gathers(self._kept(candidate), candidate.recomputed)
-        if not candidate.offloaded:
-            return [write_grads_in_place(half) for half in split_joint(joint)]
-        times = copy_times(self.cost)
-        joint = offload_activations(joint, offloaded=candidate.offloaded)
-        return [sort_host_copies(write_grads_in_place(half), **times) for half in split_joint(joint)]
+        context = self._context(candidate)
+        halves = [passes.run("split", half, context, search=True) for half in split_joint(self._with_gathers(context))]
+        if not changes_values:
+            self._halves[candidate.kept] = halves
+        return halves
