@@ -136,7 +136,7 @@ def test_verification_and_the_deadlock_proof_include_hooks() -> None:
     verify(trace)
     position = next(i for i, b in enumerate(trace.bound_symbols) if b.sym is fsdp_wait_grads)
     trace.bound_symbols[position] = trace.bound_symbols[position].from_bsym(kwargs={})
-    with pytest.raises(VerificationError, match="calls all_reduce_hook None, expected Hook"):
+    with pytest.raises(VerificationError, match="calls the all_reduce_hook None, expected Hook"):
         verify(trace)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from unittest import mock
 from thunder_fsdp_sched import private_api
 from thunder_fsdp_sched.ranks import control, group_creation
 from thunder_fsdp_sched.runtime import activation_offload
-from thunder_fsdp_sched.sharding import initial_values, module_plan, sharded_module
+from thunder_fsdp_sched.sharding import initial_values, module_plan, shard_module, sharded_module
+from thunder_fsdp_sched.training import unsharded
 from thunder_fsdp_sched.transports import base
 
 import torch
@@ -195,6 +197,8 @@ def _replacements(recording: Recording, *, assume_agreement: bool) -> Iterator[t
     yield module_plan, "type", _type_of
     for module in (initial_values, sharded_module):
         yield module, "replace_data", _replace_data
+    for module in (shard_module, unsharded):
+        yield module, "retire", lambda param, label: weakref.ref(param)  # a fake tensor has no second class
     yield sharded_module, "is_blank", lambda tensor: False  # fake tensors have no values
     if assume_agreement:  # ranks run one after the other, so they cannot communicate
         yield control, "open_channel", lambda group, name: None
