@@ -12,6 +12,7 @@ import torch
 from thunder.core.trace import TraceCtx
 from thunder.extend import Executor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ..api import fsdp
 from ..ir.step_memory import StepMemory
@@ -68,7 +69,9 @@ class Request:
     options: Mapping[str, Any]
 
     def check(self) -> None:
-        """Raise ValueError for impossible numbers."""
+        """Raise ValueError for impossible numbers, and for a cluster without a figure that the options need."""
+        if isinstance(self.options.get("offload_policy"), CPUOffloadPolicy):
+            _ = self.cluster.host_bytes_per_second
         if self.micro_batches < 1:
             raise ValueError(f"micro_batches: expected 1 or more, got {self.micro_batches}")
         if self.replicas < 1 or self.world_size % self.replicas:
