@@ -25,8 +25,6 @@ from .cost import CostModel
 from .recomputation import Cut, SegmentChoice
 from .saved_values import Operator, SavedValues, Segment, Span
 
-__all__ = ["ActivationPlan", "ActivationPlans"]
-
 _HIDDEN_SHARE = 0.7
 """Share of forward's compute time that copies to host memory may take and still count as hidden."""
 

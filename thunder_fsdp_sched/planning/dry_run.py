@@ -113,7 +113,7 @@ class Request:
 
 @dataclass(frozen=True)
 class DryRun(Request):
-    """A planned step.
+    """A planned step, with the attributes of the :class:`Request`.
 
     Attributes:
         transform: the transform with the plan, the traces and the schedules.

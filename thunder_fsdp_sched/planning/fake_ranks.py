@@ -13,8 +13,6 @@ from thunder.extend import Executor
 
 from ..transform import FSDPTransform
 
-__all__ = ["Made", "compile_as_rank", "fake_rank", "jit"]
-
 Made = tuple[torch.nn.Module, tuple[Any, ...]]
 """A module and the positional arguments of a call."""
 

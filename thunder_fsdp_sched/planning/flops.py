@@ -14,8 +14,6 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["flops_of", "tensors"]
-
 
 def flops_of(bsym: BoundSymbol) -> dict[torch.dtype, int]:
     """Return the FLOPs of a bound symbol, keyed by dtype; empty if ``torch.utils.flop_counter`` has no formula."""

@@ -20,8 +20,6 @@ from thunder.core.transforms import get_grad, put_grad, put_grads
 from thunder.executors import sdpaex
 from thunder.extend import OperatorExecutor
 
-__all__ = ["executor"]
-
 _MAX_HEAD_SIZE = 256
 """The largest size of a head (elements) that flash attention supports."""
 

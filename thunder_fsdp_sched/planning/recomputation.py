@@ -19,8 +19,6 @@ from networkx.algorithms.flow import boykov_kolmogorov
 from ..ir.analysis import Lifetime as Value
 from .saved_values import SavedValues, Segment
 
-__all__ = ["Cut", "SegmentChoice"]
-
 _UNIT = 1e15
 """Units of a capacity in one second. Capacities are integers, because a cut of rounded floats may not be minimal."""
 

@@ -22,8 +22,6 @@ from ..ir.analysis import BEFORE_TRACE, Analysis, Lifetime
 from ..ir.inspection import communicates, is_pure, return_of
 from ..ir.operator_facts import facts_of
 
-__all__ = ["Operator", "SavedValues", "Segment", "Span"]
-
 
 class Span(NamedTuple):
     """Bytes that are in use between two positions, first and last included."""
