@@ -8,8 +8,7 @@ after each bound symbol. It compares addresses and raises an error in three case
 - An output is in a slot, contrary to the plan.
 - An unsharded parameter was modified in place. The audit compares versions, or bytes if the operator is unknown.
 - An input is in memory where a parameter was stored before it was sharded. That is a view that was created earlier and
-kept
-  in a closure or an object.
+  kept in a closure or an object.
 
 All ranks run the same trace and raise together, before the optimizer can step.
 
@@ -31,30 +30,14 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, from_trace
 
+from ..ir.effects import Place, effects
 from ..ir.inspection import UNPACKING, Aliases, args_of, outs_of, statement
-from ..ir.operands import Issue, Wait, bucket_of
 from ..ir.operator_facts import facts_of
 from ..ir.registry import executor
-from ..ir.symbols import GRAD_WRITERS, ISSUES, WAITS, fsdp_all_gather, fsdp_wait_params
 from ..private_traces import without_calls
-from ..runtime.bucket import Bucket
 from ..runtime.former_memory import FormerMemory
 from ..runtime.memory import Arena, Slot
 from .machine import VerificationError
-
-__all__ = ["Auditor", "audited", "fsdp_audit", "without_audit"]
-
-
-class _Param(NamedTuple):
-    """An unsharded parameter in its slot."""
-
-    bucket: Bucket
-    slot: Slot
-    number: int
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        return self.slot.params[self.bucket].tensors[self.number]
 
 
 class _Expected(NamedTuple):
@@ -71,7 +54,7 @@ class _Expected(NamedTuple):
     bsym: BoundSymbol
     outs: tuple[TensorProxy, ...]
     slots: tuple[frozenset[Slot], ...]
-    read: tuple[_Param, ...]
+    read: tuple[Place, ...]
     known: bool
 
 
@@ -95,16 +78,16 @@ class Auditor:
         self._on_success: Callable[[], None] | None = on_success
         self._before: list[tuple[int, torch.Tensor | None]] = []
         self._aliases = Aliases()
-        self._slots: dict[str, Slot] = {}  # slots of gathers, by their futures
-        self._params: dict[str, _Param] = {}
-        self._gathers: list[tuple[int, Slot, str]] = []
+        self._params: dict[str, Place] = {}  # and slots of gathers, by their futures
+        self._issues: list[tuple[int, Place]] = []
         for bsym in forward.bound_symbols if forward is not None else ():
             self._follow(bsym, -1)
         for position, bsym in enumerate(trace.bound_symbols):
             self._follow(bsym, position)
-            if not _is_own(bsym) and bsym.sym.id not in _NO_OPERATORS:
+            if bsym.sym.executor is not executor and bsym.sym.id not in _NO_OPERATORS:
                 self._expect(bsym, position)
-        self._arenas: tuple[Arena, ...] = tuple({slot.arena: None for _, slot, _ in self._gathers})
+        slots = [place.slot for _, place in self._issues if place.slot is not None]
+        self._arenas: tuple[Arena, ...] = tuple({slot.arena: None for slot in slots})
 
     def __repr__(self) -> str:
         return self.name
@@ -115,27 +98,27 @@ class Auditor:
         return self._on_success is None
 
     def _follow(self, bsym: BoundSymbol, position: int) -> None:
-        if bsym.sym.name in ISSUES:
-            if (slot := Issue(bsym).planned_slot) is not None:
-                self._gathers.append((position, slot, bucket_of(bsym).spec.name))
-            if bsym.sym is fsdp_all_gather:
-                self._slots[bsym.output.name] = Issue(bsym).slot
-        elif bsym.sym is fsdp_wait_params:
-            slot = self._slots[Wait(bsym).future.name]
-            self._params.update({p.name: _Param(bucket_of(bsym), slot, i) for i, p in enumerate(bsym.output)})
-        elif bsym.sym.name not in WAITS and bsym.sym.name not in GRAD_WRITERS:
-            self._aliases.add(bsym)
+        effect = effects(bsym)
+        if effect.issues is not None and effect.issues.place is not None:
+            self._issues.append((position, effect.issues.place))
+            if effect.issues.gathers:
+                self._params[effect.issues.future] = effect.issues.place
+        elif effect.unshards:
+            assert effect.waits is not None
+            place = self._params[effect.waits.future]
+            self._params.update({name: place._replace(param=i) for i, name in enumerate(effect.in_place)})
+        self._aliases.add(bsym)
 
     def _expect(self, bsym: BoundSymbol, position: int) -> None:
         defined = set(outs_of(bsym))
         tensors = (p for p in bsym.flat_proxy_outs if isinstance(p, TensorProxy) and p.name in defined)
         outs = tuple({p.name: p for p in tensors}.values())
-        slots = tuple(frozenset(p.slot for p in self._roots(out.name)) for out in outs)
+        slots = tuple(frozenset(p.slot for p in self._roots(out.name) if p.slot is not None) for out in outs)
         read = tuple(dict.fromkeys(p for arg in args_of(bsym) for p in self._roots(arg)))
         if outs or read:
             self.expected[position] = _Expected(bsym, outs, slots, read, facts_of(bsym).known)
 
-    def _roots(self, name: str) -> list[_Param]:
+    def _roots(self, name: str) -> list[Place]:
         return [self._params[root] for root in sorted(self._aliases.roots(name)) if root in self._params]
 
     def check_inputs(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -156,7 +139,8 @@ class Auditor:
     def before(self, position: int) -> None:
         """Record the state of the parameters that the bound symbol at ``position`` is about to read."""
         expected = self.expected[position]
-        self._before = [(p.tensor._version, None if expected.known else p.tensor.clone()) for p in expected.read]
+        tensors = map(_tensor_in, expected.read)
+        self._before = [(tensor._version, None if expected.known else tensor.clone()) for tensor in tensors]
 
     def after(self, position: int, outputs: Sequence[torch.Tensor]) -> None:
         """Compare the effect of the bound symbol at ``position`` with the plan.
@@ -171,24 +155,22 @@ class Auditor:
                 if span is not None and not any(s.arena is arena and s.contains(span) for s in slots):
                     self._fail(position, self._misplaced(position, proxy.name, arena, span, slots))
         for param, (version, copy) in zip(expected.read, state, strict=True):
-            if param.tensor._version != version or (copy is not None and not _same_bytes(param.tensor, copy)):
-                spec = param.bucket.spec
+            tensor, spec = _tensor_in(param), param.bucket.spec
+            if tensor._version != version or (copy is not None and not _same_bytes(tensor, copy)):
+                assert param.param is not None
                 what = "is known not to write it" if expected.known else "an unknown operator may not write it"
                 self._fail(
                     position,
-                    f"changes parameter {spec.params[param.number].name!r} of bucket {spec.name!r} in {param.slot} in "
+                    f"changes parameter {spec.params[param.param].name!r} of bucket {spec.name!r} in {param.slot} in "
                     f"place, but {what}",
                 )
 
     def _misplaced(self, position: int, name: str, arena: Arena, span: tuple[int, int], slots: frozenset[Slot]) -> str:
-        found = [
-            (slot, bucket)
-            for at, slot, bucket in self._gathers
-            if at <= position and slot.arena is arena and slot.offset < span[1] and span[0] < slot.end
-        ]
-        where = (
-            f"{found[-1][0]} of bucket {found[-1][1]!r}" if found else "memory of slots that nothing was gathered into"
-        )
+        where = "memory of slots that nothing was gathered into"
+        for at, place in self._issues:
+            if at <= position and place.slot is not None and place.slot.arena is arena:
+                if place.slot.offset < span[1] and span[0] < place.slot.end:
+                    where = f"{place.slot} of bucket {place.bucket.spec.name!r}"
         expected = f"the plan says {', '.join(sorted(map(str, slots)))}" if slots else "the plan says it lies in none"
         return f"returns {name!r}, which lies in {where}; {expected}"
 
@@ -268,15 +250,12 @@ def _exchange(stats: Any, trace: TraceCtx, auditor: Auditor, backward: bool) -> 
         return
 
 
-_NO_OPERATORS = UNPACKING | {
-    PrimIDs.COMMENT,
-    PrimIDs.DEL,
-    PrimIDs.RETURN,
-}
+_NO_OPERATORS = UNPACKING | {PrimIDs.COMMENT, PrimIDs.DEL, PrimIDs.RETURN}
 
 
-def _is_own(bsym: BoundSymbol) -> bool:
-    return bsym.sym.executor is executor
+def _tensor_in(place: Place) -> torch.Tensor:
+    assert place.slot is not None and place.param is not None
+    return place.slot.params[place.bucket].tensors[place.param]
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

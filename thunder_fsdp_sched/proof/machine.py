@@ -43,10 +43,9 @@ class VerificationError(AssertionError):
 
 
 class _Range(NamedTuple):
-    """Bytes of an arena: what they hold, or what a value needs them to hold.
+    """Bytes of an arena, and the token that they hold or that a value needs them to hold.
 
     Attributes:
-        content: a token.
         place: for which bucket they were written.
         since: what has happened to them, for errors.
     """
@@ -63,19 +62,12 @@ class _Range(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """An operation that was issued at ``position`` and not waited for; until the wait it reads ``reads``.
-
-    Attributes:
-        sent: the contents of these values, as far as they are known.
-    """
+    """An operation that was issued at ``position``, and reads values and sends their contents until its wait."""
 
     issue: Issue
     position: int
     reads: frozenset[str]
     sent: frozenset[Hashable]
-
-
-_NOTHING = "nothing that a value needs"
 
 
 class Machine:
@@ -90,8 +82,8 @@ class Machine:
         filling: the gradients in place that no reduction has collected, with the positions of their writers.
         guarded: buckets of which backward knows that their private slots hold the parameters.
         ahead: the gathers that nothing has consumed, in the order of their issues.
-        future_of: for a gathered parameter, the future of its gather.
-        marked: gathers that leave their bucket for backward, with their numbers on their arenas.
+        future_of: the future of its gather, for each gathered parameter.
+        marked: the gathers that leave their bucket for backward, each with its number on its arena.
         foreign: the position of the last communication that is not ours.
     """
 
@@ -154,12 +146,13 @@ class Machine:
         for arena in effect.frees:
             self._free(arena)
         if effect.ensures is not None:
-            self._write(effect.ensures, _params(effect.ensures), bsym, effect)
+            self._write(effect.ensures, _params(effect.ensures), bsym)
             if self.ran_forward:  # otherwise it is not known what backward reads there
                 self.guarded.add(effect.ensures.bucket)
         if effect.fills is not None:
-            self._write_gradients(effect.fills, bsym.output.name, bsym, effect)
-            self.filling[bsym.output.name] = effect.fills, self.position
+            [grad] = effect.in_place
+            self._write(effect.fills, grad, bsym)
+            self.filling[grad] = effect.fills, self.position
         if effect.issues is not None:
             flight = self._issue(effect.issues, bsym, effect)
         written = frozenset().union(*map(self._roots, effect.writes))
@@ -193,10 +186,6 @@ class Machine:
         self.on_host.update(effect.on_host)
         if effect.frees_value is not None:
             self.freed_at[effect.frees_value] = self.position
-
-    #
-    # Reads
-    #
 
     def _roots(self, name: str) -> frozenset[str]:
         return self.roots.get(name, frozenset({name}))
@@ -236,14 +225,14 @@ class Machine:
                 return
 
     def _check_communication(self, effect: Effects) -> None:
-        moved = "communicates, but a collective of bucket {} was moved across it"
+        moved = list(self.ahead.values()) if effect.communicates else []
         if effect.communicates:
-            for issue in self.ahead.values():
-                self.fail(moved.format(_name(issue)))
             self.foreign = self.position
         if effect.issues is not None and effect.collects:
             if self.foreign > max(self.defined_at[name] for name in effect.collects):
-                self.fail(moved.format(_name(effect.issues)), self.foreign)
+                moved = [effect.issues]
+        for issue in moved:
+            self.fail(f"communicates, but a collective of bucket {_name(issue)} was moved across it", self.foreign)
 
     def _check_contents(self, effect: Effects) -> None:
         for name, expected in effect.requires:
@@ -255,10 +244,6 @@ class Machine:
             if written != place:
                 self.fail(f"reduces {name!r} as {_show(place)}, but it is {_show(written)}")
 
-    #
-    # Memory
-    #
-
     def _slot(self, place: Place) -> Slot:
         if place.slot is None:
             self.fail(f"bucket {_name(place)} has no slot")
@@ -266,14 +251,16 @@ class Machine:
             self.fail(f"bucket {_name(place)} has no parameter {place.param}, or does not fit into {place.slot}")
         return place.slot
 
-    def _write(self, place: Place, content: Hashable, bsym: BoundSymbol, effect: Effects) -> None:
+    def _write(self, place: Place, content: Hashable, bsym: BoundSymbol) -> None:
         slot, (start, end) = self._slot(place), place.span
         what = f"{slot} for bucket {_name(place)}"
+        if content != _params(place) and place.is_private and place.bucket not in self.guarded:
+            self.fail(f"writes gradients into {slot} without a guard of bucket {_name(place)} before it")
         for name in args_of(bsym):
             for root in self._roots(name) & self.needs.keys():
-                if name not in effect.collects or root != name:
-                    if self.needs[root].overlaps(slot.arena, start, end):
-                        self.fail(f"writes {what} while it reads {name!r} there")
+                needed = self.needs[root]
+                if needed.content != root and needed.overlaps(slot.arena, start, end):  # gradients stay where they are
+                    self.fail(f"writes {what} while it reads {name!r} there")
         self._check_idle(slot.arena, start, end, "writes")
         kept = []
         for held in self.memory[slot.arena]:
@@ -289,11 +276,6 @@ class Machine:
         since = f", which bound symbol {self.position} of {self.name} has overwritten for bucket {_name(place)}"
         self.memory[slot.arena] = [*kept, _Range(start, end, content, place, since)]
 
-    def _write_gradients(self, place: Place, content: Hashable, bsym: BoundSymbol, effect: Effects) -> None:
-        if place.is_private and place.bucket not in self.guarded:
-            self.fail(f"writes gradients into {place.slot} without a guard of bucket {_name(place)} before it")
-        self._write(place, content, bsym, effect)
-
     def _free(self, arena: Arena) -> None:
         self._check_idle(arena, 0, arena.nbytes, "frees")
         for held in self.memory[arena]:
@@ -308,10 +290,6 @@ class Machine:
             if place is not None and _Range(*place.span, None, place).overlaps(arena, start, end):
                 self.fail(f"{verb} {place.slot} before the wait for bucket {_name(place)}")
 
-    #
-    # Issues and waits
-    #
-
     def _issue(self, issue: Issue, bsym: BoundSymbol, effect: Effects) -> _Flight:
         reads = frozenset(args_of(bsym)).difference(effect.collects)
         sent = frozenset(self.contents[name] for name in reads if name in self.contents)
@@ -320,15 +298,13 @@ class Machine:
             arena = self._slot(issue.place).arena
             if issue.gathers:
                 self._check_marks(issue, issue.place, self.issued[arena])
-                self._write(issue.place, _params(issue.place), bsym, effect)
-            else:
-                self._write_gradients(issue.place, issue.future, bsym, effect)
+            self._write(issue.place, _params(issue.place) if issue.gathers else issue.future, bsym)
             self.issued[arena] += 1
             if issue.followed_by is not None:
                 self.marked.append((flight, self.issued[arena]))
-        others = [_name(flying.issue) for flying in self.flights.values() if flying.issue.gathers]
         if issue.gathers:
             self.ahead[issue.future] = issue
+            others = [_name(flying.issue) for flying in self.flights.values() if flying.issue.gathers]
             if self.most_gathers is not None and len(others) >= self.most_gathers:
                 limit = f"max_gathers_in_flight={self.most_gathers}"
                 self.fail(f"gathers bucket {_name(issue)} while {', '.join(others)} are in flight, but {limit}")
@@ -361,8 +337,8 @@ class Machine:
         self.waited.add(future)
         issue = flight.issue
         if issue.kind not in kinds or issue.bucket is not effect.bucket:
-            expected = " or ".join(kinds) + (f" of bucket {effect.bucket.spec.name!r}" if effect.bucket else "")
-            self.fail(f"waits for {future!r}, {issue.kind} of bucket {_name(issue)}, but expects {expected}")
+            what = f"{issue.kind} of bucket {_name(issue)}" if issue.bucket else issue.kind
+            self.fail(f"waits for {future!r}, {what}, but expects {' or '.join(kinds)} of its own bucket")
         if of is not None and of not in flight.reads:
             self.fail(f"waits for a copy of {', '.join(flight.reads)} with {of!r}")
         for out, content in effect.gives.items():
@@ -370,28 +346,20 @@ class Machine:
                 self.fail(f"returns {out!r} as {content}, but {', '.join(map(str, flight.sent))} was sent")
         return flight
 
-    #
-    # The end of a trace
-    #
-
     def _end(self) -> None:
         for flight in self.flights.values():
-            self.fail("is never waited for", flight.position)
+            self.fail(f"{flight.issue.kind} is never waited for", flight.position)
         for place, position in self.filling.values():
             self.fail(f"writes {_show(place)}, which nothing reduces", position)
         last = return_of(self.trace)
         returned, saved = (last.args[0]["output"], last.args[1:]) if self.is_awaited else (last.args, ())
-        for name in names(tree_iter(returned)):
-            if name in self.on_host:
-                self.fail(f"returns {name!r}, which is in host memory")
-            for root in self._roots(name) & self.needs.keys():
-                self.fail(f"returns {name!r}, which is stored in {self.needs[root].place.slot}")
-        for name in names(tree_iter(saved)):
-            for root in self._roots(name) & self.needs.keys():
-                place = self.needs[root].place
-                if not place.is_private:
-                    where = f"{place.slot} of bucket {_name(place)}; other buckets reuse that slot"
-                    self.fail(f"saves {name!r} for backward, which is stored in {where}")
+        for name in self.on_host.intersection(names(tree_iter(returned))):
+            self.fail(f"returns {name!r}, which is in host memory")
+        for what, values in (("returns", returned), ("saves", saved)):
+            for name in names(tree_iter(values)):
+                for place in (self.needs[root].place for root in self._roots(name) & self.needs.keys()):
+                    if what == "returns" or not place.is_private:
+                        self.fail(f"{what} {name!r}, which is stored in {place.slot} of bucket {_name(place)}")
         for flight, number in self.marked:
             issue, left = flight.issue, flight.issue.place
             assert left is not None
@@ -400,15 +368,14 @@ class Machine:
             self._check(_Range(*left.span, _params(left), left), "leaves the parameters")
             self.left[left.bucket.primary] = left
         self.ran_forward = True
-        for arena, ranges in self.memory.items():
-            self.memory[arena] = [_after_forward(held) for held in ranges]
+        for ranges in self.memory.values():
+            for index, held in enumerate(ranges):
+                if held.place.is_private:  # other steps may write there before backward
+                    since = f" before the guard of bucket {_name(held.place)}"
+                    ranges[index] = held._replace(content=_NOTHING, since=since)
 
 
-def _after_forward(held: _Range) -> _Range:
-    """Return a range as backward finds it: other steps may have written to private slots in between."""
-    if not held.place.is_private:
-        return held
-    return held._replace(content=_NOTHING, since=f" before the guard of bucket {_name(held.place)}")
+_NOTHING = "nothing that a value needs"
 
 
 def _params(place: Place) -> tuple[str, Bucket]:

@@ -11,8 +11,8 @@ from unittest import mock
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.ir import inspection, operator_facts
 from thunder_fsdp_sched.ir.operator_facts import Facts
-from thunder_fsdp_sched.transforms import VerificationError, audit
-from thunder_fsdp_sched.transforms.audit import fsdp_audit
+from thunder_fsdp_sched.proof import VerificationError, audit
+from thunder_fsdp_sched.proof.audit import fsdp_audit
 
 import pytest
 import thunder

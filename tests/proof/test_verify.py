@@ -1,0 +1,564 @@
+"""Correct traces with one error each, and the message with which ``verify`` must refuse them.
+
+``test_random_mutations`` breaks traces at random. ``ranks/test_agreement`` tests what a single rank cannot detect, such as
+an order that differs between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched import testing
+from thunder_fsdp_sched.ir.effects import Effects, Issue, Place, Wait, effects
+from thunder_fsdp_sched.ir.inspection import args_of, has_backward, outs_of
+from thunder_fsdp_sched.ir.registry import register
+from thunder_fsdp_sched.ir.symbols import fsdp_wait_grads
+from thunder_fsdp_sched.runtime.memory import Slot
+from thunder_fsdp_sched.transforms import VerificationError, assign_slots, sort_communication, verify
+
+import pytest
+import torch
+from models import Stack
+from offloading import offloading
+from synthetic_traces import FakeProcessGroup, chain, make_buckets, tensor
+from thunder.core import prims
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+from torch import nn
+
+GATHER, REDUCE, GRAD = "fsdp_all_gather", "fsdp_reduce_scatter", "fsdp_matmul_into"
+PARAMS, GUARD = "fsdp_wait_params", "fsdp_params_unchanged"
+COPY, COPY_BACK = "fsdp_copy_to_host", "fsdp_copy_to_device"
+COPIED, COPIED_BACK = "fsdp_wait_host_copy", "fsdp_wait_device_copy"
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block.forward(x))
+        return x.sum()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "zero3": {"prefetch": 2},
+    "zero2": {"sharding_strategy": "zero2"},
+    "offload": {},
+}
+
+
+@cache
+def compiled(options: str) -> testing.CompiledTraces:
+    if options == "offload":
+        with offloading():
+            return testing.compile_on_fake_ranks(lambda: (Stack(3), (torch.ones(2, 4),)), 2)[0]
+    return testing.compile_on_fake_ranks(lambda: (Blocks(), (torch.ones(2, 4),)), 2, **OPTIONS[options])[0]
+
+
+class Step:
+    """The traces of a step without ``del`` statements, of which one is to be broken.
+
+    Attributes:
+        bsyms: the bound symbols of that trace.
+    """
+
+    def __init__(self, options: str, half: str = "forward") -> None:
+        if options == "chain":
+            traces = [assign_slots(sort_communication(chain(4), prefetch=2))]
+        else:
+            traces = [compiled(options).forward, compiled(options).backward]
+        copies = []
+        for trace in traces[: 1 + (half == "backward")]:
+            copies.append(from_trace(trace))
+            copies[-1].bound_symbols = [b for b in trace.bound_symbols if b.sym.id is not PrimIDs.DEL]
+        self.forward, self.trace = copies[0], copies[-1]
+        self.bsyms = self.trace.bound_symbols
+
+    def all(self, name: str) -> list[int]:
+        return [i for i, b in enumerate(self.bsyms) if b.sym.name == name]
+
+    def at(self, name: str, which: int = 0) -> int:
+        """Return the position of one of the bound symbols with that name."""
+        return self.all(name)[which]
+
+    def reader(self, position: int) -> int:
+        """Return the position of the first bound symbol that reads what the one at ``position`` returns."""
+        outs = set(outs_of(self.bsyms[position]))
+        return next(i for i in range(position + 1, len(self.bsyms)) if not outs.isdisjoint(args_of(self.bsyms[i])))
+
+    def weight(self, which: int = 0) -> TensorProxy:
+        return next(p for p in self.bsyms[self.at(PARAMS, which)].output if p.ndim == 2)
+
+    def change(
+        self, position: int, args: dict[int, Any] | None = None, sym: Symbol | None = None, **kwargs: Any
+    ) -> None:
+        bsym = self.bsyms[position]
+        new = tuple((args or {}).get(i, arg) for i, arg in enumerate(bsym.args))
+        self.bsyms[position] = bsym.from_bsym(sym=sym or bsym.sym, args=new, kwargs={**bsym.kwargs, **kwargs})
+
+    def insert(self, position: int, symbol: Any, *args: Any, **kwargs: Any) -> Any:
+        """Insert a bound symbol, and return its result."""
+        with tracectx(self.trace):
+            out = TensorProxy(like=args[0]) if symbol is prims.neg else symbol.meta(*args, **kwargs)
+            self.bsyms.insert(position, symbol.bind(*args, **kwargs, output=out))
+        return out
+
+    def view(self, position: int, value: TensorProxy) -> TensorProxy:
+        return self.insert(position, prims.transpose, value, (1, 0))
+
+    def move(self, position: int, to: int) -> None:
+        self.bsyms.insert(to, self.bsyms.pop(position))
+
+    def use_slot(self, reduction: int, slot: Any) -> None:
+        """Let a reduction and the gradients in place use another slot."""
+        grads = args_of(self.bsyms[reduction])
+        for position, bsym in enumerate(self.bsyms):
+            if position == reduction or (effects(bsym).fills is not None and bsym.output.name in grads):
+                self.change(position, {1: slot})
+
+    def slot(self, name: str, which: int = 0) -> Any:
+        return self.bsyms[self.at(name, which)].args[1]
+
+    def return_(self, value: TensorProxy) -> None:
+        outputs, *saved = self.bsyms[-1].args
+        changed = {**outputs, "output": value} if has_backward(self.trace) else (*outputs, value)
+        self.bsyms[-1] = self.bsyms[-1].from_bsym(args=(changed, *saved))
+
+    def save(self, value: TensorProxy) -> None:
+        outputs, (tensors, others) = self.bsyms[-1].args
+        self.bsyms[-1] = self.bsyms[-1].from_bsym(args=(outputs, ((*tensors, value), others)))
+
+    def verify(self) -> None:
+        verify(self.trace, forward=None if self.trace is self.forward else self.forward)
+
+
+def fuse_a_view(step: Step) -> None:
+    wait, view = step.at(PARAMS), step.view(step.at(PARAMS) + 1, step.weight())
+    bsym = step.bsyms[wait + 1]
+    fusion = Symbol("fused0", lambda w: None, is_fusion=True)
+    step.bsyms[wait + 1] = fusion.bind(step.weight(), output=(view,), subsymbols=(bsym,))
+    step.insert(-1, prims.neg, view)
+
+
+def communicate(step: Step, position: int, *, inside: bool = False) -> None:
+    value = step.bsyms[step.at(GATHER, -1)].flat_proxy_args[0]
+    step.insert(position, prims.neg, value)
+    foreign = step.bsyms[position].from_bsym(args=(value, FakeProcessGroup()))
+    if inside:
+        foreign = Symbol("all_reduce_and_add", lambda w: None).bind(value, output=foreign.output, subsymbols=(foreign,))
+    step.bsyms[position] = foreign
+
+
+def saved_weight(step: Step) -> tuple[int, int, TensorProxy]:
+    """Return the positions of the second gradient in place and of its parameter's last read, and that parameter."""
+    write = step.at(GRAD, 1)
+    forward = (b for b in step.forward.bound_symbols if b.sym.name == PARAMS)
+    weight = next(b.output[0] for b in forward if b.args[0] is step.bsyms[write].args[0])
+    return write, max(i for i, b in enumerate(step.bsyms) if weight.name in args_of(b)), weight
+
+
+def read_over_gradient(step: Step) -> None:
+    """Read a parameter after its gradient has taken its place."""
+    for grad in step.all(GRAD):
+        bucket, slot, index, *_ = step.bsyms[grad].args
+        waits = [b for b in step.bsyms[:grad] if b.sym.name == PARAMS and b.args[0] is bucket]
+        issues = [b for b in step.bsyms[:grad] if b.sym.name == GATHER and b.args[:2] == (bucket, slot)]
+        if waits and issues:
+            step.insert(grad + 1, prims.neg, waits[0].output[index])
+            return
+    raise AssertionError("no gradient is in the place of its parameter")
+
+
+def guard_late(step: Step) -> None:
+    write, read, _ = saved_weight(step)
+    step.move(next(i for i in step.all(GUARD) if step.bsyms[i].args[0] is step.bsyms[write].args[0]), read)
+
+
+def gather_over_a_gradient(step: Step) -> None:
+    for grad in step.all(GRAD):
+        between = [i for i in step.all(GATHER) if grad < i < step.reader(grad)]
+        if between:
+            return step.change(between[0], {1: step.bsyms[grad].args[1]})
+    raise AssertionError("there is no gather between a gradient and its reduction")
+
+
+def return_unreduced(step: Step) -> None:
+    grad = step.at(GRAD)
+    step.change(step.reader(grad), {2 + step.bsyms[grad].args[2]: None})
+
+
+def resident(step: Step, number: int) -> None:
+    """Let the last gather expect its bucket in the slot of the first one."""
+    last = step.at(GATHER, -1)
+    step.change(last, {1: step.slot(GATHER)}, preceded_by=number)
+
+
+def issues_before(step: Step, position: int) -> int:
+    return sum(b.sym.name in (GATHER, REDUCE) for b in step.bsyms[:position])
+
+
+def forget_host_copy(step: Step) -> None:
+    wait = step.bsyms.pop(step.at(COPIED, 1))
+    outputs, (tensors, others) = step.bsyms[-1].args
+    kept = tuple(t for t in tensors if t.name != wait.output.name)
+    step.bsyms[-1] = step.bsyms[-1].from_bsym(args=(outputs, (kept, others)))
+
+
+def other_shape(step: Step) -> None:
+    wait = step.at(COPIED_BACK)
+    out = step.bsyms[wait].output
+    with tracectx(TraceCtx()):  # where the name is free
+        other = TensorProxy(out.name, like=out, shape=(1, *out.shape))
+    step.bsyms[wait] = step.bsyms[wait].from_bsym(output=other)
+
+
+def source(step: Step) -> TensorProxy:
+    return step.bsyms[step.at(COPY, 1)].args[0]
+
+
+def write_to(step: Step, value: TensorProxy) -> None:
+    step.insert(step.at(COPIED, 1), prims.copy_, value, value, grad_enabled=False)
+
+
+Mutation = Callable[[Step], Any]
+
+ANY = ("chain forward", "zero3 forward", "zero3 backward")
+FW, BW, KEPT = ("chain forward", "zero3 forward"), ("zero3 backward",), ("zero2 backward",)
+HOST, BACK = ("offload forward",), ("offload backward",)
+
+_OVERWRITTEN = r"reads '\w+' of bucket '\S+' in \S+, which bound symbol \d+ of \w+ has overwritten for bucket '\S+'"
+_UNDEFINED = r"reads '\w+', which nothing before it defines"
+_MOVED = r"communicates, but a collective of bucket '\S+' was moved across it"
+_PLACE = (
+    r"reduces '\w+' as the gradient of '\S+' for bucket '\S+' in \S+, but it is the gradient of '\S+' for bucket '\S+'"
+)
+_NO_GUARD = r"reads '\w+' of bucket '\S+' in own_\S+ before the guard of bucket '\S+'"
+
+# Name, traces on which it is tried, mutation, message.
+MUTATIONS: list[tuple[str, tuple[str, ...], Mutation, str]] = [
+    # Definitions, issues and waits
+    ("a wait is below its consumer", ANY, lambda s: s.move(s.at(PARAMS), s.reader(s.at(PARAMS))), _UNDEFINED),
+    ("a wait is missing", ANY, lambda s: s.bsyms.pop(s.at(PARAMS)), _UNDEFINED),
+    (
+        "a wait stands twice",
+        ANY,
+        lambda s: s.bsyms.insert(s.at(PARAMS) + 1, s.bsyms[s.at(PARAMS)]),
+        "in the trace twice",
+    ),
+    ("an issue stands twice", ANY, lambda s: s.bsyms.insert(s.at(PARAMS), s.bsyms[s.at(GATHER)]), "in the trace twice"),
+    (
+        "a value is defined twice",
+        ANY,
+        lambda s: s.bsyms.insert(s.at(PARAMS), s.bsyms[s.at(GATHER)].from_bsym()),
+        r"defines 'ft\d+', which bound symbol \d+ has defined",
+    ),
+    (
+        "a gather is never waited for",
+        ANY,
+        lambda s: s.insert(-1, *(lambda b: (b.sym, *b.args))(s.bsyms[s.at(GATHER)])),
+        "fsdp_all_gather is never waited for",
+    ),
+    (
+        "a wait is for another bucket",
+        ANY,
+        lambda s: s.change(s.at(PARAMS), {0: s.bsyms[s.at(PARAMS, 1)].args[0]}),
+        r"waits for 'ft\d+', fsdp_all_gather of bucket '\S+', but expects fsdp_all_gather of its own bucket",
+    ),
+    (
+        "parameters are waited for as gradients",
+        ANY,
+        lambda s: s.change(s.at(PARAMS), sym=fsdp_wait_grads),
+        r"waits for 'ft\d+', fsdp_all_gather of bucket '\S+', but expects fsdp_reduce_scatter of its own bucket",
+    ),
+    (
+        "a future in flight is read",
+        HOST,
+        lambda s: s.insert(s.at(COPIED, 1), prims.neg, s.bsyms[s.at(COPY, 1)].output),
+        "which it does not wait for",
+    ),
+    # Order
+    (
+        "two gathers are exchanged",
+        ANY,
+        lambda s: s.move(s.at(GATHER, 1), s.at(GATHER)),
+        r"reads bucket '\S+', gathered after bucket '\S+', whose first consumer is later",
+    ),
+    ("others communicate after a gather", ANY, lambda s: communicate(s, s.at(GATHER) + 1), _MOVED),
+    ("a composite communicates", ANY, lambda s: communicate(s, s.at(GATHER) + 1, inside=True), _MOVED),
+    ("others communicate before a reduction", BW, lambda s: communicate(s, s.at(REDUCE, -1)), _MOVED),
+    ("a reduction is before a gradient", BW, lambda s: s.move(s.at(REDUCE), s.at(REDUCE) - 1), _UNDEFINED),
+    # Slots
+    ("a gather has no slot", ANY, lambda s: s.change(s.at(GATHER), {1: None}), r"bucket '\S+' has no slot"),
+    (
+        "a slot in flight is written",
+        ANY,
+        lambda s: s.change(s.at(GATHER, 1), {1: s.slot(GATHER)}),
+        r"writes slot_\d+ before the wait for bucket '\S+'",
+    ),
+    (
+        "a slot is gathered into too early",
+        FW,
+        lambda s: s.change(s.at(GATHER, -1), {1: s.slot(GATHER, -2)}),
+        _OVERWRITTEN + r"|writes slot_\d+ before the wait for bucket",
+    ),
+    (
+        "a view of a view is read after reuse",
+        ANY,
+        lambda s: s.insert(-1, prims.neg, s.view(s.at(PARAMS) + 2, s.view(s.at(PARAMS) + 1, s.weight()))),
+        _OVERWRITTEN,
+    ),
+    ("a view out of a fusion is read after reuse", ANY, fuse_a_view, _OVERWRITTEN),
+    ("a parameter is returned", FW, lambda s: s.return_(s.weight(-1)), r"returns '\w+', which is stored in slot_\d+"),
+    ("a parameter is saved", FW, lambda s: s.save(s.weight(-1)), r"saves '\w+', which is stored in slot_\d+ of bucket"),
+    # Gradients in place
+    ("a parameter is read where its gradient is", BW, read_over_gradient, _OVERWRITTEN),
+    ("a gradient is in another slot", BW, lambda s: s.change(s.at(GRAD), {1: s.slot(GRAD, 1)}), _PLACE),
+    (
+        "a gradient is elsewhere in the slot",
+        BW,
+        lambda s: s.change(s.at(GRAD), {2: 0 if s.bsyms[s.at(GRAD)].args[2] else 1}),
+        _PLACE,
+    ),
+    ("a gradient has a wrong index", BW, lambda s: s.change(s.at(GRAD), {2: 9}), "has no parameter 9"),
+    (
+        "a gradient is of another bucket",
+        BW,
+        lambda s: s.change(s.at(GRAD), {0: s.bsyms[s.at(GRAD, 1)].args[0]}),
+        _PLACE,
+    ),
+    ("a gradient has no slot", BW, lambda s: s.change(s.at(GRAD), {1: None}), r"bucket '\S+' has no slot"),
+    ("nothing reduces a gradient", BW, return_unreduced, r"writes the gradient of '\S+' .*, which nothing reduces"),
+    ("the writer of a gradient is missing", BW, lambda s: s.bsyms.pop(s.at(GRAD)), _UNDEFINED),
+    (
+        "a gradient in place is read",
+        BW,
+        lambda s: s.insert(s.at(GRAD) + 1, prims.neg, s.bsyms[s.at(GRAD)].output),
+        r"reads '\w+', the gradient of '\S+' for bucket '\S+' in slot_\d+, before its reduction",
+    ),
+    (
+        "a gather overwrites a gradient",
+        BW,
+        gather_over_a_gradient,
+        _OVERWRITTEN + r"|writes slot_\d+ .*before the wait for bucket",
+    ),
+    # Buckets that forward leaves for backward
+    (
+        "a gather reuses a shared slot in a window",
+        ANY,
+        lambda s: s.change(s.at(GATHER), window="open"),
+        r"reuses slot_\d+, which does not keep bucket '\S+' until backward",
+    ),
+    (
+        "a mark has a wrong number",
+        ("zero3 forward",),
+        lambda s: s.change(s.at(GATHER, -1), followed_by=7),
+        r"states followed_by=7 for bucket '\S+', but the trace has 0",
+    ),
+    ("a mark has another number", BW, lambda s: s.change(s.at(GATHER), preceded_by=7), "states preceded_by=7"),
+    (
+        "an overwritten bucket is left",
+        ("zero3 forward",),
+        lambda s: s.change(s.at(GATHER), followed_by=len(s.all(GATHER)) - 1),
+        r"leaves the parameters of bucket '\S+' in slot_\d+, which bound symbol \d+ of forward has overwritten",
+    ),
+    (
+        "a bucket is expected where forward did not leave it",
+        BW,
+        lambda s: resident(s, issues_before(s, s.at(GATHER, -1))),
+        r"expects bucket '\S+' in slot_\d+, where forward did not leave it",
+    ),
+    # Kept buckets
+    ("a guard is missing", KEPT, lambda s: s.bsyms.pop(s.at(GUARD, 1)), _NO_GUARD),
+    ("a guard is after the first read", KEPT, guard_late, _NO_GUARD),
+    (
+        "a bucket is guarded again",
+        KEPT,
+        lambda s: s.bsyms.insert(s.at(GRAD) + 1, s.bsyms[s.at(GUARD)].from_bsym(args=s.bsyms[s.at(GRAD)].args[:1])),
+        _OVERWRITTEN + "|before the wait for",
+    ),
+    (
+        "a saved parameter is read where its gradient is",
+        KEPT,
+        lambda s: s.insert(saved_weight(s)[0] + 1, prims.neg, saved_weight(s)[2]),
+        _OVERWRITTEN,
+    ),
+    (
+        "a view of a saved parameter is read at the end",
+        KEPT,
+        lambda s: s.insert(-1, prims.neg, s.view(saved_weight(s)[1], saved_weight(s)[2])),
+        _OVERWRITTEN,
+    ),
+    (
+        "gradients are in the private slot of another bucket",
+        KEPT,
+        lambda s: s.use_slot(s.at(REDUCE), s.slot(REDUCE, 1)),
+        r"writes own_\S+ for bucket '\S+', but it belongs to bucket '\S+'",
+    ),
+    ("a saved parameter is returned", KEPT, lambda s: s.return_(saved_weight(s)[2]), _OVERWRITTEN),
+    # Copies in host memory
+    ("no wait for a copy", HOST, forget_host_copy, "fsdp_copy_to_host is never waited for"),
+    (
+        "a wait keeps another value alive",
+        HOST,
+        lambda s: s.change(s.at(COPIED, 1), {1: s.trace.args[0]}),
+        r"waits for a copy of \w+ with '\w+'",
+    ),
+    (
+        "the source is read after the wait",
+        HOST,
+        lambda s: s.insert(s.at(COPIED, 1) + 1, prims.neg, source(s)),
+        "where its memory was freed",
+    ),
+    ("the source is saved, too", HOST, lambda s: s.save(source(s)), "where its memory was freed"),
+    (
+        "the source is written",
+        HOST,
+        lambda s: write_to(s, source(s)),
+        r"may write '\w+' while fsdp_copy_to_host reads it",
+    ),
+    (
+        "a view of the source is written",
+        HOST,
+        lambda s: write_to(s, s.view(s.at(COPIED, 1), source(s))),
+        r"may write '\w+' while fsdp_copy_to_host reads it",
+    ),
+    (
+        "the host copy is computed with",
+        HOST,
+        lambda s: s.insert(s.at(COPIED, 1) + 1, prims.neg, s.bsyms[s.at(COPIED, 1)].output),
+        "which is in host memory",
+    ),
+    (
+        "the host copy is an output",
+        HOST,
+        lambda s: s.return_(s.bsyms[s.at(COPIED, 1)].output),
+        "returns 'host_.*', which is in host memory",
+    ),
+    ("a copy back is not waited for", BACK, lambda s: s.bsyms.pop(s.at(COPIED_BACK, 1)), _UNDEFINED),
+    ("a copy back has another shape", BACK, other_shape, r"returns '\w+' as .*, but .* was sent"),
+    (
+        "another value is copied back",
+        BACK,
+        lambda s: s.change(
+            s.at(COPY_BACK, 1), {0: next(p for b in s.bsyms for p in b.flat_proxy_outs if p.name.startswith("t_"))}
+        ),
+        "which is not in host memory",
+    ),
+]
+
+
+@pytest.mark.parametrize("trace", [*ANY, *KEPT, *HOST, *BACK, "zero2 forward"])
+def test_correct_traces_pass(trace: str) -> None:
+    Step(*trace.split()).verify()
+
+
+@pytest.mark.parametrize(
+    ("trace", "mutate", "message"),
+    [
+        pytest.param(trace, mutate, message, id=f"{name}, {trace}")
+        for name, traces, mutate, message in MUTATIONS
+        for trace in traces
+    ],
+)
+def test_a_broken_trace_is_refused(trace: str, mutate: Mutation, message: str) -> None:
+    step = Step(*trace.split())
+    mutate(step)
+    with pytest.raises(VerificationError, match=rf"bound symbol \d+ of (forward|backward): .*({message})"):
+        step.verify()
+
+
+def test_backward_may_expect_only_buckets_that_its_forward_left() -> None:
+    step = Step("zero3", "backward")
+    for position, bsym in enumerate(step.forward.bound_symbols):
+        if bsym.sym.name == GATHER:
+            step.forward.bound_symbols[position] = bsym.from_bsym(kwargs={**bsym.kwargs, "followed_by": None})
+    verify(step.trace)  # nothing is known about forward
+    with pytest.raises(VerificationError, match=r"expects bucket '\S+' in slot_\d+, where forward did not leave it"):
+        step.verify()
+
+
+def test_gradients_over_kept_parameters_need_their_forward() -> None:
+    with pytest.raises(VerificationError, match=r"writes gradients into own_\S+ without a guard of bucket '\S+'"):
+        verify(Step("zero2", "backward").trace)
+
+
+def test_a_view_that_forward_has_saved_is_followed() -> None:
+    step = Step("zero2", "backward")
+    _, _, weight = saved_weight(step)
+    forward = Step("zero2")
+    wait = next(i for i, b in enumerate(forward.bsyms) if weight.name in outs_of(b))
+    view = forward.view(wait + 1, weight)
+    step.forward = forward.forward
+    unpack = next(i for i, b in enumerate(step.bsyms) if weight.name in outs_of(b))
+    step.bsyms[unpack] = step.bsyms[unpack].from_bsym(output=[*step.bsyms[unpack].output, view])
+    step.verify()
+    step.insert(-1, prims.neg, view)
+    with pytest.raises(VerificationError, match=_OVERWRITTEN):
+        step.verify()
+
+
+def test_a_pinned_schedule_must_keep_the_limit_of_gathers_in_flight() -> None:
+    pinned = compiled("zero3").schedule
+    assert pinned.forward.gathers_in_flight == 3
+    with pytest.raises(VerificationError, match=r"gathers bucket '.*max_gathers_in_flight=2"):
+        testing.compile_on_fake_ranks(
+            lambda: (Blocks(), (torch.ones(2, 4),)), 2, schedule=pinned, max_gathers_in_flight=2
+        )
+
+
+#
+# A new symbol
+#
+
+
+def _broadcast(bsym: BoundSymbol) -> Effects:
+    bucket, slot, _ = bsym.args
+    place, group, future = Place(bucket, slot, bucket.spec.param_dtype), bucket.ranks.group, bsym.output.name
+    nbytes, dtype = bucket.spec.unsharded_bytes, bucket.spec.param_dtype
+    issue = Issue("broadcast_bucket", future, bucket, group, nbytes, dtype, place, gathers=True)
+    return Effects(issues=issue, in_schedule=True, bucket=bucket, uses=slot, in_place=(future,))
+
+
+def _wait_for_broadcast(bsym: BoundSymbol) -> Effects:
+    wait = Wait(bsym.args[1].name, ("broadcast_bucket",))
+    return Effects(waits=wait, in_schedule=True, bucket=bsym.args[0], in_place=(bsym.output.name,))
+
+
+broadcast = register("broadcast_bucket", lambda b, slot, t: FutureTensorProxy(like=t), print, _broadcast)
+wait_for_broadcast = register("wait_for_broadcast", lambda b, future: tensor(), print, _wait_for_broadcast)
+
+
+def broadcasts(*slots: int, read_first: bool) -> TraceCtx:
+    """Return a trace that broadcasts one bucket into each slot, and reads each before the next one or all at the end."""
+    trace, buckets = TraceCtx(), make_buckets([1] * len(slots))
+    made = {number: Slot(f"slot_{number}", buckets[0].arena, 1024 * number, 1024) for number in slots}
+    with tracectx(trace):
+        trace.args = tuple(tensor() for _ in slots)
+        for arg in trace.args:
+            prims.unpack_trivial(arg, name=arg.name)
+        weights = []
+        for bucket, number, shard in zip(buckets, slots, trace.args, strict=True):
+            weights.append(wait_for_broadcast(bucket, broadcast(bucket, made[number], shard)))
+            if read_first:
+                prims.neg(weights[-1])
+        prims.python_return({"output": sum(map(prims.neg, weights)) if not read_first else (), "flat_args": []}, ())
+    return trace
+
+
+def test_a_new_symbol_is_proved_by_its_declaration() -> None:
+    verify(broadcasts(0, 0, 1, read_first=True))
+    verify(broadcasts(0, 1, 2, read_first=False))
+    with pytest.raises(VerificationError, match=_OVERWRITTEN):
+        verify(broadcasts(0, 1, 0, read_first=False))
+    lost = broadcasts(0, 1, read_first=True)
+    lost.bound_symbols = [b for b in lost.bound_symbols if b.sym is not wait_for_broadcast and b.sym is not prims.neg]
+    with pytest.raises(VerificationError, match="broadcast_bucket is never waited for"):
+        verify(lost)
