@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp
@@ -11,9 +10,8 @@ from thunder_fsdp_sched import ScheduleDisagreement, fsdp
 import pytest
 import thunder
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import Ranks
+from ranks import on_ranks
 from torch import Tensor, nn
 
 Forward = Callable[[Any, Tensor], Tensor]
@@ -48,23 +46,21 @@ def _jit(forward: Forward, **options: Any) -> Any:
     return thunder.jit(Model(forward), transforms=[fsdp(bucketing_strategy=10**6, **options)])
 
 
-def _compiled_together(rank: int, world_size: int, what: str) -> None:
+@pytest.mark.parametrize("what", DIFFERENT)
+@on_ranks(timeout=400)
+def test_ranks_that_compile_different_computations_raise(rank: int, what: str) -> None:
     model = _jit(DIFFERENT[what][rank])
     with pytest.raises(ScheduleDisagreement, match="the collectives agree but the computations differ"):
         model(torch.ones(3, 4))
     _jit(DIFFERENT[what][rank], allow_different_computation=True)(torch.ones(3, 4)).backward()
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_ranks_that_compile_different_computations_raise(ranks: Ranks, what: str) -> None:
-    ranks.run(_compiled_together, what, timeout=200)
-
-
 def _switched(m: Any, x: Tensor) -> Tensor:
     return m.b(m.a(x)) * m.scale
 
 
-def _cached(rank: int, world_size: int) -> None:
+@on_ranks(timeout=400)
+def test_ranks_whose_cached_traces_differ_by_a_number_raise(rank: int) -> None:
     model, x = _jit(_switched), torch.ones(3, 4)
     for scale in (0.5, 2.0):
         model._model.scale = scale
@@ -78,10 +74,6 @@ def _cached(rank: int, world_size: int) -> None:
     model(x).backward()
 
 
-def test_ranks_whose_cached_traces_differ_by_a_number_raise(ranks: Ranks) -> None:
-    ranks.run(_cached, timeout=200)
-
-
 def _other_shapes(m: Any, x: Tensor) -> Tensor:
     """Compute with every kind of number that can derive from the size of an input."""
     rows = x.shape[0]
@@ -91,7 +83,8 @@ def _other_shapes(m: Any, x: Tensor) -> Tensor:
     return m.b(h).mean(0) - h.var(0)
 
 
-def _different_inputs(rank: int, world_size: int) -> None:
+@on_ranks(timeout=400)
+def test_ranks_with_inputs_of_different_sizes_may_differ_by_numbers_derived_from_sizes(rank: int) -> None:
     model = _jit(_other_shapes)
     reference = Model(_other_shapes)
     for step in range(6):
@@ -108,21 +101,3 @@ def _different_inputs(rank: int, world_size: int) -> None:
     tenth = _jit(lambda m, x: m.b(m.a(x)) * (0.3, 0.7)[rank])
     with pytest.raises(ScheduleDisagreement, match="the computations differ"):
         tenth(torch.ones(3 + rank, 4))
-
-
-def test_ranks_with_inputs_of_different_sizes_may_differ_by_numbers_derived_from_sizes(ranks: Ranks) -> None:
-    ranks.run(_different_inputs, timeout=200)
-
-
-def _alone(rank: int, world_size: int) -> None:
-    group = dist.new_group(timeout=timedelta(seconds=4))
-    if rank == 0:
-        with pytest.raises(
-            ScheduleDisagreement, match=r"rank 1 did not come to thunder.jit\(.*\) within 4 s of rank 0"
-        ):
-            thunder.jit(nn.Linear(4, 4), transforms=[fsdp(process_group=group)])
-    dist.barrier()
-
-
-def test_a_rank_that_shards_alone_waits_for_the_timeout_of_its_process_group(ranks: Ranks) -> None:
-    ranks.run(_alone, timeout=100)
