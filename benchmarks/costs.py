@@ -36,8 +36,8 @@ import thunder_fsdp_sched as tfs  # before thunder
 from thunder_fsdp_sched import compilation
 from thunder_fsdp_sched.demo.model import GPT
 from thunder_fsdp_sched.ir import operator_facts
-from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
 from thunder_fsdp_sched.proof import audit
+from thunder_fsdp_sched.runtime.row_dtensor import RowDTensor, local_rows
 
 import thunder
 import torch

@@ -25,27 +25,16 @@ because copy engines do it. On a CPU it is compute.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..ir.analysis import BEFORE_TRACE, Analysis, Lifetime
-from ..ir.host_copies import HOST_COPIES, HOST_COPY_ISSUES, fsdp_copy_to_host, fsdp_wait_host_copy
-from ..ir.inspection import AGREEMENT, nbytes_of
-from ..ir.operands import Wait, bucket_of
-from ..ir.symbols import (
-    ISSUES,
-    WAITS,
-    fsdp_all_gather,
-    fsdp_all_reduce,
-    group_of,
-    is_resident,
-    payload,
-    window_of,
-)
+from ..ir.analysis import BEFORE_TRACE, Analysis
+from ..ir.effects import Effects, Issue, Wait, effects
+from ..ir.inspection import AGREEMENT
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
 from .cost import CostModel, Seconds
@@ -79,7 +68,7 @@ def simulate(
     simulator = _Simulator(cost, in_window)
     for number, trace in enumerate(traces):
         simulator.run(number, trace)
-    return simulator.timeline(Analysis(*(trace.bound_symbols for trace in traces)).slots.values())
+    return simulator.timeline(Analysis(*traces))
 
 
 @dataclass(eq=False)
@@ -87,6 +76,7 @@ class _Flight:
     """A collective in flight; ``remaining`` is its remaining work in seconds, if it were alone on the link."""
 
     kind: str
+    gathers: bool
     bucket: Bucket
     arrival: float
     remaining: float
@@ -173,7 +163,7 @@ class _Link:
         """Return the share of the link of each active collective: see [Note: Several collectives at once]."""
         if len(self.active) == 1:
             return [1.0]
-        gathers = [f.kind == fsdp_all_gather.name for f in self.active]
+        gathers = [f.gathers for f in self.active]
         reductions = gathers.count(False)
         if reductions == len(gathers):
             return [1 / max(reductions, 1)] * reductions
@@ -212,7 +202,7 @@ class _Simulator:
         self.links: dict[str, _Link] = {}
         self.flights: dict[str, tuple[_Link, _Flight]] = {}
         self.host_links: dict[str, _HostLink] = {}
-        self.copied: dict[str, float] = {}  # ends of copies by their futures
+        self.copied: dict[str, tuple[str, float]] = {}  # links and ends of copies by their futures
         self.times: list[tuple[float, float]] = []
         """For each bound symbol, when it begins to use slots and when it has used them."""
         self.resident: set[str] = set()  # gathers whose buckets are resident, so there is nothing to wait for
@@ -229,26 +219,27 @@ class _Simulator:
             if bsym.sym.id is PrimIDs.DEL or bsym.sym.name in AGREEMENT:
                 self.times.append((began, used))
                 continue
-            name = bsym.sym.name
-            if bsym.sym is fsdp_all_reduce:
-                self._wait(bsym, Seconds(0.0, 0.0), number, position)
-                used = self.compute  # the slot is free before the all-reduce itself is issued
+            e = effects(bsym)
+            issue, wait = e.issues, e.waits
+            if issue is not None and wait is not None:
+                self._wait(bsym, wait, Seconds(0.0, 0.0), number, position)
+                used = self.compute  # the slot is free before the next collective itself is issued
                 self._work(bsym, seconds, number, position)
-                self._communicate(bsym, number, position)
-            elif is_resident(bsym) or (self.in_window and window_of(bsym) is not None):
-                self.resident.add(bsym.output.name)
-            elif name in ISSUES:
+                self._communicate(issue, number, position)
+            elif issue is not None and (issue.resident or (self.in_window and issue.window is not None)):
+                self.resident.add(issue.future)
+            elif issue is not None and issue.bucket is not None:
                 self._work(bsym, seconds, number, position)
-                flight = self._communicate(bsym, number, position)
-                if bsym.sym is fsdp_all_gather:  # parameters occupy the slot only while they are received
+                flight = self._communicate(issue, number, position)
+                if issue.gathers:  # parameters occupy the slot only while they are received
                     began = flight.arrival
                 used = max(began, self.compute)
-            elif name in WAITS:
-                if Wait(bsym).future.name not in self.resident:
-                    self._wait(bsym, seconds, number, position)
+            elif wait is not None and e.bucket is not None:
+                if wait.future not in self.resident:
+                    self._wait(bsym, wait, seconds, number, position)
                 used = self.compute
-            elif name in HOST_COPIES and not self.cost.synchronous:
-                self._copy(bsym, seconds, number, position)
+            elif (issue is not None or wait is not None) and not self.cost.synchronous:
+                self._copy(bsym, e, seconds, number, position)
                 used = self.compute
             else:
                 self._work(bsym, seconds, number, position)
@@ -256,7 +247,7 @@ class _Simulator:
             self.times.append((began, used))
             position += 1
 
-    def timeline(self, slots: Iterable[Lifetime]) -> Timeline:
+    def timeline(self, analysis: Analysis) -> Timeline:
         for link in self.links.values():
             while link.active or link.waiting:
                 link.advance(link.next_change)
@@ -264,7 +255,7 @@ class _Simulator:
         end = max([self.host, *(i.end for i in self.intervals)])
         links: dict[str, _Link | _HostLink] = {**self.links, **self.host_links}
         communication = {name: link.dedicated_seconds for name, link in links.items()}
-        uses = _slot_uses(slots, self.times)
+        uses = _slot_uses(analysis, self.times)
         return Timeline(tuple(self.intervals), uses, end, self.compute_seconds, self.contention_seconds, communication)
 
     def _work(self, bsym: BoundSymbol, seconds: Seconds, trace: int, position: int, bucket: str = "") -> None:
@@ -281,20 +272,20 @@ class _Simulator:
         if self.cost.synchronous:
             self.host = self.compute
 
-    def _communicate(self, bsym: BoundSymbol, trace: int, position: int) -> _Flight:
-        bucket, kind = bucket_of(bsym), bsym.sym.name
-        group = group_of(kind, bucket).description
+    def _communicate(self, issue: Issue, trace: int, position: int) -> _Flight:
+        assert issue.bucket is not None and issue.group is not None
+        bucket, kind, group = issue.bucket, issue.kind, issue.group.description
         link = self.links.get(group)
         if link is None:
             link = self.links[group] = _Link(group, self.cost, self.intervals)
         seconds = self.cost.collective_seconds(kind, bucket)
-        flight = _Flight(kind, bucket, max(self.host, self.compute), seconds, trace, position)
+        flight = _Flight(kind, issue.gathers, bucket, max(self.host, self.compute), seconds, trace, position)
         link.issue(flight)
-        self.flights[bsym.output.name] = link, flight
+        self.flights[issue.future] = link, flight
         return flight
 
-    def _wait(self, bsym: BoundSymbol, seconds: Seconds, trace: int, position: int) -> None:
-        link, flight = self.flights[Wait(bsym).future.name]
+    def _wait(self, bsym: BoundSymbol, wait: Wait, seconds: Seconds, trace: int, position: int) -> None:
+        link, flight = self.flights[wait.future]
         start = max(self.compute, self.host)
         link.advance(start)
         end = link.finish(flight)
@@ -304,19 +295,19 @@ class _Simulator:
         self.compute = max(self.compute, end)
         self._work(bsym, seconds, trace, position, flight.bucket.spec.name)
 
-    def _copy(self, bsym: BoundSymbol, seconds: Seconds, trace: int, position: int) -> None:
+    def _copy(self, bsym: BoundSymbol, e: Effects, seconds: Seconds, trace: int, position: int) -> None:
         """Issue or wait for a copy of an offloaded activation; see [Note: Simulated host copies]."""
-        if bsym.sym.name in HOST_COPY_ISSUES:
+        if (issue := e.issues) is not None:
             self._work(bsym, seconds, trace, position)
-            name = TO_HOST if bsym.sym is fsdp_copy_to_host else TO_DEVICE
+            name = TO_DEVICE if e.reads_host else TO_HOST
             link = self.host_links.setdefault(name, _HostLink())
-            start, end = link.issue(max(self.host, self.compute), self.cost.host_copy_seconds(nbytes_of(bsym.args[0])))
-            self.copied[bsym.output.name] = end
+            start, end = link.issue(max(self.host, self.compute), self.cost.host_copy_seconds(issue.nbytes))
+            self.copied[issue.future] = name, end
             self.intervals.append(Interval(name, bsym.sym.name, bsym.sym.name, name, start, end, trace, position))
             return
-        start, end = max(self.compute, self.host), self.copied[bsym.args[0].name]
+        assert e.waits is not None
+        start, (name, end) = max(self.compute, self.host), self.copied[e.waits.future]
         if end > start:
-            name = TO_HOST if bsym.sym is fsdp_wait_host_copy else TO_DEVICE
             self.intervals.append(Interval(COMPUTE, "wait", bsym.sym.name, name, start, end, trace, position))
         self.compute = max(self.compute, end)
         self._work(bsym, seconds, trace, position)
@@ -337,16 +328,16 @@ class _Simulator:
                 link.advance(now)
 
 
-def _slot_uses(slots: Iterable[Lifetime], times: Sequence[tuple[float, float]]) -> tuple[SlotUse, ...]:
+def _slot_uses(analysis: Analysis, times: Sequence[tuple[float, float]]) -> tuple[SlotUse, ...]:
     """Return when each slot is in use, in issue order.
 
     Args:
-        slots: the positions between which each slot is in use.
+        analysis: that of the traces.
         times: for each position, when the bound symbol begins to use slots and when it has used them.
     """
     uses: list[SlotUse] = []
     gathered: dict[tuple[Slot, Bucket], int] = {}
-    for live in slots:
+    for live in analysis.slots.values():
         start = 0.0 if live.first == BEFORE_TRACE else times[live.first][0]
         end = start if live.last == live.first else times[live.last][1]
         if live.slot is not None:
@@ -356,7 +347,7 @@ def _slot_uses(slots: Iterable[Lifetime], times: Sequence[tuple[float, float]]) 
                 number = gathered[live.slot, live.bucket]
                 params = uses[number]
                 uses[number] = params._replace(end=max(min(params.end, start), params.start))
-        kind = "fsdp_all_gather" if live.is_gather else "fsdp_reduce_scatter"
-        nbytes, _ = payload(kind, live.bucket.spec)
-        uses.append(SlotUse(str(live.slot or ""), live.bucket.spec.name, kind, nbytes, start, end))
+        issue = analysis.effects[live.issue].issues
+        assert issue is not None
+        uses.append(SlotUse(str(live.slot or ""), live.bucket.spec.name, issue.kind, issue.nbytes, start, end))
     return tuple(uses)
