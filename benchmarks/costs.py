@@ -145,6 +145,7 @@ def save_and_load(rank: int, folder: Path, megabytes: int, runs: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    torch.manual_seed(0)  # the same values on both ranks
     layers = [torch.nn.Linear(1000, 1000, bias=False) for _ in range(megabytes // 4)]
     model = thunder.jit(torch.nn.Sequential(*layers), transforms=[tfs.fsdp()])
     seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
