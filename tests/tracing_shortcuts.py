@@ -54,6 +54,8 @@ from torch.nn.modules import module as torch_module
 
 __all__ = ["LOOKASIDES", "REPLACEMENTS", "tracing_shortcuts"]
 
+module_calls.register()  # before the shortcuts that replace it
+
 _CHOSEN = os.environ.get("TRACING_SHORTCUTS", "all")
 
 _OF_MODULE = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl")

@@ -27,9 +27,9 @@ from .runtime.trace_start import TraceStart
 from .sharding.sharded_module import ShardedModule
 from .transforms import offloaded_values, shard_prologue, unpacked_parameters
 
-__all__ = ["Compilation", "Describe"]
+__all__ = ["Compilation", "Fingerprint"]
 
-Describe = Callable[[TraceCtx, Mapping[str, str]], TracedComputation | None]
+Fingerprint = Callable[[TraceCtx, Mapping[str, str]], TracedComputation | None]
 
 
 class Compilation:
@@ -78,16 +78,21 @@ class Compilation:
         self._copy_times: Mapping[str, Any] = {}  # if the search offloads values
 
     def shard(
-        self, prologue: TraceCtx, computation: TraceCtx, describe: Describe | None = None, *, hides: bool = False
+        self,
+        prologue: TraceCtx,
+        computation: TraceCtx,
+        fingerprint: Fingerprint | None = None,
+        *,
+        defers_autograd: bool = False,
     ) -> tuple[TraceCtx, TraceCtx]:
         """Let the prologue unpack shards, and unshard each parameter at its first use.
 
         Args:
-            describe: returns tokens of the computation, given the names of parameters by those of arguments. If an
-                earlier compilation had the same, its joint trace is used again, and the returned computation is empty;
+            fingerprint: returns a key of the computation, given the names of parameters by those of arguments. If an
+                earlier compilation had an equal one, its joint trace is used again, and the returned computation is empty;
                 see [Note: Modes share a joint trace] in ``capture.traced_computation``.
-            hides: whether ``differentiate`` takes the place of Thunder's autograd, so that the returned computation is
-                empty in any case; see [Note: Blocks are differentiated once] in ``transforms.differentiate``.
+            defers_autograd: whether ``differentiate`` takes the place of Thunder's autograd, so that the returned
+                computation is empty in any case; see [Note: Blocks are differentiated once] in ``transforms.differentiate``.
         """
         locations, shards = self._sharded.locations, self._sharded.shards
         unpacked = unpacked_parameters(prologue)
@@ -98,8 +103,8 @@ class Compilation:
         }
         traces, run = self.traces, self.traces.run
         traces.parameters, self._traced = inputs, computation
-        if describe is not None:
-            traces.traced = describe(computation, inputs)
+        if fingerprint is not None:
+            traces.traced = fingerprint(computation, inputs)
             self._same = next((e for e in self._compiled if e.traced is not None and e.traced == traces.traced), None)
         hooks = TracedHooks(self._sharded.module)
         prologue = run([partial(shard_prologue, shards=shards, no_sync=traces.no_sync, hooks=hooks)], prologue)
@@ -111,7 +116,7 @@ class Compilation:
         computation = with_caches(computation)
         context = self._context(inputs=inputs, locations=locations, shards=shards)
         computation = passes.run("computation", computation, context, record=run)
-        if hides:
+        if defers_autograd:
             self._computation = computation
             computation = without_computation(computation)
         return prologue, computation

@@ -35,7 +35,7 @@ from thunder.core.transform_common import Transform
 from thunder.distributed import get_skip_data_parallel_grad_sync
 from thunder.extend import Executor
 
-from .capture import Repetition, call_forward, describe, hides_computation, trace_module_calls
+from .capture import Repetition, call_forward, defers_autograd, fingerprint, trace_module_calls
 from .compilation import Compilation
 from .ir.descriptions import Call, read_call
 from .ir.registry import executor as own_executor
@@ -176,8 +176,8 @@ class FSDPTransform(Transform):
             epilogue_trace = compilation.traces.run([partial(guard_outputs, no_sync=no_sync)], epilogue_trace)
         if not self.options.trace_modules_once:
             return *compilation.shard(prologue_trace, computation_trace), epilogue_trace
-        describe_here, hides = partial(describe, transform=self), hides_computation(self)
-        return *compilation.shard(prologue_trace, computation_trace, describe_here, hides=hides), epilogue_trace
+        here, defers = partial(fingerprint, transform=self), defers_autograd(self)
+        return *compilation.shard(prologue_trace, computation_trace, here, defers_autograd=defers), epilogue_trace
 
     def begin_compilation(self, call: Call, *, no_sync: bool) -> Compilation:
         """Return a new compilation, which the hooks that Thunder calls next go on with."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from thunder_fsdp_sched.capture import Repetition, call_forward, trace_module_calls
-from thunder_fsdp_sched.capture.trace_tokens import TraceTokens
+from thunder_fsdp_sched.capture.keys import StructuralKeys
 
 import pytest
 import thunder
@@ -37,11 +37,11 @@ EVAL, EVAL_GRAD = Mode(False, False), Mode(False, True)
 
 
 class Compiled(NamedTuple):
-    """The first traces of one compilation: text up to names, and tokens of the computation with all tags."""
+    """The first traces of one compilation: text up to names, and structural key of the computation with all tags."""
 
     prologue: str
     computation: str
-    tokens: list[Any]
+    key: Any
     recorded: int
     repeated: int
 
@@ -67,16 +67,14 @@ def trace_in(modes: Sequence[Mode], make: Callable[[], nn.Module], inputs: Seque
         prologue, computation = traced.value.args
         counts = getattr(call, "recorded", 0), getattr(call, "repeated", 0)
         texts = with_numbered_names(str(prologue)), with_numbered_names(str(computation))
-        compiled.append(Compiled(*texts, tokens_of(computation), *counts))
+        compiled.append(Compiled(*texts, key_of(computation), *counts))
     return compiled
 
 
-def tokens_of(trace: Any) -> list[Any]:
-    tokens = TraceTokens()
-    tokens.add((tuple(trace.args), dict(trace.kwargs)))
-    for bsym in trace.bound_symbols:
-        tokens.add_bsym(bsym)
-    return tokens.tokens
+def key_of(trace: Any) -> Any:
+    structure = StructuralKeys().of((tuple(trace.args), dict(trace.kwargs)), *trace.bound_symbols)
+    assert structure is not None
+    return structure.key
 
 
 def counts_in(
@@ -99,7 +97,7 @@ def counts_in(
             assert ours.computation == expected[mode].computation
             longer = checks_more and ours.prologue.count("\n") > expected[mode].prologue.count("\n")
             assert longer or ours.prologue == expected[mode].prologue
-            assert ours.tokens == expected[mode].tokens
+            assert ours.key == expected[mode].key
         counts.append([(each.recorded, each.repeated) for each in compiled])
     return counts
 

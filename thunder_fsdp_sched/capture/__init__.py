@@ -4,15 +4,15 @@ compute the same share a joint trace."""
 from .garbage_collection import CollectsLess
 from .module_calls import call_forward, trace_module_calls
 from .repetition import Repetition
-from .traced_computation import TracedComputation, describe, hides_computation, needs_backward, without_computation
+from .traced_computation import TracedComputation, defers_autograd, fingerprint, needs_backward, without_computation
 
 __all__ = [
     "CollectsLess",
     "Repetition",
     "TracedComputation",
     "call_forward",
-    "describe",
-    "hides_computation",
+    "defers_autograd",
+    "fingerprint",
     "needs_backward",
     "trace_module_calls",
     "without_computation",

@@ -1,8 +1,8 @@
-"""Copies of what a recorded module call added to a trace, with the tensors of another call."""
+"""Copies of bound symbols with other proxies and parameters, and of everything that a recorded module call has added."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,57 +10,94 @@ from thunder.core.interpreter import ProvenanceRecord, PseudoInst, WrappedValue,
 from thunder.core.jit_ext import EXT_FLAG_IS_CALLABLE, EXT_FLAG_IS_MODULE
 from thunder.core.proxies import Proxy, variableify
 from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
 
+from ..ir.operands import OneParameter
+from ..ir.symbols import fsdp_reduce, fsdp_unshard
 from ..private_interpreter import added_checks, checks_of, renames_of
-from ..private_traces import renamed
-from .arguments import Arguments
-from .bsym_copies import BoundSymbolCopies
+from ..private_traces import CachingBoundSymbol, renamed
 from .grad_modes import GradMode, kwargs_in, tags_in
+from .keys import Parameter
+from .observer import Observer
 from .paths import ATTRIBUTE, FUNCTION, Path, evaluate
-from .records import Record
+from .records import Arguments, Record
+from .regions import renew_calls
 
-__all__ = ["repeat"]
+
+class BoundSymbolCopies:
+    """Copies bound symbols into a trace.
+
+    Args:
+        trace: names new proxies.
+        new: the proxies that replace others, by the names of those. Copies for all that the copied bound symbols define
+            are added to it; proxies that are neither in it nor defined stay as they are.
+        parameters: the parameters that replace others in ``fsdp_unshard`` and ``fsdp_reduce``.
+    """
+
+    def __init__(
+        self, trace: TraceCtx, new: dict[str, Proxy], *, parameters: Mapping[Parameter, Parameter] | None = None
+    ) -> None:
+        self.new = new
+        self._trace = trace
+        self._parameters = parameters or {}
+
+    def copy(self, bsym: BoundSymbol) -> BoundSymbol:
+        """Return a copy of a bound symbol and its subsymbols."""
+        subsymbols = [self.copy(sub) for sub in bsym.subsymbols]
+        for proxy in bsym.flat_proxy_outs:
+            if proxy.name not in self.new:
+                self.new[proxy.name] = renamed(proxy, self._trace, self.tags_of(proxy))
+        if self._parameters and bsym.sym in (fsdp_unshard, fsdp_reduce):
+            operands = OneParameter(bsym)
+            parameter = self._parameters[operands.bucket, operands.index]
+            return bsym.from_bsym(args=(*parameter, self.swap(operands.tensor)), output=self.swap(bsym.output))
+        if isinstance(bsym, CachingBoundSymbol):
+            return bsym.with_proxies(self.new, subsymbols)
+        args, kwargs, output = self.swap(bsym.args), self.swap(bsym.kwargs), self.swap(bsym.output)
+        return bsym.from_bsym(args=args, kwargs=kwargs, output=output, subsymbols=subsymbols)
+
+    def tags_of(self, proxy: Proxy) -> set[Any]:
+        """Return the tags of the proxy that replaces one that bound symbols define."""
+        return set(proxy.tags)
+
+    def swap(self, value: Any) -> Any:
+        """Return ``value`` with new proxies."""
+        if isinstance(value, Proxy):
+            return self.new.get(value.name, value)
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind([self.swap(item) for item in value])
+        if kind is dict:
+            return {key: self.swap(item) for key, item in value.items()}
+        return value
 
 
 def repeat(
-    record: Record,
-    module: WrappedValue,
-    place: Path,
-    arguments: Arguments,
-    *,
-    mode: GradMode,
-    context: Any,
-    roots: Mapping[Path, Any],
-    root: ProvenanceRecord,
-    written: Set[Any],
-    checked: set[str],
+    record: Record, observer: Observer, module: WrappedValue, place: Path, arguments: Arguments, mode: GradMode
 ) -> WrappedValue:
-    """Add copies of what the recorded call added to the traces; return the wrapped result of the call.
+    """Add copies of everything that the recorded call added to the traces; return the wrapped result of the call.
 
     Args:
         place: the path of ``module``, for which the record fits.
-        arguments: those of the call, with the same token as in the recorded one.
+        arguments: those of the call, with the same key as in the recorded one.
         mode: the grad mode of the call, in which the record holds.
-        context: Thunder's context of the compilation.
-        roots: the values of the roots of paths.
-        root: the provenance of what Thunder compiles.
-        written: the paths that the prologue checks already, each with the check.
-        checked: the names of the proxies that it checks; those of this call are added.
     """
-    provenances = {place: module.provenance, (FUNCTION,): root}
-    copies = _Copies(record, mode, context, provenances, roots, checked)
+    context = observer.context
+    copies = _Copies(record, observer, mode, {place: module.provenance, (FUNCTION,): observer.root})
     copies.new.update(
         (old.name, wrapped.value) for old, wrapped in zip(record.arguments, arguments.tensors, strict=True)
     )
     for read, check, proxy, expected in record.checks:
         path = read.at(place)
-        if (path, check) not in written:
+        if (path, check) not in observer.written:
             copies.check(path, check, proxy, expected)
     for name, read in record.inputs.items():
         if name not in copies.new:
             copies.new[name] = copies.wrap_tensor(read.at(place)).value
     scope = context.computation_trace.peek_scope()
-    scope.extend(copies.copy(bsym) for bsym in record.bsyms)
+    added = [copies.copy(bsym) for bsym in record.bsyms]
+    renew_calls(added)
+    scope.extend(added)
     for old, name in record.renames.items():
         if not context.computation_trace.has_name(name):
             renames_of(context)[variableify(copies.new[old])] = copies.new[old].replace_name(name)
@@ -72,21 +109,15 @@ class _Copies(BoundSymbolCopies):
     """Copies for one repetition."""
 
     def __init__(
-        self,
-        record: Record,
-        mode: GradMode,
-        context: Any,
-        provenances: dict[Path, ProvenanceRecord],
-        roots: Mapping[Path, Any],
-        checked: set[str],
+        self, record: Record, observer: Observer, mode: GradMode, provenances: dict[Path, ProvenanceRecord]
     ) -> None:
-        super().__init__(context.computation_trace, {})
-        self._context = context
-        self._checked = checked
+        super().__init__(observer.context.computation_trace, {})
+        self._context = observer.context
+        self._checked = observer.checked_names
         self._record = record
         self._mode = mode
         self._provenances = provenances
-        self._known = dict(roots)
+        self._known = dict(observer.roots)
         self._wrapped: dict[Path, WrappedValue] = {}
 
     def check(self, path: Path, check: Any, proxy: Proxy, expected: tuple[Any, ...]) -> None:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import gc
 
-__all__ = ["CollectsLess"]
-
 THRESHOLD = 50_000
 """How many more containers are created than freed before the youngest are collected."""
 

@@ -36,8 +36,6 @@ from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 
-__all__ = ["DETACHED", "GradMode", "Validity", "grad_mode_of", "is_portable", "kwargs_in", "nested", "tags_in"]
-
 DETACHED = ProxyTag.DETACHED_AUTOGRAD_GRAPH
 """Thunder's tag of tensors that are constants for differentiation."""
 

@@ -29,8 +29,6 @@ from typing import Any
 import torch
 from thunder.core.proxies import Proxy
 
-__all__ = ["CONTAINERS", "READING_METHODS", "checks_natively", "is_plain", "is_pure"]
-
 CONTAINERS = (list, dict, set)
 
 READING_METHODS = frozenset(

@@ -2,42 +2,62 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
-from typing import Any
+from typing import Any, NamedTuple
 
 from thunder.common import CompileData
 from thunder.core.interpreter import (
-    InterpreterCompileCtx,
     PseudoInst,
     WrappedValue,
+    get_interpretercompilectx,
     get_interpreterruntimectx,
     interpretercompilectx,
     is_opaque,
 )
+from thunder.core.jit_ext import get_jit_ctx
 from thunder.core.proxies import Proxy
 
-from ..private_interpreter import observed_by, uses_grad_mode
+from ..private_interpreter import checks_of, has_been_modified, observed_by, renames_of, uses_grad_mode
 from .native_code import CONTAINERS, READING_METHODS, checks_natively, is_plain, is_pure
-from .paths import ATTRIBUTE, COMPUTED, ITEM, Path, Paths, is_hashable
-
-__all__ = ["Observer", "Unrepeatable"]
+from .paths import ATTRIBUTE, BUILTINS, COMPUTED, FUNCTION, ITEM, Path, Paths, is_hashable
 
 
 class Unrepeatable(Exception):
     """A module call cannot be repeated; the message says why."""
 
 
+class Mark(NamedTuple):
+    """The lengths of what Thunder has traced and of an observer's logs, at one moment."""
+
+    bsyms: int
+    checks: int
+    renames: int
+    operators: int
+    reads: int
+    effects: int
+    uses_of_grad_mode: int
+
+
 class Observer:
-    """A log of the paths that an interpreted program reads, in order, and of what it modifies and calls.
+    """A log of the paths that a program reads while Thunder traces it, in order, and of what it modifies and calls.
+
+    Instructions, calls and values are observed within :meth:`observe`.
 
     Args:
-        context: the interpreter's context, whose instructions, calls and values are observed within :meth:`observe`.
+        module: the outermost module.
 
     Attributes:
+        context: Thunder's context of the compilation.
+        root: the provenance of what Thunder compiles.
+        roots: the values of the roots of paths.
+        written: the paths that the prologue checks, each with the check.
+        checked: all beginnings of these paths.
+        checked_names: names of the proxies that the prologue checks.
         paths: those of all interpreted values.
         reads: paths of all values that the program has read, with repetitions.
         aliases: the paths that values have which were read elsewhere before, by the paths under which they were read.
@@ -46,31 +66,63 @@ class Observer:
         uses_of_grad_mode: how often the program has read or changed the grad mode.
     """
 
-    def __init__(self, context: InterpreterCompileCtx) -> None:
+    def __init__(self, module: WrappedValue) -> None:
+        self.context = get_jit_ctx()
+        self.root = module.provenance
         self.paths = Paths()
+        self.roots: dict[Path, Any] = {(BUILTINS,): vars(builtins)}
+        if self.paths.of(self.root) == (FUNCTION,):
+            self.roots[FUNCTION,] = module.value
         self.reads: list[Path] = []
         self.aliases: dict[Path, Path] = {}
         self.effects: list[tuple[str, int | None]] = []
         self.uses_of_grad_mode = 0
+        self.written: set[Any] = set()
+        self.checked: set[Path] = set()
+        self.checked_names: set[str] = set()
+        self._noted_checks = 0
         # By the identity of a value, which is kept alive: the value, and the length of `reads` when the program made it.
         self._made: dict[int, tuple[Any, int]] = {}
-        self._context = observed_by(context, self)
+        self._observed = observed_by(get_interpretercompilectx(), self)
 
     def observe(self) -> Any:
         """Return a context manager within which the interpreter is observed."""
-        return interpretercompilectx(self._context)
+        return interpretercompilectx(self._observed)
 
-    def check(self, reads: int, effects: int) -> None:
-        """Check what the program has done since the logs had these lengths.
+    def mark(self) -> Mark:
+        """Return the present lengths."""
+        context, trace = self.context, self.context.computation_trace
+        traced = len(trace.peek_scope()), len(checks_of(context)), len(renames_of(context))
+        return Mark(
+            *traced, len(context.ad_hoc_executor.opmap), len(self.reads), len(self.effects), self.uses_of_grad_mode
+        )
+
+    def check(self, since: Mark) -> None:
+        """Check what the program has done since a mark.
 
         Raises:
             Unrepeatable: it has modified something that it did not make, or called a function that may not be pure.
         """
-        for effect, made in self.effects[effects:]:
+        for effect, made in self.effects[since.effects :]:
             if made is None:
                 raise Unrepeatable(effect)
-            if made < reads:
+            if made < since.reads:
                 raise Unrepeatable(f"{effect} modifies an object that the call did not make")
+        if has_been_modified(self.context):
+            raise Unrepeatable("the program has modified a module")
+        if len(self.context.ad_hoc_executor.opmap) != since.operators:
+            raise Unrepeatable("the program defines an operator")
+
+    def note_checks(self) -> None:
+        """Note which values the prologue checks by now."""
+        checks = checks_of(self.context)
+        for check, proxy, *_ in checks[self._noted_checks :]:
+            self.checked_names.add(proxy.name)
+            path = self.paths.of(proxy.history) if getattr(proxy, "history", None) is not None else None
+            if path is not None:
+                self.written.add((path, check))
+                self.checked.update(path[:length] for length in range(1, len(path)))
+        self._noted_checks = len(checks)
 
     def wrap(self, wrap: Callable[[WrappedValue], object], value: WrappedValue) -> None:
         """Note a value that the program makes. The interpreter also wraps attributes that the program does not read."""

@@ -7,20 +7,6 @@ from typing import Any, NamedTuple
 
 from thunder.core.interpreter import ProvenanceRecord, PseudoInst
 
-__all__ = [
-    "ATTRIBUTE",
-    "BUILTINS",
-    "COMPUTED",
-    "FUNCTION",
-    "INPUTS",
-    "ITEM",
-    "Constant",
-    "Path",
-    "Paths",
-    "evaluate",
-    "is_hashable",
-]
-
 ATTRIBUTE, ITEM = "attribute", "item"
 FUNCTION, INPUTS, BUILTINS = "INPUT_FN", ("INPUT_ARGS", "INPUT_KWARGS"), "BUILTINS"
 

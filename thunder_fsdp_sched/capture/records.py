@@ -20,22 +20,69 @@ The bound symbols and the checks of the prologue are the same as with full traci
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import BuiltinMethodType, MethodType, MethodWrapperType
 from typing import Any, NamedTuple
 
 import torch
+from thunder.core.compile_data import get_compile_data
 from thunder.core.interpreter import WrappedValue
-from thunder.core.proxies import Proxy
+from thunder.core.proxies import Proxy, TensorProxy, unvariableify
 from thunder.core.symbol import BoundSymbol
 
-from .arguments import Arguments
-from .grad_modes import GradMode, Validity, is_portable, nested
-from .observer import Unrepeatable
+from ..private_interpreter import checks_of, renames_of
+from .grad_modes import DETACHED, GradMode, Validity, grad_mode_of, is_portable, nested
+from .keys import key_of
+from .observer import Mark, Observer, Unrepeatable
 from .paths import ATTRIBUTE, COMPUTED, INPUTS, ITEM, Path, Paths, evaluate
-from .tokens import token_of
 
-__all__ = ["Check", "Read", "Record", "make_record"]
+
+class Arguments(NamedTuple):
+    """The arguments of a call.
+
+    Attributes:
+        key: equal for calls that are traced alike, as far as their arguments go, except for ``detached``.
+        tensors: the wrapped tensors, whose values are proxies, in the order of their first appearance.
+        detached: which of the tensors were made without gradients.
+    """
+
+    key: Any
+    tensors: tuple[WrappedValue, ...]
+    detached: frozenset[int]
+
+
+def flatten(args: Sequence[WrappedValue], kwargs: Mapping[str, WrappedValue]) -> Arguments:
+    """Return the arguments of a call.
+
+    Raises:
+        Unrepeatable: one is a number that Thunder traces, or a tensor without a proxy.
+    """
+    tensors: dict[str, WrappedValue] = {}
+    positional = tuple(_flatten(arg, tensors) for arg in args)
+    named = tuple((name, _flatten(arg, tensors)) for name, arg in kwargs.items())
+    detached = frozenset(i for i, wrapped in enumerate(tensors.values()) if DETACHED in wrapped.value.tags)
+    return Arguments((positional, named), tuple(tensors.values()), detached)
+
+
+def _flatten(wrapped: WrappedValue, tensors: dict[str, WrappedValue]) -> Any:
+    value = wrapped.value
+    if isinstance(value, TensorProxy):
+        tensors.setdefault(value.name, wrapped)
+        is_parameter = issubclass(wrapped.python_typ, torch.nn.Parameter)
+        return list(tensors).index(value.name), _metadata(value), frozenset(value.tags) - {DETACHED}, is_parameter
+    if isinstance(value, Proxy | torch.Tensor):
+        raise Unrepeatable(f"an argument is a {type(value).__name__}")
+    if type(value) in (tuple, list):
+        wrapped.track_items()
+        return type(value), tuple(_flatten(item, tensors) for item in wrapped.item_wrappers)
+    if type(value) is dict:
+        wrapped.track_items()
+        return dict, tuple((key_of(key), _flatten(wrapped.item_wrappers[key], tensors)) for key in value)
+    return key_of(value, 0)
+
+
+def _metadata(proxy: TensorProxy) -> Any:
+    return type(proxy), tuple(proxy.shape), proxy.true_dtype, str(proxy.device), bool(proxy.requires_grad)
 
 
 class Read(NamedTuple):
@@ -44,13 +91,13 @@ class Read(NamedTuple):
     Attributes:
         path: where; without the path of the module if it is inside the module.
         is_inside: whether it is the module itself or was read from it.
-        token: equal for values that are traced alike.
+        key: equal for values that are traced alike.
         alias: where the same object was read before, whose path the interpreter knows it by.
     """
 
     path: Path
     is_inside: bool
-    token: Any = None
+    key: Any = None
     alias: Read | None = None
 
     def at(self, place: Path) -> Path:
@@ -104,49 +151,38 @@ class Record(NamedTuple):
         known, objects = dict(roots), dict[int, int]()
         for read in self.reads:
             alias = read.alias.at(place) if read.alias else None
-            if _token(read.at(place), alias, known, objects) != read.token:
+            if _key(read.at(place), alias, known, objects) != read.key:
                 return False
         return True
 
 
 def make_record(
-    place: Path,
-    arguments: Arguments,
-    result: WrappedValue,
-    *,
-    reads: Iterable[Path],
-    aliases: Mapping[Path, Path],
-    bsyms: Sequence[BoundSymbol],
-    checks: Sequence[tuple[Any, ...]],
-    renames: Mapping[str, str],
-    mode: GradMode,
-    uses_mode: bool,
-    paths: Paths,
-    roots: Mapping[Path, Any],
+    observer: Observer, since: Mark, place: Path, arguments: Arguments, result: WrappedValue, mode: GradMode
 ) -> Record:
     """Return the record of a traced call of the module at ``place``.
 
     Args:
-        reads: the paths that the program has read.
-        aliases: the paths where values were read before, by paths where they were read again.
-        bsyms: the bound symbols that were added.
-        checks: the checks of the prologue that were added, as ``(check, proxy, *expected)``.
-        renames: names of the user's variables for proxies, by their names.
-        mode: the grad mode of the call.
-        uses_mode: whether the program has read or changed the grad mode.
-        roots: the values of the roots of paths.
+        since: the mark at which the call began.
+        result: what it has returned.
+        mode: the grad mode in which it began.
 
     Raises:
-        Unrepeatable: the call depends on something, or returns something, that a repetition could not reproduce.
+        Unrepeatable: the call has an effect, depends on something, or returns something, that a repetition could not
+            reproduce.
     """
-    seen, known, objects = [], dict(roots), dict[int, int]()
+    observer.check(since)
+    if grad_mode_of(get_compile_data()) != mode:
+        raise Unrepeatable("the program leaves another grad mode")
+    context, paths = observer.context, observer.paths
+    bsyms = context.computation_trace.peek_scope()[since.bsyms :]
+    seen, known, objects = [], dict(observer.roots), dict[int, int]()
     parts = _parts_of(evaluate(place, known))
-    for path in dict.fromkeys(part for whole in reads for part in (whole[:-1], whole) if part):
+    for path in dict.fromkeys(part for whole in observer.reads[since.reads :] for part in (whole[:-1], whole) if part):
         if path[0] in INPUTS or any(isinstance(known.get(path[:n]), torch.Tensor) for n in range(1, len(path))):
             continue  # compared with the arguments, or with the metadata of the tensor
-        alias = aliases.get(path)
-        token = _token(path, alias, known, objects)
-        read = _read(path, place)._replace(token=token, alias=_read(alias, place) if alias else None)
+        alias = observer.aliases.get(path)
+        key = _key(path, alias, known, objects)
+        read = _read(path, place)._replace(key=key, alias=_read(alias, place) if alias else None)
         if not read.is_inside and id(known.get(path)) in parts:
             raise Unrepeatable(f"a part of the module is read from elsewhere: {path[1:]}")
         seen.append(read)
@@ -159,15 +195,17 @@ def make_record(
             if not any(proxy.name in known for known in (tags, passed, inputs)):
                 inputs[proxy.name] = _read(_path_of(proxy, paths), place)
     written = []
-    for check, proxy, *expected in checks:
+    for check, proxy, *expected in checks_of(context)[since.checks :]:
         written.append(Check(_read(_path_of(proxy, paths), place), check, proxy, tuple(expected)))
     returnable = {*tags, *inputs, *passed}
-    names = {old: new for old, new in renames.items() if old in tags}
-    described = _describe(result, returnable)
-    portable = not uses_mode and is_portable(bsyms, {*inputs, *passed}, mode.enabled)
+    renames = list(renames_of(context).items())[since.renames :]
+    names = {name: new.name for old, new in renames if (name := unvariableify(old).name) in tags}
+    returned = _unwrap(result, returnable)
+    reads_mode = observer.uses_of_grad_mode != since.uses_of_grad_mode
+    portable = not reads_mode and is_portable(bsyms, {*inputs, *passed}, mode.enabled)
     validity = Validity(mode, arguments.detached, portable)
     return Record(
-        tuple(seen), tuple(passed.values()), inputs, tuple(bsyms), tuple(written), tags, names, described, validity
+        tuple(seen), tuple(passed.values()), inputs, tuple(bsyms), tuple(written), tags, names, returned, validity
     )
 
 
@@ -189,7 +227,7 @@ def _path_of(proxy: Any, paths: Paths) -> Path:
     return path
 
 
-def _token(path: Path, alias: Path | None, known: dict[Path, Any], objects: dict[int, int]) -> Any:
+def _key(path: Path, alias: Path | None, known: dict[Path, Any], objects: dict[int, int]) -> Any:
     try:
         value = evaluate(path, known)
     except Exception:  # reading may run any code
@@ -199,16 +237,16 @@ def _token(path: Path, alias: Path | None, known: dict[Path, Any], objects: dict
     if path[-1] == (ATTRIBUTE, "__self__") and _is_at(path[:-2], value, known):
         return "the object of the method"
     if len(path) == 1 or path[-1] in _NAMESPACES:
-        return token_of(value) if isinstance(value, torch.nn.Module) else "namespace"
+        return key_of(value) if isinstance(value, torch.nn.Module) else "namespace"
     if path[-1] == (ATTRIBUTE, "__dict__"):
         return "names", tuple(name for name in value if name != _WRITTEN_BY_WARNINGS)
     if isinstance(value, torch.Tensor | torch.nn.Module):
-        return token_of(value), objects.setdefault(id(value), len(objects))
+        return key_of(value), objects.setdefault(id(value), len(objects))
     if isinstance(value, _METHODS) and path[-1][0] == ATTRIBUTE and value.__self__ is evaluate(path[:-1], known):
         return "method of the object before", getattr(value, "__func__", value.__name__)
     if path[-1] in _MEMBERS and isinstance(value, dict):
-        return tuple((key, token_of(member)) for key, member in value.items())
-    return token_of(value)
+        return tuple((key, key_of(member)) for key, member in value.items())
+    return key_of(value)
 
 
 def _is_at(path: Path, value: Any, known: dict[Path, Any]) -> bool:
@@ -228,7 +266,7 @@ _WRITTEN_BY_WARNINGS = "__warningregistry__"
 _METHODS = (MethodType, BuiltinMethodType, MethodWrapperType)
 
 
-def _describe(wrapped: WrappedValue, returnable: set[str]) -> Any:
+def _unwrap(wrapped: WrappedValue, returnable: set[str]) -> Any:
     value = wrapped.value
     if isinstance(value, Proxy):
         if value.name not in returnable:
@@ -236,10 +274,10 @@ def _describe(wrapped: WrappedValue, returnable: set[str]) -> Any:
         return value
     if type(value) in (tuple, list):
         wrapped.track_items()
-        return type(value)(_describe(item, returnable) for item in wrapped.item_wrappers)
+        return type(value)(_unwrap(item, returnable) for item in wrapped.item_wrappers)
     if type(value) is dict:
         wrapped.track_items()
-        return {key: _describe(wrapped.item_wrappers[key], returnable) for key in value}
+        return {key: _unwrap(wrapped.item_wrappers[key], returnable) for key in value}
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise Unrepeatable(f"the result is a {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""Descriptions of traced computations. Thunder differentiates computations with equal descriptions alike.
+"""Fingerprints of traced computations. Thunder differentiates computations with equal fingerprints alike.
 
 [Note: Modes share a joint trace]
 ``no_sync`` changes only the reductions that this package inserts, and many flags of a program change nothing that it
@@ -6,18 +6,18 @@ computes. Yet Thunder differentiates a program and claims its operators anew in 
 of compiling. So the joint trace of an earlier compilation, as our passes have first seen it, is used again:
 
 1. Thunder traces the program in the new mode, too. That is cheap, because module calls are repeated from records.
-2. ``describe`` turns the trace into tokens, with proxies numbered in order of appearance. They cover all that
-   differentiation and claiming read: symbols with their subsymbols, arguments, metadata and tags of proxies, which
+2. ``fingerprint`` computes the structural key of the trace, with proxies numbered in order of appearance. It covers all
+   that differentiation and claiming read: symbols with their subsymbols, arguments, metadata and tags of proxies, which
    argument is which parameter, executors, compile options, and the state of torch that Thunder's cache is keyed by.
-3. If an earlier compilation has equal tokens, Thunder goes on with a trace that has the same arguments and computes
+3. If an earlier compilation has an equal one, Thunder goes on with a trace that has the same arguments and computes
    nothing (``without_computation``), and ``JointPasses`` replaces it by the earlier joint trace.
 
-The prologue and the epilogue are those of the new mode; they pass values by position. A computation that cannot be
-described is compiled in full: one under autocast or with symbolic values, with an executor that keeps state, with kinds
+The prologue and the epilogue are those of the new mode; they pass values by position. A computation without a fingerprint
+is compiled in full: one under autocast or with symbolic values, with an executor that keeps state, with kinds
 of proxies that are not known here, or with other transforms that would see the trace in between. So is one that replaces
 an argument (the number of batches in a batch norm), since Thunder reads the new value from the trace.
 
-Each set of compiled traces keeps its tokens: no tensors, and less memory than the traces take.
+Each set of compiled traces keeps its fingerprint: no tensors, and less memory than the traces take.
 """
 
 from __future__ import annotations
@@ -36,17 +36,14 @@ from thunder.core.transform_common import Transform
 from thunder.extend import StatefulExecutor
 
 from ..private_interpreter import cache_info
-from .tokens import Same
-from .trace_tokens import Indescribable, TraceTokens
-
-__all__ = ["TracedComputation", "describe", "hides_computation", "needs_backward", "without_computation"]
+from .keys import Same, StructuralKeys
 
 TracedComputation = tuple[Any, ...]
-"""Tokens of a traced computation; see :func:`describe`."""
+"""The fingerprint of a traced computation; see :func:`fingerprint`."""
 
 
-def describe(trace: TraceCtx, parameters: Mapping[str, str], transform: Transform) -> TracedComputation | None:
-    """Return tokens of a traced computation. Thunder would transform traces with equal tokens into equal traces.
+def fingerprint(trace: TraceCtx, parameters: Mapping[str, str], transform: Transform) -> TracedComputation | None:
+    """Return a key of a traced computation. Thunder would transform traces with equal keys into equal traces.
 
     Args:
         trace: the computation, before ``insert_unshard``.
@@ -57,7 +54,7 @@ def describe(trace: TraceCtx, parameters: Mapping[str, str], transform: Transfor
         ``None`` if the trace cannot be shared.
     """
     data = get_compile_data()
-    if data is None or not hides_computation(transform):
+    if data is None or not defers_autograd(transform):
         return None
     if data.cache_option is not CACHE_OPTIONS.CONSTANT_VALUES or not data.autocast_stack.is_empty():
         return None
@@ -66,19 +63,16 @@ def describe(trace: TraceCtx, parameters: Mapping[str, str], transform: Transfor
     arguments = {arg.name for arg in trace.args if isinstance(arg, Proxy)}
     if any(arg.name not in arguments for arg in trace.output["flat_args"] if isinstance(arg, Proxy)):
         return None
-    tokens = TraceTokens()
-    try:
-        tokens.add((tuple(trace.args), dict(trace.kwargs), tuple(sorted(map(str, trace.tags)))))
-        tokens.add([parameters.get(arg.name) if isinstance(arg, Proxy) else None for arg in trace.args])
-        for bsym in trace.bound_symbols:
-            tokens.add_bsym(bsym)
-        tokens.add([list(data.executors_list), dict(data.compile_options), cache_info(), _attention_backends()])
-    except Indescribable:
-        return None
-    return Same(weakref.ref(data)), *tokens.tokens
+    structure = StructuralKeys().of(
+        (tuple(trace.args), dict(trace.kwargs), tuple(sorted(map(str, trace.tags)))),
+        [parameters.get(arg.name) if isinstance(arg, Proxy) else None for arg in trace.args],
+        *trace.bound_symbols,
+        [list(data.executors_list), dict(data.compile_options), cache_info(), _attention_backends()],
+    )
+    return None if structure is None else (Same(weakref.ref(data)), *structure.key)
 
 
-def hides_computation(transform: Transform) -> bool:
+def defers_autograd(transform: Transform) -> bool:
     """Return whether no transform after ``transform`` sees the computation before Thunder differentiates it."""
     data = get_compile_data()
     if data is None:  # not called by thunder.jit

@@ -5,18 +5,18 @@ Thunder differentiates a computation operator by operator, and executors claim t
 tracing all blocks of a model one after the other. So Thunder is handed a trace that computes nothing
 (``without_computation``), and this pass calls Thunder's own functions for the real one, in Thunder's order:
 
-1. Runs of bound symbols that repeat are found in the computation (``find_repeated_runs``). They need not be the modules
-   that were traced once.
-2. Thunder differentiates one run of each kind as a computation by itself, and its operators are claimed.
-3. The other runs are replaced by one ``fsdp_run`` each. Its grad rule makes a symbol for its forward and one for its
+1. Bound symbols are tagged with the calls of modules that have added them; see [Note: Regions] in ``capture.regions``.
+   Regions of equal structure repeat, also if their modules could not be traced once.
+2. Thunder differentiates one region of each kind as a computation by itself, and its operators are claimed.
+3. Each region is replaced by one ``fsdp_run``. Its grad rule makes a symbol for its forward and one for its
    backward, so Thunder differentiates the rest of the computation around them.
 4. Each of these symbols is replaced by copies of the bound symbols of step 2. Then dead code is eliminated.
 
 The result is the joint trace that Thunder makes of the whole computation, up to names, also in the order in which
-gradients of one value are added. A bound symbol is not part of a run if that could differ: if it changes something in
+gradients of one value are added. A region does not repeat if that could differ: if a bound symbol changes something in
 place, is recomputed in backward or belongs to ``checkpoint``; if an executor or a rule is not known to give the same
-result each time (``RepeatableRules``). Nor is a run used whose input has another gradient from what follows it, since
-that gradient would have to be added in between.
+result each time (``RepeatableRules``). Nor does a region whose input gets another gradient from bound symbols after it,
+since that gradient would have to be added in between.
 """
 
 from __future__ import annotations
@@ -37,14 +37,12 @@ from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import Executor
 from thunder.transforms.autodiff import grad_transform_on_trace
 
-from ..capture.bsym_copies import BoundSymbolCopies
-from ..capture.repeatable_rules import RepeatableRules
-from ..capture.repeated_runs import Run, find_repeated_runs
-from ..capture.trace_tokens import Parameter
+from ..capture.copies import BoundSymbolCopies
+from ..capture.regions import Region, find_repeated_regions
 from ..ir.inspection import args_of, defined_by, forward_part, names, outs_of, return_of
 from ..ir.registry import executor
 from ..private_traces import renamed, requiring_gradient
-from .claim_operators import claim_operators, copies_of
+from .claim_operators import RepeatableRules, claim_operators, copies_of
 
 __all__ = ["differentiate"]
 
@@ -67,16 +65,16 @@ def differentiate(trace: TraceCtx, *, executors: Sequence[Executor], has_gradien
     last_use = {name: position for position, bsym in enumerate(computation) for name in args_of(bsym)}
     last_use |= dict.fromkeys(outputs, len(computation))
     needing = _needing_gradient(trace) if has_gradients else frozenset[str]()
-    runs: dict[int, _Call] = {}
-    for repeated in find_repeated_runs(computation, outputs, may_repeat):
-        if not all(_sums_gradients(run, last_use, needing) for run in repeated):
+    calls: dict[int, _Call] = {}
+    for regions in find_repeated_regions(computation, last_use, may_repeat):
+        if not all(_sums_gradients(region, last_use, needing) for region in regions):
             continue
-        program = _program(computation[repeated[0].start : repeated[0].stop], repeated[0], trace, transform)
+        program = _program(computation[regions[0].start : regions[0].stop], regions[0], trace, transform)
         if program is not None:
-            runs.update((run.start, _call(program, run, repeated[0], needing)) for run in repeated)
-    if not runs:
+            calls.update((region.start, _Call(program, regions[0], region, needing)) for region in regions)
+    if not calls:
         return transform(trace)
-    joint = transform(_with_calls(trace, runs))
+    joint = transform(_with_calls(trace, calls))
     expanded = from_trace(joint)
     expander = _Expander(expanded)
     for bsym in joint.bound_symbols:
@@ -90,7 +88,7 @@ def _transform(trace: TraceCtx, *, executors: Sequence[Executor], has_gradients:
 
 
 #
-# Which runs may be repeated
+# Regions that may be repeated
 #
 
 
@@ -124,19 +122,18 @@ def _needing_gradient(trace: TraceCtx) -> frozenset[str]:
     return frozenset(needing)
 
 
-def _sums_gradients(run: Run, last_use: Mapping[str, int], needing: Collection[str]) -> bool:
-    """Return whether nothing after the run has a gradient for an input of the run that needs one."""
-    inputs = (run.proxies[place].name for place in run.inputs)
-    return all(last_use[name] < run.stop for name in inputs if name in needing)
+def _sums_gradients(region: Region, last_use: Mapping[str, int], needing: Collection[str]) -> bool:
+    """Return whether nothing after the region has a gradient for an input of the region that needs one."""
+    return all(last_use[proxy.name] < region.stop for proxy in region.inputs if proxy.name in needing)
 
 
 #
-# The program of a run
+# The program of a region
 #
 
 
 class _Program(NamedTuple):
-    """What Thunder has made of one run.
+    """The bound symbols that Thunder has made of one region.
 
     Attributes:
         inputs: the proxies that it reads.
@@ -164,10 +161,10 @@ class _Program(NamedTuple):
 
 
 def _program(
-    bsyms: Sequence[BoundSymbol], run: Run, trace: TraceCtx, transform: Callable[[TraceCtx], TraceCtx]
+    bsyms: Sequence[BoundSymbol], region: Region, trace: TraceCtx, transform: Callable[[TraceCtx], TraceCtx]
 ) -> _Program | None:
-    """Return the program of a run; ``None`` if its backward is not a function of the result's gradient alone."""
-    inputs, output = tuple(run.proxies[place] for place in run.inputs), run.proxies[run.output]
+    """Return the program of a region; ``None`` if its backward is not a function of the result's gradient alone."""
+    inputs, output = region.inputs, region.output
     single = from_trace(trace)
     arguments = [requiring_gradient(p) if _is_differentiable(p) else p for p in inputs]
     returned = return_of(trace).from_bsym(args=({"output": (output,), "flat_args": arguments},))
@@ -211,42 +208,22 @@ def _defines(bsyms: Sequence[BoundSymbol], proxy: Proxy) -> bool:
 
 
 class _Call:
-    """A run that is computed by a program, and the opaque argument of its symbols.
+    """A region that is computed by a program: the opaque argument of its symbols. Thunder would flatten a dataclass.
 
-    Args:
-        parameters: its parameters, by those of the program.
-        inputs: what it reads, in the program's order.
-        output: its result.
-        stop: the position after its last bound symbol.
+    Attributes:
+        parameters: the region's parameters, by those of the program.
         needed: for each input, whether its gradient is needed.
     """
 
-    def __init__(
-        self,
-        program: _Program,
-        parameters: Mapping[Parameter, Parameter],
-        inputs: tuple[Proxy, ...],
-        output: Proxy,
-        stop: int,
-        needed: tuple[bool, ...],
-    ) -> None:
+    def __init__(self, program: _Program, first: Region, region: Region, needing: Collection[str]) -> None:
         self.program = program
-        self.parameters = parameters
-        self.inputs = inputs
-        self.output = output
-        self.stop = stop
-        self.needed = needed
-
-
-def _call(program: _Program, run: Run, first: Run, needing: Collection[str]) -> _Call:
-    inputs = tuple(run.proxies[place] for place in run.inputs)
-    needed = tuple(proxy.name in needing for proxy in inputs)
-    parameters = dict(zip(first.parameters, run.parameters, strict=True))
-    return _Call(program, parameters, inputs, run.proxies[run.output], run.stop, needed)
+        self.region = region
+        self.parameters = dict(zip(first.parameters, region.parameters, strict=True))
+        self.needed = tuple(proxy.name in needing for proxy in region.inputs)
 
 
 def _with_calls(trace: TraceCtx, calls: Mapping[int, _Call]) -> TraceCtx:
-    """Return the trace with a call in place of each run, by the run's position."""
+    """Return the trace with a call in place of each region, by the region's position."""
     new = from_trace(trace)
     position = 0
     while position < len(trace.bound_symbols):
@@ -255,8 +232,9 @@ def _with_calls(trace: TraceCtx, calls: Mapping[int, _Call]) -> TraceCtx:
             new.bound_symbols.append(trace.bound_symbols[position])
             position += 1
         else:
-            new.bound_symbols.append(fsdp_run.bind(call, *call.inputs, output=call.output))
-            position = call.stop
+            region = call.region
+            new.bound_symbols.append(fsdp_run.bind(call, *region.inputs, output=region.output))
+            position = region.stop
     return new
 
 

@@ -14,7 +14,6 @@ from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..capture.alike_operators import AlikeOperators
 from ..ir.inspection import Aliases, args_of, is_pure, outs_of, return_of, with_bound_symbols
 from ..ir.operator_facts import facts_of
 from ..ir.symbols import fsdp_unshard
@@ -79,7 +78,6 @@ def insert_unshard(
     copied_by: dict[str, str] = {}  # that operator, by the name of the clone
     aliases = Aliases()
     model_aliases = Aliases()  # those of the original model, without our clones
-    alike = AlikeOperators()
     new = with_bound_symbols(trace, (), "fsdp: insert unshard", started)
     with tracectx(new):
         for bsym in trace.bound_symbols[:-1]:
@@ -98,7 +96,6 @@ def insert_unshard(
             swaps = {variableify(p): unsharded[p.name] for p in bsym.flat_proxy_args if p.name in unsharded}
             bsym = bsym.from_bsym_swap_proxies(swaps) if swaps else bsym
             bsym = bsym.from_bsym_swap_proxies(copies, skip_output=True) if copies else bsym
-            alike.share_facts(bsym)
             aliases.add(bsym)
             model_aliases.add(bsym)
             _refuse_in_place(bsym, model_aliases, parameters, copied)
