@@ -12,11 +12,11 @@ With ``max_memory``, a candidate whose step exceeds it computes values again in 
 corrected by the difference. That takes several runs of the passes, so it is left out for a candidate that would not win
 even if recomputation took no time. Distance 1 comes first then, because it is usually the fastest, and a shorter one is
 rarely worth that. Values also move to host memory if recomputation alone does not suffice or makes the step slower by more
-than 2 %, which is then what there is to gain.
+than 1 %, which is then what there is to gain.
 
 If nothing fits, all distances are tried again with settings that need less memory (``_THRIFT``): with an extension, see
 [Note: Memory that only backward needs] in ``transforms.extend_arena``; then also with one large reduction in flight
-instead of two; then with no reduction beside compute. If something fits, but activations slow it down by more than 2 %,
+instead of two; then with no reduction beside compute. If something fits, but activations slow it down by more than 1 %,
 the first two are tried at the fastest distance and the next one.
 
 The candidate with the shortest simulated step wins; among equals, the one that keeps more buckets, because it sends
@@ -47,7 +47,7 @@ _PATIENCE = 2
 _WORTHWHILE = 5e-3
 """Relative improvement of the step time below which larger distances are not tried, because each takes compile time."""
 
-_SLOWDOWN = 0.02
+_SLOWDOWN = 0.01
 """By how much changes of activations may slow a step down before other ways to save memory are tried."""
 
 _CORRECTIONS = 4
