@@ -15,7 +15,9 @@ from thunder_fsdp_sched.ir.symbols import (
     fsdp_reduce_scatter,
     fsdp_wait_grads,
     fsdp_wait_params,
+    gather_of,
     is_resident,
+    reduction_of,
 )
 from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.plan.specs import BucketSpec, CommSpec, ParamSpec
@@ -171,16 +173,16 @@ def bucket(shapes, *, world_size=2, dtype=torch.float32) -> Bucket:
 def test_the_time_of_a_collective_follows_from_the_layout_of_its_bucket():
     one = bucket([(4, 4)])
     cost = AnalyticCost(PLAIN)
-    assert cost.collective_seconds("fsdp_all_gather", one) == ring_seconds(PLAIN, 64, range(2))
-    assert cost.collective_seconds("fsdp_reduce_scatter", one) == ring_seconds(PLAIN, 64, range(2))
+    assert cost.collective_seconds(gather_of(one)) == ring_seconds(PLAIN, 64, range(2))
+    assert cost.collective_seconds(reduction_of(one)) == ring_seconds(PLAIN, 64, range(2))
     gloo = AnalyticCost(dataclasses.replace(PLAIN, reduce_scatter_factor=2.0))
-    assert gloo.collective_seconds("fsdp_all_gather", one) == ring_seconds(PLAIN, 64, range(2))
-    assert gloo.collective_seconds("fsdp_reduce_scatter", one) == ring_seconds(PLAIN, 64, range(2), passes=2)
+    assert gloo.collective_seconds(gather_of(one)) == ring_seconds(PLAIN, 64, range(2))
+    assert gloo.collective_seconds(reduction_of(one)) == ring_seconds(PLAIN, 64, range(2), passes=2)
     half = bucket([(4, 4)], dtype=torch.bfloat16)
-    assert cost.collective_seconds("fsdp_all_gather", half) == ring_seconds(PLAIN, 32, range(2))
+    assert cost.collective_seconds(gather_of(half)) == ring_seconds(PLAIN, 32, range(2))
     eight = bucket([(4, 4)], world_size=8)
     nbytes = eight.spec.layout.segments[0].shard_numel * 8 * 4
-    assert cost.collective_seconds("fsdp_all_gather", eight) == ring_seconds(PLAIN, nbytes, range(8))
+    assert cost.collective_seconds(gather_of(eight)) == ring_seconds(PLAIN, nbytes, range(8))
 
 
 #
@@ -387,9 +389,9 @@ def test_measured_times_are_looked_up_by_position_or_else_by_equal_operations():
     assert [s.device for s in cost.seconds(write(prims.exp, prims.neg))] == [4.0, 2.0]
     with pytest.raises(ValueError, match=r"profile: it holds no sin of f32\[4\] f32\[4\]"):
         cost.seconds(write(prims.sin))
-    assert cost.collective_seconds("fsdp_all_gather", bucket([(4, 4)])) == 3.0
+    assert cost.collective_seconds(gather_of(bucket([(4, 4)]))) == 3.0
     with pytest.raises(ValueError, match="no fsdp_reduce_scatter of bucket 'b'"):
-        cost.collective_seconds("fsdp_reduce_scatter", bucket([(4, 4)]))
+        cost.collective_seconds(reduction_of(bucket([(4, 4)])))
     assert (cost.contention("fsdp_all_gather"), cost.contention("fsdp_reduce_scatter")) == (0.25, 0.0)
 
 
@@ -514,10 +516,10 @@ def test_a_registered_transport_costs_the_traffic_that_it_declares(monkeypatch):
     on_cpu = AnalyticCost(dataclasses.replace(PLAIN, synchronous=True, launch_overhead=1.0, reduce_scatter_factor=2.0))
     on_gpu = AnalyticCost(dataclasses.replace(PLAIN, launch_overhead=1.0, reduce_scatter_factor=2.0))
     gather, reduction = ring_seconds(PLAIN, 64, range(2), passes=3), 2 * ring_seconds(PLAIN, 64, range(2))
-    assert on_cpu.collective_seconds("fsdp_all_gather", small_bucket) == gather
-    assert on_cpu.collective_seconds("fsdp_reduce_scatter", small_bucket) == reduction
-    assert on_gpu.collective_seconds("fsdp_all_gather", small_bucket) == gather + 20 / PLAIN.bytes_per_second
-    assert on_gpu.collective_seconds("fsdp_reduce_scatter", small_bucket) == reduction + 40 / PLAIN.bytes_per_second
+    assert on_cpu.collective_seconds(gather_of(small_bucket)) == gather
+    assert on_cpu.collective_seconds(reduction_of(small_bucket)) == reduction
+    assert on_gpu.collective_seconds(gather_of(small_bucket)) == gather + 20 / PLAIN.bytes_per_second
+    assert on_gpu.collective_seconds(reduction_of(small_bucket)) == reduction + 40 / PLAIN.bytes_per_second
 
     def at(cost, trace, name):
         pairs = zip(trace.bound_symbols, cost.seconds(trace), strict=True)
@@ -535,13 +537,13 @@ def test_a_registered_transport_costs_the_traffic_that_it_declares(monkeypatch):
 def test_the_sum_of_an_all_to_all_reduction_counts_in_the_collective_on_a_gpu_and_in_the_wait_on_a_cpu():
     cost = AnalyticCost(PLAIN)
     small_bucket = bucket([(4, 4)])
-    reduced = cost.collective_seconds("fsdp_reduce_scatter", small_bucket)
+    reduced = cost.collective_seconds(reduction_of(small_bucket))
     small_bucket.transport = AllToAll()
-    added = cost.collective_seconds("fsdp_reduce_scatter", small_bucket) - reduced
+    added = cost.collective_seconds(reduction_of(small_bucket)) - reduced
     assert added == pytest.approx((64 + 32) / PLAIN.bytes_per_second)  # reads what it received, writes its rows
-    assert cost.collective_seconds("fsdp_all_gather", small_bucket) == pytest.approx(reduced)
+    assert cost.collective_seconds(gather_of(small_bucket)) == pytest.approx(reduced)
     on_cpu = AnalyticCost(dataclasses.replace(PLAIN, synchronous=True))
-    assert on_cpu.collective_seconds("fsdp_reduce_scatter", small_bucket) == pytest.approx(reduced)
+    assert on_cpu.collective_seconds(reduction_of(small_bucket)) == pytest.approx(reduced)
     trace = TraceCtx()
     with tracectx(trace):
         future = fsdp_reduce_scatter(small_bucket, None, None)

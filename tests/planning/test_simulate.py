@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched.ir.effects import Issue
 from thunder_fsdp_sched.ir.host_copies import (
     fsdp_copy_to_device,
     fsdp_copy_to_host,
@@ -60,8 +61,8 @@ class ConstantCost:
             for b in trace.bound_symbols
         ]
 
-    def collective_seconds(self, kind: str, bucket: Bucket) -> float:
-        return self.gather if kind == "fsdp_all_gather" else self.reduction
+    def collective_seconds(self, issue: Issue) -> float:
+        return self.gather if issue.gathers else self.reduction
 
     def contention(self, kind: str) -> float:
         return self.slowdown

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
+from thunder_fsdp_sched.ir.symbols import gather_of
 from thunder_fsdp_sched.planning.clusters import ClusterSpec, cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.dry_run import dry_run_step, replan
@@ -105,7 +106,7 @@ def test_a_plan_with_offloaded_shards_pays_for_copies_to_and_from_the_host():
     step, offloaded = plan(10**9), plan(10**9, offload_policy=policy)
     cost = AnalyticCost(spec)
     for here, there in zip(step.compiled.buckets, offloaded.compiled.buckets, strict=True):
-        gathers = [cost.collective_seconds("fsdp_all_gather", bucket) for bucket in (here, there)]
+        gathers = [cost.collective_seconds(gather_of(bucket)) for bucket in (here, there)]
         assert gathers[1] - gathers[0] == pytest.approx(there.shard.nbytes / spec.host_bytes_per_second)
     slow = dataclasses.replace(spec, host_bandwidth=1e6)
     copied = 3 * sum(bucket.shard.nbytes for bucket in offloaded.compiled.buckets)  # gathered twice, and the gradients

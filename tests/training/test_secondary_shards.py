@@ -7,6 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, testing
+from thunder_fsdp_sched.ir.effects import effects
 from thunder_fsdp_sched.ir.operands import Gather, bucket_of
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_copy_secondary_shard, issues_collective
 from thunder_fsdp_sched.plan.layout import make_layout
@@ -187,7 +188,7 @@ def test_simulated_backward_leaves_the_node_only_to_reduce() -> None:
     for size in (None, 8):
         [compiled] = testing.compile_on_fake_ranks(_make, 16, reshard_after_forward=size)
         gathers = [b for b in _gathers(compiled.backward) if issues_collective(b)]
-        found[size] = [cost.collective_seconds(b.sym.name, bucket_of(b)) for b in gathers]
+        found[size] = [cost.collective_seconds(effects(b).issues) for b in gathers]
         step = simulate(compiled.traces, None, cost)
         assert step.communication_seconds
     assert len(found[8]) == len(found[None]) and all(a < b for a, b in zip(found[8], found[None], strict=True))

@@ -27,6 +27,7 @@ from ..private_traces import EFFECTS, OBSERVED_EFFECTS
 from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot, slot_bytes
+from ..transports.base import Traffic
 from .inspection import UNPACKING, args_of, communicates, defined_by, nbytes_of
 from .operator_facts import facts_of, observed_call
 
@@ -83,6 +84,8 @@ class Issue(NamedTuple):
         followed_by: how many issues on the arena follow in the trace, if the bucket is still there at its end.
         preceded_by: how many issues on the arena precede it in the trace, if it is ``resident``.
         window: whether an earlier micro-batch may have left the bucket; see [Note: Gathered once in a window].
+        traffic: the bytes that it sends and copies; ``None`` for a copy of an activation.
+        from_host: bytes that are first copied from the host's memory.
     """
 
     kind: str
@@ -98,6 +101,8 @@ class Issue(NamedTuple):
     followed_by: int | None = None
     preceded_by: int | None = None
     window: str | None = None
+    traffic: Traffic | None = None
+    from_host: int = 0
 
     @property
     def marks(self) -> dict[str, int]:
@@ -118,6 +123,24 @@ class Wait(NamedTuple):
     future: str
     kinds: tuple[str, ...]
     of: str | None = None
+
+
+class Work(NamedTuple):
+    """Work of a symbol on the host and on the compute stream, besides communication.
+
+    Attributes:
+        launches: calls of the communication library.
+        moved: bytes that it reads and writes on the compute stream of a GPU.
+        moved_at_once: the same where the host computes: also what a GPU does on the communication stream.
+        touches: how often each tensor that it reads, and that is not in place already, is read or written.
+        to_host: bytes that it copies to the host's memory.
+    """
+
+    launches: int = 1
+    moved: int = 0
+    moved_at_once: int = 0
+    touches: int = 0
+    to_host: int = 0
 
 
 class Memory(NamedTuple):
@@ -170,6 +193,7 @@ class Effects:
         waits: the operation that it waits for.
         runs: an operation that it issues and waits for, if earlier micro-batches have left gradients to reduce.
         shards: the shards that it sends.
+        work: what it costs besides communication; ``None`` for computation.
         in_schedule: whether it is communication of a bucket, and so a line of the schedule.
         bucket: the bucket of a symbol of this package.
         hook: the user's function that it calls, which may communicate.
@@ -201,6 +225,7 @@ class Effects:
     waits: Wait | None = None
     runs: Issue | None = None
     shards: tuple[str, ...] = ()
+    work: Work | None = None
     in_schedule: bool = False
     bucket: Bucket | None = None
     hook: str | None = None

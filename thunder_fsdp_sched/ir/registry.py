@@ -13,7 +13,7 @@ from thunder.extend import OperatorExecutor, register_executor
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
 from ..runtime.module_hooks import TracedHooks
-from .effects import NOTHING, Effects, declare, effects
+from .effects import Effects, Work, declare, effects
 
 executor = OperatorExecutor("fsdp_sched", version="0.1")
 register_executor(executor)
@@ -26,7 +26,7 @@ def register(
     name: str,
     meta: Callable[..., Any],
     function: Callable[..., Any],
-    declared: Callable[[BoundSymbol], Effects] = lambda bsym: NOTHING,
+    declared: Callable[[BoundSymbol], Effects] = lambda bsym: Effects(work=Work()),
     *,
     keep: bool = False,
 ) -> Symbol:

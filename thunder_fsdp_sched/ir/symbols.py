@@ -80,7 +80,8 @@ from ..runtime.ops import (
 )
 from ..runtime.requested_grads import guard_backward
 from ..runtime.secondary import copy_secondary_shard
-from .effects import Effects, Issue, Memory, Place, Wait, reduced_gradients, unsharded_gradients
+from ..transports.base import Traffic
+from .effects import Effects, Issue, Memory, Place, Wait, Work, reduced_gradients, unsharded_gradients
 from .inspection import nbytes_of
 from .operands import bucket_of
 from .registry import executor, register
@@ -112,38 +113,54 @@ def _all_gather_meta(
     return _future(bucket, bucket.spec.layout.unsharded_numel, bucket.spec.param_dtype)
 
 
-def _all_gather_effects(bsym: BoundSymbol) -> Effects:
-    bucket, slot, future, marks = bucket_of(bsym), _slot_of(bsym), bsym.output.name, bsym.kwargs
+def gather_of(bucket: Bucket, slot: Slot | None = None, future: str = "", **marks: Any) -> Issue:
+    """Return the gather of a bucket."""
     spec, resident = bucket.spec, marks.get("preceded_by") is not None
+    shard = spec.layout.shard_numel * spec.param_dtype.itemsize
+    return Issue(
+        "fsdp_all_gather",
+        future,
+        bucket,
+        bucket.ranks.group,
+        spec.unsharded_bytes,
+        spec.param_dtype,
+        Place(bucket, slot, spec.param_dtype),
+        gathers=True,
+        transport=spec.comm.transport,
+        resident=resident,
+        **{mark: marks.get(mark) for mark in ("followed_by", "preceded_by", "window")},
+        traffic=bucket.transport.gather_traffic(spec),
+        from_host=shard if spec.comm.offload else 0,
+    )
+
+
+def _all_gather_effects(bsym: BoundSymbol) -> Effects:
+    bucket, slot, marks = bucket_of(bsym), _slot_of(bsym), bsym.kwargs
+    spec, issue = bucket.spec, gather_of(bucket, slot, bsym.output.name, **marks)
     secondary = None if (sent := marks.get("secondary")) is None else sent.name
-    shard, memory = spec.layout.shard_numel * spec.param_dtype.itemsize, []
-    if spec.comm.offload and not resident:
-        memory.append(Memory(future, shard, spec.device.type, label=f"copy of {spec.name}"))
-    if spec.param_dtype != spec.dtype and not spec.comm.offload:
-        memory.append(Memory(("cast", bucket), shard, spec.device.type, "steps", label=f"cast of {spec.name}"))
+    offload, casts = spec.comm.offload, spec.param_dtype != spec.dtype
+    shard = spec.layout.shard_numel * spec.param_dtype.itemsize
+    label, device, memory = f"copy of {spec.name}", spec.device.type, []
+    if offload and not issue.resident:
+        memory.append(Memory(issue.future, shard, device, label=label))
+    if casts and not offload:
+        memory.append(Memory(("cast", bucket), shard, device, "steps", label=f"cast of {spec.name}"))
+    work = Work()
+    if not issue.resident and issue.traffic is not None:
+        copied, cast = issue.traffic.copied_before, spec.layout.shard_numel * spec.dtype.itemsize + shard
+        casts_now = casts and not marks.get("again", False)
+        moved = copied + (cast if casts_now and not offload else 0)
+        work = Work(issue.traffic.launches, moved, copied + (cast if casts_now or offload else 0))
     return Effects(
-        issues=Issue(
-            bsym.sym.name,
-            future,
-            bucket,
-            bucket.ranks.group,
-            spec.unsharded_bytes,
-            spec.param_dtype,
-            Place(bucket, slot, spec.param_dtype),
-            gathers=True,
-            transport=spec.comm.transport,
-            resident=resident,
-            followed_by=marks.get("followed_by"),
-            preceded_by=marks.get("preceded_by"),
-            window=marks.get("window"),
-        ),
+        issues=issue,
+        work=work,
         shards=tuple(shard.name for shard in bsym.args[2:] if shard is not None),
         in_schedule=True,
         bucket=bucket,
         uses=slot,
-        in_place=(future,),
+        in_place=(issue.future,),
         requires=((secondary, None if bucket is bucket.primary else ("secondary", bucket)),),
-        views={future: () if secondary is None or resident else (secondary,)},
+        views={issue.future: () if secondary is None or issue.resident else (secondary,)},
         allocates=tuple(memory),
     )
 
@@ -163,8 +180,9 @@ def _wait_params_meta(
 
 def _wait_params_effects(bsym: BoundSymbol) -> Effects:
     params = tuple(p.name for p in bsym.output)
-    wait = Wait(bsym.args[1].name, (fsdp_all_gather.name,))
-    return Effects(waits=wait, in_schedule=True, bucket=bucket_of(bsym), in_place=params)
+    bucket, wait = bucket_of(bsym), Wait(bsym.args[1].name, (fsdp_all_gather.name,))
+    work = Work(moved_at_once=bucket.transport.gather_traffic(bucket.spec).copied_after)
+    return Effects(waits=wait, work=work, in_schedule=True, bucket=bucket, in_place=params)
 
 
 fsdp_wait_params = register("fsdp_wait_params", _wait_params_meta, wait_params, _wait_params_effects)
@@ -188,6 +206,7 @@ def _copy_secondary_shard_effects(bsym: BoundSymbol) -> Effects:
     read += [(param.name, ("params", bucket.primary, index)) for index, param in enumerate(params)]
     return Effects(
         bucket=bucket,
+        work=Work(0, 2 * nbytes_of(copy), 2 * nbytes_of(copy)),
         requires=tuple(read),
         gives={copy.name: ("secondary", bucket)},
         allocates=(Memory(copy.name, nbytes_of(copy), bucket.spec.device.type, kind="values", label=copy.name),),
@@ -205,7 +224,7 @@ def _none_meta(bucket: Bucket, *tensors: TensorProxy | None, hook: str | None = 
 
 def _params_unchanged_effects(bsym: BoundSymbol) -> Effects:
     bucket = bucket_of(bsym)
-    return Effects(bucket=bucket, ensures=Place(bucket, bucket.private_slot, bucket.spec.param_dtype))
+    return Effects(work=Work(), bucket=bucket, ensures=Place(bucket, bucket.private_slot, bucket.spec.param_dtype))
 
 
 fsdp_params_unchanged = register(
@@ -268,15 +287,18 @@ def reduction_of(bucket: Bucket, slot: Slot | None = None, future: str = "") -> 
     spec, dtype = bucket.spec, bucket.spec.reduce_dtype
     place, group = Place(bucket, slot, dtype), bucket.ranks.reductions
     kind, transport = "fsdp_reduce_scatter", spec.comm.transport
-    return Issue(kind, future, bucket, group, spec.grad_bytes, dtype, place, transport=transport)
+    traffic = bucket.transport.reduce_traffic(spec)
+    return Issue(kind, future, bucket, group, spec.grad_bytes, dtype, place, transport=transport, traffic=traffic)
 
 
 def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
     bucket, slot, future = bucket_of(bsym), _slot_of(bsym), bsym.output.name
     spec, dtype, grads = bucket.spec, bucket.spec.reduce_dtype, bsym.args[2:]
     flat = spec.layout.shard_numel * dtype.itemsize
+    traffic = bucket.transport.reduce_traffic(spec)
     return Effects(
         issues=reduction_of(bucket, slot, future),
+        work=Work(traffic.launches, traffic.copied_before, traffic.copied_before, touches=2),
         in_schedule=True,
         bucket=bucket,
         uses=slot,
@@ -319,9 +341,13 @@ def _all_reduce_effects(bsym: BoundSymbol) -> Effects:
     if spec.accumulate_dtype != spec.reduce_dtype:
         added = spec.accumulated_bytes
     nbytes, group = spec.layout.shard_numel * spec.reduce_dtype.itemsize, bucket.ranks.replicas
+    traffic = Traffic((nbytes,), 1, passes=2.0)
     return Effects(
         waits=Wait(future, (fsdp_reduce_scatter.name,)),
-        issues=Issue(bsym.sym.name, result, bucket, group, nbytes, spec.reduce_dtype, transport="all_reduce"),
+        issues=Issue(
+            bsym.sym.name, result, bucket, group, nbytes, spec.reduce_dtype, transport="all_reduce", traffic=traffic
+        ),
+        work=Work(),
         in_schedule=True,
         bucket=bucket,
         views={result: (future,)},
@@ -359,9 +385,17 @@ def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
             memory += _call(bucket, "sum of sharded gradients", spec.accumulated_bytes, reduced_gradients(bucket).owner)
     if spec.comm.offload and spec.reduce_dtype != spec.dtype:
         memory += _call(bucket, "cast of sharded gradients", flat)
-    expected = bucket.hook_name
+    expected, own = bucket.hook_name, spec.layout.shard_numel * spec.reduce_dtype.itemsize
+    divides = spec.divide_factor not in (None, spec.layout.world_size * spec.replicas)
+    moved = (2 * own if divides else 0) + (own + flat if spec.reduce_dtype != spec.dtype else 0)
+    work = Work(
+        moved=moved,
+        moved_at_once=moved + bucket.transport.reduce_traffic(spec).copied_after,
+        to_host=flat if spec.comm.offload else 0,
+    )
     return Effects(
         waits=Wait(future, ((fsdp_reduce_scatter if bucket.ranks.replicas is None else fsdp_all_reduce).name,)),
+        work=work,
         in_schedule=True,
         bucket=bucket,
         hook=hook,
@@ -377,7 +411,7 @@ fsdp_wait_grads = register("fsdp_wait_grads", _wait_grads_meta, wait_grads, _wai
 def _accumulate_grads_effects(bsym: BoundSymbol) -> Effects:
     bucket = bucket_of(bsym)
     memory = (unsharded_gradients(bucket), *_broadcast(bucket, bsym.args[1:]))
-    return Effects(in_schedule=True, bucket=bucket, allocates=memory)
+    return Effects(work=Work(touches=3), in_schedule=True, bucket=bucket, allocates=memory)
 
 
 fsdp_accumulate_grads = register(
@@ -391,7 +425,11 @@ def _accumulate_reduced_effects(bsym: BoundSymbol) -> Effects:
     # The first ones stay where the reduction has put them, unless they are added up in a wider dtype.
     stays = spec.accumulate_dtype == spec.reduce_dtype
     memory = (*_transport_temporary(bucket, in_wait=True), *(() if stays else kept))
-    return Effects(waits=wait, in_schedule=True, bucket=bucket, allocates=memory, keeps=kept if stays else ())
+    moved = spec.layout.shard_numel * spec.reduce_dtype.itemsize + 2 * spec.accumulated_bytes
+    work = Work(moved=moved, moved_at_once=moved + bucket.transport.reduce_traffic(spec).copied_after)
+    return Effects(
+        waits=wait, work=work, in_schedule=True, bucket=bucket, allocates=memory, keeps=kept if stays else ()
+    )
 
 
 fsdp_accumulate_reduced = register(
@@ -415,6 +453,7 @@ def _reduce_unreduced_effects(bsym: BoundSymbol) -> Effects:
     grads = f"sharded gradients of {spec.name}"
     return Effects(
         runs=reduction_of(bucket),
+        work=Work(),
         bucket=bucket,
         hook=bsym.kwargs.get("hook"),
         allocates=(
@@ -441,7 +480,7 @@ def _backward_done_meta(no_sync: bool, *buckets: Bucket) -> None:
 def _backward_done_effects(bsym: BoundSymbol) -> Effects:
     no_sync, *buckets = bsym.args
     left = [kept(bucket).owner for bucket in buckets for kept in (unsharded_gradients, reduced_gradients)]
-    return Effects(forgets=() if no_sync else tuple(left))
+    return Effects(work=Work(), forgets=() if no_sync else tuple(left))
 
 
 fsdp_backward_done = register(
@@ -458,7 +497,7 @@ def _release_meta(*slots: Slot) -> None:
 
 
 def _release_effects(bsym: BoundSymbol) -> Effects:
-    return Effects(frees=tuple(dict.fromkeys(slot.arena for slot in bsym.args)))
+    return Effects(work=Work(), frees=tuple(dict.fromkeys(slot.arena for slot in bsym.args)))
 
 
 fsdp_release = register("fsdp_release", _release_meta, release, _release_effects, keep=True)

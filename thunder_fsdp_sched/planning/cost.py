@@ -24,34 +24,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..ir.host_copies import HOST_COPIES, HOST_COPY_ISSUES
+from ..ir.effects import Issue, effects
 from ..ir.inspection import AGREEMENT, nbytes_of, outs_of
-from ..ir.operands import bucket_of
-from ..ir.symbols import (
-    GRAD_WAITS,
-    GRAD_WRITERS,
-    ISSUES,
-    WAITS,
-    fsdp_accumulate_grads,
-    fsdp_accumulate_reduced,
-    fsdp_all_gather,
-    fsdp_all_reduce,
-    fsdp_copy_secondary_shard,
-    fsdp_reduce_scatter,
-    fsdp_wait_grads,
-    fsdp_wait_params,
-    group_of,
-    is_resident,
-    payload,
-)
-from ..runtime.bucket import Bucket
-from ..transports import Traffic
 from .clusters import ClusterSpec, cluster
 from .flops import _key, flops_of, tensors
 
@@ -87,8 +66,8 @@ class CostModel(Protocol):
         and because a measured profile is looked up by position.
         """
 
-    def collective_seconds(self, kind: str, bucket: Bucket) -> float:
-        """Return the time of one collective alone on the link, by the name of the symbol that issues it."""
+    def collective_seconds(self, issue: Issue) -> float:
+        """Return the time of one collective alone on the link."""
 
     def contention(self, kind: str) -> float:
         """Return the share of compute speed that is lost while a collective of that kind runs."""
@@ -121,17 +100,16 @@ class AnalyticCost:
         values = _Values()
         return [self._bound_symbol(bsym, values) for bsym in trace.bound_symbols]
 
-    def collective_seconds(self, kind: str, bucket: Bucket) -> float:
-        ranks = group_of(kind, bucket).global_ranks
-        if kind == fsdp_all_reduce.name:
-            return ring_seconds(self.spec, payload(kind, bucket.spec)[0], ranks, passes=2.0)
-        traffic = _traffic(kind, bucket)
+    def collective_seconds(self, issue: Issue) -> float:
+        traffic, group = issue.traffic, issue.group
+        assert traffic is not None and group is not None
         passes = traffic.passes * (self.spec.reduce_scatter_factor if traffic.is_reduce_scatter else 1.0)
+        ranks = group.global_ranks
         seconds = sum(ring_seconds(self.spec, nbytes, ranks, passes=passes) for nbytes in traffic.messages)
         if not self.synchronous:  # the communication stream then copies
             seconds += traffic.copied_after / self.spec.bytes_per_second
-            if kind == fsdp_all_gather.name and bucket.spec.comm.offload:  # the shard first comes from the host
-                seconds += self.host_copy_seconds(_shard_bytes(bucket, bucket.spec.param_dtype))
+            if issue.from_host:
+                seconds += self.host_copy_seconds(issue.from_host)
         return seconds
 
     def contention(self, kind: str) -> float:
@@ -146,28 +124,22 @@ class AnalyticCost:
         spec = self.spec
         if runs_nothing(bsym):
             return Seconds(0.0, 0.0)
-        name = bsym.sym.name
-        if name in HOST_COPIES:
-            copies = self.synchronous and name in HOST_COPY_ISSUES
-            return Seconds(spec.launch_overhead, self.host_copy_seconds(nbytes_of(bsym.args[0])) if copies else 0.0)
-        if name in ISSUES or name in WAITS or bsym.sym is fsdp_accumulate_grads:
-            # Gradients that were not written in place are copied into the slot; accumulating also reads the previous
-            # sum.
-            grads = [g for g in bsym.args[1:] if type(g) is TensorProxy] if name != fsdp_all_gather.name else []
-            grads = [] if name in WAITS else [g for g in grads if g.name not in values.in_place]
-            touched = (3 if bsym.sym is fsdp_accumulate_grads else 2) * sum(map(nbytes_of, grads))
-            extra = _extra_bytes_moved(bsym, on_stream=not self.synchronous)
-            kernels = len(grads) + (extra > 0)
-            device = (touched + extra) / spec.bytes_per_second + kernels * spec.kernel_overhead
-            if name == fsdp_wait_grads.name and bucket_of(bsym).spec.comm.offload:
-                device += self.host_copy_seconds(_shard_bytes(bucket_of(bsym), bucket_of(bsym).spec.dtype))
-            issued = _traffic(name, bucket_of(bsym)).launches if name in _BY_TRANSPORT and not is_resident(bsym) else 1
-            return Seconds((issued + kernels) * spec.launch_overhead, device)
-        if bsym.sym is fsdp_copy_secondary_shard:
-            copied = 2 * nbytes_of(bsym.output[0])
-            return Seconds(spec.launch_overhead, spec.kernel_overhead + copied / spec.bytes_per_second)
-        if name in GRAD_WRITERS:
-            values.in_place.add(bsym.output.name)
+        e = effects(bsym)
+        if (work := e.work) is not None:
+            # Gradients that were not written in place are copied into the slot; accumulating also reads the earlier sum.
+            read = [p for p in bsym.flat_proxy_args if type(p) is TensorProxy and p.name not in values.in_place]
+            copied = read if work.touches else []
+            moved = work.moved_at_once if self.synchronous else work.moved
+            kernels = len(copied) + (moved > 0)
+            nbytes = work.touches * sum(map(nbytes_of, copied)) + moved
+            device = nbytes / spec.bytes_per_second + kernels * spec.kernel_overhead
+            if work.to_host:
+                device += self.host_copy_seconds(work.to_host)
+            if e.issues is not None and e.issues.group is None and self.synchronous:
+                device += self.host_copy_seconds(e.issues.nbytes)
+            return Seconds((work.launches + kernels) * spec.launch_overhead, device)
+        if e.fills is not None:
+            values.in_place.update(e.in_place)
         if values.is_view(bsym):
             return Seconds(spec.launch_overhead, 0.0)
         computing = sum(flops / spec.flops_per_second(dtype) for dtype, flops in flops_of(bsym).items())
@@ -183,54 +155,6 @@ def compute_seconds(cost: CostModel, trace: TraceCtx) -> list[float]:
 def runs_nothing(bsym: BoundSymbol) -> bool:
     """Return whether ``bsym`` is bookkeeping of the trace: unpacking, ``del``, return, comments."""
     return bsym.sym.id in _BOOKKEEPING or bsym.sym.name == "clear_mutable_collection" or bsym.sym.name in AGREEMENT
-
-
-def _extra_bytes_moved(bsym: BoundSymbol, *, on_stream: bool) -> int:
-    """Return the bytes that casts of shards and the transport's copies read and write at an issue or a wait.
-
-    Args:
-        on_stream: whether work after a gather or an exchange, and the copy of an offloaded shard before it, run on the
-            communication stream.
-    """
-    name, spec = bsym.sym.name, bucket_of(bsym).spec
-    shard, copied = spec.layout.shard_numel, 0
-    if is_resident(bsym):
-        return 0
-    if name in _BY_TRANSPORT:
-        copied = _traffic(name, bucket_of(bsym)).copied_before
-    elif name in WAITS and not on_stream:
-        copied = _traffic(_WAITED[name], bucket_of(bsym)).copied_after
-    if name == fsdp_all_gather.name:
-        again = bsym.kwargs.get("again", False)
-        casts = not on_stream if spec.comm.offload else spec.param_dtype != spec.dtype and not again
-        return copied + (shard * (spec.dtype.itemsize + spec.param_dtype.itemsize) if casts else 0)
-    if name == fsdp_accumulate_reduced.name:
-        copied += shard * spec.reduce_dtype.itemsize + 2 * spec.accumulated_bytes
-    if name == fsdp_wait_grads.name:
-        divides = spec.divide_factor not in (None, spec.layout.world_size * spec.replicas)
-        copied += 2 * shard * spec.reduce_dtype.itemsize if divides else 0
-        if spec.reduce_dtype != spec.dtype:
-            copied += shard * (spec.dtype.itemsize + spec.reduce_dtype.itemsize)
-    return copied
-
-
-def _shard_bytes(bucket: Bucket, dtype: torch.dtype) -> int:
-    return bucket.spec.layout.shard_numel * dtype.itemsize
-
-
-_BY_TRANSPORT = frozenset({fsdp_all_gather.name, fsdp_reduce_scatter.name})
-_WAITED = {
-    fsdp_wait_params.name: fsdp_all_gather.name,
-    **dict.fromkeys((symbol.name for symbol in GRAD_WAITS), fsdp_reduce_scatter.name),
-}
-
-
-def _traffic(kind: str, bucket: Bucket) -> Traffic:
-    """Return the transport's own figures for a gather or a reduction of ``bucket``."""
-    transport = bucket.transport
-    return (
-        transport.gather_traffic(bucket.spec) if kind == fsdp_all_gather.name else transport.reduce_traffic(bucket.spec)
-    )
 
 
 def ring_seconds(spec: ClusterSpec, nbytes: float, ranks: Sequence[int], *, passes: float = 1.0) -> float:

@@ -15,18 +15,8 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..ir.effects import Issue, effects, is_declared
 from ..ir.inspection import is_backward_trace
-from ..ir.operands import bucket_of
-from ..ir.symbols import (
-    GRAD_WRITERS,
-    ISSUES,
-    WAITS,
-    awaited_kind,
-    fsdp_backward_done,
-    fsdp_params_unchanged,
-    fsdp_reduce_unreduced,
-    fsdp_release,
-)
 from ..runtime.bucket import Bucket
 from .cost import Seconds, runs_nothing
 
@@ -170,8 +160,9 @@ class MeasuredCost:
             ops = iter([self._alike(b) for b in computing])
         return [next(ops) if computes(b) else self._communication(b) for b in trace.bound_symbols]
 
-    def collective_seconds(self, kind: str, bucket: Bucket) -> float:
-        return self._collective(kind, bucket).wire
+    def collective_seconds(self, issue: Issue) -> float:
+        assert issue.bucket is not None
+        return self._collective(issue.kind, issue.bucket).wire
 
     def contention(self, kind: str) -> float:
         return self.profile.contention.get(kind, 0.0)
@@ -180,11 +171,13 @@ class MeasuredCost:
         raise ValueError("profile: it holds no copies to host memory; simulate them on a cluster (AnalyticCost)")
 
     def _communication(self, bsym: BoundSymbol) -> Seconds:
-        if bsym.sym.name in ISSUES:
-            collective = self._collective(bsym.sym.name, bucket_of(bsym))
+        e = effects(bsym)
+        if e.issues is not None and e.bucket is not None:
+            collective = self._collective(e.issues.kind, e.bucket)
             return Seconds(collective.issue_host, collective.issue)
-        if bsym.sym.name in WAITS:
-            collective = self._collective(awaited_kind(bsym), bucket_of(bsym))
+        if e.waits is not None and e.bucket is not None:
+            (kind,) = e.waits.kinds
+            collective = self._collective(kind, e.bucket)
             return Seconds(collective.wait_host, collective.wait)
         return Seconds(0.0, 0.0)
 
@@ -218,21 +211,17 @@ def _mean_collective(times: Sequence[CollectiveTime]) -> CollectiveTime:
     return dataclasses.replace(times[0], **means)
 
 
-_DO_NOT_COMPUTE = (
-    ISSUES
-    | WAITS
-    | {fsdp_backward_done.name, fsdp_params_unchanged.name, fsdp_reduce_unreduced.name, fsdp_release.name}
-)
-
-
 def computes(bsym: BoundSymbol) -> bool:
     """Return whether ``bsym`` counts as compute in a profile."""
-    return not runs_nothing(bsym) and bsym.sym.name not in _DO_NOT_COMPUTE
+    e = effects(bsym)
+    communicates = e.issues is not None or e.waits is not None or e.ensures is not None or e.runs is not None
+    return not runs_nothing(bsym) and (not is_declared(bsym.sym) or (e.bucket is not None and not communicates))
 
 
 def symbol_of(bsym: BoundSymbol) -> str:
     """Return the name of ``bsym`` in a profile, the same for a matmul that writes a gradient in place."""
-    return GRAD_WRITERS.get(bsym.sym.name, bsym.sym.name)
+    is_in_place = effects(bsym).fills is not None
+    return bsym.sym.name.removeprefix("fsdp_").removesuffix("_into") if is_in_place else bsym.sym.name
 
 
 def shapes_of(bsym: BoundSymbol) -> str:

@@ -278,7 +278,7 @@ class _Simulator:
         link = self.links.get(group)
         if link is None:
             link = self.links[group] = _Link(group, self.cost, self.intervals)
-        seconds = self.cost.collective_seconds(kind, bucket)
+        seconds = self.cost.collective_seconds(issue)
         flight = _Flight(kind, issue.gathers, bucket, max(self.host, self.compute), seconds, trace, position)
         link.issue(flight)
         self.flights[issue.future] = link, flight
