@@ -21,7 +21,7 @@ from thunder_fsdp_sched.transforms import VerificationError, assign_slots, sort_
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import Stack
 from offloading import offloading
@@ -582,7 +582,7 @@ def broken_promise(trace: TraceCtx) -> str:
     st.integers(0, 1000),
     st.integers(-12, 12),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_accepted_after_a_random_change_keeps_the_promises(trace: str, how: str, which: int, by: int) -> None:
     step = Step(*trace.split())
     own = [i for i, b in enumerate(step.bsyms) if is_declared(b.sym) and (how != "slot" or effects(b).slot_issue)]
