@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from models import GPT, FeedForward
+from models import GPT, FeedForward, Stack
 from ranks import Ranks
 from scenario import loss_of
 from torch import nn
@@ -215,3 +216,29 @@ def test_activations_move_to_host_memory_if_that_costs_less() -> None:
     copies = [b for b in compiled.forward.bound_symbols if b.sym.name == "fsdp_copy_to_host"]
     assert {b.args[0].name for b in copies} == compiled.offloaded
     assert compiled.memory.peak.nbytes <= 0.6 * peak
+
+
+@pytest.mark.parametrize("limit", [7_000, 9_060])
+def test_a_window_that_was_planned_within_its_limit_is_not_refused(fake_ranks: None, limit: int) -> None:
+    """A second model of memory once counted the sum of the reduced gradients twice, and refused 9,060 bytes."""
+    model = Stack().double()
+    options = {"transport": "all_to_all", "accumulate": "sharded", "cluster": "h100-sxm"}
+    transform = fsdp(max_memory=limit, **options)
+    jitted = thunder.jit(model, transforms=[transform])
+    inputs = model.inputs(torch.Generator().manual_seed(0))
+    for no_sync in (True, False):
+        with jitted.no_sync() if no_sync else contextlib.nullcontext():
+            transform.sharded.compile(jitted, inputs, {})
+    first, last = transform.compiled
+    for step in (first, last):
+        assert step.predict_memory(accumulated=[first], others=transform.compiled).peak.nbytes <= limit
+
+
+def test_a_limit_that_a_later_mode_would_exceed_is_an_error_before_it_runs(fake_ranks: None) -> None:
+    model = Stack().double()
+    transform = fsdp(max_memory=9_060, transport="all_to_all", accumulate="unsharded", cluster="h100-sxm")
+    jitted = thunder.jit(model, transforms=[transform])
+    inputs = model.inputs(torch.Generator().manual_seed(0))
+    transform.sharded.compile(jitted, inputs, {})
+    with jitted.no_sync(), pytest.raises(MemoryLimitError, match="9,060 bytes are too few"):
+        transform.sharded.compile(jitted, inputs, {})
