@@ -27,7 +27,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from thunder_fsdp_sched.ir.symbols import WAITS, fsdp_all_gather, group_of, issues_collective
+from thunder_fsdp_sched.ir.effects import sends
+from thunder_fsdp_sched.ir.symbols import WAITS
 from thunder_fsdp_sched.reports.step_counter import StepCounter
 from thunder_fsdp_sched.transports.flat import all_gather_flat, reduce_scatter_flat
 
@@ -116,7 +117,7 @@ def latency(system: System) -> float:
         bsym
         for trace in (compiled.forward, compiled.backward)
         for bsym in trace.bound_symbols
-        if issues_collective(bsym) or bsym.sym.name in WAITS
+        if sends(bsym) is not None or bsym.sym.name in WAITS
     ]
     own, whole = torch.zeros(1), torch.zeros(dist.get_world_size())
     dist.barrier()
@@ -128,8 +129,9 @@ def latency(system: System) -> float:
             if bsym.args[1].name in works:
                 works.pop(bsym.args[1].name).wait()
             continue
-        group = group_of(kind, bsym.args[0]).process_group
-        gathers = kind == fsdp_all_gather.name
+        sent = sends(bsym)
+        assert sent is not None and sent.group is not None
+        group, gathers = sent.group.process_group, sent.gathers
         issue, operands = (all_gather_flat, (whole, own)) if gathers else (reduce_scatter_flat, (own, whole))
         works[bsym.output.name] = issue(*operands, group=group, async_op=True)
     return time.perf_counter() - started

@@ -33,7 +33,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from thunder_fsdp_sched.ir.symbols import GRAD_WRITERS, fsdp_reduce_scatter
+from thunder_fsdp_sched.ir.effects import effects
+from thunder_fsdp_sched.ir.symbols import fsdp_reduce_scatter
 from thunder_fsdp_sched.reports.report import human_bytes
 from thunder_fsdp_sched.reports.step_counter import StepCounter
 
@@ -151,7 +152,7 @@ def step_bytes(held: Held, parameters: list[torch.Tensor], whole: int) -> dict[s
 
 def copied_gradients(backward: Any) -> dict[str, int]:
     """Return the bytes of each gradient that is not written in place, keyed by the parameter's name."""
-    written = {b.output.name for b in backward.bound_symbols if b.sym.name in GRAD_WRITERS}
+    written = {b.output.name for b in backward.bound_symbols if effects(b).fills is not None}
     copied = {}
     for reduction in backward.bound_symbols:
         if reduction.sym is fsdp_reduce_scatter:

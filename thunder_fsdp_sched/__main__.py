@@ -33,8 +33,6 @@ from .reports.report import before_and_after, dry_run_table, plan_table, window_
 from .sizes import parse_bytes
 from .transports import TRANSPORTS
 
-__all__ = ["app"]
-
 app = typer.Typer(
     help="ZeRO-2 and ZeRO-3 for Lightning Thunder, scheduled in the trace.",
     no_args_is_help=True,

@@ -27,8 +27,6 @@ from .runtime.trace_start import TraceStart
 from .sharding.sharded_module import ShardedModule
 from .transforms import offloaded_values, shard_prologue, unpacked_parameters
 
-__all__ = ["Compilation", "Fingerprint"]
-
 Fingerprint = Callable[[TraceCtx, Mapping[str, str]], TracedComputation | None]
 
 

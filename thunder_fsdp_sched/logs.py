@@ -26,8 +26,6 @@ from .ir.inspection import statements
 from .ir.schedule import is_communication
 from .runtime.memory import Slot
 
-__all__ = ["LOGGER", "Progress", "describe_change", "following_stages", "log_pass"]
-
 LOGGER = logging.getLogger("thunder_fsdp_sched")
 
 _followers: list[Callable[[str], None]] = []

@@ -11,8 +11,6 @@ from typing import Any
 from thunder.distributed import FSDPType
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["check_factor", "check_precision", "check_secondary_size", "check_strategy"]
-
 _STRATEGIES = {"zero2": False, "zero3": True, FSDPType.ZERO2: False, FSDPType.ZERO3: True}
 
 

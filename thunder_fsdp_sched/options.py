@@ -26,13 +26,6 @@ from .transports import TRANSPORTS
 if TYPE_CHECKING:
     from .planning.clusters import ClusterSpec
 
-__all__ = [
-    "Options",
-    "check_options",
-    "check_transport",
-    "refuse_positional",
-]
-
 _BUCKETINGS = {
     **{s.value: s for s in BucketingStrategy},
     FSDPBucketingStrategy.NONE: BucketingStrategy.NONE,

@@ -24,9 +24,6 @@ from .transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 if TYPE_CHECKING:
     from .planning.search import Choice
 
-__all__ = ["CompiledTraces", "JointPasses", "Pass", "without"]
-
-
 Pass = Callable[[TraceCtx], TraceCtx]
 
 

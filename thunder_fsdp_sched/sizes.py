@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["parse_bytes"]
-
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*", re.IGNORECASE)
 _UNITS = {"": 1} | {p + i: b**e for e, p in enumerate("kmgt", 1) for i, b in (("", 1000), ("i", 1024))}
 

@@ -10,13 +10,13 @@ from unittest import mock
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp
+from thunder_fsdp_sched.ir.effects import sends
 from thunder_fsdp_sched.ir.symbols import (
     fsdp_all_gather,
     fsdp_reduce_scatter,
     fsdp_wait_grads,
     fsdp_wait_params,
     gather_of,
-    is_resident,
     reduction_of,
 )
 from thunder_fsdp_sched.plan.layout import make_layout
@@ -415,7 +415,7 @@ def measure_and_simulate(rank: int, world_size: int, strategy: str) -> dict:
     return {
         "profile": found,
         "gathers": sum(
-            b.sym is fsdp_all_gather and not is_resident(b)
+            (issue := sends(b)) is not None and issue.gathers
             for trace in (compiled.forward, compiled.backward)
             for b in trace.bound_symbols
         ),

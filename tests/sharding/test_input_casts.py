@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from unittest import mock
 
-from thunder_fsdp_sched import compilation, fsdp, full_state_dict, testing
+from thunder_fsdp_sched import fsdp, full_state_dict, testing
 from thunder_fsdp_sched.ir.inspection import args_of, outs_of
 from thunder_fsdp_sched.ir.symbols import fsdp_wait_params
 
@@ -13,6 +13,7 @@ import pytest
 import thunder
 import torch
 from models import GPT, Stack
+from pipeline_patches import without
 from profiles import LONG_ONLY
 from ranks import on_ranks
 from thunder.core import dtypes, prims
@@ -81,7 +82,7 @@ def test_casts_under_autocast_are_fused_into_gathers_with_equal_bits(
         transforms = {"before": [downcast, ours], "after": [ours, downcast]}.get(autocast_source, [ours])
         sharded = thunder.jit(Blocks(), transforms=transforms)
         optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
-        keep = mock.patch.object(compilation, "fuse_downcast", lambda trace: trace)
+        keep = without("fuse_downcast")
         for step in range(3):
             x = torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * step + rank))
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast_source == "context"):

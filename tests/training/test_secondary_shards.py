@@ -7,9 +7,9 @@ from functools import cache, partial
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, testing
-from thunder_fsdp_sched.ir.effects import effects
+from thunder_fsdp_sched.ir.effects import effects, sends
 from thunder_fsdp_sched.ir.operands import Gather, bucket_of
-from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_copy_secondary_shard, issues_collective
+from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_copy_secondary_shard
 from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
@@ -187,7 +187,7 @@ def test_simulated_backward_leaves_the_node_only_to_reduce() -> None:
     found = {}
     for size in (None, 8):
         [compiled] = testing.compile_on_fake_ranks(_make, 16, reshard_after_forward=size)
-        gathers = [b for b in _gathers(compiled.backward) if issues_collective(b)]
+        gathers = [b for b in _gathers(compiled.backward) if sends(b) is not None]
         found[size] = [cost.collective_seconds(effects(b).issues) for b in gathers]
         step = simulate(compiled.traces, None, cost)
         assert step.communication_seconds

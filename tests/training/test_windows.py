@@ -11,7 +11,8 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import discard_unreduced, fsdp, unsharded
-from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, window_of
+from thunder_fsdp_sched.ir.effects import effects
+from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
 from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.search import MemoryLimitError
@@ -285,7 +286,7 @@ def test_a_later_micro_batch_is_simulated_without_the_gathers_that_it_reuses(fak
         with model.no_sync():
             model(torch.randn(3, module.width)).sum()
         [compiled] = transform.compiled
-        assert [window_of(b) for b in compiled.forward.bound_symbols if b.sym is fsdp_all_gather] == (
+        assert [effects(b).issues.window for b in compiled.forward.bound_symbols if b.sym is fsdp_all_gather] == (
             [None if again else "open"] * len(transform.plan)
         )
         first, later = (

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from thunder_fsdp_sched.ir.effects import effects
 from thunder_fsdp_sched.ir.inspection import has_backward, return_of
 from thunder_fsdp_sched.ir.slots import shared_slots
-from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, is_resident
+from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
 from thunder_fsdp_sched.reports.step_counter import StepCounter
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
 from thunder_fsdp_sched.transforms import assign_slots
@@ -91,6 +92,8 @@ def _train(rank: int, world_size: int, name: str, options: dict[str, Any]) -> di
         twins = Twins(rank, world_size, Stack(4, WIDTH).double(), transport="flat", **options)
         _compiled_before[repr(options)] = twins
     issued = []
+    PATTERNS[name].run(twins)  # compiles, for which ranks exchange digests
+    twins.update()
     for _ in range(3):
         with StepCounter(twins.sharded.parameters()) as counter, counter.phase("step"):
             PATTERNS[name].run(twins)
@@ -102,7 +105,7 @@ def _train(rank: int, world_size: int, name: str, options: dict[str, Any]) -> di
         "issued": issued,
         "forward": len(_gathers(compiled.forward)),
         "backward": len(backward_gathers),
-        "resident": sum(map(is_resident, backward_gathers)),
+        "resident": sum(effects(b).issues.resident for b in backward_gathers),
     }
 
 
@@ -126,9 +129,9 @@ def test_resident_buckets_hardly_increase_the_arena(prefetch: int) -> None:
     [compiled] = compile_on_fake_ranks(lambda: (model, inputs), 8, prefetch=prefetch)
     forward, backward = compiled.forward, compiled.backward
     assert forward is not None and backward is not None
-    resident = [b.args[0].spec.unsharded_bytes for b in _gathers(backward) if is_resident(b)]
+    resident = [b.args[0].spec.unsharded_bytes for b in _gathers(backward) if effects(b).issues.resident]
     block = max(b.args[0].spec.unsharded_bytes for b in _gathers(backward))
-    assert is_resident(_gathers(backward)[0]), (
+    assert effects(_gathers(backward)[0]).issues.resident, (
         "the first gather of backward, which no compute could hide, must be resident"
     )
     assert sum(resident) >= prefetch * block

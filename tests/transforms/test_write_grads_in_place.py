@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from thunder_fsdp_sched import compilation, fsdp, full_state_dict, testing
+from thunder_fsdp_sched import fsdp, full_state_dict, passes, testing
 from thunder_fsdp_sched.ir.analysis import Analysis
+from thunder_fsdp_sched.ir.effects import effects
 from thunder_fsdp_sched.ir.slots import grads_over_params, shared_slots
-from thunder_fsdp_sched.ir.symbols import GRAD_WRITERS, fsdp_all_gather, fsdp_reduce_scatter
+from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.dry_run import dry_run_step
 from thunder_fsdp_sched.planning.flops import flops_of
@@ -19,13 +20,14 @@ from thunder_fsdp_sched.reports.report import dry_run_table
 from thunder_fsdp_sched.runtime import ops
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Slot
-from thunder_fsdp_sched.transforms import share_written_in_place
+from thunder_fsdp_sched.transforms import share_written_in_place, write_grads_in_place
 from thunder_fsdp_sched.transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 
 import pytest
 import thunder
 import torch
 from models import GPT, Layer, Model, SharedBlocks, Stack, TiedWeights, UnevenRows
+from pipeline_patches import without
 from profiles import LONG_ONLY
 from ranks import Ranks
 from reference import Twins, loss_of
@@ -62,13 +64,8 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def leave_trace_unchanged(trace: TraceCtx) -> TraceCtx:
-    """Replace the pass ``write_grads_in_place``, so that every gradient is copied."""
-    return trace
-
-
 def copying_all_gradients() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch.object(compilation, "write_grads_in_place", leave_trace_unchanged)
+    return without("write_grads_in_place")
 
 
 def share_in_place_of(subject: Any) -> tuple[int, int]:
@@ -78,7 +75,7 @@ def share_in_place_of(subject: Any) -> tuple[int, int]:
 
 def in_place(trace: TraceCtx) -> dict[str, bool]:
     """Return, for each reduced gradient by parameter, whether it is written in place."""
-    written = {b.output.name for b in trace.bound_symbols if b.sym.name in GRAD_WRITERS}
+    written = {b.output.name for b in trace.bound_symbols if effects(b).fills is not None}
     return {
         param.name: grad.name in written
         for b in trace.bound_symbols
@@ -210,7 +207,7 @@ def _train_and_accumulate(rank: int, world_size: int, case: str, options: dict[s
     twins.backward(step=6)
     twins.update()
     written, _ = share_written_in_place(twins.transform.compiled[0].backward)
-    assert (written > 0) is (compilation.write_grads_in_place is not leave_trace_unchanged)
+    assert (written > 0) is any(step.pass_ is write_grads_in_place for step in passes.PIPELINE)
     return full_state_dict(twins.sharded)
 
 

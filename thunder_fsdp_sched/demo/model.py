@@ -6,8 +6,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["GPT", "VOCABULARY"]
-
 VOCABULARY = 256
 """The number of tokens: one for each byte."""
 

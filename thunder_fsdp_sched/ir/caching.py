@@ -8,8 +8,6 @@ from thunder.core.trace import TraceCtx
 from ..private_traces import CachingBoundSymbol
 from .registry import executor
 
-__all__ = ["caching", "caching_throughout", "with_caches"]
-
 
 def caching(bsym: BoundSymbol) -> CachingBoundSymbol:
     """Return a bound symbol whose copies keep what was found out about it; the same if it is one."""

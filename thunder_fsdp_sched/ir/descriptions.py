@@ -13,8 +13,6 @@ from thunder.core.trace import TraceCtx
 
 from .effects import effects
 
-__all__ = ["NO_CALL", "Call", "count_issues", "read_call"]
-
 _VALUE_CHECKS = frozenset({PrimIDs.CHECK_NUMBER_TYPE_AND_VALUE, PrimIDs.CHECK_STRING_VALUE, PrimIDs.CHECK_NONE})
 _SHOWN = 8
 """How many inputs, and how many flags, a description lists at most."""

@@ -315,6 +315,12 @@ def effects(bsym: BoundSymbol, strides: Mapping[str, tuple[int, ...]] | None = N
     return observed[key]
 
 
+def sends(bsym: BoundSymbol) -> Issue | None:
+    """Return the collective of a bucket that ``bsym`` issues, if something is sent; ``None`` otherwise."""
+    issue = effects(bsym).issues
+    return issue if issue is not None and issue.bucket is not None and not issue.resident else None
+
+
 def is_declared(symbol: Symbol) -> bool:
     """Return whether a symbol is one whose effects are declared."""
     return symbol in _DECLARED

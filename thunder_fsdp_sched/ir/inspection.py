@@ -17,37 +17,6 @@ from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace
 from ..private_traces import DEFINED, NAMES_OF_ARGS
 from .operator_facts import facts_of
 
-__all__ = [
-    "AGREEMENT",
-    "UNPACKING",
-    "Aliases",
-    "aliased_inputs",
-    "args_of",
-    "communicates",
-    "copy_for_backward",
-    "defined_by",
-    "derivation",
-    "forward_part",
-    "has_backward",
-    "is_statement",
-    "is_backward_trace",
-    "is_pure",
-    "names",
-    "nbytes_of",
-    "outs_of",
-    "proxies_in",
-    "return_of",
-    "short_form",
-    "snapshot",
-    "source_of",
-    "split_joint",
-    "statement",
-    "statements",
-    "swap_args",
-    "unused_name",
-    "with_bound_symbols",
-]
-
 AGREEMENT = frozenset({"fsdp_agree", "fsdp_agreed"})
 """Symbols with which ranks agree on what they run; see ``transforms.insert_agreement``."""
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["field_of", "read_json", "typed"]
-
 _Read = TypeVar("_Read")
 
 

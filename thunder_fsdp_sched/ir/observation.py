@@ -34,8 +34,6 @@ from torch.utils._pytree import tree_leaves
 from ..private_api import schema_of
 from ..private_traces import shape_of
 
-__all__ = ["Observed", "observe", "observe_call"]
-
 _TRUSTED_NAMESPACES = frozenset({"aten", "prim", "prims"})
 """Namespaces whose operators have the tag ``nondeterministic_seeded`` if they draw random numbers. Others may lack it."""
 

@@ -14,8 +14,6 @@ from thunder.core.symbol import BoundSymbol
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
 
-__all__ = ["Gather", "GradWrite", "Issue", "OneParameter", "Reduction", "Wait", "bucket_of"]
-
 
 def bucket_of(bsym: BoundSymbol) -> Bucket:
     """Return the bucket of any symbol that communicates, waits, accumulates or writes a gradient."""
@@ -44,12 +42,6 @@ class Issue(_Operands):
     def slot(self) -> Slot:
         """The memory for the unsharded bucket; only after ``assign_slots``."""
         return cast(Slot, self.bsym.args[1])
-
-    @property
-    def planned_slot(self) -> Slot | None:
-        """The slot, ``None`` before ``assign_slots``."""
-        slot = self.bsym.args[1]
-        return slot if isinstance(slot, Slot) else None
 
     @property
     def tensors(self) -> Sequence[TensorProxy | None]:
@@ -98,21 +90,6 @@ class Wait(_Operands):
     def with_token(self, token: TensorProxy | None) -> BoundSymbol:
         """Return the bound symbol with the token that keeps fusions apart, or without one."""
         return self.bsym.from_bsym(args=(self.bucket, self.future, *(() if token is None else (token,))))
-
-
-class GradWrite(_Operands):
-    """``grad = fsdp_matmul_into(bucket, slot, index, *operands)`` or the same with a sum."""
-
-    __slots__ = ()
-
-    @property
-    def slot(self) -> Slot:
-        return cast(Slot, self.bsym.args[1])
-
-    @property
-    def index(self) -> int:
-        """The number of the parameter in the bucket."""
-        return cast(int, self.bsym.args[2])
 
 
 class OneParameter(_Operands):

@@ -26,8 +26,6 @@ from thunder.core.symbol import BoundSymbol
 from ..private_traces import FACTS, function_called_by, torch_function_of
 from .observation import Observed, observe_call
 
-__all__ = ["Facts", "ObservedCall", "Output", "facts_of", "observed_call", "share_facts"]
-
 
 class Facts(NamedTuple):
     """The facts about one bound symbol.

@@ -22,8 +22,6 @@ from .inspection import outs_of, statements
 from .json_fields import field_of, read_json, typed
 from .symbols import ISSUES, reduction_of
 
-__all__ = ["CommOp", "Schedule", "StepSchedule", "load_schedules", "read_program", "read_schedule", "save_schedules"]
-
 _FORMAT = 2
 
 THEN_HOOK = "; then all_reduce_hook "

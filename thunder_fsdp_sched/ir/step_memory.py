@@ -20,8 +20,6 @@ from .inspection import source_of, statement, statements
 from .slots import arena_allocations, slots_in_use
 from .unknown_memory import UnknownMemory, unknown_memory
 
-__all__ = ["KINDS", "KnownDetails", "MemoryPeak", "StepMemory", "TensorMemory"]
-
 KINDS = (
     "shards",
     "optimizer state",

@@ -57,8 +57,6 @@ from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.transforms import get_grad, put_grad
 
-from ..plan.specs import BucketSpec
-from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
 from ..runtime.module_hooks import TracedHooks, check_hooks
@@ -568,60 +566,7 @@ def _unshard_grad(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy
 executor.register_implementation(fsdp_unshard, fsdp_unshard, grad_transform=_unshard_grad)
 
 ISSUES = frozenset({fsdp_all_gather.name, fsdp_reduce_scatter.name, fsdp_all_reduce.name})
-GRAD_WAITS = (fsdp_wait_grads, fsdp_accumulate_reduced)
-"""Symbols that wait for the reduction of a bucket's gradients."""
+"""Names of the symbols that issue a collective of a bucket, as schedules have them."""
 
-ACCUMULATORS = (fsdp_accumulate_grads, fsdp_accumulate_reduced)
-"""Symbols that add a bucket's gradients to those of earlier micro-batches under ``no_sync``."""
-
-WAITS = frozenset({fsdp_wait_params.name, *(symbol.name for symbol in GRAD_WAITS)})
-
-GRAD_WRITERS = {fsdp_matmul_into.name: "matmul", fsdp_sum_into.name: "sum"}
-"""Symbols that write a gradient into the slot of its reduction, and the operators that they replace."""
-
-
-def is_resident(issue: BoundSymbol) -> bool:
-    """Return whether a gather expects its bucket to be resident from forward, so that nothing is sent."""
-    return issue.kwargs.get("preceded_by") is not None
-
-
-def issues_collective(bsym: BoundSymbol) -> bool:
-    """Return whether ``bsym`` issues a collective and is not a gather whose bucket is already resident."""
-    return bsym.sym.name in ISSUES and not is_resident(bsym)
-
-
-def residency_marks(issue: BoundSymbol) -> dict[str, int]:
-    """Return the marks of a gather that are set: ``followed_by`` and ``preceded_by``."""
-    return {k: v for k in ("followed_by", "preceded_by") if (v := issue.kwargs.get(k)) is not None}
-
-
-def window_of(issue: BoundSymbol) -> str | None:
-    """Return how a gather takes part in an accumulation window: ``"open"``, ``"last"`` or ``None``."""
-    return issue.kwargs.get("window")
-
-
-def payload(kind: str, spec: BucketSpec) -> tuple[int, torch.dtype]:
-    """Return the bytes of the whole tensor that a collective of that kind operates on, with padding, and its dtype."""
-    if kind == fsdp_all_gather.name:
-        return spec.unsharded_bytes, spec.param_dtype
-    if kind == fsdp_reduce_scatter.name:
-        return spec.grad_bytes, spec.reduce_dtype
-    return spec.layout.shard_numel * spec.reduce_dtype.itemsize, spec.reduce_dtype
-
-
-def awaited_kind(wait: BoundSymbol) -> str:
-    """Return the kind of collective that a wait waits for."""
-    if wait.sym is fsdp_wait_params:
-        return fsdp_all_gather.name
-    only_inside = wait.sym is fsdp_accumulate_reduced or bucket_of(wait).ranks.replicas is None
-    return fsdp_reduce_scatter.name if only_inside else fsdp_all_reduce.name
-
-
-def group_of(kind: str, bucket: Bucket) -> ProcessGroupRef:
-    """Return the ranks that take part in a collective of that kind."""
-    if kind == fsdp_all_gather.name:
-        return bucket.ranks.group
-    if kind == fsdp_reduce_scatter.name:
-        return bucket.ranks.reductions
-    assert bucket.ranks.replicas is not None
-    return bucket.ranks.replicas
+WAITS = frozenset({fsdp_wait_params.name, fsdp_wait_grads.name, fsdp_accumulate_reduced.name})
+"""Names of the symbols that only wait for one."""

@@ -30,9 +30,10 @@ from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
+from ..ir.effects import sends
 from ..ir.inspection import with_bound_symbols
 from ..ir.operands import Issue, Wait, bucket_of
-from ..ir.symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter, issues_collective, payload
+from ..ir.symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter
 from ..planning.cost import runs_nothing
 from ..planning.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of, symbol_of
 from ..runtime.bucket import Bucket
@@ -165,8 +166,9 @@ class _Measurement:
         return tuple(OpTime(symbol_of(b), shapes_of(b), next(means), next(means)) for _, b in computing)
 
     def _collectives(self, trace: TraceCtx, medians: dict[Any, tuple[float, float]]) -> Iterator[CollectiveTime]:
-        issued = {b.output.name: (i, b) for i, b in enumerate(trace.bound_symbols) if issues_collective(b)}
-        waited = {Wait(b).future.name: i for i, b in enumerate(trace.bound_symbols) if b.sym.name in WAITS}
+        found = list(enumerate(trace.bound_symbols))
+        issued = {issue.future: (i, issue) for i, b in found if (issue := sends(b)) is not None}
+        waited = {Wait(b).future.name: i for i, b in found if b.sym.name in WAITS}
         issues = [medians[_OP, i] for i, _ in issued.values()]
         # The reduce-scatter is waited for by the all-reduce across replicas, as part of it.
         waits = [medians[_OP, waited[future]] if future in waited else (0.0, 0.0) for future in issued]
@@ -174,9 +176,9 @@ class _Measurement:
         wire = [max(sum(medians[_WIRE, i]) - sum(w), 0.0) for (i, _), w in zip(issued.values(), waits, strict=True)]
         times = [self._over_ranks(wire, _MAX)]
         times += [self._over_ranks([t[part] for t in kind]) for part in (1, 0) for kind in (issues, waits)]
-        for (_, bsym), *of_one in zip(issued.values(), *times, strict=True):
-            spec = bucket_of(bsym).spec
-            yield CollectiveTime(bsym.sym.name, spec.name, payload(bsym.sym.name, spec)[0], *of_one)
+        for (_, issue), *of_one in zip(issued.values(), *times, strict=True):
+            assert issue.bucket is not None
+            yield CollectiveTime(issue.kind, issue.bucket.spec.name, issue.nbytes, *of_one)
 
     def _contention(self, collectives: Sequence[CollectiveTime]) -> dict[str, float]:
         """Return for each kind of collective the share of time by which forward's bound symbols take longer meanwhile."""

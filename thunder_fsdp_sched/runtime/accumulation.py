@@ -25,8 +25,6 @@ from .views import unsharded_views
 if TYPE_CHECKING:
     from ..plan.specs import BucketSpec
 
-__all__ = ["Accumulation", "Way"]
-
 Way = Literal["unsharded", "sharded"]
 """A way to accumulate gradients under ``no_sync``; see [Note: Two ways to accumulate]."""
 

@@ -28,8 +28,6 @@ import torch
 from ..private_autograd import has_saved_tensor_hooks
 from ..transports.base import labelled
 
-__all__ = ["HostCopy", "copy_to_device", "copy_to_host", "wait_device_copy", "wait_host_copy"]
-
 
 class HostCopy:
     """A copy in flight, in either direction.

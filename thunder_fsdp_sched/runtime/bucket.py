@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ..ranks.process_groups import Ranks
     from ..transports.peer_memory import PeerMemory
 
-__all__ = ["Bucket"]
-
 
 class Bucket:
     """A bucket at run time, and the opaque handle that represents it in traces.

@@ -19,8 +19,6 @@ from .bucket import Bucket, handle_name
 if TYPE_CHECKING:
     from ..ranks.process_groups import Ranks
 
-__all__ = ["BucketAlias", "alias_bytes", "alias_in_dtype", "alias_of_params", "temporary_alias_in_dtype"]
-
 
 class BucketAlias(Bucket):
     """A bucket that uses the shards of another one.

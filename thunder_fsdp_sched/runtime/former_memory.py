@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["FormerMemory"]
-
 
 class FormerMemory:
     """The storages of parameters before sharding. A view that outlives sharding keeps the values of that time.

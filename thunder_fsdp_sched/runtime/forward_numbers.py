@@ -22,12 +22,6 @@ from collections.abc import Iterator
 
 from ..private_autograd import next_node_number, running_node_number
 
-__all__ = [
-    "as_backward_of_latest_forward",
-    "forward_number",
-    "is_backward_of",
-]
-
 _LATEST = 1 << 63  # larger than the number of any node
 
 _thread: int | None = None

@@ -64,17 +64,6 @@ from .views import unsharded_views, with_own_storage
 if TYPE_CHECKING:
     from ..plan.specs import BucketSpec
 
-__all__ = [
-    "Arena",
-    "InFlight",
-    "SLOT_ALIGNMENT",
-    "Slot",
-    "address",
-    "failed",
-    "slot_bytes",
-]
-
-
 SLOT_ALIGNMENT = 512
 """Alignment (bytes) of each slot's offset in the arena, as in CUDA's caching allocator."""
 

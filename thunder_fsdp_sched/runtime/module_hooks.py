@@ -8,8 +8,6 @@ import torch
 
 from ..private_interpreter import find_hooks
 
-__all__ = ["TracedHooks", "UntracedHook", "check_hooks"]
-
 
 class UntracedHook:
     """A hook that is removed while its module is traced."""

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["DRAWING", "REDUCING", "ROWWISE", "ROW_VIEWS", "acts_on_elements", "acts_on_items"]
-
 aten = torch.ops.aten
 
 _ELEMENTWISE = """

@@ -18,23 +18,6 @@ from .row_dtensor import RowDTensor
 from .views import shard_views
 from .window import WINDOW_OPEN
 
-__all__ = [
-    "accumulate_grads",
-    "accumulate_reduced",
-    "all_gather",
-    "all_reduce",
-    "backward_done",
-    "check_no_sync",
-    "matmul_into",
-    "params_unchanged",
-    "reduce_scatter",
-    "reduce_unreduced",
-    "release",
-    "sum_into",
-    "wait_grads",
-    "wait_params",
-]
-
 
 def _check_shards(bucket: Bucket, shards: Sequence[RowDTensor | None]) -> None:
     for index, (shard, pointer) in enumerate(zip(shards, bucket.shard_pointers, strict=True)):

@@ -22,8 +22,6 @@ import torch
 
 from ..private_autograd import hooks_of, set_hooks
 
-__all__ = ["accumulate", "guarded_accumulated_hook", "guarded_hook", "take_hooks"]
-
 
 class _Guarded:
     """A user's tensor hook, skipped in a backward without a gradient."""

@@ -25,8 +25,6 @@ import torch
 from ..private_autograd import accumulates, backward_number, compiled_node_of, leaf_nodes, running_node
 from .row_dtensor import RowDTensor
 
-__all__ = ["guard_backward", "requested"]
-
 
 class _Request(NamedTuple):
     """The gradients that one backward of a compiled forward was asked for.

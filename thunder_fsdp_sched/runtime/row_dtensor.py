@@ -30,8 +30,6 @@ from .param_hooks import guarded_accumulated_hook, guarded_hook
 from .row_pieces import RowPiece, chunk_of, write_items
 from .rows import Rows
 
-__all__ = ["RowDTensor", "WholeNumber", "local_rows", "replicated"]
-
 aten = torch.ops.aten
 _construct = dtensor_constructor()
 

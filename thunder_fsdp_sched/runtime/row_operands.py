@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .row_dtensor import RowDTensor, replicated
 from .rows import Rows
 
-__all__ = ["align", "check_written", "dims_of", "refuse", "run_on_single_rank", "with_rows"]
-
 
 def with_rows(local: torch.Tensor, rows: Rows) -> RowDTensor:
     return RowDTensor.of_spec(local, rows.spec(local.dtype, local.device.type))

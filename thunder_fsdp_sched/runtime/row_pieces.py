@@ -9,8 +9,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils._pytree import tree_map
 
-__all__ = ["RowPiece", "chunk_of", "write_items"]
-
 aten = torch.ops.aten
 
 

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
-__all__ = ["RowShard"]
-
 
 class RowShard(Shard):
     """``Shard(0)`` with given cuts: rank ``r`` of the mesh's dimension has the rows ``[starts[r], starts[r + 1])``.

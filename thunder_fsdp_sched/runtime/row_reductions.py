@@ -16,8 +16,6 @@ from .row_dtensor import RowDTensor, replicated
 from .row_operands import align, dims_of, run_on_single_rank, with_rows
 from .rows import Rows
 
-__all__ = ["compare", "item", "norms", "reduce_or_run_on_rows"]
-
 aten = torch.ops.aten
 
 _VECTOR_NORM = aten.linalg_vector_norm.default

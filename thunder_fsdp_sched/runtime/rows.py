@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ..plan.layout import Placement
     from ..ranks.process_groups import Ranks
 
-__all__ = ["Rows"]
-
 
 class Rows:
     """The rows ``[starts[r], starts[r + 1])`` of a tensor that rank ``r`` of a process group has.

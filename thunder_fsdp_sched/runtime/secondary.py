@@ -29,8 +29,6 @@ from .bucket import Bucket
 from .bucket_aliases import BucketAlias
 from .memory import InFlight
 
-__all__ = ["copy_secondary_shard", "secondary_of"]
-
 _KEY = "secondary"
 
 _Token = TypeVar("_Token")

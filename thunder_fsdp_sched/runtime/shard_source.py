@@ -25,8 +25,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..transports.base import NO_CONTEXT, TransportedBucket, labelled, side_stream
 from .forward_numbers import forward_number, is_backward_of
 
-__all__ = ["ShardSource", "finish_copies", "source_of", "version_of"]
-
 
 class SentBucket(TransportedBucket, Protocol):
     """The values of a bucket that are needed to send its shard.

@@ -10,8 +10,6 @@ import torch
 if TYPE_CHECKING:
     from ..plan.specs import BucketSpec
 
-__all__ = ["shard_strides", "shard_views", "unsharded_views", "with_own_storage"]
-
 
 def shard_views(spec: BucketSpec, rank: int, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the rows that ``rank`` owns of each parameter, as views of a flat shard (or of its gradients)."""

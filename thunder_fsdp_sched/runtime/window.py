@@ -19,8 +19,6 @@ micro-batches, too: its private slot belongs to no other bucket. So the forward 
 
 from __future__ import annotations
 
-__all__ = ["WINDOW_LAST", "WINDOW_OPEN", "Window"]
-
 WINDOW_OPEN = "open"
 """The mark of a gather in a forward under ``no_sync``: it may reuse what is gathered, and leaves it for the next one."""
 

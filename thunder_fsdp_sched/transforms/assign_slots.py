@@ -29,9 +29,6 @@ from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot
 from .extend_arena import bytes_of_forward, slot_at
 
-__all__ = ["assign_slots"]
-
-
 _RESIDENCY_GROWTH = 1 / 32
 """How much larger backward's arena may grow to keep forward's buckets resident, as a share of its bytes. The edge
 pieces of a block have a little more padding than the block itself."""

@@ -29,8 +29,6 @@ from ..ir.symbols import (
 from ..runtime.accumulation import Way
 from ..runtime.bucket import Bucket
 
-__all__ = ["bucket_communication"]
-
 
 def bucket_communication(
     trace: TraceCtx,

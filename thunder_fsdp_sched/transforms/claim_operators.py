@@ -34,8 +34,6 @@ from ..ir.operator_facts import share_facts
 from ..ir.registry import executor as own_executor
 from ..private_traces import claim, gradient_rules_of
 
-__all__ = ["claim_operators"]
-
 
 def claim_operators(trace: TraceCtx, *, executors: Sequence[Executor], once: bool = True) -> TraceCtx:
     """Return the trace with its operators claimed by ``executors``, the first that can, without dead code.

@@ -44,8 +44,6 @@ from ..ir.registry import executor
 from ..private_traces import renamed, requiring_gradient
 from .claim_operators import RepeatableRules, claim_operators, copies_of
 
-__all__ = ["differentiate"]
-
 
 def differentiate(trace: TraceCtx, *, executors: Sequence[Executor], has_gradients: bool) -> TraceCtx:
     """Return the joint trace of a computation with its operators claimed; forward alone without gradients.

@@ -30,8 +30,6 @@ from ..ir.inspection import UNPACKING, args_of, is_pure, outs_of, source_of, wit
 from ..ir.operator_facts import facts_of
 from ..ir.registry import executor
 
-__all__ = ["draw_once", "mark_draws", "refuse_merged_draws", "refuse_redrawn_gradients"]
-
 
 def draw_once(trace: TraceCtx) -> TraceCtx:
     """Keep operators that may draw random numbers, or are not pure otherwise, out of recomputation.

@@ -10,8 +10,6 @@ from ..ir.effects import effects
 from ..ir.inspection import return_of, with_bound_symbols
 from ..ir.symbols import fsdp_backward_done
 
-__all__ = ["end_backward"]
-
 
 def end_backward(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
     """Insert ``fsdp_backward_done`` before the return of backward, with the buckets whose gradients it handles.

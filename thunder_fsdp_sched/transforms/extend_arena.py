@@ -28,8 +28,6 @@ from ..ir.symbols import fsdp_release
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot
 
-__all__ = ["bytes_of_forward", "release_extension", "slot_at"]
-
 
 def bytes_of_forward(forward: TraceCtx, arena_of: Callable[[Bucket], Arena]) -> int:
     """Return the bytes of arena that the shared slots of a forward trace occupy."""

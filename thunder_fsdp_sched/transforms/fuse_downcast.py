@@ -21,8 +21,6 @@ from ..ir.symbols import fsdp_all_gather, fsdp_wait_params
 from ..runtime.bucket import Bucket
 from ..runtime.bucket_aliases import alias_bytes, alias_in_dtype, alias_of_params
 
-__all__ = ["fuse_downcast"]
-
 
 class _Downcast(NamedTuple):
     source: str

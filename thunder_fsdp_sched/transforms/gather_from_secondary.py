@@ -15,8 +15,6 @@ from ..ir.symbols import fsdp_all_gather, fsdp_copy_secondary_shard
 from ..runtime.bucket import Bucket
 from ..runtime.secondary import secondary_of
 
-__all__ = ["gather_from_secondary"]
-
 
 def gather_from_secondary(trace: TraceCtx) -> TraceCtx:
     """Copy a secondary shard after forward's gather of a bucket, and gather it from these copies in backward.

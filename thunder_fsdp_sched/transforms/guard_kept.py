@@ -14,8 +14,6 @@ from ..ir.operands import Gather, bucket_of
 from ..ir.symbols import fsdp_params_unchanged
 from ..runtime.bucket import Bucket
 
-__all__ = ["guard_kept", "guard_first"]
-
 
 def guard_kept(trace: TraceCtx, *, kept: Collection[Bucket]) -> TraceCtx:
     """Insert a guard into backward for every kept bucket, with the bucket's shards as arguments.

@@ -10,8 +10,6 @@ from thunder.core.trace import TraceCtx, tracectx
 from ..ir.inspection import return_of, with_bound_symbols
 from ..ir.symbols import fsdp_guard_backward
 
-__all__ = ["guard_outputs"]
-
 
 def guard_outputs(epilogue: TraceCtx, *, no_sync: bool) -> TraceCtx:
     """Insert ``fsdp_guard_backward`` into the epilogue, which gets the outputs when they are connected to autograd.

@@ -17,8 +17,6 @@ from ..ir.inspection import AGREEMENT, with_bound_symbols
 from ..ir.registry import executor
 from ..runtime.trace_start import TraceStart
 
-__all__ = ["fsdp_agree", "fsdp_agreed", "insert_agreement"]
-
 _UNPACKING = frozenset({PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT})
 
 

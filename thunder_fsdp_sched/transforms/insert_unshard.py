@@ -21,8 +21,6 @@ from ..plan.specs import Strided
 from ..runtime.bucket import Bucket
 from .shard_prologue import become_shard
 
-__all__ = ["insert_unshard"]
-
 
 def insert_unshard(
     trace: TraceCtx,

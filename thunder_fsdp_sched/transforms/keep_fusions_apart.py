@@ -35,8 +35,6 @@ from ..ir.operands import Wait, bucket_of
 from ..ir.symbols import fsdp_cut, without_token
 from ..runtime.bucket import Bucket
 
-__all__ = ["keep_fusions_apart", "remove_cuts"]
-
 _EXPENSIVE = {OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD}  # Thunder's tag of matmuls and attention
 _NOT_COMPUTE = frozenset({PrimIDs.UNPACK_TRIVIAL, PrimIDs.GET_GRAD, PrimIDs.RETURN, PrimIDs.COMMENT})
 

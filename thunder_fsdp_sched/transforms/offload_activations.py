@@ -39,8 +39,6 @@ from ..ir.inspection import (
 )
 from ..ir.operator_facts import facts_of
 
-__all__ = ["MIN_OFFLOADED_BYTES", "offload_activations", "offloadable"]
-
 MIN_OFFLOADED_BYTES = 64 * 1024
 """The smallest values (bytes) that are worth a copy: the latency of a transfer is about that of this many bytes."""
 

@@ -43,8 +43,6 @@ from ..ir.operands import bucket_of
 from ..ir.symbols import fsdp_all_gather, fsdp_wait_params
 from ..runtime.bucket import Bucket
 
-__all__ = ["regather_for_backward"]
-
 
 def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket], recomputed: Collection[str] = ()) -> TraceCtx:
     """Insert a second gather of every bucket that backward reads, except those that are ``kept``.

@@ -28,8 +28,6 @@ from ..ir.inspection import with_bound_symbols
 from ..ir.symbols import fsdp_release
 from ..runtime.memory import Arena, Slot
 
-__all__ = ["release_slots"]
-
 
 def release_slots(
     trace: TraceCtx,

@@ -15,8 +15,6 @@ from ..ir.operands import bucket_of
 from ..ir.schedule import THEN_HOOK, Schedule, compute_digest, is_communication
 from ..ir.symbols import without_token
 
-__all__ = ["ScheduleMismatch", "replay_schedule"]
-
 
 class ScheduleMismatch(ValueError):
     """A pinned schedule does not fit the trace."""

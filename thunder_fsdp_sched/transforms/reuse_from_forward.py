@@ -29,8 +29,6 @@ from ..ir.inspection import has_backward, with_bound_symbols
 from ..ir.slots import retained_by_forward
 from ..runtime.memory import Arena, Slot
 
-__all__ = ["mark_retained_by_forward", "reuse_from_forward"]
-
 
 def mark_retained_by_forward(trace: TraceCtx) -> TraceCtx:
     """Mark the gathers of a forward trace whose slots nothing overwrites before the end of forward.

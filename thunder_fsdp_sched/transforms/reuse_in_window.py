@@ -10,8 +10,6 @@ from ..ir.effects import effects
 from ..ir.inspection import has_backward, with_bound_symbols
 from ..runtime.window import WINDOW_LAST, WINDOW_OPEN
 
-__all__ = ["reuse_in_window"]
-
 
 def reuse_in_window(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
     """Mark the gathers of a forward trace into private slots, which an earlier micro-batch may have filled.

@@ -17,8 +17,6 @@ from ..ir.symbols import fsdp_check_hooks, fsdp_check_no_sync
 from ..runtime.module_hooks import TracedHooks
 from ..runtime.row_dtensor import local_rows
 
-__all__ = ["refuse_foreign_parameters", "shard_prologue", "unpacked_parameters"]
-
 
 def unpacked_parameters(prologue: TraceCtx) -> dict[str, str]:
     """Return the parameter name of each proxy that the prologue unpacks, keyed by the proxy's name."""

@@ -16,8 +16,6 @@ from ..ir.inspection import args_of, outs_of, short_form, statements, with_bound
 from ..ir.symbols import without_token
 from ..ranks.process_groups import ProcessGroupRef
 
-__all__ = ["MAX_REDUCTIONS_IN_FLIGHT", "MAX_SMALL_STAGES", "bytes_in_flight", "issue_points", "sort_communication"]
-
 MAX_REDUCTIONS_IN_FLIGHT = 2
 """How many equally large reductions of one process group may be in flight. Each holds a slot of unsharded gradients. A
 third one would not improve overlap, because the reductions of one process group run one after the other. Meanwhile the

@@ -17,8 +17,6 @@ from ..ir.effects import effects
 from ..ir.host_copies import HOST_COPIES, HOST_COPY_ISSUES, fsdp_copy_to_host, without_token
 from ..ir.inspection import UNPACKING, nbytes_of, outs_of, short_form, statements, with_bound_symbols
 
-__all__ = ["MAX_HOST_COPIES_IN_FLIGHT", "sort_host_copies"]
-
 MAX_HOST_COPIES_IN_FLIGHT = 4
 """How many copies of the largest size may be in flight in each direction, because each occupies device memory. One block
 of a transformer saves about as many large values shortly after one another."""

@@ -13,8 +13,6 @@ from ..runtime.memory import Arena, slot_bytes
 from .assign_slots import assign_slots
 from .sort_communication import MAX_REDUCTIONS_IN_FLIGHT, bytes_in_flight
 
-__all__ = ["private_bytes", "shared_budget", "sort_within_budget"]
-
 
 def sort_within_budget(
     trace: TraceCtx,

@@ -32,8 +32,6 @@ from ..ir.inspection import statements, with_bound_symbols
 from ..ir.symbols import fsdp_matmul_into, fsdp_sum_into
 from ..runtime.bucket import Bucket
 
-__all__ = ["share_written_in_place", "write_grads_in_place"]
-
 
 def write_grads_in_place(trace: TraceCtx) -> TraceCtx:
     """Replace matmuls and sums that compute a gradient with symbols that write it into the slot of the reduction.
