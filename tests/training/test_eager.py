@@ -251,7 +251,7 @@ def test_symbolic_values_compile_changing_lengths_once() -> None:
     assert len(run.transform.compiled) == 2
 
 
-def _run_readme(rank: int, world_size: int, code: str) -> None:
+def _run_loop(rank: int, world_size: int, code: str) -> None:
     plain = nn.Sequential(nn.Embedding(23, 16), Block(16), nn.Linear(16, 23))
     named = {"tfs": tfs, "torch": torch, "model": thunder.jit(copy.deepcopy(plain), transforms=[fsdp()])}
     named["tokens"] = expected = torch.zeros(1, 3, dtype=torch.long)
@@ -262,6 +262,6 @@ def _run_readme(rank: int, world_size: int, code: str) -> None:
     assert torch.equal(named["tokens"], expected)
 
 
-def test_the_generation_loop_in_the_readme_works(ranks: Ranks) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    ranks.run(_run_readme, next(b for b in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "tfs.eager" in b))
+def test_the_generation_loop_in_the_docs_works(ranks: Ranks) -> None:
+    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    ranks.run(_run_loop, next(b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "range(100)" in b))
