@@ -12,9 +12,8 @@ from typing import Any
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import testing
-from thunder_fsdp_sched.ir.effects import Effects, Issue, Place, Wait, effects, is_declared
+from thunder_fsdp_sched.ir.effects import Issue, Place, effects, is_declared
 from thunder_fsdp_sched.ir.inspection import Aliases, args_of, has_backward, names, outs_of
-from thunder_fsdp_sched.ir.registry import register
 from thunder_fsdp_sched.ir.symbols import fsdp_wait_grads
 from thunder_fsdp_sched.runtime.memory import Slot
 from thunder_fsdp_sched.transforms import VerificationError, assign_slots, sort_communication, verify
@@ -24,13 +23,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import Stack
+from new_collective import broadcast, wait_for_broadcast
 from offloading import offloading
 from synthetic_traces import FakeProcessGroup, chain, make_buckets, tensor
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_iter
-from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.symbol import Symbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 from torch import nn
 
@@ -603,23 +603,6 @@ def test_what_is_accepted_after_a_random_change_keeps_the_promises(trace: str, h
 #
 # A new symbol
 #
-
-
-def _broadcast(bsym: BoundSymbol) -> Effects:
-    bucket, slot, _ = bsym.args
-    place, group, future = Place(bucket, slot, bucket.spec.param_dtype), bucket.ranks.group, bsym.output.name
-    nbytes, dtype = bucket.spec.unsharded_bytes, bucket.spec.param_dtype
-    issue = Issue("broadcast_bucket", future, bucket, group, nbytes, dtype, place, gathers=True)
-    return Effects(issues=issue, in_schedule=True, bucket=bucket, uses=slot, in_place=(future,))
-
-
-def _wait_for_broadcast(bsym: BoundSymbol) -> Effects:
-    wait = Wait(bsym.args[1].name, ("broadcast_bucket",))
-    return Effects(waits=wait, in_schedule=True, bucket=bsym.args[0], in_place=(bsym.output.name,))
-
-
-broadcast = register("broadcast_bucket", lambda b, slot, t: FutureTensorProxy(like=t), print, _broadcast)
-wait_for_broadcast = register("wait_for_broadcast", lambda b, future: tensor(), print, _wait_for_broadcast)
 
 
 def broadcasts(*slots: int, read_first: bool) -> TraceCtx:

@@ -4,48 +4,16 @@ from __future__ import annotations
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import StepMemory, VerificationError
-from thunder_fsdp_sched.ir.effects import Effects, Issue, Place, Wait, Work
-from thunder_fsdp_sched.ir.registry import register
 from thunder_fsdp_sched.ir.schedule import read_schedule
 from thunder_fsdp_sched.planning.cost import AnalyticCost, ring_seconds
 from thunder_fsdp_sched.planning.simulate import simulate
-from thunder_fsdp_sched.runtime.memory import Slot
 from thunder_fsdp_sched.transforms import assign_slots, sort_communication, verify
-from thunder_fsdp_sched.transports import Traffic
 
 import pytest
+from new_collective import broadcast, wait_for_broadcast
 from synthetic_traces import make_buckets, tensor
 from thunder.core import prims
-from thunder.core.proxies import FutureTensorProxy
-from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
-
-
-def _broadcast(bsym: BoundSymbol) -> Effects:
-    bucket, slot, _ = bsym.args
-    slot, future, nbytes = slot if isinstance(slot, Slot) else None, bsym.output.name, bucket.spec.unsharded_bytes
-    issue = Issue(
-        bsym.sym.name,
-        future,
-        bucket,
-        bucket.ranks.group,
-        nbytes,
-        bucket.spec.param_dtype,
-        Place(bucket, slot, bucket.spec.param_dtype),
-        gathers=True,
-        transport="broadcast",
-        traffic=Traffic((nbytes,), 1),
-    )
-    return Effects(issues=issue, work=Work(), in_schedule=True, bucket=bucket, uses=slot, in_place=(future,))
-
-
-def _wait(bsym: BoundSymbol) -> Effects:
-    wait = Wait(bsym.args[1].name, ("test_broadcast",))
-    return Effects(waits=wait, work=Work(), in_schedule=True, bucket=bsym.args[0], in_place=(bsym.output.name,))
-
-
-broadcast = register("test_broadcast", lambda bucket, slot, shard: FutureTensorProxy(like=shard), print, _broadcast)
-wait_for_broadcast = register("test_wait_for_broadcast", lambda bucket, future: tensor(), print, _wait)
 
 
 def _unsorted(blocks: int) -> TraceCtx:
@@ -64,8 +32,8 @@ def _unsorted(blocks: int) -> TraceCtx:
 
 def test_a_new_collective_is_sorted_laid_out_proved_counted_priced_and_printed() -> None:
     trace = assign_slots(sort_communication(_unsorted(3), prefetch=1))
-    names = [b.sym.name for b in trace.bound_symbols if b.sym.name.startswith("test_")]
-    issue, wait = "test_broadcast", "test_wait_for_broadcast"
+    issue, wait = broadcast.name, wait_for_broadcast.name
+    names = [b.sym.name for b in trace.bound_symbols if b.sym in (broadcast, wait_for_broadcast)]
     assert names == [issue, issue, wait, issue, wait, wait]  # one ahead
     first, second, third = (b.args[1] for b in trace.bound_symbols if b.sym is broadcast)
     assert first is third and not first.overlaps(second)  # the third one takes the place of the first
