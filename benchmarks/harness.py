@@ -1,4 +1,4 @@
-"""What the benchmarks share: command lines, ranks on rate-limited links, rounds in turns, tables, and saved figures."""
+"""Shared parts of the benchmarks: command lines, ranks on rate-limited links, rounds in turns, tables, and saved figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``memory.py`` needs so that systems can be compared: the same kernels, paced kernels, and models that recompute.
+"""Equal conditions for the systems that ``memory.py`` compares: the same kernels, paced kernels, and models that recompute.
 
 [Note: The same kernels]
 On a CPU Thunder has no executor for layer norm, GELU and attention. It differentiates them after decomposition, which runs

@@ -143,7 +143,7 @@ class Compilation:
         traces = self.traces
         assert traces.joint is not None, "passes have run before fusion"
         joint = passes.run("fused", joint, self._context(), record=traces.run)
-        if self._fusions:  # one may have taken in a value that was to be offloaded
+        if traces.offloaded and self._fusions:  # one may have taken in a value that was to be offloaded
             traces.offloaded = frozenset(offloaded_values(joint))
         return joint
 
@@ -156,12 +156,12 @@ class Compilation:
         forward = traces.forward if backward else None
         assert traces.joint is not None
         trains = backward or len(split_joint(traces.joint)) == 2
-        schedules = {"forward_schedule": traces.forward_schedule if backward else None}
-        context = self._context(forward=forward, backward=backward, trains=trains, **schedules)
+        forward_schedule = traces.forward_schedule if backward else None
+        context = self._context(forward=forward, forward_schedule=forward_schedule, trains=trains)
         unsorted = passes.run("split", unscheduled, context, record=traces.run)
         sorted_trace = passes.run("scheduled", unsorted, context, record=traces.run)
         schedule = read_schedule(sorted_trace)
-        context.agreement = self._agree(sorted_trace, name)
+        context = replace(context, agreement=self._agree(sorted_trace, name))
         trace = passes.run("finished", sorted_trace, context, record=traces.run)
         if backward:
             traces.backward_before, traces.backward, traces.backward_schedule = unscheduled, trace, schedule
@@ -197,7 +197,7 @@ class Compilation:
         return settings.bucketed
 
     def _context(self, **more: Any) -> Context:
-        """Return what passes need."""
+        """Return the context of the next passes."""
         traces, options, sharded = self.traces, self._options, self._sharded
         context = Context(
             sharded.buckets,

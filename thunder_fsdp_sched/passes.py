@@ -72,9 +72,9 @@ backward until its settings are chosen, then until operators are fused, and afte
 when Thunder has split them; until its schedule is read, and after the ranks have compared it."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Context:
-    """What passes of one compilation need besides their trace.
+    """Settings and results of one compilation from which its passes get their arguments.
 
     Attributes:
         buckets: all buckets of the module.
@@ -102,7 +102,6 @@ class Context:
         traced: the computation as Thunder traced it; ``None`` if it is planned again.
         forward: for a backward trace, the forward trace that runs.
         forward_schedule: its schedule.
-        backward: whether the trace is a backward trace.
         agreement: the arguments of ``insert_agreement``; empty if no rank has to be asked.
         trains: whether the step has a backward.
     """
@@ -134,9 +133,13 @@ class Context:
     traced: TraceCtx | None = None
     forward: TraceCtx | None = None
     forward_schedule: Schedule | None = None
-    backward: bool = False
     agreement: Mapping[str, Any] = field(default_factory=dict)
     trains: bool = False
+
+    @property
+    def backward(self) -> bool:
+        """Whether the trace is a backward trace."""
+        return self.forward is not None
 
 
 @dataclass(frozen=True)

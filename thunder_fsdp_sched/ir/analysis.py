@@ -44,14 +44,14 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
-from .effects import Effects, Memory, Place, effects, reduced_gradients, unsharded_gradients
+from .effects import Effects, Memory, Place, device_of, effects, reduced_gradients, unsharded_gradients
 from .inspection import UNPACKING, defined_by, is_statement, names, nbytes_of
 
 BEFORE_TRACE = -1
@@ -460,7 +460,7 @@ def _receive_buffers(step: Sequence[Effects], kept: Collection[Hashable]) -> Ite
 def _own(value: Lifetime, memory: Memory | None, nbytes: int) -> None:
     """Let a value own memory."""
     value.owners = (value,)
-    value.nbytes, value.device = nbytes, _device_of(value.proxy)
+    value.nbytes, value.device = nbytes, device_of(value.proxy)
     if memory is not None:
         value.nbytes, value.device = memory.nbytes, memory.device
         value.kind, value.on_host = memory.kind, memory.on_host
@@ -472,10 +472,6 @@ def _lifetime(m: Memory, first: int, last: int) -> Lifetime:
 
 def _bytes(value: Lifetime) -> int:
     return nbytes_of(value.proxy) if isinstance(value.proxy, TensorProxy) else 0
-
-
-def _device_of(proxy: Any) -> str:
-    return proxy.device.type if isinstance(proxy, (TensorProxy, FutureTensorProxy)) else "cpu"
 
 
 def _outputs(last: BoundSymbol) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What each bound symbol does to memory and communication, as data.
+"""Effects of bound symbols on memory and communication, declared as data.
 
 [Note: Effects]
 Each symbol of this package declares its effects next to its definition, in ``gathers``, ``reductions`` and
@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 
 from ..private_traces import EFFECTS, OBSERVED_EFFECTS
@@ -322,7 +322,7 @@ def sends(bsym: BoundSymbol) -> Issue | None:
 
 
 def is_declared(symbol: Symbol) -> bool:
-    """Return whether a symbol is one whose effects are declared."""
+    """Return whether a symbol declares its effects."""
     return symbol in _DECLARED
 
 
@@ -345,17 +345,18 @@ def _observed(bsym: BoundSymbol, known: Effects, strides: Mapping[str, tuple[int
             is_new = not (of and facts.known)
         views[out.name] = of
         if is_new:
-            memory.append(Memory(out.name, nbytes, _device_of(out), kind="values", label=out.name))
+            memory.append(Memory(out.name, nbytes, device_of(out), kind="values", label=out.name))
     if call is not None and call.temporary_bytes:
         tensors = (p for p in (*bsym.flat_proxy_outs, *bsym.flat_proxy_args) if isinstance(p, TensorProxy))
-        device = next(map(_device_of, tensors), "cpu")
+        device = next(map(device_of, tensors), "cpu")
         memory.append(Memory(None, call.temporary_bytes, device, "call", "temporaries", bsym.sym.name))
     operators = None if call is None else call.operators
     return replace(known, views=views, strides=found, operators=operators, allocates=tuple(memory))
 
 
-def _device_of(proxy: object) -> str:
-    return proxy.device.type if isinstance(proxy, TensorProxy) else "cpu"
+def device_of(proxy: object) -> str:
+    """Return the type of the device of a value."""
+    return proxy.device.type if isinstance(proxy, (TensorProxy, FutureTensorProxy)) else "cpu"
 
 
 def _may_be_view(value: object, of: object) -> bool:

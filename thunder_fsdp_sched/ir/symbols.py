@@ -293,10 +293,12 @@ def _reduce_scatter_effects(bsym: BoundSymbol) -> Effects:
     bucket, slot, future = bucket_of(bsym), _slot_of(bsym), bsym.output.name
     spec, dtype, grads = bucket.spec, bucket.spec.reduce_dtype, bsym.args[2:]
     flat = spec.layout.shard_numel * dtype.itemsize
-    traffic = bucket.transport.reduce_traffic(spec)
+    issue = reduction_of(bucket, slot, future)
+    assert issue.traffic is not None
+    launches, copied = issue.traffic.launches, issue.traffic.copied_before
     return Effects(
-        issues=reduction_of(bucket, slot, future),
-        work=Work(traffic.launches, traffic.copied_before, traffic.copied_before, touches=2),
+        issues=issue,
+        work=Work(launches, copied, copied, touches=2),
         in_schedule=True,
         bucket=bucket,
         uses=slot,

@@ -166,20 +166,13 @@ class Candidates:
         def arena_of(bucket: Bucket) -> Arena:
             return scratch.setdefault(bucket.arena, Arena(bucket.arena.device))
 
-        kept = self._kept(candidate)
-        halves: list[TraceCtx] = []
         unsorted = self._split(candidate)
+        context = replace(self._context(candidate), arena_of=arena_of, trains=len(unsorted) == 2)
+        halves: list[TraceCtx] = []
         for half in unsorted:
-            forward, *_ = [*halves, None]
-            context = replace(
-                self._context(candidate),
-                arena_of=arena_of,
-                forward=forward,
-                backward=forward is not None,
-                trains=len(unsorted) == 2,
-            )
-            halves.append(passes.run("scheduled", half, context, search=True))
-        lasting = private_bytes(halves[0], kept) + sum(arena.nbytes for arena in scratch.values())
+            forward = halves[0] if halves else None
+            halves.append(passes.run("scheduled", half, replace(context, forward=forward), search=True))
+        lasting = private_bytes(halves[0], context.kept) + sum(arena.nbytes for arena in scratch.values())
         nbytes = lasting + sum(arena.extension.nbytes for arena in scratch.values())
         found = replace(candidate, unsharded_bytes=nbytes, lasting_bytes=lasting, step_seconds=math.inf)
         if self.limits.memory is not None:

@@ -50,7 +50,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Request:
-    """What is planned: a model, the machine, and options.
+    """The model, the machine and the options of a planned step.
 
     Attributes:
         make: returns the module and its inputs.

@@ -12,7 +12,7 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..ir.effects import NOTHING, declare, effects
+from ..ir.effects import NOTHING, declare, effects, sends
 from ..ir.inspection import AGREEMENT, with_bound_symbols
 from ..ir.registry import executor
 from ..runtime.trace_start import TraceStart
@@ -49,12 +49,11 @@ def insert_agreement(trace: TraceCtx, *, run: TraceStart, before_issue: bool) ->
     for position, bsym in enumerate(bsyms):
         if head is None and bsym.sym.id not in _UNPACKING:
             head = position
-        e = effects(bsym)
-        sends = e.issues is not None and e.bucket is not None and not e.issues.resident
-        if sends and e.issues is not None:
-            issued.add(e.issues.future)
+        e, sent = effects(bsym), sends(bsym)
+        if sent is not None:
+            issued.add(sent.future)
         waits = e.waits is not None and e.issues is None and e.waits.future in issued
-        if (sends and before_issue) or waits or e.runs is not None:
+        if (sent is not None and before_issue) or waits or e.runs is not None:
             end = position
             break
     if end is None:  # other ranks communicate in this trace, this one does not

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 from thunder.core.trace import TraceCtx
 
-from ..ir.analysis import Analysis
+from ..ir.effects import Place, effects
 from ..ir.slots import filling_bytes, grads_over_kept_params
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, slot_bytes
@@ -51,10 +51,17 @@ def shared_budget(trace: TraceCtx, *, budget: int | None, kept: Collection[Bucke
 
 def private_bytes(trace: TraceCtx, kept: Collection[Bucket]) -> int:
     """Return the bytes of the slots of kept buckets; for those that this trace does not gather, the planned bytes."""
-    slots = Analysis(trace).slots.values()
-    gathered = [live for live in slots if live.is_gather and live.bucket.base in kept]
-    elsewhere = set(kept) - {live.bucket.base for live in gathered}
-    return sum(live.nbytes for live in gathered) + sum(slot_bytes(b.spec, b.spec.param_dtype) for b in elsewhere)
+    gathered = [place for _, place in _slots_used(trace, by_gathers=True) if place.bucket.base in kept]
+    elsewhere = set(kept) - {place.bucket.base for place in gathered}
+    return sum(place.nbytes for place in gathered) + sum(slot_bytes(b.spec, b.spec.param_dtype) for b in elsewhere)
+
+
+def _slots_used(trace: TraceCtx, *, by_gathers: bool) -> Iterator[tuple[int, Place]]:
+    """Yield the slots of gathers, or of reductions, with the positions of their issues."""
+    for position, bsym in enumerate(trace.bound_symbols):
+        issue = effects(bsym).issues
+        if issue is not None and issue.place is not None and issue.gathers is by_gathers:
+            yield position, issue.place
 
 
 def _bytes_of_slots(trace: TraceCtx, budget: int, kept: Collection[Bucket], forward: TraceCtx | None) -> int:
@@ -78,6 +85,6 @@ def _gather_budget(
     without the gradients that replace their parameters in a private slot.
     """
     private = grads_over_kept_params(forward, trace) if kept and forward is not None else set()
-    reduced = [r for i, r in Analysis(trace).slots.items() if not r.is_gather and i not in private]
-    in_flight = sum(bytes_in_flight(((r.bucket.ranks.reductions, r.nbytes) for r in reduced), reductions).values())
+    reduced = [place for position, place in _slots_used(trace, by_gathers=False) if position not in private]
+    in_flight = sum(bytes_in_flight(((p.bucket.ranks.reductions, p.nbytes) for p in reduced), reductions).values())
     return max(budget - private_bytes(trace, kept) - in_flight - filling_bytes(trace, without=private), 0)
