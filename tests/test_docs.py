@@ -7,14 +7,16 @@ import copy
 import dataclasses
 import inspect
 import re
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
 from typing import Any
 
 import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import passes, private_api, private_autograd, private_interpreter, private_traces, transforms
 from thunder_fsdp_sched.ir import host_copies, symbols
 from thunder_fsdp_sched.ir.schedule import CommOp, Schedule, StepSchedule
-from thunder_fsdp_sched.transforms import insert_agreement
 
 import pytest
 import thunder
@@ -130,12 +132,18 @@ def test_options_have_the_same_order_in_the_signature_and_in_the_docstring() -> 
     assert re.findall(r"^    (\w+): ", arguments, re.MULTILINE) == signature
 
 
+def functions_of(module: ModuleType) -> set[str]:
+    """Return the names of the functions that a module defines for others."""
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return {n for n, value in public.items() if inspect.isfunction(value) and value.__module__ == module.__name__}
+
+
 def test_the_table_of_passes_is_that_of_the_code_and_has_all_of_them() -> None:
     assert passes.table() in text_of("how-it-works.md")
-    names = {name for name in transforms.__all__ if inspect.isfunction(getattr(transforms, name))}
-    helpers = {"offloadable", "offloaded_values", "share_written_in_place", "unpacked_parameters"}
-    of_prologue = {"guard_outputs", "refuse_foreign_parameters", "shard_prologue"}
-    assert names - helpers - of_prologue == {step.name for step in passes.PIPELINE} - {"del_last_used"}
+    modules = [import_module(info.name) for info in iter_modules(transforms.__path__, f"{transforms.__name__}.")]
+    found = {name for module in modules for name in functions_of(module) if name == module.__name__.rpartition(".")[2]}
+    assert len(found) > 20
+    assert found - {"shard_prologue", "guard_outputs"} <= {step.name for step in passes.PIPELINE}
 
 
 def test_passes_stand_after_those_that_they_need() -> None:
@@ -146,7 +154,7 @@ def test_passes_stand_after_those_that_they_need() -> None:
 
 
 def test_every_symbol_of_traces_is_explained() -> None:
-    modules = vars(symbols), vars(host_copies), insert_agreement.__globals__
+    modules = vars(symbols), vars(host_copies), vars(import_module(f"{transforms.__name__}.insert_agreement"))
     names = {name for module in modules for name in module if re.fullmatch(r"fsdp_\w+", name)}
     assert len(names) > 15
     explained = section("traces.md", "Statements")
@@ -171,7 +179,7 @@ def test_the_table_of_rooms_has_every_module() -> None:
 def test_every_use_of_a_private_name_is_listed() -> None:
     listed = set(re.findall(r"`(\w+)`", section_of_table("private_api.md")))
     modules = (private_api, private_autograd, private_interpreter, private_traces)
-    private = {name for module in modules for name in module.__all__}
+    private = {name for module in modules for name in functions_of(module)}
     assert private <= listed
     assert {name for name in listed if name.islower()} <= private
 

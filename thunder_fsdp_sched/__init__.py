@@ -19,9 +19,10 @@ from .pipeline import CompiledTraces
 from .plan.plan import Plan
 from .plan.specs import BucketSpec, ParamSpec
 from .plugin import FSDPSched
+from .proof import VerificationError
 from .ranks.channel import ScheduleDisagreement
 from .transform import FSDPTransform
-from .transforms import ScheduleMismatch, VerificationError
+from .transforms.replay_schedule import ScheduleMismatch
 
 if TYPE_CHECKING:
     from .checkpoint import (

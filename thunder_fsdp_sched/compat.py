@@ -31,8 +31,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-__all__ = ["SUPPORTED", "SupportedVersions", "check_versions", "import_thunder", "prepare"]
-
 __version__ = "0.1.0"
 """The version of this package. ``pyproject.toml`` reads it here, so it is known without an installation, too."""
 

@@ -11,7 +11,7 @@ from thunder.core.trace import TraceCtx
 from thunder.extend import Executor, FusionExecutor
 
 from . import passes
-from .capture import TracedComputation, needs_backward, without_computation
+from .capture.traced_computation import TracedComputation, needs_backward, without_computation
 from .ir.analysis import NOTHING_LEFT
 from .ir.caching import with_caches
 from .ir.computation import computation_of
@@ -25,7 +25,8 @@ from .proof.audit import audited
 from .runtime.module_hooks import TracedHooks
 from .runtime.trace_start import TraceStart
 from .sharding.sharded_module import ShardedModule
-from .transforms import offloaded_values, shard_prologue, unpacked_parameters
+from .transforms.offload_activations import offloaded_values
+from .transforms.shard_prologue import shard_prologue, unpacked_parameters
 
 Fingerprint = Callable[[TraceCtx, Mapping[str, str]], TracedComputation | None]
 

@@ -24,45 +24,33 @@ from thunder.extend import Executor, FusionExecutor
 
 from .ir.inspection import statements
 from .ir.schedule import Schedule, StepSchedule, compute_digest
+from .proof import verify
 from .runtime.accumulation import Way
 from .runtime.bucket import Bucket
 from .runtime.memory import Arena
-from .transforms import (
-    ScheduleMismatch,
-    assign_slots,
-    bucket_communication,
-    claim_operators,
-    differentiate,
-    draw_once,
-    end_backward,
-    fuse_downcast,
-    gather_from_secondary,
-    guard_first,
-    guard_kept,
-    insert_agreement,
-    insert_unshard,
-    keep_fusions_apart,
-    mark_draws,
-    mark_retained_by_forward,
-    offload_activations,
-    offloadable,
-    refuse_merged_draws,
-    refuse_redrawn_gradients,
-    regather_for_backward,
-    release_extension,
-    release_slots,
-    remove_cuts,
-    replay_schedule,
-    reuse_from_forward,
-    reuse_in_window,
-    sort_communication,
-    sort_host_copies,
-    sort_within_budget,
-    verify,
-    write_grads_in_place,
-)
-from .transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
-from .transforms.sort_within_budget import shared_budget
+from .transforms.assign_slots import assign_slots
+from .transforms.bucket_communication import bucket_communication
+from .transforms.claim_operators import claim_operators
+from .transforms.differentiate import differentiate
+from .transforms.draw_once import draw_once, mark_draws, refuse_merged_draws, refuse_redrawn_gradients
+from .transforms.end_backward import end_backward
+from .transforms.extend_arena import release_extension
+from .transforms.fuse_downcast import fuse_downcast
+from .transforms.gather_from_secondary import gather_from_secondary
+from .transforms.guard_kept import guard_first, guard_kept
+from .transforms.insert_agreement import insert_agreement
+from .transforms.insert_unshard import insert_unshard
+from .transforms.keep_fusions_apart import keep_fusions_apart, remove_cuts
+from .transforms.offload_activations import offload_activations, offloadable
+from .transforms.regather_for_backward import regather_for_backward
+from .transforms.release_slots import release_slots
+from .transforms.replay_schedule import ScheduleMismatch, replay_schedule
+from .transforms.reuse_from_forward import mark_retained_by_forward, reuse_from_forward
+from .transforms.reuse_in_window import reuse_in_window
+from .transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT, sort_communication
+from .transforms.sort_host_copies import sort_host_copies
+from .transforms.sort_within_budget import shared_budget, sort_within_budget
+from .transforms.write_grads_in_place import write_grads_in_place
 
 Pass = Callable[[TraceCtx], TraceCtx]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from thunder.core.trace import TraceCtx
 from thunder.extend import Executor, FusionExecutor
 
-from .capture import TracedComputation
+from .capture.traced_computation import TracedComputation
 from .ir.analysis import NOTHING_LEFT, LeftGradients, gradients_left
 from .ir.descriptions import NO_CALL, Call
 from .ir.schedule import Schedule, StepSchedule

@@ -18,34 +18,6 @@ if TYPE_CHECKING:  # this module is imported before torch and Thunder can be
     from torch._C._distributed_c10d import Store
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "TraceCache",
-    "all_gather_coalesced",
-    "all_gather_on_host",
-    "control_fabric_sync",
-    "copy_of_options",
-    "dtensor_constructor",
-    "is_group_name_taken",
-    "mesh_over",
-    "new_spec",
-    "parameters_of_running_ddp",
-    "process_groups",
-    "quiet_no_sync",
-    "reduce_scatter_coalesced",
-    "refuse_ddp",
-    "register_foreach_type",
-    "refuse_foreign_functions",
-    "replace_data",
-    "runs_under_torch_compile",
-    "schema_of",
-    "set_in_call",
-    "splits_default_group",
-    "state_name",
-    "timeout_of",
-    "unwrap_fabric",
-    "watch_cache_misses",
-]
-
 
 def all_gather_on_host(group: Any) -> Callable[[Any, Any], Any]:
     """Return a function that issues an all-gather of host memory on ``group``: ``(gathered, own) -> work``.

@@ -8,19 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = [
-    "accumulates",
-    "backward_number",
-    "compiled_node_of",
-    "has_saved_tensor_hooks",
-    "hooks_of",
-    "leaf_nodes",
-    "next_node_number",
-    "running_node",
-    "running_node_number",
-    "set_hooks",
-]
-
 
 def next_node_number() -> int:
     """Return the number of the next autograd node that this thread creates."""

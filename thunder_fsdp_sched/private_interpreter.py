@@ -12,23 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # this module is imported before Thunder can be
     import torch
 
-__all__ = [
-    "added_checks",
-    "cache_info",
-    "call_interpreted",
-    "call_module_as_torch",
-    "checks_of",
-    "find_backward_hooks",
-    "find_hooks",
-    "has_been_modified",
-    "has_old_backward_hooks",
-    "is_hooked",
-    "look_aside_module_calls",
-    "observed_by",
-    "renames_of",
-    "uses_grad_mode",
-]
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 

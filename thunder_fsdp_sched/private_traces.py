@@ -23,23 +23,6 @@ from thunder.core.pytree import tree_unflatten
 from thunder.core.symbol import BoundSymbol
 from thunder.executors.passes import _transform_for_operator_executor_execution
 
-__all__ = [
-    "DEFINED",
-    "EFFECTS",
-    "FACTS",
-    "NAMES_OF_ARGS",
-    "OBSERVED_EFFECTS",
-    "CachingBoundSymbol",
-    "claim",
-    "function_called_by",
-    "gradient_rules_of",
-    "renamed",
-    "requiring_gradient",
-    "shape_of",
-    "torch_function_of",
-    "without_calls",
-]
-
 
 def claim(trace: Any, executors: Any) -> Any:
     """Return ``trace`` with its operators claimed by executors, in Thunder's way."""

@@ -35,7 +35,9 @@ from thunder.core.transform_common import Transform
 from thunder.distributed import get_skip_data_parallel_grad_sync
 from thunder.extend import Executor
 
-from .capture import Repetition, call_forward, defers_autograd, fingerprint, trace_module_calls
+from .capture.module_calls import call_forward, trace_module_calls
+from .capture.repetition import Repetition
+from .capture.traced_computation import defers_autograd, fingerprint
 from .compilation import Compilation
 from .ir.descriptions import Call, read_call
 from .ir.registry import executor as own_executor
@@ -50,10 +52,8 @@ from .sharding.module_policies import attach_casts, cast_inputs
 from .sharding.refusals import refuse_fsdp2_methods
 from .sharding.shard_module import shard_module
 from .sharding.sharded_module import ShardedModule
-from .transforms import guard_outputs, refuse_foreign_parameters
-
-__all__ = ["FSDPTransform", "find_jitted", "find_transform"]
-
+from .transforms.guard_outputs import guard_outputs
+from .transforms.shard_prologue import refuse_foreign_parameters
 
 WARN_COMPILED = 32
 """How many sets of shapes and flags may be compiled for one module before a warning suggests alternatives."""

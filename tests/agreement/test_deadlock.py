@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched.ir.schedule import read_program
+from thunder_fsdp_sched.proof import verify
 from thunder_fsdp_sched.ranks.deadlock import Action, find_fault
-from thunder_fsdp_sched.transforms import assign_slots, sort_communication, verify
+from thunder_fsdp_sched.transforms.assign_slots import assign_slots
+from thunder_fsdp_sched.transforms.sort_communication import sort_communication
 
 import pytest
 from hypothesis import example, given, settings

@@ -11,7 +11,7 @@ from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict, test
 from thunder_fsdp_sched.ir.inspection import args_of
 from thunder_fsdp_sched.ir.symbols import fsdp_all_reduce, fsdp_wait_grads
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
-from thunder_fsdp_sched.transforms import VerificationError, verify
+from thunder_fsdp_sched.proof import VerificationError, verify
 
 import pytest
 import thunder

@@ -9,7 +9,8 @@ from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
 from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.simulate import simulate
-from thunder_fsdp_sched.transforms import assign_slots, sort_communication
+from thunder_fsdp_sched.transforms.assign_slots import assign_slots
+from thunder_fsdp_sched.transforms.sort_communication import sort_communication
 
 import pytest
 from synthetic_traces import chain

@@ -25,7 +25,8 @@ from thunder_fsdp_sched.planning.simulate import COMPUTE, Timeline, simulate
 from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef, Ranks
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Arena
-from thunder_fsdp_sched.transforms import assign_slots, sort_communication
+from thunder_fsdp_sched.transforms.assign_slots import assign_slots
+from thunder_fsdp_sched.transforms.sort_communication import sort_communication
 from thunder_fsdp_sched.transports.flat import Flat
 
 import pytest

@@ -15,8 +15,10 @@ from thunder_fsdp_sched import testing
 from thunder_fsdp_sched.ir.effects import Issue, Place, effects, is_declared
 from thunder_fsdp_sched.ir.inspection import Aliases, args_of, has_backward, names, outs_of
 from thunder_fsdp_sched.ir.symbols import fsdp_wait_grads
+from thunder_fsdp_sched.proof import VerificationError, verify
 from thunder_fsdp_sched.runtime.memory import Slot
-from thunder_fsdp_sched.transforms import VerificationError, assign_slots, sort_communication, verify
+from thunder_fsdp_sched.transforms.assign_slots import assign_slots
+from thunder_fsdp_sched.transforms.sort_communication import sort_communication
 
 import pytest
 import torch

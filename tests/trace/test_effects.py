@@ -7,7 +7,9 @@ from thunder_fsdp_sched import StepMemory, VerificationError
 from thunder_fsdp_sched.ir.schedule import read_schedule
 from thunder_fsdp_sched.planning.cost import AnalyticCost, ring_seconds
 from thunder_fsdp_sched.planning.simulate import simulate
-from thunder_fsdp_sched.transforms import assign_slots, sort_communication, verify
+from thunder_fsdp_sched.proof import verify
+from thunder_fsdp_sched.transforms.assign_slots import assign_slots
+from thunder_fsdp_sched.transforms.sort_communication import sort_communication
 
 import pytest
 from new_collective import broadcast, wait_for_broadcast

@@ -23,7 +23,8 @@ from thunder_fsdp_sched.runtime.activation_offload import (
     wait_device_copy,
     wait_host_copy,
 )
-from thunder_fsdp_sched.transforms import offload_activations, offloadable, regather_for_backward
+from thunder_fsdp_sched.transforms.offload_activations import offload_activations, offloadable
+from thunder_fsdp_sched.transforms.regather_for_backward import regather_for_backward
 
 import pytest
 import thunder

@@ -9,8 +9,8 @@ import thunder_fsdp_sched as tfs
 from thunder_fsdp_sched import fsdp, testing
 from thunder_fsdp_sched.ir.schedule import read_program
 from thunder_fsdp_sched.ir.symbols import fsdp_wait_grads
+from thunder_fsdp_sched.proof import VerificationError, verify
 from thunder_fsdp_sched.ranks.deadlock import find_fault
-from thunder_fsdp_sched.transforms import VerificationError, verify
 
 import pytest
 import thunder

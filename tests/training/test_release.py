@@ -12,8 +12,8 @@ from thunder_fsdp_sched import testing
 from thunder_fsdp_sched.ir.inspection import args_of
 from thunder_fsdp_sched.ir.symbols import fsdp_release, fsdp_wait_params
 from thunder_fsdp_sched.options import check_options
+from thunder_fsdp_sched.proof import VerificationError, verify
 from thunder_fsdp_sched.runtime import ops
-from thunder_fsdp_sched.transforms import VerificationError, verify
 
 import pytest
 import torch

@@ -14,8 +14,8 @@ from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.planning.simulate import simulate
+from thunder_fsdp_sched.proof import VerificationError, verify
 from thunder_fsdp_sched.runtime.bucket import Bucket
-from thunder_fsdp_sched.transforms import VerificationError, verify
 
 import pytest
 import torch

@@ -9,7 +9,7 @@ from typing import Any
 from thunder_fsdp_sched.ir.operator_facts import Facts, facts_of
 from thunder_fsdp_sched.pipeline import JointPasses
 from thunder_fsdp_sched.private_traces import claim
-from thunder_fsdp_sched.transforms import claim_operators
+from thunder_fsdp_sched.transforms.claim_operators import claim_operators
 
 import pytest
 import thunder

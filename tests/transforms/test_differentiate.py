@@ -9,7 +9,7 @@ from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.ir.operator_facts import Facts, facts_of
 from thunder_fsdp_sched.pipeline import CompiledTraces
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
-from thunder_fsdp_sched.transforms import differentiate
+from thunder_fsdp_sched.transforms.differentiate import differentiate
 
 import pytest
 import thunder.torch as ltorch

@@ -10,16 +10,11 @@ from thunder_fsdp_sched.ir.inspection import args_of, outs_of
 from thunder_fsdp_sched.ir.schedule import read_schedule
 from thunder_fsdp_sched.ir.slots import filling_bytes, grads_over_params, shared_slots
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
+from thunder_fsdp_sched.proof import VerificationError, verify
 from thunder_fsdp_sched.runtime.bucket import Bucket
-from thunder_fsdp_sched.transforms import (
-    VerificationError,
-    assign_slots,
-    share_written_in_place,
-    sort_communication,
-    verify,
-    write_grads_in_place,
-)
-from thunder_fsdp_sched.transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT, issue_points
+from thunder_fsdp_sched.transforms.assign_slots import assign_slots
+from thunder_fsdp_sched.transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT, issue_points, sort_communication
+from thunder_fsdp_sched.transforms.write_grads_in_place import share_written_in_place, write_grads_in_place
 
 import pytest
 import torch

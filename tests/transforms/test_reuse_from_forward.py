@@ -11,7 +11,7 @@ from thunder_fsdp_sched.ir.slots import shared_slots
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
 from thunder_fsdp_sched.reports.step_counter import StepCounter
 from thunder_fsdp_sched.testing import compile_on_fake_ranks
-from thunder_fsdp_sched.transforms import assign_slots
+from thunder_fsdp_sched.transforms.assign_slots import assign_slots
 
 import pytest
 import torch

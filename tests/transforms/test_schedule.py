@@ -13,7 +13,10 @@ from thunder_fsdp_sched.ir.schedule import (
     save_schedules,
 )
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
-from thunder_fsdp_sched.transforms import ScheduleMismatch, assign_slots, replay_schedule, sort_communication, verify
+from thunder_fsdp_sched.proof import verify
+from thunder_fsdp_sched.transforms.assign_slots import assign_slots
+from thunder_fsdp_sched.transforms.replay_schedule import ScheduleMismatch, replay_schedule
+from thunder_fsdp_sched.transforms.sort_communication import sort_communication
 
 import pytest
 from hypothesis import given, settings

@@ -20,8 +20,8 @@ from thunder_fsdp_sched.reports.report import dry_run_table
 from thunder_fsdp_sched.runtime import ops
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Slot
-from thunder_fsdp_sched.transforms import share_written_in_place, write_grads_in_place
 from thunder_fsdp_sched.transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
+from thunder_fsdp_sched.transforms.write_grads_in_place import share_written_in_place, write_grads_in_place
 
 import pytest
 import thunder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -113,16 +112,12 @@ def is_statement(bsym: BoundSymbol) -> bool:
     return bsym.sym.id is not PrimIDs.DEL and bsym.sym.name not in _NOT_COUNTED
 
 
-def with_bound_symbols(trace: TraceCtx, bsyms: Sequence[BoundSymbol], pass_name: str, started: float) -> TraceCtx:
-    """Return a copy of ``trace`` with other bound symbols and the provenance of the pass that created them.
-
-    Args:
-        started: ``time.perf_counter()`` at the start of the pass.
-    """
+def with_bound_symbols(trace: TraceCtx, bsyms: Sequence[BoundSymbol], pass_name: str) -> TraceCtx:
+    """Return a copy of ``trace`` with other bound symbols and the provenance of the pass that created them."""
     new = from_trace(trace)
     new.bound_symbols = list(bsyms)
     new._any_future_tensors = trace._any_future_tensors
-    new.set_provenance(TraceProvenance(f"{pass_name} (took {(time.perf_counter() - started) * 1e3:.1f} milliseconds)"))
+    new.set_provenance(TraceProvenance(pass_name))
     return new
 
 

@@ -19,8 +19,8 @@ from ..ir.step_memory import StepMemory
 from ..passes import Context
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena
-from ..transforms import offloadable, sort_communication
-from ..transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
+from ..transforms.offload_activations import offloadable
+from ..transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT, sort_communication
 from ..transforms.sort_within_budget import private_bytes
 from .activation_plan import ActivationPlans
 from .cost import CostModel, compute_seconds

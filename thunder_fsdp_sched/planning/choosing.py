@@ -29,7 +29,8 @@ from ..pipeline import CompiledTraces
 from ..runtime.accumulation import Way
 from ..runtime.bucket import Bucket
 from ..sharding.sharded_module import ShardedModule
-from ..transforms import bucket_communication, fuse_downcast
+from ..transforms.bucket_communication import bucket_communication
+from ..transforms.fuse_downcast import fuse_downcast
 from .candidates import Candidates, Limits, copy_times
 from .clusters import cluster_of_this_process
 from .cost import AnalyticCost

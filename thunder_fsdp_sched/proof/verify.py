@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from thunder.core.trace import TraceCtx
 
 from ..ir.inspection import with_bound_symbols
@@ -54,9 +52,8 @@ def verify(trace: TraceCtx, *, forward: TraceCtx | None = None, max_gathers_in_f
     Raises:
         VerificationError: names the bound symbol and the bucket.
     """
-    started = time.perf_counter()
     machine = Machine(max_gathers_in_flight)
     if forward is not None:
         machine.run(forward)
     machine.run(trace)
-    return with_bound_symbols(trace, trace.bound_symbols, "fsdp: verified", started)
+    return with_bound_symbols(trace, trace.bound_symbols, "fsdp: verified")

@@ -369,7 +369,7 @@ class _Probe:
                 tick((_OP, index))
                 pretend = _hook("fsdp_pretend", _pretend)
                 bsyms.append(bsym.from_bsym(sym=pretend, _call_ctx={"fsdp_pretend": _pretend}))
-        self.callable = with_bound_symbols(trace, bsyms, "fsdp: measured", time.perf_counter()).python_callable()
+        self.callable = with_bound_symbols(trace, bsyms, "fsdp: measured").python_callable()
 
 
 def _hook(name: str, call: Callable[..., Any]) -> Symbol:

@@ -19,7 +19,7 @@ from ..ir.slots import shared_slots
 from ..ir.symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_reduce_unreduced
 from ..plan.plan import Plan
 from ..planning.dry_run import DryRun
-from ..transforms import share_written_in_place
+from ..transforms.write_grads_in_place import share_written_in_place
 
 __all__ = [
     "before_and_after",

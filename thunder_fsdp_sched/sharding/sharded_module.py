@@ -15,7 +15,7 @@ import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..capture import CollectsLess
+from ..capture.garbage_collection import CollectsLess
 from ..logs import Progress
 from ..plan.plan import Plan
 from ..plan.specs import BucketSpec

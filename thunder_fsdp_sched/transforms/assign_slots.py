@@ -14,7 +14,6 @@ live at once. With several sizes the result may exceed the lower bound, which is
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -74,7 +73,6 @@ def assign_slots(
         extend: whether slots of backward beyond the memory that forward needs get memory that only backward allocates.
             See [Note: Memory that only backward needs] in ``extend_arena``.
     """
-    started = time.perf_counter()
     ranges = Analysis(trace).slots
     private = {issue for issue, live in ranges.items() if live.is_gather and live.bucket.base in kept}
     if kept and forward is not None:
@@ -85,7 +83,7 @@ def assign_slots(
         over = {r.issue for r in grads_over_params(shared)}
         slots = {r.issue: _separate_slot(r, over_params=r.issue in over) for r in shared}
         slots |= {issue: ranges[issue].bucket.ensure_private_slot() for issue in private}
-        return _with_slots(trace, ranges, slots, started)
+        return _with_slots(trace, ranges, slots)
     border = bytes_of_forward(forward, arena_of) if extend and forward is not None else None
     plan = _Plan(shared, {r.issue: g.issue for r, g in grads_over_params(shared).items()}, border=border)
     offsets = plan.offsets()
@@ -112,7 +110,7 @@ def assign_slots(
         else slot_at(arena_of(live.bucket), offsets[issue], live.nbytes, border)
         for issue, live in ranges.items()
     }
-    return _with_slots(trace, ranges, slots, started)
+    return _with_slots(trace, ranges, slots)
 
 
 def _separate_slot(live: Lifetime, *, over_params: bool) -> Slot:
@@ -121,12 +119,12 @@ def _separate_slot(live: Lifetime, *, over_params: bool) -> Slot:
     return live.bucket.separate_slot(dtype, is_reduction=not (live.is_gather or over_params))
 
 
-def _with_slots(trace: TraceCtx, ranges: Mapping[int, Lifetime], slots: Mapping[int, Slot], started: float) -> TraceCtx:
+def _with_slots(trace: TraceCtx, ranges: Mapping[int, Lifetime], slots: Mapping[int, Slot]) -> TraceCtx:
     bsyms = list(trace.bound_symbols)
     for issue, live in ranges.items():
         for user in (*live.writes, issue):
             bsyms[user] = Issue(bsyms[user]).with_slot(slots[issue], live.bucket)
-    return with_bound_symbols(trace, bsyms, "fsdp: assign slots", started)
+    return with_bound_symbols(trace, bsyms, "fsdp: assign slots")
 
 
 class _Candidate(NamedTuple):

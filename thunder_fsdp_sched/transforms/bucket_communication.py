@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -74,7 +73,6 @@ def bucket_communication(
         accumulate: how gradients are accumulated under ``no_sync``; see [Note: Two ways to accumulate] in
             ``runtime.accumulation``.
     """
-    started = time.perf_counter()
     unshards: dict[Bucket, dict[int, BoundSymbol]] = defaultdict(dict)
     reduces: dict[Bucket, dict[int, BoundSymbol]] = defaultdict(dict)
     for bsym in trace.bound_symbols:
@@ -83,7 +81,7 @@ def bucket_communication(
         elif bsym.sym is fsdp_reduce:
             reduces[bucket_of(bsym)][OneParameter(bsym).index] = bsym
 
-    new = with_bound_symbols(trace, (), "fsdp: bucket communication", started)
+    new = with_bound_symbols(trace, (), "fsdp: bucket communication")
     seen: dict[Bucket, int] = defaultdict(int)
     emits = {"unsharded": _accumulate, "sharded": _accumulate_reduced}
     with tracectx(new):

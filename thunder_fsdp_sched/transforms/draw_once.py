@@ -17,7 +17,6 @@ Thunder's tags would not do, because many random operators have none. These pass
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 
 from thunder.core.prims import OpTags, PrimIDs
@@ -38,7 +37,6 @@ def draw_once(trace: TraceCtx) -> TraceCtx:
     nothing outside of ``torch.utils.checkpoint``. It changes the tags by which Thunder knows what to recompute, so the
     sample that forward has drawn is saved for backward; see [Note: One sample].
     """
-    started = time.perf_counter()
     found = [bsym for bsym in trace.bound_symbols if _is_recomputed(bsym) and not is_pure(bsym)]
     if not found:
         return trace
@@ -46,7 +44,7 @@ def draw_once(trace: TraceCtx) -> TraceCtx:
         bsym.tags.discard(BoundSymbolTag.RECOMPUTE_IN_BACKWARD)
         for out in bsym.flat_proxy_outs:
             out.tags.discard(ProxyTag.RECOMPUTE_IN_BACKWARD)
-    return with_bound_symbols(trace, trace.bound_symbols, "fsdp: draw once", started)
+    return with_bound_symbols(trace, trace.bound_symbols, "fsdp: draw once")
 
 
 def mark_draws(trace: TraceCtx) -> TraceCtx:

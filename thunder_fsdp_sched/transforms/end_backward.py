@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..ir.effects import effects
@@ -28,11 +26,10 @@ def end_backward(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
 
     See [Note: State after an exception] in ``memory``.
     """
-    started = time.perf_counter()
     buckets = [e.bucket for e in map(effects, trace.bound_symbols) if (e.leaves if no_sync else e.collects or e.runs)]
     if not buckets:
         return trace
-    new = with_bound_symbols(trace, trace.bound_symbols[:-1], "fsdp: end of backward", started)
+    new = with_bound_symbols(trace, trace.bound_symbols[:-1], "fsdp: end of backward")
     with tracectx(new):
         new.bound_symbols += [fsdp_backward_done.bind(no_sync, *buckets, output=None), return_of(trace)]
     return new

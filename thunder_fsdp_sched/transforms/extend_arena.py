@@ -16,7 +16,6 @@ Nothing in the extension survives a backward, and buckets that forward leaves fo
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection
 
 from thunder.core.prims import PrimIDs
@@ -53,11 +52,10 @@ def release_extension(trace: TraceCtx, *, arenas: Collection[Arena]) -> TraceCtx
 
     See [Note: Memory that only backward needs].
     """
-    started = time.perf_counter()
     bsyms = list(trace.bound_symbols)
     at = len(bsyms) - 1
     if has_backward(trace):
         at = next(i for i, b in enumerate(bsyms) if b.sym.id is not PrimIDs.UNPACK_TRIVIAL)
     with tracectx(trace):
         bsyms.insert(at, fsdp_release.bind(*(arena.extension.all_of_it for arena in arenas), output=None))
-    return with_bound_symbols(trace, bsyms, "fsdp: release the extension", started)
+    return with_bound_symbols(trace, bsyms, "fsdp: release the extension")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -53,7 +52,6 @@ def fuse_downcast(trace: TraceCtx) -> TraceCtx:
 
     DeepSpeed's pull request 7588 does the same by configuration.
     """
-    started = time.perf_counter()
     waits = [b for b in trace.bound_symbols if effects(b).unshards and bucket_of(b).spec.param_dtype.itemsize > 2]
     casts: dict[str, list[_Downcast]] = defaultdict(list)
     others: set[str] = set()
@@ -78,7 +76,7 @@ def fuse_downcast(trace: TraceCtx) -> TraceCtx:
         for of_one in plan.casts.values()
         for cast in of_one[1:]
     }
-    new = with_bound_symbols(trace, (), "fsdp: fuse downcasts with gathers", started)
+    new = with_bound_symbols(trace, (), "fsdp: fuse downcasts with gathers")
     with tracectx(new):
         for bsym in trace.bound_symbols:
             if effects(bsym).is_gather and bsym.output.name in lowered:

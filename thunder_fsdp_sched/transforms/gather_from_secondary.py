@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
@@ -41,7 +39,6 @@ def gather_from_secondary(trace: TraceCtx) -> TraceCtx:
     A bucket that only backward reads is gathered among all ranks. See [Note: Secondary shards] in ``runtime.secondary``
     and [Note: Tokens of host copies] in ``ir.host_copies``.
     """
-    started = time.perf_counter()
     forward = forward_part(trace)
     waits: dict[Bucket, BoundSymbol] = {}
     regathered: dict[Bucket, Bucket] = {}
@@ -55,7 +52,7 @@ def gather_from_secondary(trace: TraceCtx) -> TraceCtx:
         return trace
     token = next(arg for arg in return_of(trace).args[0]["flat_args"] if isinstance(arg, TensorProxy))
     shards: dict[Bucket, TensorProxy] = {}
-    new = with_bound_symbols(trace, (), "fsdp: gather from secondary shards", started)
+    new = with_bound_symbols(trace, (), "fsdp: gather from secondary shards")
     with tracectx(new):
         for bsym, is_forward in zip(trace.bound_symbols, forward, strict=True):
             is_ours = effects(bsym).is_gather or effects(bsym).unshards

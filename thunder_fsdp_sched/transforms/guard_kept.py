@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 
 from thunder.core.symbol import BoundSymbolTag
@@ -36,11 +35,10 @@ def guard_kept(trace: TraceCtx, *, kept: Collection[Bucket]) -> TraceCtx:
     they are saved anyway, because backward gathers them. At run time the guard also gathers a bucket again if an
     aborted forward or an evaluation may have overwritten it since.
     """
-    started = time.perf_counter()
     gathers = [b for b in trace.bound_symbols if effects(b).is_gather and bucket_of(b).base in kept]
     if not gathers or all(forward_part(trace)[:-1]):
         return trace
-    new = with_bound_symbols(trace, trace.bound_symbols[:-1], "fsdp: guard kept buckets", started)
+    new = with_bound_symbols(trace, trace.bound_symbols[:-1], "fsdp: guard kept buckets")
     with tracectx(new):
         for gather in gathers:
             guard = fsdp_params_unchanged.bind(bucket_of(gather), *Gather(gather).shards, output=None)
@@ -63,13 +61,10 @@ def guard_first(trace: TraceCtx) -> TraceCtx:
         fsdp_params_unchanged(bucket_blocks_2, t_blocks_2_weight)
         t121 = torch.where(t119, t70, 0)
     """
-    started = time.perf_counter()
     guards = [b for b in trace.bound_symbols if effects(b).ensures is not None]
     if not guards:
         return trace
     checked = {arg for guard in guards for arg in args_of(guard)}
     others = [b for b in trace.bound_symbols if effects(b).ensures is None]
     begin = 1 + max((i for i, b in enumerate(others) if checked.intersection(outs_of(b))), default=-1)
-    return with_bound_symbols(
-        trace, [*others[:begin], *guards, *others[begin:]], "fsdp: guard kept buckets first", started
-    )
+    return with_bound_symbols(trace, [*others[:begin], *guards, *others[begin:]], "fsdp: guard kept buckets first")

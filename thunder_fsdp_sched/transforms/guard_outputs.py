@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 
@@ -25,9 +23,8 @@ def guard_outputs(epilogue: TraceCtx, *, no_sync: bool) -> TraceCtx:
 
     See [Note: Requested gradients] in ``runtime.requested_grads``.
     """
-    started = time.perf_counter()
     outputs = [argument for argument in epilogue.args if isinstance(argument, TensorProxy)]
-    new = with_bound_symbols(epilogue, epilogue.bound_symbols[:-1], "fsdp: guard outputs", started)
+    new = with_bound_symbols(epilogue, epilogue.bound_symbols[:-1], "fsdp: guard outputs")
     with tracectx(new):
         new.bound_symbols += [fsdp_guard_backward.bind(no_sync, *outputs, output=None), return_of(epilogue)]
     return new

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,7 +41,6 @@ def insert_agreement(trace: TraceCtx, *, run: TraceStart, before_issue: bool) ->
     Args:
         before_issue: settle the round before the first issue (gloo), not just before the first wait (NCCL).
     """
-    started = time.perf_counter()
     bsyms = list(trace.bound_symbols)
     issued: set[str] = set()
     head = end = None
@@ -68,7 +66,7 @@ def insert_agreement(trace: TraceCtx, *, run: TraceStart, before_issue: bool) ->
         posts, settles = (symbol.bind(run, output=None) for symbol in (fsdp_agree, fsdp_agreed))
     bsyms[end:end] = [settles]
     bsyms[head:head] = [posts]
-    return with_bound_symbols(trace, bsyms, "fsdp: insert agreement", started)
+    return with_bound_symbols(trace, bsyms, "fsdp: insert agreement")
 
 
 def _print(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:

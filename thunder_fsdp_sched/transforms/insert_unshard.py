@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -57,7 +56,6 @@ def insert_unshard(
         ValueError: an operator such as ``as_strided`` reads a parameter by position in memory, and the parameter was not
             contiguous before sharding.
     """
-    started = time.perf_counter()
     arguments: dict[str, TensorProxy] = {}
     tied: dict[tuple[Bucket, int], list[TensorProxy]] = {}
     for arg in trace.args:
@@ -76,7 +74,7 @@ def insert_unshard(
     copied_by: dict[str, str] = {}  # that operator, by the name of the clone
     aliases = Aliases()
     model_aliases = Aliases()  # those of the original model, without our clones
-    new = with_bound_symbols(trace, (), "fsdp: insert unshard", started)
+    new = with_bound_symbols(trace, (), "fsdp: insert unshard")
     with tracectx(new):
         for bsym in trace.bound_symbols[:-1]:
             if bsym.sym.name == "unpack_trivial":

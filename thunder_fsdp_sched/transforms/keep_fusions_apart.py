@@ -18,7 +18,6 @@ the casts of all blocks would be fused.
 from __future__ import annotations
 
 import itertools
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -64,7 +63,6 @@ def keep_fusions_apart(trace: TraceCtx, *, can_fuse: Callable[[BoundSymbol], boo
     Args:
         can_fuse: returns whether any fusion executor can fuse a bound symbol into a region.
     """
-    started = time.perf_counter()
     fusible = {id(bsym) for bsym in trace.bound_symbols if _is_compute(bsym) and can_fuse(bsym)}
     if not fusible:
         return trace
@@ -76,7 +74,7 @@ def keep_fusions_apart(trace: TraceCtx, *, can_fuse: Callable[[BoundSymbol], boo
     for half in halves.values():
         half.assign_positions(fusible)
 
-    new = with_bound_symbols(trace, (), "fsdp: keep fusions apart", started)
+    new = with_bound_symbols(trace, (), "fsdp: keep fusions apart")
     out = new.bound_symbols
     with tracectx(new):
         for bsym, is_forward in zip(trace.bound_symbols[:-1], forward, strict=False):
@@ -110,7 +108,6 @@ def remove_cuts(trace: TraceCtx) -> TraceCtx:
         (t179, t180, t181, t182,) = fsdp_wait_params(bucket_blocks_1, ft200)
         [t103, t145] = TorchCompile1(t85, t179, t180, t181, t182)
     """
-    started = time.perf_counter()
     original: dict[str, Proxy] = {}
     bsyms = []
     for bsym in trace.bound_symbols:
@@ -119,7 +116,7 @@ def remove_cuts(trace: TraceCtx) -> TraceCtx:
                 original[after.name] = original.get(before.name, before)
             continue
         bsyms.append(swap_args(without_token(bsym), original))
-    return with_bound_symbols(trace, bsyms, "fsdp: remove cuts", started)
+    return with_bound_symbols(trace, bsyms, "fsdp: remove cuts")
 
 
 def _is_compute(bsym: BoundSymbol) -> bool:

@@ -8,7 +8,6 @@ the projection is copied once. The copy has the strides of the original, so view
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -96,11 +95,10 @@ def offload_activations(trace: TraceCtx, *, offloaded: Collection[str]) -> Trace
     """
     if not offloaded or all(forward_part(trace)[:-1]):
         return trace
-    started = time.perf_counter()
     found = _find(trace)
     if unknown := sorted(set(offloaded) - found.keys()):
         raise ValueError(f"offloaded: {', '.join(unknown)} cannot be offloaded; offloadable(trace) names what can")
-    new = with_bound_symbols(trace, (), "fsdp: offload activations", started)
+    new = with_bound_symbols(trace, (), "fsdp: offload activations")
     with tracectx(new):
         _Offload(new, trace, {name: found[name] for name in found if name in offloaded}).run()
     return new

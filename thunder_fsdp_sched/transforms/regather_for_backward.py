@@ -18,7 +18,6 @@ transposed or cast parameter.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 
@@ -67,12 +66,11 @@ def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket], recomput
         kept: buckets that stay unsharded from forward to backward.
         recomputed: names of values of forward that backward computes again. Their operators must be pure.
     """
-    started = time.perf_counter()
     forward = forward_part(trace)
     regathers = any(effects(b).is_gather and bucket_of(b).base not in kept for b in trace.bound_symbols)
     if all(forward[:-1]) or not (regathers or recomputed):
         return trace
-    new = with_bound_symbols(trace, (), "fsdp: regather for backward", started)
+    new = with_bound_symbols(trace, (), "fsdp: regather for backward")
     with tracectx(new):
         _Regather(new, trace, forward, kept, frozenset(recomputed)).run()
     return new

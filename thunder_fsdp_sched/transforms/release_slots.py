@@ -16,7 +16,6 @@ uses the memory again and frees it.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from typing import Literal
 
@@ -51,7 +50,6 @@ def release_slots(
         forward: for a backward trace, its forward trace with slots.
         waits_for_backward: whether this is a forward trace that a backward trace follows.
     """
-    started = time.perf_counter()
     before = list(forward.bound_symbols) if forward is not None else []
     bsyms = list(trace.bound_symbols)
     if when == "step" and waits_for_backward:
@@ -77,4 +75,4 @@ def release_slots(
             out.append(bsym)
             if position in released:
                 out.append(fsdp_release.bind(*released[position], output=None))
-    return with_bound_symbols(trace, out, "fsdp: release slots", started)
+    return with_bound_symbols(trace, out, "fsdp: release slots")

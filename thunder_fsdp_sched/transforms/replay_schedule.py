@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
@@ -43,7 +42,6 @@ def replay_schedule(trace: TraceCtx, *, schedule: Schedule) -> TraceCtx:
     Raises:
         ScheduleMismatch: names the first line of the schedule that does not fit the trace.
     """
-    started = time.perf_counter()
     compute: list[BoundSymbol] = []
     ours: dict[tuple[str, str], deque[BoundSymbol]] = defaultdict(deque)
     for bsym in statements(trace):
@@ -59,7 +57,7 @@ def replay_schedule(trace: TraceCtx, *, schedule: Schedule) -> TraceCtx:
             f"digest {schedule.compute}, this trace has {len(compute)} with digest {compute_digest(compute)}; "
             f"make it again from this model and these options"
         )
-    return with_bound_symbols(trace, out, "fsdp: replay schedule", started)
+    return with_bound_symbols(trace, out, "fsdp: replay schedule")
 
 
 def _interleave(

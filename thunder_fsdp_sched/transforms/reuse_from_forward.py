@@ -17,7 +17,6 @@ have had other parameters, does not reuse it either: see [Note: The backward of 
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 
 from thunder.core.symbol import BoundSymbol
@@ -47,7 +46,6 @@ def mark_retained_by_forward(trace: TraceCtx) -> TraceCtx:
 
     See [Note: Buckets left by forward].
     """
-    started = time.perf_counter()
     bsyms = list(trace.bound_symbols)
     later_slots: dict[Arena, list[Slot]] = defaultdict(list)
     if has_backward(trace):
@@ -58,7 +56,7 @@ def mark_retained_by_forward(trace: TraceCtx) -> TraceCtx:
                 if not place.is_private and not any(map(place.slot.overlaps, slots)):
                     bsyms[position] = _marked(bsym, followed_by=len(slots))
                 slots.append(place.slot)
-    return with_bound_symbols(trace, bsyms, "fsdp: mark what is retained for backward", started)
+    return with_bound_symbols(trace, bsyms, "fsdp: mark what is retained for backward")
 
 
 def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
@@ -80,7 +78,6 @@ def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
     Args:
         forward: the forward trace after ``mark_retained_by_forward``.
     """
-    started = time.perf_counter()
     bsyms = list(trace.bound_symbols)
     retained = retained_by_forward(forward)
     before: dict[Arena, int] = defaultdict(int)
@@ -93,7 +90,7 @@ def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
             if not any(other is not None and slot.overlaps(other) for other in others):
                 bsyms[position] = _marked(bsyms[position], preceded_by=before[slot.arena])
         before[slot.arena] += 1
-    return with_bound_symbols(trace, bsyms, "fsdp: reuse what forward left", started)
+    return with_bound_symbols(trace, bsyms, "fsdp: reuse what forward left")
 
 
 def _gathered_place(bsym: BoundSymbol) -> Place | None:

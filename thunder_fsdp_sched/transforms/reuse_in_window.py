@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from thunder.core.trace import TraceCtx
 
 from ..ir.effects import effects
@@ -28,7 +26,6 @@ def reuse_in_window(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
     Args:
         no_sync: whether the trace is compiled for ``no_sync``.
     """
-    started = time.perf_counter()
     bsyms = list(trace.bound_symbols)
     mark = WINDOW_OPEN if no_sync else WINDOW_LAST
     if has_backward(trace):
@@ -36,4 +33,4 @@ def reuse_in_window(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
             issue = effects(bsym).issues
             if issue is not None and issue.gathers and issue.place is not None and issue.place.is_private:
                 bsyms[position] = bsym.from_bsym(kwargs=bsym.kwargs | {"window": mark})
-    return with_bound_symbols(trace, bsyms, "fsdp: reuse in an accumulation window", started)
+    return with_bound_symbols(trace, bsyms, "fsdp: reuse in an accumulation window")

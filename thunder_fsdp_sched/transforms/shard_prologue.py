@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -124,7 +123,6 @@ def shard_prologue(
     Raises:
         NotImplementedError: the traces unpack more than one module.
     """
-    started = time.perf_counter()
     unpacked = unpacked_parameters(prologue)
     modules = [bsym.output for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_thunder_module]
     if len(modules) > 1:
@@ -148,7 +146,7 @@ def shard_prologue(
             with tracectx(prologue):
                 bsyms.append(fsdp_check_no_sync.bind(bsym.output, no_sync, output=None))
                 bsyms.append(fsdp_check_hooks.bind(bsym.output, hooks, output=None))
-    return with_bound_symbols(prologue, bsyms, "fsdp: shard the prologue", started)
+    return with_bound_symbols(prologue, bsyms, "fsdp: shard the prologue")
 
 
 def become_shard(proxy: TensorProxy, param: torch.nn.Parameter) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -172,9 +171,8 @@ def sort_communication(
         max_gathers_in_flight: limit on the gathers that are issued and not waited for, at least 1.
         max_reductions_in_flight: how many equally large reductions of one process group may be in flight.
     """
-    started = time.perf_counter()
     bsyms = _Sorter(trace, prefetch, max_unsharded_bytes, max_gathers_in_flight, max_reductions_in_flight).run()
-    return with_bound_symbols(trace, bsyms, "fsdp: sort communication", started)
+    return with_bound_symbols(trace, bsyms, "fsdp: sort communication")
 
 
 def bytes_in_flight(reductions: Iterable[tuple[ProcessGroupRef, int]], most: int) -> dict[ProcessGroupRef, int]:

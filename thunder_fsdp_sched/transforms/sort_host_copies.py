@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -86,9 +85,8 @@ def sort_host_copies(
     """
     if not any(bsym.sym.name in HOST_COPIES for bsym in trace.bound_symbols):
         return trace
-    started = time.perf_counter()
     others = [b for b in statements(trace) if b.sym.name not in HOST_COPIES]
-    work = seconds(with_bound_symbols(trace, others, "fsdp: without host copies", started))
+    work = seconds(with_bound_symbols(trace, others, "fsdp: without host copies"))
     begins = list(accumulate(work, initial=0.0))
     copies = _pair(trace, copy_seconds)
     to_host = [c for c in copies if c.issue.sym is fsdp_copy_to_host]
@@ -98,7 +96,7 @@ def sort_host_copies(
     if to_device := [c for c in copies if c.issue.sym is not fsdp_copy_to_host]:
         out = _sort_backward(others, to_device, begins)
     assert not (to_host and to_device), "a forward or a backward trace has one kind of copies"
-    return with_bound_symbols(trace, out, "fsdp: sort host copies", started)
+    return with_bound_symbols(trace, out, "fsdp: sort host copies")
 
 
 def _pair(trace: TraceCtx, copy_seconds: Callable[[int], float]) -> list[_Copy]:

@@ -17,7 +17,6 @@ would have occupied memory of their own for as long, so the peak does not grow, 
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from thunder.core.dtypes import to_torch_dtype
@@ -50,7 +49,6 @@ def write_grads_in_place(trace: TraceCtx) -> TraceCtx:
     Order and number of bound symbols stay the same, except that ``del`` statements are dropped. See [Note:
     Gradients written in place].
     """
-    started = time.perf_counter()
     bsyms = statements(trace)
     live = Analysis(bsyms)
     for e in live.effects:
@@ -61,7 +59,7 @@ def write_grads_in_place(trace: TraceCtx) -> TraceCtx:
             if _fits(value.proxy, place.bucket, place.param):
                 producer = bsyms[value.first]
                 bsyms[value.first] = _into(producer, place.bucket, place.param) or producer
-    return with_bound_symbols(trace, bsyms, "fsdp: write gradients in place", started)
+    return with_bound_symbols(trace, bsyms, "fsdp: write gradients in place")
 
 
 def share_written_in_place(trace: TraceCtx) -> tuple[int, int]:
