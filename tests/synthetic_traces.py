@@ -13,7 +13,7 @@ from thunder_fsdp_sched.ir.symbols import (
     fsdp_wait_params,
 )
 from thunder_fsdp_sched.plan.layout import make_layout
-from thunder_fsdp_sched.plan.specs import BucketSpec, ParamSpec
+from thunder_fsdp_sched.plan.specs import BucketOptions, BucketSpec, ParamSpec
 from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef, Ranks
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Arena
@@ -37,7 +37,8 @@ def make_buckets(sizes: list[int], *, zero3: bool = True) -> list[Bucket]:
         params = tuple(
             ParamSpec((f"b{number}.p{i}",), SHAPE, torch.float32, torch.device("cpu"), True) for i in range(size)
         )
-        spec = BucketSpec(f"b{number}", params, make_layout([SHAPE] * size, 2, 4), zero3)
+        options = BucketOptions("zero3" if zero3 else "zero2")
+        spec = BucketSpec(f"b{number}", params, make_layout([SHAPE] * size, 2, 4), options)
         buckets.append(Bucket(spec, ranks, Flat(), arena, f"bucket_b{number}"))
     return buckets
 

@@ -438,7 +438,7 @@ def _train_in(rank: int, world_size: int, precision: str, stored: torch.dtype, c
         assert output.dtype is torch.float32
         assert {param.dtype for param in model.parameters()} == {stored}
         bucket = model._forward_module._lc_transforms[0].plan.buckets[0]
-        assert (bucket.comm.param_dtype or bucket.params[0].dtype) == computed
+        assert bucket.param_dtype == computed
         loss, expected = output.square().mean(), reference(x).square().mean()
         fabric.backward(loss)
         expected.backward()

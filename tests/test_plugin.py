@@ -94,7 +94,7 @@ def test_compile_with_a_recipe_trains_like_the_unsharded_model(rank: int) -> Non
     recipe = BaseRecipe(fuser="torch.compile")
     fused = thunder.compile(_Model(), recipe=recipe, plugins=FSDPSched(sharding_strategy="zero2"))
     assert get_executor("torchcompile") in thunder.compile_data(fused).executors_list
-    assert not any(bucket.reshard_after_forward for bucket in find_transform(fused).plan)
+    assert all(bucket.options.sharding_strategy == "zero2" for bucket in find_transform(fused).plan)
 
 
 def test_a_recipe_for_thunder_fx_is_refused() -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from .ir.schedule import StepSchedule
-from .options import check_options, refuse_positional
+from .options import check_options
 from .plan.specs import ParamSpec
 from .transform import FSDPTransform
 
@@ -204,5 +204,4 @@ def fsdp(
             there is no process group, and TypeError or ValueError for a parameter that cannot be sharded.
     """
     arguments: dict[str, Any] = dict(locals())
-    refuse_positional(arguments.pop("positional"))
-    return FSDPTransform(check_options(**arguments))
+    return FSDPTransform(check_options(*arguments.pop("positional"), **arguments))

@@ -1,23 +1,28 @@
-"""The options of :func:`thunder_fsdp_sched.fsdp`, and their validation."""
+"""The options of :func:`thunder_fsdp_sched.fsdp`, and their validation.
+
+An option has one name everywhere: an argument of ``fsdp``, a field of :class:`Options`, and, if functions may decide it for
+each module, a field of :class:`~thunder_fsdp_sched.plan.specs.BucketOptions`. There are no groups of options (memory,
+accumulation, checks): each reader needs one or two options, never such a group, so a group would only add a second name.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from thunder.distributed import FSDPBucketingStrategy
+from thunder.distributed import FSDPBucketingStrategy, FSDPType
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from .ir.schedule import StepSchedule, load_schedules
-from .module_options import check_factor, check_precision, check_secondary_size, check_strategy
-from .plan.bucketing import BucketingStrategy
-from .plan.specs import ParamSpec
+from .plan.bucketing import BucketingStrategy, BucketRule
+from .plan.specs import ParamSpec, ShardingStrategy
 from .ranks.process_groups import ProcessGroupRef
 from .runtime.accumulation import Way
 from .sizes import parse_bytes
@@ -26,113 +31,198 @@ from .transports import TRANSPORTS
 if TYPE_CHECKING:
     from .planning.clusters import ClusterSpec
 
-_BUCKETINGS = {
-    **{s.value: s for s in BucketingStrategy},
-    FSDPBucketingStrategy.NONE: BucketingStrategy.NONE,
-    FSDPBucketingStrategy.LAYER: BucketingStrategy.LAYER,
-    FSDPBucketingStrategy.BLOCK: BucketingStrategy.BLOCK,
-}
+Check = Callable[[str, Any], Any]
+"""Takes the name of an option, for messages, and the user's argument; returns the value of the field."""
+
+ByModule = Callable[[str, torch.nn.Module], Any]
+"""A function of (module name, module) that decides an option for each module."""
+
+#
+# Options that a function may decide for each module. `expected` is the start of a message, which says who gave the value.
+#
 
 
-def check_transport(transport: Any) -> Any:
-    """Return ``transport`` if it is a callable or the name of a transport; raise ValueError otherwise."""
-    if callable(transport) or (isinstance(transport, str) and (transport == "auto" or transport in TRANSPORTS)):
-        return transport
+def _check_strategy(strategy: Any, expected: str) -> ShardingStrategy:
+    name = strategy.name if isinstance(strategy, FSDPType) else strategy
+    for known in get_args(ShardingStrategy):
+        if isinstance(name, str) and name.lower() == known:
+            return known
     raise ValueError(
-        f"transport: expected 'auto', one of {sorted(TRANSPORTS)}, or a callable (bucket name, parameters) -> one of these, "
-        f"got {transport!r}"
+        f"sharding_strategy: {expected} 'zero2', 'zero3' or a thunder.distributed.FSDPType, got {strategy!r}"
     )
 
 
-def _precision(policy: Any) -> MixedPrecisionPolicy | Callable[[str, torch.nn.Module], MixedPrecisionPolicy | None]:
-    return policy if callable(policy) and not isinstance(policy, type) else check_precision(policy)
+def _check_precision(policy: Any, expected: str) -> MixedPrecisionPolicy:
+    if not isinstance(policy, (MixedPrecisionPolicy, type(None))):
+        raise TypeError(
+            f"mp_policy: {expected} a MixedPrecisionPolicy{' or None' * (expected == 'expected')}, got {policy!r} of type "
+            f"{type(policy).__name__}"
+        )
+    policy = policy or MixedPrecisionPolicy()
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and not dtype.is_floating_point:
+            of = "" if expected == "expected" else f"{expected} a MixedPrecisionPolicy whose "
+            raise ValueError(f"mp_policy: {of}{name} must be a floating-point dtype, got {dtype}")
+    return policy
 
 
-def _bucketing(strategy: Any) -> BucketingStrategy | int | Callable[[str, torch.nn.Parameter], str]:
+def check_factor(factor: Any, expected: str = "expected") -> float | None:
+    """Return ``gradient_divide_factor`` as a float, or ``None``.
+
+    Raises:
+        TypeError, ValueError: it is neither a positive number nor ``None``.
+    """
+    expected = f"gradient_divide_factor: {expected} a positive number{' or None' * (expected == 'expected')}"
+    if isinstance(factor, bool) or not isinstance(factor, (int, float, type(None))):
+        raise TypeError(f"{expected}, got {factor!r}")
+    if factor is not None and not 0 < factor < math.inf:
+        raise ValueError(f"{expected}, got {factor!r}")
+    return None if factor is None else float(factor)
+
+
+def _check_secondary_size(size: Any, expected: str) -> int | None:
+    expected = f"reshard_after_forward: {expected} a number of ranks{' or None' * (expected == 'expected')}"
+    if isinstance(size, bool):
+        raise TypeError(f"{expected}, got {size}; use sharding_strategy={'zero3' if size else 'zero2'!r}")
+    if not isinstance(size, (int, type(None))):
+        raise TypeError(f"{expected}, got {size!r}")
+    if size is not None and size < 2:
+        raise ValueError(f"{expected}, at least 2, got {size}; sharding_strategy='zero2' keeps whole parameters")
+    return size
+
+
+CHECKS_BY_MODULE: dict[str, Callable[[Any, str], Any]] = {
+    "sharding_strategy": _check_strategy,
+    "mp_policy": _check_precision,
+    "gradient_divide_factor": check_factor,
+    "reshard_after_forward": _check_secondary_size,
+}
+"""The checks of options that a function may decide for each module, also of what it returns."""
+
+
+def _by_module(name: str, value: Any) -> Any:
+    is_function = callable(value) and not isinstance(value, type)
+    return value if is_function else CHECKS_BY_MODULE[name](value, "expected")
+
+
+#
+# Kinds of options
+#
+
+
+def _is(types: Any, expected: str, convert: Callable[[Any], Any] = lambda value: value) -> Check:
+    """Accept an instance of some types, or ``None`` if ``expected`` says so."""
+    accepted = (types, type(None)) if expected.endswith("or None") else types
+
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, accepted):
+            raise TypeError(f"{name}: expected {expected}, got {value!r} of type {type(value).__name__}")
+        return convert(value)
+
+    return check
+
+
+_flag = _is(bool, "a bool")
+
+
+def _int(expected: str, *, words: tuple[str, ...] = (), least: tuple[int, str] | None = None) -> Check:
+    """Accept an int, ``None`` or one of some words.
+
+    Args:
+        least: the smallest int, and the noun for what it counts.
+    """
+
+    def check(name: str, value: Any) -> Any:
+        if value is None or (isinstance(value, str) and value in words):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: expected {expected}, got {value!r}")
+        if least is not None and value < least[0]:
+            raise ValueError(f"{name}: expected {least[0]} or more {least[1]}, got {value}")
+        return value
+
+    return check
+
+
+def _one_of(*choices: str | None) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if value not in choices:
+            *first, last = map(repr, choices)
+            raise ValueError(f"{name}: expected {', '.join(first)} or {last}, got {value!r}")
+        return value
+
+    return check
+
+
+def _function(expected: str) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if value is not None and not callable(value):
+            raise TypeError(f"{name}: expected a callable {expected}, got {value!r}")
+        return value
+
+    return check
+
+
+def _bytes(name: str, value: Any) -> int | None:
+    return None if value is None else parse_bytes(name, value)
+
+
+#
+# Options that are like no other
+#
+
+
+def _bucketing(name: str, strategy: Any) -> BucketingStrategy | int | BucketRule:
     if isinstance(strategy, bool):
-        raise TypeError(f"bucketing_strategy: expected a strategy, a size in bytes or a callable, got {strategy!r}")
+        raise TypeError(f"{name}: expected a strategy, a size in bytes or a callable, got {strategy!r}")
     if isinstance(strategy, int):
         if strategy <= 0:
-            raise ValueError(f"bucketing_strategy: a size in bytes must be positive, got {strategy}")
+            raise ValueError(f"{name}: a size in bytes must be positive, got {strategy}")
         return strategy
-    if isinstance(strategy, BucketingStrategy):
-        return strategy
-    key = strategy.lower() if isinstance(strategy, str) else strategy
-    if isinstance(key, (str, FSDPBucketingStrategy)):
-        if key in _BUCKETINGS:
-            return _BUCKETINGS[key]
-        if isinstance(key, str) and re.match(r"\s*[-+.\d]", key):
-            return parse_bytes("bucketing_strategy", strategy)
+    text = strategy.name if isinstance(strategy, FSDPBucketingStrategy) else strategy
+    if isinstance(text, str):
+        for known in get_args(BucketingStrategy):
+            if text.lower() == known:
+                return known
+        if re.match(r"\s*[-+.\d]", text):
+            return parse_bytes(name, text)
     elif callable(strategy):
         return strategy
     raise ValueError(
-        f"bucketing_strategy: expected 'none', 'layer', 'block', a thunder.distributed.FSDPBucketingStrategy, a size in "
+        f"{name}: expected 'none', 'layer', 'block', a thunder.distributed.FSDPBucketingStrategy, a size in "
         f"bytes (an int, or a string such as '25MB') or a callable (name, parameter) -> bucket name, got {strategy!r}"
     )
 
 
-def _bytes(name: str) -> Callable[[Any], int | None]:
-    return lambda value: None if value is None else parse_bytes(name, value)
+def check_transport(name: str, transport: Any) -> Any:
+    """Return ``transport`` if it is a callable or the name of a transport; raise ValueError otherwise."""
+    if callable(transport) or (isinstance(transport, str) and (transport == "auto" or transport in TRANSPORTS)):
+        return transport
+    raise ValueError(
+        f"{name}: expected 'auto', one of {sorted(TRANSPORTS)}, or a callable (bucket name, parameters) -> one of these, "
+        f"got {transport!r}"
+    )
 
 
-def _schedule(schedule: Any) -> tuple[StepSchedule, ...] | None:
+def _load(schedule: Any) -> tuple[StepSchedule, ...] | None:
     if schedule is None:
         return None
     if isinstance(schedule, StepSchedule):
         return (schedule,)
-    _check_type("schedule", schedule, (str, Path), "a path to a saved schedule, a StepSchedule or None")
     if not Path(schedule).is_file():
         raise ValueError(f"schedule: there is no file {str(schedule)!r}; transform.save_schedules(path) writes one")
     return tuple(load_schedules(schedule))
 
 
-def _ignored(params: Any) -> tuple[torch.nn.Parameter | str, ...]:
-    if params is None:
-        return ()
-    if isinstance(params, str) or not isinstance(params, Iterable):
-        raise TypeError(f"ignored_params: expected parameters or their names, got {type(params).__name__}")
-    params = tuple(params)
-    for param in params:
-        _check_type("ignored_params", param, (torch.nn.Parameter, str), "parameters or their names")
-    return params
+def _ignored(name: str, params: Any) -> tuple[torch.nn.Parameter | str, ...]:
+    if isinstance(params, str) or not isinstance(params, (Iterable, type(None))):
+        raise TypeError(f"{name}: expected parameters or their names, got {type(params).__name__}")
+    check = _is((torch.nn.Parameter, str), "parameters or their names")
+    return tuple(check(name, param) for param in params or ())
 
 
-def _check_type(name: str, value: Any, types: Any, expected: str) -> None:
-    if not isinstance(value, types):
-        raise TypeError(f"{name}: expected {expected}, got {value!r} of type {type(value).__name__}")
-
-
-def _factor(factor: Any) -> float | Callable[[str, torch.nn.Module], float | None] | None:
-    return factor if callable(factor) and not isinstance(factor, type) else check_factor(factor)
-
-
-def _hook(hook: Any) -> Callable[[str, torch.Tensor], None] | None:
-    if hook is not None and not callable(hook):
-        raise TypeError(f"all_reduce_hook: expected a callable (bucket name, gradients) -> None, or None, got {hook!r}")
-    return hook
-
-
-def _reshard(strategy: Any) -> bool | Callable[[str, torch.nn.Module], Any]:
-    return strategy if callable(strategy) and not isinstance(strategy, type) else check_strategy(strategy)
-
-
-def _prefetch(prefetch: Any) -> int | Literal["auto"]:
-    if prefetch != "auto" and (isinstance(prefetch, bool) or not isinstance(prefetch, int)):
-        raise TypeError(f"prefetch: expected a number of buckets (int), 'auto' or None, got {prefetch!r}")
-    if prefetch != "auto" and prefetch < 0:
-        raise ValueError(f"prefetch: expected 0 or more buckets, got {prefetch}")
-    return prefetch
-
-
-def _in_flight(number: Any) -> int | None:
-    if isinstance(number, bool) or not isinstance(number, (int, type(None))):
-        raise TypeError(f"max_gathers_in_flight: expected a number of gathers (int) or None, got {number!r}")
-    if number is not None and number < 1:
-        raise ValueError(f"max_gathers_in_flight: expected 1 or more gathers, got {number}")
-    return number
-
-
-def _cluster(cluster: Any) -> ClusterSpec | None:
+def _cluster(name: str, cluster: Any) -> ClusterSpec | None:
     if cluster is None:
         return None
     from .planning.clusters import cluster as cluster_by_name  # here, because a default step needs no planner
@@ -140,19 +230,7 @@ def _cluster(cluster: Any) -> ClusterSpec | None:
     return cluster_by_name(cluster)
 
 
-def _offload(policy: Any) -> OffloadPolicy:
-    expected = "a CPUOffloadPolicy, OffloadPolicy or None"
-    _check_type("offload_policy", policy, (OffloadPolicy, type(None)), expected)
-    return policy or OffloadPolicy()
-
-
-def _process_group(group: Any) -> ProcessGroupRef | None:
-    _check_type("process_group", group, (ProcessGroup, type(None)), "a torch.distributed.ProcessGroup or None")
-    return None if group is None else ProcessGroupRef.of(group)
-
-
-def _mesh(mesh: Any) -> DeviceMesh | None:
-    _check_type("mesh", mesh, (DeviceMesh, type(None)), "a 1-D or 2-D torch.distributed.device_mesh.DeviceMesh or None")
+def _one_or_two_dimensions(mesh: DeviceMesh | None) -> DeviceMesh | None:
     if mesh is not None and mesh.ndim > 2:
         raise ValueError(
             f"mesh: expected one dimension (to shard over) or two (to replicate and to shard over), got {mesh.ndim}; pass "
@@ -161,40 +239,129 @@ def _mesh(mesh: Any) -> DeviceMesh | None:
     return mesh
 
 
-def _group_for(choose: Any) -> Callable[[str, torch.nn.Parameter], Any] | None:
-    if choose is not None and not callable(choose):
-        raise TypeError(
-            f"process_group_for: expected a callable (parameter name, parameter) -> process group, mesh or None, got "
-            f"{choose!r}"
-        )
-    return choose
-
-
-def _device(device: Any) -> torch.device | None:
+def _device(name: str, device: Any) -> torch.device | None:
     if isinstance(device, (str, int)):
         device = torch.device(device)
-    _check_type("device", device, (torch.device, type(None)), "a torch.device, its name or None")
-    return device
+    return _is(torch.device, "a torch.device, its name or None")(name, device)
 
 
-def _init_fn(initialize: Any) -> Callable[[torch.nn.Module], Any] | None:
-    if initialize is not None and not callable(initialize):
-        raise TypeError(f"param_init_fn: expected a callable that initializes a module, got {initialize!r}")
-    return initialize
+def _offload(policy: OffloadPolicy | None) -> OffloadPolicy:
+    return policy or OffloadPolicy()
 
 
-def _global_rank(rank: Any) -> int | None:
-    if isinstance(rank, bool) or not isinstance(rank, (int, type(None))):
-        raise TypeError(f"broadcast_from: expected a global rank (int) or None, got {rank!r}")
-    return rank
+def _group(group: ProcessGroup | None) -> ProcessGroupRef | None:
+    return None if group is None else ProcessGroupRef.of(group)
 
 
-def _flag(name: str) -> Callable[[Any], bool]:
-    def check(value: Any) -> bool:
-        _check_type(name, value, bool, "a bool")
-        return value
+_CHECKS: dict[str, Check] = {
+    "sharding_strategy": _by_module,
+    "bucketing_strategy": _bucketing,
+    "prefetch": _int("a number of buckets (int), 'auto' or None", words=("auto",), least=(0, "buckets")),
+    "max_memory": _bytes,
+    "max_unsharded_bytes": _bytes,
+    "release": _one_of("never", "step", "bucket"),
+    "reshard_after_forward": _by_module,
+    "reshard_after_backward": _flag,
+    "accumulate": _one_of(*get_args(Way), None),
+    "max_gathers_in_flight": _int("a number of gathers (int) or None", least=(1, "gathers")),
+    "cluster": _cluster,
+    "schedule": _is((str, Path, StepSchedule), "a path to a saved schedule, a StepSchedule or None", _load),
+    "transport": check_transport,
+    "mp_policy": _by_module,
+    "gradient_divide_factor": _by_module,
+    "all_reduce_hook": _function("(bucket name, gradients) -> None, or None"),
+    "offload_policy": _is(OffloadPolicy, "a CPUOffloadPolicy, OffloadPolicy or None", _offload),
+    "process_group": _is(ProcessGroup, "a torch.distributed.ProcessGroup or None", _group),
+    "mesh": _is(DeviceMesh, "a 1-D or 2-D torch.distributed.device_mesh.DeviceMesh or None", _one_or_two_dimensions),
+    "process_group_for": _function("(parameter name, parameter) -> process group, mesh or None"),
+    "separate_reduce_scatter_group": _flag,
+    "device": _device,
+    "param_init_fn": _function("that initializes a module"),
+    "broadcast_from": _int("a global rank (int) or None"),
+    "ignored_params": _ignored,
+    "allow_different_computation": _flag,
+    "allow_different_initialization": _flag,
+    "audit": _flag,
+    "trace_modules_once": _flag,
+    "move_state_dict_to_cpu": _flag,
+}
 
-    return check
+_NOT_COMPARED = {"process_group", "ignored_params"}
+"""Options that refer to objects of this process. Ranks compare their effect instead."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The validated options of one transform; :func:`thunder_fsdp_sched.fsdp` documents them."""
+
+    sharding_strategy: ShardingStrategy | ByModule
+    bucketing_strategy: BucketingStrategy | int | BucketRule
+    prefetch: int | Literal["auto"]
+    max_memory: int | None
+    max_unsharded_bytes: int | None
+    release: Literal["never", "step", "bucket"]
+    reshard_after_forward: int | ByModule | None
+    reshard_after_backward: bool
+    accumulate: Way | None
+    max_gathers_in_flight: int | None
+    cluster: ClusterSpec | None
+    schedule: tuple[StepSchedule, ...] | None
+    transport: str | Callable[[str, tuple[ParamSpec, ...]], str]
+    mp_policy: MixedPrecisionPolicy | ByModule
+    gradient_divide_factor: float | ByModule | None
+    all_reduce_hook: Callable[[str, torch.Tensor], None] | None
+    offload_policy: OffloadPolicy
+    process_group: ProcessGroupRef | None
+    mesh: DeviceMesh | None
+    process_group_for: Callable[[str, torch.nn.Parameter], Any] | None
+    separate_reduce_scatter_group: bool
+    device: torch.device | None
+    param_init_fn: Callable[[torch.nn.Module], Any] | None
+    broadcast_from: int | None
+    ignored_params: tuple[torch.nn.Parameter | str, ...]
+    allow_different_computation: bool
+    allow_different_initialization: bool
+    audit: bool
+    trace_modules_once: bool
+    move_state_dict_to_cpu: bool
+
+    def __post_init__(self) -> None:
+        if self.mesh is not None and self.process_group is not None:
+            raise ValueError("mesh and process_group: pass one of them, not both")
+        if self.param_init_fn is not None and self.device is None:
+            raise ValueError(
+                "param_init_fn: also pass device=..., on which to create the parameters of a module on the meta device"
+            )
+        if self.sharding_strategy == "zero2" and self.reshard_after_forward is not None:
+            raise ValueError(
+                "reshard_after_forward: sharding_strategy='zero2' keeps whole parameters until backward; use 'zero3', or a "
+                "function of (module name, module) that returns 'zero3' for some modules"
+            )
+        if self.sharding_strategy == "zero2" and self.max_unsharded_bytes is not None:
+            raise ValueError(
+                "max_unsharded_bytes: sharding_strategy='zero2' keeps every bucket unsharded, so there is nothing to "
+                "choose; use 'zero3', which keeps buckets that fit"
+            )
+        for name in ("max_memory", "max_unsharded_bytes") if self.release == "bucket" else ():
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}: cannot be combined with release='bucket', because it plans slots that share memory; use "
+                    f"release='step' or 'never'"
+                )
+
+    @property
+    def needs_search(self) -> bool:
+        """Whether the planner chooses settings: the prefetch distance, or what keeps a limit on memory."""
+        return self.prefetch == "auto" or (self.max_memory, self.max_unsharded_bytes) != (None, None)
+
+    def lines(self) -> list[str]:
+        """Return one line for each option that must be the same on all ranks."""
+        compared = [name for name in _CHECKS if name not in _NOT_COMPARED]
+        return [f"fsdp({name}={_comparable(getattr(self, name))})" for name in compared]
+
+    def __str__(self) -> str:
+        shown = ("sharding_strategy", "bucketing_strategy", "prefetch", "transport")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
 
 
 def _comparable(value: Any) -> str:
@@ -212,152 +379,24 @@ def _comparable(value: Any) -> str:
     return str(value)
 
 
-def _secondary_size(size: Any) -> int | Callable[[str, torch.nn.Module], int | None] | None:
-    return size if callable(size) and not isinstance(size, type) else check_secondary_size(size)
+def check_options(*positional: Any, **arguments: Any) -> Options:
+    """Validate the arguments of :func:`thunder_fsdp_sched.fsdp`, all of which must be given, and return them as options.
 
-
-def _release(when: Any) -> Literal["never", "step", "bucket"]:
-    if when not in ("never", "step", "bucket"):
-        raise ValueError(f"release: expected 'never', 'step' or 'bucket', got {when!r}")
-    return when
-
-
-def _accumulate(how: Any) -> Way | None:
-    if how not in (None, *get_args(Way)):
-        raise ValueError(f"accumulate: expected 'unsharded', 'sharded' or None, got {how!r}")
-    return how
-
-
-def _by(
-    check: Callable[[Any], Any], argument: str = "", *, label: str = "", is_compared: bool = True
-) -> dict[str, Any]:
-    """Return how an option is made of a user's argument.
-
-    Args:
-        check: validates and converts the user's argument.
-        argument: name of the argument, if it is not that of the field.
-        label: its name in messages, if it is not that of the argument.
-        is_compared: whether it must be the same on all ranks. Options that refer to objects of this process are not
-            compared; ranks compare their effect instead.
+    Raises:
+        TypeError: an argument has the wrong type or is positional.
+        ValueError: an argument has an unsupported value, or conflicts with another.
     """
-    return {"check": check, "argument": argument, "label": label, "is_compared": is_compared}
-
-
-@dataclass(frozen=True)
-class Options:
-    """The validated options of one transform, each with its validation; :func:`thunder_fsdp_sched.fsdp` documents them."""
-
-    reshard_after_forward: bool | Callable[[str, torch.nn.Module], Any] = field(
-        metadata=_by(_reshard, "sharding_strategy", label="zero3")
-    )
-    bucketing: BucketingStrategy | int | Callable[[str, torch.nn.Parameter], str] = field(
-        metadata=_by(_bucketing, "bucketing_strategy")
-    )
-    prefetch: int | Literal["auto"] = field(metadata=_by(_prefetch))
-    max_memory: int | None = field(metadata=_by(_bytes("max_memory")))
-    max_unsharded_bytes: int | None = field(metadata=_by(_bytes("max_unsharded_bytes")))
-    release: Literal["never", "step", "bucket"] = field(metadata=_by(_release))
-    secondary_size: int | Callable[[str, torch.nn.Module], int | None] | None = field(
-        metadata=_by(_secondary_size, "reshard_after_forward")
-    )
-    reshard_after_backward: bool = field(metadata=_by(_flag("reshard_after_backward")))
-    accumulate: Way | None = field(metadata=_by(_accumulate))
-    max_gathers_in_flight: int | None = field(metadata=_by(_in_flight))
-    cluster: ClusterSpec | None = field(metadata=_by(_cluster))
-    schedule: tuple[StepSchedule, ...] | None = field(metadata=_by(_schedule))
-    transport: str | Callable[[str, tuple[ParamSpec, ...]], str] = field(metadata=_by(check_transport))
-    mp_policy: MixedPrecisionPolicy | Callable[[str, torch.nn.Module], MixedPrecisionPolicy | None] = field(
-        metadata=_by(_precision)
-    )
-    gradient_divide_factor: float | Callable[[str, torch.nn.Module], float | None] | None = field(metadata=_by(_factor))
-    all_reduce_hook: Callable[[str, torch.Tensor], None] | None = field(metadata=_by(_hook))
-    offload_policy: OffloadPolicy = field(metadata=_by(_offload))
-    process_group: ProcessGroupRef | None = field(metadata=_by(_process_group, is_compared=False))
-    mesh: DeviceMesh | None = field(metadata=_by(_mesh))
-    process_group_for: Callable[[str, torch.nn.Parameter], Any] | None = field(metadata=_by(_group_for))
-    separate_reduce_scatter_group: bool = field(metadata=_by(_flag("separate_reduce_scatter_group")))
-    device: torch.device | None = field(metadata=_by(_device))
-    param_init_fn: Callable[[torch.nn.Module], Any] | None = field(metadata=_by(_init_fn))
-    broadcast_from: int | None = field(metadata=_by(_global_rank))
-    ignored_params: tuple[torch.nn.Parameter | str, ...] = field(metadata=_by(_ignored, is_compared=False))
-    allow_different_computation: bool = field(metadata=_by(_flag("allow_different_computation")))
-    allow_different_initialization: bool = field(metadata=_by(_flag("allow_different_initialization")))
-    audit: bool = field(metadata=_by(_flag("audit")))
-    trace_modules_once: bool = field(metadata=_by(_flag("trace_modules_once")))
-    move_state_dict_to_cpu: bool = field(metadata=_by(_flag("move_state_dict_to_cpu")))
-
-    def __post_init__(self) -> None:
-        if self.mesh is not None and self.process_group is not None:
-            raise ValueError("mesh and process_group: pass one of them, not both")
-        if self.param_init_fn is not None and self.device is None:
-            raise ValueError(
-                "param_init_fn: also pass device=..., on which to create the parameters of a module on the meta device"
-            )
-        if self.secondary_size is not None and not self.reshard_after_forward:
-            raise ValueError(
-                "reshard_after_forward: sharding_strategy='zero2' keeps whole parameters until backward; use 'zero3', or a "
-                "function of (module name, module) that returns 'zero3' for some modules"
-            )
-        if self.max_unsharded_bytes is not None and not self.reshard_after_forward:
-            raise ValueError(
-                "max_unsharded_bytes: sharding_strategy='zero2' keeps every bucket unsharded, so there is nothing to "
-                "choose; use 'zero3', which keeps buckets that fit"
-            )
-
-        limits = (("max_memory", self.max_memory), ("max_unsharded_bytes", self.max_unsharded_bytes))
-        for name, limit in limits if self.release == "bucket" else ():
-            if limit is not None:
-                raise ValueError(
-                    f"{name}: cannot be combined with release='bucket', because it plans slots that share memory; use "
-                    f"release='step' or 'never'"
-                )
-
-    @property
-    def needs_search(self) -> bool:
-        """Whether the planner chooses settings: the prefetch distance, or what keeps a limit on memory."""
-        return self.prefetch == "auto" or (self.max_memory, self.max_unsharded_bytes) != (None, None)
-
-    def lines(self) -> list[str]:
-        """Return one line for each option that must be the same on all ranks."""
-        return [
-            f"fsdp({f.metadata['label'] or f.metadata['argument'] or f.name}={_comparable(getattr(self, f.name))})"
-            for f in fields(self)
-            if f.metadata["is_compared"]
-        ]
-
-    def __str__(self) -> str:
-        strategy = self.reshard_after_forward if callable(self.reshard_after_forward) else "zero3"
-        strategy = strategy if self.reshard_after_forward else "zero2"
-        bucketing = self.bucketing.value if isinstance(self.bucketing, BucketingStrategy) else self.bucketing
-        return (
-            f"sharding_strategy={strategy!r}, bucketing_strategy={bucketing!r}, prefetch={self.prefetch}, "
-            f"transport={self.transport!r}"
-        )
-
-
-def refuse_positional(arguments: tuple[Any, ...]) -> None:
-    """Raise TypeError if there are positional arguments; with advice if the first is a module."""
-    if arguments and isinstance(arguments[0], torch.nn.Module):
+    if positional and isinstance(positional[0], torch.nn.Module):
         raise TypeError(
             "fsdp: the model is not an argument of fsdp(...), which only makes a transform. Pass the model to thunder.jit: "
             "model = thunder.jit(model, transforms=[fsdp(...)])"
         )
-    if arguments:
+    if positional:
         raise TypeError(
-            f"fsdp: takes no positional arguments, got {arguments[0]!r}; give each option by its name, such as "
+            f"fsdp: takes no positional arguments, got {positional[0]!r}; give each option by its name, such as "
             f"fsdp(sharding_strategy='zero2')"
         )
-
-
-def check_options(**arguments: Any) -> Options:
-    """Validate the arguments of :func:`thunder_fsdp_sched.fsdp`, all of which must be given, and return them as options.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has an unsupported value, or conflicts with another.
-    """
     if arguments["prefetch"] is None:
         arguments["prefetch"] = 1 if arguments["max_memory"] is None else "auto"
-    checked = {f.name: f.metadata["check"](arguments.pop(f.metadata["argument"] or f.name)) for f in fields(Options)}
-    assert not arguments, f"no field of Options declares {sorted(arguments)}"
-    return Options(**checked)
+    assert arguments.keys() == _CHECKS.keys(), arguments.keys() ^ _CHECKS.keys()
+    return Options(**{name: check(name, arguments[name]) for name, check in _CHECKS.items()})

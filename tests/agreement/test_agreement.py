@@ -71,7 +71,7 @@ SHARDED: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], dict[str, A
     "another option": (
         lambda rank: TwoBranches(),
         lambda rank: {"bucketing_strategy": ("block", "none")[rank]},
-        r"rank 0: fsdp\(bucketing_strategy=BucketingStrategy\.BLOCK\)\n    rank 1: .*BucketingStrategy\.NONE",
+        r"rank 0: fsdp\(bucketing_strategy=block\)\n    rank 1: .*bucketing_strategy=none",
     ),
     "communicators on rank 1 alone": (
         lambda rank: TwoBranches(),

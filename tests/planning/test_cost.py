@@ -51,6 +51,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, tracectx
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.flop_counter import FlopCounterMode
 
 PLAIN = ClusterSpec(
@@ -164,7 +165,7 @@ def test_the_fastest_protocol_is_used_and_efficiency_is_applied():
 
 def bucket(shapes, *, world_size=2, dtype=torch.float32) -> Bucket:
     params = tuple(ParamSpec((f"p{i}",), s, dtype, torch.device("cpu"), True) for i, s in enumerate(shapes))
-    spec = BucketSpec("b", params, make_layout(shapes, world_size, dtype.itemsize), True)
+    spec = BucketSpec("b", params, make_layout(shapes, world_size, dtype.itemsize))
     return Bucket(
         spec, Ranks.of(ProcessGroupRef("data", 0, range(world_size))), Flat(), Arena(torch.device("cpu")), "bucket_b"
     )
@@ -475,9 +476,11 @@ def test_measuring_other_modules_or_with_unreduced_gradients_is_an_error(ranks):
 def test_gathers_cost_the_bytes_that_the_transport_and_precision_move_locally():
     spec = dataclasses.replace(PLAIN, synchronous=True)
 
-    def gather_seconds(on, **comm) -> float:
+    def gather_seconds(on, mp_policy=None, **comm) -> float:
         small_bucket = bucket([(4, 4)])
         small_bucket.spec = dataclasses.replace(small_bucket.spec, comm=CommSpec(**comm))
+        if mp_policy is not None:
+            small_bucket.spec = small_bucket.spec.with_options(mp_policy=mp_policy)
         small_bucket.transport = TRANSPORTS[small_bucket.spec.comm.transport]
         trace = TraceCtx()
         with tracectx(trace):
@@ -489,7 +492,7 @@ def test_gathers_cost_the_bytes_that_the_transport_and_precision_move_locally():
         return sum(s.device for s in seconds) * on.bytes_per_second
 
     assert gather_seconds(spec) == 0
-    assert gather_seconds(spec, param_dtype=torch.bfloat16) == 8 * (4 + 2)
+    assert gather_seconds(spec, MixedPrecisionPolicy(param_dtype=torch.bfloat16)) == 8 * (4 + 2)
     assert gather_seconds(spec, transport="staged", staging=True) == 2 * 64
     # The slot is zeroed, and this rank's shard is copied into it.
     assert gather_seconds(spec, transport="all_reduce") == 64 + 2 * 32

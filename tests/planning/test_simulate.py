@@ -19,7 +19,7 @@ from thunder_fsdp_sched.ir.host_copies import (
 )
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter, fsdp_wait_grads, fsdp_wait_params
 from thunder_fsdp_sched.plan.layout import make_layout
-from thunder_fsdp_sched.plan.specs import BucketSpec, ParamSpec
+from thunder_fsdp_sched.plan.specs import BucketOptions, BucketSpec, ParamSpec
 from thunder_fsdp_sched.planning.cost import Seconds, runs_nothing
 from thunder_fsdp_sched.planning.simulate import COMPUTE, Timeline, simulate
 from thunder_fsdp_sched.ranks.process_groups import ProcessGroupRef, Ranks
@@ -90,7 +90,8 @@ class TraceBuilder:
         while len(self.buckets) <= number:
             name = f"b{len(self.buckets)}"
             params = (ParamSpec((f"{name}.p",), SHAPE, torch.float32, torch.device("cpu"), True),)
-            spec = BucketSpec(name, params, make_layout([SHAPE], 2, 4), self.zero3)
+            options = BucketOptions("zero3" if self.zero3 else "zero2")
+            spec = BucketSpec(name, params, make_layout([SHAPE], 2, 4), options)
             self.buckets.append(
                 Bucket(spec, Ranks.of(ProcessGroupRef(group, 0, range(2))), Flat(), self.arena, f"bucket_{name}")
             )

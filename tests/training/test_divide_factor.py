@@ -59,7 +59,7 @@ def test_gradients_are_divided_by_any_factor_as_in_fsdp2(rank: int, world_size: 
     _set_theirs(run, 0.7, below="blocks")
     run.train(1)
     assert len(run.transform.compiled) == 1, "the factor must not be part of a trace"
-    assert [bucket.divide_factor for bucket in run.transform.plan] == [1.0, 0.7, 0.7, 1.0]
+    assert [bucket.options.gradient_divide_factor for bucket in run.transform.plan] == [1.0, 0.7, 0.7, 1.0]
     run.micro_batch(3)
     run.train(1)
 

@@ -44,7 +44,7 @@ class _Failure(Exception):
 
 def _gathers_again(run: Run) -> bool:
     """Return whether backward gathers again: ZeRO-3."""
-    return any(bucket.reshard_after_forward for bucket in run.transform.plan)
+    return any(bucket.options.sharding_strategy == "zero3" for bucket in run.transform.plan)
 
 
 def _check_nothing_is_allocated(run: Run) -> None:

@@ -132,7 +132,7 @@ def check_saved(twins: Twins, saved: list[torch.Tensor]) -> None:
     arenas = {b.arena for b in twins.transform.sharded.buckets}
     leaked = [tuple(t.shape) for t in saved if any(arena.span_of(t) for arena in arenas)]
     assert saved and not leaked, f"saved tensors of shapes {leaked} are in memory that other buckets overwrite"
-    if twins.transform.options.reshard_after_forward:
+    if twins.transform.options.sharding_strategy == "zero3":
         forward = twins.transform.compiled[-1].forward
         derived = BucketReads(forward).bucket_of
         kept = [p.name for p in forward.bound_symbols[-1].args[1][0] if p.name in derived]

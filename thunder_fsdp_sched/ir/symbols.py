@@ -386,7 +386,7 @@ def _wait_grads_effects(bsym: BoundSymbol) -> Effects:
     if spec.comm.offload and spec.reduce_dtype != spec.dtype:
         memory += _call(bucket, "cast of sharded gradients", flat)
     expected, own = bucket.hook_name, spec.layout.shard_numel * spec.reduce_dtype.itemsize
-    divides = spec.divide_factor not in (None, spec.layout.world_size * spec.replicas)
+    divides = spec.options.gradient_divide_factor not in (None, spec.layout.world_size * spec.replicas)
     moved = (2 * own if divides else 0) + (own + flat if spec.reduce_dtype != spec.dtype else 0)
     work = Work(
         moved=moved,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -26,12 +26,8 @@ _MIN_EDGE_PIECE_BYTES = 1 << 19
 """The smallest edge piece (bytes). For fewer bytes, starting a collective takes longer than sending them."""
 
 
-class BucketingStrategy(enum.Enum):
-    """The rule by which parameters are grouped into buckets; see :func:`thunder_fsdp_sched.fsdp`."""
-
-    NONE = "none"
-    LAYER = "layer"
-    BLOCK = "block"
+BucketingStrategy = Literal["none", "layer", "block"]
+"""The rule by which parameters are grouped into buckets; see :func:`thunder_fsdp_sched.fsdp`."""
 
 
 def make_plan(
@@ -72,7 +68,7 @@ def make_plan(
         kind = _Kind(spec.dtype, spec.device, spec.requires_grad, ranks, own)
         name = rule(spec, param, kind)
         (_, _, _, other, _), first = first_of.setdefault(name, (kind, spec.name))
-        if other != ranks and not isinstance(strategy, BucketingStrategy | int):
+        if other != ranks and callable(strategy):
             raise ValueError(
                 f"bucketing_strategy: the callable puts {first!r} and {spec.name!r} into one bucket {name!r}, but they are "
                 f"sharded over two process groups, {other.group!r} and {ranks.group!r}"
@@ -88,27 +84,26 @@ def make_plan(
             unique = unique.rstrip(".")
         taken.add(unique)
         comm = comm_spec(unique, tuple(specs), ranks, kind.options)
-        narrowest = min((d or dtype).itemsize for d in (dtype, comm.param_dtype, comm.reduce_dtype))
+        policy = kind.options.mp_policy
+        narrowest = min((d or dtype).itemsize for d in (dtype, policy.param_dtype, policy.reduce_dtype))
         layout = make_layout([s.shape for s in specs], ranks.size, narrowest, per_param=comm.per_param)
         buckets.append(
             BucketSpec(
                 unique,
                 tuple(specs),
                 layout,
-                kind.options.reshard_after_forward,
+                replace(kind.options, reshard_after_forward=_secondary_size(unique, kind.options, ranks.size)),
                 comm,
                 ranks.group,
                 ranks.replicas,
-                kind.options.divide_factor,
-                _secondary_size(unique, kind.options, ranks.size),
             )
         )
     return Plan(tuple(buckets), world_size, group)
 
 
 def _secondary_size(name: str, options: BucketOptions, ranks: int) -> int | None:
-    size = options.secondary_size
-    if size is None or not options.reshard_after_forward or size == ranks:
+    size = options.reshard_after_forward
+    if size is None or options.sharding_strategy == "zero2" or size == ranks:
         return None
     if ranks % size:
         raise ValueError(
@@ -130,16 +125,18 @@ class _Kind(NamedTuple):
     def labels(self, first: _Kind) -> list[str]:
         """Return additions to a bucket's name that tell it from the first one of that name; some are empty."""
         own, other = self.options, first.options
-        param_dtype = own.param_dtype or self.dtype
-        reduce_dtype = own.reduce_dtype or param_dtype
+        policy, others = own.mp_policy, other.mp_policy
+        param_dtype = policy.param_dtype or self.dtype
+        reduce_dtype = policy.reduce_dtype or param_dtype
+        factor, size = own.gradient_divide_factor, own.reshard_after_forward
         return [
             "" if self.ranks == first.ranks else self.ranks.group,
             "" if self.requires_grad else "frozen",
-            "" if own.reshard_after_forward is other.reshard_after_forward else f"zero{2 + own.reshard_after_forward}",
-            "" if own.param_dtype == other.param_dtype else _named(param_dtype),
-            "" if own.reduce_dtype == other.reduce_dtype else f"reduced_{_named(reduce_dtype)}",
-            "" if own.divide_factor == other.divide_factor else f"divided_by_{own.divide_factor or 'ranks'}",
-            "" if own.secondary_size == other.secondary_size else f"secondary_{own.secondary_size or 'none'}",
+            "" if own.sharding_strategy == other.sharding_strategy else own.sharding_strategy,
+            "" if policy.param_dtype == others.param_dtype else _named(param_dtype),
+            "" if policy.reduce_dtype == others.reduce_dtype else f"reduced_{_named(reduce_dtype)}",
+            "" if factor == other.gradient_divide_factor else f"divided_by_{factor or 'ranks'}",
+            "" if size == other.reshard_after_forward else f"secondary_{size or 'none'}",
             _named(self.dtype),
             str(self.device),
         ]
@@ -153,11 +150,11 @@ _Rule = Callable[[ParamSpec, torch.nn.Parameter, _Kind], str]
 
 
 def _rule(module: torch.nn.Module, strategy: BucketingStrategy | int | BucketRule) -> _Rule:
-    if strategy is BucketingStrategy.NONE:
+    if strategy == "none":
         return lambda spec, *_: spec.name
-    if strategy is BucketingStrategy.LAYER:
+    if strategy == "layer":
         return lambda spec, *_: spec.name.rpartition(".")[0] or "root"
-    if strategy is BucketingStrategy.BLOCK:
+    if strategy == "block":
         return _by_block(module)
     if isinstance(strategy, int):
         return _by_size(strategy)

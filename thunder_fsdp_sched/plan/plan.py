@@ -87,14 +87,14 @@ def _table_of(plan: Sequence[BucketSpec], title: str) -> PlanTable:
     notes = [] if shows_dtypes else [f"dtype: {dtype}" for dtype in dict.fromkeys(dtypes.values())]
     reasons = _names_by(plan, lambda b: f"{b.comm.transport}: {b.comm.reason}")
     notes += [reason + (f" ({names})" if len(reasons) > 1 else "") for reason, names in reasons.items()]
-    kept = [bucket.name for bucket in plan if not bucket.reshard_after_forward]
+    kept = [bucket.name for bucket in plan if bucket.options.sharding_strategy == "zero2"]
     if 0 < len(kept) < len(plan):
         notes.append(f"unsharded until backward: {', '.join(kept)}")
-    sizes = _names_by(plan, lambda b: b.secondary_size)
+    sizes = _names_by(plan, lambda b: b.options.reshard_after_forward)
     for size, names in sizes.items():
         of = f": {names}" if len(sizes) > 1 else ""
         notes += [f"backward gathers among {size} ranks, from secondary shards{of}"] * (size is not None)
-    for factor, names in _names_by(plan, lambda b: b.divide_factor).items():
+    for factor, names in _names_by(plan, lambda b: b.options.gradient_divide_factor).items():
         notes += [] if factor is None else [f"sum of gradients divided by {factor:g}: {names}"]
     columns += ["dtype"] * shows_dtypes + ["ranks"] * shows_ranks
     return PlanTable(title, tuple(columns), tuple(rows), total, tuple(notes))

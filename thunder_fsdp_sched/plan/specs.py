@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .layout import Layout
+
+ShardingStrategy = Literal["zero2", "zero3"]
 
 
 class Strided(NamedTuple):
@@ -58,22 +61,22 @@ class GroupKey(NamedTuple):
     replicas: int = 1
 
 
-class BucketOptions(NamedTuple):
-    """Options in which the parameters of one bucket agree.
+@dataclass(frozen=True)
+class BucketOptions:
+    """Options that functions may decide for each module, with the names of the arguments of ``fsdp``.
 
     Attributes:
-        reshard_after_forward: true for ZeRO-3, false for ZeRO-2.
-        param_dtype: dtype of unsharded parameters; ``None`` for the dtype of the shards.
-        reduce_dtype: dtype in which gradients are sent and reduced; ``None`` for ``param_dtype``.
-        divide_factor: what the sum of gradients over ranks is divided by; ``None`` for the number of ranks.
-        secondary_size: over how many ranks the parameters are sharded between forward and backward; ``None`` for all.
+        sharding_strategy: ``"zero3"`` if gathered again for backward, ``"zero2"`` if unsharded until then.
+        mp_policy: of a bucket, only the dtypes that differ from that of the shards.
+        gradient_divide_factor: what the sum of gradients over ranks is divided by; ``None`` for the number of ranks.
+        reshard_after_forward: the number of ranks among which backward gathers from secondary shards; ``None`` for all.
+            See [Note: Secondary shards] in ``runtime.secondary``.
     """
 
-    reshard_after_forward: bool = True
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    divide_factor: float | None = None
-    secondary_size: int | None = None
+    sharding_strategy: ShardingStrategy = "zero3"
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    gradient_divide_factor: float | None = None
+    reshard_after_forward: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,6 @@ class CommSpec:
         reason: why this transport was chosen.
         per_param: whether it needs a layout that splits every parameter evenly by rows.
         staging: whether its slots have a second half, with the elements in the order in which ranks send them.
-        param_dtype: dtype of unsharded parameters; ``None`` for the dtype of the shards.
-        reduce_dtype: dtype in which gradients are sent and reduced; ``None`` for ``param_dtype``.
         offload: whether shards and their gradients are stored on the CPU; shards are copied to the device to be sent.
         pin_memory: whether they are stored in page-locked memory there.
     """
@@ -95,8 +96,6 @@ class CommSpec:
     reason: str = "default"
     per_param: bool = False
     staging: bool = False
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
     offload: bool = False
     pin_memory: bool = False
 
@@ -107,23 +106,22 @@ class BucketSpec:
 
     Attributes:
         name: unique in the plan, made from the module path (``transformer.h.0``).
-        reshard_after_forward: true for ZeRO-3 (gathered again for backward), false for ZeRO-2 (stays unsharded).
+        options: those that may differ between buckets.
         group: description of the process group over which it is sharded.
         replicas: number of ranks that hold a copy of each shard, including this one.
-        divide_factor: what the sum of gradients over ranks is divided by; ``None`` for the number of ranks.
-        secondary_size: number of ranks among which backward gathers it from their secondary shards; ``None`` if it
-            gathers among all. See [Note: Secondary shards] in ``runtime.secondary``.
     """
 
     name: str
     params: tuple[ParamSpec, ...]
     layout: Layout
-    reshard_after_forward: bool
+    options: BucketOptions = BucketOptions()
     comm: CommSpec = CommSpec()
     group: str = ""
     replicas: int = 1
-    divide_factor: float | None = None
-    secondary_size: int | None = None
+
+    def with_options(self, **changed: Any) -> BucketSpec:
+        """Return the specification with other values of some options."""
+        return replace(self, options=replace(self.options, **changed))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -133,12 +131,12 @@ class BucketSpec:
     @property
     def param_dtype(self) -> torch.dtype:
         """The dtype of unsharded parameters."""
-        return self.comm.param_dtype or self.dtype
+        return self.options.mp_policy.param_dtype or self.dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype of unsharded gradients, in their slot and when sent."""
-        return self.comm.reduce_dtype or self.param_dtype
+        return self.options.mp_policy.reduce_dtype or self.param_dtype
 
     @property
     def accumulate_dtype(self) -> torch.dtype:

@@ -61,11 +61,11 @@ class GroupAssignment:
 
     def secondary_ranks_of(self, spec: BucketSpec) -> Ranks | None:
         """Return the ranks that gather a bucket from secondary shards; all ranks that share it must call this."""
-        if spec.secondary_size is None:
+        if (size := spec.options.reshard_after_forward) is None:
             return None
-        key = f"{self.ranks_of(spec).group.name} by {spec.secondary_size}"
+        key = f"{self.ranks_of(spec).group.name} by {size}"
         if key not in self._made:
-            self._made[key] = Ranks.of(subgroup(self.ranks_of(spec).group, spec.secondary_size))
+            self._made[key] = Ranks.of(subgroup(self.ranks_of(spec).group, size))
         return self._made[key]
 
     def check_sends(self, spec: ParamSpec, group_key: GroupKey) -> None:

@@ -237,7 +237,7 @@ class Bucket:
                 f"all_reduce_hook: {self.hook_name} must modify the gradients of bucket {spec.name!r} in place and return "
                 f"None, but returned a {type(answer).__name__}"
             )
-        factor = self.base.spec.divide_factor  # may change after compiling
+        factor = self.base.spec.options.gradient_divide_factor  # may change after compiling
         if factor is not None and factor != (mean_of := self.ranks.averaged):
             # Transports divide by the number of ranks as they send or add up. If that is a power of two, this gives the
             # same bits as dividing the sum.

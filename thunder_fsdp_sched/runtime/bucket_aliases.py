@@ -72,9 +72,10 @@ def temporary_alias_in_dtype(bucket: Bucket, dtype: torch.dtype) -> Bucket:
 
 def _alias_in_dtype(bucket: Bucket, dtype: torch.dtype, transport: str) -> Bucket:
     reason = f"{bucket.spec.comm.reason}; cast before it"
-    comm = replace(bucket.spec.comm, transport=transport, param_dtype=dtype, reason=reason)
+    comm = replace(bucket.spec.comm, transport=transport, reason=reason)
+    policy = replace(bucket.spec.options.mp_policy, param_dtype=dtype)
     name = f"{bucket.spec.name}.{str(dtype).removeprefix('torch.')}"
-    return BucketAlias(bucket, replace(bucket.spec, name=name, comm=comm))
+    return BucketAlias(bucket, replace(bucket.spec.with_options(mp_policy=policy), name=name, comm=comm))
 
 
 def alias_of_params(bucket: Bucket, indices: Sequence[int]) -> Bucket:

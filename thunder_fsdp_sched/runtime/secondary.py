@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..transports import TRANSPORTS
 from .bucket import Bucket
@@ -50,13 +51,11 @@ def secondary_of(primary: Bucket) -> Bucket | None:
             spec.comm,
             transport=transport,
             reason=f"{spec.comm.reason}; from secondary shards",
-            param_dtype=None,
-            reduce_dtype=None,
             offload=False,
             pin_memory=False,
         )
         secondary = replace(
-            spec,
+            spec.with_options(mp_policy=MixedPrecisionPolicy()),
             name=f"{spec.name}.secondary",
             params=tuple(replace(param, dtype=spec.param_dtype) for param in spec.params),
             layout=spec.layout.over_fewer_ranks(ranks.group.size),

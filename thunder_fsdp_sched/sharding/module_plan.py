@@ -67,7 +67,7 @@ def plan_module(
     plan = make_plan(
         module,
         params,
-        strategy=options.bucketing,
+        strategy=options.bucketing_strategy,
         world_size=default_key.size,
         group=default_key.group,
         options={spec.name: policies.of(spec) for spec, _ in params},
@@ -183,9 +183,9 @@ def _comm_spec(
     first, ranks = params[0], assignment.ranks(group_key)
     asked, reason = options.transport, "asked for"
     if callable(asked):
-        asked, reason = check_transport(asked(name, params)), "asked for by the callable"
-    param_dtype, reduce_dtype = own.param_dtype, own.reduce_dtype
-    dtypes = (param_dtype or first.dtype, reduce_dtype or param_dtype or first.dtype)
+        asked, reason = check_transport("transport", asked(name, params)), "asked for by the callable"
+    param_dtype = own.mp_policy.param_dtype or first.dtype
+    dtypes = (param_dtype, own.mp_policy.reduce_dtype or param_dtype)
     if asked == "auto":
         itemsize = min(d.itemsize for d in (first.dtype, *dtypes))
         backend = ranks.group.backend_for(first.device)
@@ -208,8 +208,6 @@ def _comm_spec(
         f"{reason}; shards on the CPU" if offload else reason,
         transport.per_param,
         transport.staging,
-        param_dtype,
-        reduce_dtype,
         offload,
         pin_memory,
     )

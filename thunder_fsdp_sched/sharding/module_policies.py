@@ -14,46 +14,30 @@ with the parameters, before anything is allocated.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from ..module_options import check_factor, check_precision, check_secondary_size, check_strategy
-from ..options import Options
+from ..options import CHECKS_BY_MODULE, Options
 from ..plan.specs import BucketOptions, ParamSpec
 
 
-class _Decision(NamedTuple):
-    """The options of one module. The fields have the names of the options."""
-
-    sharding_strategy: bool = True
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
-    gradient_divide_factor: float | None = None
-    reshard_after_forward: int | None = None
-
-    def for_bucket(self, spec: ParamSpec) -> BucketOptions:
-        """Return what the bucket of a parameter of the module needs."""
-        reshard, policy, factor, secondary_size = self
-        if not spec.dtype.is_floating_point:
-            return BucketOptions(reshard, secondary_size=secondary_size)
-        param_dtype, reduce_dtype = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
-        if param_dtype == spec.dtype:
-            param_dtype = None
-        if param_dtype is None and reduce_dtype == spec.dtype:
-            reduce_dtype = None
-        return BucketOptions(reshard, param_dtype, reduce_dtype, factor, secondary_size)
-
-
-_CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    "sharding_strategy": check_strategy,
-    "mp_policy": check_precision,
-    "gradient_divide_factor": check_factor,
-    "reshard_after_forward": check_secondary_size,
-}
+def _for_bucket(decision: BucketOptions, spec: ParamSpec) -> BucketOptions:
+    """Return what the bucket of a parameter needs, given the options of a module that owns it."""
+    if not spec.dtype.is_floating_point:
+        return replace(decision, mp_policy=MixedPrecisionPolicy(), gradient_divide_factor=None)
+    policy = decision.mp_policy
+    param_dtype, reduce_dtype = policy.param_dtype, policy.reduce_dtype or policy.param_dtype
+    if param_dtype == spec.dtype:
+        param_dtype = None
+    if param_dtype is None and reduce_dtype == spec.dtype:
+        reduce_dtype = None
+    return replace(decision, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
 
 
 class ModulePolicies:
@@ -71,25 +55,20 @@ class ModulePolicies:
     """
 
     def __init__(self, module: torch.nn.Module, options: Options) -> None:
-        given: dict[str, Any] = {
-            "sharding_strategy": options.reshard_after_forward,
-            "mp_policy": options.mp_policy,
-            "gradient_divide_factor": options.gradient_divide_factor,
-            "reshard_after_forward": options.secondary_size,
-        }
+        given = {option: getattr(options, option) for option in CHECKS_BY_MODULE}
         functions = {option: value for option, value in given.items() if callable(value)}
-        fixed = _Decision(**{option: value for option, value in given.items() if option not in functions})
+        fixed = BucketOptions(**{option: value for option, value in given.items() if option not in functions})
         self._functions = tuple(functions)
-        self._of: dict[str, _Decision] = {}
+        self._of: dict[str, BucketOptions] = {}
         self._casts: list[tuple[torch.nn.Module, MixedPrecisionPolicy]] = []
-        decided: dict[torch.nn.Module, _Decision] = {}
+        decided: dict[torch.nn.Module, BucketOptions] = {}
         for path, child in module.named_modules(remove_duplicate=False):
             if child not in decided:
                 decision = self._of[path.rpartition(".")[0]] if path else fixed
                 for option, function in functions.items():
                     if (answer := function(path, child)) is not None:
                         expected = f"for {_shown(path)}, the callable must return None or"
-                        decision = decision._replace(**{option: _CHECKS[option](answer, expected)})
+                        decision = replace(decision, **{option: CHECKS_BY_MODULE[option](answer, expected)})
                         if option == "mp_policy" and path:
                             self._casts.append((child, decision.mp_policy))
                 decided[child] = decision
@@ -105,35 +84,29 @@ class ModulePolicies:
         first = self._of_owner(spec.name)
         for name in spec.names[1:]:
             other = self._of_owner(name)
-            if other.for_bucket(spec) != first.for_bucket(spec):
-                option = next(o for o, a, b in zip(_Decision._fields, first, other, strict=True) if a != b)
+            if _for_bucket(other, spec) != _for_bucket(first, spec):
+                option = next(o for o in CHECKS_BY_MODULE if getattr(first, o) != getattr(other, o))
                 raise ValueError(
                     f"{option}: parameter {spec.name!r} is also {name!r}, but the callable decides differently for the two "
-                    f"modules: {_text(option, first)} and {_text(option, other)}. Let it return the same for both"
+                    f"modules: {getattr(first, option)} and {getattr(other, option)}. Let it return the same for both"
                 )
-        return first.for_bucket(spec)
+        return _for_bucket(first, spec)
 
     def line(self, spec: ParamSpec) -> str:
         """Return what functions have decided for a parameter, for ranks to compare; empty if there are none."""
         decision = self._of_owner(spec.name)
-        return "".join(f", {option} {_text(option, decision)}" for option in self._functions)
+        return "".join(f", {option} {getattr(decision, option)}" for option in self._functions)
 
     def attach_casts(self) -> None:
         """Make each module for which a function returned a policy cast its inputs and outputs, in traces and eagerly."""
         for module, policy in self._casts:
             attach_casts(module, policy, _cast_traced)
 
-    def _of_owner(self, name: str) -> _Decision:
+    def _of_owner(self, name: str) -> BucketOptions:
         path = name.rpartition(".")[0]
         while path not in self._of:  # another transform has created the parameter
             path = path.rpartition(".")[0]
         return self._of[path]
-
-
-def _text(option: str, decision: _Decision) -> str:
-    if option == "sharding_strategy":
-        return "zero3" if decision.sharding_strategy else "zero2"
-    return str(getattr(decision, option))
 
 
 def _shown(path: str) -> str:

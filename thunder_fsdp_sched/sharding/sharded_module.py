@@ -80,7 +80,7 @@ class ShardedModule:
         self.former_params: FormerParameters = []
         self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
         self.began_on_meta: set[str] = set()  # until all of them are known to have values
-        self.kept = {bucket for bucket in buckets if not bucket.spec.reshard_after_forward}
+        self.kept = {bucket for bucket in buckets if bucket.spec.options.sharding_strategy == "zero2"}
         self.kept_is_final = False
         self.running_eagerly = False
         self.progress = Progress(control.title, self.world_group.rank)
@@ -113,12 +113,12 @@ class ShardedModule:
 
     def set_kept_buckets(self, names: Collection[str]) -> None:
         """Keep exactly the named buckets unsharded between forward and backward from now on."""
-        self._set_specs(replace(b, reshard_after_forward=b.name not in names) for b in self.plan)
+        self._set_specs(b.with_options(sharding_strategy="zero2" if b.name in names else "zero3") for b in self.plan)
         self.kept = {bucket for bucket in self.buckets if bucket.spec.name in names}
 
-    def set_divide_factor(self, names: Collection[str], factor: float | None) -> None:
+    def set_gradient_divide_factor(self, names: Collection[str], factor: float | None) -> None:
         """Divide the sum of gradients in the named buckets by ``factor`` from now on."""
-        self._set_specs(replace(b, divide_factor=factor) if b.name in names else b for b in self.plan)
+        self._set_specs(b.with_options(gradient_divide_factor=factor) if b.name in names else b for b in self.plan)
 
     def _set_specs(self, specs: Iterable[BucketSpec]) -> None:
         self.plan = replace(self.plan, buckets=tuple(specs))

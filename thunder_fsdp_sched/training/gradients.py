@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 
-from ..module_options import check_factor
+from ..options import check_factor
 from ..runtime.row_dtensor import local_rows
 from ..transform import find_jitted
 
@@ -155,7 +155,7 @@ def set_gradient_divide_factor(model: ThunderModule, factor: float | None, *, mo
     if not chosen:
         raise ValueError(f"module_name: no parameter below {module_name!r} is sharded")
     sharded.control.rendezvous("set_gradient_divide_factor", f"to {factor}", f"below {module_name!r}")
-    sharded.set_divide_factor({bucket.spec.name for bucket in chosen}, factor)
+    sharded.set_gradient_divide_factor({bucket.spec.name for bucket in chosen}, factor)
 
 
 def _stacked(norms: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
