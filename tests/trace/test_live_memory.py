@@ -13,7 +13,6 @@ from typing import Any
 import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp, set_gradient_divide_factor
 from thunder_fsdp_sched.ir.analysis import NOTHING_LEFT, Analysis
-from thunder_fsdp_sched.ir.operands import Issue
 from thunder_fsdp_sched.ir.step_memory import KINDS, TensorMemory
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather
 from thunder_fsdp_sched.ir.unknown_memory import unknown_memory
@@ -364,7 +363,7 @@ def test_the_copies_of_gloo_are_bounded_by_transport() -> None:
 def test_waste_is_what_slots_hold_without_a_later_use(compiled: CompiledTraces) -> None:
     forward, memory = compiled.forward, compiled.memory
     assert forward is not None
-    slots = {b.output.name: Issue(b).slot for b in forward.bound_symbols if b.sym is fsdp_all_gather}
+    slots = {b.output.name: b.args[1] for b in forward.bound_symbols if b.sym is fsdp_all_gather}
     allocated = {b.arena: b.arena.nbytes for b in compiled.buckets}
     [nbytes] = allocated.values()
     for position in range(memory.backward):

@@ -7,8 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 from thunder_fsdp_sched import fsdp, testing
-from thunder_fsdp_sched.ir.effects import effects, sends
-from thunder_fsdp_sched.ir.operands import Gather, bucket_of
+from thunder_fsdp_sched.ir.effects import bucket_of, effects, sends
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_copy_secondary_shard
 from thunder_fsdp_sched.plan.layout import make_layout
 from thunder_fsdp_sched.planning.cost import AnalyticCost
@@ -49,7 +48,7 @@ def _check_groups(run: Run) -> None:
             first = 2 * (run.rank // 2)
             assert bucket.ranks.group.global_ranks == (first, first + 1)
             layout = bucket.spec.layout
-            assert Gather(gather).secondary.shape == (layout.shard_numel,)
+            assert gather.kwargs["secondary"].shape == (layout.shard_numel,)
             assert sum(2 * s.shard_numel for s in layout.segments) <= layout.unsharded_numel
 
 
@@ -221,7 +220,7 @@ def test_verify_refuses_shards_of_another_bucket() -> None:
     others: list[Any] = []
 
     def swap_sent(bsym: BoundSymbol) -> BoundSymbol:
-        secondary = Gather(bsym).secondary if bsym.sym is fsdp_all_gather else None
+        secondary = bsym.kwargs.get("secondary")
         if secondary is not None:
             others.append(secondary)
             return bsym.from_bsym(kwargs={**bsym.kwargs, "secondary": others[0]})

@@ -12,7 +12,6 @@ from thunder.core.proxies import Proxy, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..ir.operands import OneParameter
 from ..ir.symbols import fsdp_reduce, fsdp_unshard
 from ..private_interpreter import added_checks, checks_of, renames_of
 from ..private_traces import CachingBoundSymbol, renamed
@@ -48,9 +47,9 @@ class BoundSymbolCopies:
             if proxy.name not in self.new:
                 self.new[proxy.name] = renamed(proxy, self._trace, self.tags_of(proxy))
         if self._parameters and bsym.sym in (fsdp_unshard, fsdp_reduce):
-            operands = OneParameter(bsym)
-            parameter = self._parameters[operands.bucket, operands.index]
-            return bsym.from_bsym(args=(*parameter, self.swap(operands.tensor)), output=self.swap(bsym.output))
+            bucket, index, tensor = bsym.args
+            parameter = self._parameters[bucket, index]
+            return bsym.from_bsym(args=(*parameter, self.swap(tensor)), output=self.swap(bsym.output))
         if isinstance(bsym, CachingBoundSymbol):
             return bsym.with_proxies(self.new, subsymbols)
         args, kwargs, output = self.swap(bsym.args), self.swap(bsym.kwargs), self.swap(bsym.output)

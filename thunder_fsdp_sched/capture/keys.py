@@ -11,7 +11,6 @@ from thunder.core.dtypes import dtype
 from thunder.core.proxies import FutureTensorProxy, NumberProxy, Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from ..ir.operands import OneParameter
 from ..ir.symbols import fsdp_reduce, fsdp_unshard
 from ..private_interpreter import is_hooked
 from ..runtime.bucket import Bucket
@@ -154,7 +153,7 @@ class StructuralKeys:
         tags = frozenset(tag for tag in bsym.tags if not isinstance(tag, ModuleCall))
         self._key += (Same(bsym.sym), bsym.header, bsym.source_filename, line, self._shared.setdefault(tags, tags))
         if bsym.sym in (fsdp_unshard, fsdp_reduce):
-            self._add_parameter(OneParameter(bsym))
+            self._add_parameter(*bsym.args)
             self._add(bsym.output)
             return
         self._add(bsym.args)
@@ -166,8 +165,8 @@ class StructuralKeys:
         for sub in bsym.subsymbols:
             self._add_bsym(sub)
 
-    def _add_parameter(self, operands: OneParameter) -> None:
-        bucket, index = parameter = operands.bucket, operands.index
+    def _add_parameter(self, bucket: Bucket, index: int, tensor: Proxy) -> None:
+        parameter = bucket, index
         facts = self._facts_of_parameters.get(parameter)
         if facts is None:
             spec = bucket.spec
@@ -176,7 +175,7 @@ class StructuralKeys:
             facts = str(spec.device), str(spec.shard_device), dtypes, shapes
             self._facts_of_parameters[parameter] = facts
         self._key += (self._parameters.setdefault(parameter, len(self._parameters)), facts)
-        self._add(operands.tensor)
+        self._add(tensor)
 
     def _facts_of(self, proxy: Proxy) -> Any:
         kind = type(proxy)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from thunder.core.prims import PrimIDs
@@ -275,6 +275,12 @@ class Effects:
 
 
 NOTHING = Effects()
+
+
+def bucket_of(bsym: BoundSymbol) -> Bucket:
+    """Return the bucket of any symbol of this package that has one: its first operand."""
+    return cast(Bucket, bsym.args[0])
+
 
 _DECLARED: dict[Symbol, Callable[[BoundSymbol], Effects]] = {}
 

@@ -20,7 +20,7 @@ from .analysis import Analysis
 from .effects import Issue, effects
 from .inspection import outs_of, statements
 from .json_fields import field_of, read_json, typed
-from .symbols import ISSUES, reduction_of
+from .symbols import GATHER_WAITS, GATHERS, ISSUES, reduction_of
 
 _FORMAT = 2
 
@@ -105,7 +105,7 @@ class Schedule:
     @property
     def gathers_in_flight(self) -> int:
         """The most gathers that are issued and not waited for at one position."""
-        changes = [{"fsdp_all_gather": 1, "fsdp_wait_params": -1}.get(op.kind, 0) for op in self]
+        changes = [(op.kind in GATHERS) - (op.kind in GATHER_WAITS) for op in self]
         return max(itertools.accumulate(changes), default=0)
 
     def collectives(self) -> list[str]:

@@ -79,9 +79,8 @@ from ..runtime.ops import (
 from ..runtime.requested_grads import guard_backward
 from ..runtime.secondary import copy_secondary_shard
 from ..transports.base import Traffic
-from .effects import Effects, Issue, Memory, Place, Wait, Work, reduced_gradients, unsharded_gradients
+from .effects import Effects, Issue, Memory, Place, Wait, Work, bucket_of, reduced_gradients, unsharded_gradients
 from .inspection import nbytes_of
-from .operands import bucket_of
 from .registry import executor, register
 
 #
@@ -186,9 +185,15 @@ def _wait_params_effects(bsym: BoundSymbol) -> Effects:
 fsdp_wait_params = register("fsdp_wait_params", _wait_params_meta, wait_params, _wait_params_effects)
 
 
+def with_token(wait: BoundSymbol, token: TensorProxy | None) -> BoundSymbol:
+    """Return a wait for parameters with a token that keeps fusions apart, or without one."""
+    bucket, future, *_ = wait.args
+    return wait.from_bsym(args=(bucket, future) if token is None else (bucket, future, token))
+
+
 def without_token(bsym: BoundSymbol) -> BoundSymbol:
-    """Return a wait for parameters without the token that keeps fusions apart; any other bound symbol as it is."""
-    return bsym.from_bsym(args=bsym.args[:2]) if bsym.sym is fsdp_wait_params and len(bsym.args) > 2 else bsym
+    """Return a wait for parameters without its token; any other bound symbol as it is."""
+    return with_token(bsym, None) if bsym.sym is fsdp_wait_params and len(bsym.args) > 2 else bsym
 
 
 def _copy_secondary_shard_meta(
@@ -567,8 +572,14 @@ def _unshard_grad(bucket: Bucket, index: int, shard: TensorProxy) -> TensorProxy
 
 executor.register_implementation(fsdp_unshard, fsdp_unshard, grad_transform=_unshard_grad)
 
+GATHERS = frozenset({fsdp_all_gather.name})
+"""Names of the symbols that issue a gather of a bucket."""
+
 ISSUES = frozenset({fsdp_all_gather.name, fsdp_reduce_scatter.name, fsdp_all_reduce.name})
 """Names of the symbols that issue a collective of a bucket, as schedules have them."""
 
-WAITS = frozenset({fsdp_wait_params.name, fsdp_wait_grads.name, fsdp_accumulate_reduced.name})
+GATHER_WAITS = frozenset({fsdp_wait_params.name})
+"""Names of the symbols that wait for a gather."""
+
+WAITS = GATHER_WAITS | frozenset({fsdp_wait_grads.name, fsdp_accumulate_reduced.name})
 """Names of the symbols that only wait for one."""

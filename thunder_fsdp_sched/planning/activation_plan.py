@@ -20,7 +20,7 @@ import numpy
 from thunder.core.trace import TraceCtx
 
 from ..ir.analysis import Lifetime as Value
-from ..ir.symbols import fsdp_all_gather
+from ..ir.effects import effects
 from .cost import CostModel
 from .recomputation import Cut, SegmentChoice
 from .saved_values import Operator, SavedValues, Segment, Span
@@ -73,7 +73,7 @@ class ActivationPlans:
         }
         self._saved = SavedValues(halves, seconds)
         self._copies = _Copies(self._saved, cost, frozenset(offloadable))
-        self._gathers = max(sum(bsym.sym is fsdp_all_gather for bsym in forward.bound_symbols), 1)
+        self._gathers = max(sum(effects(bsym).is_gather for bsym in forward.bound_symbols), 1)
         self._divisions: dict[int, _Division] = {}
         self.peak = self._division(self._gathers).unchanged().peak
 

@@ -12,9 +12,8 @@ from thunder.core.trace import TraceCtx, from_trace
 
 from .. import passes
 from ..ir.analysis import NOTHING_LEFT, LeftGradients
-from ..ir.effects import effects
+from ..ir.effects import bucket_of, effects
 from ..ir.inspection import split_joint
-from ..ir.operands import bucket_of
 from ..ir.step_memory import StepMemory
 from ..passes import Context
 from ..runtime.bucket import Bucket

@@ -12,11 +12,10 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from ..ir.effects import effects
 from ..ir.inspection import args_of, defined_by, nbytes_of, source_of
-from ..ir.operands import bucket_of
 from ..ir.schedule import is_communication
 from ..ir.step_memory import StepMemory
-from ..ir.symbols import fsdp_wait_params
 from ..runtime.bucket import Bucket
 
 __all__ = ["Origin", "describe_fit", "describe_origins", "optimizer_state_bytes", "origins_of", "readable_bytes"]
@@ -100,9 +99,9 @@ def origins_of(forward: TraceCtx) -> dict[str, Origin]:
     last = ""
     computing: list[BoundSymbol] = []
     for bsym in forward.bound_symbols:
-        if bsym.sym is fsdp_wait_params:
-            params = bucket_of(bsym).spec.params
-            blocks.update({out.name: _block(p.name) for out, p in zip(bsym.output, params, strict=True)})
+        e = effects(bsym)
+        if e.unshards and e.bucket is not None:
+            blocks.update({out: _block(p.name) for out, p in zip(e.in_place, e.bucket.spec.params, strict=True)})
         elif not is_communication(bsym):
             computing.append(bsym)
     for source, run in itertools.groupby(computing, key=_source):

@@ -27,7 +27,6 @@ from thunder.transforms.autodiff import split_into_forward_and_backward
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..ir.inspection import snapshot
-from ..ir.operands import OneParameter
 from ..ir.symbols import fsdp_reduce, fsdp_unshard
 from ..pipeline import CompiledTraces
 from ..runtime.bucket import Bucket
@@ -87,12 +86,12 @@ def _with_shards(traced: FSDPTransform, transform: FSDPTransform) -> TraceCtx:
     new.bound_symbols = []
     for bsym in joint.bound_symbols:
         if bsym.sym in (fsdp_unshard, fsdp_reduce):
-            one = OneParameter(bsym)
-            name = names[one.bucket][one.index]
+            bucket, index, tensor = bsym.args
+            name = names[bucket][index]
             if bsym.sym is fsdp_reduce:
                 swaps[bsym.output.name] = _shard_of(bsym.output, shards[name])
                 swaps[bsym.output.name]._requires_grad = False
-            bsym = bsym.from_bsym(args=(*locations[name], one.tensor))
+            bsym = bsym.from_bsym(args=(*locations[name], tensor))
         swap_map = {variableify(p): swaps[p.name] for p in _proxies(bsym) if p.name in swaps}
         new.bound_symbols.append(bsym.from_bsym_swap_proxies(swap_map) if swap_map else bsym)
     new.args = [swaps.get(getattr(arg, "name", ""), arg) for arg in joint.args]

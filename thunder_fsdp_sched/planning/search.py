@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ..ir.symbols import fsdp_all_gather
+from ..ir.effects import effects
 from ..transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 from .candidates import Candidate, Candidates
 
@@ -134,7 +134,7 @@ class _Search:
 
     def try_settings(self, prefetch: int | None) -> None:
         """Consider distances and thrift with no further bucket kept; see [Note: The search]."""
-        gathers = sum(bsym.sym is fsdp_all_gather for bsym in self.candidates.joint.bound_symbols)
+        gathers = sum(effects(bsym).is_gather for bsym in self.candidates.joint.bound_symbols)
         distances = list(range(min(_MAX_PREFETCH, gathers) + 1)) if prefetch is None else [prefetch]
         if prefetch is None and self.limits.memory is not None:
             distances = [*distances[1:2], 0, *distances[2:]]

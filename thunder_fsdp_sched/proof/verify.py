@@ -38,11 +38,7 @@ def verify(trace: TraceCtx, *, forward: TraceCtx | None = None, max_gathers_in_f
       reads the source. Only copies to the device read what is in host memory, and they return the shape, dtype and
       device of the value that forward copied.
 
-    The last of these lines is refused, because block 2 has overwritten block 0 in ``slot_0``::
-
-        ft150 = fsdp_all_gather(bucket_blocks_2, slot_0, t_blocks_2_weight, again=False)  # 16,384 bytes float32
-        t110 = torch.nn.functional.linear(x, t109, None)  # t109 is in slot_0
-
+    For example, a matmul with a weight in ``slot_0`` is refused if the trace gathers another bucket into ``slot_0`` before.
     See [Note: The abstract machine] in ``machine``.
 
     Args:

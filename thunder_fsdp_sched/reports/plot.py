@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..ir.symbols import fsdp_all_gather
+from ..ir.symbols import GATHERS
 from ..planning.simulate import COMPUTE, Interval, Timeline
 
 if TYPE_CHECKING:
@@ -90,10 +90,10 @@ def _draw(axes: Axes, timeline: Timeline, end: float, scale: float) -> None:
     waits = [(i.start, i.end) for i in timeline.intervals if i.kind == "wait"]
     _bars(axes, y["compute"], waits, _COLORS["exposed"], scale)
     for interval in timeline.collectives:
-        color = _COLORS["gather" if interval.kind == fsdp_all_gather.name else "reduction"]
+        color = _COLORS["gather" if interval.kind in GATHERS else "reduction"]
         _bar(axes, y[interval.stream], interval.start, interval.end, color, interval.bucket, end, scale)
     for use in timeline.slots:
-        color = _COLORS["gather" if use.kind == fsdp_all_gather.name else "reduction"]
+        color = _COLORS["gather" if use.kind in GATHERS else "reduction"]
         label = use.bucket if use.slot else ""  # without slots, buckets overlap in one lane
         _bar(axes, y[use.slot], use.start, use.end, color, label, end, scale, alpha=0.55)
     axes.set_yticks([y[name] for name in lanes], [_lane_name(n, groups) for n in lanes], fontsize=8)

@@ -17,6 +17,7 @@ one. So all ranks have the same profile.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -30,10 +31,8 @@ from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
-from ..ir.effects import sends
+from ..ir.effects import Issue, effects, sends
 from ..ir.inspection import with_bound_symbols
-from ..ir.operands import Issue, Wait, bucket_of
-from ..ir.symbols import ISSUES, WAITS, fsdp_all_gather, fsdp_reduce_scatter
 from ..planning.cost import runs_nothing
 from ..planning.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of, symbol_of
 from ..runtime.bucket import Bucket
@@ -77,6 +76,9 @@ def measure(jitted: Any, *inputs: Any, repeats: int = 5, **kwargs: Any) -> Profi
     device = buckets[0].spec.device if buckets else torch.device("cpu")
     return _Measurement(traces, arguments, sharded, device, repeats).run(entry.computation_fn, entry.backward_fn)
 
+
+_Load = Callable[[], InFlight]
+"""A function that starts a collective."""
 
 _MEAN, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
@@ -168,7 +170,7 @@ class _Measurement:
     def _collectives(self, trace: TraceCtx, medians: dict[Any, tuple[float, float]]) -> Iterator[CollectiveTime]:
         found = list(enumerate(trace.bound_symbols))
         issued = {issue.future: (i, issue) for i, b in found if (issue := sends(b)) is not None}
-        waited = {Wait(b).future.name: i for i, b in found if b.sym.name in WAITS}
+        waited = {e.waits.future: i for i, b in found if (e := effects(b)).waits is not None and e.issues is None}
         issues = [medians[_OP, i] for i, _ in issued.values()]
         # The reduce-scatter is waited for by the all-reduce across replicas, as part of it.
         waits = [medians[_OP, waited[future]] if future in waited else (0.0, 0.0) for future in issued]
@@ -187,31 +189,22 @@ class _Measurement:
         alone = _medians(self._repeat(lambda: self._run_probe(probe, ())))
         busy = self._over_ranks([sum(map(sum, alone))])[0]  # the same on all ranks, which issue as many collectives
         shares = {}
-        for kind, start in ((fsdp_all_gather, _start_all_gather), (fsdp_reduce_scatter, _start_reduce_scatter)):
-            times = {c.bucket: c for c in collectives if c.kind == kind.name}
-            if not times:
-                continue
-            largest = max(times.values(), key=lambda c: c.wire)
+        for largest in self._largest(collectives).values():
             count = max(1, min(math.ceil(busy / max(largest.wire, 1e-6)), 2**30 // largest.nbytes, 32))
             window = 0.9 * count * largest.wire
-            loads = [(start, *self._bucket_and_slot(largest)) for _ in range(count)]
+            loads = [self._load(largest) for _ in range(count)]
             runs = self._repeat(lambda loads=loads: self._run_probe(probe, loads))  # type: ignore[misc]
             found = statistics.median(_slowdown(run, alone, window) for run in runs)
-            shares[kind.name] = min(max(self._over_ranks([found])[0], 0.0), 0.9)
+            shares[largest.kind] = min(max(self._over_ranks([found])[0], 0.0), 0.9)
         return shares
 
     def _sharing(self, collectives: Sequence[CollectiveTime]) -> tuple[int, float, float]:
         """Return how many collectives run at once, and the link shares of a concurrent all-gather and reduction."""
-        by_kind = {}
-        for kind in (fsdp_all_gather.name, fsdp_reduce_scatter.name):
-            of_kind = [c for c in collectives if c.kind == kind]
-            if of_kind:
-                by_kind[kind] = max(of_kind, key=lambda c: c.wire)
-        if len(by_kind) < 2:
+        largest = self._largest(collectives)
+        if len(largest) < 2:
             return 1, 1.0, 0.0
-        gather, reduction = by_kind[fsdp_all_gather.name], by_kind[fsdp_reduce_scatter.name]
-        reduce, other = [(_start_reduce_scatter, *self._bucket_and_slot(reduction)) for _ in range(2)]
-        all_gather = (_start_all_gather, *self._bucket_and_slot(gather))
+        gather, reduction = largest[True], largest[False]
+        all_gather, reduce, other = self._load(gather), self._load(reduction), self._load(reduction)
 
         def first_of_two() -> float:
             return self._ends([reduce, other])[0]
@@ -228,11 +221,11 @@ class _Measurement:
         reduced_beside = reduction.wire - (reduced - gathered)
         return 2, gather_share, min(max(reduced_beside / gathered, 0.0), 1 - gather_share)
 
-    def _ends(self, loads: Sequence[Any], *, reverse: bool = False) -> list[float]:
+    def _ends(self, loads: Sequence[_Load], *, reverse: bool = False) -> list[float]:
         """Start collectives, optionally in reverse, wait for them in order, and return when each wait finished."""
         started = time.perf_counter()
         order = list(reversed(loads)) if reverse else list(loads)
-        flights = [start(bucket, slot) for start, bucket, slot in order]
+        flights = [start() for start in order]
         ends = []
         for flight in reversed(flights) if reverse else flights:
             flight.wait()
@@ -240,20 +233,27 @@ class _Measurement:
             ends.append(time.perf_counter() - started)
         return ends
 
-    def _bucket_and_slot(self, collective: CollectiveTime) -> tuple[Bucket, Slot]:
-        """Return the bucket of a collective of the traces, and an unused slot for it."""
-        for trace in self.traces:
-            for bsym in trace.bound_symbols:
-                if bsym.sym.name == collective.kind and bucket_of(bsym).spec.name == collective.bucket:
-                    bucket: Bucket = bucket_of(bsym)
-                    slot = Arena(bucket.spec.device).slot(0, Issue(bsym).slot.nbytes)
-                    views = slot.params if collective.kind == fsdp_all_gather.name else slot.grads
-                    views[bucket].flat.zero_()
-                    return bucket, slot
-        raise AssertionError(collective)
+    def _largest(self, collectives: Sequence[CollectiveTime]) -> dict[bool, CollectiveTime]:
+        """Return the gather (``True``) and the reduction in slots (``False``) that take longest."""
+        ascending = sorted(collectives, key=lambda collective: collective.wire)
+        return {issue.gathers: c for c in ascending if (issue := self._issue_of(c)).place is not None}
 
-    def _run_probe(self, probe: _Probe, loads: Sequence[Any]) -> list[tuple[float, float]]:
-        flights = [start(bucket, slot) for start, bucket, slot in loads]
+    def _issue_of(self, collective: CollectiveTime) -> Issue:
+        issues = (sends(bsym) for trace in self.traces for bsym in trace.bound_symbols)
+        of = collective.kind, collective.bucket
+        return next(i for i in issues if i is not None and i.bucket is not None and (i.kind, i.bucket.spec.name) == of)
+
+    def _load(self, collective: CollectiveTime) -> _Load:
+        """Return a function that starts a collective of the traces in an unused slot."""
+        issue = self._issue_of(collective)
+        assert issue.place is not None
+        bucket = issue.place.bucket
+        slot = Arena(bucket.spec.device).slot(0, issue.place.nbytes)
+        (slot.params if issue.gathers else slot.grads)[bucket].flat.zero_()
+        return functools.partial(_start_all_gather if issue.gathers else _start_reduce_scatter, bucket, slot)
+
+    def _run_probe(self, probe: _Probe, loads: Sequence[_Load]) -> list[tuple[float, float]]:
+        flights = [start() for start in loads]
         self.clock.reads.clear()
         probe.callable(*self.arguments)
         durations = self._durations(len(probe.labels))
@@ -355,7 +355,8 @@ class _Probe:
             if runs_nothing(bsym):
                 bsyms.append(bsym)
                 continue
-            if bsym.sym.name not in ISSUES:
+            issue = effects(bsym).issues
+            if issue is None or issue.bucket is None:
                 tick((_OP, index))
                 bsyms.append(bsym)
             elif finish:

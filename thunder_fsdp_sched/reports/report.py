@@ -16,7 +16,7 @@ from thunder.core.trace import TraceCtx
 from ..ir.inspection import statement, statements
 from ..ir.schedule import Schedule, read_schedule
 from ..ir.slots import shared_slots
-from ..ir.symbols import ISSUES, WAITS, fsdp_accumulate_grads, fsdp_reduce_unreduced
+from ..ir.symbols import GATHERS, ISSUES, WAITS, fsdp_accumulate_grads, fsdp_reduce_unreduced
 from ..plan.plan import Plan
 from ..planning.dry_run import DryRun
 from ..transforms.write_grads_in_place import share_written_in_place
@@ -36,14 +36,7 @@ _SIDE_BY_SIDE = 128
 """Columns of a terminal that two traces next to each other need."""
 
 _SHOWN = ISSUES | WAITS | {fsdp_accumulate_grads.name, fsdp_reduce_unreduced.name}
-_COLORS = {
-    "fsdp_all_gather": "green",
-    "fsdp_wait_params": "cyan",
-    "fsdp_reduce_scatter": "yellow",
-    "fsdp_all_reduce": "bright_yellow",
-    "fsdp_wait_grads": "magenta",
-    "fsdp_accumulate_reduced": "magenta",
-}
+_COLORS = {**dict.fromkeys(ISSUES, "yellow"), **dict.fromkeys(GATHERS, "green"), **dict.fromkeys(WAITS, "cyan")}
 _LINE = re.compile(r"(?P<out>.*? = )?(?P<symbol>\w+)\((?P<args>[^)]*)\)(?P<comment>\s*#.*)?$")
 
 

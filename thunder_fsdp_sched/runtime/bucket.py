@@ -94,9 +94,6 @@ class Bucket:
         as backward writes a gradient there."""
         self.window = Window()
         self._strided = shard_strides(spec, self.rank)
-        self.all_gather_label = f"fsdp_all_gather({spec.name})"
-        self.reduce_scatter_label = f"fsdp_reduce_scatter({spec.name})"
-        self.all_reduce_label = f"fsdp_all_reduce({spec.name})"
         if base is None:
             self.shard = self._allocate_shard()
             self.shard_views = shard_views(spec, self.rank, self.shard)
@@ -132,6 +129,10 @@ class Bucket:
         """The name of :attr:`all_reduce_hook` in traces."""
         hook = self.base.all_reduce_hook
         return None if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
+
+    def label(self, collective: str) -> str:
+        """Return the name under which a collective of this bucket appears in a profiler."""
+        return f"fsdp_{collective}({self.spec.name})"
 
     def explain(self, text: str) -> str:
         """Tell the other ranks what failed here and return what they tell; nothing without other ranks."""

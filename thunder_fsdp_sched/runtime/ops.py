@@ -56,7 +56,7 @@ def all_gather(
             bucket.window.begin(bucket.state_of(slot))
     sent = bucket.shard_to_send(again=again) if secondary is None else secondary
     try:
-        with labelled(bucket.all_gather_label):
+        with labelled(bucket.label("all_gather")):
             works = bucket.gather_into(unsharded, sent)
         arena.track(flight := InFlight(bucket, "all-gather", slot, works, sent=sent))
     except RuntimeError as error:
@@ -145,7 +145,7 @@ def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> I
     # Autograd keeps the sharded gradients as `.grad` without a copy and adds to them, so this must be new memory.
     shard = torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.spec.device)
     try:
-        with labelled(bucket.reduce_scatter_label):
+        with labelled(bucket.label("reduce_scatter")):
             works = bucket.transport.reduce_scatter(bucket, unsharded, shard)
         arena.track(flight := InFlight(bucket, "reduce-scatter", slot, works, shard, missing))
     except RuntimeError as error:
@@ -170,7 +170,7 @@ def _average_replicas(bucket: Bucket, shard: torch.Tensor) -> torch.distributed.
     assert bucket.ranks.replicas is not None
     bucket.issue_counts.issued += 1
     try:
-        with labelled(bucket.all_reduce_label):
+        with labelled(bucket.label("all_reduce")):
             work = torch.distributed.all_reduce(
                 shard, op=torch.distributed.ReduceOp.AVG, group=bucket.ranks.replicas.process_group, async_op=True
             )

@@ -22,7 +22,6 @@ from thunder.core.trace import TraceCtx
 
 from ..ir.analysis import BEFORE_TRACE, Analysis, Lifetime, peak_bytes
 from ..ir.inspection import has_backward, with_bound_symbols
-from ..ir.operands import Issue
 from ..ir.slots import grads_over_kept_params, grads_over_params, peak_live_bytes, retained_by_forward
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot
@@ -123,7 +122,8 @@ def _with_slots(trace: TraceCtx, ranges: Mapping[int, Lifetime], slots: Mapping[
     bsyms = list(trace.bound_symbols)
     for issue, live in ranges.items():
         for user in (*live.writes, issue):
-            bsyms[user] = Issue(bsyms[user]).with_slot(slots[issue], live.bucket)
+            _, _, *others = bsyms[user].args
+            bsyms[user] = bsyms[user].from_bsym(args=(live.bucket, slots[issue], *others))
     return with_bound_symbols(trace, bsyms, "fsdp: assign slots")
 
 

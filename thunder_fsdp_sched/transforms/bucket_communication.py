@@ -11,8 +11,8 @@ from thunder.core.pytree import tree_map
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
+from ..ir.effects import bucket_of
 from ..ir.inspection import return_of, with_bound_symbols
-from ..ir.operands import OneParameter, bucket_of
 from ..ir.symbols import (
     fsdp_accumulate_grads,
     fsdp_accumulate_reduced,
@@ -77,9 +77,11 @@ def bucket_communication(
     reduces: dict[Bucket, dict[int, BoundSymbol]] = defaultdict(dict)
     for bsym in trace.bound_symbols:
         if bsym.sym is fsdp_unshard:
-            unshards[bucket_of(bsym)][OneParameter(bsym).index] = bsym
+            bucket, index, _ = bsym.args
+            unshards[bucket][index] = bsym
         elif bsym.sym is fsdp_reduce:
-            reduces[bucket_of(bsym)][OneParameter(bsym).index] = bsym
+            bucket, index, _ = bsym.args
+            reduces[bucket][index] = bsym
 
     new = with_bound_symbols(trace, (), "fsdp: bucket communication")
     seen: dict[Bucket, int] = defaultdict(int)
@@ -179,7 +181,7 @@ def _return_none_for(last: BoundSymbol, unsynced: set[str]) -> BoundSymbol:
 
 def _tensors(bucket: Bucket, bsyms: dict[int, BoundSymbol]) -> list[TensorProxy | None]:
     """Return the tensor argument of each parameter's symbol, in the bucket's order."""
-    return [OneParameter(bsyms[i]).tensor if i in bsyms else None for i in range(len(bucket.spec.params))]
+    return [bsyms[i].args[2] if i in bsyms else None for i in range(len(bucket.spec.params))]
 
 
 def _like(original: BoundSymbol, bsym: BoundSymbol) -> BoundSymbol:

@@ -13,9 +13,8 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..ir.effects import effects
+from ..ir.effects import bucket_of, effects
 from ..ir.inspection import args_of, swap_args, with_bound_symbols
-from ..ir.operands import Gather, Wait, bucket_of
 from ..ir.symbols import fsdp_all_gather, fsdp_wait_params
 from ..runtime.bucket import Bucket
 from ..runtime.bucket_aliases import alias_bytes, alias_in_dtype, alias_of_params
@@ -65,7 +64,7 @@ def fuse_downcast(trace: TraceCtx) -> TraceCtx:
             casts[cast.source].append(cast)
         else:
             others.update(read)
-    lowered = {Wait(wait).future.name: plan for wait in waits if (plan := _Lowered.of(wait, casts, others)) is not None}
+    lowered = {wait.args[1].name: plan for wait in waits if (plan := _Lowered.of(wait, casts, others)) is not None}
     if not lowered:
         return trace
 
@@ -81,8 +80,8 @@ def fuse_downcast(trace: TraceCtx) -> TraceCtx:
         for bsym in trace.bound_symbols:
             if effects(bsym).is_gather and bsym.output.name in lowered:
                 continue
-            if effects(bsym).unshards and Wait(bsym).future.name in lowered:
-                new.bound_symbols += lowered[Wait(bsym).future.name].emit(trace, bsym)
+            if effects(bsym).unshards and bsym.args[1].name in lowered:
+                new.bound_symbols += lowered[bsym.args[1].name].emit(trace, bsym)
                 continue
             cast = _downcast(bsym)
             if cast is not None and cast.output.name in gone:
@@ -117,16 +116,16 @@ class _Lowered(NamedTuple):
         return cls(bucket, dtype, found, rest)
 
     def emit(self, trace: TraceCtx, wait: BoundSymbol) -> Iterator[BoundSymbol]:
-        gather = next(b for b in trace.bound_symbols if b.output is Wait(wait).future)
+        gather = next(b for b in trace.bound_symbols if b.output is wait.args[1])
+        _, _, *shards = gather.args
         low = alias_in_dtype(self.bucket, self.dtype)
         outs = list(fsdp_wait_params.meta(low, None))
         for index, of_one in self.casts.items():
             outs[index] = of_one[0].output
-        yield from _pair(gather, wait, low, Gather(gather).shards, outs)
+        yield from _pair(gather, wait, low, shards, outs)
         if self.rest:
             rest = alias_of_params(self.bucket, self.rest)
-            shards = [Gather(gather).shards[i] for i in self.rest]
-            yield from _pair(gather, wait, rest, shards, [wait.output[i] for i in self.rest])
+            yield from _pair(gather, wait, rest, [shards[i] for i in self.rest], [wait.output[i] for i in self.rest])
 
 
 def _pair(

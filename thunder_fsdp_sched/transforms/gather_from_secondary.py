@@ -6,9 +6,8 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..ir.effects import effects
+from ..ir.effects import bucket_of, effects
 from ..ir.inspection import forward_part, return_of, with_bound_symbols
-from ..ir.operands import Gather, Wait, bucket_of
 from ..ir.symbols import fsdp_all_gather, fsdp_copy_secondary_shard
 from ..runtime.bucket import Bucket
 from ..runtime.secondary import secondary_of
@@ -62,14 +61,13 @@ def gather_from_secondary(trace: TraceCtx) -> TraceCtx:
             elif is_forward:
                 new.bound_symbols.append(bsym)
                 if effects(bsym).unshards:
-                    operands = (secondary, Wait(bsym).future, token, *bsym.output)
+                    operands = (secondary, bsym.args[1], token, *bsym.output)
                     copied = fsdp_copy_secondary_shard.meta(*operands)
                     shards[secondary] = copied[0]
                     new.bound_symbols.append(fsdp_copy_secondary_shard.bind(*operands, output=copied))
             elif effects(bsym).is_gather:
-                gather = fsdp_all_gather.bind(
-                    secondary, None, *Gather(bsym).shards, secondary=shards[secondary], output=bsym.output
-                )
+                _, _, *sent = bsym.args
+                gather = fsdp_all_gather.bind(secondary, None, *sent, secondary=shards[secondary], output=bsym.output)
                 gather.tags.add(BoundSymbolTag.BACKWARD)
                 new.bound_symbols.append(gather)
             else:

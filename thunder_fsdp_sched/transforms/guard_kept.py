@@ -7,9 +7,8 @@ from collections.abc import Collection
 from thunder.core.symbol import BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..ir.effects import effects
+from ..ir.effects import bucket_of, effects
 from ..ir.inspection import args_of, forward_part, outs_of, return_of, with_bound_symbols
-from ..ir.operands import Gather, bucket_of
 from ..ir.symbols import fsdp_params_unchanged
 from ..runtime.bucket import Bucket
 
@@ -41,7 +40,8 @@ def guard_kept(trace: TraceCtx, *, kept: Collection[Bucket]) -> TraceCtx:
     new = with_bound_symbols(trace, trace.bound_symbols[:-1], "fsdp: guard kept buckets")
     with tracectx(new):
         for gather in gathers:
-            guard = fsdp_params_unchanged.bind(bucket_of(gather), *Gather(gather).shards, output=None)
+            bucket, _, *shards = gather.args
+            guard = fsdp_params_unchanged.bind(bucket, *shards, output=None)
             guard.tags.add(BoundSymbolTag.BACKWARD)
             new.bound_symbols.append(guard)
     new.bound_symbols.append(return_of(trace))

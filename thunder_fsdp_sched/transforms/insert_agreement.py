@@ -23,17 +23,10 @@ def insert_agreement(trace: TraceCtx, *, run: TraceStart, before_issue: bool) ->
     """Insert ``fsdp_agree`` at the start, and ``fsdp_agreed`` before the first collective or before the first wait.
 
     Runs after ``verify`` and before ``end_backward``, on both traces, if the model has several ranks and at least one
-    of them communicates in this trace. Before::
-
-        # first consumer: the next wait needs it
-        ft146 = fsdp_all_gather(bucket_blocks_0, slot_0, t_blocks_0_weight, again=False)  # 16,384 bytes float32
-
-    After, with ``before_issue``::
+    of them communicates in this trace. With ``before_issue``, the trace then begins so, before its first gather::
 
         fsdp_agree(forward_0)
         fsdp_agreed(forward_0)
-        # first consumer: the next wait needs it
-        ft146 = fsdp_all_gather(bucket_blocks_0, slot_0, t_blocks_0_weight, again=False)  # 16,384 bytes float32
 
     A gather that finds its bucket resident issues nothing, so it does not count as the first collective. If the bucket
     turns out not to be resident at run time, the gather settles the round itself.

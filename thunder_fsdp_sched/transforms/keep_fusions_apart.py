@@ -28,10 +28,9 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag, has_tags
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..ir.analysis import Analysis
-from ..ir.effects import effects, is_declared
+from ..ir.effects import bucket_of, effects, is_declared
 from ..ir.inspection import args_of, forward_part, outs_of, swap_args, with_bound_symbols
-from ..ir.operands import Wait, bucket_of
-from ..ir.symbols import fsdp_cut, without_token
+from ..ir.symbols import fsdp_cut, with_token, without_token
 from ..runtime.bucket import Bucket
 
 _EXPENSIVE = {OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD}  # Thunder's tag of matmuls and attention
@@ -266,7 +265,7 @@ class _Half:
         for comm in comms:
             if comm.is_gather:
                 gather, wait = comm.bsyms
-                bsyms += [gather, Wait(wait).with_token(token)]
+                bsyms += [gather, with_token(wait, token)]
         return bsyms
 
 

@@ -26,7 +26,7 @@ from thunder.core.proxies import NumberProxy, Proxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
-from ..ir.effects import effects
+from ..ir.effects import bucket_of, effects
 from ..ir.inspection import (
     args_of,
     copy_for_backward,
@@ -38,7 +38,6 @@ from ..ir.inspection import (
     unused_name,
     with_bound_symbols,
 )
-from ..ir.operands import bucket_of
 from ..ir.symbols import fsdp_all_gather, fsdp_wait_params
 from ..runtime.bucket import Bucket
 

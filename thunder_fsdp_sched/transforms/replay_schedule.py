@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from ..ir.effects import effects
+from ..ir.effects import bucket_of, effects
 from ..ir.inspection import statements, with_bound_symbols
-from ..ir.operands import bucket_of
 from ..ir.schedule import THEN_HOOK, Schedule, compute_digest, is_communication
 from ..ir.symbols import without_token
 

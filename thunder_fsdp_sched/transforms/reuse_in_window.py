@@ -15,11 +15,11 @@ def reuse_in_window(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
     Runs on the forward trace after ``assign_slots`` and before ``verify``. Does nothing if there is no backward, or no
     bucket is kept (ZeRO-3). Before::
 
-        ft146 = fsdp_all_gather(bucket_blocks_0, own_blocks_0, t_blocks_0_weight)  # 16,384 bytes float32
+        ft146 = ...(bucket_blocks_0, own_blocks_0, t_blocks_0_weight)  # 16,384 bytes float32
 
     After, under ``no_sync``; otherwise with ``window='last'``::
 
-        ft146 = fsdp_all_gather(bucket_blocks_0, own_blocks_0, t_blocks_0_weight, window='open')  # 16,384 bytes float32
+        ft146 = ...(bucket_blocks_0, own_blocks_0, t_blocks_0_weight, window='open')  # 16,384 bytes float32
 
     See [Note: Gathered once in a window] in ``runtime.window``.
 
