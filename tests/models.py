@@ -25,7 +25,7 @@ class Model(nn.Module):
     """A model that makes its own inputs."""
 
     width = WIDTH
-    tolerance = 1e-11  # Thunder's decompositions round differently from eager torch; see reference.Twins
+    tolerance = 1e-11  # Thunder's decompositions round differently from eager torch; see scenario.Run
 
     def inputs(self, generator: torch.Generator, batch: int = 3) -> tuple[torch.Tensor, ...]:
         return (torch.randn(batch, self.width, generator=generator, dtype=torch.float64),)

@@ -46,6 +46,7 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "Action",
+    "Pending",
     "Run",
     "Scenario",
     "Unsharded",

@@ -5,76 +5,67 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from thunder_fsdp_sched import fsdp, full_state_dict
+from thunder_fsdp_sched import fsdp
 
 import pytest
 import thunder
 import torch
+import torch.distributed as dist
 from memory_count import compare, count_on_fake_ranks
 from profiles import LONG_ONLY
 from ranks import Ranks
-from reference import Twins
+from scenario import Pending, Run
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from .models import MODELS, UNTRACEABLE, RealModel
 
 
-class _WithFSDP2(Twins):
-    """A sharded model, its unsharded copy, and a copy that FSDP2 shards at the same blocks."""
+class _BesideFSDP2(Run):
+    """A sharded model, its unsharded copy, and a copy that FSDP2 shards at the same blocks.
 
-    def __init__(self, rank: int, world_size: int, case: RealModel, strategy: str) -> None:
+    Attributes:
+        largest: the largest difference, by what the sharded model was compared with.
+    """
+
+    def __init__(self, case: RealModel, strategy: str) -> None:
+        self.case, self.largest = case, defaultdict[str, float](float)
         model = case.make().double()
         model.inputs = None
-        self.case = case
-        self.peer = copy.deepcopy(model)
-        _fully_shard(self.peer, init_device_mesh("cpu", (world_size,)), reshard_after_forward=strategy == "zero3")
-        super().__init__(rank, world_size, model, sharding_strategy=strategy)
         # Adam divides by the size of the gradient. A gradient that consists of rounding errors, such as that of the bias of
         # attention's keys, would move a parameter as far as any other in a random direction. This eps prevents that.
-        self.models = (self.sharded, self.reference, self.peer)
-        self.optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4) for model in self.models]
-        self.largest: dict[str, float] = defaultdict(float)
-        self.compared_with = "unsharded"
+        optimizer = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)
+        others = [partial(_fully_shard, reshard_after_forward=strategy == "zero3")]
+        super().__init__(model, others=others, others_tolerance=1e-11, optimizer=optimizer, sharding_strategy=strategy)
 
-    def step(self, step: int) -> None:
-        batch = self.case.batch(torch.Generator().manual_seed(1000 * step + self.rank))
-        losses = [self.case.loss(model(**batch), batch) for model in self.models]
-        for loss in losses:
-            loss.backward()
-        self._compare_peer({"loss": losses[0].detach()}, {"loss": losses[2].detach()})
-        self.close(losses[0], losses[1], "loss")
-        grads = {name: param.grad for name, param in self.peer.named_parameters(remove_duplicate=False)}
-        self._compare_peer(
-            {f"gradient of {name}": grad for name, grad in self.gathered_grads().items()},
-            {f"gradient of {name}": grad for name, grad in grads.items()},
-        )
-        self.update()
-        self._compare_peer(full_state_dict(self.sharded), self.peer.state_dict())
+    def forward(self, step: int = 0, *args: Any, **options: Any) -> None:
+        """Run forward, and compare losses."""
 
-    def _compare_peer(self, ours: dict[str, torch.Tensor | None], theirs: dict[str, torch.Tensor | None]) -> None:
-        self.compared_with = "FSDP2"
-        for name, value in ours.items():
-            expected = theirs[name]
-            assert (value is None) == (expected is None), f"{name}: {value}, FSDP2 has {expected}"
-            if value is not None:
-                self.close(value, expected.full_tensor() if isinstance(expected, DTensor) else expected, name)
-        self.compared_with = "unsharded"
+        def loss_of(model: nn.Module, rank: int) -> torch.Tensor:
+            batch = self.case.batch(torch.Generator().manual_seed(1000 * step + rank))
+            return self.case.loss(model(**batch), batch)
 
-    def close(self, ours: Any, theirs: Any, what: str) -> None:
-        if isinstance(ours, torch.Tensor) and ours.numel():
-            difference = (ours.detach() - theirs.detach()).abs().max().item()
-            self.largest[self.compared_with] = max(self.largest[self.compared_with], difference)
-        super().close(ours, theirs, f"{what} beside {self.compared_with}")
+        assert self.unsharded is not None
+        losses = [loss_of(model, self.rank) for model in self.models]
+        expected = {rank: loss_of(model, rank) for rank, model in self.unsharded.models.items()}
+        self.close(losses[1], losses[0], "loss", tolerance=self.others_tolerance)
+        self.close(losses[0], expected[self.rank], "loss")
+        self.pending.append(Pending(losses, expected, no_sync=False))
+
+    def close(self, actual: Any, expected: Any, what: str, *, tolerance: float | None = None) -> None:
+        beside = "unsharded" if tolerance is None else "FSDP2"
+        if isinstance(actual, torch.Tensor) and actual.numel():
+            difference = (actual.detach() - expected.detach()).abs().max().item()
+            self.largest[beside] = max(self.largest[beside], difference)
+        super().close(actual, expected, f"{what} beside {beside}", tolerance=tolerance)
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -85,21 +76,21 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from _blocks(child)
 
 
-def _fully_shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+def _fully_shard(model: nn.Module, **options: Any) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in _blocks(model):
         if any(True for _ in block.parameters()):
             fully_shard(block, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def _train(rank: int, world_size: int, name: str, strategy: str) -> dict[str, float]:
-    compared = _WithFSDP2(rank, world_size, MODELS[name], strategy)
+    compared = _BesideFSDP2(MODELS[name], strategy)
     before = {name: param.detach().clone() for name, param in compared.reference.named_parameters()}
     start = time.process_time()
-    compared.step(0)
+    compared.train(1)
     seconds = time.process_time() - start
-    compared.step(1)
-    compared.step(2)
+    compared.train(2, first=1)
     assert len(compared.transform.compiled) == 1
     moved = max((param - before[name]).abs().max().item() for name, param in compared.reference.named_parameters())
     assert moved > 1e-3, f"no parameter has moved by more than {moved}: nothing was compared"

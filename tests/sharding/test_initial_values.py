@@ -16,7 +16,7 @@ import thunder
 import torch
 from peak_bytes import PeakBytes
 from ranks import on_ranks
-from reference import loss_of
+from scenario import loss_of
 from torch import nn
 
 WIDTH = 8

@@ -17,7 +17,7 @@ import torch
 from models import Model, Stack
 from profiles import mostly_zero3
 from ranks import on_ranks
-from reference import Twins, loss_of
+from scenario import Run, loss_of
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -49,66 +49,63 @@ def test_optimizers_hooks_and_freezing_work_on_the_module(rank: int, world_size:
     hook_calls: list[tuple[str, tuple[int, ...]]] = []
     model.first.weight.register_hook(lambda grad: hook_calls.append(("early", tuple(grad.shape))))
     loss_of(model(torch.ones(2, 4, dtype=torch.float64)))  # autograd has seen the unsharded shapes
-    twins = Twins(rank, world_size, model, sharding_strategy=strategy)
+    run = Run(model, sharding_strategy=strategy)
     for name, shape in shapes.items():
         shard = model.get_parameter(name)
-        assert shard is twins.sharded.get_parameter(name) and isinstance(shard, DTensor) and shard.shape == shape
+        assert shard is run.model.get_parameter(name) and isinstance(shard, DTensor) and shard.shape == shape
     assert model.first.weight.to_local().shape[0] < 4
     whole = tuple(model.first.weight.shape)
 
     # A hook that was registered before thunder.jit, and one after it.
     model.first.weight.register_post_accumulate_grad_hook(lambda p: hook_calls.append(("late", tuple(p.grad.shape))))
-    twins.train(steps=2)
+    run.train(steps=2)
     assert hook_calls == [("early", whole), ("late", whole)] * 2
 
     # Optimizers over the parameters of a module that holds the jitted one, and of submodules.
-    twins.optimizers = [
-        torch.optim.AdamW(m.parameters(), lr=0.1) for m in (Wrapper(twins.sharded), Wrapper(twins.reference))
-    ]
-    twins.train(steps=1)
-    twins.optimizers = [
+    run.optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (Wrapper(run.model), Wrapper(run.reference))]
+    run.train(steps=1)
+    run.optimizers = [
         torch.optim.AdamW([{"params": m.first.parameters(), "lr": 0.01}, {"params": m.last.parameters()}], lr=0.1)
-        for m in (model, twins.reference)
+        for m in (model, run.reference)
     ]
-    twins.train(steps=1)
+    run.train(steps=1)
 
     # Parameters frozen after compiling, and then trained again.
-    models, compiled = (model, twins.reference), len(twins.transform.compiled)
-    twins.use(_sgd)
-    twins.optimizers = [_sgd(m.parameters()) for m in models]
+    models, compiled = (model, run.reference), len(run.transform.compiled)
+    run.optimizers = [_sgd(m.parameters()) for m in models]
     for m in models:
         m.zero_grad()
         m.blocks.requires_grad_(False)
         m.first.bias.requires_grad_(False)
-    twins.backward()
-    assert len(twins.transform.compiled) == compiled + 1
+    run.micro_batch(no_sync=False)
+    assert len(run.transform.compiled) == compiled + 1
     assert model.blocks[0].up.weight.grad is None and model.first.bias.grad is None
-    twins.update()
+    run.step()
     for m in models:
         m.requires_grad_(True)
-    twins.train(steps=1)
-    assert len(twins.transform.compiled) == compiled + 1
+    run.train(steps=1)
+    assert len(run.transform.compiled) == compiled + 1
 
     # zero_grad of a submodule, in-place initialization, and loading unsharded entries.
-    twins.backward()
+    run.micro_batch(no_sync=False)
     for m in models:
         m.last.zero_grad()
     assert model.last.weight.grad is None and model.first.weight.grad is not None
-    twins.update()
+    run.step()
     with torch.no_grad():
         for m in models:
             nn.init.constant_(m.first.weight, 0.25)
             m.blocks.apply(lambda module: nn.init.ones_(module.down.weight) if hasattr(module, "down") else None)
             m.last.weight.data.mul_(2)
-    twins.forward()
+    run.forward()
     other = Stack(1).double()
     for m in models:
         m.first.load_state_dict(other.first.state_dict())
         m.blocks.load_state_dict(other.blocks.state_dict())
-    twins.forward()
+    run.forward()
     model.load_state_dict(other.state_dict())
-    twins.reference.load_state_dict(other.state_dict())
-    twins.train(steps=1)
+    run.reference.load_state_dict(other.state_dict())
+    run.train(steps=1)
 
 
 class OptionalLayer(Model):
@@ -128,16 +125,15 @@ class OptionalLayer(Model):
 @on_ranks()
 def test_a_backward_that_skips_an_unfrozen_layer_reduces_its_unreduced_gradients(rank: int, world_size: int) -> None:
     model = OptionalLayer().double()
-    twins = Twins(rank, world_size, model)
-    for m in (model, twins.reference):
+    run = Run(model)
+    for m in (model, run.reference):
         m.second.requires_grad_(True)
-    with twins.sharded.no_sync():
-        twins.backward()
-    for m in (model, twins.reference):
+    run.micro_batch()
+    for m in (model, *run.every):
         m.use_second = False
-    twins.backward(step=1)
-    twins.optimizers = [_sgd(m.parameters()) for m in (model, twins.reference)]
-    twins.update()
+    run.micro_batch(1, no_sync=False)
+    run.optimizers = [_sgd(m.parameters()) for m in (model, run.reference)]
+    run.step()
 
 
 class Plain(nn.Module):

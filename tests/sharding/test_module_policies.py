@@ -15,7 +15,7 @@ import thunder
 import torch
 from models import Model, Stack
 from ranks import on_ranks
-from reference import loss_of
+from scenario import loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -11,7 +11,7 @@ import thunder
 import torch
 from models import Layer
 from ranks import on_ranks
-from reference import loss_of
+from scenario import loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method

@@ -13,7 +13,7 @@ import thunder
 import torch
 from profiles import mostly_zero3
 from ranks import Ranks
-from reference import Twins
+from scenario import Run
 from torch import nn
 
 
@@ -60,7 +60,7 @@ READS: dict[str, Callable[..., Any]] = {
 
 
 def _read(rank: int, world_size: int, strategy: str) -> None:
-    Twins(rank, world_size, Positions(*READS.values()), sharding_strategy=strategy).train(2)
+    Run(Positions(*READS.values()), sharding_strategy=strategy).train(2)
 
 
 @mostly_zero3
@@ -96,7 +96,7 @@ def _refuse(rank: int, world_size: int) -> None:
             jitted = thunder.jit(Positions(read, make=make), transforms=[fsdp(broadcast_from=0)])
             with pytest.raises(ValueError, match=r"as_strided addresses parameter 'blocks\.0\.second' by position"):
                 jitted(torch.ones(3, 4, dtype=torch.float64))
-        Twins(rank, world_size, Positions(lambda p, q, x: p[1:].t(), make=make)).train(2)
+        Run(Positions(lambda p, q, x: p[1:].t(), make=make)).train(2)
 
     copied = Positions(lambda p, q, x: torch.broadcast_tensors(p[1, :4], x[:1])[0].as_strided((3,), (1,), 2))
     jitted = thunder.jit(copied, transforms=[fsdp(broadcast_from=0)])

@@ -12,7 +12,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 from ranks import Ranks
-from reference import Twins, saved_for_backward
+from scenario import Run, saved_for_backward
 from thunder.core.proxies import TensorProxy
 from thunder.torch.custom_op import _register_custom_op
 from torch import nn
@@ -48,10 +48,10 @@ VIEWS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def _train_views(rank: int, world_size: int) -> None:
-    twins = Twins(rank, world_size, Blocks(*VIEWS.values()).double())
+    run = Run(Blocks(*VIEWS.values()).double())
     with saved_for_backward() as saved:
-        twins.train(2)
-    arena = twins.transform.sharded.buckets[0].arena
+        run.train(2)
+    arena = run.transform.sharded.buckets[0].arena
     assert saved and not any(arena.span_of(t) for t in saved)
 
 
@@ -66,8 +66,8 @@ class ReturnsViews(Blocks):
 
 
 def _return_views(rank: int, world_size: int) -> None:
-    twins = Twins(rank, world_size, ReturnsViews(lambda x, w: w).double())
-    twins.train(2)
+    run = Run(ReturnsViews(lambda x, w: w).double())
+    run.train(2)
 
 
 def test_returned_multi_input_views_of_parameters_are_cloned(ranks: Ranks) -> None:
@@ -172,15 +172,13 @@ def _unknown_operator(rank: int, world_size: int) -> None:
         return out
 
     executor.register_implementation(symbol, symbol, grad_transform=grad)
-    twins = Twins(
-        rank,
-        world_size,
+    run = Run(
         Blocks(lambda x, w: opaque(w)).double(),
         jit_options={"executors": [executor, *thunder.get_default_executors()]},
     )
     with saved_for_backward() as saved:
-        twins.train(2)
-    arena = twins.transform.sharded.buckets[0].arena
+        run.train(2)
+    arena = run.transform.sharded.buckets[0].arena
     assert not any(arena.span_of(t) for t in saved)
 
 
@@ -220,8 +218,8 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 
 
 def _in_place(rank: int, world_size: int) -> None:
-    twins = Twins(rank, world_size, Writes(lambda m: m.buf.copy_(m.a.weight.detach())).double())
-    twins.train(2)
+    run = Run(Writes(lambda m: m.buf.copy_(m.a.weight.detach())).double())
+    run.train(2)
     for name, write in REFUSED.items():
         jitted = thunder.jit(Writes(write), transforms=[fsdp(broadcast_from=0)])
         with pytest.raises(NotImplementedError) as raised:

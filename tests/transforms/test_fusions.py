@@ -26,7 +26,7 @@ from models import CASES, GPT, FeedForward, Model, Stack
 from offloading import offloading
 from profiles import LONG, LONG_ONLY, mostly_zero3
 from ranks import Ranks
-from reference import Twins, saved_for_backward
+from scenario import Run, saved_for_backward
 from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -127,13 +127,13 @@ def check_overlap(trace: TraceCtx, prefetch: int) -> None:
         assert gather.last_consumer < following.wait or gather.last_consumer == len(testing.statements(trace)) - 1
 
 
-def check_saved(twins: Twins, saved: list[torch.Tensor]) -> None:
+def check_saved(run: Run, saved: list[torch.Tensor]) -> None:
     """Check that no saved tensor is in the arena, and under ZeRO-3 that none derives only from parameters."""
-    arenas = {b.arena for b in twins.transform.sharded.buckets}
+    arenas = {b.arena for b in run.transform.sharded.buckets}
     leaked = [tuple(t.shape) for t in saved if any(arena.span_of(t) for arena in arenas)]
     assert saved and not leaked, f"saved tensors of shapes {leaked} are in memory that other buckets overwrite"
-    if twins.transform.options.sharding_strategy == "zero3":
-        forward = twins.transform.compiled[-1].forward
+    if run.transform.options.sharding_strategy == "zero3":
+        forward = run.transform.compiled[-1].forward
         derived = BucketReads(forward).bucket_of
         kept = [p.name for p in forward.bound_symbols[-1].args[1][0] if p.name in derived]
         assert not kept, f"{kept} derive only from parameters, but are saved for backward"
@@ -154,18 +154,18 @@ class FeedForwards(GPT):
 def _train_gpt(rank: int, world_size: int, model: type[GPT], strategy: str, fuser: str, fusion_type: str) -> None:
     model = model(blocks=2, width=8, length=4).double()
     options = jit_options(fuser, fusion_type)
-    twins = Twins(rank, world_size, model, sharding_strategy=strategy, jit_options=options)
+    run = Run(model, sharding_strategy=strategy, jit_options=options)
     with saved_for_backward() as saved:
-        twins.train(steps=2)
-    check_saved(twins, saved)
+        run.train(steps=2)
+    check_saved(run, saved)
 
-    compiled = twins.transform.compiled[-1]
+    compiled = run.transform.compiled[-1]
     one_region_per_block = fuser != "nvfuser"
     forward = ["wte", "wpe", "h.0", "h.1", "ln_f", "head"]
     assert check_regions(compiled.forward, fused_blocks=one_region_per_block) == forward
     check_overlap(compiled.forward, prefetch=1)
     backward = forward[:1:-1]
-    assert twins.reduced()[:4] == backward
+    assert run.buckets("fsdp_reduce_scatter", backward=True)[:4] == backward
     check_overlap(compiled.backward, prefetch=1)
     if strategy == "zero3":
         assert check_regions(compiled.backward, fused_blocks=one_region_per_block) == backward
@@ -194,11 +194,11 @@ def test_each_block_has_its_own_fusion_regions(
 
 def _train_with_inductor(rank: int, world_size: int) -> None:
     options = {**jit_options("inductor"), "executors": ["torchcompile"]}
-    twins = Twins(rank, world_size, Stack(1).double(), sharding_strategy="zero3", jit_options=options)
+    run = Run(Stack(1).double(), sharding_strategy="zero3", jit_options=options)
     with saved_for_backward() as saved:
-        twins.train(steps=2)
-    check_saved(twins, saved)
-    compiled = twins.transform.compiled[-1]
+        run.train(steps=2)
+    check_saved(run, saved)
+    compiled = run.transform.compiled[-1]
     assert check_regions(compiled.forward, fused_blocks=True) == ["first", "blocks.0", "last"]
     assert check_regions(compiled.backward, fused_blocks=True) == ["last", "blocks.0"]
 
@@ -281,19 +281,17 @@ DERIVED: dict[str, functools.partial] = {
 def _train_derived(rank: int, world_size: int, case: str, runs: list[tuple[str, str, str]]) -> None:
     for fuser, strategy, fusion_type in runs:
         torch.manual_seed(0)
-        twins = Twins(
-            rank,
-            world_size,
+        run = Run(
             DERIVED[case]().double(),
             tolerance=1e-5 if case == "Casts" else 1e-11,
             sharding_strategy=strategy,
             jit_options=jit_options(fuser, fusion_type),
         )
         with saved_for_backward() as saved:
-            twins.train(steps=2)
-        check_saved(twins, saved)
+            run.train(steps=2)
+        check_saved(run, saved)
         if case != "LateViews":
-            check_regions(twins.transform.compiled[-1].forward, fused_blocks=False)
+            check_regions(run.transform.compiled[-1].forward, fused_blocks=False)
 
 
 @pytest.mark.parametrize("case", DERIVED)
@@ -315,13 +313,11 @@ def _train_cases(rank: int, world_size: int, strategy: str, cases: list[str]) ->
         torch.manual_seed(0)
         model = CASES[name]().double()
         options = jit_options("nvfuser", FUSION_TYPES[number % 2])
-        twins = Twins(
-            rank, world_size, model, tolerance=model.tolerance, sharding_strategy=strategy, jit_options=options
-        )
+        run = Run(model, tolerance=model.tolerance, sharding_strategy=strategy, jit_options=options)
         try:
             with saved_for_backward() as saved:
-                twins.train(steps=2)
-            check_saved(twins, saved)
+                run.train(steps=2)
+            check_saved(run, saved)
         except AssertionError as error:
             wrong[name] = str(error)
     return wrong
@@ -344,11 +340,11 @@ def _sweep_buckets(rank: int, world_size: int, strategy: str) -> None:
         copy = Stack(2).double()
         copy.load_state_dict(state)
         options = {"sharding_strategy": strategy, "bucketing_strategy": bucketing, "prefetch": prefetch}
-        twins = Twins(rank, world_size, copy, jit_options=jit_options("nvfuser_matmul"), **options)
+        run = Run(copy, jit_options=jit_options("nvfuser_matmul"), **options)
         with saved_for_backward() as saved:
-            twins.train(steps=2)
-        check_saved(twins, saved)
-        testing.assert_prefetch_distance(twins.transform.compiled[-1].forward, prefetch)
+            run.train(steps=2)
+        check_saved(run, saved)
+        testing.assert_prefetch_distance(run.transform.compiled[-1].forward, prefetch)
 
 
 @mostly_zero3
@@ -357,17 +353,14 @@ def test_fused_models_train_correctly_with_any_bucketing_and_prefetch(ranks: Ran
 
 
 def _accumulate_and_evaluate(rank: int, world_size: int, strategy: str) -> None:
-    twins = Twins(
-        rank, world_size, Stack(2).double(), sharding_strategy=strategy, jit_options=jit_options("nvfuser_matmul")
-    )
-    with twins.sharded.no_sync():
-        twins.backward(step=0)
-    twins.backward(step=1)
-    twins.update()
+    run = Run(Stack(2).double(), sharding_strategy=strategy, jit_options=jit_options("nvfuser_matmul"))
+    run.micro_batch(0)
+    run.micro_batch(1, no_sync=False)
+    run.step()
     with torch.no_grad():
-        inputs = twins.inputs(step=2, batch=5)
-        twins.close(twins.sharded(*inputs), twins.reference(*inputs), "evaluation")
-    evaluation = twins.transform.compiled[-1]
+        inputs = run.inputs(step=2, batch=5)
+        run.close(run.model(*inputs), run.reference(*inputs), "evaluation")
+    evaluation = run.transform.compiled[-1]
     assert evaluation.backward is None
     assert check_regions(evaluation.forward, fused_blocks=True) == ["first", "blocks.0", "blocks.1", "last"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from thunder_fsdp_sched.ir.effects import effects
@@ -17,65 +17,31 @@ import pytest
 import torch
 from models import Stack
 from ranks import Ranks
-from reference import Twins
+from scenario import Run, do
 from thunder.core.trace import TraceCtx, from_trace
 
 WIDTH = 16
 
 
-def _one_forward_and_backward(twins: Twins) -> None:
-    twins.backward()
-
-
-def _evaluation_in_between(twins: Twins) -> None:
-    losses = twins.forward()
-    with torch.no_grad():
-        twins.forward(1)
-    for loss in losses:
-        loss.backward()
-
-
-def _last_in_first_out(twins: Twins) -> None:
-    for losses in reversed([twins.forward(step) for step in (0, 1)]):
-        for loss in losses:
-            loss.backward()
-
-
-def _first_in_first_out(twins: Twins) -> None:
-    for losses in [twins.forward(step) for step in (0, 1)]:
-        for loss in losses:
-            loss.backward()
-
-
-def _another_shape_in_between(twins: Twins) -> None:
-    losses = twins.forward()
-    twins.backward(1, batch=5)  # in the first step this compiles and may grow the arena
-    for loss in losses:
-        loss.backward()
-
-
-def _forward_without_backward(twins: Twins) -> None:
-    twins.forward()
-    twins.backward(1)
-
-
 class CallPattern(NamedTuple):
     """The forwards and backwards between two updates of the parameters."""
 
-    run: Callable[[Twins], None]
+    actions: Sequence[Callable[[Run], Any]]
     forwards: int
     backwards: int
     reuses: int
     """Backwards that find buckets of their own forward. A forward without gradients also runs the compiled trace."""
 
 
+_step = do.micro_batch(1, no_sync=False)
+_another_shape = do.micro_batch(1, batch=5, no_sync=False)  # in the first step this compiles and may grow the arena
 PATTERNS = {
-    "usual": CallPattern(_one_forward_and_backward, 1, 1, 1),
-    "evaluation in between": CallPattern(_evaluation_in_between, 2, 1, 0),
-    "last in first out": CallPattern(_last_in_first_out, 2, 2, 1),
-    "first in first out": CallPattern(_first_in_first_out, 2, 2, 0),
-    "another shape in between": CallPattern(_another_shape_in_between, 2, 2, 1),
-    "never goes backward": CallPattern(_forward_without_backward, 2, 1, 1),
+    "usual": CallPattern([_step], 1, 1, 1),
+    "evaluation in between": CallPattern([do.forward(), do.forward(1, grad=False), do.backward()], 2, 1, 0),
+    "last in first out": CallPattern([do.forward(0), do.forward(1), do.backward(), do.backward()], 2, 2, 1),
+    "first in first out": CallPattern([do.forward(0), do.forward(1), do.backward(0), do.backward(0)], 2, 2, 0),
+    "another shape in between": CallPattern([do.forward(), _another_shape, do.backward()], 2, 2, 1),
+    "never goes backward": CallPattern([do.forward(), _step, lambda run: run.pending.clear()], 2, 1, 1),
 }
 
 
@@ -83,23 +49,28 @@ def _gathers(trace: TraceCtx) -> list[Any]:
     return [b for b in trace.bound_symbols if b.sym is fsdp_all_gather]
 
 
-_compiled_before: dict[str, Twins] = {}  # by options: later patterns reuse what earlier ones have compiled
+_compiled_before: dict[str, Run] = {}  # by options: later patterns reuse what earlier ones have compiled
 
 
 def _train(rank: int, world_size: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
-    twins = _compiled_before.get(repr(options))
-    if twins is None:
-        twins = Twins(rank, world_size, Stack(4, WIDTH).double(), transport="flat", **options)
-        _compiled_before[repr(options)] = twins
+    run = _compiled_before.get(repr(options))
+    if run is None:
+        run = Run(Stack(4, WIDTH).double(), transport="flat", **options)
+        _compiled_before[repr(options)] = run
     issued = []
-    PATTERNS[name].run(twins)  # compiles, for which ranks exchange digests
-    twins.update()
+
+    def act() -> None:
+        for action in PATTERNS[name].actions:
+            action(run)
+
+    act()  # compiles, for which ranks exchange digests
+    run.step()
     for _ in range(3):
-        with StepCounter(twins.sharded.parameters()) as counter, counter.phase("step"):
-            PATTERNS[name].run(twins)
+        with StepCounter(run.model.parameters()) as counter, counter.phase("step"):
+            act()
         issued.append(sum(c.kind == "all_gather" for c in counter.counts().collectives))
-        twins.update()  # compares gradients and parameters with the unsharded model's
-    compiled = twins.transform.compiled[0]
+        run.step()  # compares gradients and parameters with the unsharded model's
+    compiled = run.transform.compiled[0]
     backward_gathers = _gathers(compiled.backward)
     return {
         "issued": issued,

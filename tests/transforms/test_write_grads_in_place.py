@@ -30,7 +30,7 @@ from models import GPT, Layer, Model, SharedBlocks, Stack, TiedWeights, UnevenRo
 from pipeline_patches import without
 from profiles import LONG_ONLY
 from ranks import Ranks
-from reference import Twins, loss_of
+from scenario import Run, loss_of
 from thunder.core.trace import TraceCtx
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -200,15 +200,14 @@ def test_cost_and_report_account_for_gradients_written_in_place() -> None:
 
 def _train_and_accumulate(rank: int, world_size: int, case: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    twins = Twins(rank, world_size, CASES[case]().double(), **options)
-    twins.train(steps=2)
-    with twins.sharded.no_sync():
-        twins.backward(step=5)
-    twins.backward(step=6)
-    twins.update()
-    written, _ = share_written_in_place(twins.transform.compiled[0].backward)
+    run = Run(CASES[case]().double(), **options)
+    run.train(steps=2)
+    run.micro_batch(5)
+    run.micro_batch(6, no_sync=False)
+    run.step()
+    written, _ = share_written_in_place(run.transform.compiled[0].backward)
     assert (written > 0) is any(step.pass_ is write_grads_in_place for step in passes.PIPELINE)
-    return full_state_dict(twins.sharded)
+    return full_state_dict(run.model)
 
 
 def _compare_with_copies(rank: int, world_size: int, case: str, **options: Any) -> None:
@@ -323,26 +322,27 @@ def _failing_after(count: int) -> Iterator[None]:
 
 
 def _fail_between_gradient_and_reduction(rank: int, world_size: int, strategy: str) -> None:
-    twins = Twins(rank, world_size, Stack(2).double(), sharding_strategy=strategy)
-    twins.train(steps=1)
-    buckets = twins.transform.sharded.buckets
+    run = Run(Stack(2).double(), sharding_strategy=strategy)
+    run.train(steps=1)
+    buckets = run.transform.sharded.buckets
     arenas = {b.private_slot.arena if b.private_slot else b.arena for b in buckets}
     was_in_flight = False
-    for count in range(number_in_place(twins)):
-        loss, _ = twins.forward(step=count)
+    for count in range(number_in_place(run)):
+        run.forward(count)
+        [loss] = run.pending.pop().losses
         with _failing_after(count), pytest.raises(ArithmeticError, match="in backward"):
             loss.backward()
         was_in_flight |= any(flight.what == "reduce-scatter" for arena in arenas for flight in arena.in_flight)
-        assert all(p.grad is None for p in twins.sharded.parameters())
+        assert all(p.grad is None for p in run.model.parameters())
         with _failing_after(-1):
-            twins.train(steps=1)
+            run.train(steps=1)
         assert not any(arena.in_flight for arena in arenas)
     assert was_in_flight, "no reduction was in flight in any failing backward"
 
 
-def number_in_place(twins: Twins) -> int:
+def number_in_place(run: Run) -> int:
     """Return how many gradients are written in place."""
-    return sum(in_place(twins.transform.compiled[-1].backward).values())
+    return sum(in_place(run.transform.compiled[-1].backward).values())
 
 
 @each_strategy
