@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import time
 from datetime import timedelta
@@ -12,7 +11,6 @@ from unittest import mock
 from thunder_fsdp_sched import clip_grad_norm_, fsdp, get_model_state_dict, get_optimizer_state_dict
 from thunder_fsdp_sched.private_api import timeout_of
 from thunder_fsdp_sched.reports.profiler import measure
-from thunder_fsdp_sched.runtime.memory import InFlight
 from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 
 import pytest
@@ -20,13 +18,13 @@ import thunder
 import torch
 import torch.distributed as dist
 from models import Stack
-from profiles import mostly_zero3
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils import dlpack
 from virtual_gpu import guard
+from virtual_gpu.histories import faults_after_interruption, interrupt, make_model
 from virtual_gpu.world import Rank, run
 
 pytestmark = pytest.mark.skipif(bool(guard.missing()), reason=guard.missing() or "nothing is missing")
@@ -37,22 +35,6 @@ SIDE_STREAMS = ("staged", "all_to_all", "symmetric_memory")
 def _one_of_two(transport: str, rank: int) -> list[int] | None:
     """Return the ranks to run: one, or all if they access each other's memory."""
     return None if transport == "symmetric_memory" else [rank]
-
-
-def _jit(rank: Rank, blocks: int = 3, **options: Any) -> torch.nn.Module:
-    with rank.device:
-        module = Stack(blocks, width=32)
-    return thunder.jit(module, transforms=[fsdp(**options)])
-
-
-def _train(rank: Rank, steps: int = 2, **options: Any) -> torch.nn.Module:
-    model = _jit(rank, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        model(torch.ones(4, 32, device=rank.device)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
 
 
 #
@@ -72,18 +54,11 @@ def test_a_device_without_an_index_means_each_ranks_current_device() -> None:
     run(_without_an_index).assert_clean()
 
 
-@pytest.mark.parametrize("transport", SIDE_STREAMS)
-@mostly_zero3
-def test_streams_belong_to_the_parameters_device_whatever_device_is_current(transport: str, strategy: str) -> None:
-    ranks = _one_of_two(transport, 1)  # rank 0 has the current device
-    run(_train, transport=transport, sharding_strategy=strategy, ranks=ranks, set_device=False).assert_clean()
-
-
 def _measure(rank: Rank, **options: Any) -> None:
     # Measured times decide what runs next and must be the same on all ranks. A power of two makes differences exact.
     ticks = itertools.count()
     with mock.patch.object(time, "perf_counter", lambda: next(ticks) * 2.0**-20):
-        measure(_jit(rank, blocks=1, **options), torch.ones(4, 32, device=rank.device), repeats=1)
+        measure(make_model(rank, 1, 32, **options), torch.ones(4, 32, device=rank.device), repeats=1)
 
 
 @pytest.mark.parametrize("transport", ["flat", *SIDE_STREAMS])
@@ -128,7 +103,7 @@ def test_state_dict_entries_share_the_memory_of_offloaded_shards() -> None:
 
 
 def _write_offloaded_shards(rank: Rank, write: str) -> None:
-    model = _jit(rank, offload_policy=CPUOffloadPolicy())
+    model = make_model(rank, width=32, offload_policy=CPUOffloadPolicy())
     x = torch.ones(4, 32, device=rank.device)
     for frozen in (False, True):
         model.requires_grad_(not frozen)
@@ -147,7 +122,7 @@ def test_offloaded_shards_may_be_written_after_every_call(write: str) -> None:
 
 
 def _clip(rank: Rank) -> None:
-    model = _jit(rank, offload_policy=CPUOffloadPolicy(), bucketing_strategy="block")
+    model = make_model(rank, width=32, offload_policy=CPUOffloadPolicy(), bucketing_strategy="block")
     model(torch.ones(4, 32, device=rank.device)).sum().backward()
     with rank.phase("clip"):
         clip_grad_norm_(model, 1.0)
@@ -250,45 +225,16 @@ def test_a_twin_group_is_created_by_its_ranks_only(bind_device: bool) -> None:
 #
 
 
-class _Interrupted(Exception):
-    pass
-
-
-def _interrupt_and_drop(rank: Rank, transport: str, calls: int) -> None:
-    """Interrupt a step at one of its waits, drop the model, and allocate memory."""
-    with rank.device:
-        module = Stack(3, width=32)
-    model = thunder.jit(module, transforms=[fsdp(transport=transport, audit=False)])
-    x = torch.ones(4, 32, device=rank.device)
-    model(x).sum().backward()
-    wait, waits = InFlight.wait, itertools.count(1)
-
-    def interrupted(flight: InFlight) -> None:
-        if next(waits) == calls:
-            raise _Interrupted
-        wait(flight)
-
-    with mock.patch.object(InFlight, "wait", interrupted), pytest.raises(_Interrupted):
-        model(x).sum().backward()
-    del model, module
-    gc.collect()
-    for _ in range(3):
-        torch.zeros(1 << 16, device=rank.device)
-
-
-@pytest.mark.parametrize("calls", [3, 10], ids=["forward", "backward"])
+@pytest.mark.parametrize("at", [3, 10], ids=["forward", "backward"])
 @pytest.mark.parametrize("transport", SIDE_STREAMS)
-def test_memory_in_use_by_a_side_stream_is_not_reused_after_an_exception(transport: str, calls: int) -> None:
-    faults = run(_interrupt_and_drop, transport, calls, ranks=_one_of_two(transport, 0)).faults
-    # NCCL's watchdog keeps tensors of collectives that are never waited for alive. The virtual GPU does not.
-    assert not [fault for fault in faults if "unordered with collective" not in fault.text], faults
+def test_memory_in_use_by_a_side_stream_is_not_reused_after_an_exception(transport: str, at: int) -> None:
+    result = run(interrupt, at=at, transport=transport, ranks=_one_of_two(transport, 0))
+    assert not faults_after_interruption(result)
 
 
 def _train_in_low_precision(rank: Rank, transport: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    with rank.device:
-        module = Stack(3, width=32)
-    model = thunder.jit(module, transforms=[fsdp(transport=transport, mp_policy=policy)])
+    model = make_model(rank, width=32, transport=transport, mp_policy=policy)
     for phase in ("first", "later"):
         with rank.phase(f"{phase} forward"):
             loss = model(torch.ones(4, 32, device=rank.device)).sum()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from unittest import mock
 
 from thunder_fsdp_sched.runtime.activation_offload import HostCopy
 
@@ -16,7 +13,7 @@ import torch
 from offloading import offloading
 from test_virtual_gpu import assert_never_synchronizes
 from virtual_gpu import guard
-from virtual_gpu.histories import make_model, take_three_steps
+from virtual_gpu.histories import faults_after_interruption, interrupt, make_model, take_three_steps
 from virtual_gpu.log import Entry
 from virtual_gpu.mutations import faults_without, site_of
 from virtual_gpu.order import Order
@@ -69,30 +66,10 @@ def _read_by_hooks(rank: Rank) -> None:
             loss.backward()
 
 
-class _Interrupted(Exception):
-    pass
-
-
 def _interrupt(rank: Rank) -> None:
-    """Interrupt steps at waits for copies, drop everything, and allocate memory again."""
     with offloading():
-        model = make_model(rank, width=32, audit=False, cluster="h100-sxm")
-        x = torch.ones(4, 32, device=rank.device)
-        model(x).sum().backward()
-        wait = HostCopy.wait
         for at in (1, 3, 8, 10):
-            waits = itertools.count(1)
-
-            def interrupted(copy: HostCopy, *, on_host: bool = False) -> torch.Tensor:
-                if next(waits) == at:  # noqa: B023
-                    raise _Interrupted
-                return wait(copy, on_host=on_host)
-
-            with mock.patch.object(HostCopy, "wait", interrupted), pytest.raises(_Interrupted):
-                model(x).sum().backward()
-            gc.collect()
-            for _ in range(3):
-                torch.zeros(1 << 16, device=rank.device)
+            interrupt(rank, at, (HostCopy, "wait"), cluster="h100-sxm")
 
 
 @cache
@@ -112,9 +89,13 @@ def test_copies_run_on_a_stream_of_each_direction_and_never_synchronize() -> Non
     assert len(set(per_stream.values())) == 1, "everything that is copied to the host is copied back"
 
 
-@pytest.mark.parametrize("history", [_interleave, _interrupt, _read_by_hooks])
+@pytest.mark.parametrize("history", [_interleave, _read_by_hooks])
 def test_unusual_uses_have_no_race(history: Callable[[Rank], None]) -> None:
     run(history, ranks=[0]).assert_clean()
+
+
+def test_memory_of_interrupted_copies_is_not_reused_too_early() -> None:
+    assert not faults_after_interruption(run(_interrupt, ranks=[0]))
 
 
 def test_every_wait_and_reference_of_a_copy_is_needed_or_redundant() -> None:

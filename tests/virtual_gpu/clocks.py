@@ -7,10 +7,10 @@ after another if its clock has reached the other. Work on a stream happens after
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .log import HOST, Access, Entry, Log, Region, Stream, covers, overlap
+from .log import HOST, Access, Entry, Log, Region, Step, Stream, covers, line_up, overlap, owner_of
 
 __all__ = ["Fault", "check"]
 
@@ -66,7 +66,6 @@ def check(logs: Sequence[Log]) -> list[Fault]:
 class _Walk:
     def __init__(self, logs: Sequence[Log]) -> None:
         self.logs = {log.rank: log for log in logs}
-        self.next = dict.fromkeys(self.logs, 0)
         self.clocks: defaultdict[Thread, Clock] = defaultdict(dict)
         self.events: dict[tuple[int, int], Clock] = {}
         self.storages: defaultdict[tuple[int, int], _Storage] = defaultdict(_Storage)
@@ -75,73 +74,33 @@ class _Walk:
         self.faults: dict[object, Fault] = {}
 
     def run(self) -> list[Fault]:
-        progress = True
-        while progress:
-            progress = False
-            for rank in self.logs:
-                while (entry := self._entry(rank)) is not None and self._step(rank, entry):
-                    progress = True
-            progress = self._meet() or progress
-        for rank in self.logs:
-            if (entry := self._entry(rank)) is not None:
-                others = "; ".join(
-                    f"rank {r} is at {e}" if (e := self._entry(r)) else f"rank {r} has finished"
-                    for r in self.logs
-                    if r != rank
-                )
-                self._report("deadlock", rank, ("deadlock", rank), f"{entry} waits forever: {others}")
+        steps, stuck = line_up(self.logs.values())
+        for step in steps:
+            if len(step) > 1:
+                self._meet(step)
+            for rank, _, entry in step:
+                self._do(rank, entry)
+        for rank, entry in stuck.items():
+            others = "; ".join(
+                f"rank {r} is at {stuck[r]}" if r in stuck else f"rank {r} has finished" for r in self.logs if r != rank
+            )
+            self._report("deadlock", rank, ("deadlock", rank), f"{entry} waits forever: {others}")
         return list(self.faults.values())
 
-    def _entry(self, rank: int) -> Entry | None:
-        entries = self.logs[rank].entries
-        return entries[self.next[rank]] if self.next[rank] < len(entries) else None
-
-    def _step(self, rank: int, entry: Entry) -> bool:
-        """Execute ``entry`` unless it has to wait for other ranks. Return whether it was executed."""
-        if entry.kind in ("collective", "barrier", "split") and len(self._members(rank, entry)) > 1:
-            return False
-        if entry.kind == "take":
-            sent = self.signals[entry.group, entry.peer, rank, entry.signature]
-            if not sent:
-                return False
-            _join(self.clocks[rank, entry.stream], sent.pop(0))
-        self._do(rank, entry)
-        return True
-
-    def _members(self, rank: int, entry: Entry) -> list[int]:
-        """Return the ranks with a log that take part in ``entry``."""
-        return [r for r in self.logs[rank].members.get(entry.group, (rank,)) if r in self.logs]
-
-    def _meet(self) -> bool:
-        """Execute one collective that all of its ranks have reached. Return whether there was one."""
-        for rank in self.logs:
-            entry = self._entry(rank)
-            if entry is None or entry.kind == "take":
-                continue
-            members = self._members(rank, entry)
-            entries = {r: self._entry(r) for r in members}
-            if all(e is not None and e.group == entry.group and e.kind == entry.kind for e in entries.values()):
-                for r, e in entries.items():
-                    assert e is not None
-                    if e.signature != entry.signature:
-                        key = ("mismatch", str(entry), str(e))
-                        self._report(
-                            "mismatch", r, key, f"{e} {e.signature}, but rank {rank}: {entry} {entry.signature}"
-                        )
-                together: Clock = {}
-                for r, e in entries.items():
-                    assert e is not None
-                    _join(together, self.clocks[r, e.stream])
-                    _join(together, self.clocks[r, HOST])
-                for r, e in entries.items():
-                    assert e is not None
-                    _join(self.clocks[r, e.stream], together)
-                    self._do(r, e)
-                return True
-        return False
+    def _meet(self, step: Step) -> None:
+        """Order the accesses of a collective after everything that its streams did on any of its ranks."""
+        first, _, expected = step[0]
+        together: Clock = {}
+        for rank, _, entry in step:
+            if entry.signature != expected.signature:
+                text = f"{entry} {entry.signature}, but rank {first}: {expected} {expected.signature}"
+                self._report("mismatch", rank, ("mismatch", str(expected), str(entry)), text)
+            _join(together, self.clocks[rank, entry.stream])
+            _join(together, self.clocks[rank, HOST])
+        for rank, _, entry in step:
+            _join(self.clocks[rank, entry.stream], together)
 
     def _do(self, rank: int, entry: Entry) -> None:
-        self.next[rank] += 1
         thread = rank, entry.stream
         host = rank, HOST
         clock = self.clocks[thread]
@@ -163,7 +122,10 @@ class _Walk:
         elif kind == "free":
             self._free(rank, entry, clock)
         elif kind == "record_stream":
-            self.storages[self._key(rank, entry.storage)].recorded.add(entry.stream)
+            self.storages[owner_of(self.logs, rank, entry.storage)].recorded.add(entry.stream)
+        elif kind == "take":
+            _join(clock, self.signals[entry.group, entry.peer, rank, entry.signature].pop(0))
+            self._tick(thread)
         elif kind == "put":
             self._tick(thread)
             self.signals[entry.group, rank, entry.peer, entry.signature].append(dict(clock))
@@ -178,17 +140,6 @@ class _Walk:
         clock = self.clocks[thread]
         clock[thread] = clock.get(thread, 0) + 1
         return clock[thread]
-
-    def _key(self, rank: int, storage: int) -> tuple[int, int]:
-        """Return the rank and number of a storage, which may belong to another rank."""
-        remote = self.logs[rank].remote.get(storage)
-        if remote is None:
-            return rank, storage
-        group, number, peer = remote
-        owner = self.logs[rank].members[group][peer]
-        if owner not in self.logs:
-            return rank, storage
-        return owner, self.logs[owner].shared[group, number]
 
     def _allocate(self, rank: int, entry: Entry, clock: Clock) -> None:
         thread = rank, entry.stream
@@ -214,7 +165,7 @@ class _Walk:
 
     def _access(self, rank: int, thread: Thread, access: Access, entry: Entry) -> None:
         clock = self.clocks[thread]
-        storage = self.storages[self._key(rank, access.storage)]
+        storage = self.storages[owner_of(self.logs, rank, access.storage)]
         kept = []
         for past in storage.past:
             ordered = past.before(clock)
@@ -244,8 +195,3 @@ def _join(clock: Clock, other: Clock) -> None:
     for thread, epoch in other.items():
         if clock.get(thread, 0) < epoch:
             clock[thread] = epoch
-
-
-def kinds(faults: Iterable[Fault]) -> set[str]:
-    """Return the kinds of these faults."""
-    return {fault.kind for fault in faults}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +17,21 @@ _HERE = str(Path(__file__).parent)
 _TESTS = str(Path(__file__).parents[1])
 _PACKAGE = str(Path(thunder_fsdp_sched.__file__).parent)
 
-__all__ = ["HOST", "Access", "Entry", "Log", "Region", "Stream", "Where", "region_of"]
+__all__ = [
+    "HOST",
+    "Access",
+    "Entry",
+    "Log",
+    "Region",
+    "Step",
+    "Stream",
+    "Where",
+    "covers",
+    "line_up",
+    "overlap",
+    "owner_of",
+    "region_of",
+]
 
 Region = tuple[tuple[int, int], ...]
 """Sorted, disjoint ranges of bytes of a storage."""
@@ -132,6 +147,61 @@ def callers() -> Where:
             found.append((file, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     return tuple(found)
+
+
+Step = Sequence[tuple[int, int, Entry]]
+"""An entry, or matching entries of several ranks: for each the rank, its position in the log, and the entry."""
+
+
+def line_up(logs: Iterable[Log]) -> tuple[list[Step], dict[int, Entry]]:
+    """Arrange the entries of all ranks in one possible order, and return by rank those that wait for others forever."""
+    by_rank = {log.rank: log for log in logs}
+    at = dict.fromkeys(by_rank, 0)
+    signals: Counter[tuple[object, ...]] = Counter()
+    steps: list[Step] = []
+
+    def entry_of(rank: int) -> Entry | None:
+        entries = by_rank[rank].entries
+        return entries[at[rank]] if at[rank] < len(entries) else None
+
+    def signal_of(rank: int, entry: Entry) -> tuple[object, ...]:
+        ends = (rank, entry.peer) if entry.kind == "put" else (entry.peer, rank)
+        return entry.group, *ends, entry.signature
+
+    def ready(rank: int) -> Sequence[int]:
+        """Return the ranks that execute the next entry of a rank together, none if it has to wait."""
+        entry = entry_of(rank)
+        if entry is None or (entry.kind == "take" and not signals[signal_of(rank, entry)]):
+            return ()
+        if entry.kind not in ("collective", "barrier", "split"):
+            return (rank,)
+        members = [r for r in by_rank[rank].members.get(entry.group, (rank,)) if r in by_rank]
+        others = [entry_of(member) for member in members]
+        return members if all(o and (o.kind, o.group) == (entry.kind, entry.group) for o in others) else ()
+
+    done = -1
+    while len(steps) > done:
+        done = len(steps)
+        for rank in by_rank:
+            while ranks := ready(rank):
+                step = [(r, at[r], entry) for r in ranks if (entry := entry_of(r)) is not None]
+                for r, _, entry in step:
+                    at[r] += 1
+                    if entry.kind in ("put", "take"):
+                        signals[signal_of(r, entry)] += 1 if entry.kind == "put" else -1
+                steps.append(step)
+    return steps, {rank: entry for rank in by_rank if (entry := entry_of(rank)) is not None}
+
+
+def owner_of(logs: Mapping[int, Log], rank: int, storage: int) -> tuple[int, int]:
+    """Return the rank and number of a storage, which may belong to another rank."""
+    remote = logs[rank].remote.get(storage)
+    if remote is not None:
+        group, number, peer = remote
+        owner = logs[rank].members[group][peer]
+        if owner in logs:
+            return owner, logs[owner].shared[group, number]
+    return rank, storage
 
 
 _MOST_RANGES = 1 << 16

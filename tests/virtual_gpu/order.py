@@ -10,12 +10,13 @@ of all accesses that are known to have finished. It can therefore decide for eve
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .log import HOST, Access, Entry, Log, Region, Stream, overlap
+from .log import HOST, Entry, Log, Region, Stream, line_up, overlap, owner_of
 
 __all__ = ["Mutation", "Order", "Verdict"]
 
@@ -80,9 +81,18 @@ class Order:
 
     def __init__(self, logs: Sequence[Log]) -> None:
         self._logs = {log.rank: log for log in logs}
-        self._steps: list[_Step] = []
-        self._numbers = 0
-        self._line_up()
+        steps, stuck = line_up(logs)
+        assert not stuck, "a deadlock"
+        numbers = itertools.count()
+        self._steps = [
+            _Step(
+                tuple(
+                    (rank, index, entry, 1 << next(numbers) if entry.accesses or entry.kind == "alloc" else 0)
+                    for rank, index, entry in step
+                )
+            )
+            for step in steps
+        ]
         self._find_conflicts()
         self._before: list[tuple[Bits, ...]] = []
         self._unordered: list[Bits] = []
@@ -163,54 +173,6 @@ class Order:
                     last[rank, access.storage] = position, entry.stream
         return found
 
-    def _line_up(self) -> None:
-        """Arrange the entries of all ranks in one possible order."""
-        following = {rank: enumerate(log.entries) for rank, log in self._logs.items()}
-        at = {rank: next(entries, None) for rank, entries in following.items()}
-        sent: Counter[tuple[object, ...]] = Counter()
-
-        def advance(ranks: Sequence[int]) -> None:
-            parts = []
-            for rank in ranks:
-                found = at[rank]
-                assert found is not None
-                index, entry = found
-                bits = 0
-                if entry.accesses or entry.kind == "alloc":
-                    bits, self._numbers = 1 << self._numbers, self._numbers + 1
-                parts.append((rank, index, entry, bits))
-                at[rank] = next(following[rank], None)
-            self._steps.append(_Step(tuple(parts)))
-
-        while any(found is not None for found in at.values()):
-            done = len(self._steps)
-            for rank in self._logs:
-                while (found := at[rank]) is not None:
-                    entry = found[1]
-                    members = self._members(rank, entry)
-                    if len(members) > 1:
-                        others = [at[r] for r in members]
-                        if not all(
-                            o is not None and (o[1].kind, o[1].group) == (entry.kind, entry.group) for o in others
-                        ):
-                            break
-                        advance(members)
-                        continue
-                    if entry.kind == "put":
-                        sent[entry.group, rank, entry.peer, entry.signature] += 1
-                    elif entry.kind == "take":
-                        key = entry.group, entry.peer, rank, entry.signature
-                        if not sent[key]:
-                            break
-                        sent[key] -= 1
-                    advance([rank])
-            assert len(self._steps) > done, "a deadlock"
-
-    def _members(self, rank: int, entry: Entry) -> list[int]:
-        if entry.kind not in ("collective", "barrier", "split"):
-            return [rank]
-        return [r for r in self._logs[rank].members.get(entry.group, (rank,)) if r in self._logs]
-
     def _find_conflicts(self) -> None:
         past: defaultdict[tuple[int, int], list[tuple[Bits, Region, bool]]] = defaultdict(list)
         lenders: dict[tuple[int, int], Stream] = {}
@@ -226,22 +188,13 @@ class Order:
                         step.used |= accessed
                 conflicts = 0
                 for access in entry.accesses:
-                    before = past[self._key(rank, access)]
+                    before = past[owner_of(self._logs, rank, access.storage)]
                     for accessed, region, write in before:
                         if (write or access.write) and accessed != bits and overlap(region, access.region):
                             conflicts |= accessed
                 for access in entry.accesses:
-                    past[self._key(rank, access)].append((bits, access.region, access.write))
+                    past[owner_of(self._logs, rank, access.storage)].append((bits, access.region, access.write))
                 step.conflicts[rank] = conflicts
-
-    def _key(self, rank: int, access: Access) -> tuple[int, int]:
-        remote = self._logs[rank].remote.get(access.storage)
-        if remote is not None:
-            group, number, peer = remote
-            owner = self._logs[rank].members[group][peer]
-            if owner in self._logs:
-                return owner, self._logs[owner].shared[group, number]
-        return rank, access.storage
 
     def _do(self, state: _State, step: _Step, *, blocks: bool = True) -> tuple[tuple[Bits, ...], Bits]:
         """Execute a step. Return the accesses that each of its accesses follows, and those that it fails to follow."""
