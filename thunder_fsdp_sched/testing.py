@@ -19,8 +19,9 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from .api import fsdp
-from .ir.effects import Issue, effects
-from .ir.inspection import Aliases, args_of, outs_of, statement, statements
+from .ir.analysis import Analysis
+from .ir.effects import effects
+from .ir.inspection import args_of, outs_of, statement, statements
 from .ir.schedule import StepSchedule, read_schedule
 from .pipeline import CompiledTraces
 from .planning.fake_ranks import Made, compile_as_rank
@@ -66,14 +67,12 @@ def compiled_traces(subject: Subject) -> CompiledTraces:
 def _traces(subject: Subject) -> list[TraceCtx]:
     if isinstance(subject, TraceCtx):
         return [subject]
-    compiled = compiled_traces(subject)
-    return list(compiled.traces)
+    return list(compiled_traces(subject).traces)
 
 
 def step_schedule(subject: Subject) -> StepSchedule:
     """Return the forward and backward schedule of a subject, which must not be a single trace."""
-    forward, *backward = _traces(subject)
-    return StepSchedule(read_schedule(forward), read_schedule(backward[0]) if backward else None)
+    return compiled_traces(subject).schedule
 
 
 def _on_every_trace(check: Callable[..., None]) -> Callable[..., None]:
@@ -112,54 +111,36 @@ class Reduction:
 
 def gathers(trace: TraceCtx) -> list[Gather]:
     """Return all gathers of the trace, in issue order. Reading a view of a parameter counts as reading it."""
-    bsyms = statements(trace)
-    aliases = Aliases()
-    issues: dict[str, tuple[int, Issue]] = {}
-    waits: dict[str, int] = {}
-    readers: dict[str, list[int]] = {}
-    owner: dict[str, str] = {}
-    for position, bsym in enumerate(bsyms):
-        for root in {root for arg in args_of(bsym) for root in aliases.roots(arg)} & owner.keys():
-            readers[owner[root]].append(position)
-        e = effects(bsym)
-        if e.issues is not None and e.issues.gathers:
-            issues[e.issues.future] = position, e.issues
-            readers[e.issues.future] = []
-        elif e.waits is not None and e.waits.future in issues:
-            waits[e.waits.future] = position
-            owner.update(dict.fromkeys(outs_of(bsym), e.waits.future))
-        else:
-            aliases.add(bsym)
-    return [
-        Gather(
-            issue.bucket.spec.name if issue.bucket is not None else "",
-            issue.nbytes,
-            position,
-            waits[future],
-            min(readers[future], default=None),
-            max(readers[future], default=None),
-        )
-        for future, (position, issue) in issues.items()
-    ]
+    live = Analysis(statements(trace))
+    found = []
+    for position, e in enumerate(live.effects):
+        if (issue := e.issues) is not None and issue.gathers:
+            name = issue.bucket.spec.name if issue.bucket is not None else ""
+            wait = _wait_for(issue.future, live)
+            params = [value.name for value in live.outs[wait]]
+            first = live.first_read(params)
+            last = None if first is None else live.last_use(params)
+            found.append(Gather(name, issue.nbytes, position, wait, first, last))
+    return found
 
 
 def reductions(trace: TraceCtx) -> list[Reduction]:
     """Return all reductions of the trace, in issue order."""
-    bsyms = statements(trace)
-    produced = {out: position for position, bsym in enumerate(bsyms) for out in outs_of(bsym)}
-    found = list(enumerate(map(effects, bsyms)))
-    waits = {e.waits.future: position for position, e in found if e.waits is not None and e.issues is None}
-    across = {e.waits.future: e.issues.future for _, e in found if e.waits is not None and e.issues is not None}
-    return [
-        Reduction(
-            e.bucket.spec.name,
-            max((produced.get(arg, -1) for arg in args_of(bsyms[position])), default=-1),
-            position,
-            waits[across.get(e.issues.future, e.issues.future)],
-        )
-        for position, e in found
-        if e.collects and e.issues is not None and e.bucket is not None
-    ]
+    live = Analysis(statements(trace))
+    found = []
+    for position, e in enumerate(live.effects):
+        if e.collects and e.issues is not None and e.bucket is not None:
+            last_gradient = live.defined(value.name for value in live.args[position])
+            found.append(Reduction(e.bucket.spec.name, last_gradient, position, _wait_for(e.issues.future, live)))
+    return found
+
+
+def _wait_for(future: str, live: Analysis) -> int:
+    """Return the position of the wait for a collective; of a reduction across replicas, of its last wait."""
+    for position, e in enumerate(live.effects):
+        if e.waits is not None and e.waits.future == future:
+            return position if e.issues is None else _wait_for(e.issues.future, live)
+    raise AssertionError(f"nothing waits for {future}")
 
 
 @_on_every_trace
@@ -231,28 +212,43 @@ def assert_prefetch_distance(trace: TraceCtx, prefetch: int) -> None:
 @_on_every_trace
 def assert_gathered_buckets_at_most(trace: TraceCtx, buckets: int) -> None:
     """Assert that at no position more than ``buckets`` buckets are in flight, or unsharded and yet to be read."""
-    for position, live in _live(trace):
-        if len(live) > buckets:
-            _fail(trace, f"{len(live)} buckets are unsharded: {[g.bucket for g in live]}, allowed {buckets}", position)
+    _at_most(trace, buckets, "buckets are unsharded", _last_consumer)
 
 
 @_on_every_trace
 def assert_unsharded_bytes_at_most(trace: TraceCtx, nbytes: int) -> None:
     """Assert that at no position more than ``nbytes`` of buckets are in flight, or unsharded and yet to be read."""
-    for position, live in _live(trace):
-        total = sum(g.nbytes for g in live)
-        if total > nbytes:
-            _fail(trace, f"{total:,} bytes are unsharded: {[g.bucket for g in live]}, allowed {nbytes:,}", position)
+    _at_most(trace, nbytes, "bytes are unsharded", _last_consumer)
 
 
 @_on_every_trace
 def assert_buckets_in_flight_at_most(trace: TraceCtx, buckets: int) -> None:
     """Assert that at no position more than ``buckets`` gathers are in flight."""
-    for position, flying in _in_flight(trace):
-        if len(flying) > buckets:
-            _fail(
-                trace, f"{len(flying)} gathers are in flight: {[g.bucket for g in flying]}, allowed {buckets}", position
-            )
+    _at_most(trace, buckets, "gathers are in flight", _before_wait)
+
+
+@_on_every_trace
+def assert_bytes_in_flight_at_most(trace: TraceCtx, nbytes: int) -> None:
+    """Assert that at no position the gathers in flight have more than ``nbytes`` bytes together."""
+    _at_most(trace, nbytes, "bytes are in flight", _before_wait)
+
+
+def _at_most(trace: TraceCtx, limit: int, what: str, end: Callable[[Gather], int]) -> None:
+    """Raise an error if more gathers, or more bytes of them, exist at once, each from its issue to its ``end``."""
+    found = gathers(trace)
+    for gather in found:
+        live = [g for g in found if g.issue <= gather.issue <= end(g)]
+        amount = sum(g.nbytes for g in live) if what.startswith("bytes") else len(live)
+        if amount > limit:
+            _fail(trace, f"{amount:,} {what}: {[g.bucket for g in live]}, allowed {limit:,}", gather.issue)
+
+
+def _last_consumer(gather: Gather) -> int:
+    return gather.last_consumer or gather.wait
+
+
+def _before_wait(gather: Gather) -> int:
+    return gather.wait - 1
 
 
 def assert_peak_memory_at_most(subject: Subject, limit: int | str, *, optimizer_state: int = 0) -> None:
@@ -266,15 +262,6 @@ def assert_peak_memory_at_most(subject: Subject, limit: int | str, *, optimizer_
     most = parse_bytes("limit", limit)
     memory = compiled_traces(subject).memory.with_optimizer_state(optimizer_state)
     assert memory.peak.nbytes <= most, f"{memory.peak.nbytes - most:,} bytes more than the limit of {most:,}: {memory}"
-
-
-@_on_every_trace
-def assert_bytes_in_flight_at_most(trace: TraceCtx, nbytes: int) -> None:
-    """Assert that at no position the gathers in flight have more than ``nbytes`` bytes together."""
-    for position, flying in _in_flight(trace):
-        total = sum(g.nbytes for g in flying)
-        if total > nbytes:
-            _fail(trace, f"{total:,} bytes are in flight: {[g.bucket for g in flying]}, allowed {nbytes:,}", position)
 
 
 @_on_every_trace
@@ -311,48 +298,28 @@ def assert_no_parameter_copies(trace: TraceCtx) -> None:
 
     A conversion to another dtype is not a copy, nor is compute on parameters.
     """
-    bsyms = statements(trace)
-    aliases = Aliases()
+    parts = [(position, part) for position, bsym in enumerate(statements(trace)) for part in _parts(bsym)]
+    live = Analysis([part for _, part in parts])
     of_bucket: dict[str, str] = {}
-    for e in map(effects, bsyms):
+    for (position, part), e, args, outs in zip(parts, live.effects, live.args, live.outs, strict=True):
         if e.bucket is not None:
-            of_bucket.update(dict.fromkeys(e.shards, e.bucket.spec.name))
-    for position, bsym in enumerate(bsyms):
-        e = effects(bsym)
-        if e.unshards and e.bucket is not None:
-            of_bucket.update(dict.fromkeys(outs_of(bsym), e.bucket.spec.name))
-        if _communicates(bsym):
-            continue
-        for part in _parts(bsym):
-            sources = {root for arg in args_of(part) for root in aliases.roots(arg)}
-            name = part.sym.name.removeprefix("torch_").removesuffix("_prim_impl")
-            if name in _COPIES and (copied := sources & of_bucket.keys()):
-                buckets = sorted({of_bucket[source] for source in copied})
-                _fail(trace, f"{part.sym.name} copies parameters of {buckets}", position)
-            aliases.add(part)
-        aliases.add(bsym)
+            unsharded = [out.name for out in outs] if e.unshards else []
+            of_bucket.update(dict.fromkeys([*e.shards, *unsharded], e.bucket.spec.name))
+        sources = {root.name for arg in args for root in arg.roots} & of_bucket.keys()
+        name = part.sym.name.removeprefix("torch_").removesuffix("_prim_impl")
+        if name in _COPIES and sources:
+            copied = sorted({of_bucket[source] for source in sources})
+            _fail(trace, f"{part.sym.name} copies parameters of {copied}", position)
 
 
 def _parts(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
-    """Return the subsymbols of ``bsym``, down to those without subsymbols and to conversions of dtype."""
+    """Return the subsymbols of ``bsym``, down to those without subsymbols, to conversions of dtype and to communication."""
     dtypes = {getattr(p, "dtype", None) for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
-    if not bsym.subsymbols or (bsym.sym.name == "to" and len(dtypes) > 1):
+    if not bsym.subsymbols or (bsym.sym.name == "to" and len(dtypes) > 1) or effects(bsym).bucket is not None:
         yield bsym
         return
     for sub in bsym.subsymbols:
         yield from _parts(sub)
-
-
-def _live(trace: TraceCtx) -> Iterator[tuple[int, list[Gather]]]:
-    found = gathers(trace)
-    for gather in found:
-        yield gather.issue, [g for g in found if g.issue <= gather.issue <= (g.last_consumer or g.wait)]
-
-
-def _in_flight(trace: TraceCtx) -> Iterator[tuple[int, list[Gather]]]:
-    found = gathers(trace)
-    for gather in found:
-        yield gather.issue, [g for g in found if g.issue <= gather.issue < g.wait]
 
 
 def compile_on_fake_ranks(
@@ -387,15 +354,17 @@ def assert_same_schedule_on_all_ranks(subject: Subject | Sequence[CompiledTraces
             :func:`compile_on_fake_ranks`.
     """
     if isinstance(subject, (list, tuple)):
-        per_rank = [[line for t in _traces(c) for line in read_schedule(t).collectives()] for c in subject]
+        per_rank = [_collectives(one) for one in subject]
     else:
-        own = [line for t in _traces(subject) for line in read_schedule(t).collectives()]
-        gathered: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
-        per_rank = gathered
+        per_rank = [[]] * dist.get_world_size()
+        dist.all_gather_object(per_rank, _collectives(subject))
     for rank, lines in enumerate(per_rank):
         for number, (expected, line) in enumerate(itertools.zip_longest(per_rank[0], lines), start=1):
             assert line == expected, f"collective {number}: rank 0 issues {expected}, rank {rank} issues {line}"
+
+
+def _collectives(subject: Subject) -> list[str]:
+    return [line for trace in _traces(subject) for line in read_schedule(trace).collectives()]
 
 
 def _first(gather: Gather) -> float:

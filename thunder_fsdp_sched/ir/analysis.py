@@ -2,7 +2,7 @@
 
 [Note: Lifetimes]
 Every pass that moves communication, assigns memory or predicts times and bytes asks the same questions, and
-:class:`Analysis` answers them. ``proof`` and ``testing`` do not use it: they check its results.
+:class:`Analysis` answers them. ``proof`` does not use it: it checks its results.
 
 *Positions* count the analyzed bound symbols from 0, over all traces that run one after the other. ``BEFORE_TRACE``
 stands for everything earlier. ``del`` statements have positions and read nothing.
