@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,10 +16,10 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from .demo import DemoOptions, run_demo
-from .demo.runs import Sharding
-from .demo.show import make_console
+from .demo.runs import DemoOptions, Sharding
+from .demo.show import make_console, run_demo
 from .ir.schedule import load_schedules
+from .ir.step_memory import StepMemory
 from .logs import following_stages
 from .planning.cluster_files import read_cluster
 from .planning.clusters import CLUSTERS
@@ -61,15 +61,13 @@ class StepOptions:
     """The options of the commands that compile a step, with the same names everywhere."""
 
     model: Annotated[
-        str | None,
+        str,
         typer.Argument(
             metavar="MODEL",
             help="MODULE:FACTORY that returns (module, args) or (module, args, kwargs), best on the meta device; a LitGPT "
             "configuration (Llama-3-8B); or a Hugging Face model type (llama). Random weights, nothing is downloaded.",
-            show_default=False,
         ),
-    ] = None
-    model_option: Annotated[str | None, typer.Option("--model", help="The same as MODEL.", show_default=False)] = None
+    ]
     world_size: Annotated[int, typer.Option(min=1, help="Ranks to compile for; none is started.")] = 8
     cluster: Annotated[
         str, typer.Option(help="The machine: a preset, or a .json file with the attributes of ClusterSpec.")
@@ -79,7 +77,6 @@ class StepOptions:
         typer.Option(
             metavar="ATTRIBUTE=VALUE",
             help="Change an attribute of the machine, such as inter_node_bandwidth=25GB; may be repeated.",
-            show_default=False,
         ),
     ] = None
     sharding: Annotated[Sharding, typer.Option(help="What to compile.")] = Sharding.zero3
@@ -88,28 +85,24 @@ class StepOptions:
         str | None,
         typer.Option(
             help="How many buckets ahead of its wait an all-gather is issued, or auto; by default 1, with --max-memory "
-            "auto.",
-            show_default=False,
+            "auto."
         ),
     ] = None
     max_memory: Annotated[
         str | None,
         typer.Option(
             help="Limit on all memory of a step without optimizer state, such as 70GiB; backward recomputes what does not "
-            "fit.",
-            show_default=False,
+            "fit."
         ),
     ] = None
-    max_unsharded: Annotated[
-        str | None, typer.Option(help="Budget for unsharded memory, such as 8GiB.", show_default=False)
-    ] = None
+    max_unsharded: Annotated[str | None, typer.Option(help="Budget for unsharded memory, such as 8GiB.")] = None
     max_gathers_in_flight: Annotated[
         int | None,
-        typer.Option(min=1, help="Limit on the all-gathers in flight, whatever their size.", show_default=False),
+        typer.Option(min=1, help="Limit on the all-gathers in flight, whatever their size."),
     ] = None
     reshard_after_forward: Annotated[
         int | None,
-        typer.Option(min=2, help="ZeRO-3: among how many ranks backward gathers; all by default.", show_default=False),
+        typer.Option(min=2, help="ZeRO-3: among how many ranks backward gathers; all by default."),
     ] = None
     replicas: Annotated[int, typer.Option(min=1, help="Hybrid sharding: number of copies of the shards.")] = 1
     transport: Annotated[str, typer.Option(help=f"How buckets travel: auto, {', '.join(sorted(TRANSPORTS))}.")] = "auto"
@@ -119,9 +112,6 @@ class StepOptions:
 
     def compile(self, console: Console, strategy: str, *, micro_batches: int = 1) -> DryRun:
         """Compile the model as one of many ranks and simulate it, with a spinner that shows stage and elapsed time."""
-        if (self.model is None) == (self.model_option is None):
-            raise typer.BadParameter("give one model: as MODEL or with --model")
-        model = self.model or self.model_option or ""
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise typer.BadParameter(
@@ -131,9 +121,9 @@ class StepOptions:
             sys.path.insert(0, folder)
         try:
             spec = read_cluster(self.cluster, self.cluster_set or ())
-            make = find_model(model, batch=self.batch, length=self.length, dtype=dtype)
-            with _spinner(console, f"{model}: making the model") as show:
-                with following_stages(lambda stage: show(f"{model}: {stage}")):
+            make = find_model(self.model, batch=self.batch, length=self.length, dtype=dtype)
+            with _spinner(console, f"{self.model}: making the model") as show:
+                with following_stages(lambda stage: show(f"{self.model}: {stage}")):
                     return dry_run_step(
                         make,
                         on=spec,
@@ -165,7 +155,7 @@ def _takes(options: type, **defaults: Any) -> Callable[[Callable[..., None]], Ca
         shared = {name: p.replace(default=defaults.get(name, p.default)) for name, p in declared.items()}
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
-        @functools.wraps(command)
+        @wraps(command)
         def run(**given: Any) -> None:
             command(options(**{name: given.pop(name) for name in shared}), **given)
 
@@ -202,7 +192,7 @@ def trace(options: StepOptions) -> None:
     console = make_console()
     for strategy in options.sharding.strategies:
         step = options.compile(console, strategy)
-        console.print(plan_table(step.transform.plan), highlight=False)
+        console.print(plan_table(step.transform.plan))
         traces = step.transform.compiled[-1]
         for name, before, after in (
             ("forward", traces.forward_before, traces.forward),
@@ -235,7 +225,6 @@ def plan(
         typer.Option(
             "--suggest/--no-suggest",
             help="Say what to change, each with its simulated time; by default if the step does not fit with the headroom.",
-            show_default=False,
         ),
     ] = None,
     headroom: Annotated[
@@ -266,13 +255,13 @@ def plan(
         step = options.compile(console, strategy, micro_batches=micro_batches)
         if both:
             console.print(strategy.replace("zero", "ZeRO-"), style="bold")
-        console.print(plan_table(step.transform.plan), highlight=False)
+        console.print(plan_table(step.transform.plan))
         if step.window is not None:
-            console.print(window_table(step), highlight=False)
-        console.print(dry_run_table(step), highlight=False)
+            console.print(window_table(step))
+        console.print(dry_run_table(step))
         compiled = step.compiled
         memory = step.memory.with_optimizer_state(optimizer_state_bytes(compiled.buckets, optimizer_bytes))
-        console.print(describe_fit(memory, step.cluster.memory, step.cluster.name), highlight=False)
+        console.print(describe_fit(memory, step.cluster.memory, step.cluster.name))
         free = int(HEADROOM * step.cluster.memory)
         if headroom is not None:
             try:
@@ -282,24 +271,26 @@ def plan(
         if suggestions or (suggestions is None and memory.peak.nbytes + free > step.cluster.memory):
             with _spinner(console, "looking for suggestions") as show, following_stages(lambda stage: None):
                 found = suggest(step, progress=show, optimizer_bytes=optimizer_bytes, headroom=free, dry_runs=dry_runs)
-            console.print(str(found), highlight=False, markup=False)
+            console.print(str(found), markup=False)
         if compiled.choice is not None:
-            console.print(str(compiled.choice), highlight=False)
-        if picture is not None:
-            plot_timelines([("unsorted", step.before), ("scheduled", step.after)], picture)
-            console.print(f"picture: {picture}")
-        if perfetto is not None:
-            save_perfetto(step.after, perfetto)
-            console.print(f"Perfetto: {perfetto}")
-        if schedule is not None:
-            step.transform.save_schedules(schedule)
-            console.print(f"schedule: {schedule}")
-        if memory_file is not None:
-            if memory_file.suffix == ".json":
-                save_memory(memory, memory_file)
-            else:
-                plot_memory(memory, memory_file, timeline=step.after)
-            console.print(f"memory: {memory_file}")
+            console.print(str(compiled.choice))
+        files: dict[str, tuple[Path | None, Callable[[Path], object]]] = {
+            "picture": (picture, partial(plot_timelines, [("unsorted", step.before), ("scheduled", step.after)])),
+            "Perfetto": (perfetto, partial(save_perfetto, step.after)),
+            "schedule": (schedule, step.transform.save_schedules),
+            "memory": (memory_file, partial(_write_memory, memory, step)),
+        }
+        for name, (path, write) in files.items():
+            if path is not None:
+                write(path)
+                console.print(f"{name}: {path}")
+
+
+def _write_memory(memory: StepMemory, step: DryRun, path: Path) -> None:
+    if path.suffix == ".json":
+        save_memory(memory, path)
+    else:
+        plot_memory(memory, path, timeline=step.after)
 
 
 @app.command()
@@ -313,16 +304,13 @@ def diff(
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     console = make_console()
-    differs = len(first) != len(second)
-    if differs:
-        console.print(f"{one} holds {len(first)} schedules, {other} holds {len(second)}", highlight=False)
+    if len(first) != len(second):
+        console.print(f"{one} holds {len(first)} schedules, {other} holds {len(second)}")
     for number, (a, b) in enumerate(zip(first, second, strict=False), start=1):
-        difference = a.diff(b) or ("the compute around it differs" if a != b else "")
-        if difference:
-            differs = True
-            console.print(f"schedule {number}", highlight=False)
-            console.print(difference, highlight=False, markup=False)
-    raise typer.Exit(1 if differs else 0)
+        if a != b:
+            console.print(f"schedule {number}")
+            console.print(a.diff(b) or "the compute around it differs", markup=False)
+    raise typer.Exit(int(first != second))
 
 
 if __name__ == "__main__":

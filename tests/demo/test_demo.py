@@ -11,10 +11,9 @@ from pathlib import Path
 
 import thunder_fsdp_sched
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.demo import DemoOptions
-from thunder_fsdp_sched.demo.checks import check_run
 from thunder_fsdp_sched.demo.model import GPT
-from thunder_fsdp_sched.demo.runs import Run, read_text, sample
+from thunder_fsdp_sched.demo.runs import DemoOptions, Run, read_text, sample
+from thunder_fsdp_sched.demo.show import check_run
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.reports.report import (
     before_and_after,

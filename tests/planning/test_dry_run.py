@@ -30,7 +30,7 @@ def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
     files = [tmp_path / name for name in ("step.png", "step.json", "one.json", "memory.png")]
     outputs = ["--picture", str(files[0]), "--perfetto", str(files[1]), "--schedule", str(files[2])]
     outputs += ["--memory", str(files[3])]
-    result = invoke("plan", "--model", "test_dry_run:make_on_meta", "--world-size", "16", *outputs)
+    result = invoke("plan", "test_dry_run:make_on_meta", "--world-size", "16", *outputs)
     assert result.exit_code == 0, result.output
     assert "scheduled" in result.output and "unsorted" in result.output and "blocks.1" in result.output
     assert all(file.stat().st_size for file in files)
@@ -43,7 +43,7 @@ def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
 
     assert invoke("diff", str(files[2]), str(files[2])).exit_code == 0
     other = tmp_path / "other.json"
-    plan_command = ["plan", "--model", "test_dry_run:make_on_meta", "--world-size", "16", "--schedule", str(other)]
+    plan_command = ["plan", "test_dry_run:make_on_meta", "--world-size", "16", "--schedule", str(other)]
     assert "gathers in flight, at most: forward 2, backward 2" in result.output
     saved = ["--memory", str(tmp_path / "memory.json")]
     limited = invoke(*plan_command, "--max-gathers-in-flight", "1", "--optimizer-bytes", "1e9", *saved)
@@ -61,22 +61,22 @@ def test_plan_prints_the_step_and_writes_the_requested_files(tmp_path):
 def test_a_hybrid_step_is_planned_on_the_links_of_both_mesh_dimensions():
     outputs = {}
     for replicas in ("1", "8"):
-        result = invoke("plan", "--model", "test_dry_run:make_on_meta", "--world-size", "64", "--replicas", replicas)
+        result = invoke("plan", "test_dry_run:make_on_meta", "--world-size", "64", "--replicas", replicas)
         assert result.exit_code == 0, result.output
         outputs[replicas] = result.output
     assert "8 x 8" in outputs["8"] and "8 x 8" not in outputs["1"]
     step = dry_run_step(make_on_meta, world_size=64, replicas=8, on="h100-sxm")
     assert set(step.after.communication_seconds) == {"mesh_shard", "mesh_replicate"}
     assert all(seconds > 0 for seconds in step.after.communication_seconds.values())
-    refused = invoke("plan", "--model", "test_dry_run:make_on_meta", "--world-size", "64", "--replicas", "7")
+    refused = invoke("plan", "test_dry_run:make_on_meta", "--world-size", "64", "--replicas", "7")
     assert "replicas: 64 ranks cannot hold 7 copies" in " ".join(refused.output.split())
 
 
 def test_an_unknown_model_or_cluster_is_refused_by_name():
     with pytest.raises(ValueError, match="'no-such-model' is neither"):
         find_model("no-such-model", batch=1, length=8, dtype=torch.bfloat16)
-    assert "nowhere" in invoke("plan", "--model", "test_dry_run:make_on_meta", "--cluster", "nowhere").output
-    assert "no_such_module" in invoke("plan", "--model", "no_such_module:make").output
+    assert "nowhere" in invoke("plan", "test_dry_run:make_on_meta", "--cluster", "nowhere").output
+    assert "no_such_module" in invoke("plan", "no_such_module:make").output
 
 
 def test_trace_and_plan_take_the_same_options_and_a_cluster_described_by_a_file(tmp_path):
@@ -125,18 +125,17 @@ NOT_A_FUNCTION = 3
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("plan", "--model", "test_dry_run:make_on_meta", "--dtype", "foo"), "torch has no dtype 'foo'"),
-        (("plan", "--model", "test_dry_run:make_on_meta", "--dtype", "nn"), "torch has no dtype 'nn'"),
-        (("plan", "--model", "test_dry_run:make_nothing"), "'make_nothing' must return (module, args)"),
-        (("plan", "--model", "test_dry_run:make_a_list"), "but returned a list"),
-        (("plan", "--model", "test_dry_run:NOT_A_FUNCTION"), "is of type int, not a function that makes a model"),
-        (("plan", "--model", "test_dry_run:make_on_meta", "--bucketing", "foo"), "foo"),
-        (("plan", "--model", ":make"), "cannot be imported"),
+        (("plan", "test_dry_run:make_on_meta", "--dtype", "foo"), "torch has no dtype 'foo'"),
+        (("plan", "test_dry_run:make_on_meta", "--dtype", "nn"), "torch has no dtype 'nn'"),
+        (("plan", "test_dry_run:make_nothing"), "'make_nothing' must return (module, args)"),
+        (("plan", "test_dry_run:make_a_list"), "but returned a list"),
+        (("plan", "test_dry_run:NOT_A_FUNCTION"), "is of type int, not a function that makes a model"),
+        (("plan", "test_dry_run:make_on_meta", "--bucketing", "foo"), "foo"),
+        (("plan", ":make"), "cannot be imported"),
         (("trace", "test_dry_run:make_nothing"), "must return (module, args)"),
         (("trace", "test_dry_run:NOT_A_FUNCTION"), "is of type int, not a function that makes a model"),
         (("trace", "test_dry_run:make_on_meta", "--bucketing", "foo"), "foo"),
-        (("plan",), "give one model: as MODEL or with --model"),
-        (("plan", "test_dry_run:make_on_meta", "--model", "test_dry_run:make_on_meta"), "give one model"),
+        (("plan",), "Missing argument 'MODEL'"),
         (("plan", "test_dry_run:make_on_meta", "--cluster-set", "links=3"), "a cluster has no links"),
         (("plan", "test_dry_run:make_on_meta", "--sharding", "both", "--schedule", "x.json"), "files hold one step"),
         (("diff", "nowhere.json", "nowhere.json"), "nowhere.json"),

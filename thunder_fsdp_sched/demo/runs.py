@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sysconfig
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -79,9 +79,8 @@ class DemoOptions:
         """Return the model, alike on all ranks, with up to 8 attention heads."""
         torch.manual_seed(self.seed)
         heads = next(h for h in range(8, 0, -1) if self.width % h == 0)
-        return GPT(blocks=self.blocks, width=self.width, heads=heads, length=self.length).to(
-            getattr(torch, self.dtype.value)
-        )
+        model = GPT(blocks=self.blocks, width=self.width, heads=heads, length=self.length)
+        return model.to(getattr(torch, self.dtype.value))
 
 
 def read_text(limit: int = 1 << 20) -> torch.Tensor:
@@ -93,9 +92,8 @@ def read_text(limit: int = 1 << 20) -> torch.Tensor:
     folder = sysconfig.get_paths()["stdlib"]
     text = bytearray()
     for path in sorted(Path(folder).glob("*.py")):
-        text += path.read_bytes()
-        if len(text) >= limit:
-            break
+        if len(text) < limit:
+            text += path.read_bytes()
     if len(text) < 1 << 14:
         raise RuntimeError(f"no Python sources in {folder}, the demo has no text to train on")
     return torch.frombuffer(text[:limit], dtype=torch.uint8).long()
@@ -140,6 +138,17 @@ class Run:
     plan: Plan | None = None
     traces: CompiledTraces | None = None
     thunder_traces: tuple[TraceCtx, ...] = ()
+
+    def differences(self, other: Run) -> tuple[float, float]:
+        """Return the largest differences between two runs: of the losses of a step, and of an element of a parameter."""
+        assert self.parameters.keys() == other.parameters.keys(), sorted(
+            self.parameters.keys() ^ other.parameters.keys()
+        )
+        pairs = [(value, other.parameters[name]) for name, value in self.parameters.items()]
+        return (
+            max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True)),
+            max((a - b).abs().max().item() for a, b in pairs),
+        )
 
 
 def run_unsharded(options: DemoOptions, text: torch.Tensor) -> Run:
@@ -195,9 +204,7 @@ def _train(
     for step in range(options.steps):
         tokens, targets = (part[rows] for part in sample(text, step, options))
         started = time.perf_counter()
-        with ExitStack() as counted:
-            if step == options.steps - 1:
-                counted.enter_context(counter)
+        with counter if step == options.steps - 1 else contextlib.nullcontext():
             with counter.phase("forward"):
                 loss = model(tokens, targets)
             with counter.phase("backward"):
@@ -210,7 +217,7 @@ def _train(
     counts = counter.counts()
     of_ranks: list[Any] = [(losses, counts.collectives)]
     if rank is not None:
-        of_ranks = [None] * options.world_size
+        of_ranks *= options.world_size
         dist.all_gather_object(of_ranks, (losses, counts.collectives))
     step_seconds = statistics.median(seconds[1:-1])
     return Run(
@@ -222,14 +229,3 @@ def _train(
         compile_seconds=max(seconds[0] - step_seconds, 0.0),
         step_seconds=step_seconds,
     )
-
-
-def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference of any element of two state dicts with the same keys."""
-    assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
-    return max((a[key] - b[key]).abs().max().item() for key in a)
-
-
-def largest_loss_difference(a: Iterable[float], b: Iterable[float]) -> float:
-    """Return the largest difference of two runs' losses at the same step."""
-    return max(abs(x - y) for x, y in zip(a, b, strict=True))
