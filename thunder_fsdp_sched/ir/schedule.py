@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -19,10 +19,11 @@ from ..ranks.deadlock import Action
 from .analysis import Analysis
 from .effects import Issue, effects
 from .inspection import outs_of, statements
-from .json_fields import field_of, read_json, typed
+from .json_files import read_json
 from .symbols import GATHER_WAITS, GATHERS, ISSUES, reduction_of
 
 _FORMAT = 2
+"""The version of the files of schedules."""
 
 THEN_HOOK = "; then all_reduce_hook "
 """The prefix of a hook's name in the reason of a wait that calls the hook."""
@@ -209,6 +210,12 @@ def compute_digest(bsyms: Iterable[BoundSymbol]) -> str:
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
+class _File(NamedTuple):
+    """The content of a file of schedules."""
+
+    steps: tuple[StepSchedule, ...]
+
+
 def save_schedules(schedules: Iterable[StepSchedule], path: str | Path) -> None:
     """Write schedules, oldest first, as JSON that ``fsdp(schedule=path)`` replays."""
     content = {"format": _FORMAT, "steps": [dataclasses.asdict(s) for s in schedules]}
@@ -221,48 +228,4 @@ def load_schedules(path: str | Path) -> list[StepSchedule]:
     Raises:
         ValueError: the file is not one; the message names the file and the first fault.
     """
-    return read_json(path, "schedule", "schedule", _FORMAT, _steps)
-
-
-def _steps(content: dict[str, Any]) -> list[StepSchedule]:
-    steps = field_of(content, "steps", list, "the file")
-    return [_step(step, f"steps[{number}]") for number, step in enumerate(steps)]
-
-
-def _step(content: object, json_path: str) -> StepSchedule:
-    step = typed(content, dict, json_path)
-    backward = field_of(step, "backward", (dict, type(None)), json_path)
-    return StepSchedule(
-        _schedule(field_of(step, "forward", dict, json_path), f"{json_path}.forward"),
-        None if backward is None else _schedule(backward, f"{json_path}.backward"),
-        field_of(step, "no_sync", bool, json_path),
-    )
-
-
-def _schedule(content: dict[str, Any], json_path: str) -> Schedule:
-    ops = []
-    for number, op in enumerate(field_of(content, "ops", list, json_path)):
-        at = f"{json_path}.ops[{number}]"
-        fields = typed(op, dict, at)
-        if unknown := fields.keys() - _OP_TYPES.keys():
-            raise ValueError(f"{at}.{sorted(unknown)[0]} is unknown")
-        ops.append(CommOp(**{name: field_of(fields, name, types, at) for name, types in _OP_TYPES.items()}))
-    return Schedule(
-        tuple(ops), field_of(content, "statements", int, json_path), field_of(content, "compute", str, json_path)
-    )
-
-
-_OP_TYPES: dict[str, type | tuple[type, ...]] = {
-    "position": int,
-    "kind": str,
-    "bucket": str,
-    "nbytes": int,
-    "dtype": str,
-    "group": str,
-    "transport": str,
-    "slot": str,
-    "first_consumer": (int, type(None)),
-    "reason": str,
-    "travels": bool,
-}
-"""The type of each field of a :class:`CommOp` in a file."""
+    return list(read_json(path, "schedule", "schedule", _FORMAT, _File).steps)

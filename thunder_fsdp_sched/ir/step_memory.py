@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from thunder.core.symbol import BoundSymbol
@@ -14,9 +13,9 @@ from thunder.core.trace import TraceCtx
 
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena
-from .analysis import NOTHING_LEFT, Analysis, LeftGradients, Lifetime, bytes_at
-from .effects import Effects, effects
-from .inspection import source_of, statement, statements
+from .analysis import BEFORE_TRACE, NOTHING_LEFT, Analysis, LeftGradients, Lifetime, bytes_at
+from .effects import effects
+from .inspection import is_statement, source_of, statement, statements
 from .slots import arena_allocations, slots_in_use
 from .unknown_memory import UnknownMemory, unknown_memory
 
@@ -32,6 +31,9 @@ KINDS = (
     "temporaries",
 )
 """The kinds of memory, those first that are allocated during the whole step."""
+
+_FIXED = ("shards", "unsharded buckets", "communication")
+"""The kinds of memory that may be allocated during the whole step."""
 
 _MOST_SHOWN = 10
 """How many differences between tensors are printed."""
@@ -102,8 +104,8 @@ class StepMemory:
     fixed: Mapping[str, int]
     tensors: tuple[TensorMemory, ...]
     backward: int
-    statements: Sequence[str] = field(repr=False)
-    _details: _Details | KnownDetails = field(repr=False, compare=False)
+    statements: Sequence[str] = field(repr=False, compare=False)
+    _details: Callable[[], Details] = field(repr=False, compare=False)
 
     @classmethod
     def of(
@@ -124,64 +126,63 @@ class StepMemory:
             others: the traces of other steps that have run; what they keep allocated counts.
         """
         buckets = tuple(buckets)
-        analysis = Analysis(*traces)
-        bsyms = analysis.bsyms
-        per_trace = [statements(trace) for trace in traces]
-        counted = list(itertools.chain.from_iterable(per_trace))
-        numbers = {id(bsym): number for number, bsym in enumerate(counted)}
         types = {bucket.spec.device.type for bucket in buckets}
         device = device or ("cuda" if "cuda" in types else min(types, default="cpu"))
-        rounded = _rounding(device)
-        issues = [e.issues for e in analysis.effects if e.issues is not None and e.issues.place is not None]
-        always = [(0, len(bsyms) - 1)]
-        of_others = [[effects(bsym) for trace in other for bsym in trace.bound_symbols] for other in others]
-        allocations = _kept_arenas(of_others, always) | arena_allocations(analysis.effects)
-        names = {
-            i.place.slot.arena: str(i.place.slot) for i in reversed(issues) if i.place and i.place.slot is not None
-        }
-        before = list(analysis.allocated_before(of_others, accumulated))
-        freed = [m for m in before if m.last < len(bsyms) - 1]
-        lasting = [m for m in before if m.device in types and m not in freed]
-        allocated = sum(rounded(arena.nbytes) for arena, spans in allocations.items() if spans == always)
-        # Values of offloaded buckets on the host: on a CPU that plans for a GPU their device does not tell.
-        plans_device = device != "cpu"
-        in_memory = [
-            b for b in buckets if b.spec.shard_device.type in types and not (b.spec.comm.offload and plans_device)
-        ]
-        fixed = {
-            "shards": sum(rounded(b.shard.nbytes) for b in in_memory),
-            "unsharded buckets": allocated,
-            "communication": sum(rounded(memory.nbytes) for memory in lasting),
-        }
+        unit = _CUDA_BLOCK if device == "cuda" else 1
+        plans_device = device != "cpu"  # on a CPU that plans for a GPU, devices do not tell what is in host memory
+        analysis = Analysis(*traces)
+        bsyms, backward = analysis.bsyms, len(traces[0].bound_symbols)
+        counted = [bsym for bsym in bsyms if is_statement(bsym)]
+        numbers = {id(bsym): number for number, bsym in enumerate(counted)}
+        end = len(bsyms) - 1
 
         def tensor(kind: str, name: str, nbytes: int, first: int, last: int, source: str = "") -> TensorMemory:
             begin = numbers[id(bsyms[first])] if first >= 0 else -1
-            return TensorMemory(kind, name, rounded(nbytes), begin, numbers[id(bsyms[last])], source)
+            return TensorMemory(kind, name, -(-nbytes // unit) * unit, begin, numbers[id(bsyms[last])], source)
 
-        released = [
-            tensor("unsharded buckets", names[arena], arena.nbytes, begin, end)
+        of_others = [[effects(bsym) for trace in other for bsym in trace.bound_symbols] for other in others]
+        allocations = {
+            arena: [(0, end)]
+            for step in of_others
+            for arena, spans in arena_allocations(step).items()
+            if spans == [(0, len(step) - 1)]
+        } | arena_allocations(analysis.effects)
+        issues = [e for e in analysis.effects if e.issues is not None]
+        names = {e.uses.arena: str(e.uses) for e in reversed(issues) if e.uses is not None}
+        found = [
+            tensor("unsharded buckets", names.get(arena, ""), arena.nbytes, first, last)
             for arena, spans in allocations.items()
-            if spans != always
-            for begin, end in spans
+            for first, last in spans
+        ]
+        found += [
+            tensor("shards", bucket.spec.name, bucket.shard.nbytes, BEFORE_TRACE, end)
+            for bucket in buckets
+            if bucket.spec.shard_device.type in types and not (bucket.spec.comm.offload and plans_device)
         ]
         shards = {name for e in analysis.effects for name in e.shards}
-        backward = len(traces[0].bound_symbols)
-        found = [memory for memory in analysis.memory if memory.name not in shards]
-        found += [*analysis.allocated(accumulated), *freed]
-        tensors = tuple(
-            tensor(
-                _kind(memory, backward, len(bsyms)),
-                memory.name,
-                memory.nbytes,
-                memory.first,
-                memory.last,
-                source_of(bsyms[memory.first]) if memory.proxy is not None and memory.first >= 0 else "",
+        memory = [m for m in analysis.memory if m.name not in shards]
+        memory += [*analysis.allocated(accumulated), *analysis.allocated_before(of_others, accumulated)]
+        for m in memory:
+            if (not types or m.device in types) and not (m.on_host and plans_device):
+                source = source_of(bsyms[m.first]) if m.proxy is not None and m.first >= 0 else ""
+                found.append(tensor(_kind(m, backward, len(bsyms)), m.name, m.nbytes, m.first, m.last, source))
+        fixed = dict.fromkeys(_FIXED, 0)
+        tensors = []
+        for each in found:
+            if each.kind in fixed and each.start <= 0 and each.end == len(counted) - 1:
+                fixed[each.kind] += each.nbytes
+            else:
+                tensors.append(each)
+
+        @cache
+        def details() -> Details:
+            wasted = zip(bsyms, _wasted(analysis, allocations), strict=True)
+            return Details(
+                unknown_memory(analysis, lambda bsym: numbers.get(id(bsym)), device),
+                tuple(nbytes for bsym, nbytes in wasted if is_statement(bsym)),
             )
-            for memory in found
-            if (not types or memory.device in types) and not (memory.on_host and plans_device)
-        )
-        details = _Details(analysis, numbers, device, allocations)
-        return cls(fixed, (*released, *tensors), len(per_trace[0]), _Statements(counted), details)
+
+        return cls(fixed, tuple(tensors), len(statements(traces[0])), _Statements(counted), details)
 
     def with_optimizer_state(self, nbytes: int) -> StepMemory:
         """Return the memory of a step with ``nbytes`` bytes of optimizer state on this rank."""
@@ -189,27 +190,36 @@ class StepMemory:
 
     def bytes_at(self, position: int) -> dict[str, int]:
         """Return the bytes of each kind while the bound symbol at ``position`` runs, its inputs and outputs included."""
-        return {kind: self.fixed.get(kind, 0) + self._timelines[kind][position] for kind in KINDS}
+        return {kind: nbytes[position] for kind, nbytes in self._by_kind.items()}
 
     def bytes_of(self, kind: str) -> tuple[int, ...]:
         """Return the bytes of one of :data:`KINDS` at each position."""
-        return tuple(self.fixed.get(kind, 0) + nbytes for nbytes in self._timelines[kind])
+        return self._by_kind[kind]
+
+    @cached_property
+    def _by_kind(self) -> dict[str, tuple[int, ...]]:
+        spans: dict[str, list[tuple[int, int, int]]] = {kind: [] for kind in KINDS}
+        for tensor in self.tensors:
+            spans[tensor.kind].append((tensor.start, tensor.end, tensor.nbytes))
+        return {
+            kind: tuple(self.fixed.get(kind, 0) + nbytes for nbytes in bytes_at(spans[kind], len(self.statements)))
+            for kind in KINDS
+        }
 
     @property
     def unknowns(self) -> tuple[UnknownMemory, ...]:
         """The memory that is not counted because it cannot be known from the traces, by name; see :mod:`.unknown_memory`."""
-        return self._details.unknowns
+        return self._details().unknowns
 
     @property
     def wasted(self) -> tuple[int, ...]:
         """The bytes of unsharded buckets at each position that are allocated and hold nothing that is used again."""
-        return self._details.wasted
+        return self._details().wasted
 
     @cached_property
     def totals(self) -> tuple[int, ...]:
         """The bytes of all kinds at each position."""
-        fixed = sum(self.fixed.values())
-        return tuple(fixed + nbytes for nbytes in self._timeline(self.tensors))
+        return tuple(map(sum, zip(*self._by_kind.values(), strict=True)))
 
     def alive_at(self, position: int) -> tuple[TensorMemory, ...]:
         """Return the tensors that are in use at ``position``, without what is allocated during the whole step."""
@@ -256,17 +266,6 @@ class StepMemory:
             found[tensor.kind, tensor.source or tensor.name] += tensor.nbytes
         return found
 
-    @cached_property
-    def _timelines(self) -> dict[str, list[int]]:
-        of_kind: dict[str, list[TensorMemory]] = {kind: [] for kind in KINDS}
-        for tensor in self.tensors:
-            of_kind[tensor.kind].append(tensor)
-        return {kind: self._timeline(tensors) for kind, tensors in of_kind.items()}
-
-    def _timeline(self, tensors: Iterable[TensorMemory]) -> list[int]:
-        """Return the bytes of these tensors at each position."""
-        return bytes_at(((t.start, t.end, t.nbytes) for t in tensors), len(self.statements))
-
     def __str__(self) -> str:
         peak = self.peak
         lines = [f"peak {peak.nbytes:,} bytes in {peak.phase}, position {peak.position}: {peak.statement}"]
@@ -281,41 +280,11 @@ class StepMemory:
         return "\n".join(lines)
 
 
-class KnownDetails(NamedTuple):
-    """The unknown and the wasted memory of a step that was read from a file."""
+class Details(NamedTuple):
+    """Unknown and wasted memory, computed on first access, because a search reads only the bytes of its many traces."""
 
     unknowns: tuple[UnknownMemory, ...]
     wasted: tuple[int, ...]
-
-
-class _Details:
-    """Unknown and wasted memory, computed on first access, because a search reads only the bytes of its many traces."""
-
-    def __init__(
-        self,
-        analysis: Analysis,
-        numbers: Mapping[int, int],
-        device: str,
-        allocations: Mapping[Arena, Sequence[tuple[int, int]]],
-    ) -> None:
-        self._analysis, self._numbers, self._device, self._allocations = analysis, numbers, device, allocations
-
-    @cached_property
-    def unknowns(self) -> tuple[UnknownMemory, ...]:
-        return unknown_memory(self._analysis, self._number, self._device)
-
-    @cached_property
-    def wasted(self) -> tuple[int, ...]:
-        bsyms = self._analysis.bsyms
-        wasted = [-nbytes for nbytes in slots_in_use(self._analysis)]
-        for arena, spans in self._allocations.items():
-            for begin, end in spans:
-                for position in range(begin, end + 1):
-                    wasted[position] += arena.nbytes
-        return tuple(nbytes for bsym, nbytes in zip(bsyms, wasted, strict=True) if self._number(bsym) is not None)
-
-    def _number(self, bsym: BoundSymbol) -> int | None:
-        return self._numbers.get(id(bsym))
 
 
 class _Statements(Sequence[str]):
@@ -328,24 +297,14 @@ class _Statements(Sequence[str]):
         return len(self._bsyms)
 
     def __getitem__(self, index: Any) -> Any:
-        return tuple(map(statement, self._bsyms[index])) if isinstance(index, slice) else statement(self._bsyms[index])
-
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, (tuple, _Statements)) else NotImplemented
+        return statement(self._bsyms[index])
 
 
-def _kept_arenas(
-    steps: Iterable[Sequence[Effects]], spans: list[tuple[int, int]]
-) -> dict[Arena, list[tuple[int, int]]]:
-    """Return the arenas that other steps keep allocated, each with ``spans``."""
-    found = ((arena, at, len(step)) for step in steps for arena, at in arena_allocations(step).items())
-    return {arena: spans for arena, at, length in found if at == [(0, length - 1)]}
-
-
-def _rounding(device: str) -> Callable[[int], int]:
-    """Return the function from the bytes of a tensor to those that the allocator of ``device`` gives it."""
-    unit = _CUDA_BLOCK if device == "cuda" else 1
-    return lambda nbytes: -(-nbytes // unit) * unit
+def _wasted(analysis: Analysis, allocations: Mapping[Arena, Sequence[tuple[int, int]]]) -> list[int]:
+    """Return the bytes of allocated arenas at each position without those that are in use."""
+    spans = [(first, last, arena.nbytes) for arena, spans in allocations.items() for first, last in spans]
+    pairs = zip(bytes_at(spans, len(analysis.bsyms)), slots_in_use(analysis), strict=True)
+    return [allocated - used for allocated, used in pairs]
 
 
 def _kind(memory: Lifetime, backward: int, length: int) -> str:

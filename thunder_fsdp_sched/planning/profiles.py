@@ -17,6 +17,7 @@ from thunder.core.trace import TraceCtx
 
 from ..ir.effects import Issue, effects, is_declared
 from ..ir.inspection import is_backward_trace
+from ..ir.json_files import read_json
 from ..runtime.bucket import Bucket
 from .cost import Seconds, runs_nothing
 
@@ -118,16 +119,7 @@ class Profile:
         Raises:
             ValueError: the file is not one; the message names the file and the first fault.
         """
-        try:
-            content = json.loads(Path(path).read_text())
-            if content.pop("format") != _FORMAT:
-                raise ValueError(f"this version reads format {_FORMAT}")
-            for trace in ("forward", "backward"):
-                content[trace] = tuple(OpTime(**op) for op in content[trace])
-            content["collectives"] = tuple(CollectiveTime(**c) for c in content["collectives"])
-            return cls(**content)
-        except (json.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"profile: {path} holds no profile: {type(error).__name__}: {error}") from error
+        return read_json(path, "profile", "profile", _FORMAT, cls)
 
 
 class MeasuredCost:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from ..ir.json_fields import field_of, read_json, typed
-from ..ir.step_memory import KINDS, KnownDetails, StepMemory, TensorMemory
+from ..ir.json_files import read_json
+from ..ir.step_memory import KINDS, Details, StepMemory, TensorMemory
 from ..ir.unknown_memory import UnknownMemory
 
 __all__ = ["load_memory", "save_memory"]
 
 _FORMAT = 1
-
-_TENSOR_TYPES = {"kind": str, "name": str, "nbytes": int, "start": int, "end": int, "source": str}
-"""The type of each field of a :class:`TensorMemory` in a file."""
 
 
 def save_memory(memory: StepMemory, path: str | Path) -> None:
@@ -32,48 +30,37 @@ def save_memory(memory: StepMemory, path: str | Path) -> None:
     Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
+class _File(NamedTuple):
+    """The content of a file: the fields of a :class:`~thunder_fsdp_sched.StepMemory`."""
+
+    fixed: Mapping[str, int]
+    backward: int
+    statements: tuple[str, ...]
+    wasted: tuple[int, ...]
+    unknowns: tuple[UnknownMemory, ...]
+    tensors: tuple[TensorMemory, ...]
+
+
 def load_memory(path: str | Path) -> StepMemory:
     """Read a file written by :func:`save_memory`.
 
     Raises:
         ValueError: the file is not one; the message names the file and the first fault.
     """
-    return read_json(path, "memory", "memory of a step", _FORMAT, _memory)
+    file = read_json(path, "memory", "memory of a step", _FORMAT, _File)
+    if fault := _fault(file):
+        raise ValueError(f"memory: {path} holds no memory of a step: {fault}")
+    details = Details(file.unknowns, file.wasted)
+    return StepMemory(file.fixed, file.tensors, file.backward, file.statements, lambda: details)
 
 
-def _memory(content: dict[str, Any]) -> StepMemory:
-    fixed = field_of(content, "fixed", dict, "the file")
-    statements = tuple(_list_of(content, "statements", str))
-    length = len(statements)
-    tensors = []
-    for number, tensor in enumerate(field_of(content, "tensors", list, "the file")):
-        at = f"tensors[{number}]"
-        fields = typed(tensor, dict, at)
-        read = TensorMemory(*(field_of(fields, name, types, at) for name, types in _TENSOR_TYPES.items()))
-        if read.kind not in KINDS:
-            raise ValueError(f"{at}.kind: {read.kind!r} is none of {', '.join(KINDS)}")
-        if not -1 <= read.start <= read.end < length:
-            raise ValueError(f"{at}: it exists from {read.start} to {read.end}, and there are {length} positions")
-        tensors.append(read)
-    unknowns = []
-    for number, unknown in enumerate(field_of(content, "unknowns", list, "the file")):
-        at = f"unknowns[{number}]"
-        fields = typed(unknown, dict, at)
-        nbytes = field_of(fields, "nbytes", (int, type(None)), at)
-        name, reason = (field_of(fields, key, str, at) for key in ("name", "reason"))
-        unknowns.append(UnknownMemory(name, reason, nbytes, tuple(_list_of(fields, "positions", int, at))))
-    wasted = tuple(_list_of(content, "wasted", int))
-    if len(wasted) != length:
-        raise ValueError(f"wasted: it has {len(wasted)} positions, and there are {length} statements")
-    return StepMemory(
-        {kind: field_of(fixed, kind, int, "fixed") for kind in fixed},
-        tuple(tensors),
-        field_of(content, "backward", int, "the file"),
-        statements,
-        KnownDetails(tuple(unknowns), wasted),
-    )
-
-
-def _list_of(content: dict[str, Any], name: str, of: type, json_path: str = "the file") -> list[Any]:
-    values = field_of(content, name, list, json_path)
-    return [typed(value, of, f"{name}[{number}]") for number, value in enumerate(values)]
+def _fault(file: _File) -> str:
+    length = len(file.statements)
+    for number, tensor in enumerate(file.tensors):
+        if tensor.kind not in KINDS:
+            return f"tensors[{number}].kind: {tensor.kind!r} is none of {', '.join(KINDS)}"
+        if not -1 <= tensor.start <= tensor.end < length:
+            return f"tensors[{number}]: it exists from {tensor.start} to {tensor.end}, and there are {length} positions"
+    if len(file.wasted) != length:
+        return f"wasted: it has {len(file.wasted)} positions, and there are {length} statements"
+    return ""
