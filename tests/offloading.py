@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from unittest import mock
 
 from thunder_fsdp_sched.compilation import Compilation
@@ -30,7 +29,7 @@ def offloading(choose: Callable[[dict[str, int]], Iterable[str]] = lambda found:
         joint = original(self, joint)
         self._copy_times = TIMES
         self.traces.offloaded = frozenset(choose(offloadable(joint, min_bytes=0)))
-        return self.traces.run([partial(offload_activations, offloaded=self.traces.offloaded)], joint)
+        return self.traces.run(joint, offload_activations, offloaded=self.traces.offloaded)
 
     with mock.patch.object(Compilation, "after_fusion", after_fusion):
         yield

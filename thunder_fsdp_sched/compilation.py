@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from thunder.core.trace import TraceCtx
@@ -106,8 +105,7 @@ class Compilation:
             traces.traced = fingerprint(computation, inputs)
             self._same = next((e for e in self._compiled if e.traced is not None and e.traced == traces.traced), None)
         hooks = TracedHooks(self._sharded.module)
-        prologue = run([partial(shard_prologue, shards=shards, no_sync=traces.no_sync, hooks=hooks)], prologue)
-        prologue = with_caches(prologue)
+        prologue = with_caches(run(prologue, shard_prologue, shards=shards, no_sync=traces.no_sync, hooks=hooks))
         if self._same is not None:
             traces.traced, traces.parameters = self._same.traced, self._same.parameters
             traces.shares = self._same.number
@@ -186,7 +184,8 @@ class Compilation:
             return passes.run("joint", joint, self._context(), record=traces.run)
         from .planning.choosing import choose_settings  # here, because a default step needs no planner
 
-        settings = choose_settings(joint, traces, sharded=sharded, options=options, compiled=self._compiled)
+        context, compiled = self._context(), self._compiled
+        settings = choose_settings(joint, traces, context, sharded=sharded, options=options, compiled=compiled)
         self._left, self._copy_times = settings.left, settings.copy_times
         traces.choice, chosen = settings.choice, settings.choice.chosen
         traces.prefetch, traces.reductions_in_flight = chosen.prefetch, chosen.reductions
@@ -205,14 +204,14 @@ class Compilation:
             sharded.kept,
             no_sync=traces.no_sync,
             accumulate=options.accumulate or "unsharded",
-            deduplicate=options.trace_modules_once,
+            once=options.trace_modules_once,
             max_unsharded_bytes=options.max_unsharded_bytes,
             max_gathers_in_flight=options.max_gathers_in_flight,
             release=options.release,
             pinned=options.schedule,
             reuse=not options.reshard_after_backward,
             prefetch=traces.prefetch,
-            reductions=traces.reductions_in_flight,
+            max_reductions_in_flight=traces.reductions_in_flight,
             extends=traces.extends,
             recomputed=traces.recomputed,
             offloaded=traces.offloaded,
@@ -220,7 +219,7 @@ class Compilation:
             executors=self._executors,
             fusions=self._fusions,
             before_fusion=traces.joint,
-            traced=self._traced,
+            computation=self._traced,
         )
         return replace(context, **more)
 

@@ -6,7 +6,8 @@ in one that plans a traced step again, and, for the rows with ``searched``, for 
 has no fusions, and nothing of it runs, so it needs no guards, cuts, checks or releases; everything that decides order,
 slots, bytes or time is the same.
 
-A row binds what its pass needs from the :class:`Context` of the compilation. Passes return traces and store nothing.
+A parameter of a pass that is named like a field of the :class:`Context` of the compilation gets its value; a row binds the
+others. Passes return traces and store nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +15,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.executors.passes import del_last_used
 from thunder.extend import Executor, FusionExecutor
@@ -52,8 +51,6 @@ from .transforms.sort_host_copies import sort_host_copies
 from .transforms.sort_within_budget import shared_budget, sort_within_budget
 from .transforms.write_grads_in_place import write_grads_in_place
 
-Pass = Callable[[TraceCtx], TraceCtx]
-
 Phase = Literal["computation", "autograd", "joint", "bucketed", "fused", "split", "scheduled", "finished"]
 """When a pass runs: on the computation that Thunder has traced; to differentiate it; on the joint trace of forward and
 backward until its settings are chosen, then until operators are fused, and after that; on the forward or backward trace
@@ -69,12 +66,12 @@ class Context:
         kept: those that stay unsharded from forward to backward.
         no_sync: whether the trace is compiled for ``no_sync``.
         accumulate: how ``no_sync`` accumulates.
-        deduplicate: whether operators that are alike are claimed once.
+        once: whether operators that are alike are claimed once.
         max_unsharded_bytes, max_gathers_in_flight, release: the options of these names.
         pinned: the schedules that the option ``schedule`` pins.
         reuse: whether later micro-batches under ``no_sync`` may reuse what is gathered.
         prefetch: how many prefetch steps gathers are issued ahead of their waits.
-        reductions: how many equally large reductions of one process group may be in flight.
+        max_reductions_in_flight: how many equally large reductions of one process group may be in flight.
         extends: whether backward allocates the memory of slots that only backward needs.
         recomputed: names of the values of forward that backward computes again.
         offloaded: names of the values that wait in host memory.
@@ -87,25 +84,25 @@ class Context:
         fusions: those that fuse them.
         has_gradients: whether the computation has a backward.
         before_fusion: the joint trace before operators are fused.
-        traced: the computation as Thunder traced it; ``None`` if it is planned again.
+        computation: the computation as Thunder traced it; ``None`` if it is planned again.
         forward: for a backward trace, the forward trace that runs.
         forward_schedule: its schedule.
         agreement: the arguments of ``insert_agreement``; empty if no rank has to be asked.
         trains: whether the step has a backward.
     """
 
-    buckets: Sequence[Bucket]
-    kept: Collection[Bucket]
+    buckets: Sequence[Bucket] = ()
+    kept: Collection[Bucket] = frozenset()
     no_sync: bool = False
     accumulate: Way = "unsharded"
-    deduplicate: bool = True
+    once: bool = True
     max_unsharded_bytes: int | None = None
     max_gathers_in_flight: int | None = None
     release: Literal["never", "step", "bucket"] = "never"
     pinned: Sequence[StepSchedule] | None = None
     reuse: bool = False
     prefetch: int = 1
-    reductions: int = MAX_REDUCTIONS_IN_FLIGHT
+    max_reductions_in_flight: int = MAX_REDUCTIONS_IN_FLIGHT
     extends: bool = False
     recomputed: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
@@ -118,7 +115,7 @@ class Context:
     fusions: Sequence[FusionExecutor] = ()
     has_gradients: bool | None = None
     before_fusion: TraceCtx | None = None
-    traced: TraceCtx | None = None
+    computation: TraceCtx | None = None
     forward: TraceCtx | None = None
     forward_schedule: Schedule | None = None
     agreement: Mapping[str, Any] = field(default_factory=dict)
@@ -129,6 +126,28 @@ class Context:
         """Whether the trace is a backward trace."""
         return self.forward is not None
 
+    @property
+    def retains(self) -> bool:
+        """Whether backward may find what forward has left in slots."""
+        return self.release == "never" or (self.release == "step" and self.trains)
+
+
+class Condition(NamedTuple):
+    """When a pass runs.
+
+    Attributes:
+        words: for the docs.
+        holds: whether it does in a context.
+    """
+
+    words: str
+    holds: Callable[[Context], bool]
+
+
+_ALWAYS = Condition("", lambda c: True)
+_FUSES = Condition("with fusion executors", lambda c: bool(c.fusions))
+_OFFLOADS = Condition("if `max_memory` offloads values", lambda c: bool(c.offloaded))
+
 
 @dataclass(frozen=True)
 class Step:
@@ -137,54 +156,35 @@ class Step:
     Attributes:
         pass_: the pass.
         phase: what it runs on.
-        bind: returns its other arguments for a trace.
-        when: returns whether it runs; always by default.
-        condition: the same in words, for the docs.
         after: passes that must precede it in the table.
+        when: whether it runs.
+        bind: returns those of its arguments for a trace that are no fields of the context.
         searched: whether candidates of the search run it, too.
     """
 
     pass_: Callable[..., TraceCtx]
     phase: Phase
-    bind: Callable[[Context, TraceCtx], Mapping[str, Any]] = lambda c, trace: {}
-    when: Callable[[Context], bool] = lambda c: True
-    condition: str = ""
     after: tuple[Callable[..., TraceCtx], ...] = ()
+    when: Condition = _ALWAYS
+    bind: Callable[[Context, TraceCtx], Mapping[str, Any]] = lambda c, trace: {}
     searched: bool = False
 
     @property
     def name(self) -> str:
         return self.pass_.__name__
 
-
-def _sorting(c: Context) -> dict[str, Any]:
-    limits = {"max_gathers_in_flight": c.max_gathers_in_flight, "max_reductions_in_flight": c.reductions}
-    return {"prefetch": c.prefetch, **limits}
-
-
-def _sorting_within(c: Context, trace: TraceCtx) -> dict[str, Any]:
-    sort = partial(sort_communication, **_sorting(c))
-    budget = {"max_unsharded_bytes": c.max_unsharded_bytes, "max_reductions_in_flight": c.reductions}
-    return {"sort": sort, **budget, "kept": c.kept, "forward": c.forward}
-
-
-def _kept_now(c: Context) -> Collection[Bucket]:
-    """Return the kept buckets. A forward alone must not use the private slots that a forward may wait in, if it frees."""
-    return c.kept if c.trains or c.release == "never" else frozenset()
+    def arguments(self, context: Context, trace: TraceCtx) -> dict[str, Any]:
+        """Return the arguments of the pass for a trace."""
+        parameters = inspect.signature(self.pass_).parameters
+        shared = {name: getattr(context, name) for name in parameters if hasattr(context, name)}
+        return {**shared, **self.bind(context, trace)}
 
 
 def _slots(c: Context, trace: TraceCtx) -> dict[str, Any]:
-    kept = _kept_now(c)
+    # A forward alone must not use the private slots that a forward may wait in, if it frees.
+    kept = c.kept if c.trains or c.release == "never" else frozenset()
     room = shared_budget(trace, budget=c.max_unsharded_bytes, kept=kept)
-    separate = c.release == "bucket"
-    return {
-        "kept": kept,
-        "arena_of": c.arena_of,
-        "forward": c.forward,
-        "max_bytes": room,
-        "separate": separate,
-        "extend": c.extends,
-    }
+    return {"kept": kept, "max_bytes": room, "separate": c.release == "bucket"}
 
 
 def _pinned(c: Context, trace: TraceCtx) -> dict[str, Any]:
@@ -200,229 +200,134 @@ def _pinned(c: Context, trace: TraceCtx) -> dict[str, Any]:
     return {"schedule": schedule}
 
 
-def _retains(c: Context) -> bool:
-    return c.release == "never" or (c.release == "step" and c.trains)
-
-
-def _arenas(c: Context, trace: TraceCtx) -> dict[str, Any]:
-    return {"arenas": {c.arena_of(bucket): None for bucket in c.buckets}}
-
-
-def can_fuse_any(fusions: Sequence[FusionExecutor], bsym: BoundSymbol) -> bool:
-    """Return whether one of the executors can fuse a bound symbol."""
-    return any(executor.can_fuse(bsym) for executor in fusions)
-
-
-def _fuses(c: Context) -> bool:
-    return bool(c.fusions)
-
-
-def _offloads(c: Context) -> bool:
-    return bool(c.offloaded)
-
-
 PIPELINE: tuple[Step, ...] = (
     Step(draw_once, "computation"),
-    Step(
-        insert_unshard,
-        "computation",
-        lambda c, t: {"inputs": c.inputs, "buckets": c.locations, "shards": c.shards},
-        after=(draw_once,),
-    ),
+    Step(insert_unshard, "computation", (draw_once,)),
     Step(
         differentiate,
         "autograd",
-        lambda c, t: {"executors": c.executors, "has_gradients": c.has_gradients},
-        lambda c: c.has_gradients is not None,
-        "in place of Thunder's autograd (`trace_modules_once`)",
         (insert_unshard,),
+        Condition("in place of Thunder's autograd (`trace_modules_once`)", lambda c: c.has_gradients is not None),
     ),
     Step(
         claim_operators,
         "autograd",
-        lambda c, t: {"executors": c.executors, "once": c.deduplicate},
-        lambda c: c.has_gradients is None,
-        "after Thunder's autograd",
         (insert_unshard,),
+        Condition("after Thunder's autograd", lambda c: c.has_gradients is None),
     ),
-    Step(
-        bucket_communication,
-        "joint",
-        lambda c, t: {"buckets": c.buckets, "no_sync": c.no_sync, "accumulate": c.accumulate},
-        after=(claim_operators, differentiate),
-    ),
-    Step(fuse_downcast, "joint", after=(bucket_communication,)),
-    Step(
-        regather_for_backward,
-        "bucketed",
-        lambda c, t: {"kept": c.kept, "recomputed": c.recomputed},
-        after=(fuse_downcast,),
-        searched=True,
-    ),
-    Step(guard_kept, "bucketed", lambda c, t: {"kept": c.kept}, after=(regather_for_backward,)),
-    Step(
-        keep_fusions_apart,
-        "bucketed",
-        lambda c, t: {"can_fuse": partial(can_fuse_any, c.fusions)},
-        _fuses,
-        "with fusion executors",
-        (guard_kept,),
-    ),
-    Step(mark_draws, "bucketed", when=_fuses, condition="with fusion executors", after=(keep_fusions_apart,)),
-    Step(
-        refuse_merged_draws,
-        "fused",
-        lambda c, t: {"before": c.before_fusion},
-        _fuses,
-        "with fusion executors",
-        (mark_draws,),
-    ),
-    Step(remove_cuts, "fused", when=_fuses, condition="with fusion executors", after=(keep_fusions_apart,)),
+    Step(bucket_communication, "joint", (claim_operators, differentiate)),
+    Step(fuse_downcast, "joint", (bucket_communication,)),
+    Step(regather_for_backward, "bucketed", (fuse_downcast,), searched=True),
+    Step(guard_kept, "bucketed", (regather_for_backward,)),
+    Step(keep_fusions_apart, "bucketed", (guard_kept,), _FUSES),
+    Step(mark_draws, "bucketed", (keep_fusions_apart,), _FUSES),
+    Step(refuse_merged_draws, "fused", (mark_draws,), _FUSES),
+    Step(remove_cuts, "fused", (keep_fusions_apart,), _FUSES),
     Step(
         regather_for_backward,
         "fused",
-        lambda c, t: {"kept": c.kept},
-        _fuses,
-        "with fusion executors, which can make backward read parameters of forward",
         (remove_cuts,),
+        Condition("with fusion executors, which can make backward read parameters of forward", _FUSES.holds),
+        lambda c, t: {"recomputed": ()},
     ),
-    Step(gather_from_secondary, "fused", after=(regather_for_backward,), searched=True),
+    Step(gather_from_secondary, "fused", (regather_for_backward,), searched=True),
     Step(
         offload_activations,
         "fused",
-        lambda c, t: {"offloaded": c.offloaded & offloadable(t, min_bytes=0).keys() if c.fusions else c.offloaded},
-        _offloads,
-        "if `max_memory` offloads values",
         (gather_from_secondary,),
+        _OFFLOADS,
+        lambda c, t: {"offloaded": c.offloaded & offloadable(t, min_bytes=0).keys() if c.fusions else c.offloaded},
         searched=True,
     ),
     Step(
         refuse_redrawn_gradients,
         "split",
-        lambda c, t: {"forward": c.forward, "computation": c.traced},
-        lambda c: c.backward and c.traced is not None,
-        "backward of a traced step",
+        when=Condition("backward of a traced step", lambda c: c.backward and c.computation is not None),
     ),
-    Step(write_grads_in_place, "split", after=(regather_for_backward,), searched=True),
-    Step(guard_first, "split", after=(guard_kept, write_grads_in_place)),
+    Step(write_grads_in_place, "split", (regather_for_backward,), searched=True),
+    Step(guard_first, "split", (guard_kept, write_grads_in_place)),
     Step(
         sort_host_copies,
         "scheduled",
-        lambda c, t: c.copy_times,
-        _offloads,
-        "if `max_memory` offloads values",
         (offload_activations, guard_first),
+        _OFFLOADS,
+        lambda c, t: c.copy_times,
         searched=True,
     ),
     Step(
         sort_communication,
         "scheduled",
-        lambda c, t: _sorting(c),
-        lambda c: c.pinned is None and c.max_unsharded_bytes is None,
-        after=(sort_host_copies,),
+        (sort_host_copies,),
+        Condition("", lambda c: c.pinned is None and c.max_unsharded_bytes is None),
         searched=True,
     ),
     Step(
         sort_within_budget,
         "scheduled",
-        _sorting_within,
-        lambda c: c.pinned is None and c.max_unsharded_bytes is not None,
-        "in its place with `max_unsharded_bytes`",
         (sort_host_copies,),
+        Condition(
+            "in its place with `max_unsharded_bytes`", lambda c: c.pinned is None and c.max_unsharded_bytes is not None
+        ),
         searched=True,
     ),
     Step(
         replay_schedule,
         "scheduled",
-        _pinned,
-        lambda c: c.pinned is not None,
-        "in its place with `schedule`",
         (sort_host_copies,),
+        Condition("in its place with `schedule`", lambda c: c.pinned is not None),
+        _pinned,
     ),
-    Step(assign_slots, "scheduled", _slots, after=(sort_communication, replay_schedule), searched=True),
+    Step(assign_slots, "scheduled", (sort_communication, replay_schedule), bind=_slots, searched=True),
     Step(
         mark_retained_by_forward,
         "scheduled",
-        when=lambda c: _retains(c) and not c.backward,
-        condition="forward, unless `release` frees what it leaves",
-        after=(assign_slots,),
+        (assign_slots,),
+        Condition("forward, unless `release` frees what it leaves", lambda c: c.retains and not c.backward),
         searched=True,
     ),
     Step(
         reuse_from_forward,
         "scheduled",
-        lambda c, t: {"forward": c.forward},
-        lambda c: _retains(c) and c.backward,
-        "backward, unless `release` frees what forward leaves",
         (assign_slots,),
+        Condition("backward, unless `release` frees what forward leaves", lambda c: c.retains and c.backward),
         searched=True,
     ),
     Step(
         release_slots,
         "scheduled",
-        lambda c, t: {
-            "when": c.release,
-            "forward": c.forward,
-            "waits_for_backward": c.trains and not c.backward,
-        },
-        lambda c: c.release != "never",
-        "with `release`",
         (reuse_from_forward,),
+        Condition("with `release`", lambda c: c.release != "never"),
+        lambda c, t: {"waits_for_backward": c.trains and not c.backward},
     ),
     Step(
         release_extension,
         "scheduled",
-        _arenas,
-        lambda c: c.release == "never" and c.extends,
-        "if `max_memory` extends the arena for backward",
         (reuse_from_forward,),
+        Condition("if `max_memory` extends the arena for backward", lambda c: c.release == "never" and c.extends),
+        lambda c, t: {"arenas": dict.fromkeys(map(c.arena_of, c.buckets))},
         searched=True,
     ),
     Step(
         reuse_in_window,
         "scheduled",
-        lambda c, t: {"no_sync": c.no_sync},
-        lambda c: c.trains and not c.backward and c.reuse,
-        "forward, unless `reshard_after_backward`",
         (assign_slots,),
+        Condition("forward, unless `reshard_after_backward`", lambda c: c.trains and not c.backward and c.reuse),
         searched=True,
     ),
-    Step(
-        verify,
-        "scheduled",
-        lambda c, t: {"forward": c.forward, "max_gathers_in_flight": c.max_gathers_in_flight},
-        after=(release_slots, release_extension, reuse_in_window, mark_retained_by_forward),
-    ),
+    Step(verify, "scheduled", (release_slots, release_extension, reuse_in_window, mark_retained_by_forward)),
     Step(
         insert_agreement,
         "finished",
-        lambda c, t: c.agreement,
-        lambda c: bool(c.agreement),
-        "with several ranks",
         (verify,),
+        Condition("with several ranks", lambda c: bool(c.agreement)),
+        lambda c, t: c.agreement,
     ),
+    Step(end_backward, "finished", (insert_agreement,), Condition("backward", lambda c: c.backward)),
     Step(
-        end_backward,
-        "finished",
-        lambda c, t: {"no_sync": c.no_sync},
-        lambda c: c.backward,
-        "backward",
-        (insert_agreement,),
-    ),
-    Step(
-        del_last_used, "finished", lambda c, t: {"clear_mutable_collections": c.backward}, after=(verify, end_backward)
+        del_last_used, "finished", (verify, end_backward), bind=lambda c, t: {"clear_mutable_collections": c.backward}
     ),
 )
 """All passes from the computation that Thunder has traced to the traces that run, in order."""
-
-
-def steps(phase: Phase, context: Context, *, search: bool = False) -> list[Step]:
-    """Return the rows of a phase that run in a context.
-
-    Args:
-        search: whether this is a candidate of the search.
-    """
-    return [s for s in PIPELINE if s.phase == phase and s.when(context) and (s.searched or not search)]
 
 
 def run(
@@ -431,17 +336,17 @@ def run(
     context: Context,
     *,
     search: bool = False,
-    record: Callable[[Sequence[Pass], TraceCtx], TraceCtx] | None = None,
+    record: Callable[..., TraceCtx] = lambda trace, pass_, **arguments: pass_(trace, **arguments),
 ) -> TraceCtx:
     """Run the passes of a phase.
 
     Args:
         search: whether this is a candidate of the search.
-        record: runs passes and records their times; by default they just run.
+        record: runs a pass on a trace with its arguments, and records its time; by default it just runs.
     """
-    for step in steps(phase, context, search=search):
-        pass_ = partial(step.pass_, **step.bind(context, trace))
-        trace = pass_(trace) if record is None else record([pass_], trace)
+    for step in PIPELINE:
+        if step.phase == phase and step.when.holds(context) and (step.searched or not search):
+            trace = record(trace, step.pass_, **step.arguments(context, trace))
     return trace
 
 
@@ -450,5 +355,5 @@ def table() -> str:
     lines = ["| pass | phase | when | what it does | in the search |", "|---|---|---|---|---|"]
     for step in PIPELINE:
         does = (inspect.getdoc(step.pass_) or "").partition("\n")[0].replace("``", "`")
-        lines.append(f"| `{step.name}` | {step.phase} | {step.condition} | {does} | {'yes' * step.searched} |")
+        lines.append(f"| `{step.name}` | {step.phase} | {step.when.words} | {does} | {'yes' * step.searched} |")
     return "\n".join(lines)

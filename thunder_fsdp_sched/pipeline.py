@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from thunder.core.trace import TraceCtx
@@ -18,7 +18,6 @@ from .ir.descriptions import NO_CALL, Call
 from .ir.schedule import Schedule, StepSchedule
 from .ir.step_memory import StepMemory
 from .logs import log_pass
-from .passes import Pass
 from .runtime.bucket import Bucket
 from .transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
 
@@ -123,16 +122,14 @@ class CompiledTraces:
         assert self.forward_schedule is not None
         return StepSchedule(self.forward_schedule, self.backward_schedule, self.no_sync)
 
-    def run(self, passes: Sequence[Pass], trace: TraceCtx) -> TraceCtx:
-        """Run passes in order, record the processor time of each, and log what it changed."""
-        for pass_ in passes:
-            started = time.process_time()
-            changed = pass_(trace)
-            seconds = time.process_time() - started
-            self.pass_seconds[_name(pass_)] += seconds
-            log_pass(_name(pass_), seconds, trace, changed)
-            trace = changed
-        return trace
+    def run(self, trace: TraceCtx, pass_: Callable[..., TraceCtx], **arguments: Any) -> TraceCtx:
+        """Run a pass, record its processor time, and log what it changed."""
+        started = time.process_time()
+        changed = pass_(trace, **arguments)
+        seconds = time.process_time() - started
+        self.pass_seconds[pass_.__name__] += seconds
+        log_pass(pass_.__name__, seconds, trace, changed)
+        return changed
 
 
 class JointPasses(FusionExecutor):
@@ -146,7 +143,7 @@ class JointPasses(FusionExecutor):
         claims: whether all operators are left to ``run`` as they are, and no later executor claims one before it.
     """
 
-    def __init__(self, name: str, run: Pass, *, claims: bool = False) -> None:
+    def __init__(self, name: str, run: Callable[[TraceCtx], TraceCtx], *, claims: bool = False) -> None:
         super().__init__(name)
         self.fusion_pass = run
         self._claims = claims
@@ -159,10 +156,6 @@ class JointPasses(FusionExecutor):
 
     def can_execute_or_fuse(self, bsym: Any) -> bool:
         return False  # Thunder's autograd asks, to find an executor's own formula for gradients
-
-
-def _name(pass_: Pass) -> str:
-    return pass_.func.__name__ if isinstance(pass_, partial) else pass_.__name__
 
 
 def without(executors: Sequence[Executor], ours: Sequence[Executor]) -> list[Executor]:

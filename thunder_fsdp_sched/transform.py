@@ -173,7 +173,7 @@ class FSDPTransform(Transform):
         )
         compilation = self.begin_compilation(call, no_sync=no_sync)
         if epilogue_trace is not None:
-            epilogue_trace = compilation.traces.run([partial(guard_outputs, no_sync=no_sync)], epilogue_trace)
+            epilogue_trace = compilation.traces.run(epilogue_trace, guard_outputs, no_sync=no_sync)
         if not self.options.trace_modules_once:
             return *compilation.shard(prologue_trace, computation_trace), epilogue_trace
         here, defers = partial(fingerprint, transform=self), defers_autograd(self)

@@ -9,6 +9,7 @@ import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import fsdp, testing
 from thunder_fsdp_sched.ir.effects import effects
 from thunder_fsdp_sched.ir.inspection import split_joint
+from thunder_fsdp_sched.passes import Context
 from thunder_fsdp_sched.planning.candidates import Candidates, Limits
 from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
@@ -217,7 +218,7 @@ def test_a_search_that_may_use_the_memory_of_the_default_is_never_slower(search)
     assert unlimited.step_seconds <= seconds
     everything = sum(b.nbytes for b in testing.gathers(joint))
     budget = nbytes + int(share * everything)
-    limited = Candidates(joint, cost, Limits(budget))
+    limited = Candidates(joint, cost, Limits(budget), Context(max_unsharded_bytes=budget))
     choice = choose(limited, prefetch=None, may_keep=True)
     assert choice.chosen.step_seconds <= seconds
     assert choice.chosen.unsharded_bytes <= budget

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -31,14 +31,12 @@ class Limits(NamedTuple):
 
     Attributes:
         unsharded_bytes: bytes of all slots together.
-        gathers_in_flight: how many gathers may be in flight.
         memory: bytes of all memory of the step, without optimizer state.
         lasting_bytes: bytes of the slots that a planned step of the same module keeps from step to step anyway.
         largest_peak: bytes of all memory of the largest step of the module that was compiled before.
     """
 
     unsharded_bytes: int | None = None
-    gathers_in_flight: int | None = None
     memory: int | None = None
     lasting_bytes: int | None = None
     largest_peak: int = 0
@@ -111,19 +109,15 @@ class Candidates:
         joint: the joint trace with bucketed communication, before ``regather_for_backward``.
         cost: the cost model.
         limits: the memory of a step is predicted only if it is limited.
-        always_kept: buckets that stay unsharded in any case.
-        buckets: all buckets of the module, whose shards count as memory of the step.
-        left: the gradients that earlier micro-batches under ``no_sync`` have left, which count as well.
-        reuse: whether later micro-batches under ``no_sync`` may reuse what is gathered.
+        context: that of the compilation; its ``kept`` are the buckets that stay unsharded in any case.
+        left: the gradients that earlier micro-batches under ``no_sync`` have left, which count as memory of the step.
     """
 
     joint: TraceCtx
     cost: CostModel
     limits: Limits
-    always_kept: frozenset[Bucket] = frozenset()
-    buckets: Sequence[Bucket] = ()
+    context: Context = field(default_factory=Context)
     left: LeftGradients = NOTHING_LEFT
-    reuse: bool = False
     _halves: dict[tuple[str, ...], list[TraceCtx]] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -138,7 +132,7 @@ class Candidates:
     def names_kept(self, number: int) -> tuple[str, ...]:
         """Return the buckets that stay unsharded if that many do besides those that do in any case."""
         more = self.regathered[:number] if number else []
-        return tuple(sorted(bucket.spec.name for bucket in (*self.always_kept, *more)))
+        return tuple(sorted(bucket.spec.name for bucket in (*self.context.kept, *more)))
 
     @cached_property
     def has_backward(self) -> bool:
@@ -179,7 +173,7 @@ class Candidates:
             pairs = [(arena, new) for arena, new in scratch.items()]
             pairs += [(arena.extension, new.extension) for arena, new in pairs if new.extension.nbytes]
             larger = sum(max(arena.nbytes - new.nbytes, 0) for arena, new in pairs)
-            peak = StepMemory.of(halves, self.buckets, accumulated=self.left).peak.nbytes + larger
+            peak = StepMemory.of(halves, self.context.buckets, accumulated=self.left).peak.nbytes + larger
             growth = sum(max(new.nbytes - arena.nbytes, 0) for arena, new in pairs)
             found = replace(found, peak_bytes=peak, largest_peak=max(peak, self.limits.largest_peak + growth))
             if peak > self.limits.memory and (candidate.recomputed or candidate.offloaded):
@@ -187,34 +181,26 @@ class Candidates:
         return replace(found, step_seconds=simulate(halves, None, self.cost).step_seconds)
 
     def _kept(self, candidate: Candidate) -> frozenset[Bucket]:
-        if len(candidate.kept) <= len(self.always_kept):
-            return self.always_kept
-        return self.always_kept | frozenset(b for b in self.regathered if b.spec.name in candidate.kept)
-
-    @cached_property
-    def _no_sync(self) -> bool:
-        return any(effects(bsym).leaves for bsym in self.joint.bound_symbols)
+        always = frozenset(self.context.kept)
+        if len(candidate.kept) <= len(always):
+            return always
+        return always | frozenset(b for b in self.regathered if b.spec.name in candidate.kept)
 
     def _context(self, candidate: Candidate) -> Context:
-        return Context(
-            self.buckets,
-            self._kept(candidate),
-            no_sync=self._no_sync,
-            max_unsharded_bytes=self.limits.unsharded_bytes,
-            max_gathers_in_flight=self.limits.gathers_in_flight,
-            reuse=self.reuse,
+        return replace(
+            self.context,
+            kept=self._kept(candidate),
             prefetch=candidate.prefetch,
-            reductions=candidate.reductions,
+            max_reductions_in_flight=candidate.reductions,
             extends=candidate.extends,
             recomputed=candidate.recomputed,
             offloaded=candidate.offloaded,
-            copy_times=copy_times(self.cost),
         )
 
     @cached_property
     def _unchanged(self) -> TraceCtx:
         """The joint trace with backward's gathers if no further bucket is kept and nothing is recomputed."""
-        return self._with_gathers(Context(self.buckets, self.always_kept))
+        return self._with_gathers(replace(self.context, recomputed=frozenset(), offloaded=frozenset()))
 
     def _with_gathers(self, context: Context) -> TraceCtx:
         joint = from_trace(self.joint)

@@ -14,23 +14,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
 from thunder.core.trace import TraceCtx
 
+from .. import passes
 from ..ir.analysis import NOTHING_LEFT, LeftGradients, gradients_left
+from ..ir.effects import effects
 from ..ir.inspection import split_joint
 from ..ir.step_memory import StepMemory
 from ..logs import LOGGER
 from ..options import Options
+from ..passes import Context
 from ..pipeline import CompiledTraces
 from ..runtime.accumulation import Way
 from ..runtime.bucket import Bucket
 from ..sharding.sharded_module import ShardedModule
-from ..transforms.bucket_communication import bucket_communication
-from ..transforms.fuse_downcast import fuse_downcast
 from .candidates import Candidates, Limits, copy_times
 from .clusters import cluster_of_this_process
 from .cost import AnalyticCost
@@ -60,6 +60,7 @@ class Settings(NamedTuple):
 def choose_settings(
     joint: TraceCtx,
     traces: CompiledTraces,
+    context: Context,
     *,
     sharded: ShardedModule,
     options: Options,
@@ -70,12 +71,13 @@ def choose_settings(
     Args:
         joint: the joint trace with one ``fsdp_unshard`` for each parameter.
         traces: those to be compiled; gets the time of passes and of the search.
+        context: that of the passes that come next.
         compiled: the traces of the module that were compiled before.
 
     Raises:
         MemoryLimitError, ValueError: the limits are too low.
     """
-    return _Chooser(joint, traces, sharded, options, compiled).choose()
+    return _Chooser(joint, traces, context, sharded, options, compiled).choose()
 
 
 def check_memory(
@@ -120,6 +122,7 @@ class _Chooser:
 
     joint: TraceCtx
     traces: CompiledTraces
+    context: Context
     sharded: ShardedModule
     options: Options
     compiled: Sequence[CompiledTraces]
@@ -127,9 +130,9 @@ class _Chooser:
     def __post_init__(self) -> None:
         options = self.options
         self.cost = AnalyticCost(options.cluster or cluster_of_this_process())
+        self.context = replace(self.context, fusions=(), pinned=None, release="never", copy_times=copy_times(self.cost))
         self.limits = Limits(
             options.max_unsharded_bytes,
-            options.max_gathers_in_flight,
             options.max_memory,
             largest_peak=max((one.choice.chosen.largest_peak for one in self.compiled if one.choice), default=0),
         )
@@ -175,11 +178,11 @@ class _Chooser:
     def _settings(self, bucketed: TraceCtx, left: LeftGradients, choice: Choice, last: Choice) -> Settings:
         kept = last.chosen.kept if self.decides_kept else None
         seconds = last.chosen.step_seconds + choice.chosen.step_seconds
-        return Settings(bucketed, left, choice, copy_times(self.cost), kept, seconds)
+        return Settings(bucketed, left, choice, self.context.copy_times, kept, seconds)
 
     def _bucketed(self, way: Way, *, no_sync: bool) -> TraceCtx:
-        bucket = partial(bucket_communication, buckets=self.sharded.buckets, no_sync=no_sync, accumulate=way)
-        return self.traces.run([bucket, fuse_downcast], self.joint)
+        context = replace(self.context, no_sync=no_sync, accumulate=way)
+        return passes.run("joint", self.joint, context, record=self.traces.run)
 
     def _search(
         self,
@@ -191,8 +194,9 @@ class _Chooser:
         may_keep: bool = False,
     ) -> Choice:
         started = time.process_time()
-        reuse = not self.options.reshard_after_backward
-        candidates = Candidates(bucketed, self.cost, limits, frozenset(kept), self.sharded.buckets, left, reuse)
+        no_sync = any(effects(bsym).leaves for bsym in bucketed.bound_symbols)
+        context = replace(self.context, kept=frozenset(kept), no_sync=no_sync)
+        candidates = Candidates(bucketed, self.cost, limits, context, left)
         prefetch = None if self.options.prefetch == "auto" else self.options.prefetch
         choice = choose(candidates, prefetch=prefetch, may_keep=may_keep)
         seconds = time.process_time() - started

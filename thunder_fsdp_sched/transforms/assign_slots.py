@@ -40,7 +40,7 @@ def assign_slots(
     forward: TraceCtx | None = None,
     max_bytes: int | None = None,
     separate: bool = False,
-    extend: bool = False,
+    extends: bool = False,
 ) -> TraceCtx:
     """Assign a slot to each ``fsdp_all_gather`` and ``fsdp_reduce_scatter``, and to the writes of their gradients.
 
@@ -69,7 +69,7 @@ def assign_slots(
             [Note: Buckets left by forward] in ``reuse_from_forward``.
         max_bytes: limit (bytes) up to which the arena may grow to keep forward's buckets resident.
         separate: whether each bucket gets memory of its own instead of a range of an arena, for ``release="bucket"``.
-        extend: whether slots of backward beyond the memory that forward needs get memory that only backward allocates.
+        extends: whether slots of backward beyond the memory that forward needs get memory that only backward allocates.
             See [Note: Memory that only backward needs] in ``extend_arena``.
     """
     ranges = Analysis(trace).slots
@@ -83,7 +83,7 @@ def assign_slots(
         slots = {r.issue: _separate_slot(r, over_params=r.issue in over) for r in shared}
         slots |= {issue: ranges[issue].bucket.ensure_private_slot() for issue in private}
         return _with_slots(trace, ranges, slots)
-    border = bytes_of_forward(forward, arena_of) if extend and forward is not None else None
+    border = bytes_of_forward(forward, arena_of) if extends and forward is not None else None
     plan = _Plan(shared, {r.issue: g.issue for r, g in grads_over_params(shared).items()}, border=border)
     offsets = plan.offsets()
     arena_bytes, gathered_bytes = _end(shared, offsets), plan.gathered_bytes

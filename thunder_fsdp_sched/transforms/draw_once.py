@@ -58,19 +58,19 @@ def mark_draws(trace: TraceCtx) -> TraceCtx:
     return trace
 
 
-def refuse_merged_draws(trace: TraceCtx, *, before: TraceCtx) -> TraceCtx:
+def refuse_merged_draws(trace: TraceCtx, *, before_fusion: TraceCtx) -> TraceCtx:
     """Raise an error if a fusion executor has dropped an operator that draws random numbers, as equal to another one.
 
     Runs first after the fusion executors, and changes nothing.
 
     Args:
-        before: the joint trace before fusion.
+        before_fusion: the joint trace before fusion.
 
     Raises:
         NotImplementedError: names the operator.
     """
     left = frozenset(out for part in _parts(trace) for out in outs_of(part))
-    for bsym in before.bound_symbols:
+    for bsym in before_fusion.bound_symbols:
         if facts_of(bsym).draws and left.isdisjoint(outs_of(bsym)):
             raise NotImplementedError(
                 f"fsdp: the random operator {_described(bsym)} has the same arguments as another one, and a fusion executor "

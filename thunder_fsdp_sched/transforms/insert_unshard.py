@@ -25,7 +25,7 @@ def insert_unshard(
     trace: TraceCtx,
     *,
     inputs: Mapping[str, str],
-    buckets: Mapping[str, tuple[Bucket, int]],
+    locations: Mapping[str, tuple[Bucket, int]],
     shards: Mapping[str, torch.nn.Parameter],
 ) -> TraceCtx:
     """Replace each parameter among the arguments with its shard, and insert ``fsdp_unshard`` before its first use.
@@ -47,7 +47,7 @@ def insert_unshard(
 
     Args:
         inputs: the parameter name of each argument that is a parameter, keyed by the argument's name.
-        buckets: the bucket of each parameter and its index there, keyed by each of its names.
+        locations: the bucket of each parameter and its index there, keyed by each of its names.
         shards: this rank's shard of each parameter, keyed by each of its names.
 
     Raises:
@@ -60,10 +60,10 @@ def insert_unshard(
     tied: dict[tuple[Bucket, int], list[TensorProxy]] = {}
     for arg in trace.args:
         name = inputs.get(arg.name) if isinstance(arg, Proxy) else None
-        if name is not None and name in buckets:
+        if name is not None and name in locations:
             become_shard(arg, shards[name])
             arguments[arg.name] = arg
-            tied.setdefault(buckets[name], []).append(arg)
+            tied.setdefault(locations[name], []).append(arg)
 
     unsharded: dict[str, TensorProxy] = {}  # by the name of any argument that is this parameter
     parameters: dict[str, str] = {}  # of each unsharded value, by its name
@@ -82,7 +82,7 @@ def insert_unshard(
                 continue
             for name in args_of(bsym):
                 if name in arguments and name not in unsharded:
-                    place = buckets[inputs[name]]
+                    place = locations[inputs[name]]
                     full = fsdp_unshard(*place, tied[place][0])
                     unsharded.update({arg.name: full for arg in tied[place]})
                     parameters[full.name] = inputs[name]
@@ -113,7 +113,7 @@ def insert_unshard(
             if not isinstance(output, TensorProxy):
                 return output
             if output.name in arguments and output.name not in unsharded:  # returned without any other use
-                place = buckets[inputs[output.name]]
+                place = locations[inputs[output.name]]
                 unsharded[output.name] = fsdp_unshard(*place, tied[place][0])
                 slots.add(unsharded[output.name].name)
             output = unsharded.get(output.name, output)

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag, has_tags
 from thunder.core.trace import TraceCtx, tracectx
+from thunder.extend import FusionExecutor
 
 from ..ir.analysis import Analysis
 from ..ir.effects import bucket_of, effects, is_declared
@@ -38,7 +39,7 @@ _NOT_COMPUTE = frozenset({PrimIDs.UNPACK_TRIVIAL, PrimIDs.GET_GRAD, PrimIDs.RETU
 
 
 # Passes between this one and remove_cuts may do anything that respects the data flow through fsdp_cut.
-def keep_fusions_apart(trace: TraceCtx, *, can_fuse: Callable[[BoundSymbol], bool]) -> TraceCtx:
+def keep_fusions_apart(trace: TraceCtx, *, fusions: Sequence[FusionExecutor]) -> TraceCtx:
     """Move gathers and reductions, with their waits, to where fusion regions may end, and insert cuts there.
 
     Runs on the joint trace after ``guard_kept`` and before the fusion executors. Does nothing if no executor can fuse
@@ -60,9 +61,9 @@ def keep_fusions_apart(trace: TraceCtx, *, can_fuse: Callable[[BoundSymbol], boo
     The cost is linear in the number of bound symbols. See [Note: Cuts].
 
     Args:
-        can_fuse: returns whether any fusion executor can fuse a bound symbol into a region.
+        fusions: the fusion executors.
     """
-    fusible = {id(bsym) for bsym in trace.bound_symbols if _is_compute(bsym) and can_fuse(bsym)}
+    fusible = {id(bsym) for bsym in trace.bound_symbols if _is_compute(bsym) and any(e.can_fuse(bsym) for e in fusions)}
     if not fusible:
         return trace
     forward = forward_part(trace)

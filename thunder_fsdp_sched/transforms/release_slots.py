@@ -31,7 +31,7 @@ from ..runtime.memory import Arena, Slot
 def release_slots(
     trace: TraceCtx,
     *,
-    when: Literal["step", "bucket"],
+    release: Literal["step", "bucket"],
     forward: TraceCtx | None = None,
     waits_for_backward: bool = False,
 ) -> TraceCtx:
@@ -52,7 +52,7 @@ def release_slots(
     """
     before = list(forward.bound_symbols) if forward is not None else []
     bsyms = list(trace.bound_symbols)
-    if when == "step" and waits_for_backward:
+    if release == "step" and waits_for_backward:
         return trace
     ends: dict[Arena, tuple[int, Slot]] = {}
     analysis = Analysis(before, bsyms)
@@ -60,14 +60,14 @@ def release_slots(
         assert live.place is not None and live.slot is not None
         if waits_for_backward and live.place.is_private:
             continue
-        if live.last < len(before) and when == "bucket" and not live.place.is_private:
+        if live.last < len(before) and release == "bucket" and not live.place.is_private:
             continue  # forward frees it
         end = max(live.last, ends.get(live.slot.arena, (-1, None))[0])
         ends[live.slot.arena] = end, live.slot
     guards = {e.ensures.slot: i for i, e in enumerate(analysis.effects) if e.ensures is not None and i >= len(before)}
     released: dict[int, list[Slot]] = defaultdict(list)
     for end, slot in ends.values():
-        last = len(bsyms) - 2 if when == "step" else max(end, guards.get(slot, -1)) - len(before)
+        last = len(bsyms) - 2 if release == "step" else max(end, guards.get(slot, -1)) - len(before)
         released[min(last, len(bsyms) - 2)].append(slot)
     out: list[BoundSymbol] = []
     with tracectx(trace):

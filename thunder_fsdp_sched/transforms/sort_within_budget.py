@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
+from functools import partial
 
 from thunder.core.trace import TraceCtx
 
@@ -11,14 +12,15 @@ from ..ir.slots import filling_bytes, grads_over_kept_params
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, slot_bytes
 from .assign_slots import assign_slots
-from .sort_communication import MAX_REDUCTIONS_IN_FLIGHT, bytes_in_flight
+from .sort_communication import MAX_REDUCTIONS_IN_FLIGHT, bytes_in_flight, sort_communication
 
 
 def sort_within_budget(
     trace: TraceCtx,
     *,
-    sort: Callable[..., TraceCtx],
+    prefetch: int,
     max_unsharded_bytes: int,
+    max_gathers_in_flight: int | None = None,
     max_reductions_in_flight: int = MAX_REDUCTIONS_IN_FLIGHT,
     kept: Collection[Bucket] = (),
     forward: TraceCtx | None = None,
@@ -30,18 +32,24 @@ def sort_within_budget(
     gradients. That bound is cautious, so it may delay gathers that would fit.
 
     Args:
-        sort: ``sort_communication`` with its other options; takes a trace and ``max_unsharded_bytes``.
+        prefetch, max_gathers_in_flight, max_reductions_in_flight: those of ``sort_communication``.
         max_unsharded_bytes: the budget (bytes) for all slots together.
-        max_reductions_in_flight: that of ``sort``.
         kept: buckets that stay unsharded from forward to backward.
         forward: for a backward trace, its forward trace with slots.
     """
-    unlimited = sort(trace)
+    sort = partial(
+        sort_communication,
+        trace,
+        prefetch=prefetch,
+        max_gathers_in_flight=max_gathers_in_flight,
+        max_reductions_in_flight=max_reductions_in_flight,
+    )
+    unlimited = sort()
     if _bytes_of_slots(unlimited, max_unsharded_bytes, kept, forward) <= max_unsharded_bytes:
         return unlimited
     reductions = max_reductions_in_flight
     limit = _gather_budget(unlimited, budget=max_unsharded_bytes, reductions=reductions, kept=kept, forward=forward)
-    return sort(trace, max_unsharded_bytes=limit)
+    return sort(max_unsharded_bytes=limit)
 
 
 def shared_budget(trace: TraceCtx, *, budget: int | None, kept: Collection[Bucket]) -> int | None:
