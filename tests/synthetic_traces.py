@@ -32,7 +32,7 @@ SHAPE = (16, 16)  # of each parameter: 1,024 bytes
 def make_buckets(sizes: list[int], *, zero3: bool = True) -> list[Bucket]:
     arena = Arena(torch.device("cpu"))
     buckets = []
-    ranks = Ranks.of(ProcessGroupRef("none", 0, range(2)))
+    ranks = Ranks(ProcessGroupRef("none", 0, range(2)))
     for number, size in enumerate(sizes):
         params = tuple(
             ParamSpec((f"b{number}.p{i}",), SHAPE, torch.float32, torch.device("cpu"), True) for i in range(size)

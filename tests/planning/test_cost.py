@@ -167,7 +167,7 @@ def bucket(shapes, *, world_size=2, dtype=torch.float32) -> Bucket:
     params = tuple(ParamSpec((f"p{i}",), s, dtype, torch.device("cpu"), True) for i, s in enumerate(shapes))
     spec = BucketSpec("b", params, make_layout(shapes, world_size, dtype.itemsize))
     return Bucket(
-        spec, Ranks.of(ProcessGroupRef("data", 0, range(world_size))), Flat(), Arena(torch.device("cpu")), "bucket_b"
+        spec, Ranks(ProcessGroupRef("data", 0, range(world_size))), Flat(), Arena(torch.device("cpu")), "bucket_b"
     )
 
 

@@ -93,7 +93,7 @@ class TraceBuilder:
             options = BucketOptions("zero3" if self.zero3 else "zero2")
             spec = BucketSpec(name, params, make_layout([SHAPE], 2, 4), options)
             self.buckets.append(
-                Bucket(spec, Ranks.of(ProcessGroupRef(group, 0, range(2))), Flat(), self.arena, f"bucket_{name}")
+                Bucket(spec, Ranks(ProcessGroupRef(group, 0, range(2))), Flat(), self.arena, f"bucket_{name}")
             )
         return self.buckets[number]
 

@@ -33,7 +33,7 @@ def _pairs(*, even: bool, seed: int = 0, scale: float = 1.0) -> list[tuple[RowDT
     torch.manual_seed(seed)
     pairs = []
     for number, placement in enumerate(layout.placements):
-        rows = Rows(placement, ShardingRanks.of(group), f"tensor {number}")
+        rows = Rows(placement, ShardingRanks(group), f"tensor {number}")
         assert rows.is_even or not even or not placement.shape
         whole = torch.randn(placement.shape) * scale
         pairs.append((RowDTensor.wrap(rows.of(whole).clone(), rows), whole))

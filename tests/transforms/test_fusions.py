@@ -422,11 +422,11 @@ def joint() -> TraceCtx:
 
 
 def test_there_are_no_cuts_if_nothing_can_be_fused(joint: TraceCtx) -> None:
-    assert transforms.keep_fusions_apart(joint, can_fuse=lambda bsym: False) is joint
+    assert transforms.keep_fusions_apart.keep_fusions_apart(joint, can_fuse=lambda bsym: False) is joint
 
 
 def test_removing_cuts_restores_the_trace(joint: TraceCtx) -> None:
-    cut = transforms.keep_fusions_apart(joint, can_fuse=lambda bsym: True)
+    cut = transforms.keep_fusions_apart.keep_fusions_apart(joint, can_fuse=lambda bsym: True)
     defined: set[str] = set()
     for bsym in cut.bound_symbols:
         if bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
@@ -441,7 +441,7 @@ def test_removing_cuts_restores_the_trace(joint: TraceCtx) -> None:
 
 
 def test_only_the_residual_stream_crosses_a_cut(joint: TraceCtx) -> None:
-    cut = transforms.keep_fusions_apart(joint, can_fuse=lambda bsym: True)
+    cut = transforms.keep_fusions_apart.keep_fusions_apart(joint, can_fuse=lambda bsym: True)
     cuts = [i for i, b in enumerate(cut.bound_symbols) if b.sym is fsdp_cut]
     forward = forward_part(cut)
     assert [forward[i] for i in cuts] == sorted((forward[i] for i in cuts), reverse=True)

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from thunder_fsdp_sched import private_api
-from thunder_fsdp_sched.ranks import control, group_creation
+from thunder_fsdp_sched.ranks import control, process_groups
 from thunder_fsdp_sched.runtime import activation_offload
 from thunder_fsdp_sched.sharding import initial_values, module_plan, shard_module, sharded_module
 from thunder_fsdp_sched.training import unsharded
@@ -202,7 +202,7 @@ def _replacements(recording: Recording, *, assume_agreement: bool) -> Iterator[t
     yield sharded_module, "is_blank", lambda tensor: False  # fake tensors have no values
     if assume_agreement:  # ranks run one after the other, so they cannot communicate
         yield control, "open_channel", lambda group, name: None
-        yield group_creation, "_level_group_counts", lambda *ranks: []
+        yield process_groups, "_level_group_counts", lambda *ranks: []
 
 
 def _type_of(value: Any) -> type:

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..plan.specs import BucketSpec, GroupKey, ParamSpec
-from .group_creation import companion, default_group, subgroup, twin
-from .process_groups import ProcessGroupRef, Ranks
+from .process_groups import ProcessGroupRef, Ranks, companion, default_group, subgroup, twin
 
 
 class GroupAssignment:
@@ -65,7 +64,7 @@ class GroupAssignment:
             return None
         key = f"{self.ranks_of(spec).group.name} by {size}"
         if key not in self._made:
-            self._made[key] = Ranks.of(subgroup(self.ranks_of(spec).group, size))
+            self._made[key] = Ranks(subgroup(self.ranks_of(spec).group, size))
         return self._made[key]
 
     def check_sends(self, spec: ParamSpec, group_key: GroupKey) -> None:
@@ -166,7 +165,7 @@ class GroupAssignment:
             reductions = twin(group) if self._separate_reductions and group.size > 1 else None
             grid = mesh.mesh.tolist() if mesh is not None and mesh.ndim == 2 else None
             dim_names = None if mesh is None else mesh.mesh_dim_names
-            self._made[key] = Ranks.of(group, reductions=reductions, replicas=replicas, grid=grid, dim_names=dim_names)
+            self._made[key] = Ranks(group, reductions=reductions, replicas=replicas, grid=grid, dim_names=dim_names)
         return self._made[key]
 
 

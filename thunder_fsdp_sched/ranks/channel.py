@@ -24,8 +24,7 @@ import json
 import operator
 import struct
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,9 +32,8 @@ import torch
 import torch.distributed as dist
 
 from ..private_api import all_gather_on_host, timeout_of
-from .group_creation import delete_once_read, new_group
-from .messages import first_difference, first_line, named, sides
-from .process_groups import ProcessGroupRef
+from .messages import first_difference, first_different, first_line, named, sides
+from .process_groups import ARRIVAL_TIMEOUT, ProcessGroupRef, delete_once_read, exchange_texts, new_group
 
 TOKEN = struct.Struct("<4q")
 """The format of a token: a hash of what all ranks must have in common, one of what they may have in common (inputs), one
@@ -48,21 +46,20 @@ _PATIENCE = timedelta(seconds=5)
 _FAILURE_PATIENCE = timedelta(seconds=2)
 """How long a rank whose collective failed waits for the reports of the others."""
 
-_ARRIVAL_TIMEOUT = timedelta(seconds=300)
-"""How long a rank waits at most for the others to shard the same module. The timeout of the process group applies instead
-if it is shorter."""
-
 
 class ScheduleDisagreement(RuntimeError):
     """The error that ranks of a process group do different things: other schedules, other traces, or some did not come."""
 
 
 class RoundAction:
-    """The action that a rank announces in a round."""
+    """The action that a rank announces in a round; ``text`` describes it in one line."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
 
     def describe(self) -> str:
         """Return one line for the message of a disagreement."""
-        raise NotImplementedError
+        return self.text
 
     def details(self) -> Sequence[str]:
         """Return lines to compare if the descriptions of ranks are equal; may be empty."""
@@ -93,15 +90,6 @@ class Channel:
         self.group = dataclasses.replace(made, description=world_group.description)
         self.size = made.size
         self.global_rank = made.global_ranks[made.rank]
-        self._issue: Callable[[Any, Any], Any] | None = all_gather_on_host(made.process_group)
-        # The method keeps the group's backend and threads alive, so it must be dropped with the group.
-        channel = weakref.ref(self)
-
-        def release(_: object) -> None:
-            if (self := channel()) is not None:
-                self._issue = None
-
-        self._end = weakref.ref(made.process_group, release)
         self.rounds = 0
         self.pending: RoundAction | None = None
         self.last: RoundAction | None = None
@@ -128,14 +116,12 @@ class Channel:
             self.settle()
         if self.closed:
             raise ScheduleDisagreement(f"{self.closed}\nrank {self.global_rank} has come to {action.describe()} since")
-        issue = self._issue
-        if issue is None:
-            raise self.group.destroyed()
+        group = self.group.process_group
         self._sent[:] = token
         self.pending = action
         self._posted = time.monotonic()
         try:
-            self._work = issue(self._receive, self._send)
+            self._work = all_gather_on_host(self._receive, self._send, group)
         except RuntimeError as error:
             raise self._close(action, error) from error
 
@@ -157,8 +143,13 @@ class Channel:
         tokens = [TOKEN.unpack(self._sent)]
         if self._received != self._sent * self.size:
             tokens = list(TOKEN.iter_unpack(self._received))
-            if (mismatch := self._first_mismatch(tokens)) is not None:
-                raise self._disagreement(action, *mismatch)
+            of_ranks = dict(zip(self.group.global_ranks, tokens, strict=True))
+            different = first_different({rank: ((), same) for rank, (same, _, _, _) in of_ranks.items()})
+            different = different or first_different(
+                {rank: (inputs, exact) for rank, (_, inputs, exact, _) in of_ranks.items()}
+            )
+            if different is not None:
+                raise self._disagreement(action, *different)
         self.last = action
         action.take(functools.reduce(operator.and_, (offers for *_, offers in tokens)))
 
@@ -197,18 +188,6 @@ class Channel:
         )
         return ScheduleDisagreement(self.closed)
 
-    def _first_mismatch(self, tokens: Sequence[tuple[int, ...]]) -> tuple[int, int] | None:
-        """Return the global ranks of the first two tokens that do not match, if any."""
-        ranks = self.group.global_ranks
-        first_with: dict[int, int] = {}
-        for number, (same, inputs, exact, _) in enumerate(tokens):
-            if same != tokens[0][0]:
-                return ranks[0], ranks[number]
-            like = first_with.setdefault(inputs, number)
-            if exact != tokens[like][2]:
-                return ranks[like], ranks[number]
-        return None
-
     def _disagreement(self, action: RoundAction, first: int, other: int) -> ScheduleDisagreement:
         """Exchange descriptions; ``first`` and ``other`` are the global ranks whose details are compared."""
         details = action.details() if self.global_rank in (first, other) else ()
@@ -225,15 +204,10 @@ class Channel:
 
     def _exchange_texts(self, prefix: str, text: str, patience: timedelta) -> dict[int, str]:
         """Publish a text in the group's store; return those that ranks publish in time, keyed by global rank."""
-        keys = {rank: f"{prefix}/{i}" for i, rank in enumerate(self.group.global_ranks)}
         texts: dict[int, str] = {}
         with contextlib.suppress(Exception):  # the store may be gone with the rank that held it
             store = self.group.process_group.get_group_store()
-            store.set(keys[self.global_rank], text)
-            with contextlib.suppress(RuntimeError):
-                store.wait(list(keys.values()), patience)
-            texts = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
-            delete_once_read(store, [*keys.values()], prefix, self.size)
+            texts = exchange_texts(store, prefix, self.group.global_ranks, text, patience)
         return texts | {self.global_rank: text}
 
 
@@ -260,7 +234,7 @@ def open_channel(group: ProcessGroupRef, name: str) -> Channel | None:
     store, prefix = group.process_group.get_group_store(), f"thunder_fsdp_sched/{name}"
     lacking, arrived, verdict = (f"{prefix}/{what}" for what in ("lacking", "arrived", "verdict"))
     here = {rank: f"{prefix}/{i}" for i, rank in enumerate(group.global_ranks)}
-    me, patience = group.global_ranks[group.rank], min(timeout, _ARRIVAL_TIMEOUT)
+    me, patience = group.global_ranks[group.rank], min(timeout, ARRIVAL_TIMEOUT)
     store.add(lacking, int(known is None or not known.is_open))
     store.set(here[me], "")
     if store.add(arrived, 1) == group.size:

@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from .channel import TOKEN, Channel, RoundAction, ScheduleDisagreement, open_channel
 from .deadlock import Action, find_fault
-from .messages import first_difference
+from .messages import first_difference, first_different
 from .process_groups import ProcessGroupRef, Ranks
 
 
@@ -192,7 +192,7 @@ class Control:
             excess = self.issue_counts.excess
             same = hash64("call", self.number, what, details, excess)
             text = f"{' '.join((what, *details))} of {self.title}{after_excess(excess)}"
-            self.channel.post(TOKEN.pack(same, 0, 0, 0), _Call(text))
+            self.channel.post(TOKEN.pack(same, 0, 0, 0), RoundAction(text))
 
     def settle(self) -> None:
         """Settle the latest round if it is still pending."""
@@ -298,13 +298,16 @@ class Control:
             fault = find_fault(dict(zip(everyones, programs, strict=True)))
             if fault:
                 raise self._disagreement(f"{what}, {fault}")
-        hashes = {rank: (lines, *computation) for rank, (lines, _, computation) in everyones.items()}
-        if self._compares_computation and (different := _different_computations(hashes)) is not None:
-            first, other, kind = different
-            raise self._disagreement(
-                f"{what}: the collectives agree but the computations differ (if they are meant to, give "
-                f"fsdp(allow_different_computation=True)), {self._difference(first, other, getattr(computation, kind))}"
-            )
+        if self._compares_computation:
+            hashes = {rank: (theirs, *computed) for rank, (theirs, _, computed) in everyones.items()}
+            without_sizes = {rank: (theirs, comparable) for rank, (theirs, comparable, _, _) in hashes.items()}
+            exact = {rank: ((theirs, inputs), all_) for rank, (theirs, _, inputs, all_) in hashes.items()}
+            for parts, own_lines in ((without_sizes, computation.comparable), (exact, computation.lines)):
+                if (different := first_different(parts)) is not None:
+                    raise self._disagreement(
+                        f"{what}: the collectives agree but the computations differ (if they are meant to, give "
+                        f"fsdp(allow_different_computation=True)), {self._difference(*different, own_lines)}"
+                    )
         communicates = any(groups for _, groups, _ in everyones.values())
         number = hash64(what, *(theirs[0] for theirs in everyones.values()))
         return AgreedProgram(number, communicates, self._compares_computation and alike)
@@ -335,16 +338,6 @@ class Control:
         self.check_same(what, ["it can"])
 
 
-class _Call(RoundAction):
-    """A call that communicates outside of traces."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def describe(self) -> str:
-        return self._text
-
-
 def after_excess(excess: int) -> str:
     """Return what a description of an action ends with if an exception interrupted a trace before it."""
     if not excess:
@@ -364,23 +357,6 @@ def _groups_match(groups_of: Mapping[int, Sequence[tuple[str, tuple[int, ...]]]]
         for number, (name, members) in enumerate(groups):
             holders[number, name, members].add(rank)
     return all(ranks == set(members) for (_, _, members), ranks in holders.items())
-
-
-def _different_computations(hashes: Mapping[int, tuple[int, int, int, int]]) -> tuple[int, int, str] | None:
-    """Return two ranks with equal programs but different computations, if any, and the kind of lines that differ.
-
-    Args:
-        hashes: of each rank's program, and :attr:`Computation.hashes`.
-    """
-    first: dict[tuple[int, ...], int] = {}  # of the ranks with a program, and of those with inputs
-    for rank, (program, comparable, inputs, exact) in hashes.items():
-        like = first.setdefault((program,), rank)
-        if hashes[like][1] != comparable:
-            return like, rank, "comparable"
-        like = first.setdefault((program, inputs), rank)
-        if hashes[like][3] != exact:
-            return like, rank, "lines"
-    return None
 
 
 _numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 
 def ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
@@ -33,3 +33,13 @@ def first_difference(first: int, ours: Sequence[str], other: int, theirs: Sequen
         if a != b:
             return f"line {number}{where}:\n    rank {first}: {a}\n    rank {other}: {b}"
     return ""
+
+
+def first_different(parts: Mapping[int, tuple[Hashable, Hashable]]) -> tuple[int, int] | None:
+    """Return the first two ranks with the same key but different values, given each rank's key and value."""
+    first: dict[Hashable, int] = {}
+    for rank, (key, value) in parts.items():
+        like = first.setdefault(key, rank)
+        if parts[like][1] != value:
+            return like, rank
+    return None
