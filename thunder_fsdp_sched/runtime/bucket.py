@@ -19,7 +19,7 @@ from .forward_numbers import is_backward_of
 from .memory import Arena, Slot, address, slot_bytes
 from .param_hooks import accumulate
 from .requested_grads import requested
-from .row_operators import RowDTensor
+from .row_dtensor import RowDTensor
 from .rows import Rows
 from .shard_source import ShardSource, source_of, version_of
 from .views import shard_strides, shard_views

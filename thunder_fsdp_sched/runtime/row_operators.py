@@ -4,9 +4,9 @@
 Each operator is one of these; nothing is ever gathered silently:
 
 - Operators on elements, such as ``add_``, ``_foreach_lerp_`` or ``_fused_adamw_``, run on this rank's rows of all operands.
-  Their results are rows, so the state that an optimizer makes by ``zeros_like`` is, too. An optimizer's step consists of
-  them, so they take a fast path, which unwraps operands with the same rows without looking at them one by one.
-- Operators on whole rows, such as ``mean(1)`` or ``softmax(-1)``, and views of them, run on this rank's rows.
+  Their results are rows, so the state that an optimizer makes by ``zeros_like`` is, too.
+- Operators on whole rows, such as ``mean(1)`` or ``softmax(-1)``, run on this rank's rows.
+- Views run on this rank's rows if each row of the result lies in the memory of one rank's rows.
 - Reductions over the rows, such as ``norm()`` or ``amax(0)``, combine the results of all ranks, with one collective. They
   return replicated DTensors: whatever is read from them is the same on all ranks.
 - Operators that fill a tensor with random numbers draw those of the whole tensor and keep the rows, so that with equal
@@ -20,26 +20,61 @@ on all ranks or on none.
 from __future__ import annotations
 
 import functools
-import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .operator_kinds import DRAWING, ROW_VIEWS, ROWWISE, acts_on_elements, acts_on_items
 from .row_dtensor import RowDTensor, local_rows, replicated
-from .row_operands import align, check_written, dims_of, run_on_single_rank, with_rows
-from .row_reductions import compare, item, norms, reduce_or_run_on_rows
+from .row_elements import acts_on_elements, align, on_elements, run_on_single_rank
 from .rows import Rows
-
-__all__ = ["RowDTensor", "run_operator"]
 
 aten = torch.ops.aten
 
 Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+
+_REDUCING = {
+    **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.count_nonzero.dim_IntList), torch.Tensor.sum),
+    **dict.fromkeys((aten.prod.default, aten.prod.dim_int), torch.Tensor.prod),
+    **dict.fromkeys((aten.amax.default, aten.max.default), torch.Tensor.amax),
+    **dict.fromkeys((aten.amin.default, aten.min.default), torch.Tensor.amin),
+    **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), torch.Tensor.all),
+    **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), torch.Tensor.any),
+}
+"""Reductions, and the method that reduces the results of parts of a tensor, stacked in the first dimension."""
+
+_NORM = aten.linalg_vector_norm.default
+_MEANS = (aten.mean.default, aten.mean.dim)
+_SPREADS = (aten.var.correction, aten.std.correction)
+_LINEAR = (*_MEANS, aten.sum.default, aten.sum.dim_IntList)
+
+_REDUCTIONS = frozenset((_NORM, *_MEANS, *_SPREADS, *_REDUCING))
+
+_ROWWISE = _REDUCTIONS | {
+    aten._log_softmax.default,
+    aten._softmax.default,
+    aten.argmax.default,
+    aten.argmin.default,
+    aten.cumprod.default,
+    aten.cumsum.default,
+    aten.flip.default,
+    aten.logsumexp.default,
+    aten.max.dim,
+    aten.median.dim,
+    aten.min.dim,
+    aten.sort.default,
+    aten.sort.stable,
+    aten.topk.default,
+}
+"""Operators that treat each row by itself, unless the first dimension is among their dims."""
+
+_DRAWING = frozenset(
+    ("cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
+    + ("rand_like", "randint_like", "randn_like")
+)
+"""Functions that fill a tensor with random numbers, whatever it held before."""
 
 
 def run_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -57,202 +92,212 @@ def _handler_of(func: Any) -> Handler:
     if func in _HANDLERS:
         return _HANDLERS[func]
     if acts_on_elements(func):
-        return _on_elements
-    if acts_on_items(func):
-        return _on_items
-    if func in ROWWISE:
-        return reduce_or_run_on_rows
-    if func in ROW_VIEWS:
-        return _view_rows
-    if func in DRAWING:
+        return on_elements
+    if func in _ROWWISE:
+        return _on_rows
+    schema = func._schema
+    if schema.name.removeprefix("aten::") in _DRAWING and "out" not in func._overloadname:
         return _draw
+    if schema.returns and schema.returns[0].alias_info is not None and not schema.is_mutable:
+        return _view
     return run_on_single_rank
 
 
 #
-# Operators on elements
+# Views
 #
-
-
-def _on_elements(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    rows: Any = None
-    operands = []
-    for arg in args:
-        if type(arg) is RowDTensor:
-            if rows is None:
-                rows = arg.rows
-            elif arg.rows is not rows:
-                return _on_aligned_elements(func, args, kwargs)
-            operands.append(arg._local_tensor)
-        elif isinstance(arg, torch.Tensor) and (arg.ndim or isinstance(arg, DTensor)):
-            return _on_aligned_elements(func, args, kwargs)
-        else:
-            operands.append(arg)
-    first = args[0]
-    if rows is None or (kwargs and any(isinstance(value, torch.Tensor) for value in kwargs.values())):
-        return _on_aligned_elements(func, args, kwargs)
-    if not func._schema.is_mutable:
-        return with_rows(func(*operands, **kwargs), rows)
-    if type(first) is not RowDTensor:
-        return _on_aligned_elements(func, args, kwargs)
-    func(*operands, **kwargs)
-    torch.autograd.graph.increment_version(first._local_tensor)  # below autograd, operators count no versions
-    return first
-
-
-def _on_aligned_elements(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on elements whose operands have different shapes or types."""
-    names = list(kwargs)
-    values = [*args, *kwargs.values()]
-    operands, rows = align(func, values)
-    if func._schema.is_mutable:
-        changed = kwargs["out"] if "out" in kwargs else args[0]
-        check_written(func, changed, rows)
-    result = func(*operands[: len(args)], **dict(zip(names, operands[len(args) :], strict=True)))
-    if func._schema.is_mutable:
-        torch.autograd.graph.increment_version(local_rows(changed))
-        return changed
-    return with_rows(result, rows)
-
-
-#
-# Operators on the elements of lists of tensors
-#
-
-
-def _on_items(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    # With thousands of parameters a Python loop takes as long as the operator, so loops are in C or comprehensions.
-    specs: list[Any] = []
-    operands: list[Any] = []
-    for arg in args:
-        is_list = isinstance(arg, (list, tuple))
-        kinds = set(map(type, arg)) if is_list else {type(arg)}
-        if is_list and kinds == _ROW_DTENSOR:
-            found = [tensor._spec for tensor in arg]
-            if not specs:
-                specs = found
-            elif not all(map(operator.is_, specs, found)):  # they may be of another dtype
-                if not all(map(operator.is_, map(_ROWS, specs), map(_ROWS, found))):
-                    return _on_aligned_items(func, args, kwargs)
-            operands.append([tensor._local_tensor for tensor in arg])
-        elif any(issubclass(kind, torch.Tensor) for kind in kinds) and not _are_numbers(arg if is_list else [arg]):
-            return _on_aligned_items(func, args, kwargs)
-        else:
-            operands.append(arg)
-    if not specs:
-        return _on_aligned_items(func, args, kwargs)
-    result = func(*operands, **kwargs)
-    if func._schema.is_mutable:
-        _count_writes(func, operands, args)
-        return result
-    return [
-        RowDTensor.of_spec(local, spec) if local.dtype is spec.tensor_meta.dtype else with_rows(local, spec.rows)
-        for local, spec in zip(result, specs, strict=True)
-    ]
-
-
-_ROWS = operator.attrgetter("rows")
-_ROW_DTENSOR = {RowDTensor}
-
-
-def _are_numbers(tensors: Sequence[torch.Tensor]) -> bool:
-    return not any(tensor.ndim or isinstance(tensor, DTensor) for tensor in tensors)
-
-
-def _on_aligned_items(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on lists whose items differ in their type or shape; some may be plain at the same positions."""
-    is_list = [isinstance(arg, (list, tuple)) and bool(arg) and isinstance(arg[0], torch.Tensor) for arg in args]
-    lists = [arg for arg, listed in zip(args, is_list, strict=True) if listed]
-    numbers = [arg for arg, listed in zip(args, is_list, strict=True) if not listed and isinstance(arg, torch.Tensor)]
-    parts: list[list[torch.Tensor]] = [[] for _ in lists]
-    all_rows: list[Rows | None] = []
-    for items in zip(*lists, strict=True):
-        aligned, rows = list(items), None
-        if any(isinstance(item, DTensor) for item in items):
-            aligned, rows = align(func, [*items, *numbers])
-            if func._schema.is_mutable:
-                check_written(func, items[0], rows)
-        all_rows.append(rows)
-        for part, own in zip(parts, aligned, strict=False):
-            part.append(own)
-    filled = iter(parts)
-    operands = [next(filled) if listed else local_rows(arg) for arg, listed in zip(args, is_list, strict=True)]
-    result = func(*operands, **kwargs)
-    if func._schema.is_mutable:
-        _count_writes(func, operands, args)
-        return result
-    return [own if rows is None else with_rows(own, rows) for own, rows in zip(result, all_rows, strict=True)]
-
-
-def _count_writes(func: Any, operands: Sequence[Any], args: Sequence[Any]) -> None:
-    """Count a new version of each tensor of the lists that an operator writes, as autograd does for other operators."""
-    for number in _written(func):
-        torch.autograd.graph.increment_version(operands[number])
-        if func._schema.name.startswith("aten::_fused"):  # torch counts none
-            torch.autograd.graph.increment_version(args[number])
-
-
-@functools.cache
-def _written(func: Any) -> list[int]:
-    """Return the positions of the arguments that an operator writes."""
-    infos = [(number, argument.alias_info) for number, argument in enumerate(func._schema.arguments)]
-    return [number for number, info in infos if info is not None and info.is_write]
-
-
-#
-# Views of rows
-#
-
-
-def _view_rows(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    tensor, rows, local = args[0], args[0].rows, args[0]._local_tensor
-    if not tensor.ndim:
-        return _view(func, args, kwargs)
-    expected = func(torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs)
-    dims = dims_of(func, args, kwargs, added=func is aten.unsqueeze.default)
-    if func is aten.permute.default and dims[0] == 0:
-        dims = []
-    if 0 not in dims:
-        return with_rows(func(local, *args[1:], **kwargs), rows.reshaped((tensor.shape[0], *expected.shape[1:])))
-    if func is aten.slice.Tensor and expected.shape == tensor.shape:
-        return with_rows(aten.alias.default(local), rows)
-    return run_on_single_rank(func, args, kwargs)
 
 
 def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """View rows in another shape, in which each rank has whole rows, too."""
+    """View this rank's rows as the operator would view the whole tensor."""
+    tensor, strides = args[0], args[0]._local_tensor.stride()
+    # On the whole shape, so that it raises the same errors on all ranks. A 0-dim tensor counts as one row.
+    whole = torch.empty_strided(tensor.shape, strides[: tensor.ndim], dtype=tensor.dtype, device="meta")
+
+    result = tree_map_only(torch.Tensor, functools.partial(_rows_of_view, tensor), func(whole, *args[1:], **kwargs))
+    return run_on_single_rank(func, args, kwargs) if any(leaf is None for leaf in tree_leaves(result)) else result
+
+
+def _rows_of_view(tensor: RowDTensor, view: torch.Tensor) -> RowDTensor | None:
+    """Return this rank's rows of a view of the whole tensor; ``None`` if ranks do not have whole rows of it.
+
+    Args:
+        view: sizes and strides of the view; it has no memory.
+    """
+    rows, local = tensor.rows, tensor._local_tensor
+    if view.dtype != tensor.dtype or view.is_conj() or view.is_neg():
+        return None
+    length, new_length = (len(t) if t.ndim else 1 for t in (tensor, view))
+    # The memory from one row to the next, and what a row of the view takes of it.
+    step = local.stride(0)
+    new_step = view.stride(0) if view.ndim else step
+    sizes, strides, begin = view.shape[1:], view.stride()[1:], view.storage_offset()
+    needed = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
+    starts = list(rows.starts)
+    if length == new_length and (step == new_step or length == 1):
+        new_step = step
+    elif begin == 0 and view.numel() == tensor.numel() and new_step and length * step == new_length * new_step:
+        if any(start * step % new_step for start in starts):
+            return None
+        starts = [start * step // new_step for start in starts]
+    else:
+        return None
+    if begin + needed > new_step:
+        return None
+    new_rows = rows.reshaped(view.shape, starts)
+    own = local.as_strided(new_rows.local_shape, (new_step, *strides), local.storage_offset() + begin)
+    return RowDTensor.wrap(own, new_rows)
+
+
+#
+# Operators on rows and reductions
+#
+
+
+def _on_rows(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensor, rows = args[0], args[0].rows
+    # On the whole shape, so that it raises the same errors on all ranks.
+    expected = func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args[1:], **kwargs)
+    dims = _dims_of(func, args, kwargs)
+    if dims and 0 not in dims:
+        result = func(tensor._local_tensor, *args[1:], **kwargs)
+        return tree_map_only(
+            torch.Tensor,
+            lambda local: RowDTensor.wrap(local, rows.reshaped((tensor.shape[0], *local.shape[1:]))),
+            result,
+        )
+    is_whole = len(set(dims)) in (0, tensor.ndim)
+    if func not in _REDUCTIONS or (is_whole and expected.numel() != 1):
+        return run_on_single_rank(func, args, kwargs)
+    if torch.is_grad_enabled() and tensor.requires_grad and func in _LINEAR:
+        # The gradient that torch computes of it is a plain tensor, of which nobody knows whether it is whole.
+        raise NotImplementedError(
+            f"{func} of {rows.label!r} has no gradient: in a loss, use the methods p.sum() or p.mean() without arguments, "
+            f"or p.full_tensor(); elsewhere, torch.no_grad() or p.detach()"
+        )
+    if is_whole:
+        _check_shared(func, rows)
+    if func in _SPREADS:
+        return _spread(func, tensor, *args[1:], expected=expected, **kwargs)
+    return replicated(_reduced(func, args, kwargs, expected), tensor.device_mesh)
+
+
+def _dims_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[int]:
+    """Return the dimensions over which an operator computes; none if it has no such argument."""
+    ndim = args[0].ndim
+    found: list[int] = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dim", "dims"):
+            dims = args[number] if number < len(args) else kwargs.get(argument.name, argument.default_value)
+            found += [dims] if isinstance(dims, int) else dims or ()
+    return [dim % ndim if ndim else 0 for dim in found]
+
+
+def _reduced(func: Any, args: Sequence[Any], kwargs: dict[str, Any], expected: torch.Tensor) -> torch.Tensor:
+    """Reduce each rank's rows, and the results of all ranks; a collective."""
     tensor, rows, local = args[0], args[0].rows, args[0]._local_tensor
-    shape = func(torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs).shape
-    if shape == tensor.shape:
-        return with_rows(aten.alias.default(local), rows)
-    if func is aten.expand.default:
-        if len(shape) == tensor.ndim and shape[:1] == tensor.shape[:1]:
-            return with_rows(local.expand(len(local), *shape[1:]), rows.reshaped(shape))
-        return run_on_single_rank(func, args, kwargs)
-    if len(shape) + tensor.ndim == 1 and shape.numel() == 1:  # a 0-dim tensor counts as one row
-        return with_rows(aten.alias.default(local), rows.reshaped(shape))
-    old, new = math.prod(tensor.shape[1:]), math.prod(shape[1:])
-    if not tensor.ndim or not shape or not new or any(start * old % new for start in rows.starts):
-        return run_on_single_rank(func, args, kwargs)
-    other = rows.reshaped(shape, [start * old // new for start in rows.starts])
-    return with_rows(func(local, list(other.local_shape)), other)
+    if not tensor.numel():
+        return func(local.new_empty(tensor.shape), *args[1:], **kwargs)
+    if not tensor.ndim and len(local):
+        local = local.reshape(())
+    if rows.start < rows.end:
+        part = func(local, *args[1:], **kwargs)
+    else:
+        part = local.new_zeros(expected.shape, dtype=expected.dtype)
+    parts = rows.exchange(part, str(func))[rows.holders]
+    if parts.dtype in (torch.bfloat16, torch.float16):
+        parts = parts.float()
+    if func is _NORM:
+        combined = _norm_of(parts, args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    elif func in _MEANS:
+        shares = parts.new_tensor([rows.lengths[rank] / rows.starts[-1] for rank in rows.holders], dtype=torch.float64)
+        combined = torch.tensordot(shares.to(parts.dtype), parts, 1)
+    else:
+        combine: Any = _REDUCING[func]
+        combined = combine(parts, 0)
+    return combined.to(expected.dtype)
 
 
-def _put_where(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Assign a number to elements that a mask chooses: ``p[p > 1] = 1``."""
-    tensor, (*others, mask), value = args[0], args[1], args[2]
-    if tensor.shape == (1,) and not isinstance(mask, DTensor):  # what torch makes of a 0-dim tensor and mask
-        if len(tensor._local_tensor):
-            func(tensor._local_tensor, *args[1:], **kwargs)
-        return tensor
-    if others or mask is None or mask.dtype is not torch.bool or mask.shape != tensor.shape or args[3:] or kwargs:
-        return run_on_single_rank(func, args, kwargs)
-    return _on_elements(aten.masked_fill_.Tensor, (tensor, mask, value.reshape(())), {})
+def _spread(
+    func: Any,
+    tensor: RowDTensor,
+    dims: Any = None,
+    *,
+    correction: Any = None,
+    keepdim: bool = False,
+    expected: torch.Tensor,
+) -> Any:
+    """Compute the variance, or the standard deviation, from squares of distances from the mean."""
+    dims = list(range(tensor.ndim)) if dims is None else dims
+    squares = (tensor - tensor.mean(dims, keepdim=True)).pow(2).sum(dims, keepdim)
+    number = tensor.numel() // max(1, expected.numel())
+    variance = squares / max(0, number - (1 if correction is None else correction))
+    return variance.sqrt() if func is aten.std.correction else variance
 
 
-def _squeeze(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    dims = [dim for dim, length in enumerate(args[0].shape) if length == 1]
-    return _view_rows(aten.squeeze.dims, (args[0], dims), {})
+def _norm_of(norms: torch.Tensor, order: Any) -> torch.Tensor:
+    """Return the norm of a tensor from the norms of its parts, along the first dimension."""
+    return norms.sum(0) if order == 0 else torch.linalg.vector_norm(norms, order, 0)
+
+
+def _check_shared(func: Any, rows: Rows) -> None:
+    """Raise an error for a number that not all ranks would have, because other ranks have other parameters."""
+    if not rows.is_on_all_ranks:
+        raise RuntimeError(
+            f"{func}: {rows.label!r} is sharded over ranks {list(rows.ranks.group.global_ranks)} alone "
+            f"(process_group_for), so other ranks would not get its value. thunder_fsdp_sched.clip_grad_norm_(model, ...) "
+            f"counts such parameters right; p.full_tensor() gives the whole tensor on these ranks"
+        )
+
+
+def _norms(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Compute the norms of a list of tensors; one collective for each process group."""
+    tensors, order = args[0], args[1] if len(args) > 1 else 2
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    norms: list[Any] = [None] * len(tensors)
+    by_group: dict[Any, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        if isinstance(tensor, RowDTensor) and tensor.numel():
+            _check_shared(func, tensor.rows)
+            by_group.setdefault(tensor.rows.ranks.group, []).append(number)
+        else:
+            norms[number] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
+    for numbers in by_group.values():
+        sharded = [tensors[number] for number in numbers]
+        wide = torch.float64 if any(t.dtype in (torch.float64, torch.complex128) for t in sharded) else torch.float32
+        parts = sharded[0]._local_tensor.new_full((len(sharded),), torch.inf if order < 0 else 0, dtype=wide)
+        here = [place for place, tensor in enumerate(sharded) if tensor._local_tensor.numel()]
+        if here:
+            local = func([sharded[place]._local_tensor for place in here], order, dtype=dtype)
+            parts[here] = torch.stack([norm.to(wide) for norm in local])
+        labels = [tensor.rows.label for tensor in sharded]
+        combined = _norm_of(sharded[0].rows.exchange(parts, str(func), *labels), order)
+        for number, tensor, norm in zip(numbers, sharded, combined.unbind(), strict=True):
+            norms[number] = replicated(norm.to(dtype or _real(tensor.dtype)), tensor.device_mesh)
+    return norms
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _compare(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    if func is aten.equal.default and args[0].shape != args[1].shape:
+        return False
+    (one, other), rows = align(func, args[:2])
+    _check_shared(func, rows)
+    is_equal = torch.tensor(func(one, other, *args[2:], **kwargs), device=one.device)
+    return bool(rows.exchange(is_equal, str(func)).all())
+
+
+def _item(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensor, rows = args[0], args[0].rows
+    if tensor.numel() != 1:
+        raise RuntimeError(f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar")
+    _check_shared(func, rows)
+    local = tensor._local_tensor.reshape(-1)
+    part = local[0] if len(local) else local.new_zeros(())
+    return rows.exchange(part, str(func))[rows.holders[0]].item()
 
 
 #
@@ -260,14 +305,22 @@ def _squeeze(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 #
 
 
+def _put_where(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Assign a number to elements that a mask chooses: ``p[p > 1] = 1``."""
+    tensor, (mask, *others), value = args[0], args[1], args[2]
+    if others or mask is None or mask.dtype is not torch.bool or mask.shape != tensor.shape or args[3:] or kwargs:
+        return run_on_single_rank(func, args, kwargs)
+    return on_elements(aten.masked_fill_.Tensor, (tensor, mask, value.reshape(())), {})
+
+
 def _new(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Create a tensor like this one; with another size it is replicated."""
     tensor, size = args[0], torch.Size(args[1])
     local = tensor._local_tensor
     if func is aten.new_empty_strided.default:
-        return with_rows(local.new_empty(local.shape, **kwargs), tensor.rows)
+        return RowDTensor.wrap(local.new_empty(local.shape, **kwargs), tensor.rows)
     if size == tensor.shape:
-        return with_rows(func(local, local.shape, *args[2:], **kwargs), tensor.rows)
+        return RowDTensor.wrap(func(local, local.shape, *args[2:], **kwargs), tensor.rows)
     return replicated(func(local, size, *args[2:], **kwargs), tensor.device_mesh)
 
 
@@ -277,7 +330,7 @@ def _draw(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     whole = tensor._local_tensor.new_empty(tensor.shape)
     drawn = tensor.rows.of(func(whole, *args[1:], **kwargs))
     if not func._schema.is_mutable:
-        return with_rows(drawn.clone(), tensor.rows)
+        return RowDTensor.wrap(drawn.clone(), tensor.rows)
     tensor._local_tensor.copy_(drawn)
     torch.autograd.graph.increment_version(tensor._local_tensor)
     return tensor
@@ -302,15 +355,14 @@ def _check_finite(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
 
 
 _HANDLERS: dict[Any, Handler] = {
-    aten._foreach_norm.Scalar: norms,
-    aten._local_scalar_dense.default: item,
-    aten.allclose.default: compare,
-    aten.equal.default: compare,
-    aten.expand.default: _view,
-    aten.view.default: _view,
+    aten._foreach_norm.Scalar: _norms,
+    aten._local_scalar_dense.default: _item,
+    aten.allclose.default: _compare,
+    aten.equal.default: _compare,
     aten._unsafe_view.default: _view,
-    aten.squeeze.default: _squeeze,
     aten.index_put_.default: _put_where,
+    aten.bernoulli.p: _draw,  # other overloads read probabilities
+    aten.bernoulli_.float: _draw,
     aten.new_empty.default: _new,
     aten.new_zeros.default: _new,
     aten.new_ones.default: _new,

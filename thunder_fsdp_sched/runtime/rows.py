@@ -1,4 +1,4 @@
-"""The rows of a tensor that each rank has, and gathering all of them.
+"""The rows of a tensor that each rank has, their placement for DTensor, and gathering all of them.
 
 A bucket's layout assigns each rank a run of whole rows of each parameter (see ``layout``). :class:`Rows` is the part of
 it that concerns one parameter. The parameter, its gradients and its optimizer state share it.
@@ -19,11 +19,74 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 from ..private_api import new_spec
-from .row_placement import RowShard
 
 if TYPE_CHECKING:
     from ..plan.layout import Placement
     from ..ranks.process_groups import Ranks
+
+
+class RowShard(Shard):
+    """``Shard(0)`` with given cuts: rank ``r`` of the mesh's dimension has the rows ``[starts[r], starts[r + 1])``.
+
+    torch asks a placement for the size and offset of a rank's part (``compute_local_shape_and_global_offset``) when it
+    loads whole state dicts, and so do tools that read a DTensor's local tensor. ``distribute_tensor`` cuts evenly in any
+    case, and returns a DTensor with a plain ``Shard(0)``.
+
+    Attributes:
+        starts: row numbers, one more than there are ranks.
+    """
+
+    starts: tuple[int, ...]
+
+    def __new__(cls, starts: Sequence[int]) -> RowShard:
+        return super().__new__(cls, 0)  # type: ignore[call-arg]
+
+    def __init__(self, starts: Sequence[int]) -> None:
+        super().__init__(0)
+        object.__setattr__(self, "starts", tuple(starts))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, RowShard):
+            return self.starts == other.starts
+        return super().__eq__(other)  # torch asserts that it equals Shard(0)
+
+    def __hash__(self) -> int:
+        return hash((RowShard, self.starts))  # other than that of Shard(0), so that torch's caches keep them apart
+
+    def __repr__(self) -> str:
+        return f"RowShard(starts={self.starts})"
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> Any:
+        return RowShard, (self.starts,)
+
+    @property
+    def _lengths(self) -> list[int]:
+        return [end - start for start, end in itertools.pairwise(self.starts)]
+
+    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
+        return self._lengths[rank], self.starts[rank]
+
+    def _split_tensor(
+        self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        pieces = list(tensor.split(self._lengths))
+        padding = [max(self._lengths) - len(piece) for piece in pieces] if with_padding else []
+        pieces = [self._padded(piece) for piece in pieces] if with_padding else pieces
+        return [piece.contiguous() for piece in pieces] if contiguous else pieces, padding
+
+    def _to_replicate_tensor(
+        self, local_tensor: torch.Tensor, mesh: Any, mesh_dim: int, current_logical_shape: Sequence[Any]
+    ) -> torch.Tensor:
+        own = self._padded(local_tensor).contiguous()
+        pieces = [torch.empty_like(own) for _ in self._lengths]
+        dist.all_gather(pieces, own, group=mesh.get_group(mesh_dim))
+        return torch.cat([piece[:length] for piece, length in zip(pieces, self._lengths, strict=True)])
+
+    def _padded(self, piece: torch.Tensor) -> torch.Tensor:
+        missing = max(self._lengths) - len(piece)
+        return torch.cat([piece, piece.new_zeros(missing, *piece.shape[1:])]) if missing else piece
 
 
 class Rows:

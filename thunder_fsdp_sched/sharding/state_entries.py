@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..runtime.bucket import Bucket
 from ..runtime.row_dtensor import RowDTensor
-from ..runtime.row_pieces import RowPiece as RowPiece
+from ..runtime.row_dtensor import RowPiece as RowPiece
 
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 """The dictionary of state of each optimizer that was found to be rows."""
