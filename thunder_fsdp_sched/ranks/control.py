@@ -28,7 +28,7 @@ import hashlib
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -238,23 +238,31 @@ class Control:
     # Comparisons
     #
 
-    def check_same(self, what: str, lines: Sequence[str] | Mapping[ProcessGroupRef, Sequence[str]]) -> None:
+    def check_same(self, what: str, lines: Iterable[str]) -> None:
         """Raise an error unless all ranks have the same lines; a collective. See [Note: Comparing texts].
 
         Args:
             what: the subject of the lines.
-            lines: all lines, or the lines that the ranks of each of these groups must have in common.
 
         Raises:
             ScheduleDisagreement: on every rank. It names the first line that differs and the ranks.
         """
+        self.check_same_in_groups(what, ((self.group, line) for line in lines))
+
+    def check_same_in_groups(self, what: str, lines: Iterable[tuple[ProcessGroupRef, str]]) -> None:
+        """Raise an error unless the ranks of each group have the same lines of this group; a collective of all ranks.
+
+        Raises:
+            ScheduleDisagreement: as :meth:`check_same`.
+        """
         if self.channel is None:
             return
-        lines_of = lines if isinstance(lines, Mapping) else {self.group: lines}
         own: dict[str, list[str]] = defaultdict(list)
-        for group, of_group in lines_of.items():
-            own[group.name] += of_group
-        digests = {group.name: (group.global_ranks, hash64(*own[group.name])) for group in lines_of}
+        ranks_of = {}
+        for group, line in lines:
+            own[group.name].append(line)
+            ranks_of[group.name] = group.global_ranks
+        digests = {name: (ranks, hash64(*own[name])) for name, ranks in ranks_of.items()}
         by_rank = dict(zip(self.group.global_ranks, self.exchange(f"comparing {what}", digests), strict=True))
         compared: set[str] = set()
         for first, theirs in by_rank.items():

@@ -26,19 +26,15 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from thunder.core.module import ThunderModule
-from torch import nn
 
 from ..options import Options
 from ..plan.specs import GroupKey, ParamSpec
-from ..private_api import replace_data
 from ..ranks.assignment import GroupAssignment
 from ..ranks.control import Control
-from ..ranks.process_groups import ProcessGroupRef
-from ..runtime.bucket import Bucket
 from .module_parameters import tensors_in_containers
 
 _WHAT = (
@@ -149,13 +145,17 @@ def check_initial_values(
     if options.broadcast_from is not None or options.allow_different_initialization or control.is_single_rank:
         return
     digests = _digests([(spec.name, param) for spec, param in specs if not param.is_meta])
-    lines: dict[ProcessGroupRef, list[str]] = {}
-    for key in dict.fromkeys(group_keys.values()):
-        of_key = [f"{s.name}: {digests[s.name]}" for s, _ in specs if group_keys[s.name] == key and s.name in digests]
-        # With replicas all of them at once, unless some parameters have other ranks.
-        for group in (control.group,) if options.process_group_for is None else assignment.ranks(key).groups:
-            lines.setdefault(group, []).extend(of_key)
-    control.check_same(_WHAT, lines)
+    control.check_same_in_groups(
+        _WHAT,
+        [
+            (group, f"{name}: {digest}")
+            for name, digest in digests.items()
+            # With replicas all of them at once, unless some parameters have other ranks.
+            for group in (
+                [control.group] if options.process_group_for is None else assignment.ranks(group_keys[name]).groups
+            )
+        ],
+    )
 
 
 def _digests(params: Sequence[tuple[str, torch.Tensor]]) -> dict[str, str]:
@@ -203,52 +203,3 @@ def _blank_of(dtype: torch.dtype) -> float:
     if dtype is torch.bool:
         return 0
     return torch.iinfo(dtype).min or torch.iinfo(dtype).max
-
-
-def initialize(
-    module: nn.Module,
-    init: Callable[[nn.Module], object],
-    device: torch.device,
-    locations: dict[str, tuple[Bucket, int]],
-    take: Callable[[str, torch.Tensor], None],
-    *,
-    keeps: Callable[[str], bool],
-) -> None:
-    """Materialize the tensors that each submodule owns on the meta device, initialize them with ``init``, and shard them.
-
-    Submodules are visited in the order of the module tree, so random numbers are drawn as for the whole module. Besides
-    the shards, only the tensors of one submodule exist at a time. Afterwards the parameters in ``locations`` are on the
-    meta device again; all others are the same objects, with memory.
-
-    Args:
-        init: called with each submodule. Changes that it makes to other submodules are lost.
-        device: the device of the materialized tensors.
-        locations: bucket and index of each sharded parameter, keyed by each of its names.
-        take: called with each name and its initialized tensor: a whole parameter, to be sharded, or a buffer.
-        keeps: whether a name's tensor is not initialized: it has values, which may be those of another rank.
-    """
-    for path, submodule in module.named_modules():
-        on_meta = [
-            (own, leaf, tensor, name)
-            for own in (submodule._parameters, submodule._buffers)
-            for leaf, tensor in own.items()
-            if tensor is not None and tensor.is_meta and not keeps(name := f"{path}.{leaf}".lstrip("."))
-        ]
-        for own, leaf, tensor, name in on_meta:
-            # In the dtype of the shards, because the module's own parameter may already have that of unsharded parameters.
-            dtype = locations[name][0].spec.dtype if name in locations else tensor.dtype
-            real = torch.empty_like(tensor, device=device, dtype=dtype)
-            make_blank(real)
-            own[leaf] = nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
-        if on_meta:
-            with torch.no_grad():
-                init(submodule)
-        for own, leaf, tensor, name in on_meta:
-            made = own[leaf]
-            assert made is not None
-            if isinstance(tensor, nn.Parameter):
-                own[leaf] = tensor
-                if name not in locations:
-                    replace_data(tensor, made.detach())
-                    made = tensor
-            take(name, made)

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -42,13 +43,22 @@ _DEPTH = 3
 """How many containers inside each other are looked into."""
 
 
-class _Entry(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A parameter under one of its names: its shard, and the parameter of whole shape that stands for it in traces.
+
+    Attributes:
+        owner: the module that has it, under the name ``leaf``.
+        placeholder: on the meta device; the same for all names.
+    """
+
     name: str
     owner: nn.Module
     leaf: str
     shard: nn.Parameter
     placeholder: nn.Parameter
-    place: tuple[Bucket, int]
+    bucket: Bucket
+    index: int
 
     @property
     def param(self) -> nn.Parameter | None:
@@ -60,7 +70,6 @@ class ModuleParameters:
 
     Attributes:
         has_placeholders: whether placeholders are in the module now.
-        placeholders: parameters of whole shape on the meta device, keyed by each name.
         is_gathering: whether entries are for this rank alone, which gathers them: ranks may have different parameters.
         whole: the whole parameters that are in the module now (``unsharded``), keyed by the ``id`` of the shard.
     """
@@ -72,7 +81,6 @@ class ModuleParameters:
         self._module = module
         self._buckets = buckets
         self._entries = list(_entries(module, buckets))
-        self.placeholders = {entry.name: entry.placeholder for entry in self._entries}
         for entry in self._entries:
             entry.owner._parameters[entry.leaf] = entry.shard
         # These must not change: parameters in their modules, and modules in their parents.
@@ -191,6 +199,10 @@ class ModuleParameters:
         """Return the name of a whole parameter that is no longer in the module, if there is one."""
         return next((e.name for e in self._entries if self.whole.get(id(e.shard), e.param) is not e.param), None)
 
+    def entries_of(self, bucket: Bucket) -> list[Entry]:
+        """Return the entries of the parameters in ``bucket`` that the module has."""
+        return [entry for entry in self._entries if entry.bucket is bucket]
+
     def in_containers(self) -> dict[str, str]:
         """Return the names of sharded parameters that modules keep in lists, tuples or dicts, keyed by path."""
         names = {id(e.shard): e.name for e in reversed(self._entries)}
@@ -203,7 +215,7 @@ class ModuleParameters:
 class _Guard(UntracedHook):
     """The hooks on a module that refuse uses that would mistake its rows for parameters."""
 
-    def __init__(self, path: str, module: nn.Module, params: ModuleParameters, entries: Sequence[_Entry]) -> None:
+    def __init__(self, path: str, module: nn.Module, params: ModuleParameters, entries: Sequence[Entry]) -> None:
         self._is_root = not path
         self._label = path.rstrip(".") or "the module"
         self._params = params
@@ -242,10 +254,9 @@ class _Guard(UntracedHook):
             if id(entry.shard) not in self._params.whole:
                 if entry.param is not entry.shard:
                     self._params.check()
-                bucket, index = entry.place
                 if not self._params.is_gathering:
-                    refuse_unshared(bucket)
-                state_dict[prefix + leaf] = as_entry(bucket, index, bucket.shard_views[index])
+                    refuse_unshared(entry.bucket)
+                state_dict[prefix + leaf] = as_entry(entry.bucket, entry.index)
 
     def shard_loaded_entries(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
@@ -259,11 +270,11 @@ class _Guard(UntracedHook):
                     )
         errors = []
         for name, entry in self._below:
-            value, (bucket, index) = state_dict.get(prefix + name), entry.place
+            value = state_dict.get(prefix + name)
             try:
                 if isinstance(value, torch.Tensor) and id(entry.shard) not in self._params.whole:
-                    rows = rows_from(bucket, index, value)
-                    state_dict[prefix + name] = RowDTensor.wrap(rows, bucket.rows[index])
+                    rows = entry.bucket.rows[entry.index]
+                    state_dict[prefix + name] = RowDTensor.wrap(rows_from(rows, value), rows)
             except ValueError as error:
                 errors.append(f"size mismatch for {prefix + name}: {error}")
         if errors:
@@ -289,7 +300,7 @@ def find_owner(module: nn.Module, name: str) -> tuple[nn.Module, str] | None:
     return (owner, leaf) if owner._parameters.get(leaf) is not None else None
 
 
-def _entries(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[_Entry]:
+def _entries(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[Entry]:
     for bucket in buckets:
         for index, (spec, shard) in enumerate(zip(bucket.spec.params, bucket.params, strict=True)):
             # The dtype is that of the unsharded parameter, which may be lower precision.
@@ -300,7 +311,7 @@ def _entries(module: nn.Module, buckets: Sequence[Bucket]) -> Iterator[_Entry]:
             for name in spec.names:
                 found = find_owner(module, name)
                 if found is not None:
-                    yield _Entry(name, *found, shard, placeholder, (bucket, index))
+                    yield Entry(name, *found, shard, placeholder, bucket, index)
 
 
 def replace_in_containers(module: nn.Module, new_of: Mapping[int, torch.Tensor]) -> None:

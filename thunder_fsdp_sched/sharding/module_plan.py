@@ -16,7 +16,6 @@ from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, Strided
 from ..private_api import state_name
 from ..ranks.assignment import GroupAssignment
 from ..ranks.control import Control
-from ..ranks.process_groups import ProcessGroupRef
 from ..transports import TRANSPORTS, choose_transport
 from .initial_values import ValueSource, check_initial_values, resolve_device
 from .module_parameters import find_owner
@@ -83,14 +82,13 @@ def compare_plans(
 ) -> None:
     """Check that all ranks have planned the same, and have the same values unless one of them broadcasts its own."""
     bucket_of = {param.name: bucket for bucket in planned.plan for param in bucket.params}
-    lines: dict[ProcessGroupRef, list[str]] = {}  # ranks of different groups may have different experts
+    lines = []  # ranks of different groups may have different experts
     for spec, _ in planned.params:
         bucket, on_meta = bucket_of[spec.name], "" if source.has_value(spec.name) else " on meta"
-        lines.setdefault(assignment.ranks(planned.group_keys[spec.name]).group, []).append(
-            f"{spec}{on_meta}{planned.policies.line(spec)}, in bucket {bucket.name!r} with transport "
-            f"{bucket.comm.transport!r}"
-        )
-    control.check_same("the parameters to shard", lines)
+        line = f"{spec}{on_meta}{planned.policies.line(spec)}, in bucket {bucket.name!r} with transport "
+        group = assignment.ranks(planned.group_keys[spec.name]).group
+        lines.append((group, f"{line}{bucket.comm.transport!r}"))
+    control.check_same_in_groups("the parameters to shard", lines)
     if source.rank is not None:
         moved = [f"{n}: {t.dtype}{list(t.shape)} on {t.device.type}" for n, t in planned.moved.items()]
         control.check_same("the buffers and ignored parameters to broadcast", moved)

@@ -8,16 +8,18 @@ from __future__ import annotations
 import importlib.metadata
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from thunder.core.module import ThunderModule
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..compat import __version__
 from ..options import Options
 from ..plan.plan import Plan
 from ..plan.specs import GroupKey
+from ..private_api import replace_data
 from ..ranks.assignment import GroupAssignment, find_world_group
 from ..ranks.control import Control
 from ..runtime.bucket import Bucket, handle_name
@@ -27,7 +29,7 @@ from ..runtime.param_hooks import take_hooks
 from ..transports import TRANSPORTS
 from ..transports.peer_memory import announce_all
 from .former_parameters import retire
-from .initial_values import ValueSource, initialize, make_blank, resolve_device
+from .initial_values import ValueSource, make_blank, resolve_device
 from .module_parameters import replace_in_containers
 from .module_plan import PlannedModule, compare_plans, plan_module
 from .optimizer_checks import check_before_step
@@ -72,7 +74,8 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
         bucket.all_reduce_hook = options.all_reduce_hook
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     began_on_meta = {name for name, tensor in named if tensor.is_meta and not source.has_value(name)}
-    former_memory = _Filling(planned, buckets, options, assignment, control, source).fill(model._model)
+    locations = {n: (b, i) for b in buckets for i, param in enumerate(b.spec.params) for n in param.names}
+    former_memory = _Filling(planned, locations, options, assignment, control, source).fill(model._model)
     new_of: dict[int, torch.Tensor] = {id(buffer): planned.moved[name] for name, buffer in model.named_buffers()}
     former_params = []
     for bucket in buckets:
@@ -130,42 +133,30 @@ def _allocate(plan: Plan, assignment: GroupAssignment) -> list[Bucket]:
     return buckets
 
 
+@dataclass(frozen=True)
 class _Filling:
     """Fills shards, ignored parameters and buffers: with the module's values, those of one rank, or initialized ones."""
 
-    def __init__(
-        self,
-        planned: PlannedModule,
-        buckets: list[Bucket],
-        options: Options,
-        assignment: GroupAssignment,
-        control: Control,
-        source: ValueSource,
-    ) -> None:
-        self._planned = planned
-        self._options = options
-        self._assignment = assignment
-        self._control = control
-        self._source = source
-        self._locations = {n: (b, i) for b in buckets for i, param in enumerate(b.spec.params) for n in param.names}
+    planned: PlannedModule
+    locations: dict[str, tuple[Bucket, int]]
+    options: Options
+    assignment: GroupAssignment
+    control: Control
+    source: ValueSource
 
-    def fill(self, module: torch.nn.Module) -> FormerMemory:
+    def fill(self, module: nn.Module) -> FormerMemory:
         """Fill all of them, free the memory of the module's parameters, and return which memory it was."""
-        planned, source = self._planned, self._source
+        planned, source = self.planned, self.source
         for spec, _ in planned.params:
-            bucket, index = self._locations[spec.name]
+            bucket, index = self.locations[spec.name]
             if not source.has_value(spec.name):
                 make_blank(bucket.shard_views[index])
-        if (init := self._options.param_init_fn) is not None:
-            assert self._options.device is not None
-            initialize(
-                module, init, self._options.device, self._locations, self._take_initialized, keeps=source.has_value
-            )
-        first = planned.params[0][0].device if planned.params else self._options.device
-        default_key = self._assignment.key(self._assignment.default_ranks)
+        if self.options.param_init_fn is not None:
+            self._initialize(module, self.options.param_init_fn)
+        first = planned.params[0][0].device if planned.params else self.options.device
         for name, tensor in planned.moved.items():
             if source.has_value(name):
-                self._broadcast(tensor, default_key, first)
+                self._broadcast(tensor, self._default_key, first)
         former_memory, receive = FormerMemory(), self._receiver()
         for spec, param in planned.params:
             if source.has_value(spec.name):
@@ -179,33 +170,70 @@ class _Filling:
                     former.data = former.new_empty(0)
         return former_memory
 
-    def _take_initialized(self, name: str, tensor: torch.Tensor) -> None:
-        ranks = self._locations[name][0].ranks if name in self._locations else self._assignment.default_ranks
-        self._broadcast(tensor, self._assignment.key(ranks), self._options.device)
-        if name in self._locations:
-            self._copy_in(name, tensor)
-        else:
-            self._planned.moved[name] = tensor
+    def _initialize(self, module: nn.Module, init: Callable[[nn.Module], object]) -> None:
+        """Materialize the tensors that each submodule owns on the meta device, initialize them, and shard them.
+
+        Submodules are visited in the order of the module tree, so random numbers are drawn as for the whole module.
+        Besides the shards, only the tensors of one submodule exist at a time. Changes that ``init`` makes to other
+        submodules are lost. Afterwards the sharded parameters are on the meta device again; all others are the same
+        objects, with memory.
+        """
+        for path, submodule in module.named_modules():
+            on_meta = [
+                (own, leaf, tensor, name)
+                for own in (submodule._parameters, submodule._buffers)
+                for leaf, tensor in own.items()
+                if tensor is not None
+                and tensor.is_meta
+                and not self.source.has_value(name := f"{path}.{leaf}".lstrip("."))
+            ]
+            for own, leaf, tensor, name in on_meta:
+                # In the dtype of the shards: the module's own parameter may already have that of unsharded parameters.
+                dtype = self.locations[name][0].spec.dtype if name in self.locations else tensor.dtype
+                real = torch.empty_like(tensor, device=self.options.device, dtype=dtype)
+                make_blank(real)
+                own[leaf] = nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
+            if on_meta:
+                with torch.no_grad():
+                    init(submodule)
+            for own, leaf, tensor, name in on_meta:
+                made = own[leaf]
+                assert made is not None
+                if isinstance(tensor, nn.Parameter):
+                    own[leaf] = tensor
+                if name in self.locations:
+                    self._broadcast(made, self.assignment.key(self.locations[name][0].ranks), self.options.device)
+                    self._copy_in(name, made)
+                    continue
+                if isinstance(tensor, nn.Parameter):
+                    replace_data(tensor, made.detach())
+                    made = tensor
+                self._broadcast(made, self._default_key, self.options.device)
+                self.planned.moved[name] = made
+
+    @property
+    def _default_key(self) -> GroupKey:
+        return self.assignment.key(self.assignment.default_ranks)
 
     def _copy_in(self, name: str, whole: torch.Tensor) -> None:
-        bucket, index = self._locations[name]
+        bucket, index = self.locations[name]
         with torch.no_grad():
             bucket.copy_in(index, whole)
 
     def _broadcast(self, tensor: torch.Tensor, group_key: GroupKey, via: torch.device | None) -> None:
         """With ``broadcast_from``, broadcast a tensor over its ranks, if necessary by way of the device ``via``."""
-        if self._source.rank is not None:
-            with torch.no_grad(), self._control.doing("broadcast_from"):
-                self._assignment.broadcast(tensor.detach(), self._source.rank, group_key, via=via)
+        if self.source.rank is not None:
+            with torch.no_grad(), self.control.doing("broadcast_from"):
+                self.assignment.broadcast(tensor.detach(), self.source.rank, group_key, via=via)
 
     def _receiver(self) -> Callable[[str, torch.Tensor], torch.Tensor]:
         """Return a function that gives a parameter's memory to receive it, which the next parameter reuses.
 
         Memory of its own would be freed too late: gloo refers to it for a while after the broadcast.
         """
-        source = self._source
+        source = self.source
         nbytes: dict[torch.device, int] = defaultdict(int)
-        for spec, param in self._planned.params:
+        for spec, param in self.planned.params:
             if param.is_meta and source.has_value(spec.name):
                 device = source.device_of(spec.name, param)
                 nbytes[device] = max(nbytes[device], param.nbytes)

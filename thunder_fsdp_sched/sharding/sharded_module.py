@@ -164,10 +164,7 @@ class ShardedModule:
             refuse_conflicts(jitted)
             refuse_normalizations(self.module, {n: b.spec.param_dtype for n, (b, _) in self.locations.items()})
         refuse_backward_hooks(self.module)
-        self.module_params.install_shards()
-        self.module_params.check()
-        self.module_params.check_shards()
-        self.check_initialized()
+        self.check_ready()
         self.progress.begin("tracing the module for new inputs", stage="tracing")
         self.module_params.install_placeholders()
         self._collects_less.begin()
@@ -201,6 +198,17 @@ class ShardedModule:
             return (name,)
         bucket, index = self.locations[name]
         return tuple(map(state_name, bucket.spec.params[index].names))
+
+    def check_ready(self) -> None:
+        """Raise an error unless the parameters in the module are the shards, and have values.
+
+        Raises:
+            RuntimeError: names those that are not.
+        """
+        self.module_params.install_shards()  # a failed compilation may have left placeholders
+        self.module_params.check()
+        self.module_params.check_shards()
+        self.check_initialized()
 
     def check_initialized(self) -> None:
         """Raise an error on all ranks if parameters or buffers have not been initialized; only before the first run.

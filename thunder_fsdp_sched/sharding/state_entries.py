@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 from ..runtime.bucket import Bucket
 from ..runtime.row_dtensor import RowDTensor
 from ..runtime.row_dtensor import RowPiece as RowPiece
+from ..runtime.rows import Rows
 
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 """The dictionary of state of each optimizer that was found to be rows."""
@@ -48,8 +49,8 @@ def refuse_unshared(bucket: Bucket) -> None:
         )
 
 
-def rows_from(bucket: Bucket, index: int, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows, as a view, of a state dict's value for parameter ``index`` of ``bucket``.
+def rows_from(rows: Rows, value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows, as a view, of a state dict's value for a parameter.
 
     A DTensor that is sharded otherwise is gathered, and its rows are copied: then all ranks must call this.
 
@@ -59,7 +60,6 @@ def rows_from(bucket: Bucket, index: int, value: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: it has another shape, or other rows.
     """
-    rows = bucket.rows[index]
     if value.shape != rows.shape:
         raise ValueError(f"the unsharded parameter has shape {tuple(rows.shape)}, the entry {tuple(value.shape)}")
     value = value.detach()
@@ -86,18 +86,14 @@ def rows_from(bucket: Bucket, index: int, value: torch.Tensor) -> torch.Tensor:
     )
 
 
-def as_entry(bucket: Bucket, index: int, local: torch.Tensor) -> torch.Tensor:
-    """Return the state dict entry for rows of a tensor that is sharded like parameter ``index`` of ``bucket``.
-
-    Args:
-        local: the rows, ``(rows, *parameter.shape[1:])``; the entry shares their memory.
-    """
-    rows = bucket.rows[index]
+def as_entry(bucket: Bucket, index: int) -> torch.Tensor:
+    """Return the state dict entry of parameter ``index`` of ``bucket``, which shares the memory of its rows."""
+    local = bucket.shard_views[index]
     if local.storage_offset():
         # The same memory as a storage of its own: a DTensor takes over its local tensor's offset, and dcp.async_save
         # takes one with an offset for a plain tensor, which it cannot copy (torch 2.13).
         local = dlpack.from_dlpack(local) if local.numel() else local.new_empty(local.shape)
-    return RowDTensor.wrap(local, rows)
+    return RowDTensor.wrap(local, bucket.rows[index])
 
 
 def state_to_rows(optimizer: torch.optim.Optimizer) -> None:
@@ -127,8 +123,7 @@ def _as_rows(param: RowDTensor, what: str, value: torch.Tensor) -> torch.Tensor:
             f"{rows.local_shape}: it has loaded the state of an unsharded run. Create a new optimizer, and load its state "
             f"with thunder_fsdp_sched.load_checkpoint"
         )
-    place = rows.place
-    if not isinstance(value, (DTensor, RowPiece)) or place is None:
+    if not isinstance(value, (DTensor, RowPiece)):
         return value
     if isinstance(value, RowDTensor) and value.rows.has_cuts_of(rows):
         return value
@@ -138,6 +133,6 @@ def _as_rows(param: RowDTensor, what: str, value: torch.Tensor) -> torch.Tensor:
         rows = rows.reshaped(value.shape)
         return RowDTensor.wrap(rows.of(value.full_tensor()), rows)
     try:
-        return RowDTensor.wrap(rows_from(*place, value), rows)
+        return RowDTensor.wrap(rows_from(rows, value), rows)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from None

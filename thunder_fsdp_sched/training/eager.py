@@ -18,8 +18,8 @@ depends on them (``as_strided``). A parameter that was not contiguous is copied 
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,10 +28,10 @@ from thunder.core.module import ThunderModule
 from torch import nn
 
 from ..plan.specs import Strided
-from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, InFlight, slot_bytes
 from ..runtime.ops import all_gather, wait_params
+from ..sharding.module_parameters import Entry
 from ..sharding.module_policies import attach_casts
 from ..sharding.sharded_module import ShardedModule
 from ..transform import find_jitted
@@ -67,16 +67,14 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
     module = model._model
     if sharded.running_eagerly:
         raise RuntimeError("eager: already inside eager(...) of this model; use the module that it returned")
-    sharded.module_params.check()
-    sharded.module_params.check_shards()
-    sharded.check_initialized()
+    sharded.check_ready()
     if found := sharded.module_params.in_containers():
         path, name = next(iter(found.items()))
         raise RuntimeError(
             f"eager: {path} of the module holds parameter {name!r} beside its name: forward could read this rank's rows "
             f"there. Remove it"
         )
-    unsharded = [_Unsharded(model, bucket, sharded.module_params.placeholders) for bucket in sharded.buckets]
+    unsharded = [_Unsharded(model, bucket, sharded.module_params.entries_of(bucket)) for bucket in sharded.buckets]
     inside: dict[nn.Module, list[_Unsharded]] = {}
     for one in unsharded:
         inside.setdefault(one.innermost if reshard_after_forward else module, []).append(one)
@@ -98,7 +96,14 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
         for hook in hooks:
             undo.callback(hook.remove)
         yield module
-    _check_gathers(sharded, [one for one in unsharded if not sharded.control.is_on_all_ranks(one.bucket)])
+    sharded.control.check_same_in_groups(
+        "the gathers inside eager(...)",
+        [
+            (one.bucket.ranks.group, f"bucket {one.bucket.spec.name!r} was gathered {one.gathers} times")
+            for one in unsharded
+            if not sharded.control.is_on_all_ranks(one.bucket)
+        ],
+    )
 
 
 class _Unsharded:
@@ -110,23 +115,13 @@ class _Unsharded:
         gathers: number of gathers of the bucket so far.
     """
 
-    def __init__(self, model: ThunderModule, bucket: Bucket, placeholders: Mapping[str, nn.Parameter]) -> None:
-        self.model, self.bucket = model, bucket
+    def __init__(self, model: ThunderModule, bucket: Bucket, entries: Sequence[Entry]) -> None:
+        self.model, self.bucket, self.entries = model, bucket, entries
         self.users = self.gathers = 0
-        names = [(name, index) for index, param in enumerate(bucket.spec.params) for name in param.names]
-        ways = []
-        self.entries: list[tuple[dict[str, nn.Parameter | None], str, int, nn.Parameter]] = []
-        for name, index in names:
-            *path, leaf = name.split(".")
-            way = [model._model]
-            for child in path:
-                way.append(way[-1]._modules.get(child, way[-1]))
-            own = way[-1]._parameters
-            if own.get(leaf) is None:
-                raise RuntimeError(f"eager: the module has no parameter {name!r}: another transform created it")
-            ways.append(way)
-            self.entries.append((own, leaf, index, placeholders[name]))
-        self.innermost = _innermost(ways)
+        names = {name for param in bucket.spec.params for name in param.names}
+        if created := names - {entry.name for entry in entries}:
+            raise RuntimeError(f"eager: the module has no parameter {min(created)!r}: another transform created it")
+        self.innermost = _innermost([_modules_on_path(model._model, entry.name) for entry in entries])
 
     def issue(self) -> InFlight:
         bucket, spec = self.bucket, self.bucket.spec
@@ -143,12 +138,12 @@ class _Unsharded:
         ]
         self.bucket.source.finish_copy()
         flight.slot.arena.release()
-        for own, leaf, index, _ in self.entries:
-            own[leaf] = params[index]
+        for entry in self.entries:
+            entry.owner._parameters[entry.leaf] = params[entry.index]
 
     def free(self) -> None:
-        for own, leaf, _, placeholder in self.entries:
-            own[leaf] = placeholder
+        for entry in self.entries:
+            entry.owner._parameters[entry.leaf] = entry.placeholder
 
 
 def in_former_place(whole: torch.Tensor, strided: Strided | None) -> torch.Tensor:
@@ -157,6 +152,11 @@ def in_former_place(whole: torch.Tensor, strided: Strided | None) -> torch.Tenso
         return whole
     last = strided.offset + sum((size - 1) * stride for size, stride in zip(whole.shape, strided.strides, strict=True))
     return whole.new_empty(last + 1).as_strided(whole.shape, *strided).copy_(whole)
+
+
+def _modules_on_path(module: nn.Module, name: str) -> list[nn.Module]:
+    """Return the modules from the root to the one that owns the parameter ``name``."""
+    return list(itertools.accumulate(name.split(".")[:-1], nn.Module.get_submodule, initial=module))
 
 
 def _innermost(ways: Sequence[Sequence[nn.Module]]) -> nn.Module:
@@ -231,11 +231,3 @@ def _refuse_compiled(*_: Any) -> None:
 def _refuse_gradients(*_: Any) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError("a module inside eager(...) was called with gradients enabled; they need the compiled model")
-
-
-def _check_gathers(sharded: ShardedModule, unsharded: Sequence[_Unsharded]) -> None:
-    """Raise an error if ranks of a group have gathered different buckets over it."""
-    lines: dict[ProcessGroupRef, list[str]] = defaultdict(list)
-    for one in unsharded:
-        lines[one.bucket.ranks.group].append(f"bucket {one.bucket.spec.name!r} was gathered {one.gathers} times")
-    sharded.control.check_same("the gathers inside eager(...)", lines)

@@ -76,10 +76,7 @@ def unsharded(
     jitted, sharded = find_jitted(model)
     if sharded.running_eagerly:
         raise RuntimeError("unsharded: inside eager(...) of this model; leave it first")
-    sharded.module_params.install_shards()  # a failed compilation may have left placeholders
-    sharded.module_params.check()
-    sharded.module_params.check_shards()
-    sharded.check_initialized()
+    sharded.check_ready()
     chosen = _choose(sharded, only)
     _check_source(sharded, chosen, from_rank)
     names = [b.spec.params[i].name for b, i in chosen if sharded.control.is_on_all_ranks(b)]

@@ -70,8 +70,7 @@ def stream_full_parameters(
         raise TypeError(f"dtype: expected a torch.dtype or None, got {dtype!r}")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype: expected a floating-point dtype, got {dtype}")
-    sharded.module_params.check_shards()
-    sharded.check_initialized()
+    sharded.check_ready()
     return _stream(model, sharded, dtype, trainable_only)
 
 
@@ -133,7 +132,9 @@ def gather_ahead(
     on_all = [one for one in wanted if control.is_on_all_ranks(one[0])]
     others = sorted((one for one in wanted if one not in on_all), key=lambda one: _order(one[0].ranks.group))
     control.rendezvous(what, *(f"{bucket.spec.name} as {dtype}" for bucket, dtype in on_all))
-    _compare_in_groups(sharded, what, others)
+    control.check_same_in_groups(
+        f"the buckets of {what}", [(bucket.ranks.group, f"{bucket.spec} as {dtype}") for bucket, dtype in others]
+    )
     wanted = on_all + others
     versions = [version_of(bucket) for bucket, _ in wanted]
     flights: list[InFlight] = []
@@ -197,14 +198,6 @@ def _alternating_slots(wanted: Sequence[tuple[Bucket, torch.dtype]], undo: conte
         slots.append(lent[arena].slot(lent[arena].nbytes - nbytes if is_upper else 0, nbytes))
         numbers[arena] += 1
     return slots
-
-
-def _compare_in_groups(sharded: ShardedModule, what: str, others: Sequence[tuple[Bucket, torch.dtype]]) -> None:
-    """Raise an error if ranks of a group would gather different buckets over it."""
-    lines: dict[ProcessGroupRef, list[str]] = defaultdict(list)
-    for bucket, dtype in others:
-        lines[bucket.ranks.group].append(f"{bucket.spec} as {dtype}")
-    sharded.control.check_same(f"the buckets of {what}", lines)
 
 
 def _order(group: ProcessGroupRef) -> tuple[tuple[int, ...], str]:

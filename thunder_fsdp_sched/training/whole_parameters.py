@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 
-from ..ranks.process_groups import ProcessGroupRef
 from ..runtime.bucket import Bucket
 from ..runtime.row_dtensor import local_rows
 from ..transform import find_jitted
@@ -213,14 +212,15 @@ class WholeParameters(torch.optim.Optimizer):
 
     def _agree(self, groups: Sequence[Sequence[OwnedParam]]) -> None:
         """Raise an error if parameters differ between ranks, which would block each other in ``step`` or drift apart."""
-        lines: dict[ProcessGroupRef, list[str]] = {
-            g: [] for bucket in self._sharded.buckets for g in bucket.ranks.groups
-        }
-        for i, params in enumerate(groups):
-            for param in params:
-                for group in param.ranks.groups:
-                    lines[group].append(f"group {i}: {param.spec}")
-        self._sharded.control.check_same(f"what WholeParameters was given for {self._class.__name__}", lines)
+        self._sharded.control.check_same_in_groups(
+            f"what WholeParameters was given for {self._class.__name__}",
+            [
+                (group, f"group {i}: {param.spec}")
+                for i, params in enumerate(groups)
+                for param in params
+                for group in param.ranks.groups
+            ],
+        )
 
 
 def _check_class(optimizer_class: object) -> None:
