@@ -7,7 +7,7 @@ data, loading compares the lists that the ranks see, and names and shapes with t
 verifies the data, and changes model and optimizers only after every rank has read everything.
 
 [Note: What is trusted]
-No code in a checkpoint is run. Its list is read by a restricted unpickler (see ``contents``). Values other than
+No code in a checkpoint is run. Its list is read by a restricted unpickler (see ``storage``). Values other than
 tensors, which DCP pickles, are read by ``torch.load(weights_only=True)``. ``extra`` is JSON and tensors (see
 ``extra``).
 """
@@ -30,7 +30,6 @@ from ..ranks.control import control_of
 from ..sharding.jitted_state import rows_by_name
 from ..transform import find_jitted
 from . import extra as extras
-from .contents import Paths, check_lengths, paths_of, read_metadata
 from .extra import EXTRA
 from .fitting import (
     Cast,
@@ -44,7 +43,7 @@ from .fitting import (
 from .folder import METADATA, refuse_complete, saving_into
 from .on_all_ranks import CheckpointError, find_difference, reason_of, refuse_different, run_on_all_ranks
 from .state_dict import get_model_state_dict, get_optimizer_state_dict, listed
-from .storage import CheckedReader, RunWriter, check_plain, load_values
+from .storage import CheckedReader, Paths, RunWriter, check_lengths, check_plain, load_values, paths_of, read_metadata
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 

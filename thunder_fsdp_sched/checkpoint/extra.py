@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..runtime.row_dtensor import local_rows
-from .contents import Paths, nested
+from .storage import Paths, nested
 
 EXTRA = "extra"
 """The name under which ``extra`` is saved: ``json``, a text as bytes, and ``tensors``, keyed by name."""

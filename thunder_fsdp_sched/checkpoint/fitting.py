@@ -15,8 +15,8 @@ from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 from ..runtime.row_dtensor import RowDTensor, replicated
 from ..sharding.state_entries import RowPiece
 from ..transform import find_jitted
-from .contents import Paths, nested
-from .state_dict import group_label, names_of_params, owned_names
+from .state_dict import labelled_groups, names_of_params, owned_names
+from .storage import Paths, nested
 
 Cast = tuple[str, torch.dtype, torch.dtype]
 """The name of an entry, its dtype in the checkpoint, and its dtype in memory."""
@@ -76,16 +76,16 @@ def describe_optimizers(
     names = names_of_params(model, optimizers)
     owned = owned_names(names, optimizers)
     facts = {"optimizers": ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"}
-    for optimizer, number, group in _groups(optimizers):
-        label = group_label(optimizer, number)
-        facts[f"the parameters of {label}"] = ", ".join(names[param] for param in group["params"])
-        if not values:
-            continue
-        facts |= {f"{key!r} of {label}": _text(value) for key, value in group.items() if key != "params"}
-        for param in group["params"]:
-            if names[param] not in owned:
-                for path, value in tree_leaves_with_path(optimizer.state.get(param, {})):
-                    facts[f"{keystr(path)} of {names[param]!r}"] = _text(value)
+    for optimizer in optimizers:
+        for label, group in labelled_groups(optimizer):
+            facts[f"the parameters of {label}"] = ", ".join(names[param] for param in group["params"])
+            if not values:
+                continue
+            facts |= {f"{key!r} of {label}": _text(value) for key, value in group.items() if key != "params"}
+            for param in group["params"]:
+                if names[param] not in owned:
+                    for path, value in tree_leaves_with_path(optimizer.state.get(param, {})):
+                        facts[f"{keystr(path)} of {names[param]!r}"] = _text(value)
     return facts
 
 
@@ -165,37 +165,36 @@ def optimizer_state_dicts(
     states = {sharded.names_of(name)[0]: state for name, state in loaded["state"].items()}
     groups = {frozenset(sharded.names_of(n)[0] for n in group["params"]): group for group in loaded["param_groups"]}
     result: list[dict[str, Any]] = []
-    for optimizer, number, group in _groups(optimizers):
-        if not number:
-            result.append({"state": {}, "param_groups": []})
-            numbers = itertools.count()
-        mine = [names[param] for param in group["params"]]
-        if frozenset(mine) not in groups:
-            raise ValueError(
-                f"the checkpoint does not fit the optimizers, nothing is changed: it has no group of the same parameters as "
-                f"{group_label(optimizer, number)} ({mine[0]!r} and {len(mine) - 1} more)"
-            )
-        values = {key: value for key, value in groups[frozenset(mine)].items() if key != "params"}
-        if why := _misfit(optimizer, number, values):
-            raise ValueError(
-                f"the checkpoint does not fit the optimizers, nothing is changed: {why}. Make the optimizer as it "
-                f"was when the checkpoint was saved, or load the model alone"
-            )
-        numbered = dict(zip(mine, numbers, strict=False))
-        result[-1]["param_groups"].append({**group, **values, "params": list(numbered.values())})
-        for name in numbered.keys() & states.keys():
-            result[-1]["state"][numbered[name]] = tree_map_only(RowDTensor, _of_shape, states[name])
+    for optimizer in optimizers:
+        result.append({"state": {}, "param_groups": []})
+        numbers = itertools.count()
+        for label, group in labelled_groups(optimizer):
+            mine = [names[param] for param in group["params"]]
+            if frozenset(mine) not in groups:
+                raise ValueError(
+                    f"the checkpoint does not fit the optimizers, nothing is changed: it has no group of the same "
+                    f"parameters as {label} ({mine[0]!r} and {len(mine) - 1} more)"
+                )
+            values = {key: value for key, value in groups[frozenset(mine)].items() if key != "params"}
+            if why := _misfit(label, group, values):
+                raise ValueError(
+                    f"the checkpoint does not fit the optimizers, nothing is changed: {why}. Make the optimizer as it "
+                    f"was when the checkpoint was saved, or load the model alone"
+                )
+            numbered = dict(zip(mine, numbers, strict=False))
+            result[-1]["param_groups"].append({**group, **values, "params": list(numbered.values())})
+            for name in numbered.keys() & states.keys():
+                result[-1]["state"][numbered[name]] = tree_map_only(RowDTensor, _of_shape, states[name])
     return result
 
 
-def _misfit(optimizer: torch.optim.Optimizer, number: int, saved: Mapping[str, Any]) -> str:
+def _misfit(label: str, own: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     """Return why a parameter group was saved by another kind of optimizer; empty if it was not.
 
     Args:
-        number: of the parameter group.
+        own: the group.
         saved: its options in the checkpoint.
     """
-    own, label = optimizer.param_groups[number], group_label(optimizer, number)
     if unknown := sorted(saved.keys() - own.keys() - _ADDED):
         return f"it was saved by another kind of optimizer: {label} has no option {', '.join(map(repr, unknown))}"
     for key in sorted(_SELECT_STATE & saved.keys() & own.keys()):
@@ -209,14 +208,6 @@ def _of_shape(state: RowDTensor) -> RowDTensor:
     rows = state.rows
     is_scalar = rows.place is not None and not rows.place[0].rows[rows.place[1]].shape
     return RowDTensor.wrap(state.to_local(), rows.reshaped(())) if is_scalar else state
-
-
-def _groups(
-    optimizers: Iterable[torch.optim.Optimizer],
-) -> Iterable[tuple[torch.optim.Optimizer, int, dict[str, Any]]]:
-    for optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            yield optimizer, number, group
 
 
 def _text(value: Any) -> str:

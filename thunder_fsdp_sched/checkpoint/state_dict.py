@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -113,9 +113,10 @@ def listed(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) 
     return [o.optimizer if isinstance(o, wrapper) else unwrap_fabric(o) for o in every]
 
 
-def group_label(optimizer: torch.optim.Optimizer, number: int) -> str:
-    """Return the name of a parameter group in messages."""
-    return f"param_groups[{number}] of {type(optimizer).__name__}"
+def labelled_groups(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield an optimizer's parameter groups, each with its name in messages."""
+    for number, group in enumerate(optimizer.param_groups):
+        yield f"param_groups[{number}] of {type(optimizer).__name__}", group
 
 
 def names_of_params(model: ThunderModule, optimizers: Iterable[torch.optim.Optimizer]) -> dict[torch.Tensor, str]:
@@ -127,11 +128,11 @@ def names_of_params(model: ThunderModule, optimizers: Iterable[torch.optim.Optim
     known = {param: state_name(name) for name, param in model.named_parameters()}
     names: dict[torch.Tensor, str] = {}
     for optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
+        for label, group in labelled_groups(optimizer):
             for param in group["params"]:
                 if param not in known:
                     raise ValueError(
-                        f"optimizers: {group_label(optimizer, number)} holds a tensor of shape "
+                        f"optimizers: {label} holds a tensor of shape "
                         f"{tuple(param.shape)} that is no parameter of the model: make the optimizer of the jitted "
                         f"module's parameters()"
                     )

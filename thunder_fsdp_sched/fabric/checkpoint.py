@@ -32,9 +32,8 @@ from ..checkpoint.on_all_ranks import run_on_all_ranks
 from ..checkpoint.state_dict import gather_entries, get_model_state_dict, get_optimizer_state_dict, names_of_params
 from ..runtime.row_dtensor import RowDTensor
 from ..sharding.sharded_module import ShardedModule
+from ..sharding.state_entries import rows_from
 from ..transform import find_jitted
-
-__all__ = ["load", "load_module", "save"]
 
 _OTHERS = "meta.pt"
 """The file of a folder that has everything besides the module and its optimizers."""
@@ -249,8 +248,7 @@ def _rows_of(whole: Mapping[str, Any], parts: _State, optimizer: torch.optim.Opt
     Raises:
         ValueError: it does not fit.
     """
-    names = names_of_params(parts.model, [optimizer])
-    numbered = [names[param] for group in optimizer.param_groups for param in group["params"]]
+    numbered = list(names_of_params(parts.model, [optimizer]).values())
 
     def name_of(key: Any) -> str:
         if isinstance(key, int) and key >= len(numbered):
@@ -259,24 +257,18 @@ def _rows_of(whole: Mapping[str, Any], parts: _State, optimizer: torch.optim.Opt
             )
         return numbered[key] if isinstance(key, int) else key
 
-    state: dict[str, dict[str, Any]] = {}
-    for key, values in whole["state"].items():
-        name = name_of(key)
+    def rows_of(name: str, what: str, value: Any) -> Any:
         bucket, index = parts.sharded.locations.get(name, (None, 0))
-        state[name] = {}
-        for what, value in values.items():
-            if bucket is not None and isinstance(value, torch.Tensor) and value.ndim:
-                expected = bucket.spec.params[index].shape or (1,)
-                if tuple(value.shape) != expected:
-                    raise ValueError(
-                        f"the checkpoint does not fit the optimizers: {what!r} of {name!r} has shape {tuple(value.shape)} "
-                        f"there, the parameter {expected}"
-                    )
-                rows = bucket.rows[index].reshaped(value.shape)
-                value = RowDTensor.wrap(
-                    rows.of(value).clone(), rows
-                )  # not a view, which would keep the whole file mapped
-            state[name][what] = value
+        if bucket is None or not isinstance(value, torch.Tensor) or not value.ndim:
+            return value
+        rows = bucket.rows[index].reshaped(bucket.rows[index].shape or (1,))
+        try:
+            return RowDTensor.wrap(rows_from(rows, value).clone(), rows)  # a view would keep the whole file mapped
+        except ValueError as error:
+            raise ValueError(f"the checkpoint does not fit the optimizers: {what!r} of {name!r}: {error}") from None
+
+    named = {name_of(key): values for key, values in whole["state"].items()}
+    state = {n: {what: rows_of(n, what, value) for what, value in values.items()} for n, values in named.items()}
     groups = [{**group, "params": list(map(name_of, group["params"]))} for group in whole["param_groups"]]
     [loaded] = optimizer_state_dicts({"state": state, "param_groups": groups}, parts.model, [optimizer])
     return loaded

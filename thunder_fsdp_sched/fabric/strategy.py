@@ -22,10 +22,7 @@ from ..sharding.former_parameters import refuse_former
 from ..training.gradients import clip_grad_norm_
 from ..transform import FSDPTransform, find_transform
 from . import checkpoint
-from .library import fabric_module
-from .precision import ShardedMixedPrecision, for_shards
-
-__all__ = ["FSDPSchedStrategy"]
+from .precision import ShardedMixedPrecision, fabric_module, for_shards
 
 _TIMEOUT = timedelta(minutes=30)
 """The timeout of collectives: Fabric's default, for gloo and NCCL."""

@@ -33,7 +33,6 @@ from ..runtime.memory import Arena, InFlight, slot_bytes
 from ..runtime.ops import all_gather, wait_params
 from ..sharding.module_parameters import Entry
 from ..sharding.module_policies import attach_casts
-from ..sharding.sharded_module import ShardedModule
 from ..transform import find_jitted
 
 
@@ -84,7 +83,7 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
         undo.callback(setattr, sharded, "running_eagerly", False)
         sharded.module_params.install_placeholders()
         undo.callback(sharded.module_params.install_shards)
-        _use_current(model, sharded, undo)
+        undo.callback(_keep_buffers, model, dict(module.named_buffers(remove_duplicate=False)))
         undo.callback(_reshard, unsharded, finally_=True)
         _unshard(stay)
         hooks = attach_casts(module, sharded.mp_policy)
@@ -196,30 +195,11 @@ def _reshard(members: Sequence[_Unsharded], *_: Any, finally_: bool = False) -> 
             one.free()
 
 
-def _use_current(model: ThunderModule, sharded: ShardedModule, undo: contextlib.ExitStack) -> None:
-    """Put the jitted model's buffers and parameters that are not sharded into the module, in place of its own."""
-    module = model._model
-    for kind, named, current in (
-        ("_parameters", module.named_parameters(remove_duplicate=False), model.get_parameter),
-        ("_buffers", module.named_buffers(remove_duplicate=False), model.get_buffer),
-    ):
-        tied: dict[int, torch.Tensor] = {}  # the model has them only under their first name
-        for name, own in list(named):
-            if name not in sharded.locations:
-                path, _, leaf = name.rpartition(".")
-                owner = getattr(module.get_submodule(path), kind)
-                owner[leaf] = given = tied.setdefault(id(own), current(name))
-                undo.callback(_restore, model, owner, leaf, name, own, given)
-
-
-def _restore(
-    model: ThunderModule, owner: dict[str, Any], leaf: str, name: str, own: torch.Tensor, given: torch.Tensor
-) -> None:
-    now = owner.get(leaf)
-    if now is not None and now is not given and not isinstance(now, nn.Parameter):
-        model.set_buffer(name, now)  # forward has replaced a buffer: a cache, a counter
-    else:
-        owner[leaf] = own
+def _keep_buffers(model: ThunderModule, before: dict[str, torch.Tensor]) -> None:
+    """Give the jitted model those buffers that forward has replaced in the original module: a cache, a counter."""
+    for name, buffer in model._model.named_buffers(remove_duplicate=False):
+        if buffer is not before.get(name):
+            model.set_buffer(name, buffer)
 
 
 def _refuse_compiled(*_: Any) -> None:

@@ -258,7 +258,7 @@ class OwnedParam:
         self.group = bucket.ranks.group
         self.control = bucket.control
         self.owner = 0
-        self._placement = bucket.spec.layout.placements[index]
+        self._all_rows = bucket.rows[index]
         self.unsharded = torch.nn.Parameter(self._blank(), param.requires_grad)
 
     @property
@@ -277,10 +277,10 @@ class OwnedParam:
         return local_rows(self.param.grad)
 
     def shape_on(self, rank: int) -> tuple[int, ...]:
-        return self._placement.shard_shape(rank)
+        return (self._all_rows.lengths[rank], *self._all_rows.shape[1:])
 
     def rows_of(self, rank: int) -> torch.Tensor:
-        start, end = self._placement.row_starts[rank : rank + 2]
+        start, end = self._all_rows.starts[rank : rank + 2]
         return self.unsharded[start:end]
 
     def fill(self, values: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
@@ -294,7 +294,7 @@ class OwnedParam:
 
     def _blank(self) -> torch.Tensor:
         # A 0-dim parameter counts as one row, as in its bucket and in checkpoints.
-        return self.rows.new_zeros(()).expand(self._placement.shape or (1,))
+        return self.rows.new_zeros(()).expand(self._all_rows.shape or (1,))
 
 
 def choose_owners(known: Iterable[OwnedParam], new: Iterable[OwnedParam]) -> None:
