@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from .checkpoint.on_all_ranks import run_on_all_ranks
-from .checkpoint.state_dict import gather_entries
 from .ranks.control import control_of
+from .sharding.jitted_state import gather_entries
 from .sharding.state_entries import refuse_unshared
 from .transform import find_jitted
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..private_api import state_name, unwrap_fabric
 from ..runtime.row_dtensor import RowDTensor
-from ..sharding.sharded_module import ShardedModule
 from ..sharding.state_entries import RowPiece, refuse_unshared
 from ..transform import find_jitted
 
@@ -84,25 +83,6 @@ def full_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
     """
     model, _ = find_jitted(model)
     return dict(model.original_state_dict())
-
-
-def gather_entries(entries: Mapping[str, Any], sharded: ShardedModule | None, *, keeps: bool) -> dict[str, Any]:
-    """Gather the DTensors of a state dict one by one; a collective.
-
-    Args:
-        sharded: tells which names are those of one parameter, whose values share memory.
-        keeps: return tensors in host memory on this rank, else ``None`` in place of each tensor.
-    """
-    leading = {name: name if sharded is None else sharded.names_of(name)[0] for name in entries}
-    whole: dict[str, Any] = {}  # by leading name
-    for name, value in entries.items():
-        if leading[name] not in whole:
-            if isinstance(value, DTensor):
-                value = value.full_tensor()
-            if isinstance(value, torch.Tensor):
-                value = value.detach().cpu() if keeps else None
-            whole[leading[name]] = value
-    return {name: whole[leading[name]] for name in entries}
 
 
 def listed(optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:

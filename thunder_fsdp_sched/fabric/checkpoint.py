@@ -29,8 +29,9 @@ from ..checkpoint import load_checkpoint, save_checkpoint
 from ..checkpoint.fitting import optimizer_state_dicts
 from ..checkpoint.folder import METADATA
 from ..checkpoint.on_all_ranks import run_on_all_ranks
-from ..checkpoint.state_dict import gather_entries, get_model_state_dict, get_optimizer_state_dict, names_of_params
+from ..checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, names_of_params
 from ..runtime.row_dtensor import RowDTensor
+from ..sharding.jitted_state import gather_entries
 from ..sharding.sharded_module import ShardedModule
 from ..sharding.state_entries import rows_from
 from ..transform import find_jitted

@@ -25,7 +25,6 @@ would not show it, because initialization often writes through ``.data``.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -144,7 +143,12 @@ def check_initial_values(
     """
     if options.broadcast_from is not None or options.allow_different_initialization or control.is_single_rank:
         return
-    digests = _digests([(spec.name, param) for spec, param in specs if not param.is_meta])
+    with torch.no_grad():
+        digests = {
+            spec.name: f"digest {_sum_of_bytes(param).item() % 2**64:016x}"
+            for spec, param in specs
+            if not param.is_meta
+        }
     control.check_same_in_groups(
         _WHAT,
         [
@@ -156,19 +160,6 @@ def check_initial_values(
             )
         ],
     )
-
-
-def _digests(params: Sequence[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """Return a digest of each parameter; one transfer to the host for each device."""
-    sums: dict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
-    with torch.no_grad():
-        for name, param in params:
-            sums[param.device][name] = _sum_of_bytes(param)
-        return {
-            name: f"digest {value % 2**64:016x}"
-            for of_device in sums.values()
-            for name, value in zip(of_device, torch.stack(list(of_device.values())).tolist(), strict=True)
-        }
 
 
 def _sum_of_bytes(param: torch.Tensor) -> torch.Tensor:

@@ -59,6 +59,28 @@ def rows_by_name(model: ThunderModule) -> dict[str, torch.Tensor]:
     return {state_name(name): value for name, value in ThunderModule.state_dict(model).items()}
 
 
+def gather_entries(
+    entries: Mapping[str, Any], sharded: ShardedModule | None, *, keeps: bool = True, to_cpu: bool = True
+) -> dict[str, Any]:
+    """Gather the DTensors of a state dict one by one; a collective.
+
+    Args:
+        sharded: tells which names are those of one parameter, which is gathered once.
+        keeps: if not, return ``None`` in place of each tensor on this rank.
+        to_cpu: move each tensor to host memory as soon as it is gathered.
+    """
+    leading = {name: name if sharded is None else sharded.names_of(name)[0] for name in entries}
+    whole: dict[str, Any] = {}  # by leading name
+    for name, value in entries.items():
+        if leading[name] not in whole:
+            if isinstance(value, DTensor):
+                value = value.full_tensor()
+            if isinstance(value, torch.Tensor):
+                value = None if not keeps else value.detach().cpu() if to_cpu else value.detach()
+            whole[leading[name]] = value
+    return {name: whole[leading[name]] for name in entries}
+
+
 class _JittedState:
     """The replacements for methods of a jitted module's class. They do not keep the module alive."""
 
@@ -88,14 +110,9 @@ class _JittedState:
         finally:
             params.is_gathering = False
         self._sharded.check_initialized()
-        whole: dict[str, torch.Tensor] = {}  # by leading name
+        whole = gather_entries(entries, self._sharded, to_cpu=self._to_cpu)
         destination = OrderedDict() if destination is None else destination
-        for name, value in entries.items():
-            leading = self._sharded.names_of(name)[0]
-            if leading not in whole and isinstance(value, DTensor):
-                value = value.full_tensor()
-                whole[leading] = value.cpu() if self._to_cpu else value
-            destination[prefix + name] = whole.get(leading, value)
+        destination.update({prefix + name: value for name, value in whole.items()})
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
