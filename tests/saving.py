@@ -42,6 +42,17 @@ class Everything(Model):
         return self.head.forward(self.norm(x)) + torch.tanh(x @ self.embedding.weight.t() @ self.mix)[:, :1]
 
 
+class Holder(nn.Module):
+    """A module that holds a model, as a user's training module may, beside a layer of its own."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net, self.own = net, nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
 def make(
     seed: int = 0, change: Callable[[nn.Module], Any] = lambda module: None, **options: Any
 ) -> tuple[Any, torch.optim.Optimizer]:

@@ -18,7 +18,7 @@ import thunder
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
-from saving import Everything, assert_equal, contents, fill, train
+from saving import Everything, Holder, assert_equal, contents, fill, train
 from scenario import Run, everywhere, loss_of
 from torch import nn
 
@@ -119,20 +119,13 @@ def test_the_error_names_a_replaced_parameter_on_every_rank() -> None:
 #
 
 
-class _WithSubmodule(nn.Module):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-        self.own = nn.Linear(2, 2)
-
-
 def _models(**options: Any) -> tuple[dict[str, Any], nn.Module]:
     """Return the modules through which users can take a state dict, by prefix of the names, and an unsharded copy."""
     module = Everything().double()
     twin = copy.deepcopy(module)
     jitted = thunder.jit(module, transforms=[fsdp(**options)])
     lists = nn.ModuleList([module])
-    return {"": jitted, "net.": _WithSubmodule(jitted), "0.": lists, "original": module, "part": module.blocks}, twin
+    return {"": jitted, "net.": Holder(jitted), "0.": lists, "original": module, "part": module.blocks}, twin
 
 
 def _model_entries(state: dict[str, Any], prefix: str) -> dict[str, Any]:

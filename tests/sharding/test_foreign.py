@@ -22,12 +22,6 @@ from torch.distributed.tensor import DTensor
 REFUSED = "sharded by thunder_fsdp_sched"
 
 
-class Wrapper(nn.Module):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-
 def _assert_refused(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     with pytest.raises(RuntimeError, match=REFUSED):
         call(*args, **kwargs)
@@ -48,7 +42,7 @@ def test_state_dict_functions_of_torch_work_and_those_of_thunder_refuse_sharded_
         models = (
             jitted,
             module,
-            Wrapper(jitted),
+            nn.ModuleDict({"net": jitted}),
             *(m for m in module.modules() if next(m.parameters(), None) is not None),
         )
         for model in models:

@@ -17,33 +17,18 @@ import torch
 from models import Model, Stack
 from profiles import mostly_zero3
 from ranks import on_ranks
-from scenario import Run, loss_of
+from saving import Holder
+from scenario import Run, loss_of, sgd
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-
-class Wrapper(nn.Module):
-    """A module that holds a jitted module, as a user's training module may."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
-
-
 X = torch.ones(2, 4)
-
-
-def _sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
 @mostly_zero3
 @on_ranks()
-def test_optimizers_hooks_and_freezing_work_on_the_module(rank: int, world_size: int, strategy: str) -> None:
+def test_optimizers_hooks_and_freezing_work_on_the_module(strategy: str) -> None:
     model = Stack(1).double()
     shapes = {name: param.shape for name, param in model.named_parameters()}
     hook_calls: list[tuple[str, tuple[int, ...]]] = []
@@ -62,7 +47,7 @@ def test_optimizers_hooks_and_freezing_work_on_the_module(rank: int, world_size:
     assert hook_calls == [("early", whole), ("late", whole)] * 2
 
     # Optimizers over the parameters of a module that holds the jitted one, and of submodules.
-    run.optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (Wrapper(run.model), Wrapper(run.reference))]
+    run.optimizers = [torch.optim.AdamW(Holder(m).parameters(), lr=0.1) for m in (run.model, run.reference)]
     run.train(steps=1)
     run.optimizers = [
         torch.optim.AdamW([{"params": m.first.parameters(), "lr": 0.01}, {"params": m.last.parameters()}], lr=0.1)
@@ -72,7 +57,7 @@ def test_optimizers_hooks_and_freezing_work_on_the_module(rank: int, world_size:
 
     # Parameters frozen after compiling, and then trained again.
     models, compiled = (model, run.reference), len(run.transform.compiled)
-    run.optimizers = [_sgd(m.parameters()) for m in models]
+    run.optimizers = [sgd(m.parameters()) for m in models]
     for m in models:
         m.zero_grad()
         m.blocks.requires_grad_(False)
@@ -123,7 +108,7 @@ class OptionalLayer(Model):
 
 
 @on_ranks()
-def test_a_backward_that_skips_an_unfrozen_layer_reduces_its_unreduced_gradients(rank: int, world_size: int) -> None:
+def test_a_backward_that_skips_an_unfrozen_layer_reduces_its_unreduced_gradients() -> None:
     model = OptionalLayer().double()
     run = Run(model)
     for m in (model, run.reference):
@@ -132,7 +117,7 @@ def test_a_backward_that_skips_an_unfrozen_layer_reduces_its_unreduced_gradients
     for m in (model, *run.every):
         m.use_second = False
     run.micro_batch(1, no_sync=False)
-    run.optimizers = [_sgd(m.parameters()) for m in (model, run.reference)]
+    run.optimizers = [sgd(m.parameters()) for m in (model, run.reference)]
     run.step()
 
 
@@ -271,7 +256,7 @@ REFUSED: list[tuple[Callable[[Any, nn.Module], Any], type[Exception], str]] = [
     *(
         (lambda model, part, c=make_copy, h=holder: c(h(model, part)), TypeError, "cannot be copied or pickled")
         for make_copy in (copy.deepcopy, pickle.dumps, lambda module: torch.save(module, io.BytesIO()))
-        for holder in (lambda model, part: part, lambda model, part: model, lambda model, part: Wrapper(model))
+        for holder in (lambda model, part: part, lambda model, part: model, lambda model, part: Holder(model))
     ),
 ]
 

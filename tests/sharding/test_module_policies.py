@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
-from thunder_fsdp_sched import ScheduleDisagreement, eager, fsdp, full_state_dict, testing
+from thunder_fsdp_sched import ScheduleDisagreement, eager, fsdp, testing
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.reports.report import plan_table
 
@@ -15,9 +14,8 @@ import thunder
 import torch
 from models import Model, Stack
 from ranks import on_ranks
-from scenario import loss_of
+from scenario import Run
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 HIGH = MixedPrecisionPolicy(param_dtype=torch.float32)
@@ -59,67 +57,53 @@ class Mixed(Model):
         return self.head(self.blocks(x))
 
 
-def _train_both(rank: int, ours: nn.Module, theirs: nn.Module, like: Any) -> None:
-    """Train both models on the same batches, and compare losses and parameters bit for bit."""
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (ours, theirs)]
-    for step in range(3):
-        (x,) = like.inputs(torch.Generator().manual_seed(10 * step + rank), batch=4)
-        losses = []
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            out = model(x.float())
-            assert out.dtype is torch.float32
-            losses.append(loss_of(out))
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert torch.equal(*losses), step
-    whole = full_state_dict(ours)
-    for name, param in theirs.state_dict().items():
-        assert torch.equal(whole[name], param.full_tensor()), name
+def _adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
 
 
-def _train_with_two_strategies(rank: int, world_size: int) -> None:
+def _train_with_two_strategies() -> None:
+    def theirs(module: Any) -> nn.Module:
+        for number, block in enumerate(module.blocks):
+            fully_shard(block, reshard_after_forward=number != 1)
+        return fully_shard(module, reshard_after_forward=True)
+
+    def strategy(name: str, module: nn.Module) -> str | None:
+        return "zero2" if name == "blocks.1" else None
+
     model = Stack(2, width=8, activation=torch.relu)
-    theirs = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", (world_size,))
-    for number, block in enumerate(theirs.blocks):
-        fully_shard(block, mesh=mesh, reshard_after_forward=number != 1)
-    fully_shard(theirs, mesh=mesh, reshard_after_forward=True)
-    transform = fsdp(sharding_strategy=lambda name, module: "zero2" if name == "blocks.1" else None)
-    ours = thunder.jit(model, transforms=[transform])
-    _train_both(rank, ours, theirs, model)
-    assert [b.name for b in transform.plan if b.options.sharding_strategy == "zero2"] == ["blocks.1"]
-    schedule = transform.compiled[-1].schedule
+    run = Run(model, others=[theirs], oracle=None, dtype=torch.float32, optimizer=_adamw, sharding_strategy=strategy)
+    run.train(batch=4)
+    assert [b.name for b in run.transform.plan if b.options.sharding_strategy == "zero2"] == ["blocks.1"]
+    schedule = run.transform.compiled[-1].schedule
     assert "blocks.1" not in {op.bucket for op in schedule.backward.of("fsdp_all_gather")}
     assert {op.bucket for op in schedule.forward if op.slot.startswith("own_")} == {"blocks.1"}
 
 
-def _train_with_two_precisions(rank: int, world_size: int) -> None:
+def _train_with_two_precisions() -> None:
     asked: list[str] = []
 
     def precision(name: str, module: nn.Module) -> MixedPrecisionPolicy:
         asked.append(name)
         return HIGH if isinstance(module, Scale) else LOW if name else OUTER
 
-    model = Mixed()
-    theirs = copy.deepcopy(model)
-    for module in (m for m in reversed(list(theirs.modules())) if m is not theirs):
-        fully_shard(module, mp_policy=HIGH if isinstance(module, Scale) else LOW)
-    fully_shard(theirs, mp_policy=OUTER)
-    transform = fsdp(mp_policy=precision)
-    ours = thunder.jit(model, transforms=[transform])
+    def theirs(root: nn.Module) -> nn.Module:
+        for module in list(root.modules())[:0:-1]:
+            fully_shard(module, mp_policy=HIGH if isinstance(module, Scale) else LOW)
+        return fully_shard(root, mp_policy=OUTER)
+
+    run = Run(Mixed(), others=[theirs], oracle=None, dtype=torch.float32, optimizer=_adamw, mp_policy=precision)
     assert asked == [name for name, _ in Mixed().named_modules()], "each module is asked once, from the root down"
-    _train_both(rank, ours, theirs, model)
-    gathered = {op.bucket: op.dtype for op in transform.schedules[-1].forward.of("fsdp_all_gather")}
+    run.train(batch=4)
+    schedule = run.transform.schedules[-1]
+    gathered = {op.bucket: op.dtype for op in schedule.forward.of("fsdp_all_gather")}
     assert gathered == {"blocks.0": "float32", "blocks.0.bfloat16": "bfloat16", "head": "bfloat16"}
-    assert {op.dtype for op in transform.schedules[-1].backward.of("fsdp_reduce_scatter")} == {"float32"}
-    x = model.inputs(torch.Generator())[0].float()
-    with eager(ours) as module:
-        out = module(x)
-    assert out.dtype is torch.float32 and torch.equal(out, ours(x).detach())
+    assert {op.dtype for op in schedule.backward.of("fsdp_reduce_scatter")} == {"float32"}
+    with eager(run.model) as module:
+        out = module(*run.inputs())
+    assert out.dtype is torch.float32 and torch.equal(out, run.forward(grad=False))
 
 
-def _disagree(rank: int, world_size: int) -> None:
+def _disagree(rank: int) -> None:
     of_up: dict[str, Callable[[str, Any], Any]] = {
         "sharding_strategy": lambda name, module: ["zero2", "zero3"][rank] if name == "blocks.0.up" else None,
         "mp_policy": lambda name, module: [LOW, HIGH][rank] if name == "blocks.0.up" else None,
@@ -135,12 +119,10 @@ def _disagree(rank: int, world_size: int) -> None:
 
 
 @on_ranks()
-def test_functions_of_the_module_decide_as_nested_calls_of_fsdp2_and_ranks_compare_them(
-    rank: int, world_size: int
-) -> None:
-    _train_with_two_strategies(rank, world_size)
-    _train_with_two_precisions(rank, world_size)
-    _disagree(rank, world_size)
+def test_functions_of_the_module_decide_as_nested_calls_of_fsdp2_and_ranks_compare_them(rank: int) -> None:
+    _train_with_two_strategies()
+    _train_with_two_precisions()
+    _disagree(rank)
 
 
 def _plan(make: Any, **options: Any) -> Any:

@@ -7,7 +7,6 @@ import copy
 import gc
 import itertools
 import time
-import weakref
 from typing import Any
 
 import thunder_fsdp_sched as tfs
@@ -20,12 +19,12 @@ import thunder
 import torch
 import torch.distributed as dist
 from models import LoRALinear, Stack
+from peak_bytes import PeakBytes
 from ranks import on_ranks
 from scenario import Run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Everything(nn.Module):
@@ -120,39 +119,6 @@ def test_parameters_of_several_groups_and_of_replicas_are_given(rank: int) -> No
         assert not given
 
 
-class _PeakBytes(TorchDispatchMode):
-    """Measures the peak of bytes in storages made within the context; storages may be slices of others.
-
-    Args:
-        known: memory that was there before, slices of which do not count.
-    """
-
-    def __init__(self, known: torch.Tensor | None = None) -> None:
-        super().__init__()
-        self.known = (0, 0) if known is None else (known.data_ptr(), known.data_ptr() + known.nbytes)
-        self.spans: dict[int, tuple[int, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and not result.is_meta and not func.is_view:
-            storage = result.untyped_storage()
-            if storage._cdata not in self.spans:
-                self.spans[storage._cdata] = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-                weakref.finalize(storage, self.spans.pop, storage._cdata, None)
-                self.peak = max(self.peak, self.live())
-        return result
-
-    def live(self) -> int:
-        live = end = 0
-        for first, last in sorted(self.spans.values()):
-            if self.known[0] <= first < self.known[1]:
-                continue
-            live += max(last - max(first, end), 0)
-            end = max(last, end)
-        return live
-
-
 TOKENS = 512
 """At least the bytes by which ranks agree on their next gather, in host memory."""
 
@@ -180,7 +146,7 @@ def test_peak_memory_is_two_successive_buckets_or_that_of_the_training_step(worl
         three = max(map(sum, zip(sizes, sizes[1:], sizes[2:], strict=False)))
         casts = three // world_size if dtype is torch.bfloat16 else 0
         gc.collect()
-        with _PeakBytes() as peak:
+        with PeakBytes() as peak:
             numel = sum(tensor.numel() for _, tensor in tfs.stream_full_parameters(model, dtype))
         assert numel == sum(p.numel() for p in Growing().parameters())
         assert limit <= peak.peak <= limit + casts + TOKENS, (dtype, limit, peak.peak)
@@ -192,7 +158,7 @@ def test_peak_memory_is_two_successive_buckets_or_that_of_the_training_step(worl
     model(torch.randn(2, 64)).backward()
     memory = arena._memory
     assert memory is not None and memory.numel() >= limit
-    with _PeakBytes(memory) as peak:
+    with PeakBytes(memory) as peak:
         for _ in tfs.stream_full_parameters(model, torch.bfloat16):
             assert arena._memory is None
     assert peak.peak <= casts + TOKENS
