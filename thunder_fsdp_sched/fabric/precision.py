@@ -77,16 +77,10 @@ class ShardedMixedPrecision(_plugins.MixedPrecision):  # type: ignore[name-defin
 
 
 def _sharded(scaler: torch.amp.GradScaler | None, device: str) -> ShardedGradScaler:
-    if scaler is None:
-        return ShardedGradScaler(device=device)
-    return ShardedGradScaler(
-        device=device,
-        init_scale=scaler.get_scale(),
-        growth_factor=scaler.get_growth_factor(),
-        backoff_factor=scaler.get_backoff_factor(),
-        growth_interval=scaler.get_growth_interval(),
-        enabled=scaler.is_enabled(),
-    )
+    made = ShardedGradScaler(device=device, enabled=scaler is None or scaler.is_enabled())
+    if scaler is not None:
+        made.load_state_dict(scaler.state_dict())
+    return made
 
 
 def for_shards(precision: Any) -> Any:

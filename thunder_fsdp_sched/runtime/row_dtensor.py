@@ -266,6 +266,11 @@ class RowPiece(torch.Tensor):
         """Return this rank's rows; a 0-dim tensor as one row or none."""
         return self._local
 
+    @property
+    def start(self) -> int:
+        """The number of the first of these rows in the whole tensor."""
+        return self._start
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         rows = self._local.shape[0]
         return (

@@ -66,20 +66,16 @@ def rows_from(rows: Rows, value: torch.Tensor) -> torch.Tensor:
     if isinstance(value, RowDTensor) and value.rows == rows:
         return value._local_tensor
     if isinstance(value, DTensor):
-        is_same = (
-            rows.is_even and value.placements[-1] == Shard(0) and value.device_mesh.shape[-1] == rows.ranks.group.size
-        )
-        is_same = is_same and not isinstance(value, RowDTensor)
+        is_even = rows.is_even and value.placements[-1] == Shard(0) and not isinstance(value, RowDTensor)
+        is_same = is_even and value.device_mesh.shape[-1] == rows.ranks.group.size
         return value.to_local() if is_same else rows.of(value.full_tensor()).clone()
     if not isinstance(value, RowPiece):
         return rows.of(value)
-    local = value.to_local()
+    local, first = value.to_local(), value.start
     if rows.start == rows.end:
         return local.new_empty(rows.local_shape)
-    for chunk in value.__create_chunk_list__():
-        first, length = (chunk.offsets[0], chunk.sizes[0]) if chunk.offsets else (0, 1)
-        if first <= rows.start and rows.end <= first + length and chunk.sizes[1:] == value.shape[1:]:
-            return (local if local.ndim else local.reshape(1))[rows.start - first : rows.end - first]
+    if first <= rows.start and rows.end <= first + len(local):
+        return local[rows.start - first : rows.end - first]
     raise ValueError(
         f"this rank needs rows [{rows.start}, {rows.end}) of {tuple(rows.shape)}, but the entry holds others: it is of "
         f"another rank, or sharded otherwise. Load it by dcp.load into state_dict(), or give whole tensors (full_tensor())"

@@ -156,24 +156,22 @@ class WholeParameters(torch.optim.Optimizer):
 
     def _update(self) -> None:
         """Let the optimizer update the parameters that this rank owns, with current options and state."""
-        assert self._inner is not None
-        for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
+        inner = self.inner
+        for ours, theirs in zip(self.param_groups, inner.param_groups, strict=True):
             theirs.update(_options(ours))  # a scheduler may have changed them
         owned = [param for param in self._params.values() if param.is_owned_here]
-        self._inner.state = defaultdict(
-            dict, {p.unsharded: self.state[p.param] for p in owned if p.param in self.state}
-        )
-        self._inner.step()
+        inner.state = defaultdict(dict, {p.unsharded: self.state[p.param] for p in owned if p.param in self.state})
+        inner.step()
         self._keep_state()
-        for ours, theirs in zip(self.param_groups, self._inner.param_groups, strict=True):
+        for ours, theirs in zip(self.param_groups, inner.param_groups, strict=True):
             ours.update(_options(theirs))  # some optimizers count steps there
 
     def _keep_state(self) -> None:
-        assert self._inner is not None
+        inner = self.inner
         for param in self._params.values():
-            if param.is_owned_here and param.unsharded in self._inner.state:
-                self.state[param.param] = self._inner.state[param.unsharded]
-        self._inner.state = defaultdict(dict)  # frees state that a loaded state replaces
+            if param.is_owned_here and param.unsharded in inner.state:
+                self.state[param.param] = inner.state[param.unsharded]
+        inner.state = defaultdict(dict)  # frees state that a loaded state replaces
 
     def _take(self, groups: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
         """Check groups, compare them among ranks, assign an owner to each parameter, and add them to the optimizer."""
