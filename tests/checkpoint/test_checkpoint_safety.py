@@ -358,22 +358,6 @@ def _values() -> dict[str, Any]:
     }
 
 
-def _assert_equal(one: Any, other: Any) -> None:
-    assert type(one) is type(other)
-    if isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            _assert_equal(a, b)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        for key in one:
-            _assert_equal(one[key], other[key])
-    elif isinstance(one, (torch.Tensor, np.ndarray)):
-        assert one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
-    else:
-        assert one == other or one != one
-
-
 @on_ranks(2)
 def test_extra_values_survive_saving_and_loading(tmp_path: Path) -> None:
     model, optimizer = small()
@@ -384,7 +368,10 @@ def test_extra_values_survive_saving_and_loading(tmp_path: Path) -> None:
     loaded = load_checkpoint(tmp_path / "rows", model, optimizer, extra=blank)
     for name, entry in loaded.pop("ema").items():
         assert torch.equal(entry.to_local(), entries[name].to_local()), name
-    _assert_equal(loaded, values)
+    torch.set_printoptions(profile="full")
+    with np.printoptions(threshold=10_000):
+        assert repr(loaded) == repr(values)  # types, order and bits
+    torch.set_printoptions(profile="default")
     for wrong, message in (
         ({"rng": torch.zeros(3)}, r"extra\['rng'\] has shape \(\d+,\) in the checkpoint, but \(3,\) was given"),
         ({"rng": 3}, r"extra\['rng'\] is a tensor in the checkpoint, but a int was given"),
