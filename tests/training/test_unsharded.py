@@ -162,7 +162,7 @@ def test_ranks_that_make_different_changes_get_an_error_or_those_of_one_rank(ran
         for name, value in tfs.full_state_dict(model).items():
             assert torch.equal(value, changed.get(name, before[name])), name
 
-    different = r"made different changes to 2 parameters, first 'blocks\.0\.up\.weight' on ranks \[0, 1\]"
+    different = r"disagree: the changes inside (?s:.*)from_rank(?s:.*)rank 0: blocks\.0\.up\.weight: .*\n +rank 1: blo"
     with pytest.raises(tfs.ScheduleDisagreement, match=different), tfs.unsharded(model) as module:
         module.first.weight.zero_()
         torch.manual_seed(rank)
@@ -182,7 +182,7 @@ def test_ranks_that_make_different_changes_get_an_error_or_those_of_one_rank(ran
 
     # A failure on one rank is one on all ranks.
     failed = ArithmeticError if rank == 0 else tfs.ScheduleDisagreement
-    with pytest.raises(failed, match=r"^a failure$|because rank 0 failed: ArithmeticError: a failure"):
+    with pytest.raises(failed, match=r"^a failure$|nothing was written(?s:.*)rank 0: ArithmeticError: a failure"):
         with tfs.unsharded(model) as module:
             module.first.weight.zero_()
             if rank == 0:
@@ -292,7 +292,7 @@ def test_parameters_of_several_groups_are_changed_by_their_ranks(rank: int) -> N
     with tfs.unsharded(model, writeback=False) as module:
         assert torch.equal(module.expert.weight[1:], plain.expert.weight[1:] + rank % 2 + 1)
         assert torch.equal(module.expert.weight[:1], plain.expert.weight[:1]) and not module.first.bias.any()
-    different = r"ranks made different changes to 1 parameters, first 'expert\.bias' on ranks \[0, 2\]"
+    different = r"the changes inside (?s:.*)rank 0: expert\.bias: .*\n +rank 2: expert\.bias"
     with pytest.raises(tfs.ScheduleDisagreement, match=different), tfs.unsharded(model) as module:
         module.expert.bias.fill_(rank if rank % 2 == 0 else 0)
     with pytest.raises(ValueError, match=r"from_rank: 'expert\.weight' is not the same parameter on all ranks"):
@@ -302,7 +302,7 @@ def test_parameters_of_several_groups_are_changed_by_their_ranks(rank: int) -> N
     replicated = thunder.jit(copy.deepcopy(plain).requires_grad_(False), transforms=[fsdp(mesh=mesh, broadcast_from=0)])
     with tfs.unsharded(replicated, from_rank=3) as module:
         module.first.weight.fill_(rank)
-    with pytest.raises(tfs.ScheduleDisagreement, match=r"first 'first\.bias' on ranks \[0, 2\]"):
+    with pytest.raises(tfs.ScheduleDisagreement, match=r"rank 0: first\.bias: .*\n +rank 2: first\.bias"):
         with tfs.unsharded(replicated) as module:
             module.first.bias.fill_(rank // 2)  # replicas differ
     whole = tfs.full_state_dict(replicated)

@@ -2,24 +2,23 @@
 
 [Note: Which rank's changes count]
 Each rank has its own copy of the whole parameters and writes back its own rows of it. If ranks made different changes,
-say by random numbers, the result would be rows of different matrices, which nobody would notice. So ranks compare
-digests of all whole parameters first. They either raise an error, or take those that differ from one rank.
+say by random numbers, the result would be rows of different matrices, which nobody would notice. So ranks either compare
+digests of all whole parameters first, and raise an error if any differ, or receive all of them from one rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from thunder.core.module import ThunderModule
 from torch import nn
 
-from ..ranks.channel import ScheduleDisagreement
 from ..runtime.bucket import Bucket
 from ..runtime.shard_source import version_of
 from ..sharding.former_parameters import retire
@@ -31,11 +30,10 @@ from .weight_stream import gather_ahead
 _CHUNK = 1 << 24
 """Bytes that are copied to the host at once for a digest."""
 
-_Key: TypeAlias = "tuple[str, tuple[int, ...]]"
-"""A parameter's name and ranks: other ranks may have another one of this name (``process_group_for``)."""
-
-_Result: TypeAlias = "tuple[str, Mapping[_Key, tuple[str, bool]]]"
-"""A rank's failure, or empty, and for each whole parameter its digest and whether this rank's rows of it have changed."""
+_CHANGES = (
+    "the changes inside of unsharded(...), so nothing was written back. Make the same changes on all ranks, with the same "
+    "seed for example, or pass unsharded(from_rank=...)"
+)
 
 
 @contextlib.contextmanager
@@ -83,20 +81,18 @@ def unsharded(
     sharded.control.rendezvous("unsharded(...)", f"writeback={writeback}, from_rank={from_rank}", *names)
     whole = _gather(sharded, chosen)
     _install(jitted, sharded, whole, are_whole=True)
+    all_or_none = sharded.control.all_or_none("whether unsharded(...) writes back; nothing was written")
     try:
-        try:
-            with torch.no_grad():
-                yield sharded.module
-            failure = _find_fault(sharded, whole) if writeback else ""
-        except Exception as error:
-            if writeback:
-                with contextlib.suppress(ScheduleDisagreement):  # the cause is more specific
-                    _exchange(sharded, whole, f"{type(error).__name__}: {error}")
-            raise
-        finally:
-            _install(jitted, sharded, whole, are_whole=False)
+        with all_or_none if writeback else contextlib.nullcontext():
+            try:
+                with torch.no_grad():
+                    yield sharded.module
+                if writeback and (fault := _find_fault(sharded, whole)):
+                    raise RuntimeError(f"unsharded: {fault}. Nothing was written back")
+            finally:
+                _install(jitted, sharded, whole, are_whole=False)
         if writeback:
-            _write_back(sharded, whole, failure, from_rank)
+            _write_back(sharded, whole, from_rank)
     finally:
         # Training a whole parameter after the block is an error: see [Note: Former parameters].
         sharded.former_params += [retire(one.param, one.name) for one in whole]
@@ -122,12 +118,6 @@ class _Whole:
     @property
     def shard(self) -> nn.Parameter:
         return self.bucket.params[self.index]
-
-    @property
-    def key(self) -> _Key:
-        ranks = self.bucket.ranks
-        every = ranks.group.global_ranks if ranks.grid is None else [rank for row in ranks.grid for rank in row]
-        return self.name, tuple(sorted(every))
 
     @property
     def local(self) -> torch.Tensor:
@@ -166,48 +156,25 @@ def _find_fault(sharded: ShardedModule, whole: Sequence[_Whole]) -> str:
     return ""
 
 
-def _exchange(sharded: ShardedModule, whole: Sequence[_Whole], failure: str) -> list[_Result]:
-    """Tell the other ranks whether this one has failed and what has changed, and return what each of them tells."""
-    is_alone = sharded.control.is_single_rank
-    found = {
-        one.key: (
-            "" if is_alone else _digest(one.param.detach()),
-            not torch.equal(_bytes(one.local), _bytes(one.bucket.shard_views[one.index])),
-        )
-        for one in (() if failure else whole)
-    }
-    return sharded.control.exchange("the end of unsharded(...)", (failure, found))
-
-
-def _write_back(sharded: ShardedModule, whole: Sequence[_Whole], failure: str, source: int | None) -> None:
-    results = _exchange(sharded, whole, failure)
-    if failure:
-        raise RuntimeError(f"unsharded: {failure}. Nothing was written back")
-    firsts: dict[_Key, dict[str, int]] = {}  # the first rank with each digest
-    changed: set[_Key] = set()
-    # With the backend "fake", only this rank tells something.
-    for rank, (other, found) in zip(sharded.world_group.global_ranks, results, strict=False):
-        if other:
-            raise ScheduleDisagreement(f"unsharded: nothing was written back, because rank {rank} failed: {other}")
-        for key, (digest, has_changed) in found.items():
-            firsts.setdefault(key, {}).setdefault(digest, rank)
-            changed |= {key} if has_changed else set()
-    differ = {key: list(ranks.values()) for key, ranks in firsts.items() if len(ranks) > 1}
-    if differ and source is None:
-        (name, _), between = next(iter(differ.items()))
-        raise ScheduleDisagreement(
-            f"unsharded: nothing was written back, because ranks made different changes to {len(differ)} parameters, "
-            f"first {name!r} on ranks {between}. Make the same changes on all ranks, with the same seed for "
-            f"example, or pass unsharded(from_rank=...)"
-        )
+def _write_back(sharded: ShardedModule, whole: Sequence[_Whole], source: int | None) -> None:
+    """Write this rank's rows of changed parameters; a collective. See [Note: Which rank's changes count]."""
+    control = sharded.control
     with torch.no_grad():
-        for one in whole:
-            if one.key in differ:
+        if source is None and not control.is_single_rank:
+            digests = [(one.bucket.ranks.groups, f"{one.name}: digest {_digest(one.param)}") for one in whole]
+            control.check_same_in_groups(_CHANGES, [(group, line) for groups, line in digests for group in groups])
+        elif not control.is_single_rank:
+            for one in whole:
                 one.param.data = one.param.detach().contiguous()
-                with sharded.control.doing(f"the broadcast of {one.name}"):
+                with control.doing(f"the broadcast of {one.name}"):
                     dist.broadcast(one.param.detach(), src=source, group=sharded.world_group.process_group)
-            # A write counts as a change between forward and backward, so it is made on all ranks or on none.
-            if one.key in differ.keys() | changed:
+        mine = [
+            one.name for one in whole if not torch.equal(_bytes(one.local), _bytes(one.bucket.shard_views[one.index]))
+        ]
+        # A write counts as a change between forward and backward, so it is made on all ranks or on none.
+        changed = set(itertools.chain(*control.exchange("the end of unsharded(...)", mine)))
+        for one in whole:
+            if one.name in changed:
                 one.bucket.write_rows(one.index, one.local)
             if one.param.requires_grad is not one.shard.requires_grad:
                 one.shard.requires_grad_(one.param.requires_grad)
@@ -268,7 +235,7 @@ def _gather(sharded: ShardedModule, chosen: Sequence[tuple[Bucket, int]]) -> lis
 
 def _digest(value: torch.Tensor) -> str:
     digest = hashlib.sha256()
-    for chunk in _bytes(value).split(_CHUNK):
+    for chunk in _bytes(value.detach()).split(_CHUNK):
         digest.update(chunk.cpu().numpy().data)
     return digest.hexdigest()
 
