@@ -58,10 +58,9 @@ def fsdp(
 ) -> FSDPTransform:
     """Return a transform that shards a module: ``thunder.jit(model, transforms=[fsdp(...)])``.
 
-    ``thunder.jit`` shards the module at once. From then on the module's own ``nn.Parameter`` objects hold this rank's
-    rows, as views of one flat buffer per bucket, so optimizers, parameter groups and hooks that were created earlier
-    stay valid. Code that would mistake these rows for whole parameters raises an error. One exception: initializing a
-    shard in place (``nn.init``) sees only the rows, and raises none.
+    ``thunder.jit`` shards the module at once. From then on its parameters are DTensors that hold this rank's rows, in one
+    flat buffer per bucket. Create optimizers, and take parameters for hooks and groups, after that. Code that would mistake
+    rows for whole parameters raises an error.
 
     Args:
         sharding_strategy: ``"zero3"`` frees unsharded parameters after their last use in forward and gathers them again
