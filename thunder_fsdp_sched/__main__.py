@@ -26,10 +26,11 @@ from .planning.clusters import CLUSTERS
 from .planning.dry_run import DryRun, dry_run_step, find_model
 from .planning.fit import describe_fit, optimizer_state_bytes
 from .planning.suggestions import HEADROOM, suggest
+from .reports.dry_run_table import dry_run_table, window_table
 from .reports.memory_files import save_memory
 from .reports.plot import plot_timelines, save_perfetto
 from .reports.plot_memory import plot_memory
-from .reports.report import before_and_after, dry_run_table, plan_table, window_table
+from .reports.report import before_and_after, plan_table
 from .sizes import parse_bytes
 from .transports import TRANSPORTS
 

@@ -38,87 +38,18 @@ ByModule = Callable[[str, torch.nn.Module], Any]
 """A function of (module name, module) that decides an option for each module."""
 
 #
-# Options that a function may decide for each module. `expected` is the start of a message, which says who gave the value.
-#
-
-
-def _check_strategy(strategy: Any, expected: str) -> ShardingStrategy:
-    name = strategy.name if isinstance(strategy, FSDPType) else strategy
-    for known in get_args(ShardingStrategy):
-        if isinstance(name, str) and name.lower() == known:
-            return known
-    raise ValueError(
-        f"sharding_strategy: {expected} 'zero2', 'zero3' or a thunder.distributed.FSDPType, got {strategy!r}"
-    )
-
-
-def _check_precision(policy: Any, expected: str) -> MixedPrecisionPolicy:
-    if not isinstance(policy, (MixedPrecisionPolicy, type(None))):
-        raise TypeError(
-            f"mp_policy: {expected} a MixedPrecisionPolicy{' or None' * (expected == 'expected')}, got {policy!r} of type "
-            f"{type(policy).__name__}"
-        )
-    policy = policy or MixedPrecisionPolicy()
-    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-        dtype = getattr(policy, name)
-        if dtype is not None and not dtype.is_floating_point:
-            of = "" if expected == "expected" else f"{expected} a MixedPrecisionPolicy whose "
-            raise ValueError(f"mp_policy: {of}{name} must be a floating-point dtype, got {dtype}")
-    return policy
-
-
-def check_factor(factor: Any, expected: str = "expected") -> float | None:
-    """Return ``gradient_divide_factor`` as a float, or ``None``.
-
-    Raises:
-        TypeError, ValueError: it is neither a positive number nor ``None``.
-    """
-    expected = f"gradient_divide_factor: {expected} a positive number{' or None' * (expected == 'expected')}"
-    if isinstance(factor, bool) or not isinstance(factor, (int, float, type(None))):
-        raise TypeError(f"{expected}, got {factor!r}")
-    if factor is not None and not 0 < factor < math.inf:
-        raise ValueError(f"{expected}, got {factor!r}")
-    return None if factor is None else float(factor)
-
-
-def _check_secondary_size(size: Any, expected: str) -> int | None:
-    expected = f"reshard_after_forward: {expected} a number of ranks{' or None' * (expected == 'expected')}"
-    if isinstance(size, bool):
-        raise TypeError(f"{expected}, got {size}; use sharding_strategy={'zero3' if size else 'zero2'!r}")
-    if not isinstance(size, (int, type(None))):
-        raise TypeError(f"{expected}, got {size!r}")
-    if size is not None and size < 2:
-        raise ValueError(f"{expected}, at least 2, got {size}; sharding_strategy='zero2' keeps whole parameters")
-    return size
-
-
-CHECKS_BY_MODULE: dict[str, Callable[[Any, str], Any]] = {
-    "sharding_strategy": _check_strategy,
-    "mp_policy": _check_precision,
-    "gradient_divide_factor": check_factor,
-    "reshard_after_forward": _check_secondary_size,
-}
-"""The checks of options that a function may decide for each module, also of what it returns."""
-
-
-def _by_module(name: str, value: Any) -> Any:
-    is_function = callable(value) and not isinstance(value, type)
-    return value if is_function else CHECKS_BY_MODULE[name](value, "expected")
-
-
-#
 # Kinds of options
 #
 
 
-def _is(types: Any, expected: str, convert: Callable[[Any], Any] = lambda value: value) -> Check:
-    """Accept an instance of some types, or ``None`` if ``expected`` says so."""
+def _is(types: Any, expected: str, then: Check = lambda name, value: value) -> Check:
+    """Accept an instance of some types, or ``None`` if ``expected`` says so; ``then`` checks and converts it."""
     accepted = (types, type(None)) if expected.endswith("or None") else types
 
     def check(name: str, value: Any) -> Any:
         if not isinstance(value, accepted):
             raise TypeError(f"{name}: expected {expected}, got {value!r} of type {type(value).__name__}")
-        return convert(value)
+        return then(name, value)
 
     return check
 
@@ -168,6 +99,67 @@ def _bytes(name: str, value: Any) -> int | None:
     return None if value is None else parse_bytes(name, value)
 
 
+def _by_module(name: str, value: Any) -> Any:
+    is_function = callable(value) and not isinstance(value, type)
+    return value if is_function else CHECKS_BY_MODULE[name](name, value)
+
+
+#
+# Options that a function may decide for each module
+#
+
+
+def _strategy(name: str, strategy: Any) -> ShardingStrategy:
+    text = strategy.name if isinstance(strategy, FSDPType) else strategy
+    for known in get_args(ShardingStrategy):
+        if isinstance(text, str) and text.lower() == known:
+            return known
+    raise ValueError(f"{name}: expected 'zero2', 'zero3' or a thunder.distributed.FSDPType, got {strategy!r}")
+
+
+def _floating_point(name: str, policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    policy = policy or MixedPrecisionPolicy()
+    for attribute in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, attribute)
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"{name}: {attribute} must be a floating-point dtype, got {dtype}")
+    return policy
+
+
+def check_factor(name: str, factor: Any) -> float | None:
+    """Return ``gradient_divide_factor`` as a float, or ``None``.
+
+    Raises:
+        TypeError, ValueError: it is neither a positive number nor ``None``.
+    """
+    if isinstance(factor, bool) or not isinstance(factor, (int, float, type(None))):
+        raise TypeError(f"{name}: expected a positive number or None, got {factor!r}")
+    if factor is not None and not 0 < factor < math.inf:
+        raise ValueError(f"{name}: expected a positive number or None, got {factor!r}")
+    return None if factor is None else float(factor)
+
+
+def _secondary_size(name: str, size: Any) -> int | None:
+    if isinstance(size, bool):
+        strategy = "zero3" if size else "zero2"
+        raise TypeError(f"{name}: expected a number of ranks or None, got {size}; use sharding_strategy={strategy!r}")
+    if isinstance(size, int) and size < 2:
+        raise ValueError(
+            f"{name}: expected a number of ranks or None, at least 2, got {size}; sharding_strategy='zero2' keeps whole "
+            f"parameters"
+        )
+    return _int("a number of ranks or None")(name, size)
+
+
+CHECKS_BY_MODULE: dict[str, Check] = {
+    "sharding_strategy": _strategy,
+    "mp_policy": _is(MixedPrecisionPolicy, "a MixedPrecisionPolicy or None", _floating_point),
+    "gradient_divide_factor": check_factor,
+    "reshard_after_forward": _secondary_size,
+}
+"""The checks of options that a function may decide for each module, also of what it returns."""
+
+
 #
 # Options that are like no other
 #
@@ -205,13 +197,13 @@ def check_transport(name: str, transport: Any) -> Any:
     )
 
 
-def _load(schedule: Any) -> tuple[StepSchedule, ...] | None:
+def _load(name: str, schedule: Any) -> tuple[StepSchedule, ...] | None:
     if schedule is None:
         return None
     if isinstance(schedule, StepSchedule):
         return (schedule,)
     if not Path(schedule).is_file():
-        raise ValueError(f"schedule: there is no file {str(schedule)!r}; transform.save_schedules(path) writes one")
+        raise ValueError(f"{name}: there is no file {str(schedule)!r}; transform.save_schedules(path) writes one")
     return tuple(load_schedules(schedule))
 
 
@@ -230,10 +222,10 @@ def _cluster(name: str, cluster: Any) -> ClusterSpec | None:
     return cluster_by_name(cluster)
 
 
-def _one_or_two_dimensions(mesh: DeviceMesh | None) -> DeviceMesh | None:
+def _one_or_two_dimensions(name: str, mesh: DeviceMesh | None) -> DeviceMesh | None:
     if mesh is not None and mesh.ndim > 2:
         raise ValueError(
-            f"mesh: expected one dimension (to shard over) or two (to replicate and to shard over), got {mesh.ndim}; pass "
+            f"{name}: expected one dimension (to shard over) or two (to replicate and to shard over), got {mesh.ndim}; pass "
             f"only those, mesh['name'] or mesh['replicate', 'shard']"
         )
     return mesh
@@ -245,11 +237,11 @@ def _device(name: str, device: Any) -> torch.device | None:
     return _is(torch.device, "a torch.device, its name or None")(name, device)
 
 
-def _offload(policy: OffloadPolicy | None) -> OffloadPolicy:
+def _offload(name: str, policy: OffloadPolicy | None) -> OffloadPolicy:
     return policy or OffloadPolicy()
 
 
-def _group(group: ProcessGroup | None) -> ProcessGroupRef | None:
+def _group(name: str, group: ProcessGroup | None) -> ProcessGroupRef | None:
     return None if group is None else ProcessGroupRef.of(group)
 
 

@@ -136,22 +136,22 @@ def _plan(make: Any, **options: Any) -> Any:
         (
             {"sharding_strategy": lambda name, module: True if name == "last" else None},
             ValueError,
-            r"sharding_strategy: for module 'last', the callable must return None or 'zero2', 'zero3' or .*, got True",
+            r"sharding_strategy, returned by the callable for module 'last': expected 'zero2', 'zero3' or .*, got True",
         ),
         (
             {"sharding_strategy": lambda name, module: "zero1"},
             ValueError,
-            r"sharding_strategy: for the root module, the callable must return None or 'zero2', .*, got 'zero1'",
+            r"sharding_strategy, returned by the callable for the root module: expected 'zero2', .*, got 'zero1'",
         ),
         (
             {"mp_policy": lambda name, module: torch.bfloat16 if name == "blocks.0" else None},
             TypeError,
-            r"mp_policy: for module 'blocks.0', the callable must return None or a MixedPrecisionPolicy, got torch.bf",
+            r"mp_policy, returned by the callable for module 'blocks.0': expected a MixedPrecisionPolicy or None, got",
         ),
         (
             {"mp_policy": lambda name, module: MixedPrecisionPolicy(torch.int8)},
             ValueError,
-            r"mp_policy: for the root module, .* whose param_dtype must be a floating-point dtype, got torch.int8",
+            r"mp_policy, .* for the root module: param_dtype must be a floating-point dtype, got torch.int8",
         ),
     ],
 )

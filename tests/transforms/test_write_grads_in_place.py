@@ -16,7 +16,7 @@ from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_reduce_scatter
 from thunder_fsdp_sched.planning.cost import AnalyticCost
 from thunder_fsdp_sched.planning.dry_run import dry_run_step
 from thunder_fsdp_sched.planning.flops import flops_of
-from thunder_fsdp_sched.reports.report import dry_run_table
+from thunder_fsdp_sched.reports.dry_run_table import dry_run_table
 from thunder_fsdp_sched.runtime import ops
 from thunder_fsdp_sched.runtime.bucket import Bucket
 from thunder_fsdp_sched.runtime.memory import Slot

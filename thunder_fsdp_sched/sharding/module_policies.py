@@ -67,8 +67,8 @@ class ModulePolicies:
                 decision = self._of[path.rpartition(".")[0]] if path else fixed
                 for option, function in functions.items():
                     if (answer := function(path, child)) is not None:
-                        expected = f"for {_shown(path)}, the callable must return None or"
-                        decision = replace(decision, **{option: CHECKS_BY_MODULE[option](answer, expected)})
+                        name = f"{option}, returned by the callable for {_shown(path)}"
+                        decision = replace(decision, **{option: CHECKS_BY_MODULE[option](name, answer)})
                         if option == "mp_policy" and path:
                             self._casts.append((child, decision.mp_policy))
                 decided[child] = decision

@@ -137,7 +137,7 @@ def set_gradient_divide_factor(model: ThunderModule, factor: float | None, *, mo
             parameters, too.
         ScheduleDisagreement: other ranks do something else or pass other arguments.
     """
-    factor = check_factor(factor)
+    factor = check_factor("gradient_divide_factor", factor)
     _, sharded = find_jitted(model)
     prefix = f"{module_name}." if module_name else ""
     chosen = []
