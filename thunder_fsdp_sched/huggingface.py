@@ -15,8 +15,8 @@ import torch
 from .checkpoint.on_all_ranks import run_on_all_ranks
 from .ranks.control import control_of
 from .sharding.jitted_state import gather_entries
+from .sharding.sharded_module import find_jitted
 from .sharding.state_entries import refuse_unshared
-from .transform import find_jitted
 
 __all__ = ["save_pretrained"]
 

@@ -31,7 +31,6 @@ from typing import Any
 import thunder
 from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx
-from thunder.core.transform_common import Transform
 from thunder.distributed import get_skip_data_parallel_grad_sync
 from thunder.extend import Executor
 
@@ -45,13 +44,13 @@ from .ir.schedule import StepSchedule, save_schedules
 from .options import Options
 from .pipeline import CompiledTraces, JointPasses, without
 from .plan.plan import Plan
-from .private_api import quiet_no_sync, refuse_foreign_functions, unwrap_fabric
+from .private_api import quiet_no_sync, refuse_foreign_functions
 from .sharding.huggingface_models import let_accelerate_prepare, refuse_save_pretrained, transformers_lookasides
 from .sharding.jitted_state import hold_entries
 from .sharding.module_policies import attach_casts, cast_inputs
 from .sharding.refusals import refuse_fsdp2_methods
 from .sharding.shard_module import shard_module
-from .sharding.sharded_module import ShardedModule
+from .sharding.sharded_module import ShardingTransform, find_sharding
 from .transforms.guard_outputs import guard_outputs
 from .transforms.shard_prologue import refuse_foreign_parameters
 
@@ -63,7 +62,7 @@ MAX_COMPILED = 128
 needed. Ranks need not evict the same one, because a program that they have agreed on is not compared again."""
 
 
-class FSDPTransform(Transform):
+class FSDPTransform(ShardingTransform):
     """The transform that shards a module's parameters and schedules their communication.
 
     :func:`thunder_fsdp_sched.fsdp` creates it. A transform belongs to one module. Attributes of interest to users:
@@ -72,11 +71,11 @@ class FSDPTransform(Transform):
     """
 
     def __init__(self, options: Options) -> None:
+        super().__init__()
         self.options = options
         self.compiled: list[CompiledTraces] = []
         self._compilations = itertools.count()
         self._compilation: Compilation | None = None
-        self._sharded: ShardedModule | None = None
         self._executors = (
             JointPasses(f"fsdp_sched_before_fusion_{id(self)}", self._before_fusion, claims=True),
             JointPasses(f"fsdp_sched_behind_fusion_{id(self)}", self._after_fusion),
@@ -97,17 +96,6 @@ class FSDPTransform(Transform):
             RuntimeError: the transform has not been given to ``thunder.jit`` yet.
         """
         return self.sharded.plan
-
-    @property
-    def sharded(self) -> ShardedModule:
-        """The module's shards.
-
-        Raises:
-            RuntimeError: the transform has not been given to ``thunder.jit`` yet.
-        """
-        if self._sharded is None:
-            raise RuntimeError("fsdp(...) has no plan yet: pass it to thunder.jit(model, transforms=[fsdp(...)]) first")
-        return self._sharded
 
     def cast_inputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Return the arguments cast as by a call of the jitted module, for callers that compile without a call."""
@@ -237,26 +225,8 @@ def find_transform(model: object) -> FSDPTransform:
     """Return the transform that shards ``model``, a jitted module or Lightning Fabric's wrapper of one.
 
     Raises:
-        TypeError: no ``fsdp(...)`` shards it.
-        RuntimeError: a parameter or submodule was replaced after ``thunder.jit``.
+        TypeError, RuntimeError: see :func:`~thunder_fsdp_sched.sharding.sharded_module.find_sharding`.
     """
-    jitted = unwrap_fabric(model)
-    transform = next((t for t in getattr(jitted, "_lc_transforms", ()) if isinstance(t, FSDPTransform)), None)
-    if transform is None:
-        raise TypeError(
-            f"model: expected the result of thunder.jit(module, transforms=[fsdp(...)]), got a {type(jitted).__name__} "
-            f"that no fsdp(...) shards"
-        )
-    if transform._sharded is not None:
-        transform._sharded.module_params.check()
+    transform = find_sharding(model)
+    assert isinstance(transform, FSDPTransform)
     return transform
-
-
-def find_jitted(model: object) -> tuple[ThunderModule, ShardedModule]:
-    """Return the jitted module in ``model``, which Lightning Fabric may have wrapped, and its shards.
-
-    Raises:
-        TypeError, RuntimeError: see :func:`find_transform`.
-    """
-    sharded = find_transform(model).sharded
-    return unwrap_fabric(model), sharded

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..ranks.control import control_of
 from ..sharding.jitted_state import rows_by_name
-from ..transform import find_jitted
+from ..sharding.sharded_module import find_jitted
 from . import extra as extras
 from .extra import EXTRA
 from .fitting import (

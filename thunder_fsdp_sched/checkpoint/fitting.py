@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_leaves_with_path, tree_map_only
 
 from ..runtime.row_dtensor import RowDTensor, replicated
+from ..sharding.sharded_module import find_jitted
 from ..sharding.state_entries import RowPiece
-from ..transform import find_jitted
 from .state_dict import labelled_groups, names_of_params, owned_names
 from .storage import Paths, nested
 

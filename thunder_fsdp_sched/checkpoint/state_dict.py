@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..private_api import state_name, unwrap_fabric
 from ..runtime.row_dtensor import RowDTensor
+from ..sharding.sharded_module import find_jitted
 from ..sharding.state_entries import RowPiece, refuse_unshared
-from ..transform import find_jitted
 
 
 @runtime_checkable

@@ -34,9 +34,8 @@ from ..private_api import state_name
 from ..ranks.control import control_of
 from ..ranks.process_groups import ProcessGroupRef
 from ..sharding.jitted_state import rows_by_name
-from ..sharding.sharded_module import ShardedModule
+from ..sharding.sharded_module import ShardedModule, find_jitted
 from ..sharding.state_entries import refuse_unshared
-from ..transform import find_jitted
 from .fitting import Cast, compare, tell_casts
 from .folder import INDEX, checksum, refuse_complete, saving_into
 from .on_all_ranks import CheckpointError, reason_of, refuse_different, run_on_all_ranks

@@ -32,9 +32,8 @@ from ..checkpoint.on_all_ranks import run_on_all_ranks
 from ..checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, names_of_params
 from ..runtime.row_dtensor import RowDTensor
 from ..sharding.jitted_state import gather_entries
-from ..sharding.sharded_module import ShardedModule
+from ..sharding.sharded_module import ShardedModule, find_jitted
 from ..sharding.state_entries import rows_from
-from ..transform import find_jitted
 
 _OTHERS = "meta.pt"
 """The file of a folder that has everything besides the module and its optimizers."""

@@ -38,8 +38,8 @@ from ..planning.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, c
 from ..runtime.bucket import Bucket
 from ..runtime.forward_numbers import as_backward_of_latest_forward
 from ..runtime.memory import Arena, InFlight, Slot
-from ..sharding.sharded_module import ShardedModule
-from ..transform import find_jitted, find_transform
+from ..sharding.sharded_module import ShardedModule, find_jitted
+from ..transform import find_transform
 
 __all__ = ["CollectiveTime", "MeasuredCost", "OpTime", "Profile", "measure"]
 

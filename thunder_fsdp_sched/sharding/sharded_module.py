@@ -13,6 +13,7 @@ from typing import Any
 import thunder
 import torch
 from thunder.core.module import ThunderModule
+from thunder.core.transform_common import Transform
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..capture.garbage_collection import CollectsLess
@@ -25,6 +26,7 @@ from ..private_api import (
     replace_data,
     set_in_call,
     state_name,
+    unwrap_fabric,
     watch_cache_misses,
 )
 from ..ranks.control import Control
@@ -232,3 +234,49 @@ class ShardedModule:
                     f"parameters (load_checkpoint, load_safetensors) before the first call"
                 )
         self.began_on_meta.clear()
+
+
+class ShardingTransform(Transform):
+    """A transform that shards a module, as functions see it that need only the shards."""
+
+    def __init__(self) -> None:
+        self._sharded: ShardedModule | None = None
+
+    @property
+    def sharded(self) -> ShardedModule:
+        """The module's shards.
+
+        Raises:
+            RuntimeError: the transform has not been given to ``thunder.jit`` yet.
+        """
+        if self._sharded is None:
+            raise RuntimeError("fsdp(...) has no plan yet: pass it to thunder.jit(model, transforms=[fsdp(...)]) first")
+        return self._sharded
+
+
+def find_sharding(model: object) -> ShardingTransform:
+    """Return the transform that shards ``model``, a jitted module or Lightning Fabric's wrapper of one.
+
+    Raises:
+        TypeError: no ``fsdp(...)`` shards it.
+        RuntimeError: a parameter or submodule was replaced after ``thunder.jit``.
+    """
+    jitted = unwrap_fabric(model)
+    transform = next((t for t in getattr(jitted, "_lc_transforms", ()) if isinstance(t, ShardingTransform)), None)
+    if transform is None:
+        raise TypeError(
+            f"model: expected the result of thunder.jit(module, transforms=[fsdp(...)]), got a {type(jitted).__name__} "
+            f"that no fsdp(...) shards"
+        )
+    transform.sharded.module_params.check()
+    return transform
+
+
+def find_jitted(model: object) -> tuple[ThunderModule, ShardedModule]:
+    """Return the jitted module in ``model``, which Lightning Fabric may have wrapped, and its shards.
+
+    Raises:
+        TypeError, RuntimeError: see :func:`find_sharding`.
+    """
+    sharded = find_sharding(model).sharded
+    return unwrap_fabric(model), sharded

@@ -33,7 +33,7 @@ from ..runtime.memory import Arena, InFlight, slot_bytes
 from ..runtime.ops import all_gather, wait_params
 from ..sharding.module_parameters import Entry
 from ..sharding.module_policies import attach_casts
-from ..transform import find_jitted
+from ..sharding.sharded_module import find_jitted
 
 
 @contextlib.contextmanager

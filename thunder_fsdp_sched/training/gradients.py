@@ -11,7 +11,7 @@ from thunder.core.module import ThunderModule
 
 from ..options import check_factor
 from ..runtime.row_dtensor import local_rows
-from ..transform import find_jitted
+from ..sharding.sharded_module import find_jitted
 
 
 def clip_grad_norm_(

@@ -22,8 +22,7 @@ from torch import nn
 from ..runtime.bucket import Bucket
 from ..runtime.shard_source import version_of
 from ..sharding.former_parameters import retire
-from ..sharding.sharded_module import ShardedModule
-from ..transform import find_jitted
+from ..sharding.sharded_module import ShardedModule, find_jitted
 from .eager import in_former_place
 from .weight_stream import gather_ahead
 

@@ -27,8 +27,7 @@ from ..runtime.bucket_aliases import temporary_alias_in_dtype
 from ..runtime.memory import Arena, InFlight, Slot, slot_bytes
 from ..runtime.ops import all_gather, wait_params
 from ..runtime.shard_source import version_of
-from ..sharding.sharded_module import ShardedModule
-from ..transform import find_jitted
+from ..sharding.sharded_module import ShardedModule, find_jitted
 
 
 def stream_full_parameters(

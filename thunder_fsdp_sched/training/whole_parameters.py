@@ -33,7 +33,7 @@ from thunder.core.module import ThunderModule
 
 from ..runtime.bucket import Bucket
 from ..runtime.row_dtensor import local_rows
-from ..transform import find_jitted
+from ..sharding.sharded_module import find_jitted
 
 _NAMES = ("params", "param_names")
 """Keys of a parameter group that are not optimizer options."""
