@@ -16,7 +16,6 @@ import thunder_fsdp_sched  # before thunder
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.logs import describe_change, following_stages
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
-from thunder_fsdp_sched.transform import FSDPTransform
 
 import pytest
 import thunder
@@ -79,7 +78,10 @@ def test_the_first_rank_shows_one_progress_line_in_a_terminal(monkeypatch: pytes
     assert stages == names and not sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
-def test_the_first_rank_logs_the_phases_of_compilation(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_rank_logs_the_phases_of_compilation_and_describes_no_changes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("thunder_fsdp_sched.logs.describe_change")
     with caplog.at_level(logging.INFO, logger=NAME):
         compile_as_rank(_make, fsdp(), rank=0, world_size=4)
     texts = _messages(caplog, logging.INFO)
@@ -98,23 +100,16 @@ def test_the_first_rank_logs_the_phases_of_compilation(caplog: pytest.LogCapture
     assert not _messages(caplog, logging.DEBUG)
 
 
-def test_other_ranks_log_only_their_passes(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_ranks_log_what_each_pass_changed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger=NAME):
         transform = compile_as_rank(_make, fsdp(), rank=1, world_size=4)
     assert not _messages(caplog, logging.INFO)
-    texts = _messages(caplog, logging.DEBUG)
-    logged = [match[1] for text in texts if (match := re.match(r"pass (\w+): .*, \d+\.\d ms$", text))]
-    assert len(logged) == len(texts)
-    assert set(logged) == set(transform.compiled[0].pass_seconds) >= set(PASSES)
-
-
-def test_each_pass_logs_what_it_changed(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, logger=NAME):
-        transform = compile_as_rank(_make, fsdp(), rank=0, world_size=4)
     changes: dict[str, str] = {}
     for text in _messages(caplog, logging.DEBUG):
-        name, _, counted = text.removeprefix("pass ").partition(": ")
-        changes.setdefault(name, counted)  # the first is forward's
+        logged = re.fullmatch(r"pass (\w+): (.*), \d+\.\d ms", text)
+        assert logged, text
+        changes.setdefault(logged[1], logged[2])  # the first is forward's
+    assert set(changes) == set(transform.compiled[0].pass_seconds) >= set(PASSES)
     parameters = sum(len(bucket.params) for bucket in transform.plan)
     buckets = len(transform.plan)
     assert f"+{parameters} fsdp_unshard" in changes["insert_unshard"]
@@ -128,6 +123,8 @@ def test_each_pass_logs_what_it_changed(caplog: pytest.LogCaptureFixture) -> Non
     assert re.search(r"\d+ of \d+ collectives and waits moved", changes["sort_communication"])
     assert re.search(r"\d+ slots? of [\d,]+ bytes in all", changes["assign_slots"])
     assert re.match(r"\d+ bound symbols \(0 new", changes["verify"]) or "no change" in changes["verify"]
+    trace = transform.compiled[0].forward
+    assert re.fullmatch(r"\d+ bound symbols, no change", describe_change(trace, trace))
 
 
 def test_a_choice_is_logged_with_its_candidates(caplog: pytest.LogCaptureFixture) -> None:
@@ -136,24 +133,6 @@ def test_a_choice_is_logged_with_its_candidates(caplog: pytest.LogCaptureFixture
     [text] = [t for t in _messages(caplog, logging.DEBUG) if t.startswith("choose: ")]
     assert re.match(r"choose: \d+ candidates, \d+\.\d ms\n", text)
     assert "> prefetch" in text
-
-
-def test_changes_are_described_only_if_debug_messages_are_enabled(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    described: list[str] = []
-    monkeypatch.setattr("thunder_fsdp_sched.logs.describe_change", lambda *traces: described.append("") or "")
-    for level in (logging.INFO, logging.DEBUG):
-        with caplog.at_level(level, logger=NAME):
-            compile_as_rank(_make, fsdp(), rank=0, world_size=4)
-        assert bool(described) is (level == logging.DEBUG)
-
-
-def test_an_unchanged_trace_is_described_as_such() -> None:
-    transform: FSDPTransform = compile_as_rank(_make, fsdp(), rank=0, world_size=4)
-    trace = transform.compiled[0].forward
-    assert trace is not None
-    assert re.fullmatch(r"\d+ bound symbols, no change", describe_change(trace, trace))
 
 
 #

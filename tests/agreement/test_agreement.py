@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import re
 import threading
 from collections.abc import Callable
@@ -102,19 +101,6 @@ def test_ranks_that_shard_differently_raise_before_any_collective(rank: int, cas
 
 
 @on_ranks()
-def test_a_package_that_is_only_on_the_path_shards() -> None:
-    versions = importlib.metadata.version
-
-    def version(name: str) -> str:
-        if name == "thunder_fsdp_sched":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return versions(name)
-
-    with mock.patch.object(importlib.metadata, "version", version):
-        _jit(TwoBranches())
-
-
-@on_ranks()
 def test_the_error_names_a_rank_that_does_not_shard(rank: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=4))
     if rank == 0:
@@ -167,27 +153,19 @@ def test_the_error_of_different_compilations_shows_the_first_differing_line(rank
     model(x, False).backward()
 
 
-def _compute_differently(rank: int, **options: Any) -> None:
+@on_ranks(4, timeout=400)
+def test_different_computations_of_replicas_raise_on_all_ranks_unless_they_are_allowed(rank: int) -> None:
     x, activation = torch.ones(2, 4), torch.relu if rank else torch.tanh
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     _disagree(
         rank,
-        [lambda: _jit(LayerWithActivation(activation), **options)(x)] * dist.get_world_size(),
+        [lambda: _jit(LayerWithActivation(activation), mesh=mesh)(x)] * 4,
         "forward of a trace: the collectives agree but the computations differ",
         r"line \d+:\n    rank 0: tanh\(%\d+\) -> %\d+: float32\n    rank 1: gt",
     )
-    allowed = _jit(LayerWithActivation(activation), allow_different_computation=True, **options)
+    allowed = _jit(LayerWithActivation(activation), mesh=mesh, allow_different_computation=True)
     allowed(x).backward()
     allowed(x).backward()
-
-
-@on_ranks(timeout=400)
-def test_different_computations_raise_on_all_ranks_unless_they_are_allowed(rank: int) -> None:
-    _compute_differently(rank)
-
-
-@on_ranks(4, timeout=400)
-def test_different_computations_of_replicas_raise_on_all_ranks(rank: int) -> None:
-    _compute_differently(rank, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 @on_ranks()

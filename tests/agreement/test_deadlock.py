@@ -72,12 +72,6 @@ def test_faults_are_described(case):
     assert all(text in fault for text in expected), fault
 
 
-def test_a_different_order_on_one_group_is_reported_with_its_line():
-    one = [Action(name, "A", (0, 1), False, i) for i, name in enumerate(("h.0", "h.1"))]
-    other = [action._replace(line=line) for action, line in zip(one, ("h.1", "h.0"), strict=True)]
-    assert find_fault({0: one, 1: other}) == "line 1:\n    rank 0: h.0\n    rank 1: h.1"
-
-
 def test_the_program_of_a_trace_lists_its_issues_and_waits():
     trace = verify(assign_slots(sort_communication(chain(3), prefetch=1)))
     actions = read_program(trace)

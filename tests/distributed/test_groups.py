@@ -9,7 +9,7 @@ from typing import Any
 
 from thunder_fsdp_sched import ScheduleDisagreement, fsdp, full_state_dict, testing
 from thunder_fsdp_sched.ir.inspection import args_of
-from thunder_fsdp_sched.ir.symbols import fsdp_all_reduce, fsdp_wait_grads
+from thunder_fsdp_sched.ir.symbols import fsdp_all_reduce
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.proof import VerificationError, verify
 
@@ -241,16 +241,6 @@ REFUSED: dict[str, tuple[Callable[[dist.ProcessGroup], dict[str, Any]], type[Exc
         ValueError,
         r"puts 'first\.weight' and 'first\.bias' into one bucket 'everything', .* two process groups",
     ),
-    "no callable": (
-        lambda experts: {"process_group_for": experts},
-        TypeError,
-        "process_group_for: expected a callable",
-    ),
-    "broadcast": (
-        lambda experts: {"mesh": _mesh(), "broadcast_from": 7},
-        ValueError,
-        "broadcast_from: rank 7 is not in the process group",
-    ),
 }
 
 
@@ -299,14 +289,6 @@ def test_verify_refuses_a_reduction_that_skips_the_replicas():
         if b is not replica_reduction
     ]
     with pytest.raises(VerificationError, match="fsdp_reduce_scatter of bucket 'last', but expects fsdp_all_reduce"):
-        verify(trace)
-
-
-def test_verify_refuses_an_all_reduce_that_is_never_waited_for():
-    trace = _hybrid_backward()
-    wait = next(b for b in trace.bound_symbols if b.sym is fsdp_wait_grads)
-    trace.bound_symbols = [b for b in trace.bound_symbols if b is not wait]
-    with pytest.raises(VerificationError):
         verify(trace)
 
 

@@ -192,11 +192,6 @@ def test_buckets_are_divided_by_dtype_and_by_requires_grad():
     assert len({b.name for b in plan(model)}) == len(plan(model)) == 4
 
 
-def test_a_bucketing_function_that_returns_no_name_is_refused():
-    with pytest.raises(TypeError, match="'weight'"):
-        plan(nn.Linear(2, 2), lambda name, param: None)
-
-
 def test_the_plan_knows_the_bytes_of_buckets():
     bucket = plan(nn.Linear(3, 5)).buckets[0]
     assert bucket.param_bytes == (15 + 5) * 4
