@@ -75,33 +75,25 @@ __all__ = [
     "unsharded",
 ]
 
-_LOADED_WHEN_USED = {
-    "checkpoint": (
-        *(
-            "CheckpointError",
-            "full_state_dict",
-            "get_model_state_dict",
-            "get_optimizer_state_dict",
-            "latest_checkpoint",
-        ),
-        *("load_checkpoint", "load_safetensors", "save_checkpoint", "save_safetensors"),
-    ),
-    "training.eager": ("eager",),
-    "training.gradients": ("clip_grad_norm_", "discard_unreduced", "set_gradient_divide_factor"),
-    "training.unsharded": ("unsharded",),
-    "training.weight_stream": ("stream_full_parameters",),
-    "training.whole_parameters": ("WholeParameters",),
-}
-"""Modules that a training step does not need, with the public names in them."""
-
-_MODULE_OF = {name: module for module, names in _LOADED_WHEN_USED.items() for name in names}
+_LOADED_WHEN_USED = (
+    "training.eager",
+    "training.gradients",
+    "training.unsharded",
+    "training.weight_stream",
+    "training.whole_parameters",
+    "checkpoint",
+)
+"""Modules that a training step does not need, in the order in which they are searched for a public name."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
-    return value
+    if name in __all__:
+        for path in _LOADED_WHEN_USED:
+            module = importlib.import_module(f".{path}", __name__)
+            if hasattr(module, name):
+                value = globals()[name] = getattr(module, name)
+                return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
