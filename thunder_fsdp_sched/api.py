@@ -203,4 +203,9 @@ def fsdp(
             there is no process group, and TypeError or ValueError for a parameter that cannot be sharded.
     """
     arguments: dict[str, Any] = dict(locals())
-    return FSDPTransform(check_options(*arguments.pop("positional"), **arguments))
+    options = check_options(*arguments.pop("positional"), **arguments)
+    if not options.needs_search:
+        return FSDPTransform(options)
+    from .planning import choosing  # here, because a default step needs no planner
+
+    return FSDPTransform(options, choosing)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from thunder.core.trace import TraceCtx
 from thunder.extend import Executor, FusionExecutor
 
 from . import passes
 from .capture.traced_computation import TracedComputation, needs_backward, without_computation
-from .ir.analysis import NOTHING_LEFT
+from .ir.analysis import NOTHING_LEFT, LeftGradients
 from .ir.caching import with_caches
 from .ir.computation import computation_of
 from .ir.descriptions import count_issues
@@ -30,6 +30,25 @@ from .transforms.shard_prologue import shard_prologue, unpacked_parameters
 Fingerprint = Callable[[TraceCtx, Mapping[str, str]], TracedComputation | None]
 
 
+class Planner(Protocol):
+    """The functions of ``planning.choosing``, which a default step does not load."""
+
+    def choose_settings(
+        self,
+        joint: TraceCtx,
+        traces: CompiledTraces,
+        context: Context,
+        *,
+        sharded: ShardedModule,
+        options: Options,
+        compiled: Sequence[CompiledTraces],
+    ) -> Any: ...
+
+    def check_memory(
+        self, traces: CompiledTraces, *, limit: int, left: LeftGradients, compiled: Sequence[CompiledTraces]
+    ) -> None: ...
+
+
 class Compilation:
     """The passes that turn what Thunder has traced once into the traces that run.
 
@@ -44,6 +63,7 @@ class Compilation:
         stats: Thunder's statistics of the jitted modules that may run the traces.
         compiled: the traces of the module that were compiled before, whose joint trace this compilation may share.
         agrees: whether the ranks agree before each run; ``False`` only to measure the cost of that.
+        planner: chooses settings, if the options ask for a search.
 
     Attributes:
         is_finished: whether the last trace has been scheduled.
@@ -59,6 +79,7 @@ class Compilation:
         *,
         compiled: Sequence[CompiledTraces] = (),
         agrees: bool = True,
+        planner: Planner | None = None,
     ) -> None:
         self.traces = traces
         self._compiled = compiled
@@ -70,6 +91,7 @@ class Compilation:
         self._fusions = [e for e in executors if isinstance(e, FusionExecutor) and not isinstance(e, JointPasses)]
         self._stats = stats
         self._agrees = agrees
+        self._planner = planner
         self._same: CompiledTraces | None = None
         self._traced: TraceCtx | None = None
         self._computation: TraceCtx | None = None  # that Thunder does not see
@@ -168,9 +190,8 @@ class Compilation:
             traces.forward_before, traces.forward, traces.forward_schedule = unscheduled, trace, schedule
         self.is_finished = backward or not trains
         if self.is_finished and self._options.max_memory is not None:
-            from .planning.choosing import check_memory  # here, because a default step needs no planner
-
-            check_memory(traces, limit=self._options.max_memory, left=self._left, compiled=self._compiled)
+            assert self._planner is not None
+            self._planner.check_memory(traces, limit=self._options.max_memory, left=self._left, compiled=self._compiled)
         if self._options.audit:
             trace = audited(trace, forward=forward, former_memory=self._sharded.former_memory, stats=self._stats)
         return with_caches(trace)
@@ -182,10 +203,11 @@ class Compilation:
             assert options.prefetch != "auto"
             traces.prefetch = options.prefetch
             return passes.run("joint", joint, self._context(), record=traces.run)
-        from .planning.choosing import choose_settings  # here, because a default step needs no planner
-
+        assert self._planner is not None
         context, compiled = self._context(), self._compiled
-        settings = choose_settings(joint, traces, context, sharded=sharded, options=options, compiled=compiled)
+        settings = self._planner.choose_settings(
+            joint, traces, context, sharded=sharded, options=options, compiled=compiled
+        )
         self._left, self._copy_times = settings.left, settings.copy_times
         traces.choice, chosen = settings.choice, settings.choice.chosen
         traces.prefetch, traces.reductions_in_flight = chosen.prefetch, chosen.reductions

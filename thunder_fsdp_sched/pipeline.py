@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from thunder.core.trace import TraceCtx
 from thunder.extend import Executor, FusionExecutor
@@ -20,9 +20,6 @@ from .ir.step_memory import StepMemory
 from .logs import log_pass
 from .runtime.bucket import Bucket
 from .transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT
-
-if TYPE_CHECKING:
-    from .planning.search import Choice
 
 
 @dataclass
@@ -37,7 +34,8 @@ class CompiledTraces:
         reductions_in_flight: how many equally large reductions of one process group may be in flight; ``max_memory``
             chooses fewer than usual if that fits and costs less than recomputation.
         extends: whether ``max_memory`` makes backward allocate the memory of slots that only backward needs.
-        choice: the outcome of ``prefetch="auto"``, ``max_memory`` or ``max_unsharded_bytes``; ``None`` without them.
+        choice: the outcome of ``prefetch="auto"``, ``max_memory`` or ``max_unsharded_bytes``, a
+            :class:`~thunder_fsdp_sched.planning.search.Choice`; ``None`` without them.
         offloaded: names of the values that wait in host memory between forward and backward.
         recomputed: names of the values of forward that ``max_memory`` makes backward compute again.
         parameters: the parameter name of each argument that is a parameter, keyed by the argument's name.
@@ -58,7 +56,7 @@ class CompiledTraces:
     prefetch: int = 0
     reductions_in_flight: int = MAX_REDUCTIONS_IN_FLIGHT
     extends: bool = False
-    choice: Choice | None = None
+    choice: Any = None
     offloaded: frozenset[str] = frozenset()
     recomputed: frozenset[str] = frozenset()
     parameters: Mapping[str, str] = field(default_factory=dict)

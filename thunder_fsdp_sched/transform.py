@@ -37,7 +37,7 @@ from thunder.extend import Executor
 from .capture.module_calls import call_forward, trace_module_calls
 from .capture.repetition import Repetition
 from .capture.traced_computation import defers_autograd, fingerprint
-from .compilation import Compilation
+from .compilation import Compilation, Planner
 from .ir.descriptions import Call, read_call
 from .ir.registry import executor as own_executor
 from .ir.schedule import StepSchedule, save_schedules
@@ -70,9 +70,10 @@ class FSDPTransform(ShardingTransform):
     input shapes and flags, oldest first.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, planner: Planner | None = None) -> None:
         super().__init__()
         self.options = options
+        self._planner = planner
         self.compiled: list[CompiledTraces] = []
         self._compilations = itertools.count()
         self._compilation: Compilation | None = None
@@ -178,6 +179,7 @@ class FSDPTransform(ShardingTransform):
             self._stats,
             compiled=self.compiled,
             agrees=self._agrees,
+            planner=self._planner,
         )
         return self._compilation
 
