@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from thunder_fsdp_sched import fsdp
-from thunder_fsdp_sched.capture.copies import BoundSymbolCopies
+from thunder_fsdp_sched.capture.bound_symbols import BoundSymbolCopies
 from thunder_fsdp_sched.ir.caching import caching, with_caches
 from thunder_fsdp_sched.planning.fake_ranks import compile_as_rank
 from thunder_fsdp_sched.private_traces import CachingBoundSymbol, renamed

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from thunder_fsdp_sched.capture.keys import StructuralKeys
+from thunder_fsdp_sched.capture.bound_symbols import StructuralKeys
 from thunder_fsdp_sched.capture.module_calls import call_forward, trace_module_calls
 from thunder_fsdp_sched.capture.repetition import Repetition
 

@@ -1,8 +1,7 @@
-"""Copies of bound symbols with other proxies and parameters, and of everything that a recorded module call has added."""
+"""Copies of everything that a recorded module call has added to the traces."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,65 +9,15 @@ from thunder.core.interpreter import ProvenanceRecord, PseudoInst, WrappedValue,
 from thunder.core.jit_ext import EXT_FLAG_IS_CALLABLE, EXT_FLAG_IS_MODULE
 from thunder.core.proxies import Proxy, variableify
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
 
-from ..ir.symbols import fsdp_reduce, fsdp_unshard
 from ..private_interpreter import added_checks, checks_of, renames_of
-from ..private_traces import CachingBoundSymbol, renamed
+from ..private_traces import renamed
+from .bound_symbols import BoundSymbolCopies
 from .grad_modes import GradMode, kwargs_in, tags_in
-from .keys import Parameter
 from .observer import Observer
 from .paths import ATTRIBUTE, FUNCTION, Path, evaluate
 from .records import Arguments, Record
 from .regions import renew_calls
-
-
-class BoundSymbolCopies:
-    """Copies bound symbols into a trace.
-
-    Args:
-        trace: names new proxies.
-        new: the proxies that replace others, by the names of those. Copies for all that the copied bound symbols define
-            are added to it; proxies that are neither in it nor defined stay as they are.
-        parameters: the parameters that replace others in ``fsdp_unshard`` and ``fsdp_reduce``.
-    """
-
-    def __init__(
-        self, trace: TraceCtx, new: dict[str, Proxy], *, parameters: Mapping[Parameter, Parameter] | None = None
-    ) -> None:
-        self.new = new
-        self._trace = trace
-        self._parameters = parameters or {}
-
-    def copy(self, bsym: BoundSymbol) -> BoundSymbol:
-        """Return a copy of a bound symbol and its subsymbols."""
-        subsymbols = [self.copy(sub) for sub in bsym.subsymbols]
-        for proxy in bsym.flat_proxy_outs:
-            if proxy.name not in self.new:
-                self.new[proxy.name] = renamed(proxy, self._trace, self.tags_of(proxy))
-        if self._parameters and bsym.sym in (fsdp_unshard, fsdp_reduce):
-            bucket, index, tensor = bsym.args
-            parameter = self._parameters[bucket, index]
-            return bsym.from_bsym(args=(*parameter, self.swap(tensor)), output=self.swap(bsym.output))
-        if isinstance(bsym, CachingBoundSymbol):
-            return bsym.with_proxies(self.new, subsymbols)
-        args, kwargs, output = self.swap(bsym.args), self.swap(bsym.kwargs), self.swap(bsym.output)
-        return bsym.from_bsym(args=args, kwargs=kwargs, output=output, subsymbols=subsymbols)
-
-    def tags_of(self, proxy: Proxy) -> set[Any]:
-        """Return the tags of the proxy that replaces one that bound symbols define."""
-        return set(proxy.tags)
-
-    def swap(self, value: Any) -> Any:
-        """Return ``value`` with new proxies."""
-        if isinstance(value, Proxy):
-            return self.new.get(value.name, value)
-        kind = type(value)
-        if kind is tuple or kind is list:
-            return kind([self.swap(item) for item in value])
-        if kind is dict:
-            return {key: self.swap(item) for key, item in value.items()}
-        return value
 
 
 def repeat(

@@ -1,22 +1,13 @@
-"""Keys of values that tracing can observe, and of bound symbols: equal keys mean equal transformation."""
+"""Keys of values that tracing can observe: a trace cannot tell values with equal keys apart."""
 
 from __future__ import annotations
 
 from types import CellType, MethodType, NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from thunder.core.devices import Device
-from thunder.core.dtypes import dtype
-from thunder.core.proxies import FutureTensorProxy, NumberProxy, Proxy, TensorProxy
-from thunder.core.symbol import BoundSymbol
 
-from ..ir.symbols import fsdp_reduce, fsdp_unshard
 from ..private_interpreter import is_hooked
-from ..runtime.bucket import Bucket
-
-Parameter = tuple[Bucket, int]
-"""A parameter: its bucket, and its index there."""
 
 _BY_VALUE = (
     *(NoneType, bool, int, str, bytes, range, slice, type(Ellipsis), frozenset),
@@ -74,119 +65,3 @@ class Same:
 
     def __hash__(self) -> int:
         return id(self.value)
-
-
-class ModuleCall:
-    """The tag of the bound symbols that one call of a module has added to a trace."""
-
-
-class Structure(NamedTuple):
-    """The structure of bound symbols and values.
-
-    Attributes:
-        key: equal for values that differ only in their proxies, their parameters and the calls they belong to.
-        proxies: the proxies in order of appearance, by name.
-        parameters: the parameters that are unsharded or reduced, in order of appearance.
-    """
-
-    key: tuple[Any, ...]
-    proxies: dict[str, Proxy]
-    parameters: tuple[Parameter, ...]
-
-
-class _Unknown(Exception):
-    """A proxy is of a kind that is not known here."""
-
-
-class StructuralKeys:
-    """Computes structures of values in one trace, which it assumes to stay alive."""
-
-    def __init__(self) -> None:
-        self._facts: dict[int, Any] = {}  # of proxies by their identity, without tags
-        self._facts_of_parameters: dict[Parameter, Any] = {}
-        self._shared: dict[Any, Any] = {}  # one object for equal facts
-
-    def of(self, *values: Any) -> Structure | None:
-        """Return the structure of bound symbols and other values; ``None`` if it is unknown."""
-        self._key: list[Any] = []
-        self._proxies: dict[str, Proxy] = {}
-        self._numbers: dict[str, int] = {}
-        self._parameters: dict[Parameter, int] = {}
-        try:
-            for value in values:
-                self._add(value)
-        except _Unknown:
-            return None
-        return Structure(tuple(self._key), self._proxies, tuple(self._parameters))
-
-    def _add(self, value: Any) -> None:
-        if isinstance(value, Proxy):
-            facts = self._facts.get(id(value))
-            if facts is None:
-                facts = self._facts[id(value)] = self._facts_of(value)
-            number = self._numbers.get(value.name)
-            if number is None:
-                number = self._numbers[value.name] = len(self._numbers)
-                self._proxies[value.name] = value
-            self._key += (number, facts, frozenset(value.tags) if value.tags else None)
-            return
-        kind = type(value)
-        if kind is tuple or kind is list:
-            self._key += (kind, len(value))
-            for item in value:
-                self._add(item)
-        elif kind is dict:
-            self._key += (kind, len(value))
-            for key, item in value.items():
-                self._add(key)
-                self._add(item)
-        elif isinstance(value, BoundSymbol):
-            self._add_bsym(value)
-        elif isinstance(value, Device | dtype):
-            self._key += (kind, str(value))
-        else:
-            self._key.append(key_of(value, 0))
-
-    def _add_bsym(self, bsym: BoundSymbol) -> None:
-        positions = bsym.source_positions
-        line = None if positions is None else positions.lineno
-        tags = frozenset(tag for tag in bsym.tags if not isinstance(tag, ModuleCall))
-        self._key += (Same(bsym.sym), bsym.header, bsym.source_filename, line, self._shared.setdefault(tags, tags))
-        if bsym.sym in (fsdp_unshard, fsdp_reduce):
-            self._add_parameter(*bsym.args)
-            self._add(bsym.output)
-            return
-        self._add(bsym.args)
-        self._add(bsym.kwargs)
-        self._add(bsym.output)
-        for context in (bsym._call_ctx, bsym._import_ctx, bsym._object_ctx):
-            self._add(dict(context or {}))
-        self._key.append(len(bsym.subsymbols))
-        for sub in bsym.subsymbols:
-            self._add_bsym(sub)
-
-    def _add_parameter(self, bucket: Bucket, index: int, tensor: Proxy) -> None:
-        parameter = bucket, index
-        facts = self._facts_of_parameters.get(parameter)
-        if facts is None:
-            spec = bucket.spec
-            dtypes = spec.param_dtype, spec.dtype, spec.reduce_dtype
-            shapes = tuple(spec.params[index].shape), tuple(spec.layout.placements[index].shard_shape(bucket.rank))
-            facts = str(spec.device), str(spec.shard_device), dtypes, shapes
-            self._facts_of_parameters[parameter] = facts
-        self._key += (self._parameters.setdefault(parameter, len(self._parameters)), facts)
-        self._add(tensor)
-
-    def _facts_of(self, proxy: Proxy) -> Any:
-        kind = type(proxy)
-        facts: tuple[Any, ...]
-        if isinstance(proxy, TensorProxy | FutureTensorProxy):
-            facts = tuple(proxy.shape), str(proxy.device), str(proxy.dtype), proxy.requires_grad
-            if isinstance(proxy, TensorProxy):
-                facts += str(proxy.true_dtype), proxy.distparallel_type, proxy.thunder_fsdp_padding_size
-        elif isinstance(proxy, NumberProxy):
-            facts = key_of(proxy.value, 0), proxy.python_type, proxy.constraint
-        else:
-            raise _Unknown
-        facts = kind, *facts
-        return self._shared.setdefault(facts, facts)

@@ -17,7 +17,7 @@ from thunder.core.symbol import BoundSymbol
 
 from ..ir.inspection import args_of, defined_by, outs_of
 from ..ir.symbols import fsdp_unshard
-from .keys import ModuleCall, Parameter, StructuralKeys
+from .bound_symbols import ModuleCall, Parameter, StructuralKeys
 
 
 class Region(NamedTuple):

@@ -36,7 +36,8 @@ from thunder.core.transform_common import Transform
 from thunder.extend import StatefulExecutor
 
 from ..private_interpreter import cache_info
-from .keys import Same, StructuralKeys
+from .bound_symbols import StructuralKeys
+from .keys import Same
 
 TracedComputation = tuple[Any, ...]
 """The fingerprint of a traced computation; see :func:`fingerprint`."""

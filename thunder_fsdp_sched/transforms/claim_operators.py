@@ -27,8 +27,7 @@ from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transform_common import dce
 from thunder.extend import Executor, FusionExecutor, OperatorExecutor, StatefulExecutor
 
-from ..capture.copies import BoundSymbolCopies
-from ..capture.keys import StructuralKeys, Structure
+from ..capture.bound_symbols import BoundSymbolCopies, StructuralKeys, Structure
 from ..ir.caching import caching_throughout, with_caches
 from ..ir.operator_facts import share_facts
 from ..ir.registry import executor as own_executor

@@ -37,7 +37,7 @@ from thunder.core.transforms import get_grad, put_grad
 from thunder.extend import Executor
 from thunder.transforms.autodiff import grad_transform_on_trace
 
-from ..capture.copies import BoundSymbolCopies
+from ..capture.bound_symbols import BoundSymbolCopies
 from ..capture.regions import Region, find_repeated_regions
 from ..ir.inspection import args_of, defined_by, forward_part, names, outs_of, return_of
 from ..ir.registry import executor
