@@ -36,14 +36,13 @@ from .fitting import (
     blank_optimizer_state,
     compare,
     describe_optimizers,
-    loaded_optimizer_state,
     optimizer_state_dicts,
     tell_casts,
 )
 from .folder import METADATA, refuse_complete, saving_into
 from .on_all_ranks import CheckpointError, find_difference, reason_of, refuse_different, run_on_all_ranks
 from .state_dict import get_model_state_dict, get_optimizer_state_dict, listed
-from .storage import CheckedReader, Paths, RunWriter, check_lengths, check_plain, load_values, paths_of, read_metadata
+from .storage import CheckedReader, RunWriter, check_lengths, check_plain, load_values, nested, paths_of, read_metadata
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -165,7 +164,7 @@ def load_checkpoint(
     def prepare() -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
         """Return memory by DCP's names, these names of the model's entries, and the structure of ``extra``."""
         _check_extra(extra)
-        own = _own_extra(paths, reader)
+        own = _own_extra(paths.get(EXTRA, {}), reader)
         names = [*(name for name in paths if not own or name != EXTRA), *own]
         for name in [keys[0], *([keys[1]] if chosen else []), *(extra or {})]:
             if name not in names:
@@ -197,8 +196,9 @@ def load_checkpoint(
         ) from error
 
     def finish() -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        loaded = loaded_optimizer_state(paths[keys[1]], memory) if chosen else {}
-        states = optimizer_state_dicts(loaded, model, chosen) if chosen else []
+        of_optimizers = paths[keys[1]] if chosen else {}
+        loaded = nested({path: memory[saved] for path, saved in of_optimizers.items() if saved in memory})
+        states = optimizer_state_dicts(loaded, model, chosen)
         return states, {name: extras.filled(value, memory) for name, value in values.items()}
 
     # Every rank has read everything, and nothing has been changed yet.
@@ -235,9 +235,8 @@ def _check_extra(extra: Any) -> None:
         raise ValueError(f"extra: expected a dictionary of values by name, got a {type(extra).__name__}")
 
 
-def _own_extra(paths: Mapping[str, Paths], reader: CheckedReader) -> dict[str, Any]:
+def _own_extra(of_extra: Mapping[tuple[Any, ...], str], reader: CheckedReader) -> dict[str, Any]:
     """Return additional values that :func:`save_checkpoint` saved; empty if there are none, or if ``dcp.save`` did."""
-    of_extra = paths.get(EXTRA, {})
     if ("json",) not in of_extra:
         return {}
     try:

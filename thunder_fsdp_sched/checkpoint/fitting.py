@@ -16,7 +16,7 @@ from ..runtime.row_dtensor import RowDTensor, replicated
 from ..sharding.sharded_module import find_jitted
 from ..sharding.state_entries import RowPiece
 from .state_dict import labelled_groups, names_of_params, owned_names
-from .storage import Paths, nested
+from .storage import Paths
 
 Cast = tuple[str, torch.dtype, torch.dtype]
 """The name of an entry, its dtype in the checkpoint, and its dtype in memory."""
@@ -61,7 +61,7 @@ def compare(
 
 def tell_casts(casts: Sequence[Cast]) -> str:
     """Return a text that lists the entries that are cast."""
-    lines = [f"{name} from {_short(there)} to {_short(here)}" for name, there, here in casts[:8]]
+    lines = [f"{name} from {there} to {here}".replace(" torch.", " ") for name, there, here in casts[:8]]
     return f"{'; '.join(lines)}{f'; and {len(casts) - 8} more' if len(casts) > 8 else ''}"
 
 
@@ -146,24 +146,23 @@ def _blank_state(
     return replicated(whole.to(local.device), param.device_mesh) if whole.ndim else whole
 
 
-def loaded_optimizer_state(paths: Paths, memory: Mapping[str, Any]) -> dict[str, Any]:
-    """Return loaded values by parameters' names, as :func:`get_optimizer_state_dict` returns them."""
-    tree = nested({path: memory[saved] for path, saved in paths.items() if saved in memory})
-    return {"state": {}, "param_groups": [], **tree}
-
-
 def optimizer_state_dicts(
     loaded: Mapping[str, Any], model: ThunderModule, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[dict[str, Any]]:
     """Return the argument for each optimizer's ``load_state_dict``: parameters by number, groups in its own order.
+
+    Args:
+        loaded: the state of all optimizers by parameters' names, as :func:`get_optimizer_state_dict` returns it.
 
     Raises:
         ValueError: the checkpoint has other parameter groups, or the state of another kind of optimizer.
     """
     _, sharded = find_jitted(model)
     names = names_of_params(model, optimizers)
-    states = {sharded.names_of(name)[0]: state for name, state in loaded["state"].items()}
-    groups = {frozenset(sharded.names_of(n)[0] for n in group["params"]): group for group in loaded["param_groups"]}
+    states = {sharded.names_of(name)[0]: state for name, state in loaded.get("state", {}).items()}
+    groups = {
+        frozenset(sharded.names_of(n)[0] for n in group["params"]): group for group in loaded.get("param_groups", ())
+    }
     result: list[dict[str, Any]] = []
     for optimizer in optimizers:
         result.append({"state": {}, "param_groups": []})
@@ -215,7 +214,3 @@ def _text(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
     return "a tensor" if value.ndim or isinstance(value, (DTensor, RowPiece)) else repr(value.tolist())
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from thunder.core.module import ThunderModule
@@ -15,14 +15,6 @@ from ..private_api import state_name, unwrap_fabric
 from ..runtime.row_dtensor import RowDTensor
 from ..sharding.sharded_module import find_jitted
 from ..sharding.state_entries import RowPiece, refuse_unshared
-
-
-@runtime_checkable
-class OwnsState(Protocol):
-    """The interface of optimizers whose state is not sharded: one rank has all state of a parameter."""
-
-    def owns(self, param: torch.Tensor) -> bool:
-        """Return whether this rank has the state of ``param``."""
 
 
 def get_model_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
@@ -125,9 +117,9 @@ def names_of_params(model: ThunderModule, optimizers: Iterable[torch.optim.Optim
 def owned_names(names: dict[torch.Tensor, str], optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, bool]:
     """Return, for each parameter whose state one rank has whole, whether it is this rank."""
     return {
-        names[param]: optimizer.owns(param)
+        names[param]: owns(param)
         for optimizer in optimizers
-        if isinstance(optimizer, OwnsState)
+        if (owns := getattr(optimizer, "owns", None)) is not None  # WholeParameters
         for group in optimizer.param_groups
         for param in group["params"]
     }

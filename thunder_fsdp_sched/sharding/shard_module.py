@@ -85,11 +85,19 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
             param.__dict__.update({key: value for key, value in vars(former).items() if key != "_thunder_device"})
             take_hooks(former, param)
             former_params.append(retire(former, spec.name))
-    sharded = ShardedModule(model._model, planned.plan, buckets, control, planned.policies.root)
+    sharded = ShardedModule(
+        model._model,
+        planned.plan,
+        buckets,
+        locations,
+        control,
+        planned.policies.root,
+        former_memory,
+        former_params,
+        planned.moved,
+        began_on_meta,
+    )
     planned.policies.attach_casts()
-    sharded.former_memory, sharded.former_params = former_memory, former_params
-    sharded.replaced = planned.moved
-    sharded.began_on_meta = began_on_meta
     replace_in_containers(model._model, new_of)
     sharded.update_module()
     return sharded

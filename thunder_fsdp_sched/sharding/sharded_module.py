@@ -6,7 +6,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ from .module_parameters import ModuleParameters
 from .refusals import refuse_backward_hooks, refuse_conflicts, refuse_normalizations, refuse_old_backward_hooks
 
 
+@dataclass(eq=False)
 class ShardedModule:
     """The shards of one module on this rank.
 
@@ -48,53 +49,45 @@ class ShardedModule:
         module_params: the parameters of ``module``.
         plan: the buckets as planned.
         buckets: the buckets with their memory, in the order of the plan.
-        world_group: all ranks that share parameters with this one.
-        control: agrees with these ranks on what runs next.
-        kept: the buckets that stay unsharded between forward and backward.
         locations: the bucket of each sharded parameter and its index there, keyed by each of its names, also those in a
             state dict (see [Note: Names in state dicts] in ``jitted_state``).
         shards: each sharded parameter, a DTensor over this rank's rows in the shard buffer, keyed by each of its names.
-        kept_is_final: whether ``max_unsharded_bytes`` has settled that already.
+        control: agrees on what runs next with all ranks that share parameters with this one.
+        mp_policy: the mixed precision of the module's own inputs and outputs.
         former_memory: the memory in which the parameters were stored before.
         former_params: the parameters that the sharded ones have replaced (see [Note: Former parameters]).
-        mp_policy: the mixed precision of the module's own inputs and outputs.
+        replaced: ignored parameters and buffers on their new device.
+        began_on_meta: names of tensors without values, until all of them are known to have some.
+        world_group: these ranks.
+        kept: the buckets that stay unsharded between forward and backward.
+        kept_is_final: whether ``max_unsharded_bytes`` has settled that already.
         running_eagerly: whether the module's own forward may be called right now (``eager``).
         progress: logs the progress of compiling.
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        plan: Plan,
-        buckets: list[Bucket],
-        control: Control,
-        mp_policy: MixedPrecisionPolicy,
-    ) -> None:
-        self.module = module
-        self.mp_policy = mp_policy
-        self.plan = plan
-        self.buckets = buckets
-        self.world_group = control.group
-        self.control = control
-        self.locations: dict[str, tuple[Bucket, int]] = {}
-        self.shards: dict[str, torch.nn.Parameter] = {}
-        self.former_memory = FormerMemory()
-        self.former_params: FormerParameters = []
-        self.replaced: dict[str, torch.Tensor] = {}  # ignored parameters and buffers on their new device
-        self.began_on_meta: set[str] = set()  # until all of them are known to have values
-        self.kept = {bucket for bucket in buckets if bucket.spec.options.sharding_strategy == "zero2"}
-        self.kept_is_final = False
-        self.running_eagerly = False
-        self.progress = Progress(control.title, self.world_group.rank)
+    module: torch.nn.Module
+    plan: Plan
+    buckets: list[Bucket]
+    locations: dict[str, tuple[Bucket, int]]
+    control: Control
+    mp_policy: MixedPrecisionPolicy
+    former_memory: FormerMemory
+    former_params: FormerParameters
+    replaced: dict[str, torch.Tensor]
+    began_on_meta: set[str]
+    kept_is_final: bool = False
+    running_eagerly: bool = False
+
+    def __post_init__(self) -> None:
+        self.shards = {name: bucket.params[index] for name, (bucket, index) in self.locations.items()}
+        self.locations |= {state_name(name): location for name, location in self.locations.items()}
+        self.world_group = self.control.group
+        self.kept = {bucket for bucket in self.buckets if bucket.spec.options.sharding_strategy == "zero2"}
+        self.progress = Progress(self.control.title, self.world_group.rank)
+        for bucket in self.buckets:
+            bucket.control, bucket.issue_counts = self.control, self.control.issue_counts
+        self.module_params = ModuleParameters(self.module, self.buckets)
         self._collects_less = CollectsLess()
-        for bucket in buckets:
-            bucket.control = control
-            bucket.issue_counts = control.issue_counts
-            for index, param in enumerate(bucket.spec.params):
-                for name in param.names:
-                    self.locations[name] = self.locations[state_name(name)] = (bucket, index)
-                    self.shards[name] = bucket.params[index]
-        self.module_params = ModuleParameters(module, buckets)
         self._model: weakref.ref[ThunderModule] | None = None
 
     def update_module(self) -> None:

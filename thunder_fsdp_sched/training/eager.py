@@ -73,7 +73,7 @@ def eager(model: ThunderModule, *, reshard_after_forward: bool = True) -> Iterat
             f"eager: {path} of the module holds parameter {name!r} beside its name: forward could read this rank's rows "
             f"there. Remove it"
         )
-    unsharded = [_Unsharded(model, bucket, sharded.module_params.entries_of(bucket)) for bucket in sharded.buckets]
+    unsharded = [_Unsharded(module, bucket, sharded.module_params.entries_of(bucket)) for bucket in sharded.buckets]
     inside: dict[nn.Module, list[_Unsharded]] = {}
     for one in unsharded:
         inside.setdefault(one.innermost if reshard_after_forward else module, []).append(one)
@@ -114,20 +114,20 @@ class _Unsharded:
         gathers: number of gathers of the bucket so far.
     """
 
-    def __init__(self, model: ThunderModule, bucket: Bucket, entries: Sequence[Entry]) -> None:
-        self.model, self.bucket, self.entries = model, bucket, entries
+    def __init__(self, module: nn.Module, bucket: Bucket, entries: Sequence[Entry]) -> None:
+        self.bucket, self.entries = bucket, entries
         self.users = self.gathers = 0
         names = {name for param in bucket.spec.params for name in param.names}
         if created := names - {entry.name for entry in entries}:
             raise RuntimeError(f"eager: the module has no parameter {min(created)!r}: another transform created it")
-        self.innermost = _innermost([_modules_on_path(model._model, entry.name) for entry in entries])
+        self.innermost = _innermost([_modules_on_path(module, entry.name) for entry in entries])
 
     def issue(self) -> InFlight:
         bucket, spec = self.bucket, self.bucket.spec
         self.gathers += 1
         bucket.issue_counts.expected += 2
         slot = Arena(spec.device).slot(0, slot_bytes(spec, spec.param_dtype))
-        return all_gather(bucket, slot, *(self.model.get_parameter(param.name) for param in spec.params))
+        return all_gather(bucket, slot, *bucket.params)  # type: ignore[arg-type]
 
     def fill(self, flight: InFlight) -> None:
         assert flight.slot is not None
