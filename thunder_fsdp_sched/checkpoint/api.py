@@ -31,17 +31,19 @@ from ..sharding.jitted_state import rows_by_name
 from ..sharding.sharded_module import find_jitted
 from . import extra as extras
 from .extra import EXTRA
-from .fitting import (
+from .folder import METADATA, refuse_complete, saving_into
+from .on_all_ranks import CheckpointError, find_difference, reason_of, refuse_different, run_on_all_ranks
+from .state_dict import (
     Cast,
     blank_optimizer_state,
     compare,
     describe_optimizers,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    listed,
     optimizer_state_dicts,
     tell_casts,
 )
-from .folder import METADATA, refuse_complete, saving_into
-from .on_all_ranks import CheckpointError, find_difference, reason_of, refuse_different, run_on_all_ranks
-from .state_dict import get_model_state_dict, get_optimizer_state_dict, listed
 from .storage import CheckedReader, RunWriter, check_lengths, check_plain, load_values, nested, paths_of, read_metadata
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]

@@ -21,12 +21,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from thunder.core.module import ThunderModule
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -36,9 +36,9 @@ from ..ranks.process_groups import ProcessGroupRef
 from ..sharding.jitted_state import rows_by_name
 from ..sharding.sharded_module import ShardedModule, find_jitted
 from ..sharding.state_entries import refuse_unshared
-from .fitting import Cast, compare, tell_casts
 from .folder import INDEX, checksum, refuse_complete, saving_into
 from .on_all_ranks import CheckpointError, reason_of, refuse_different, run_on_all_ranks
+from .state_dict import Cast, compare, tell_casts
 from .storage import load_values
 
 _log = logging.getLogger(__name__)
@@ -185,16 +185,6 @@ class _Reader(HuggingFaceStorageReader):
         return self._metadata
 
 
-class _OneFile(FileSystem):
-    """A file system that lists one file in every folder."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = str(file)
-
-    def ls(self, path: str | os.PathLike[str]) -> list[str]:
-        return [self._file]
-
-
 def _metadata_of(files: Sequence[Path]) -> Metadata:
     """Return the contents of files, of the last file for a name that is in several.
 
@@ -204,7 +194,7 @@ def _metadata_of(files: Sequence[Path]) -> Metadata:
     whole = Metadata(state_dict_metadata={}, storage_data={})
     for file in files:
         reader = HuggingFaceStorageReader(str(file.parent))
-        reader.fs = _OneFile(file)
+        reader.fs = SimpleNamespace(ls=lambda _, file=file: [str(file)])  # type: ignore[assignment]
         try:
             found = reader.read_metadata()
         except Exception as error:

@@ -26,10 +26,14 @@ from thunder.core.module import ThunderModule
 from torch.utils.data import DataLoader
 
 from ..checkpoint import load_checkpoint, save_checkpoint
-from ..checkpoint.fitting import optimizer_state_dicts
 from ..checkpoint.folder import METADATA
 from ..checkpoint.on_all_ranks import run_on_all_ranks
-from ..checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, names_of_params
+from ..checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    names_of_params,
+    optimizer_state_dicts,
+)
 from ..runtime.row_dtensor import RowDTensor
 from ..sharding.jitted_state import gather_entries
 from ..sharding.sharded_module import ShardedModule, find_jitted
