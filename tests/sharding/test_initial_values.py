@@ -89,8 +89,7 @@ def _reset_all(module: Any, seed: int) -> Any:
 
 def _check_values(model: Any, expected: nn.Module, **tolerance: float) -> None:
     values = {**full_state_dict(model), **dict(model.named_buffers())}
-    for name, value in {**expected.state_dict(), **dict(expected.named_buffers())}.items():
-        torch.testing.assert_close(values[name], value, **tolerance, msg=lambda text, n=name: f"{n}: {text}")
+    torch.testing.assert_close(values, {**expected.state_dict(), **dict(expected.named_buffers())}, **tolerance)
     assert not any(t.is_meta for t in (*model.parameters(), *model.buffers(), model._model.rotary.original))
     assert model._model.rotary.original is model._model.rotary.table
     assert model._model.head.weight is model._model.embedding.weight

@@ -16,6 +16,7 @@ from models import GPT, Stack
 from pipeline_patches import without
 from profiles import LONG_ONLY
 from ranks import on_ranks
+from saving import assert_equal
 from thunder.core import dtypes, prims
 from thunder.core.proxies import Proxy, variableify
 from thunder.core.trace import from_trace, tracectx
@@ -113,8 +114,7 @@ def test_casts_under_autocast_are_fused_into_gathers_with_equal_bits(
             assert _casts_of_parameters(compiled.forward)
         assert {op.dtype for op in compiled.schedule.backward.of("fsdp_reduce_scatter")} == {"float32"}
     assert torch.equal(*outputs)
-    for name, value in states[0].items():
-        assert torch.equal(value, states[1][name]), name
+    assert_equal(*states)
 
 
 def _casts_of_parameters(trace) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from models import Model, Stack
 from profiles import mostly_zero3
 from ranks import on_ranks
-from saving import Holder
+from saving import Holder, assert_equal
 from scenario import Run, loss_of, sgd
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -162,8 +162,7 @@ def test_parameters_from_the_meta_device_keep_attributes_and_hooks() -> None:
             scaler.update()
             o.zero_grad()
     assert sorted(hook_calls) == ["accumulated"] * 2 + ["grad"] * 2
-    for name, value in full_state_dict(model).items():
-        torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(full_state_dict(model), dict(expected.state_dict()), rtol=1e-4, atol=1e-5)
 
 
 FORMER = {
@@ -216,8 +215,7 @@ def test_parameters_from_before_sharding_are_refused_wherever_they_are_used(meta
         model(torch.ones(2, 4))
     del former, early, hidden, step
     loss_of(model(torch.ones(2, 4))).backward()
-    for name, value in full_state_dict(model).items():
-        assert torch.equal(value, before[name])
+    assert_equal(full_state_dict(model), before)
 
 
 class _HidesParameters:
