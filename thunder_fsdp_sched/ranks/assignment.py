@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..plan.specs import BucketSpec, GroupKey, ParamSpec
+from ..plan.specs import BucketSpec, GroupKey
 from .process_groups import ProcessGroupRef, Ranks, companion, default_group, subgroup, twin
 
 
@@ -41,14 +41,14 @@ class GroupAssignment:
         self._of: dict[GroupKey, Ranks] = {}
         self.default_ranks = self._ranks(world_group) if mesh is None else self._of_mesh(mesh)
 
-    def of(self, name: str, param: torch.nn.Parameter) -> GroupKey:
+    def of(self, name: str, param: torch.nn.Parameter) -> Ranks:
         """Return the ranks that share a parameter, according to ``process_group_for``.
 
         Raises:
             TypeError, ValueError: ``process_group_for`` returned something that this rank or ``world_group`` cannot use.
         """
         answer = None if self._process_group_for is None else self._process_group_for(name, param)
-        return self.key(self.default_ranks if answer is None else self._checked(name, answer))
+        return self.default_ranks if answer is None else self._checked(name, answer)
 
     def ranks(self, group_key: GroupKey) -> Ranks:
         """Return the ranks that a plan describes by ``key``."""
@@ -66,55 +66,6 @@ class GroupAssignment:
         if key not in self._made:
             self._made[key] = Ranks(subgroup(self.ranks_of(spec).group, size))
         return self._made[key]
-
-    def check_sends(self, spec: ParamSpec, group_key: GroupKey) -> None:
-        """Raise an error if the ranks that share a parameter cannot send it to each other.
-
-        Raises:
-            ValueError: they have no backend for its device.
-        """
-        for group in self._of[group_key].groups:
-            group.check_sends(spec.device, f"parameter {spec.name!r}")
-
-    def broadcast(
-        self, tensor: torch.Tensor, source: int, group_key: GroupKey, *, via: torch.device | None = None
-    ) -> None:
-        """Broadcast a tensor from the global rank ``source`` to all ranks that share it.
-
-        Args:
-            via: device from which to send a copy if the tensor's own device has no backend (a CPU, with NCCL only).
-
-        Raises:
-            ValueError: ``source`` is not among these ranks, or neither device has a backend.
-        """
-        ranks = self._of[group_key]
-        can_send = all(group.backend_for(tensor.device) for group in ranks.groups)
-        if not can_send:
-            for group in ranks.groups:
-                group.check_sends(via or tensor.device, f"a tensor of shape {tuple(tensor.shape)} for broadcast_from")
-        if not can_send or not tensor.is_contiguous():  # bytes are sent, and strides may differ between ranks
-            copy = (tensor if can_send else tensor.to(via)).contiguous()
-            self.broadcast(copy, source, group_key)
-            tensor.copy_(copy)
-            return
-        self.check_source(source, group_key)
-        if ranks.replicas is not None and ranks.grid is not None:
-            if source in ranks.replicas.global_ranks:
-                dist.broadcast(tensor, src=source, group=ranks.replicas.process_group)
-            # Now the rank in the column of `source` has it in each row of the mesh.
-            rows = [list(row) for row in ranks.grid]
-            own_row = next(row for row in rows if dist.get_rank() in row)
-            source = own_row[next(row.index(source) for row in rows if source in row)]
-        dist.broadcast(tensor, src=source, group=ranks.group.process_group)
-
-    def check_source(self, source: int, group_key: GroupKey) -> None:
-        """Raise an error if the global rank ``source`` is not among the ranks that share a parameter.
-
-        Raises:
-            ValueError: it is not.
-        """
-        if source not in self._of[group_key].all_ranks:
-            raise ValueError(f"broadcast_from: rank {source} is not in the process group to shard over")
 
     def key(self, ranks: Ranks) -> GroupKey:
         """Return the key by which a plan describes these ranks."""
@@ -167,6 +118,45 @@ class GroupAssignment:
             dim_names = None if mesh is None else mesh.mesh_dim_names
             self._made[key] = Ranks(group, reductions=reductions, replicas=replicas, grid=grid, dim_names=dim_names)
         return self._made[key]
+
+
+def broadcast(tensor: torch.Tensor, source: int, ranks: Ranks, *, via: torch.device | None = None) -> None:
+    """Broadcast a tensor from the global rank ``source`` to all ranks that share it.
+
+    Args:
+        via: device from which to send a copy if the tensor's own device has no backend (a CPU, with NCCL only).
+
+    Raises:
+        ValueError: ``source`` is not among these ranks, or neither device has a backend.
+    """
+    can_send = all(group.backend_for(tensor.device) for group in ranks.groups)
+    if not can_send:
+        for group in ranks.groups:
+            group.check_sends(via or tensor.device, f"a tensor of shape {tuple(tensor.shape)} for broadcast_from")
+    if not can_send or not tensor.is_contiguous():  # bytes are sent, and strides may differ between ranks
+        copy = (tensor if can_send else tensor.to(via)).contiguous()
+        broadcast(copy, source, ranks)
+        tensor.copy_(copy)
+        return
+    check_source(source, ranks)
+    if ranks.replicas is not None and ranks.grid is not None:
+        if source in ranks.replicas.global_ranks:
+            dist.broadcast(tensor, src=source, group=ranks.replicas.process_group)
+        # Now the rank in the column of `source` has it in each row of the mesh.
+        rows = [list(row) for row in ranks.grid]
+        own_row = next(row for row in rows if dist.get_rank() in row)
+        source = own_row[next(row.index(source) for row in rows if source in row)]
+    dist.broadcast(tensor, src=source, group=ranks.group.process_group)
+
+
+def check_source(source: int, ranks: Ranks) -> None:
+    """Raise an error if the global rank ``source`` is not among the ranks that share a parameter.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if source not in ranks.all_ranks:
+        raise ValueError(f"broadcast_from: rank {source} is not in the process group to shard over")
 
 
 def find_world_group(mesh: DeviceMesh | None, process_group: ProcessGroupRef | None) -> ProcessGroupRef:

@@ -25,15 +25,14 @@ would not show it, because initialization often writes through ``.data``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from thunder.core.module import ThunderModule
 
 from ..options import Options
-from ..plan.specs import GroupKey, ParamSpec
-from ..ranks.assignment import GroupAssignment
 from ..ranks.control import Control
+from ..ranks.process_groups import ProcessGroupRef
 from .module_parameters import tensors_in_containers
 
 _WHAT = (
@@ -127,39 +126,23 @@ def resolve_device(device: torch.device) -> torch.device:
 
 
 def check_initial_values(
-    specs: Sequence[tuple[ParamSpec, torch.nn.Parameter]],
-    group_keys: dict[str, GroupKey],
-    options: Options,
-    assignment: GroupAssignment,
-    control: Control,
+    control: Control, params: Iterable[tuple[str, torch.Tensor, Sequence[ProcessGroupRef]]]
 ) -> None:
     """Raise an error if ranks that share a parameter have different values of it; parameters on meta are skipped.
 
-    A collective of all ranks that share parameters. It does nothing if one rank broadcasts its values, if the check is
-    switched off, and if there is only one rank.
+    Args:
+        params: names, values, and the groups whose ranks must have the same values.
 
     Raises:
         ScheduleDisagreement: on every rank; it names the first parameter that differs.
     """
-    if options.broadcast_from is not None or options.allow_different_initialization or control.is_single_rank:
-        return
     with torch.no_grad():
-        digests = {
-            spec.name: f"digest {_sum_of_bytes(param).item() % 2**64:016x}"
-            for spec, param in specs
+        digests = [
+            (f"{name}: digest {_sum_of_bytes(param).item() % 2**64:016x}", groups)
+            for name, param, groups in params
             if not param.is_meta
-        }
-    control.check_same_in_groups(
-        _WHAT,
-        [
-            (group, f"{name}: {digest}")
-            for name, digest in digests.items()
-            # With replicas all of them at once, unless some parameters have other ranks.
-            for group in (
-                [control.group] if options.process_group_for is None else assignment.ranks(group_keys[name]).groups
-            )
-        ],
-    )
+        ]
+    control.check_same_in_groups(_WHAT, [(group, line) for line, groups in digests for group in groups])
 
 
 def _sum_of_bytes(param: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,9 @@ from ..plan.bucketing import make_plan
 from ..plan.plan import Plan
 from ..plan.specs import BucketOptions, CommSpec, GroupKey, ParamSpec, Strided
 from ..private_api import state_name
-from ..ranks.assignment import GroupAssignment
+from ..ranks.assignment import GroupAssignment, check_source
 from ..ranks.control import Control
+from ..ranks.process_groups import Ranks
 from ..transports import TRANSPORTS, choose_transport
 from .initial_values import ValueSource, check_initial_values, resolve_device
 from .module_parameters import find_owner
@@ -23,19 +24,29 @@ from .module_policies import ModulePolicies
 from .refusals import refuse_renamed, refuse_reparametrized, refuse_shards_and_grads, refuse_views
 
 
+class PlannedParam(NamedTuple):
+    """A parameter to shard.
+
+    Attributes:
+        param: the jitted module's object. Another transform may have created it.
+        own: the original module's object; ``param`` if that has none.
+        ranks: the ranks that share it.
+    """
+
+    spec: ParamSpec
+    param: torch.nn.Parameter
+    own: torch.nn.Parameter
+    ranks: Ranks
+
+
 class PlannedModule(NamedTuple):
     """The result of planning.
 
     Attributes:
-        params: the parameters to shard. Another transform may have created some of them.
-        module_params: the module's own objects of these parameters, keyed by name.
-        group_keys: the ranks that share each of them.
         moved: ignored parameters and buffers on their new device, which are not filled yet if they were on meta.
     """
 
-    params: list[tuple[ParamSpec, torch.nn.Parameter]]
-    module_params: dict[str, torch.nn.Parameter]
-    group_keys: dict[str, GroupKey]
+    params: list[PlannedParam]
     moved: dict[str, torch.Tensor]
     policies: ModulePolicies
     plan: Plan
@@ -52,47 +63,52 @@ def plan_module(
     refuse_shards_and_grads(named)
     refuse_reparametrized(module)
     ignored = _ignored_names(named, options)
-    params = _param_specs({n: p for n, p in named.items() if n not in ignored}, options, source)
-    source.check({spec.name for spec, _ in params}, initializes=options.param_init_fn is not None)
+    specs = _param_specs({n: p for n, p in named.items() if n not in ignored}, options, source)
+    source.check({spec.name for spec, _ in specs}, initializes=options.param_init_fn is not None)
     refuse_views(model, named, ignored, options)
     moved = _move_unsharded(model, ignored, options, source)
-    group_keys = {spec.name: assignment.of(spec.name, param) for spec, param in params}
+    params = [
+        PlannedParam(spec, param, _module_param(module, spec.name, param), assignment.of(spec.name, param))
+        for spec, param in specs
+    ]
     policies = ModulePolicies(module, options)
-    for spec, _ in params:
-        assignment.check_sends(spec, group_keys[spec.name])
+    for spec, _, _, ranks in params:
+        for group in ranks.groups:
+            group.check_sends(spec.device, f"parameter {spec.name!r}")
     if source.rank is not None:
-        for key in dict.fromkeys([default_key, *group_keys.values()]):
-            assignment.check_source(source.rank, key)
+        for ranks in (assignment.default_ranks, *(param.ranks for param in params)):
+            check_source(source.rank, ranks)
     plan = make_plan(
         module,
-        params,
+        specs,
         strategy=options.bucketing_strategy,
         world_size=default_key.size,
         group=default_key.group,
-        options={spec.name: policies.of(spec) for spec, _ in params},
-        group_keys=group_keys,
+        options={spec.name: policies.of(spec) for spec, _ in specs},
+        group_keys={param.spec.name: assignment.key(param.ranks) for param in params},
         comm_spec=partial(_comm_spec, options, assignment),
     )
-    module_params = {spec.name: _module_param(module, spec.name, param) for spec, param in params}
-    return PlannedModule(params, module_params, group_keys, moved, policies, plan)
+    return PlannedModule(params, moved, policies, plan)
 
 
-def compare_plans(
-    planned: PlannedModule, options: Options, assignment: GroupAssignment, control: Control, source: ValueSource
-) -> None:
+def compare_plans(planned: PlannedModule, options: Options, control: Control, source: ValueSource) -> None:
     """Check that all ranks have planned the same, and have the same values unless one of them broadcasts its own."""
     bucket_of = {param.name: bucket for bucket in planned.plan for param in bucket.params}
     lines = []  # ranks of different groups may have different experts
-    for spec, _ in planned.params:
+    for spec, _, _, ranks in planned.params:
         bucket, on_meta = bucket_of[spec.name], "" if source.has_value(spec.name) else " on meta"
         line = f"{spec}{on_meta}{planned.policies.line(spec)}, in bucket {bucket.name!r} with transport "
-        group = assignment.ranks(planned.group_keys[spec.name]).group
-        lines.append((group, f"{line}{bucket.comm.transport!r}"))
+        lines.append((ranks.group, f"{line}{bucket.comm.transport!r}"))
     control.check_same_in_groups("the parameters to shard", lines)
     if source.rank is not None:
         moved = [f"{n}: {t.dtype}{list(t.shape)} on {t.device.type}" for n, t in planned.moved.items()]
         control.check_same("the buffers and ignored parameters to broadcast", moved)
-    check_initial_values(planned.params, planned.group_keys, options, assignment, control)
+    elif not options.allow_different_initialization and not control.is_single_rank:
+        # With replicas all of them at once, unless some parameters have other ranks.
+        every = None if options.process_group_for is not None else (control.group,)
+        check_initial_values(
+            control, ((spec.name, param, every or ranks.groups) for spec, param, _, ranks in planned.params)
+        )
 
 
 def _ignored_names(named: dict[str, torch.nn.Parameter], options: Options) -> set[str]:

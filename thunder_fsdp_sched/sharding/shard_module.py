@@ -18,10 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..compat import __version__
 from ..options import Options
 from ..plan.plan import Plan
-from ..plan.specs import GroupKey
 from ..private_api import replace_data
-from ..ranks.assignment import GroupAssignment, find_world_group
+from ..ranks.assignment import GroupAssignment, broadcast, find_world_group
 from ..ranks.control import Control
+from ..ranks.process_groups import Ranks
 from ..runtime.bucket import Bucket, handle_name
 from ..runtime.former_memory import FormerMemory
 from ..runtime.memory import Arena
@@ -68,23 +68,22 @@ def shard_module(model: ThunderModule, options: Options) -> ShardedModule:
     )
     with control.all_or_none("whether the module can be sharded"):
         planned = plan_module(model, options, assignment, source)
-    compare_plans(planned, options, assignment, control, source)
+    compare_plans(planned, options, control, source)
     buckets = _allocate(planned.plan, assignment)
     for bucket in buckets:
         bucket.all_reduce_hook = options.all_reduce_hook
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     began_on_meta = {name for name, tensor in named if tensor.is_meta and not source.has_value(name)}
     locations = {n: (b, i) for b in buckets for i, param in enumerate(b.spec.params) for n in param.names}
-    former_memory = _Filling(planned, locations, options, assignment, control, source).fill(model._model)
+    former_memory = _Filling(planned, locations, options, assignment.default_ranks, control, source).fill(model._model)
     new_of: dict[int, torch.Tensor] = {id(buffer): planned.moved[name] for name, buffer in model.named_buffers()}
     former_params = []
-    for bucket in buckets:
-        for spec, param in zip(bucket.spec.params, bucket.params, strict=True):
-            former = planned.module_params[spec.name]
-            new_of[id(former)] = param
-            param.__dict__.update({key: value for key, value in vars(former).items() if key != "_thunder_device"})
-            take_hooks(former, param)
-            former_params.append(retire(former, spec.name))
+    for spec, _, former, _ in planned.params:
+        bucket, index = locations[spec.name]
+        new_of[id(former)] = param = bucket.params[index]
+        param.__dict__.update({key: value for key, value in vars(former).items() if key != "_thunder_device"})
+        take_hooks(former, param)
+        former_params.append(retire(former, spec.name))
     sharded = ShardedModule(
         model._model,
         planned.plan,
@@ -148,32 +147,32 @@ class _Filling:
     planned: PlannedModule
     locations: dict[str, tuple[Bucket, int]]
     options: Options
-    assignment: GroupAssignment
+    default_ranks: Ranks
     control: Control
     source: ValueSource
 
     def fill(self, module: nn.Module) -> FormerMemory:
         """Fill all of them, free the memory of the module's parameters, and return which memory it was."""
         planned, source = self.planned, self.source
-        for spec, _ in planned.params:
+        for spec, *_ in planned.params:
             bucket, index = self.locations[spec.name]
             if not source.has_value(spec.name):
                 make_blank(bucket.shard_views[index])
         if self.options.param_init_fn is not None:
             self._initialize(module, self.options.param_init_fn)
-        first = planned.params[0][0].device if planned.params else self.options.device
+        first = planned.params[0].spec.device if planned.params else self.options.device
         for name, tensor in planned.moved.items():
             if source.has_value(name):
-                self._broadcast(tensor, self._default_key, first)
+                self._broadcast(tensor, self.default_ranks, first)
         former_memory, receive = FormerMemory(), self._receiver()
-        for spec, param in planned.params:
+        for spec, param, own, ranks in planned.params:
             if source.has_value(spec.name):
                 whole = receive(spec.name, param) if param.is_meta else param
-                self._broadcast(whole, planned.group_keys[spec.name], spec.device)
+                self._broadcast(whole, ranks, spec.device)
                 self._copy_in(spec.name, whole)
             if not param.is_meta:
                 former_memory.add(spec.name, param)
-            for former in (param, planned.module_params[spec.name]):  # another transform may have created the first
+            for former in (param, own):  # another transform may have created the first
                 if not former.is_meta:
                     former.data = former.new_empty(0)
         return former_memory
@@ -210,29 +209,25 @@ class _Filling:
                 if isinstance(tensor, nn.Parameter):
                     own[leaf] = tensor
                 if name in self.locations:
-                    self._broadcast(made, self.assignment.key(self.locations[name][0].ranks), self.options.device)
+                    self._broadcast(made, self.locations[name][0].ranks, self.options.device)
                     self._copy_in(name, made)
                     continue
                 if isinstance(tensor, nn.Parameter):
                     replace_data(tensor, made.detach())
                     made = tensor
-                self._broadcast(made, self._default_key, self.options.device)
+                self._broadcast(made, self.default_ranks, self.options.device)
                 self.planned.moved[name] = made
-
-    @property
-    def _default_key(self) -> GroupKey:
-        return self.assignment.key(self.assignment.default_ranks)
 
     def _copy_in(self, name: str, whole: torch.Tensor) -> None:
         bucket, index = self.locations[name]
         with torch.no_grad():
             bucket.copy_in(index, whole)
 
-    def _broadcast(self, tensor: torch.Tensor, group_key: GroupKey, via: torch.device | None) -> None:
+    def _broadcast(self, tensor: torch.Tensor, ranks: Ranks, via: torch.device | None) -> None:
         """With ``broadcast_from``, broadcast a tensor over its ranks, if necessary by way of the device ``via``."""
         if self.source.rank is not None:
             with torch.no_grad(), self.control.doing("broadcast_from"):
-                self.assignment.broadcast(tensor.detach(), self.source.rank, group_key, via=via)
+                broadcast(tensor.detach(), self.source.rank, ranks, via=via)
 
     def _receiver(self) -> Callable[[str, torch.Tensor], torch.Tensor]:
         """Return a function that gives a parameter's memory to receive it, which the next parameter reuses.
@@ -241,7 +236,7 @@ class _Filling:
         """
         source = self.source
         nbytes: dict[torch.device, int] = defaultdict(int)
-        for spec, param in self.planned.params:
+        for spec, param, *_ in self.planned.params:
             if param.is_meta and source.has_value(spec.name):
                 device = source.device_of(spec.name, param)
                 nbytes[device] = max(nbytes[device], param.nbytes)
