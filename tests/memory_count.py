@@ -19,8 +19,8 @@ from thunder_fsdp_sched import FSDPTransform, StepMemory
 from thunder_fsdp_sched.ir.inspection import AGREEMENT, statements
 from thunder_fsdp_sched.ir.symbols import fsdp_backward_done, fsdp_release
 from thunder_fsdp_sched.pipeline import CompiledTraces
+from thunder_fsdp_sched.runtime.autograd import as_backward_of_latest_forward
 from thunder_fsdp_sched.runtime.bucket import Bucket
-from thunder_fsdp_sched.runtime.forward_numbers import as_backward_of_latest_forward
 from thunder_fsdp_sched.runtime.memory import Arena
 from thunder_fsdp_sched.runtime.row_dtensor import local_rows
 

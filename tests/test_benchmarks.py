@@ -15,7 +15,7 @@ import thunder_fsdp_sched  # before thunder  # noqa: F401
 from thunder_fsdp_sched import fsdp
 from thunder_fsdp_sched.planning.clusters import cluster
 from thunder_fsdp_sched.planning.cost import AnalyticCost
-from thunder_fsdp_sched.runtime.views import with_own_storage
+from thunder_fsdp_sched.runtime.memory import with_own_storage
 
 import gpu
 import memory

@@ -73,7 +73,7 @@ def _train_until(
         x = _batch(rank, step).requires_grad_()
         if stops_here and stage == "forward":
             # Between the gathers of forward.
-            model._lc_transforms[-1].sharded.buckets[1].shard_to_send = lambda **kwargs: stop()
+            model._lc_transforms[-1].sharded.buckets[1].source.shard = lambda **kwargs: stop()
         loss = model(x)
         if stops_here and stage == "backward":
             model._lc_transforms[-1].sharded.buckets[1].accumulation.check_complete = lambda: stop()

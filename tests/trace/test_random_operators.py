@@ -105,7 +105,7 @@ def _failure_of_sharded(together: tuple[Use, ...], expected: dict[str, Any], opt
             for name in named:
                 bucket, index = transform.sharded.locations[name]
                 if (unsharded := expected[f"gradient of {name}"]) is not None:
-                    wanted[f"gradient of {name}"] = bucket.local_rows(index, unsharded)
+                    wanted[f"gradient of {name}"] = bucket.rows[index].of(unsharded)
             if difference := _difference(values, wanted):
                 return f"wrong: {difference}"
     except NotImplementedError as error:

@@ -76,7 +76,7 @@ class ShardedAndReference:
             if param.requires_grad and name != "unused":
                 param.grad = grad
                 bucket, index = self.sharded.locations[name]
-                rows = bucket.local_rows(index, grad).clone()
+                rows = bucket.rows[index].of(grad).clone()
                 self.model.get_parameter(name).grad = RowDTensor.wrap(rows, bucket.rows[index])
 
     def gather_gradients(self) -> None:

@@ -20,9 +20,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from thunder.core.trace import TraceCtx
 
-from ..runtime.bucket import Bucket
+from ..runtime.bucket import WINDOW_OPEN, Bucket
 from ..runtime.memory import Arena, Slot
-from ..runtime.window import WINDOW_OPEN
 from .analysis import Analysis, Lifetime, peak_bytes
 from .effects import Effects, effects
 from .inspection import args_of

@@ -12,13 +12,13 @@ three issues on its arena follow it and none of them touches its memory, so that
 of forward. If backward gathers it into the same slot, and none of the ``preceded_by=2`` issues before that gather
 touches the slot, nothing is sent, unless something else was issued on the arena in between. Nor is anything sent by a
 gather with ``window='open'`` or ``window='last'`` if an earlier micro-batch of its accumulation window has left the bucket
-in its private slot: see [Note: Gathered once in a window] in ``runtime.window``.
+in its private slot: see [Note: Gathered once in a window] in ``runtime.bucket``.
 
 Some gradients are written directly into the slot of the reduction: ``dw = fsdp_matmul_into(bucket_h_0, slot_1, 0, x,
 y)`` and ``fsdp_sum_into`` compute the gradient of parameter 0 of the bucket there. The reduction copies the others.
 
 With ``reshard_after_forward=2``, forward copies a part of the bucket, and backward gathers from these copies within a
-subgroup of ranks: see [Note: Secondary shards] in ``runtime.secondary``. ``x`` is a token, as in
+subgroup of ranks: see [Note: Secondary shards] in ``runtime.bucket_aliases``. ``x`` is a token, as in
 [Note: Tokens of host copies]::
 
     (s, x) = fsdp_copy_secondary_shard(bucket_h_0_secondary, ft0, x, w, b)
@@ -57,7 +57,9 @@ from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.transforms import get_grad, put_grad
 
+from ..runtime.autograd import guard_backward
 from ..runtime.bucket import Bucket
+from ..runtime.bucket_aliases import copy_secondary_shard
 from ..runtime.memory import Slot
 from ..runtime.module_hooks import TracedHooks, check_hooks
 from ..runtime.ops import (
@@ -76,8 +78,6 @@ from ..runtime.ops import (
     wait_grads,
     wait_params,
 )
-from ..runtime.requested_grads import guard_backward
-from ..runtime.secondary import copy_secondary_shard
 from ..transports.base import Traffic
 from .effects import Effects, Issue, Memory, Place, Wait, Work, bucket_of, reduced_gradients, unsharded_gradients
 from .inspection import nbytes_of

@@ -131,6 +131,18 @@ class Layout:
         """Return a rank's own range of each non-empty segment, as a view of its flat shard."""
         return [_narrow(shard, s.shard_offset, s.shard_numel) for s in self.segments if s.shard_numel]
 
+    def shard_views(self, rank: int, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the rows that ``rank`` owns of each parameter, as views of its flat shard, or of the gradients."""
+        shapes = [placement.shard_shape(rank) for placement in self.placements]
+        offsets = [placement.shard_offsets[rank] for placement in self.placements]
+        return tuple(
+            flat.narrow(0, offset, math.prod(shape)).view(shape) for offset, shape in zip(offsets, shapes, strict=True)
+        )
+
+    def unsharded_views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return each parameter as a view of a flat unsharded buffer."""
+        return tuple(flat.narrow(0, p.unsharded_offset, p.numel).view(p.shape) for p in self.placements)
+
 
 def _narrow(flat: torch.Tensor, start: int, numel: int) -> torch.Tensor:
     return flat if numel == flat.numel() else flat.narrow(0, start, numel)  # usually one segment is all

@@ -70,7 +70,7 @@ class BucketOptions:
         mp_policy: of a bucket, only the dtypes that differ from that of the shards.
         gradient_divide_factor: what the sum of gradients over ranks is divided by; ``None`` for the number of ranks.
         reshard_after_forward: the number of ranks among which backward gathers from secondary shards; ``None`` for all.
-            See [Note: Secondary shards] in ``runtime.secondary``.
+            See [Note: Secondary shards] in ``runtime.bucket_aliases``.
     """
 
     sharding_strategy: ShardingStrategy = "zero3"

@@ -29,15 +29,36 @@ from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, from_trace
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..ir.effects import Place, effects
 from ..ir.inspection import UNPACKING, Aliases, args_of, outs_of, statement
 from ..ir.operator_facts import facts_of
 from ..ir.registry import executor
 from ..private_traces import without_calls
-from ..runtime.former_memory import FormerMemory
 from ..runtime.memory import Arena, Slot
 from .machine import VerificationError
+
+
+class FormerMemory:
+    """The storages of parameters before sharding. A view that outlives sharding keeps the values of that time.
+
+    The references are weak. While one exists, no other storage has the same identity.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[StorageWeakRef, str] = {}
+
+    def add(self, name: str, param: torch.Tensor) -> None:
+        """Record the storage of ``param``."""
+        if not param.is_meta and param.numel():
+            self._names[StorageWeakRef(param.untyped_storage())] = name
+
+    def owner_of(self, tensor: torch.Tensor) -> str | None:
+        """Return the name of the parameter that was stored in the memory of ``tensor``, if any."""
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            return None
+        return self._names.get(StorageWeakRef(tensor.untyped_storage()))
 
 
 class _Expected(NamedTuple):

@@ -35,8 +35,8 @@ from ..ir.effects import Issue, effects, sends
 from ..ir.inspection import with_bound_symbols
 from ..planning.cost import runs_nothing
 from ..planning.profiles import CollectiveTime, MeasuredCost, OpTime, Profile, computes, shapes_of, symbol_of
+from ..runtime.autograd import as_backward_of_latest_forward
 from ..runtime.bucket import Bucket
-from ..runtime.forward_numbers import as_backward_of_latest_forward
 from ..runtime.memory import Arena, InFlight, Slot
 from ..sharding.sharded_module import ShardedModule, find_jitted
 from ..transform import find_transform
@@ -391,7 +391,7 @@ def _start_all_gather(bucket: Bucket, slot: Slot) -> InFlight:
     is_secondary = bucket is not bucket.primary
     numel, dtype = bucket.spec.layout.shard_numel, bucket.spec.dtype
     sent = (
-        torch.zeros(numel, dtype=dtype, device=bucket.spec.device) if is_secondary else bucket.shard_to_send(again=True)
+        torch.zeros(numel, dtype=dtype, device=bucket.spec.device) if is_secondary else bucket.source.shard(again=True)
     )
     works = bucket.gather_into(slot.params[bucket], sent)
     return InFlight(bucket, "all-gather", None, works, sent=sent)

@@ -15,12 +15,12 @@ Unsharded gradients are added up in the dtype of reductions, as by FSDP2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from .views import unsharded_views
+from .autograd import accumulate
 
 if TYPE_CHECKING:
     from ..plan.specs import BucketSpec
@@ -36,6 +36,7 @@ class Accumulation:
         unsharded: flat unsharded gradients, not reduced yet.
         sharded: this rank's flat rows, reduced within the sharding group but not across replicas, in
             ``spec.accumulate_dtype``.
+        params: the indices of the parameters that have gradients in either.
         is_running: whether a ``no_sync`` backward has added gradients and has not run to its end.
         deferred: sharded gradients of parameters that only earlier ``no_sync`` backwards had; added to ``.grad`` at the end
             of backward.
@@ -50,8 +51,7 @@ class Accumulation:
         """Drop all gradients."""
         self.unsharded: torch.Tensor | None = None
         self.sharded: torch.Tensor | None = None
-        self.unsharded_params: set[int] = set()
-        self.sharded_params: set[int] = set()
+        self.params: set[int] = set()
         self.is_running = False
         self._is_first = False  # whether there is nothing but gradients of the running backward
         self.deferred = {}
@@ -61,21 +61,16 @@ class Accumulation:
         """Whether nothing has been accumulated."""
         return self.unsharded is None and self.sharded is None
 
-    @property
-    def params(self) -> set[int]:
-        """The indices of the parameters that have gradients here."""
-        return self.unsharded_params | self.sharded_params
-
     def add(self, grads: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Add unsharded gradients, each with the index of its parameter."""
         self._begin()
         spec = self._spec
         if self.unsharded is None:
             self.unsharded = torch.zeros(spec.layout.unsharded_numel, dtype=spec.reduce_dtype, device=spec.device)
-        views = unsharded_views(spec, self.unsharded)
+        views = spec.layout.unsharded_views(self.unsharded)
         for index, grad in grads:
             views[index].add_(grad)
-            self.unsharded_params.add(index)
+            self.params.add(index)
 
     def add_reduced(self, shard: torch.Tensor, indices: Iterable[int]) -> None:
         """Add the flat reduced gradients of these parameters, of which the rows of all others are 0; may keep ``shard``."""
@@ -84,7 +79,7 @@ class Accumulation:
             self.sharded = shard.to(self._spec.accumulate_dtype)
         else:
             self.sharded.add_(shard)
-        self.sharded_params.update(indices)
+        self.params.update(indices)
 
     def _begin(self) -> None:
         self.check_complete()
@@ -110,9 +105,9 @@ class Accumulation:
         """Add :attr:`sharded` to the flat reduced gradients of the running backward, in place unless the sum is wider."""
         return shard if self.sharded is None else shard.to(self._spec.accumulate_dtype).add_(self.sharded)
 
-    def flush(self, add_to_grad: Callable[[int, torch.Tensor], None]) -> None:
-        """Drop all gradients, after passing those that backward cannot return to ``add_to_grad``."""
+    def flush(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Drop all gradients, after adding those that backward cannot return to ``.grad``."""
         deferred = self.deferred
         self.discard()
         for index, grad in deferred.items():
-            add_to_grad(index, grad)
+            accumulate(params[index], grad)

@@ -1,6 +1,22 @@
 """A bucket at run time: its shard, its parameters, and what it has gathered.
 
-See [Note: Who may overwrite what] and [Note: What an exception leaves] in ``memory``.
+See [Note: Ownership of memory] and [Note: State after an exception] in ``memory``.
+
+[Note: Gathered once in a window]
+An accumulation window is a sequence of micro-batches under ``no_sync``, and the one after it that reduces gradients. A
+bucket that stays unsharded between forward and backward (ZeRO-2, or chosen by ``max_memory``) stays so between
+micro-batches, too: its private slot belongs to no other bucket. So the forward of a later micro-batch sends nothing if
+
+* the previous gather into the slot was one of a forward under ``no_sync`` with a backward, and has been waited for. An
+  evaluation, and the forward after ``no_sync``, leave nothing to reuse;
+* nothing else has been written there since: gradients, or a gather of backward;
+* the memory has not been freed since (``release``, ``lend``);
+* no parameter of the bucket has changed since. Every write through a parameter or its ``.data`` counts, as does each step
+  of an optimizer in this process. Writes that torch cannot see, by kernels of others or through ``to_local().data``, do
+  not: no window may contain them, unless ``fsdp(reshard_after_backward=True)`` gathers in each micro-batch;
+* all of that holds on every rank. Each rank offers what it could reuse in the round of agreement at the start of forward,
+  and only what all of them offer is reused. So a rank that has changed its own rows never skips a gather alone, and
+  others do not skip it either.
 """
 
 from __future__ import annotations
@@ -15,20 +31,23 @@ import torch
 from ..ranks.control import Control, IssueCounts
 from ..transports.base import Transport, Views, Work
 from .accumulation import Accumulation
-from .forward_numbers import is_backward_of
+from .autograd import is_backward_of, requested
 from .memory import Arena, Slot, address, slot_bytes
-from .param_hooks import accumulate
-from .requested_grads import requested
 from .row_dtensor import RowDTensor
 from .rows import Rows
 from .shard_source import ShardSource, source_of, version_of
-from .views import shard_strides, shard_views
-from .window import Window
 
 if TYPE_CHECKING:
     from ..plan.specs import BucketSpec
     from ..ranks.process_groups import Ranks
     from ..transports.peer_memory import PeerMemory
+
+
+WINDOW_OPEN = "open"
+"""The mark of a gather in a forward under ``no_sync``: it may reuse what is gathered, and leaves it for the next one."""
+
+WINDOW_LAST = "last"
+"""The mark of a gather in a forward whose backward reduces gradients: it may reuse what is gathered, and leaves nothing."""
 
 
 class Bucket:
@@ -51,7 +70,7 @@ class Bucket:
         source: provides the tensor that a gather sends.
         base: the bucket itself; for a bucket alias, the bucket that it stands for.
         primary: the bucket itself; for a secondary, the bucket that gathers the same values from primary shards. See
-            [Note: Secondary shards] in ``secondary``.
+            [Note: Secondary shards] in ``bucket_aliases``.
         shard: the flat shard buffer.
         shard_views: this rank's rows of each parameter, as views of ``shard``.
         rows: which rows of each parameter each rank has.
@@ -92,11 +111,13 @@ class Bucket:
         self.gathered_in_forward: int | None = None
         """The ``forward_number`` of the last gather into the private slot; ``None`` until it is waited for, and as soon
         as backward writes a gradient there."""
-        self.window = Window()
-        self._strided = shard_strides(spec, self.rank)
+        self.window_state: tuple[int, ...] | None = None
+        """Which contents of the private slot later micro-batches may reuse: :meth:`state_of` it at the last gather."""
+        self.is_reuse_agreed = False
+        """Whether all ranks have offered to reuse it in the latest round of agreement."""
         if base is None:
             self.shard = self._allocate_shard()
-            self.shard_views = shard_views(spec, self.rank, self.shard)
+            self.shard_views = spec.layout.shard_views(self.rank, self.shard)
         else:
             index_of = {param.name: i for i, param in enumerate(base.spec.params)}
             self.shard = base.shard
@@ -129,10 +150,6 @@ class Bucket:
         """The name of :attr:`all_reduce_hook` in traces."""
         hook = self.base.all_reduce_hook
         return None if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
-
-    def label(self, collective: str) -> str:
-        """Return the name under which a collective of this bucket appears in a profiler."""
-        return f"fsdp_{collective}({self.spec.name})"
 
     def explain(self, text: str) -> str:
         """Tell the other ranks what failed here and return what they tell; nothing without other ranks."""
@@ -177,12 +194,8 @@ class Bucket:
         arena = Arena(self.spec.device, self.arena.scratch)
         return arena.slot(0, slot_bytes(self.spec, dtype), name)  # no other slot can overlap it
 
-    def shard_to_send(self, *, again: bool) -> torch.Tensor:
-        """Return the flat shard as it is sent; ``again`` if backward gathers the same values as its forward."""
-        return self.source.shard(again=again)
-
     def gather_into(self, unsharded: Views, sent: torch.Tensor) -> Sequence[Work]:
-        """Issue a gather of ``sent``, which :meth:`shard_to_send` has just returned, and return its works.
+        """Issue a gather of ``sent``, which ``source.shard`` has just returned, and return its works.
 
         Keep ``sent`` alive until they finish.
         """
@@ -203,7 +216,7 @@ class Bucket:
     def ends_window(self) -> bool:
         """Return whether the running backward returns what backwards under ``no_sync`` have accumulated.
 
-        It does not if it was called for other parameters: see [Note: Requested gradients] in ``requested_grads``.
+        It does not if it was called for other parameters: see [Note: Requested gradients] in ``autograd``.
 
         Raises:
             RuntimeError: it was called for some of the parameters with accumulated gradients.
@@ -221,10 +234,10 @@ class Bucket:
 
     def offers_reuse(self) -> bool:
         """Return whether this rank could reuse what an earlier micro-batch has gathered into the private slot."""
-        window, slot = self.window, self.private_slot
-        if not window.is_open or slot is None or self.gathered_in_forward is None:
+        slot = self.private_slot
+        if slot is None or self.window_state is None or self.gathered_in_forward is None:
             return False
-        return window.holds(self.state_of(slot))
+        return self.window_state == self.state_of(slot)
 
     def sharded_grads(self, reduced: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the gradient of each shard, in dtype and on device of shards.
@@ -249,7 +262,17 @@ class Bucket:
             on_host = torch.empty_like(flat, device="cpu", pin_memory=spec.comm.pin_memory)
             flat = on_host.copy_(flat)
         assert flat.storage_offset() == 0
-        return tuple(map(RowDTensor.of_spec, map(flat.as_strided, *self._strided), self._grad_specs))
+        return tuple(map(RowDTensor.of_spec, map(flat.as_strided, *self._grad_strides), self._grad_specs))
+
+    @functools.cached_property
+    def _grad_strides(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """Shapes, strides and offsets of the rows in a flat shard, so that a step computes none."""
+        views, begin = self.shard_views, self.shard.storage_offset()
+        return (
+            [view.shape for view in views],
+            [view.stride() for view in views],
+            [view.storage_offset() - begin for view in views],
+        )
 
     @functools.cached_property
     def _grad_specs(self) -> list[Any]:
@@ -287,22 +310,14 @@ class Bucket:
                 f"parameter's, {param.shape}"
             ) from error
 
-    def add_to_grad(self, index: int, grad: torch.Tensor) -> None:
-        """Add a sharded gradient to ``.grad`` as autograd does."""
-        accumulate(self.params[index], grad)
-
     def copy_in(self, index: int, unsharded: torch.Tensor) -> None:
         """Copy this rank's rows of the unsharded parameter ``index`` into its shard."""
-        self.write_rows(index, self.local_rows(index, unsharded))
+        self.write_rows(index, self.rows[index].of(unsharded))
 
     def write_rows(self, index: int, rows: torch.Tensor) -> None:
         """Copy ``rows`` into the shard of parameter ``index``, so that autograd sees the change in saved tensors."""
         self.shard_views[index].copy_(rows)
         torch.autograd.graph.increment_version(self.params[index])
-
-    def local_rows(self, index: int, unsharded: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of the unsharded parameter ``index``, as a view."""
-        return self.rows[index].of(unsharded)
 
 
 def handle_name(bucket_name: str) -> str:

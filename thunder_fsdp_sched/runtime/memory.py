@@ -58,8 +58,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from ..transports.base import TransportedBucket, Views, Work
-from .forward_numbers import forward_number, is_backward_of
-from .views import unsharded_views, with_own_storage
+from .autograd import forward_number, is_backward_of
 
 if TYPE_CHECKING:
     from ..plan.specs import BucketSpec
@@ -300,7 +299,7 @@ class Arena:
                 staging = self._memory[slot.offset + begin : slot.offset + end].view(dtype).data
             assert end <= slot.nbytes, (bucket, slot)
             # `.data` also hides from autograd that parameters are views: Thunder detaches views that backward reads.
-            tensors = tuple(view.data for view in unsharded_views(spec, flat))
+            tensors = tuple(view.data for view in spec.layout.unsharded_views(flat))
             return Views(flat, tensors, [piece.data for piece in spec.layout.unsharded_segments(flat)], staging)
 
     def make_params(self, bucket: SlottedBucket, slot: Slot) -> Views:
@@ -404,6 +403,16 @@ class _InterruptedWork:
         raise RuntimeError(
             "it was interrupted while it was being issued, so its memory cannot be used again: restart the process"
         )
+
+
+def with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """Return ``view`` with a storage of its own, if there is memory; see [Note: Storages of parameters]."""
+    storage = view.untyped_storage()
+    if storage.device.type == "meta":  # those of fake tensors, too
+        return view
+    begin = view.storage_offset() * view.element_size()
+    own = torch.empty(0, dtype=view.dtype, device=view.device)
+    return own.set_(storage[begin : begin + view.nbytes], 0, view.shape, view.stride())
 
 
 def slot_bytes(spec: BucketSpec, dtype: torch.dtype) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,13 +11,10 @@ from thunder.distributed import get_skip_data_parallel_grad_sync
 
 from ..private_autograd import running_node_number
 from ..transports.base import Views, labelled
-from .bucket import Bucket
-from .forward_numbers import forward_number
+from .autograd import forward_number, requested
+from .bucket import WINDOW_OPEN, Bucket
 from .memory import InFlight, Slot, address, failed
-from .requested_grads import requested
 from .row_dtensor import RowDTensor
-from .views import shard_views
-from .window import WINDOW_OPEN
 
 
 def _check_shards(bucket: Bucket, shards: Sequence[RowDTensor | None]) -> None:
@@ -40,31 +38,21 @@ def all_gather(
     secondary: torch.Tensor | None = None,
 ) -> InFlight:
     _check_shards(bucket, shards)
-    arena, issue_counts = slot.arena, bucket.issue_counts
-    issue_counts.issued += 1
+    arena = slot.arena
     arena.acquire(slot)
     if (window is not None and _reuses(bucket, window)) or arena.take_retained(bucket.primary, slot, preceded_by):
-        issue_counts.issued += 1
+        bucket.issue_counts.issued += 2
         return arena.track(InFlight(bucket, "all-gather", slot, ()))
     if preceded_by is not None:
-        issue_counts.settle()  # the trace settles the round only before the first gather that certainly sends
+        bucket.issue_counts.settle()  # the trace settles the round only before the first gather that certainly sends
     unsharded = slot.params[bucket]
     if slot is bucket.private_slot:
         bucket.gathered_in_forward = None
-        bucket.window.end()
-        if window == WINDOW_OPEN:
-            bucket.window.begin(bucket.state_of(slot))
-    sent = bucket.shard_to_send(again=again) if secondary is None else secondary
-    try:
-        with labelled(bucket.label("all_gather")):
-            works = bucket.gather_into(unsharded, sent)
+        bucket.window_state = bucket.state_of(slot) if window == WINDOW_OPEN else None
+    with _issuing(bucket, "all-gather", slot):
+        sent = bucket.source.shard(again=again) if secondary is None else secondary
+        works = bucket.gather_into(unsharded, sent)
         arena.track(flight := InFlight(bucket, "all-gather", slot, works, sent=sent))
-    except RuntimeError as error:
-        raise failed(bucket, "all-gather", error) from error
-    except BaseException as error:
-        _interrupted(bucket, "all-gather", slot, error)
-        raise
-    issue_counts.issued += 1
     if followed_by is not None:
         arena.retain(bucket, slot, followed_by)
     return flight
@@ -75,19 +63,33 @@ def _reuses(bucket: Bucket, window: str) -> bool:
     if not bucket.offers_reuse():
         return False
     bucket.issue_counts.settle()  # the offers of the other ranks
-    if not bucket.window.is_agreed:
+    if not bucket.is_reuse_agreed:
         return False
-    if window == WINDOW_OPEN:
-        bucket.window.is_agreed = False
-    else:
-        bucket.window.end()
+    bucket.is_reuse_agreed = False
+    if window != WINDOW_OPEN:
+        bucket.window_state = None
     return True
 
 
-def _interrupted(bucket: Bucket, what: str, slot: Slot, error: BaseException) -> None:
-    # A transport that raises an Exception leaves nothing in flight; an interrupt may have come at any time.
-    if not isinstance(error, Exception):
-        slot.arena.mark_interrupted(bucket, what, slot)
+@contextlib.contextmanager
+def _issuing(bucket: Bucket, what: str, slot: Slot | None = None) -> Iterator[None]:
+    """Count and label the collective that is issued in this context, and name it in errors.
+
+    Args:
+        slot: the memory that it uses, if it is tracked there.
+    """
+    bucket.issue_counts.issued += 1
+    try:
+        with labelled(f"fsdp_{what.replace('-', '_')}({bucket.spec.name})"):
+            yield
+    except RuntimeError as error:
+        raise failed(bucket, what, error) from error
+    except BaseException as error:
+        # A transport that raises an Exception leaves nothing in flight; an interrupt may have come at any time.
+        if slot is not None and not isinstance(error, Exception):
+            slot.arena.mark_interrupted(bucket, what, slot)
+        raise
+    bucket.issue_counts.issued += 1
 
 
 def wait_params(bucket: Bucket, flight: InFlight, token: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
@@ -141,20 +143,11 @@ def reduce_scatter(bucket: Bucket, slot: Slot, *grads: torch.Tensor | None) -> I
         unsharded.tensors[index].zero_()
     if (accumulated := bucket.accumulation.unsharded) is not None and bucket.ends_window():
         unsharded.flat.add_(accumulated)
-    bucket.issue_counts.issued += 1
     # Autograd keeps the sharded gradients as `.grad` without a copy and adds to them, so this must be new memory.
     shard = torch.empty(bucket.shard.numel(), dtype=bucket.spec.reduce_dtype, device=bucket.spec.device)
-    try:
-        with labelled(bucket.label("reduce_scatter")):
-            works = bucket.transport.reduce_scatter(bucket, unsharded, shard)
-        arena.track(flight := InFlight(bucket, "reduce-scatter", slot, works, shard, missing))
-    except RuntimeError as error:
-        raise failed(bucket, "reduce-scatter", error) from error
-    except BaseException as error:
-        _interrupted(bucket, "reduce-scatter", slot, error)
-        raise
-    bucket.issue_counts.issued += 1
-    return flight
+    with _issuing(bucket, "reduce-scatter", slot):
+        works = bucket.transport.reduce_scatter(bucket, unsharded, shard)
+        return arena.track(InFlight(bucket, "reduce-scatter", slot, works, shard, missing))
 
 
 def all_reduce(bucket: Bucket, flight: InFlight) -> InFlight:
@@ -168,16 +161,10 @@ def all_reduce(bucket: Bucket, flight: InFlight) -> InFlight:
 
 def _average_replicas(bucket: Bucket, shard: torch.Tensor) -> torch.distributed.Work:
     assert bucket.ranks.replicas is not None
-    bucket.issue_counts.issued += 1
-    try:
-        with labelled(bucket.label("all_reduce")):
-            work = torch.distributed.all_reduce(
-                shard, op=torch.distributed.ReduceOp.AVG, group=bucket.ranks.replicas.process_group, async_op=True
-            )
-    except RuntimeError as error:
-        raise failed(bucket, "all-reduce", error) from error
-    bucket.issue_counts.issued += 1
-    return work
+    with _issuing(bucket, "all-reduce"):
+        return torch.distributed.all_reduce(
+            shard, op=torch.distributed.ReduceOp.AVG, group=bucket.ranks.replicas.process_group, async_op=True
+        )
 
 
 def wait_grads(bucket: Bucket, flight: InFlight, *, hook: str | None = None) -> tuple[torch.Tensor, ...]:
@@ -220,7 +207,7 @@ def accumulate_reduced(bucket: Bucket, flight: InFlight) -> None:
     given = set(range(len(bucket.params))).difference(flight.missing)
     added = _accumulated_of(bucket, given)
     if added != given:
-        rows = shard_views(bucket.spec, bucket.rank, flight.output)
+        rows = bucket.spec.layout.shard_views(bucket.rank, flight.output)
         for index in given - added:
             rows[index].zero_()
     if added:
@@ -261,14 +248,9 @@ def _reduced(bucket: Bucket, unsharded: torch.Tensor) -> torch.Tensor:
     spec = bucket.spec
     shard = torch.empty(bucket.shard.numel(), dtype=spec.reduce_dtype, device=spec.device)
     staging = torch.empty(spec.sent_numel, dtype=shard.dtype, device=shard.device) if spec.comm.staging else None
-    bucket.issue_counts.issued += 1
-    try:
-        works = bucket.transport.reduce_scatter(
-            bucket, Views(unreduced, (), spec.layout.unsharded_segments(unreduced), staging), shard
-        )
-    except RuntimeError as error:
-        raise failed(bucket, "reduce-scatter", error) from error
-    bucket.issue_counts.issued += 1
+    views = Views(unreduced, (), spec.layout.unsharded_segments(unreduced), staging)
+    with _issuing(bucket, "reduce-scatter"):
+        works = bucket.transport.reduce_scatter(bucket, views, shard)
     InFlight(bucket, "reduce-scatter", None, works).wait()
     return shard
 
@@ -278,7 +260,7 @@ def backward_done(no_sync: bool, *buckets: Bucket) -> None:
         if no_sync:
             bucket.accumulation.is_running = False
         elif bucket.ends_window():
-            bucket.accumulation.flush(bucket.add_to_grad)
+            bucket.accumulation.flush(bucket.params)
 
 
 def params_unchanged(bucket: Bucket, *shards: RowDTensor | None) -> None:

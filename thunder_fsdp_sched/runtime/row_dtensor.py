@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
 from ..private_api import dtensor_constructor, register_foreach_type
-from .param_hooks import guarded_accumulated_hook, guarded_hook
+from .autograd import guarded_accumulated_hook, guarded_hook
 from .rows import Rows
 
 aten = torch.ops.aten

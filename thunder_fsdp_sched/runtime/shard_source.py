@@ -5,7 +5,7 @@ Every gather of a forward casts again, because some writes to a parameter cannot
 own kernels, and those through ``to_local().data``. Backward reuses the cast of its own forward, provided that no other
 forward has cast since, and that neither a parameter's version nor the number of optimizer steps in this process has changed.
 Within an accumulation window, a bucket that is not gathered again is not cast again either: see [Note: Gathered once in a
-window] in ``window``.
+window] in ``bucket``.
 
 [Note: Writes to offloaded shards]
 A shard in pinned memory is copied to the GPU asynchronously, but the user may write it on the host at any time: an
@@ -23,7 +23,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..transports.base import NO_CONTEXT, TransportedBucket, labelled, side_stream
-from .forward_numbers import forward_number, is_backward_of
+from .autograd import forward_number, is_backward_of
 
 
 class SentBucket(TransportedBucket, Protocol):

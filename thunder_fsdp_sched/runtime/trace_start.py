@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..ranks.channel import TOKEN, RoundAction
 from ..ranks.control import AgreedProgram, Computation, Control, after_excess, hash64
@@ -52,21 +52,16 @@ class TraceStart(RoundAction):
         self._excess = excess = issue_counts.excess
         self._begun = self.issues
         self._reduced = again = 0
-        for i, reference in enumerate(self.guarded):
-            bucket = reference()
-            if bucket is not None and not bucket.is_kept_for_this_backward():
-                again |= self.control.is_on_all_ranks(bucket) << i % _BITS
+        for bit, bucket in _with_bits(self.guarded):
+            if not bucket.is_kept_for_this_backward():
+                again |= bit * self.control.is_on_all_ranks(bucket)
                 self._begun += 2
-        for i, reference in enumerate(self.left_over):
-            bucket = reference()
-            if bucket is None:
-                continue
+        for bit, bucket in _with_bits(self.left_over):
             bucket.accumulation.check_complete()
-            if not bucket.ends_window():
-                continue
-            collectives = (bucket.accumulation.unsharded is not None) + (bucket.ranks.replicas is not None)
-            self._reduced |= (self.control.is_on_all_ranks(bucket) and collectives > 0) << i % _BITS
-            self._begun += 2 * collectives
+            if bucket.ends_window():
+                collectives = (bucket.accumulation.unsharded is not None) + (bucket.ranks.replicas is not None)
+                self._reduced |= bit * (self.control.is_on_all_ranks(bucket) and collectives > 0)
+                self._begun += 2 * collectives
         offers = self._offered()
         state = excess, self._reduced, again
         token = self._token(*state, offers=offers) if offers or any(state) else self._usual
@@ -92,23 +87,26 @@ class TraceStart(RoundAction):
     def _offered(self) -> int:
         """Return a bit for each bucket that this rank could reuse; those that share a bit are reused together."""
         offered, missing = 0, 0
-        for i, reference in enumerate(self.reusing):
-            bucket = reference()
-            if bucket is not None:
-                bucket.window.is_agreed = False
-                if bucket.offers_reuse() and self.control.is_on_all_ranks(bucket):
-                    offered |= 1 << i % _BITS
-                    continue
-            missing |= 1 << i % _BITS
+        for bit, bucket in _with_bits(self.reusing):
+            bucket.is_reuse_agreed = False
+            if bucket.offers_reuse() and self.control.is_on_all_ranks(bucket):
+                offered |= bit
+            else:
+                missing |= bit
         return offered & ~missing
 
     def take(self, offers: int) -> None:
         """Let the buckets be reused that all ranks have offered."""
-        for i, reference in enumerate(self.reusing):
-            bucket = reference()
-            if bucket is not None:
-                bucket.window.is_agreed = bool(offers >> i % _BITS & 1)
+        for bit, bucket in _with_bits(self.reusing):
+            bucket.is_reuse_agreed = bool(offers & bit)
 
     def _token(self, excess: int, reduced: int, again: int, *, offers: int) -> bytes:
         same = hash64("trace", self.control.number, *self._program, excess, int(reduced), int(again))
         return TOKEN.pack(same, self._inputs, self._exact, offers)
+
+
+def _with_bits(references: Sequence[weakref.ref[Bucket]]) -> Iterator[tuple[int, Bucket]]:
+    """Yield the buckets that still exist, each with its bit of a token's integers."""
+    for place, reference in enumerate(references):
+        if (bucket := reference()) is not None:
+            yield 1 << place % _BITS, bucket

@@ -19,13 +19,13 @@ from ..compat import __version__
 from ..options import Options
 from ..plan.plan import Plan
 from ..private_api import replace_data
+from ..proof.audit import FormerMemory
 from ..ranks.assignment import GroupAssignment, broadcast, find_world_group
 from ..ranks.control import Control
 from ..ranks.process_groups import Ranks
+from ..runtime.autograd import take_hooks
 from ..runtime.bucket import Bucket, handle_name
-from ..runtime.former_memory import FormerMemory
 from ..runtime.memory import Arena
-from ..runtime.param_hooks import take_hooks
 from ..transports import TRANSPORTS
 from ..transports.peer_memory import announce_all
 from .former_parameters import retire

@@ -29,9 +29,9 @@ from ..private_api import (
     unwrap_fabric,
     watch_cache_misses,
 )
+from ..proof.audit import FormerMemory
 from ..ranks.control import Control
 from ..runtime.bucket import Bucket
-from ..runtime.former_memory import FormerMemory
 from ..runtime.row_dtensor import RowDTensor
 from ..runtime.shard_source import finish_copies
 from .former_parameters import FormerParameters, check_gradients

@@ -121,7 +121,7 @@ class _Whole:
     @property
     def local(self) -> torch.Tensor:
         """This rank's rows of :attr:`param`."""
-        rows = self.bucket.local_rows(self.index, self.param.detach())
+        rows = self.bucket.rows[self.index].of(self.param.detach())
         return rows.to(self.bucket.spec.shard_device)
 
 

@@ -10,7 +10,7 @@ from ..ir.effects import bucket_of, effects
 from ..ir.inspection import forward_part, return_of, with_bound_symbols
 from ..ir.symbols import fsdp_all_gather, fsdp_copy_secondary_shard
 from ..runtime.bucket import Bucket
-from ..runtime.secondary import secondary_of
+from ..runtime.bucket_aliases import secondary_of
 
 
 def gather_from_secondary(trace: TraceCtx) -> TraceCtx:
@@ -35,7 +35,8 @@ def gather_from_secondary(trace: TraceCtx) -> TraceCtx:
         ft157 = fsdp_all_gather(bucket_blocks_1_secondary, None, t_blocks_1_weight, secondary=t160)  # 16,384 bytes float32
         (bw_t109,) = fsdp_wait_params(bucket_blocks_1_secondary, ft157)
 
-    A bucket that only backward reads is gathered among all ranks. See [Note: Secondary shards] in ``runtime.secondary``
+    A bucket that only backward reads is gathered among all ranks. See [Note: Secondary shards] in
+    ``runtime.bucket_aliases``
     and [Note: Tokens of host copies] in ``ir.host_copies``.
     """
     forward = forward_part(trace)

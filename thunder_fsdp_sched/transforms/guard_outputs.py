@@ -21,7 +21,7 @@ def guard_outputs(epilogue: TraceCtx, *, no_sync: bool) -> TraceCtx:
         fsdp_guard_backward(False, h, t52)
         return {'h': h, 'loss': t52}
 
-    See [Note: Requested gradients] in ``runtime.requested_grads``.
+    See [Note: Requested gradients] in ``runtime.autograd``.
     """
     outputs = [argument for argument in epilogue.args if isinstance(argument, TensorProxy)]
     new = with_bound_symbols(epilogue, epilogue.bound_symbols[:-1], "fsdp: guard outputs")

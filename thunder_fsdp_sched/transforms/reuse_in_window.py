@@ -6,7 +6,7 @@ from thunder.core.trace import TraceCtx
 
 from ..ir.effects import effects
 from ..ir.inspection import has_backward, with_bound_symbols
-from ..runtime.window import WINDOW_LAST, WINDOW_OPEN
+from ..runtime.bucket import WINDOW_LAST, WINDOW_OPEN
 
 
 def reuse_in_window(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
@@ -21,7 +21,7 @@ def reuse_in_window(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
 
         ft146 = ...(bucket_blocks_0, own_blocks_0, t_blocks_0_weight, window='open')  # 16,384 bytes float32
 
-    See [Note: Gathered once in a window] in ``runtime.window``.
+    See [Note: Gathered once in a window] in ``runtime.bucket``.
 
     Args:
         no_sync: whether the trace is compiled for ``no_sync``.

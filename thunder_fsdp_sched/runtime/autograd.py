@@ -1,0 +1,225 @@
+"""The running backward: its forward, the gradients that it was asked for, and the hooks of parameters.
+
+[Note: The backward of the most recent forward]
+Backward may reuse values that its own forward gathered or cast, but none of another forward: between two forwards a
+parameter may have been written through ``.data`` (an evaluation with averaged parameters), which changes no version
+counter.
+
+Autograd numbers the nodes that a thread creates, and Thunder creates a node for each forward right after it has run. A
+forward stores the number of the next node with the values that it writes. If that number is at most the number of the
+running backward's node, the values were written before that backward's own forward had ended: by that forward or an
+earlier one. Values of a later forward have a larger number.
+
+Numbers depend only on the order of calls, so all ranks decide alike. Where the order is unknown (forwards in several
+threads, a backward outside of autograd), nothing is reused.
+
+[Note: Requested gradients]
+``backward(inputs=...)`` and ``torch.autograd.grad`` ask for some gradients only. The compiled backward computes all of them,
+and autograd drops those that nobody asked for. What accumulates under ``no_sync`` does not pass through autograd. So
+autograd is asked which of the nodes that add to a parameter's ``.grad`` it will run, and only the gradients of these
+parameters accumulate. The same holds for the backward that ends a window: it returns what has accumulated for a parameter if
+it adds to that parameter's ``.grad``, otherwise that waits for a later backward. A backward that adds to all parameters of
+its graph counts as one of all parameters of the model.
+
+``torch.autograd.grad`` of parameters returns their gradients instead. It gives those of this backward alone, reduced, and
+leaves what has accumulated as it is. Under ``no_sync`` there is no reduced gradient to return, so it raises an error. A
+compiled backward has no graph of its own, so ``create_graph=True`` raises an error, too. Both are raised before the
+compiled backward starts, from a hook of the node that autograd runs first.
+
+[Note: Hooks of parameters]
+Under ``no_sync`` a compiled backward returns no gradients, and autograd then calls a parameter's hooks all the same: tensor
+hooks with ``None``, and post-accumulate-grad hooks before there is a ``.grad``. FSDP2 calls no hooks in such a backward, and
+neither do we: a hook runs once in each window, with the reduced gradient. So a hook is registered inside of an object that
+skips it. A post-accumulate-grad hook does not get the gradient; a tensor hook of ours notes whether there was one.
+
+A gradient that only earlier micro-batches of a window have is not returned to autograd by the backward that ends the window
+(``Accumulation.deferred``), so :func:`accumulate` runs the hooks, in the order of autograd.
+
+Alternative: leave the parameters out of the autograd graph under ``no_sync``. Then autograd would refuse
+``backward(inputs=parameters)``, and could not say for which parameters a backward was called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ..private_autograd import (
+    accumulates,
+    backward_number,
+    compiled_node_of,
+    hooks_of,
+    leaf_nodes,
+    next_node_number,
+    running_node,
+    running_node_number,
+    set_hooks,
+)
+
+_LATEST = 1 << 63  # larger than the number of any node
+
+_thread: int | None = None
+_several_threads = False
+_assumed: int | None = None
+
+
+def forward_number() -> int:
+    """Return the number to store with the values that a running forward writes, for :func:`is_backward_of`."""
+    global _thread, _several_threads
+    ident = threading.get_ident()
+    if ident != _thread:
+        _several_threads = _thread is not None  # each thread counts its own nodes
+        _thread = ident
+    return next_node_number()
+
+
+def is_backward_of(number: int) -> bool:
+    """Return whether the running backward's forward ended after :func:`forward_number` returned ``number``."""
+    node = running_node_number() if _assumed is None else _assumed
+    return node is not None and number <= node and not _several_threads
+
+
+@contextlib.contextmanager
+def as_backward_of_latest_forward() -> Iterator[None]:
+    """Treat a backward that is called outside of autograd as that of the most recent forward."""
+    global _assumed
+    _assumed = _LATEST
+    try:
+        yield
+    finally:
+        _assumed = None
+
+
+class _Request(NamedTuple):
+    """The gradients that one backward of a compiled forward was asked for.
+
+    Attributes:
+        number: the number of the backward.
+        added: whether it adds to ``.grad``, for each sharded parameter that forward reads, by its identity.
+        adds_all: whether it adds to the ``.grad`` of all of them.
+    """
+
+    number: int
+    added: dict[int, bool]
+    adds_all: bool
+
+
+def requested(params: Sequence[torch.nn.Parameter]) -> frozenset[int]:
+    """Return the indices of the parameters to whose ``.grad`` the running backward adds."""
+    node = running_node()
+    if node is None:  # a trace that runs outside of autograd
+        return frozenset(range(len(params)))
+    request = node.metadata.get(_KEY)
+    if request is None or request.number != backward_number():
+        added = {id(leaf): accumulates(n) is True for leaf, n in leaf_nodes(node) if _is_sharded(leaf)}
+        node.metadata[_KEY] = request = _Request(backward_number(), added, all(added.values()))
+    return frozenset(i for i, param in enumerate(params) if request.added.get(id(param), request.adds_all))
+
+
+_KEY = "thunder_fsdp_sched.requested"
+
+
+def _is_sharded(leaf: torch.Tensor) -> bool:
+    return hasattr(leaf, "rows")
+
+
+def guard_backward(no_sync: bool, *outputs: torch.Tensor) -> None:
+    """Let backward of a compiled forward raise errors for requests that it cannot fulfil; see [Note: Requested gradients].
+
+    Args:
+        no_sync: whether backward accumulates gradients without returning them.
+        outputs: the outputs of forward, connected to autograd.
+    """
+    nodes = compiled_node_of(outputs)
+    if nodes is not None:
+        first, compiled = nodes
+        first.register_prehook(partial(_check, leaf_nodes(compiled) if no_sync else ()))
+
+
+def _check(leaves: Sequence[tuple[Any, Any]], grads: Any) -> None:
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "create_graph=True: the backward of a module that Thunder has compiled has no graph, so gradients of gradients "
+            "(gradient penalties, Hessians) would be wrong. Leave out create_graph, or compute this term without "
+            "thunder.jit"
+        )
+    for leaf, node in leaves:
+        if _is_sharded(leaf) and accumulates(node) is None:
+            raise RuntimeError(
+                f"torch.autograd.grad was called for parameter {leaf.rows.label!r} under no_sync, where gradients are not "
+                f"reduced, so there is none to return. Call it outside of no_sync, or call backward()"
+            )
+
+
+class _Guarded:
+    """A user's tensor hook, skipped in a backward without a gradient."""
+
+    def __init__(self, hook: Callable[[Any], Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, grad: torch.Tensor | None) -> Any:
+        return None if grad is None else self.hook(grad)
+
+
+class _GradientNoted:
+    """A tensor hook that notes whether the latest backward had a gradient."""
+
+    has_gradient = False
+
+    def __call__(self, grad: torch.Tensor | None) -> None:
+        self.has_gradient = grad is not None
+
+
+class _GuardedAccumulated:
+    """A user's post-accumulate-grad hook, skipped in a backward without a gradient."""
+
+    def __init__(self, hook: Callable[[Any], Any], noted: _GradientNoted) -> None:
+        self.hook = hook
+        self._noted = noted
+
+    def __call__(self, param: torch.Tensor) -> Any:
+        return self.hook(param) if self._noted.has_gradient else None
+
+
+def guarded_hook(param: torch.Tensor, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a tensor hook of a sharded parameter as it is registered; see [Note: Hooks of parameters]."""
+    return _Guarded(hook) if isinstance(param, torch.nn.Parameter) else hook
+
+
+def guarded_accumulated_hook(param: torch.Tensor, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a post-accumulate-grad hook of a sharded parameter as it is registered."""
+    return _GuardedAccumulated(hook, _noted(param)) if isinstance(param, torch.nn.Parameter) else hook
+
+
+def take_hooks(old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
+    """Let the sharded parameter ``new`` have the hooks of ``old``, which their handles can still remove."""
+    hooks, accumulated_hooks = hooks_of(old)
+    for number, hook in hooks.items():
+        hooks[number] = _Guarded(hook)
+    set_hooks(new, hooks, accumulated_hooks)
+    for number, hook in accumulated_hooks.items():
+        accumulated_hooks[number] = _GuardedAccumulated(hook, _noted(new))
+
+
+def accumulate(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
+    """Add a gradient that backward does not return to ``.grad``, with the hooks that autograd would run."""
+    hooks, accumulated_hooks = hooks_of(param)
+    for hook in list(hooks.values()):
+        if (replaced := hook(grad)) is not None:
+            grad = replaced
+    param.grad = grad if param.grad is None else param.grad.add_(grad)
+    for hook in list(accumulated_hooks.values()):
+        hook(param)
+
+
+def _noted(param: torch.Tensor) -> _GradientNoted:
+    hooks, _ = hooks_of(param)
+    noted = next((hook for hook in hooks.values() if isinstance(hook, _GradientNoted)), None)
+    if noted is None:
+        torch.Tensor.register_hook(param, noted := _GradientNoted())
+    return noted
