@@ -226,7 +226,6 @@ class Compilation:
             sharded.kept,
             no_sync=traces.no_sync,
             accumulate=options.accumulate or "unsharded",
-            once=options.trace_modules_once,
             max_unsharded_bytes=options.max_unsharded_bytes,
             max_gathers_in_flight=options.max_gathers_in_flight,
             release=options.release,

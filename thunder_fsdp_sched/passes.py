@@ -33,7 +33,6 @@ from .transforms.claim_operators import claim_operators
 from .transforms.differentiate import differentiate
 from .transforms.draw_once import draw_once, mark_draws, refuse_merged_draws, refuse_redrawn_gradients
 from .transforms.end_backward import end_backward
-from .transforms.extend_arena import release_extension
 from .transforms.fuse_downcast import fuse_downcast
 from .transforms.gather_from_secondary import gather_from_secondary
 from .transforms.guard_kept import guard_first, guard_kept
@@ -42,10 +41,9 @@ from .transforms.insert_unshard import insert_unshard
 from .transforms.keep_fusions_apart import keep_fusions_apart, remove_cuts
 from .transforms.offload_activations import offload_activations, offloadable
 from .transforms.regather_for_backward import regather_for_backward
-from .transforms.release_slots import release_slots
+from .transforms.release_slots import release_extension, release_slots
 from .transforms.replay_schedule import ScheduleMismatch, replay_schedule
-from .transforms.reuse_from_forward import mark_retained_by_forward, reuse_from_forward
-from .transforms.reuse_in_window import reuse_in_window
+from .transforms.reuse_from_forward import mark_retained_by_forward, reuse_from_forward, reuse_in_window
 from .transforms.sort_communication import MAX_REDUCTIONS_IN_FLIGHT, sort_communication
 from .transforms.sort_host_copies import sort_host_copies
 from .transforms.sort_within_budget import shared_budget, sort_within_budget
@@ -66,7 +64,6 @@ class Context:
         kept: those that stay unsharded from forward to backward.
         no_sync: whether the trace is compiled for ``no_sync``.
         accumulate: how ``no_sync`` accumulates.
-        once: whether operators that are alike are claimed once.
         max_unsharded_bytes, max_gathers_in_flight, release: the options of these names.
         pinned: the schedules that the option ``schedule`` pins.
         reuse: whether later micro-batches under ``no_sync`` may reuse what is gathered.
@@ -95,7 +92,6 @@ class Context:
     kept: Collection[Bucket] = frozenset()
     no_sync: bool = False
     accumulate: Way = "unsharded"
-    once: bool = True
     max_unsharded_bytes: int | None = None
     max_gathers_in_flight: int | None = None
     release: Literal["never", "step", "bucket"] = "never"

@@ -10,13 +10,20 @@ import hashlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-if TYPE_CHECKING:  # this module is imported before torch and Thunder can be
-    import torch
-    from thunder.core.module import ThunderModule
-    from torch._C._distributed_c10d import Store
-    from torch.distributed.device_mesh import DeviceMesh
+import thunder
+import torch
+import torch.distributed as dist
+from thunder.core.module import ThunderModule
+from thunder.core.options import CACHE_OPTIONS
+from thunder.distributed import skip_data_parallel_grad_sync
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, Store
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 
 
 def all_gather_on_host(gathered: Any, own: Any, group: Any) -> Any:
@@ -25,9 +32,6 @@ def all_gather_on_host(gathered: Any, own: Any, group: Any) -> Any:
     It is the backend's own method, which skips argument checks, logging and the dispatcher, and so takes less than half
     of the host time of ``dist.all_gather_into_tensor``.
     """
-    import torch
-    import torch.distributed as dist
-
     issue = getattr(group._get_backend(torch.device("cpu")), "_allgather_base", None)
     if issue is None:
         return dist.all_gather_into_tensor(gathered, own, group=group, async_op=True)
@@ -39,8 +43,6 @@ def all_gather_coalesced(outputs: list[Any], inputs: list[Any], group: Any) -> A
 
     It is the call at the end of ``_coalescing_manager``, without collecting and checking the arguments one by one.
     """
-    from torch._C._distributed_c10d import AllgatherOptions
-
     options = AllgatherOptions()
     options.asyncOp = True
     # torch 2.13 renamed it.
@@ -50,8 +52,6 @@ def all_gather_coalesced(outputs: list[Any], inputs: list[Any], group: Any) -> A
 
 def reduce_scatter_coalesced(outputs: list[Any], inputs: list[Any], op: Any, group: Any) -> Any:
     """Issue one launch of a reduce-scatter for each pair of tensors; return its work."""
-    from torch._C._distributed_c10d import ReduceScatterOptions
-
     options = ReduceScatterOptions()
     options.reduceOp = op
     options.asyncOp = True
@@ -70,8 +70,6 @@ def mesh_over(
         grid: the global ranks, a list for each dimension.
         rank: this process's global rank.
     """
-    from torch.distributed.device_mesh import DeviceMesh
-
     mesh = DeviceMesh(device_type, grid, mesh_dim_names=dim_names, _init_backend=False, _rank=rank)
     mesh._dim_group_names = group_names  # type: ignore[assignment]
     return mesh
@@ -99,9 +97,6 @@ def register_foreach_type(tensor_class: type[torch.Tensor]) -> None:
 
     They look for it in lists, to which ``torch.distributed.tensor`` adds DTensor. Subclasses do not count.
     """
-    from torch.optim import optimizer
-    from torch.utils import _foreach_utils
-
     for supported in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         if tensor_class not in supported:
             supported.append(tensor_class)
@@ -109,13 +104,11 @@ def register_foreach_type(tensor_class: type[torch.Tensor]) -> None:
 
 def timeout_of(group: Any) -> timedelta:
     """Return the timeout of the collectives of ``group``."""
-    import torch.distributed as dist
-
     for device in ("cuda", "cpu"):
         found = getattr(_options_of(group, device), "_timeout", None)
         if isinstance(found, timedelta):
             return found
-    return dist.distributed_c10d.default_pg_timeout
+    return c10d.default_pg_timeout
 
 
 def copy_of_options(group: Any) -> Any:
@@ -129,8 +122,6 @@ def copy_of_options(group: Any) -> Any:
 
 
 def _options_of(group: Any, device: str) -> Any:
-    import torch
-
     try:
         return group._get_backend(torch.device(device)).options
     except (AttributeError, RuntimeError):  # the group has no backend for the device, or the backend no options
@@ -143,10 +134,8 @@ def splits_default_group() -> bool:
     It does after ``init_process_group(device_id=...)``. All ranks of the default group must take part then, even with
     ``use_local_synchronization``.
     """
-    from torch.distributed.distributed_c10d import _get_default_group, _get_split_source
-
-    default = _get_default_group()
-    return default.bound_device_id is not None and _get_split_source(default) is not None
+    default = c10d._get_default_group()
+    return default.bound_device_id is not None and c10d._get_split_source(default) is not None
 
 
 def state_name(name: str) -> str:
@@ -162,19 +151,17 @@ def is_group_name_taken(ranks: Collection[int], number: int, store: Store) -> bo
     Destroyed groups count, too: their members' addresses stay in ``store``, that of the default group, and a new group
     of the same name would try to connect to them.
     """
-    from torch.distributed.distributed_c10d import _world
-
     text = "_".join(map(str, (*sorted(ranks), number)))
     name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
     # The keys under which gloo and NCCL store the first member's address and the first communicator's id.
-    return name in _world.pg_names.values() or any(store.check([f"{name}//{key}"]) for key in ("cpu//0/0", "cuda//0"))
+    return name in c10d._world.pg_names.values() or any(
+        store.check([f"{name}//{key}"]) for key in ("cpu//0/0", "cuda//0")
+    )
 
 
 def process_groups() -> list[Any]:
     """Return the process groups that this process knows, in the order of creation."""
-    from torch.distributed.distributed_c10d import _world
-
-    return list(_world.pg_names)
+    return list(c10d._world.pg_names)
 
 
 def refuse_foreign_functions(module: Any, names: Collection[str]) -> None:
@@ -235,8 +222,6 @@ def refuse_ddp() -> NoReturn:
 
 def parameters_of_running_ddp() -> list[Any]:
     """Return the parameters of the ``DistributedDataParallel`` whose forward is running."""
-    from torch.nn.parallel import DistributedDataParallel
-
     running = getattr(DistributedDataParallel, "_active_ddp_module", None)
     return [] if running is None else running._module_parameters
 
@@ -268,8 +253,6 @@ def control_fabric_sync(strategy: Any, control: Any) -> None:
 
 def runs_under_torch_compile() -> bool:
     """Return whether ``torch.compile`` compiles the functions that this thread calls."""
-    import torch
-
     current = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
     return current is not None and current() not in (None, False)
 
@@ -302,10 +285,6 @@ def watch_cache_misses(model: ThunderModule, on_miss: Callable[[], object]) -> C
     Thunder notes the autocast context of each call in ``CompileData.autocast_stack``, and never removes it. Without
     correction all later compilations would be for autocast, so both functions remove what earlier calls have left.
     """
-    import thunder
-    import torch
-    from thunder.core.options import CACHE_OPTIONS
-
     stats = thunder.compile_stats(model)
     contexts = thunder.compile_data(model).autocast_stack.stack
     looks_up = thunder.cache_option(model) in (CACHE_OPTIONS.CONSTANT_VALUES, CACHE_OPTIONS.SYMBOLIC_VALUES)
@@ -331,8 +310,6 @@ def quiet_no_sync(model: ThunderModule) -> None:
     Thunder's method reduces the gradients of Thunder's own ddp and fsdp when it ends, and warns if neither was applied.
     Here the next backward reduces gradients. This object's attribute hides the method; the class stays as it is.
     """
-    from thunder.distributed import skip_data_parallel_grad_sync
-
     model.no_sync = skip_data_parallel_grad_sync
 
 
@@ -341,8 +318,6 @@ def replace_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
 
     It has its own version counter.
     """
-    import torch
-
     if param.is_meta == data.is_meta:
         # The node that accumulates its gradient has the old shape. A change of dtype makes autograd drop it.
         other = torch.float32 if param.dtype is torch.float64 else torch.float64

@@ -8,41 +8,33 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 
 def next_node_number() -> int:
     """Return the number of the next autograd node that this thread creates."""
-    import torch
-
     return torch._C._autograd._get_sequence_nr()
 
 
 def running_node_number() -> int | None:
     """Return the number of the autograd node whose backward this thread runs, ``None`` outside of a backward."""
-    import torch
-
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
 
 def has_saved_tensor_hooks() -> bool:
     """Return whether hooks, such as ``torch.autograd.graph.save_on_cpu``, read what this thread saves for backward."""
-    import torch
-
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is None or top(True) is not None
 
 
 def running_node() -> Any:
     """Return the autograd node whose backward this thread runs, ``None`` outside of a backward."""
-    import torch
-
     return torch._C._current_autograd_node()
 
 
 def backward_number() -> int:
     """Return the number of the backward that this thread runs, which no other backward has; -1 outside of a backward."""
-    import torch
-
     return torch._C._current_graph_task_id()
 
 
@@ -60,8 +52,6 @@ def accumulates(node: Any) -> bool | None:
     Args:
         node: the node that accumulates the leaf's gradient.
     """
-    import torch
-
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # of a leaf among the inputs of autograd.grad, inside of a backward

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
-if TYPE_CHECKING:  # this module is imported before Thunder can be
-    import torch
+import thunder
+import torch
+from thunder.core.interpreter import INTERPRETER_CALLBACKS, InterpreterCompileCtx, _interpret_call
+from thunder.core.jit_ext import register_general_jit_lookaside
+from torch.nn.modules import module as torch_modules
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -42,9 +46,7 @@ def has_old_backward_hooks(module: torch.nn.Module) -> bool:
 
 
 def _global_hooks() -> list[dict[int, Any]]:
-    from torch.nn.modules import module as modules
-
-    return [getattr(modules, "_global" + name) for name in _HOOKS]
+    return [getattr(torch_modules, "_global" + name) for name in _HOOKS]
 
 
 def is_hooked(module: torch.nn.Module) -> bool:
@@ -54,8 +56,6 @@ def is_hooked(module: torch.nn.Module) -> bool:
 
 def call_interpreted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Let Thunder's interpreter call ``function`` with wrapped arguments; return the wrapped result, or its signal."""
-    from thunder.core.interpreter import _interpret_call
-
     return _interpret_call(function, *args, **kwargs)
 
 
@@ -72,9 +72,6 @@ def _wrapped_call_impl(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 def look_aside_module_calls(lookaside: Callable[..., Any]) -> None:
     """Let Thunder's interpreter call ``lookaside(module, ...)``, with wrapped values, wherever a module is called."""
-    import torch
-    from thunder.core.jit_ext import register_general_jit_lookaside
-
     register_general_jit_lookaside(torch.nn.Module._wrapped_call_impl)(lookaside)
 
 
@@ -86,10 +83,6 @@ def observed_by(context: Any, observer: Any) -> Any:
         observer: has ``interpret(interpret, inst, **state)``, ``look_aside(look_aside, function, *args, **kwargs)`` and
             ``wrap(wrap, value)``, which call their first argument to do what ``context`` does.
     """
-    from functools import partial
-
-    from thunder.core.interpreter import INTERPRETER_CALLBACKS, InterpreterCompileCtx
-
     wrap = context._callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK]
     return InterpreterCompileCtx(
         opcode_interpreter=partial(observer.interpret, context._opcode_interpreter),
@@ -119,8 +112,6 @@ def added_checks(context: Any) -> Iterator[list[Any]]:
 
 def cache_info() -> dict[str, Any]:
     """Return the state of torch that the prologues of the compilation check: default dtype, autocast, and so on."""
-    import thunder
-
     return dict(thunder._get_cache_info())
 
 
@@ -136,6 +127,4 @@ def has_been_modified(context: Any) -> bool:
 
 def uses_grad_mode(function: Any) -> bool:
     """Return whether this builtin function of torch reads or changes the grad mode."""
-    import torch
-
     return function in (torch.is_grad_enabled, torch.is_inference_mode_enabled, torch._C._set_grad_enabled)

@@ -11,11 +11,12 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from thunder_fsdp_sched import fsdp, full_state_dict, testing, transforms
+from thunder_fsdp_sched import fsdp, full_state_dict, testing
 from thunder_fsdp_sched.ir.host_copies import fsdp_copy_to_host
 from thunder_fsdp_sched.ir.inspection import args_of, forward_part, outs_of
 from thunder_fsdp_sched.ir.operator_facts import facts_of
 from thunder_fsdp_sched.ir.symbols import fsdp_all_gather, fsdp_cut, fsdp_wait_params
+from thunder_fsdp_sched.transforms.keep_fusions_apart import keep_fusions_apart, remove_cuts
 
 import nvfuser_standin
 import pytest
@@ -31,6 +32,7 @@ from thunder.core.prims import PrimIDs
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.executors.torch_compile import torch_compile_ex
+from thunder.extend import FusionExecutor
 from torch import nn
 
 FUSION_TYPES = ("consecutive", "dataflow")
@@ -421,18 +423,25 @@ def joint() -> TraceCtx:
     return compiled.joint
 
 
+class Everything(FusionExecutor):
+    """A fusion executor that can fuse any bound symbol."""
+
+    def can_fuse(self, bsym: BoundSymbol) -> bool:
+        return True
+
+
 def test_there_are_no_cuts_if_nothing_can_be_fused(joint: TraceCtx) -> None:
-    assert transforms.keep_fusions_apart.keep_fusions_apart(joint, can_fuse=lambda bsym: False) is joint
+    assert keep_fusions_apart(joint, fusions=[]) is joint
 
 
 def test_removing_cuts_restores_the_trace(joint: TraceCtx) -> None:
-    cut = transforms.keep_fusions_apart.keep_fusions_apart(joint, can_fuse=lambda bsym: True)
+    cut = keep_fusions_apart(joint, fusions=[Everything("everything")])
     defined: set[str] = set()
     for bsym in cut.bound_symbols:
         if bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
             assert defined.issuperset(args_of(bsym)), f"{bsym} reads a value that is not defined yet"
         defined.update(outs_of(bsym))
-    restored = transforms.remove_cuts(cut)
+    restored = remove_cuts(cut)
     ours = [b for b in joint.bound_symbols if not b.sym.name.startswith("fsdp_")]
     theirs = [b for b in restored.bound_symbols if not b.sym.name.startswith("fsdp_")]
     assert [str(b) for b in ours] == [str(b) for b in theirs]
@@ -441,7 +450,7 @@ def test_removing_cuts_restores_the_trace(joint: TraceCtx) -> None:
 
 
 def test_only_the_residual_stream_crosses_a_cut(joint: TraceCtx) -> None:
-    cut = transforms.keep_fusions_apart.keep_fusions_apart(joint, can_fuse=lambda bsym: True)
+    cut = keep_fusions_apart(joint, fusions=[Everything("everything")])
     cuts = [i for i, b in enumerate(cut.bound_symbols) if b.sym is fsdp_cut]
     forward = forward_part(cut)
     assert [forward[i] for i in cuts] == sorted((forward[i] for i in cuts), reverse=True)

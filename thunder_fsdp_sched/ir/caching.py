@@ -14,12 +14,6 @@ def caching(bsym: BoundSymbol) -> CachingBoundSymbol:
     return CachingBoundSymbol.of(bsym, prints_itself=bsym.sym.executor is executor)
 
 
-def caching_throughout(bsym: BoundSymbol) -> CachingBoundSymbol:
-    """Return a bound symbol that keeps, also in its subsymbols, what was found out about it."""
-    new = CachingBoundSymbol.of(bsym, prints_itself=bsym.sym.executor is executor)
-    return new.from_bsym(subsymbols=list(map(caching_throughout, new.subsymbols)))
-
-
 def with_caches(trace: TraceCtx) -> TraceCtx:
     """Replace the bound symbols of a trace by equal ones whose copies keep what was found out about them; return it."""
     trace.bound_symbols = list(map(caching, trace.bound_symbols))

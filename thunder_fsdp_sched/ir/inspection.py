@@ -10,7 +10,7 @@ from thunder.core import prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.pytree import tree_iter
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace
 
 from ..private_traces import DEFINED, NAMES_OF_ARGS
@@ -249,14 +249,6 @@ def swap_args(bsym: BoundSymbol, swaps: dict[str, Proxy]) -> BoundSymbol:
     """Return ``bsym`` with the inputs named in ``swaps`` replaced, also in its subsymbols; its outputs stay."""
     swap_map = {variableify(p): swaps[p.name] for p in bsym.flat_proxy_args if p.name in swaps}
     return bsym.from_bsym_swap_proxies(swap_map, skip_output=True) if swap_map else bsym
-
-
-def copy_for_backward(bsym: BoundSymbol, replacements: dict[str, Proxy]) -> BoundSymbol:
-    """Return a copy of ``bsym`` for backward, with all proxies named in ``replacements`` replaced, also in subsymbols."""
-    swap_map = {variableify(p): replacements[p.name] for p in proxies_in(bsym) if p.name in replacements}
-    copy = bsym.from_bsym_swap_proxies(swap_map)
-    copy.tags.add(BoundSymbolTag.BACKWARD)
-    return copy
 
 
 def proxies_in(bsym: BoundSymbol) -> Iterator[Proxy]:

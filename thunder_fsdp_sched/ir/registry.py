@@ -13,12 +13,13 @@ from thunder.extend import OperatorExecutor, register_executor
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Slot
 from ..runtime.module_hooks import TracedHooks
+from ..runtime.trace_start import TraceStart
 from .effects import Effects, Work, declare, effects
 
 executor = OperatorExecutor("fsdp_sched", version="0.1")
 register_executor(executor)
 
-_NAMED = (Bucket, Slot, TracedHooks)
+_NAMED = (Bucket, Slot, TracedHooks, TraceStart)
 """Arguments that print their names."""
 
 

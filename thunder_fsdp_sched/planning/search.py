@@ -15,7 +15,7 @@ rarely worth that. Values also move to host memory if recomputation alone does n
 than 1 %, which is then what there is to gain.
 
 If nothing fits, all distances are tried again with settings that need less memory (``_THRIFT``): with an extension, see
-[Note: Memory that only backward needs] in ``transforms.extend_arena``; then also with one large reduction in flight
+[Note: Memory that only backward needs] in ``transforms.release_slots``; then also with one large reduction in flight
 instead of two; then with no reduction beside compute. If something fits, but activations slow it down by more than 1 %,
 the first two are tried at the fastest distance and the next one.
 

@@ -22,7 +22,7 @@ one exception: buckets from the end of forward, for the backward that follows. S
 
 *The extension* of an arena holds shared slots of backward that do not fit into the memory that forward needs. It exists
 only with ``max_memory``, from its first use in a backward to the end of that backward. See
-[Note: Memory that only backward needs] in ``transforms.extend_arena``.
+[Note: Memory that only backward needs] in ``transforms.release_slots``.
 
 [Note: Storages of parameters]
 An operator may address memory by its position in the storage of its input: ``as_strided`` with an offset, or

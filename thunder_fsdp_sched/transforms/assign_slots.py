@@ -21,11 +21,11 @@ from typing import NamedTuple
 from thunder.core.trace import TraceCtx
 
 from ..ir.analysis import BEFORE_TRACE, Analysis, Lifetime, peak_bytes
+from ..ir.effects import effects
 from ..ir.inspection import has_backward, with_bound_symbols
 from ..ir.slots import grads_over_kept_params, grads_over_params, peak_live_bytes, retained_by_forward
 from ..runtime.bucket import Bucket
 from ..runtime.memory import Arena, Slot
-from .extend_arena import bytes_of_forward, slot_at
 
 _RESIDENCY_GROWTH = 1 / 32
 """How much larger backward's arena may grow to keep forward's buckets resident, as a share of its bytes. The edge
@@ -70,7 +70,7 @@ def assign_slots(
         max_bytes: limit (bytes) up to which the arena may grow to keep forward's buckets resident.
         separate: whether each bucket gets memory of its own instead of a range of an arena, for ``release="bucket"``.
         extends: whether slots of backward beyond the memory that forward needs get memory that only backward allocates.
-            See [Note: Memory that only backward needs] in ``extend_arena``.
+            See [Note: Memory that only backward needs] in ``release_slots``.
     """
     ranges = Analysis(trace).slots
     private = {issue for issue, live in ranges.items() if live.is_gather and live.bucket.base in kept}
@@ -83,7 +83,7 @@ def assign_slots(
         slots = {r.issue: _separate_slot(r, over_params=r.issue in over) for r in shared}
         slots |= {issue: ranges[issue].bucket.ensure_private_slot() for issue in private}
         return _with_slots(trace, ranges, slots)
-    border = bytes_of_forward(forward, arena_of) if extends and forward is not None else None
+    border = _bytes_of_forward(forward, arena_of) if extends and forward is not None else None
     plan = _Plan(shared, {r.issue: g.issue for r, g in grads_over_params(shared).items()}, border=border)
     offsets = plan.offsets()
     arena_bytes, gathered_bytes = _end(shared, offsets), plan.gathered_bytes
@@ -106,10 +106,23 @@ def assign_slots(
     slots = {
         issue: live.bucket.ensure_private_slot()
         if issue in private
-        else slot_at(arena_of(live.bucket), offsets[issue], live.nbytes, border)
+        else _slot_at(arena_of(live.bucket), offsets[issue], live.nbytes, border)
         for issue, live in ranges.items()
     }
     return _with_slots(trace, ranges, slots)
+
+
+def _bytes_of_forward(forward: TraceCtx, arena_of: Callable[[Bucket], Arena]) -> int:
+    """Return the bytes of arena that the shared slots of a forward trace occupy."""
+    used = ((e.bucket, e.uses) for e in map(effects, forward.bound_symbols))
+    return max((slot.end for bucket, slot in used if bucket and slot and slot.arena is arena_of(bucket)), default=0)
+
+
+def _slot_at(arena: Arena, offset: int, nbytes: int, border: int | None) -> Slot:
+    """Return the slot at an offset of an arena, or of its extension, which begins at ``border``."""
+    if border is None or offset < border:
+        return arena.slot(offset, nbytes)
+    return arena.extension.slot(offset - border, nbytes)
 
 
 def _separate_slot(live: Lifetime, *, over_params: bool) -> Slot:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core.proxies import Proxy, TensorProxy
@@ -128,15 +129,19 @@ def _sum_to_shape_of_param(grad: TensorProxy, bucket: Bucket, index: int) -> Ten
 
 
 def _gather(bucket: Bucket, unshards: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
-    shards = _tensors(bucket, unshards)
     params = list(fsdp_wait_params.meta(bucket, None))
     for index, bsym in unshards.items():
         params[index] = bsym.output
+    return [like(at, bsym) for bsym in gather_and_wait(bucket, _tensors(bucket, unshards), params)]
+
+
+def gather_and_wait(
+    bucket: Bucket, shards: Sequence[TensorProxy | None], params: Sequence[Proxy], **marks: Any
+) -> tuple[BoundSymbol, BoundSymbol]:
+    """Return the gather of a bucket and its wait, which returns ``params``."""
     future = fsdp_all_gather.meta(bucket, None, *shards)
-    return [
-        _like(at, fsdp_all_gather.bind(bucket, None, *shards, output=future)),
-        _like(at, fsdp_wait_params.bind(bucket, future, output=tuple(params))),
-    ]
+    gather = fsdp_all_gather.bind(bucket, None, *shards, **marks, output=future)
+    return gather, fsdp_wait_params.bind(bucket, future, output=tuple(params))
 
 
 def _reduce(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
@@ -144,18 +149,18 @@ def _reduce(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) ->
     emitted = [reduction]
     if bucket.ranks.replicas is not None:
         inside, future = future, fsdp_all_reduce.meta(bucket, future)
-        emitted.append(_like(at, fsdp_all_reduce.bind(bucket, inside, output=future)))
+        emitted.append(like(at, fsdp_all_reduce.bind(bucket, inside, output=future)))
     sharded = list(fsdp_wait_grads.meta(bucket, future))
     for index, bsym in reduces.items():
         sharded[index] = bsym.output
-    return [*emitted, _like(at, fsdp_wait_grads.bind(bucket, future, **_hook(bucket), output=tuple(sharded)))]
+    return [*emitted, like(at, fsdp_wait_grads.bind(bucket, future, **_hook(bucket), output=tuple(sharded)))]
 
 
 def _reduction(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> tuple[Proxy, BoundSymbol]:
     """Return the future of a reduction within the sharding group, and the symbol that issues it."""
     grads = _tensors(bucket, reduces)
     future = fsdp_reduce_scatter.meta(bucket, None, *grads)
-    return future, _like(at, fsdp_reduce_scatter.bind(bucket, None, *grads, output=future))
+    return future, like(at, fsdp_reduce_scatter.bind(bucket, None, *grads, output=future))
 
 
 def _hook(bucket: Bucket) -> dict[str, str]:
@@ -163,12 +168,12 @@ def _hook(bucket: Bucket) -> dict[str, str]:
 
 
 def _accumulate(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
-    return [_like(at, fsdp_accumulate_grads.bind(bucket, *_tensors(bucket, reduces), output=None))]
+    return [like(at, fsdp_accumulate_grads.bind(bucket, *_tensors(bucket, reduces), output=None))]
 
 
 def _accumulate_reduced(bucket: Bucket, reduces: dict[int, BoundSymbol], at: BoundSymbol) -> list[BoundSymbol]:
     future, reduction = _reduction(bucket, reduces, at)
-    return [reduction, _like(at, fsdp_accumulate_reduced.bind(bucket, future, output=None))]
+    return [reduction, like(at, fsdp_accumulate_reduced.bind(bucket, future, output=None))]
 
 
 def _return_none_for(last: BoundSymbol, unsynced: set[str]) -> BoundSymbol:
@@ -184,7 +189,7 @@ def _tensors(bucket: Bucket, bsyms: dict[int, BoundSymbol]) -> list[TensorProxy 
     return [bsyms[i].args[2] if i in bsyms else None for i in range(len(bucket.spec.params))]
 
 
-def _like(original: BoundSymbol, bsym: BoundSymbol) -> BoundSymbol:
+def like(original: BoundSymbol, bsym: BoundSymbol) -> BoundSymbol:
     """Copy tags and source position of ``original``: where the bucket is used, and whether in backward."""
     return bsym.from_bsym(
         tags=original.tags.copy(),

@@ -30,7 +30,7 @@ from thunder.core import dtypes, prims
 from thunder.core.prims import OpTags, PrimIDs
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
 from thunder.core.pytree import tree_iter
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
 from thunder.core.trace import TraceCtx, from_trace, get_tracectx
 from thunder.core.transform_common import dce
 from thunder.core.transforms import get_grad, put_grad
@@ -40,9 +40,10 @@ from thunder.transforms.autodiff import grad_transform_on_trace
 from ..capture.bound_symbols import BoundSymbolCopies
 from ..capture.regions import Region, find_repeated_regions
 from ..ir.inspection import args_of, defined_by, forward_part, names, outs_of, return_of
+from ..ir.operator_facts import share_facts
 from ..ir.registry import executor
 from ..private_traces import renamed, requiring_gradient
-from .claim_operators import RepeatableRules, claim_operators, copies_of
+from .claim_operators import RepeatableRules, claim_operators
 
 
 def differentiate(trace: TraceCtx, *, executors: Sequence[Executor], has_gradients: bool) -> TraceCtx:
@@ -74,9 +75,8 @@ def differentiate(trace: TraceCtx, *, executors: Sequence[Executor], has_gradien
         return transform(trace)
     joint = transform(_with_calls(trace, calls))
     expanded = from_trace(joint)
-    expander = _Expander(expanded)
     for bsym in joint.bound_symbols:
-        expanded.bound_symbols += expander.expand(bsym)
+        expanded.bound_symbols += _expand(bsym, expanded)
     return dce(expanded)
 
 
@@ -236,28 +236,26 @@ def _with_calls(trace: TraceCtx, calls: Mapping[int, _Call]) -> TraceCtx:
     return new
 
 
-class _Expander:
-    """Replaces symbols of calls by copies of what their programs consist of."""
-
-    def __init__(self, trace: TraceCtx) -> None:
-        self._trace = trace
-
-    def expand(self, bsym: BoundSymbol) -> Sequence[BoundSymbol]:
-        """Return what runs in place of a bound symbol; itself if it is no call."""
-        if bsym.sym not in (fsdp_run, fsdp_run_forward, fsdp_run_backward):
-            return [bsym]
-        call, *arguments = bsym.args
-        program = call.program
-        if bsym.sym is fsdp_run_backward:
-            old = (program.grad, *program.inputs, program.output, *program.saved, *program.computed_grads)
-            new, bsyms = (*arguments, *bsym.output), program.backward
-        else:
-            old = (*program.inputs, program.output)
-            new, bsyms = (*arguments, *bsym.flat_proxy_outs), program.forward
-            if bsym.sym is fsdp_run_forward:
-                old += program.saved
-        renames = {each.name: other for each, other in zip(old, new, strict=True)}
-        return copies_of(bsyms, BoundSymbolCopies(self._trace, renames, parameters=call.parameters))
+def _expand(bsym: BoundSymbol, trace: TraceCtx) -> Sequence[BoundSymbol]:
+    """Return what runs in place of a bound symbol: copies of a program's bound symbols, or itself if it is no call."""
+    if bsym.sym not in (fsdp_run, fsdp_run_forward, fsdp_run_backward):
+        return [bsym]
+    call, *arguments = bsym.args
+    program = call.program
+    if bsym.sym is fsdp_run_backward:
+        old = (program.grad, *program.inputs, program.output, *program.saved, *program.computed_grads)
+        new, bsyms = (*arguments, *bsym.output), program.backward
+    else:
+        old = (*program.inputs, program.output)
+        new, bsyms = (*arguments, *bsym.flat_proxy_outs), program.forward
+        if bsym.sym is fsdp_run_forward:
+            old += program.saved
+    renames = {each.name: other for each, other in zip(old, new, strict=True)}
+    copies = BoundSymbolCopies(trace, renames, parameters=call.parameters)
+    found = [copies.copy(each) for each in bsyms]
+    for each, original in zip(found, bsyms, strict=True):
+        share_facts(each, original, copies.new)
+    return found
 
 
 def _like(proxy: Proxy) -> Any:
@@ -291,13 +289,16 @@ def _run_grad(call: _Call, *inputs: Proxy) -> Any:
     return output
 
 
+def _register(name: str, meta: Callable[..., Any], grad: Callable[..., Any] | None = None) -> Symbol:
+    symbol = executor.register_operator(name, meta=meta, fn=_only_in_between)
+    executor.register_implementation(symbol, symbol, grad_transform=grad)
+    return symbol
+
+
 def _only_in_between(*args: Any) -> None:
     raise AssertionError("calls of programs must be expanded before a trace runs")
 
 
-fsdp_run = executor.register_operator("fsdp_run", meta=_run_meta, fn=_only_in_between)
-fsdp_run_forward = executor.register_operator("fsdp_run_forward", meta=_run_forward_meta, fn=_only_in_between)
-fsdp_run_backward = executor.register_operator("fsdp_run_backward", meta=_run_backward_meta, fn=_only_in_between)
-executor.register_implementation(fsdp_run, fsdp_run, grad_transform=_run_grad)
-executor.register_implementation(fsdp_run_forward, fsdp_run_forward)
-executor.register_implementation(fsdp_run_backward, fsdp_run_backward)
+fsdp_run = _register("fsdp_run", _run_meta, _run_grad)
+fsdp_run_forward = _register("fsdp_run_forward", _run_forward_meta)
+fsdp_run_backward = _register("fsdp_run_backward", _run_backward_meta)

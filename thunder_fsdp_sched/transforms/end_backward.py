@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thunder.core.trace import TraceCtx, tracectx
+from thunder.core.trace import TraceCtx
 
 from ..ir.effects import effects
 from ..ir.inspection import return_of, with_bound_symbols
@@ -29,7 +29,5 @@ def end_backward(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
     buckets = [e.bucket for e in map(effects, trace.bound_symbols) if (e.leaves if no_sync else e.collects or e.runs)]
     if not buckets:
         return trace
-    new = with_bound_symbols(trace, trace.bound_symbols[:-1], "fsdp: end of backward")
-    with tracectx(new):
-        new.bound_symbols += [fsdp_backward_done.bind(no_sync, *buckets, output=None), return_of(trace)]
-    return new
+    done = fsdp_backward_done.bind(no_sync, *buckets, output=None)
+    return with_bound_symbols(trace, [*trace.bound_symbols[:-1], done, return_of(trace)], "fsdp: end of backward")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from thunder.core.dtypes import to_torch_dtype
@@ -15,9 +15,10 @@ from thunder.core.trace import TraceCtx, tracectx
 
 from ..ir.effects import bucket_of, effects
 from ..ir.inspection import args_of, swap_args, with_bound_symbols
-from ..ir.symbols import fsdp_all_gather, fsdp_wait_params
+from ..ir.symbols import fsdp_wait_params
 from ..runtime.bucket import Bucket
 from ..runtime.bucket_aliases import alias_bytes, alias_in_dtype, alias_of_params
+from .bucket_communication import gather_and_wait, like
 
 
 class _Downcast(NamedTuple):
@@ -122,23 +123,11 @@ class _Lowered(NamedTuple):
         outs = list(fsdp_wait_params.meta(low, None))
         for index, of_one in self.casts.items():
             outs[index] = of_one[0].output
-        yield from _pair(gather, wait, low, shards, outs)
+        yield from (like(wait, bsym) for bsym in gather_and_wait(low, shards, outs))
         if self.rest:
             rest = alias_of_params(self.bucket, self.rest)
-            yield from _pair(gather, wait, rest, [shards[i] for i in self.rest], [wait.output[i] for i in self.rest])
-
-
-def _pair(
-    gather: BoundSymbol, wait: BoundSymbol, bucket: Bucket, shards: Sequence[Any], outs: Sequence[Proxy]
-) -> Iterator[BoundSymbol]:
-    future = fsdp_all_gather.meta(bucket, None, *shards)
-    for like, bsym in (
-        (gather, fsdp_all_gather.bind(bucket, None, *shards, output=future)),
-        (wait, fsdp_wait_params.bind(bucket, future, output=tuple(outs))),
-    ):
-        yield bsym.from_bsym(
-            tags=like.tags.copy(), source_filename=like.source_filename, source_positions=like.source_positions
-        )
+            rest_shards, params = ([of[i] for i in self.rest] for of in (shards, wait.output))
+            yield from (like(wait, bsym) for bsym in gather_and_wait(rest, rest_shards, params))
 
 
 def _downcast(bsym: BoundSymbol) -> _Downcast | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from thunder.core.symbol import BoundSymbolTag
-from thunder.core.trace import TraceCtx, tracectx
+from thunder.core.trace import TraceCtx
 
 from ..ir.effects import bucket_of, effects
 from ..ir.inspection import args_of, forward_part, outs_of, return_of, with_bound_symbols
@@ -37,15 +37,12 @@ def guard_kept(trace: TraceCtx, *, kept: Collection[Bucket]) -> TraceCtx:
     gathers = [b for b in trace.bound_symbols if effects(b).is_gather and bucket_of(b).base in kept]
     if not gathers or all(forward_part(trace)[:-1]):
         return trace
-    new = with_bound_symbols(trace, trace.bound_symbols[:-1], "fsdp: guard kept buckets")
-    with tracectx(new):
-        for gather in gathers:
-            bucket, _, *shards = gather.args
-            guard = fsdp_params_unchanged.bind(bucket, *shards, output=None)
-            guard.tags.add(BoundSymbolTag.BACKWARD)
-            new.bound_symbols.append(guard)
-    new.bound_symbols.append(return_of(trace))
-    return new
+    bsyms = trace.bound_symbols[:-1]
+    for gather in gathers:
+        bucket, _, *shards = gather.args
+        bsyms.append(fsdp_params_unchanged.bind(bucket, *shards, output=None))
+        bsyms[-1].tags.add(BoundSymbolTag.BACKWARD)
+    return with_bound_symbols(trace, [*bsyms, return_of(trace)], "fsdp: guard kept buckets")
 
 
 def guard_first(trace: TraceCtx) -> TraceCtx:

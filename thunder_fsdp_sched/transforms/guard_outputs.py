@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thunder.core.proxies import TensorProxy
-from thunder.core.trace import TraceCtx, tracectx
+from thunder.core.trace import TraceCtx
 
 from ..ir.inspection import return_of, with_bound_symbols
 from ..ir.symbols import fsdp_guard_backward
@@ -24,7 +24,7 @@ def guard_outputs(epilogue: TraceCtx, *, no_sync: bool) -> TraceCtx:
     See [Note: Requested gradients] in ``runtime.autograd``.
     """
     outputs = [argument for argument in epilogue.args if isinstance(argument, TensorProxy)]
-    new = with_bound_symbols(epilogue, epilogue.bound_symbols[:-1], "fsdp: guard outputs")
-    with tracectx(new):
-        new.bound_symbols += [fsdp_guard_backward.bind(no_sync, *outputs, output=None), return_of(epilogue)]
-    return new
+    guard = fsdp_guard_backward.bind(no_sync, *outputs, output=None)
+    return with_bound_symbols(
+        epilogue, [*epilogue.bound_symbols[:-1], guard, return_of(epilogue)], "fsdp: guard outputs"
+    )

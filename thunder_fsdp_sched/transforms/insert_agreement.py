@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
 
-from thunder.core import prims
 from thunder.core.prims import PrimIDs
-from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.core.trace import TraceCtx, tracectx
+from thunder.core.trace import TraceCtx
 
-from ..ir.effects import NOTHING, declare, effects, sends
+from ..ir.effects import NOTHING, effects, sends
 from ..ir.inspection import AGREEMENT, with_bound_symbols
-from ..ir.registry import executor
+from ..ir.registry import register
 from ..runtime.trace_start import TraceStart
 
 _UNPACKING = frozenset({PrimIDs.UNPACK_TRIVIAL, PrimIDs.UNPACK_SEQUENCE, PrimIDs.COMMENT})
@@ -36,10 +32,9 @@ def insert_agreement(trace: TraceCtx, *, run: TraceStart, before_issue: bool) ->
     """
     bsyms = list(trace.bound_symbols)
     issued: set[str] = set()
-    head = end = None
+    head = next(position for position, bsym in enumerate(bsyms) if bsym.sym.id not in _UNPACKING)
+    end = len(bsyms) - 1  # if other ranks communicate in this trace and this one does not
     for position, bsym in enumerate(bsyms):
-        if head is None and bsym.sym.id not in _UNPACKING:
-            head = position
         e, sent = effects(bsym), sends(bsym)
         if sent is not None:
             issued.add(sent.future)
@@ -47,43 +42,20 @@ def insert_agreement(trace: TraceCtx, *, run: TraceStart, before_issue: bool) ->
         if (sent is not None and before_issue) or waits or e.runs is not None:
             end = position
             break
-    if end is None:  # other ranks communicate in this trace, this one does not
-        end = len(bsyms) - 1
-    head = min(head if head is not None else end, end)
     of_all = list(map(effects, bsyms))
     run.left_over = [weakref.ref(e.bucket) for e in of_all if e.runs is not None and e.bucket is not None]
     run.guarded = [weakref.ref(e.ensures.bucket) for e in of_all if e.ensures is not None]
     issues = [e.issues for e in of_all if e.issues is not None]
     run.reusing = [weakref.ref(i.bucket) for i in issues if i.window is not None and i.bucket is not None]
-    with tracectx(trace):
-        posts, settles = (symbol.bind(run, output=None) for symbol in (fsdp_agree, fsdp_agreed))
-    bsyms[end:end] = [settles]
-    bsyms[head:head] = [posts]
+    bsyms.insert(end, fsdp_agreed.bind(run, output=None))
+    bsyms.insert(head, fsdp_agree.bind(run, output=None))
     return with_bound_symbols(trace, bsyms, "fsdp: insert agreement")
 
 
-def _print(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    return f"{bsym.sym.name}({bsym.args[0]})"
+def _meta(run: TraceStart) -> None:
+    return None
 
 
-def _bind_run(bsym: BoundSymbol) -> None:
-    bsym._call_ctx = {**(bsym._call_ctx or {}), str(bsym.args[0]): bsym.args[0]}
-
-
-def _register(name: str, fn: Callable[[TraceStart], None]) -> Symbol:
-    assert name in AGREEMENT
-    symbol = executor.register_operator(
-        name,
-        meta=lambda run: None,
-        fn=fn,
-        tags=[prims.OpTags.DONT_DCE],
-        bind_postprocess=_bind_run,
-        python_printer=_print,
-    )
-    executor.register_implementation(symbol, symbol)
-    declare(symbol, lambda bsym: NOTHING)
-    return symbol
-
-
-fsdp_agree = _register("fsdp_agree", TraceStart.post)
-fsdp_agreed = _register("fsdp_agreed", TraceStart.settle)
+fsdp_agree = register("fsdp_agree", _meta, TraceStart.post, lambda bsym: NOTHING, keep=True)
+fsdp_agreed = register("fsdp_agreed", _meta, TraceStart.settle, lambda bsym: NOTHING, keep=True)
+assert {fsdp_agree.name, fsdp_agreed.name} == AGREEMENT

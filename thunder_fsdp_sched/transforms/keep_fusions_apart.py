@@ -17,9 +17,9 @@ the casts of all blocks would be fused.
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from thunder.core.prims import OpTags, PrimIDs
@@ -28,7 +28,7 @@ from thunder.core.symbol import BoundSymbol, BoundSymbolTag, has_tags
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.extend import FusionExecutor
 
-from ..ir.analysis import Analysis
+from ..ir.analysis import Analysis, Lifetime, bytes_at
 from ..ir.effects import bucket_of, effects, is_declared
 from ..ir.inspection import args_of, forward_part, outs_of, swap_args, with_bound_symbols
 from ..ir.symbols import fsdp_cut, with_token, without_token
@@ -66,11 +66,11 @@ def keep_fusions_apart(trace: TraceCtx, *, fusions: Sequence[FusionExecutor]) ->
     fusible = {id(bsym) for bsym in trace.bound_symbols if _is_compute(bsym) and any(e.can_fuse(bsym) for e in fusions)}
     if not fusible:
         return trace
-    forward = forward_part(trace)
-    params = _Params(trace)
+    forward, live = forward_part(trace), Analysis(trace)
+    params = {p.name: e.bucket for outs, e in zip(live.outs, live.effects, strict=True) if e.unshards for p in outs}
     halves = {True: _Half(params, is_backward=False), False: _Half(params, is_backward=True)}
-    for bsym, is_forward in zip(trace.bound_symbols, forward, strict=True):
-        halves[is_forward].add(bsym)
+    for bsym, args, is_forward in zip(trace.bound_symbols, live.args, forward, strict=True):
+        halves[is_forward].add(bsym, {root.name for arg in args for root in arg.roots})
     for half in halves.values():
         half.assign_positions(fusible)
 
@@ -123,19 +123,6 @@ def _is_compute(bsym: BoundSymbol) -> bool:
     return not is_declared(bsym.sym) and bsym.sym.id not in _NOT_COMPUTE
 
 
-class _Params:
-    """The gathered parameters of a trace, their buckets and their views."""
-
-    def __init__(self, trace: TraceCtx) -> None:
-        self.live = Analysis(trace.bound_symbols)
-        waits = (b for b in trace.bound_symbols if effects(b).unshards)
-        self.bucket_of = {param: bucket_of(wait) for wait in waits for param in outs_of(wait)}
-
-    def read_by(self, bsym: BoundSymbol) -> set[Bucket]:
-        """Return the buckets whose parameters, or views of them, ``bsym`` reads."""
-        return {self.bucket_of[root] for root in self.live.roots(args_of(bsym)) if root in self.bucket_of}
-
-
 @dataclass(eq=False)
 class _Comm:
     """A collective and its wait, to be placed before compute number ``position`` of their half.
@@ -153,21 +140,27 @@ class _Comm:
 
 
 class _Half:
-    """The forward or backward half of a joint trace: its compute, numbered in order, and its communication."""
+    """The forward or backward half of a joint trace: its compute, numbered in order, and its communication.
 
-    def __init__(self, params: _Params, is_backward: bool) -> None:
+    Args:
+        params: the bucket of each gathered parameter, by the parameter's name.
+    """
+
+    def __init__(self, params: Mapping[str, Bucket | None], *, is_backward: bool) -> None:
         self.params = params
         self.is_backward = is_backward
         self.compute: list[BoundSymbol] = []
+        self.buckets: list[set[Bucket | None]] = []  # whose parameters, or views of them, each compute reads
         self.comms: list[_Comm] = []
         self.comm_of: dict[str, _Comm] = {}  # by the name of the future
         self.next_position = 0
         self.names: dict[str, Proxy] = {}  # new names of tensors that have crossed a cut
 
-    def add(self, bsym: BoundSymbol) -> None:
-        """Record the next bound symbol of this half."""
+    def add(self, bsym: BoundSymbol, roots: Collection[str]) -> None:
+        """Record the next bound symbol of this half, which reads values that may share memory with ``roots``."""
         if _is_compute(bsym):
             self.compute.append(bsym)
+            self.buckets.append({self.params[root] for root in roots if root in self.params})
         elif (wait := effects(bsym).waits) is not None:
             comm = self.comm_of[wait.future]
             comm.bsyms.append(bsym)
@@ -182,65 +175,77 @@ class _Half:
         Args:
             fusible: the ``id`` of each bound symbol that may be fused.
         """
-        self.uses = _Uses(self.compute, self.params)
-        cost = self.uses.width()
-        for position in range(1, len(self.compute)):
+        count, live = len(self.compute), Analysis(self.compute)
+        self.live = live
+        made = [v for v in live.values if v.first >= 0 and v.reads and isinstance(v.proxy, TensorProxy)]
+        # At each position, the number of live tensors: produced before it and read after it.
+        cost = bytes_at(((value.first + 1, value.reads[-1], 1) for value in made), count + 1)
+        for position in range(1, count):
             if id(self.compute[position - 1]) not in fusible or id(self.compute[position]) not in fusible:
                 cost[position] = 0
+        self.barriers = [i for i, e in enumerate(live.effects) if e.communicates]
         self._position_gathers(cost)
         self._position_reductions(cost)
-        moved = [c for c in self.comms if c.moved]
         self.comms_at: dict[int, list[_Comm]] = defaultdict(list)
-        for comm in moved:
-            self.comms_at[comm.position].append(comm)
-        self.moved = {id(bsym) for comm in moved for bsym in comm.bsyms}
-        self.crossing = self.uses.crossing(self.comms_at.keys())
+        for comm in self.comms:
+            if comm.moved:
+                self.comms_at[comm.position].append(comm)
+        self.moved = {id(bsym) for comm in self.comms if comm.moved for bsym in comm.bsyms}
+        self.crossing: dict[int, tuple[TensorProxy, ...]] = {}  # the live tensors, in the order of their production
+        alive, later = list[Lifetime](), deque(made)
+        for position in sorted(self.comms_at):
+            while later and later[0].first < position:
+                alive.append(later.popleft())
+            alive = [value for value in alive if value.reads[-1] >= position]
+            self.crossing[position] = tuple(value.proxy for value in alive)
+
+    def _first_read(self, wait: BoundSymbol) -> int:
+        """Return the number of the first compute that reads a result of ``wait``, or the number of all if none does."""
+        first = self.live.first_read(outs_of(wait))
+        return len(self.compute) if first is None else first
 
     def _position_gathers(self, cost: list[int]) -> None:
-        uses = self.uses
-        first = {comm: uses.first_read(comm.bsyms[-1]) for comm in self.comms if comm.is_gather}
-        before: tuple[int, int] | None = None  # consumer and position of the previous gather
+        last_use = {bucket: i for i, buckets in enumerate(self.buckets) for bucket in buckets}
+        closed = sorted(set(last_use.values()))
+        expensive = [i for i, bsym in enumerate(self.compute) if has_tags(bsym, _EXPENSIVE)]
+        first = {comm: self._first_read(comm.bsyms[-1]) for comm in self.comms if comm.is_gather}
+        earlier, position = -1, 0  # consumer and position of the previous gather
         for comm, consumer in sorted(first.items(), key=lambda item: item[1]):
             if consumer == len(self.compute):
                 continue  # only a reduction reads it, no compute
-            if before is None or consumer > before[0]:
-                before = consumer, self._gather_position(comm, consumer, before[0] if before else None, cost)
-            comm.position, comm.moved = before[1], True
+            if consumer > earlier:
+                ready = self.live.defined(args_of(comm.bsyms[0]))
+                limits = (max(earlier, 0), _latest(closed, consumer), _latest(self.barriers, consumer), ready)
+                positions = range(min(max(limits) + 1, consumer), consumer + 1)
+                # The later the better, because compute before the cut hides the gather. But in forward a block's first
+                # weights are read at the end of a norm. To keep the norm in one region, only expensive compute stays
+                # before the cut there.
+                position = _last_cheapest(cost, positions)
+                if cost[position] and not self.is_backward and earlier >= 0:
+                    positions = range(max(positions[0], _latest(expensive, consumer) + 1), consumer + 1)
+                    position = min(positions, key=cost.__getitem__)
+                earlier = consumer
+            comm.position, comm.moved = position, True
         for comm in first:
             if comm.moved:
                 cost[comm.position] = 0
 
-    def _gather_position(self, gather: _Comm, consumer: int, before: int | None, cost: Sequence[int]) -> int:
-        uses = self.uses
-        shards_ready = uses.live.defined(args_of(gather.bsyms[0]))
-        limits = (before or 0, uses.closed_before[consumer], uses.barrier_before[consumer], shards_ready)
-        positions = range(min(max(limits) + 1, consumer), consumer + 1)
-        # The later the better, because compute before the cut hides the gather. But in forward a block's first weights
-        # are read at the end of a norm. To keep the norm in one region, only expensive compute stays before the cut
-        # there.
-        position = _last_cheapest(cost, positions)
-        if cost[position] and not self.is_backward and before is not None:
-            positions = range(max(positions[0], uses.expensive_before[consumer] + 1), consumer + 1)
-            position = min(positions, key=cost.__getitem__)
-        return position
-
     def _position_reductions(self, cost: list[int]) -> None:
-        uses = self.uses
         ready: dict[_Comm, int] = {}
         for comm in self.comms:
             grads = args_of(comm.bsyms[0])
             # A gradient may be a gathered parameter itself: then no compute precedes the reduction, only a wait.
-            if not comm.is_gather and not any(g in self.params.bucket_of for g in grads):
-                made = [uses.live.defined([grad]) for grad in grads]  # in compute, or else before it
+            if not comm.is_gather and not any(grad in self.params for grad in grads):
+                made = [self.live.defined([grad]) for grad in grads]  # in compute, or else before it
                 ready[comm] = max((comm.position if at < 0 else at + 1 for at in made), default=comm.position)
         order = sorted(ready, key=ready.__getitem__)
         for number, comm in enumerate(order):
             start, bucket = ready[comm], bucket_of(comm.bsyms[0])
-            end = min((uses.first_read(wait) for wait in comm.bsyms[1:]), default=len(self.compute))
+            end = min(map(self._first_read, comm.bsyms[1:]), default=len(self.compute))
             if number + 1 < len(order):
                 end = min(end, max(start, ready[order[number + 1]] - 1))
             latest = start
-            while latest < end and uses.buckets[latest] <= {bucket} and latest not in uses.barriers:
+            while latest < end and self.buckets[latest] <= {bucket} and latest not in self.barriers:
                 latest += 1
             comm.position, comm.moved = _last_cheapest(cost, range(start, latest + 1)), True
             cost[comm.position] = 0
@@ -274,63 +279,7 @@ def _last_cheapest(cost: Sequence[int], positions: range) -> int:
     return min(reversed(positions), key=cost.__getitem__)
 
 
-class _Uses:
-    """The values that the compute of one half produces and reads, by numbers of compute."""
-
-    def __init__(self, compute: Sequence[BoundSymbol], params: _Params) -> None:
-        self.count = len(compute)
-        self.live = Analysis(compute)
-        self.buckets = [params.read_by(bsym) for bsym in compute]
-        self.barriers = {i for i, bsym in enumerate(compute) if effects(bsym).communicates}
-        last_use: dict[Bucket, int] = {}
-        for i, buckets in enumerate(self.buckets):
-            last_use.update(dict.fromkeys(buckets, i))
-        self.closed_before = _latest_before(set(last_use.values()), self.count)
-        self.barrier_before = _latest_before(self.barriers, self.count)
-        expensive = {i for i, bsym in enumerate(compute) if has_tags(bsym, _EXPENSIVE)}
-        self.expensive_before = _latest_before(expensive, self.count)
-
-    def first_read(self, bsym: BoundSymbol) -> int:
-        """Return the number of the first compute that reads an output of ``bsym``, or ``count`` if none does."""
-        first = self.live.first_read(outs_of(bsym))
-        return self.count if first is None else first
-
-    def _tensors(self, position: int) -> Iterator[tuple[TensorProxy, int]]:
-        """Yield the tensors that compute number ``position`` produces, with the numbers of their last readers."""
-        for value in self.live.outs[position]:
-            if isinstance(value.proxy, TensorProxy) and value.reads:
-                yield value.proxy, value.reads[-1]
-
-    def width(self) -> list[int]:
-        """Return the number of live tensors at each position: produced before it and read after it."""
-        changes = [0] * (self.count + 2)
-        for i in range(self.count):
-            for _, last_reader in self._tensors(i):
-                changes[i + 1] += 1
-                changes[last_reader + 1] -= 1
-        return list(itertools.accumulate(changes[:-1]))
-
-    def crossing(self, positions: Collection[int]) -> dict[int, tuple[TensorProxy, ...]]:
-        """Return the live tensors at each of these positions, in the order in which they are produced."""
-        crossing: dict[int, tuple[TensorProxy, ...]] = {}
-        live: dict[str, TensorProxy] = {}
-        ends: dict[int, list[str]] = defaultdict(list)
-        for i in range(self.count):
-            if i in positions and live:
-                crossing[i] = tuple(live.values())
-            for name in ends.pop(i, ()):
-                del live[name]
-            for proxy, last_reader in self._tensors(i):
-                live[proxy.name] = proxy
-                ends[last_reader].append(proxy.name)
-        return crossing
-
-
-def _latest_before(positions: Collection[int], count: int) -> list[int]:
-    """Return for each number below ``count`` the largest of ``positions`` below it, -1 if there is none."""
-    latest, result = -1, []
-    for i in range(count):
-        result.append(latest)
-        if i in positions:
-            latest = i
-    return result
+def _latest(ascending: Sequence[int], position: int) -> int:
+    """Return the largest of the numbers below ``position``; -1 if there is none."""
+    number = bisect_left(ascending, position)
+    return ascending[number - 1] if number else -1

@@ -9,15 +9,15 @@ the projection is copied once. The copy has the strides of the original, so view
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from thunder.core.devices import Device, to_torch_device
 from thunder.core.dtypes import is_complex_dtype
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_iter
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..ir.analysis import Analysis, Lifetime
@@ -26,17 +26,16 @@ from ..ir.host_copies import fsdp_copy_to_device, fsdp_copy_to_host, fsdp_wait_d
 from ..ir.inspection import (
     UNPACKING,
     args_of,
-    copy_for_backward,
     forward_part,
     names,
     outs_of,
-    proxies_in,
     return_of,
     swap_args,
     unused_name,
     with_bound_symbols,
 )
 from ..ir.operator_facts import facts_of
+from .regather_for_backward import BackwardCopies
 
 MIN_OFFLOADED_BYTES = 64 * 1024
 """The smallest values (bytes) that are worth a copy: the latency of a transfer is about that of this many bytes."""
@@ -93,14 +92,17 @@ def offload_activations(trace: TraceCtx, *, offloaded: Collection[str]) -> Trace
     Raises:
         ValueError: a name is not offloadable.
     """
-    if not offloaded or all(forward_part(trace)[:-1]):
+    forward = forward_part(trace)
+    if not offloaded or all(forward[:-1]):
         return trace
     found = _find(trace)
     if unknown := sorted(set(offloaded) - found.keys()):
         raise ValueError(f"offloaded: {', '.join(unknown)} cannot be offloaded; offloadable(trace) names what can")
     new = with_bound_symbols(trace, (), "fsdp: offload activations")
     with tracectx(new):
-        _Offload(new, trace, {name: found[name] for name in found if name in offloaded}).run()
+        token = next(arg for arg in return_of(trace).args[0]["flat_args"] if isinstance(arg, TensorProxy))
+        offload = _Offload(new, {name: found[name] for name in found if name in offloaded}, token)
+        offload.run(trace.bound_symbols, forward)
     return new
 
 
@@ -211,26 +213,20 @@ def _reads(bsym: BoundSymbol) -> bool:
     return bsym.sym.id not in (PrimIDs.GET_GRAD, PrimIDs.RETURN, PrimIDs.DEL)
 
 
-class _Offload:
-    def __init__(self, new: TraceCtx, trace: TraceCtx, activations: dict[str, _Activation]) -> None:
-        self.new = new
-        self.trace = trace
+class _Offload(BackwardCopies):
+    def __init__(self, new: TraceCtx, activations: dict[str, _Activation], token: TensorProxy) -> None:
+        super().__init__(new)
         self.owner_of = {saved: activation for activation in activations.values() for saved in activation.saved}
         self.due: dict[int, list[_Activation]] = defaultdict(list)
         for activation in activations.values():
             self.due[activation.last_use].append(activation)
-        flat_args = return_of(trace).args[0]["flat_args"]
-        self.token = next(arg for arg in flat_args if isinstance(arg, TensorProxy))
+        self.token = token
         self.hosts: dict[str, TensorProxy] = {}
-        self.replacements: dict[str, Proxy] = {}
 
-    def run(self) -> None:
-        out = self.new.bound_symbols
-        forward = forward_part(self.trace)
-        bsyms = self.trace.bound_symbols
+    def run(self, bsyms: Sequence[BoundSymbol], forward: Sequence[bool]) -> None:
         for position, bsym in enumerate(bsyms[:-1]):
             if forward[position]:
-                out.append(bsym)
+                self.new.bound_symbols.append(bsym)
                 for activation in self.due.get(position, ()):
                     self._copy_to_host(activation.owner)
         for position, bsym in enumerate(bsyms):
@@ -240,7 +236,7 @@ class _Offload:
                 for name in args_of(bsym):
                     self._bring_back(name)
                 bsym = swap_args(bsym, self.replacements)
-            out.append(bsym)
+            self.new.bound_symbols.append(bsym)
 
     def _copy_to_host(self, source: TensorProxy) -> None:
         future = fsdp_copy_to_host.meta(source)
@@ -260,17 +256,7 @@ class _Offload:
         if owner.name not in self.replacements:
             host, device = self.hosts[owner.name], str(to_torch_device(owner.device))
             future = fsdp_copy_to_device.meta(host, device)
-            self.replacements[owner.name] = owner.replace_name(unused_name(self.new, f"bw_{owner.name}"))
-            self._append(fsdp_copy_to_device.bind(host, device, output=future))
-            self._append(fsdp_wait_device_copy.bind(future, output=self.replacements[owner.name]))
+            self.add(fsdp_copy_to_device.bind(host, device, output=future))
+            self.add(fsdp_wait_device_copy.bind(future, output=self.rename(owner)))
         for bsym in activation.derivations.get(name, ()):
-            if all(out in self.replacements for out in outs_of(bsym)):
-                continue  # computed for another view
-            for proxy in proxies_in(bsym):
-                if proxy.name not in self.replacements:
-                    self.replacements[proxy.name] = proxy.replace_name(unused_name(self.new, f"bw_{proxy.name}"))
-            self.new.bound_symbols.append(copy_for_backward(bsym, self.replacements))
-
-    def _append(self, bsym: BoundSymbol) -> None:
-        bsym.tags.add(BoundSymbolTag.BACKWARD)
-        self.new.bound_symbols.append(bsym)
+            self.repeat(bsym)

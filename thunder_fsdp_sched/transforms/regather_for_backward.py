@@ -19,27 +19,27 @@ transposed or cast parameter.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import NumberProxy, Proxy
+from thunder.core.proxies import NumberProxy, Proxy, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, tracectx
 
 from ..ir.effects import bucket_of, effects
 from ..ir.inspection import (
     args_of,
-    copy_for_backward,
     derivation,
     forward_part,
     is_pure,
     outs_of,
+    proxies_in,
     swap_args,
     unused_name,
     with_bound_symbols,
 )
-from ..ir.symbols import fsdp_all_gather, fsdp_wait_params
 from ..runtime.bucket import Bucket
+from .bucket_communication import gather_and_wait
 
 
 def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket], recomputed: Collection[str] = ()) -> TraceCtx:
@@ -71,24 +71,50 @@ def regather_for_backward(trace: TraceCtx, *, kept: Collection[Bucket], recomput
         return trace
     new = with_bound_symbols(trace, (), "fsdp: regather for backward")
     with tracectx(new):
-        _Regather(new, trace, forward, kept, frozenset(recomputed)).run()
+        _Regather(new, kept, recomputed).run(trace, forward)
     return new
 
 
-class _Regather:
-    def __init__(
-        self,
-        new: TraceCtx,
-        trace: TraceCtx,
-        forward: list[bool],
-        kept: Collection[Bucket],
-        recomputed: frozenset[str],
-    ) -> None:
+class BackwardCopies:
+    """Values of forward that backward computes again under other names.
+
+    Attributes:
+        new: the trace that gets the copies.
+        replacements: the proxies that take the place of forward's in backward, by the names of those.
+    """
+
+    def __init__(self, new: TraceCtx) -> None:
+        self.new = new
+        self.replacements: dict[str, Proxy] = {}
+
+    def rename(self, proxy: Proxy) -> Proxy:
+        """Return the proxy that takes the place of ``proxy`` in backward."""
+        if proxy.name not in self.replacements:
+            self.replacements[proxy.name] = proxy.replace_name(unused_name(self.new, f"bw_{proxy.name}"))
+        return self.replacements[proxy.name]
+
+    def add(self, bsym: BoundSymbol) -> None:
+        """Add a bound symbol of backward."""
+        bsym.tags.add(BoundSymbolTag.BACKWARD)
+        self.new.bound_symbols.append(bsym)
+
+    def repeat(self, bsym: BoundSymbol) -> None:
+        """Add a copy of a bound symbol of forward, unless all that it defines has been computed for another value."""
+        if all(name in self.replacements for name in outs_of(bsym)):
+            return
+        for proxy in _defined_in(bsym):
+            self.rename(proxy)
+        known = self.replacements
+        self.add(
+            bsym.from_bsym_swap_proxies({variableify(p): known[p.name] for p in proxies_in(bsym) if p.name in known})
+        )
+
+
+class _Regather(BackwardCopies):
+    def __init__(self, new: TraceCtx, kept: Collection[Bucket], recomputed: Collection[str]) -> None:
+        super().__init__(new)
         self.kept = kept
         self.recomputed = recomputed
-        self.new = new
-        self.trace = trace
-        self.forward = forward
         self.producers: dict[str, BoundSymbol] = {}
         self.order: dict[str, int] = {}  # in which forward defines values
         self.gathers: dict[Bucket, BoundSymbol] = {}
@@ -99,37 +125,32 @@ class _Regather:
         self.again: dict[Bucket, list[BoundSymbol]] = defaultdict(list)
         self.read_again: dict[str, Bucket] = {}
         self.gathered_again: set[Bucket] = set()
-        self.replacements: dict[str, Proxy] = {}
 
-    def run(self) -> None:
-        for bsym, is_forward in zip(self.trace.bound_symbols, self.forward, strict=True):
+    def run(self, trace: TraceCtx, forward: Sequence[bool]) -> None:
+        for bsym, is_forward in zip(trace.bound_symbols, forward, strict=True):
             if is_forward:
                 self._classify(bsym)
             elif _is_of_gather(bsym):
                 self.again[bucket_of(bsym)].append(bsym)
                 self.read_again.update(dict.fromkeys(outs_of(bsym), bucket_of(bsym)))
-        returned = self.trace.bound_symbols[-1]
-        out = self.new.bound_symbols
-        for bsym, is_forward in zip(self.trace.bound_symbols, self.forward, strict=True):
+        for bsym, is_forward in zip(trace.bound_symbols, forward, strict=True):
             # `get_grad` names a forward output but does not read it.
-            if is_forward or bsym is returned or bsym.sym.id is PrimIDs.GET_GRAD:
-                out.append(bsym)
-                continue
-            if _is_of_gather(bsym):
+            if is_forward or bsym.sym.id in (PrimIDs.GET_GRAD, PrimIDs.RETURN):
+                self.new.bound_symbols.append(bsym)
+            elif _is_of_gather(bsym):
                 self._gather(bucket_of(bsym))
-                continue
-            for name in args_of(bsym):
-                self._regenerate(name)
-                if name in self.read_again:
-                    self._gather(self.read_again[name])
-            out.append(swap_args(bsym, self.replacements))
+            else:
+                for name in args_of(bsym):
+                    self._regenerate(name)
+                    if name in self.read_again:
+                        self._gather(self.read_again[name])
+                self.new.bound_symbols.append(swap_args(bsym, self.replacements))
 
     def _classify(self, bsym: BoundSymbol) -> None:
-        for out in outs_of(bsym):
-            self.producers[out] = bsym
-        for part in bsym.subsymbols if bsym.sym.is_fusion else (bsym,):
-            for out in outs_of(part):
-                self.order[out] = len(self.order)
+        self.producers.update(dict.fromkeys(outs_of(bsym), bsym))
+        parts = bsym.subsymbols if bsym.sym.is_fusion else (bsym,)
+        for out in (out for part in parts for out in outs_of(part)):
+            self.order[out] = len(self.order)
         if effects(bsym).is_gather:
             self.gathers[bucket_of(bsym)] = bsym
         elif effects(bsym).unshards:
@@ -137,15 +158,14 @@ class _Regather:
             if bucket_of(bsym).base not in self.kept:
                 self.from_params.update(outs_of(bsym))
         elif bsym.sym.id is not PrimIDs.UNPACK_TRIVIAL:
-            for part in bsym.subsymbols if bsym.sym.is_fusion else (bsym,):
-                if is_pure(part):
-                    # Numbers (sizes, under symbolic values) count as constants.
-                    self.constants.update(p.name for p in part.flat_proxy_args if isinstance(p, NumberProxy))
-                    inputs = args_of(part)
-                    if all(a in self.constants for a in inputs):
-                        self.constants.update(outs_of(part))
-                    elif all(a in self.constants or a in self.from_params for a in inputs):
-                        self.from_params.update(outs_of(part))
+            for part in filter(is_pure, parts):
+                # Numbers (sizes, under symbolic values) count as constants.
+                self.constants.update(p.name for p in part.flat_proxy_args if isinstance(p, NumberProxy))
+                inputs = args_of(part)
+                if all(a in self.constants for a in inputs):
+                    self.constants.update(outs_of(part))
+                elif all(a in self.constants or a in self.from_params for a in inputs):
+                    self.from_params.update(outs_of(part))
 
     def _regenerate(self, name: str) -> None:
         """Recompute ``name`` in backward if it is a value of forward that derives from parameters alone or is chosen.
@@ -168,46 +188,28 @@ class _Regather:
                     parts[out] = part
                     pending += args_of(part)
         for out in sorted(parts, key=self.order.__getitem__):
-            bsym = parts[out]
-            if effects(bsym).unshards:
-                self._gather(bucket_of(bsym))
-            elif not all(name in self.replacements for name in outs_of(bsym)):  # or for another output of this fusion
-                self._repeat(bsym)
-
-    def _repeat(self, bsym: BoundSymbol) -> None:
-        """Emit a bound symbol of forward again, with outputs of other names."""
-        for proxy in _defined_in(bsym):
-            self._rename(proxy)
-        self.new.bound_symbols.append(copy_for_backward(bsym, self.replacements))
+            if effects(parts[out]).unshards:
+                self._gather(bucket_of(parts[out]))
+            else:
+                self.repeat(parts[out])
 
     def _gather(self, bucket: Bucket) -> None:
         """Emit backward's gather and wait of ``bucket`` before the first bound symbol that needs it, once."""
         if bucket in self.gathered_again:
             return
         self.gathered_again.add(bucket)
-        if bucket not in self.gathers:  # forward does not read it at all
-            self.new.bound_symbols += self.again[bucket]
-            return
-        forward_gather, forward_wait = self.gathers[bucket], self.waits[bucket]
         if bucket in self.again:
             self.new.bound_symbols += self.again[bucket]
-            params = self.again[bucket][-1].output
         else:
-            future = fsdp_all_gather.meta(*forward_gather.args)
-            params = tuple(self._rename(p) for p in forward_wait.output)
-            for bsym in (
-                fsdp_all_gather.bind(*forward_gather.args, **_again(bucket), output=future),
-                fsdp_wait_params.bind(bucket, future, output=params),
-            ):
-                bsym.tags.add(BoundSymbolTag.BACKWARD)
-                self.new.bound_symbols.append(bsym)
-        for old, param in zip(forward_wait.output, params, strict=True):
-            self.replacements[old.name] = param
-
-    def _rename(self, proxy: Proxy) -> Proxy:
-        if proxy.name not in self.replacements:
-            self.replacements[proxy.name] = proxy.replace_name(unused_name(self.new, f"bw_{proxy.name}"))
-        return self.replacements[proxy.name]
+            _, _, *shards = self.gathers[bucket].args
+            params = [self.rename(p) for p in self.waits[bucket].output]
+            for bsym in gather_and_wait(bucket, shards, params, **_again(bucket)):
+                self.add(bsym)
+        if bucket in self.waits:  # or forward does not read it at all
+            params = self.new.bound_symbols[-1].output
+            self.replacements.update(
+                (old.name, new) for old, new in zip(self.waits[bucket].output, params, strict=True)
+            )
 
 
 def _is_of_gather(bsym: BoundSymbol) -> bool:

@@ -1,4 +1,4 @@
-"""Free the memory of slots in the trace (``release``), instead of keeping it from step to step.
+"""Free the memory of slots in the trace, instead of keeping it from step to step.
 
 [Note: Release of slots]
 ``fsdp_release`` frees the memory of the arenas of some slots. Collectives that used it were waited for by the current
@@ -12,18 +12,32 @@ forward that waits for its backward may have kept buckets in their private slots
 
 A forward that is never followed by its backward frees nothing; the next backward does. After an exception, the next step
 uses the memory again and frees it.
+
+[Note: Memory that only backward needs]
+Backward needs more slots than forward, because some hold gradients that are being reduced, and some transports receive
+these into buffers of their own. In an arena that is kept from step to step, all of this is allocated at the end of
+forward, too, where the activations of all blocks are in memory and nothing is reduced yet: that is where memory peaks.
+By the time backward reduces gradients, it has freed some activations.
+
+So with ``max_memory`` the search also tries an *extension*: slots of backward get the memory that forward needs, and only
+those that do not fit get memory of the arena's extension, which their first use in backward allocates. At the end of
+backward ``fsdp_release`` frees it, and the receive buffers. Forward begins with the same release, because the
+step before may have been compiled without an extension, and then has left its receive buffers.
+
+Nothing in the extension survives a backward, and buckets that forward leaves for backward are never there.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Literal
 
-from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, tracectx
+from thunder.core.prims import PrimIDs
+from thunder.core.trace import TraceCtx
 
 from ..ir.analysis import Analysis
-from ..ir.inspection import with_bound_symbols
+from ..ir.inspection import has_backward, with_bound_symbols
 from ..ir.symbols import fsdp_release
 from ..runtime.memory import Arena, Slot
 
@@ -50,10 +64,10 @@ def release_slots(
         forward: for a backward trace, its forward trace with slots.
         waits_for_backward: whether this is a forward trace that a backward trace follows.
     """
-    before = list(forward.bound_symbols) if forward is not None else []
-    bsyms = list(trace.bound_symbols)
     if release == "step" and waits_for_backward:
         return trace
+    before = list(forward.bound_symbols) if forward is not None else []
+    bsyms = list(trace.bound_symbols)
     ends: dict[Arena, tuple[int, Slot]] = {}
     analysis = Analysis(before, bsyms)
     for live in analysis.slots.values():
@@ -69,10 +83,25 @@ def release_slots(
     for end, slot in ends.values():
         last = len(bsyms) - 2 if release == "step" else max(end, guards.get(slot, -1)) - len(before)
         released[min(last, len(bsyms) - 2)].append(slot)
-    out: list[BoundSymbol] = []
-    with tracectx(trace):
-        for position, bsym in enumerate(bsyms):
-            out.append(bsym)
-            if position in released:
-                out.append(fsdp_release.bind(*released[position], output=None))
-    return with_bound_symbols(trace, out, "fsdp: release slots")
+    for position in sorted(released, reverse=True):
+        bsyms.insert(position + 1, fsdp_release.bind(*released[position], output=None))
+    return with_bound_symbols(trace, bsyms, "fsdp: release slots")
+
+
+def release_extension(trace: TraceCtx, *, arenas: Collection[Arena]) -> TraceCtx:
+    """Insert ``fsdp_release`` for the extensions of some arenas: in backward at its end, in forward at its beginning.
+
+    Runs after ``reuse_from_forward`` and before ``verify``. After, at the end of backward::
+
+        (t144,) = fsdp_wait_grads(bucket_blocks_0, ft155)
+        fsdp_release(more_slots)
+        return ...
+
+    See [Note: Memory that only backward needs].
+    """
+    bsyms = list(trace.bound_symbols)
+    at = len(bsyms) - 1
+    if has_backward(trace):
+        at = next(i for i, b in enumerate(bsyms) if b.sym.id is not PrimIDs.UNPACK_TRIVIAL)
+    bsyms.insert(at, fsdp_release.bind(*(arena.extension.all_of_it for arena in arenas), output=None))
+    return with_bound_symbols(trace, bsyms, "fsdp: release the extension")

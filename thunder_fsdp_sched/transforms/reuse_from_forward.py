@@ -1,10 +1,10 @@
-"""ZeRO-3: reuse buckets that are still resident from the end of forward, instead of gathering them again in backward.
+"""Reuse buckets that are still resident, from the end of forward or from an earlier micro-batch, instead of gathering again.
 
 [Note: Buckets left by forward]
 Backward first reads the buckets that forward gathered last. They stay in their slots until another collective uses the
 memory. ``assign_slots`` keeps as many of forward's last gathers resident as fit into the memory that forward needs
 anyway. In backward it assigns them the same slots, if parameters then need no more memory there and all slots together
-need at most 1/32 more. The passes of this file mark these gathers: nothing is sent if backward runs right after its
+need at most 1/32 more. The first two passes here mark these gathers: nothing is sent if backward runs right after its
 forward, as in a usual step. That saves backward's first gather, which no compute could hide. (Users of FSDP2 spend
 memory for the same effect: they do not reshard the last block.)
 
@@ -26,6 +26,7 @@ from ..ir.analysis import Analysis
 from ..ir.effects import Place, effects
 from ..ir.inspection import has_backward, with_bound_symbols
 from ..ir.slots import retained_by_forward
+from ..runtime.bucket import WINDOW_LAST, WINDOW_OPEN
 from ..runtime.memory import Arena, Slot
 
 
@@ -93,10 +94,37 @@ def reuse_from_forward(trace: TraceCtx, *, forward: TraceCtx) -> TraceCtx:
     return with_bound_symbols(trace, bsyms, "fsdp: reuse what forward left")
 
 
+def reuse_in_window(trace: TraceCtx, *, no_sync: bool) -> TraceCtx:
+    """Mark the gathers of a forward trace into private slots, which an earlier micro-batch may have filled.
+
+    Runs on the forward trace after ``assign_slots`` and before ``verify``. Does nothing if there is no backward, or no
+    bucket is kept (ZeRO-3). Before::
+
+        ft146 = ...(bucket_blocks_0, own_blocks_0, t_blocks_0_weight)  # 16,384 bytes float32
+
+    After, under ``no_sync``; otherwise with ``window='last'``::
+
+        ft146 = ...(bucket_blocks_0, own_blocks_0, t_blocks_0_weight, window='open')  # 16,384 bytes float32
+
+    See [Note: Gathered once in a window] in ``runtime.bucket``.
+
+    Args:
+        no_sync: whether the trace is compiled for ``no_sync``.
+    """
+    bsyms = list(trace.bound_symbols)
+    mark = WINDOW_OPEN if no_sync else WINDOW_LAST
+    if has_backward(trace):
+        for position, bsym in enumerate(bsyms):
+            place = _gathered_place(bsym)
+            if place is not None and place.is_private:
+                bsyms[position] = _marked(bsym, window=mark)
+    return with_bound_symbols(trace, bsyms, "fsdp: reuse in an accumulation window")
+
+
 def _gathered_place(bsym: BoundSymbol) -> Place | None:
     issue = effects(bsym).issues
     return issue.place if issue is not None and issue.gathers else None
 
 
-def _marked(bsym: BoundSymbol, **issues: int) -> BoundSymbol:
-    return bsym.from_bsym(kwargs=bsym.kwargs | issues)
+def _marked(bsym: BoundSymbol, **marks: int | str) -> BoundSymbol:
+    return bsym.from_bsym(kwargs=bsym.kwargs | marks)

@@ -10,7 +10,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from ..ir.analysis import Analysis
-from ..ir.effects import Issue, effects
+from ..ir.effects import effects
 from ..ir.inspection import args_of, outs_of, short_form, statements, with_bound_symbols
 from ..ir.symbols import without_token
 from ..ranks.process_groups import ProcessGroupRef
@@ -29,83 +29,50 @@ MAX_SMALL_STAGES = 4
 
 
 @dataclass(eq=False)
-class _Gather:
+class _Collective:
+    """A gather or a reduction, and its wait.
+
+    Attributes:
+        name: of its bucket.
+        nbytes: of what it sends, padding included.
+        slot_bytes: of its slot.
+    """
+
+    issue: BoundSymbol
+    wait: BoundSymbol
+
+    def __post_init__(self) -> None:
+        of = effects(self.issue).slot_issue
+        assert of is not None and of.place is not None and of.group is not None
+        self.name, self.group = of.place.bucket.spec.name, of.group
+        self.nbytes, self.slot_bytes = of.nbytes, of.place.nbytes
+
+
+@dataclass(eq=False)
+class _Gather(_Collective):
     """A gather with the positions, counted in compute, of its first and last consumer.
 
     Gathers with the same first consumer (a fusion may read two buckets) form one *prefetch step*: they are issued one
     after the other and then waited for, so that no gather is issued between their waits.
     """
 
-    issue: BoundSymbol
-    wait: BoundSymbol
     first_consumer: int = -1
     last_consumer: int = -1
     section: int = -1
     stage: int = -1
 
-    @property
-    def of(self) -> Issue:
-        return _issue_of(self.issue)
-
-    @property
-    def name(self) -> str:
-        return _name_of(self.issue)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its slot, padding included."""
-        return _slot_bytes(self.issue)
-
 
 @dataclass(eq=False)
-class _Reduction:
-    issue: BoundSymbol
-    wait: BoundSymbol
+class _Reduction(_Collective):
     all_reduce: BoundSymbol | None = None
     """The all-reduce of its result across replicas; ``None`` without replicas and once it is issued."""
     ready_after: int = -1
     first_consumer: int | None = None
 
     @property
-    def name(self) -> str:
-        return _name_of(self.issue)
-
-    @property
-    def nbytes(self) -> int:
-        return _issue_of(self.issue).nbytes
-
-    @property
-    def slot_bytes(self) -> int:
-        return _slot_bytes(self.issue)
-
-    @property
-    def group(self) -> ProcessGroupRef:
-        group = _issue_of(self.issue).group
-        assert group is not None
-        return group
-
-    @property
     def holds_slot(self) -> bool:
         waits = effects(self.wait).waits
         return self.all_reduce is not None or (waits is not None and waits.future == self.issue.output.name)
-
-
-def _issue_of(bsym: BoundSymbol) -> Issue:
-    issue = effects(bsym).issues
-    assert issue is not None
-    return issue
-
-
-def _name_of(bsym: BoundSymbol) -> str:
-    bucket = _issue_of(bsym).bucket
-    assert bucket is not None
-    return bucket.spec.name
-
-
-def _slot_bytes(bsym: BoundSymbol) -> int:
-    place = _issue_of(bsym).place
-    assert place is not None
-    return place.nbytes
 
 
 def sort_communication(
@@ -262,7 +229,7 @@ class _Sorter:
                 self.stages.append([])
             self.stages[-1].append(gather)
             gather.stage = len(self.stages) - 1
-        stage_bytes = [sum(g.of.nbytes for g in stage) for stage in self.stages]
+        stage_bytes = [sum(g.nbytes for g in stage) for stage in self.stages]
         self.issue_points = issue_points(stage_bytes, prefetch)
 
         self.next_issue = 0  # number of the gather to be issued next
@@ -365,10 +332,10 @@ class _Sorter:
         if self._is_full():
             first = self.gathers[self.next_wait].name
             return f"in-flight limit: at most {self.max_in_flight}, so only after the wait for {first}"
-        excess = sum(g.nbytes for g in self.live) + gather.nbytes - (self.budget or 0)
+        excess = sum(g.slot_bytes for g in self.live) + gather.slot_bytes - (self.budget or 0)
         if early and self.budget is not None and excess > 0:
             for freed in sorted(self.live, key=lambda g: g.last_consumer):
-                excess -= freed.nbytes
+                excess -= freed.slot_bytes
                 if excess <= 0:
                     return f"byte budget: fits only after the last read of {freed.name}"
             return "byte budget: fits only when nothing else is gathered"
@@ -413,7 +380,7 @@ class _Sorter:
         """Return whether the next gather would queue behind ``reduction``."""
         if self.next_issue == len(self.gathers):
             return False
-        return self.gathers[self.next_issue].of.group is reduction.group
+        return self.gathers[self.next_issue].group is reduction.group
 
     def _wait_for_grads(self, until: _Reduction, reason: str) -> None:
         # Earlier reductions of its group have finished by then; those of other groups may still be in flight.
